@@ -1,0 +1,53 @@
+"""One word from every rank before anything moves: all go on, or all raise the same error. No rank is left waiting."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from . import errors
+from .errors import DisagreementError, HetConvError
+from .transport import Team, answered
+
+T = TypeVar("T")
+
+
+def agree(team: Team, what: str, saying: str, error: HetConvError | None = None) -> None:
+    """Collective. Every rank says what it is about to do; unless all say the same and none has an error, all raise.
+
+    ``what`` names the operation. With an error on any rank, the first one is raised on every rank, with its rank named;
+    otherwise ranks that differ raise `DisagreementError` with what each said.
+    """
+    if team.size == 1:
+        if error is not None:
+            raise error
+        return
+    digest = hashlib.sha256(f"{what}|{saying}|{error!r}".encode()).digest()
+    word = torch.frombuffer(bytearray(digest + bytes([error is not None])), dtype=torch.uint8)
+    words = word.new_empty(team.size, word.numel())
+    answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
+    if bool((words == word).all()) and error is None:
+        return
+    told = (what, saying, type(error).__name__ if error else "", str(error) if error else "")
+    all_told: list[tuple[str, str, str, str]] = [told] * team.size
+    answered(team, lambda: dist.all_gather_object(all_told, told, group=team.control))
+    for rank, (where, _, kind, message) in enumerate(all_told):
+        if kind:
+            raise getattr(errors, kind, HetConvError)(f"{where}, on rank {rank}: {message}")
+    lines = "\n".join(f"  rank {rank}: {where}: {said}" for rank, (where, said, _, _) in enumerate(all_told))
+    raise DisagreementError(f"the ranks do not agree on what to do; call it alike on every rank:\n{lines}")
+
+
+def prepared(team: Team, what: str, prepare: Callable[[], T], saying: Callable[[T], str]) -> T:
+    """Runs ``prepare``, which checks arguments and moves nothing, on every rank; all go on with its result or none."""
+    try:
+        result = prepare()
+    except HetConvError as e:
+        agree(team, what, "", e)
+        raise  # not reached: with an error on this rank, agree raises on every rank
+    agree(team, what, saying(result))
+    return result

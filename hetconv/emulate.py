@@ -1,0 +1,67 @@
+"""A device slowed on purpose, to try uneven pairs on one machine: ``cpu@0.5`` computes at half the speed of ``cpu``.
+
+Every local convolution and linear, forward and backward, is stretched by sleeping after it. What is measured or printed
+of such a device is marked as emulated by its name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from .errors import HetConvError
+
+T = TypeVar("T")
+_slowness = 1.0
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """``cpu``, ``cuda:1`` or, emulated, ``cpu@0.5``: a torch device and the speed that is left of it."""
+
+    device: str
+    speed: float = 1.0
+
+    @staticmethod
+    def parse(text: str) -> DeviceName:
+        """Raises `HetConvError` for what is neither a CPU nor a CUDA device, or a speed outside (0, 1]."""
+        device, at, speed = text.strip().partition("@")
+        try:
+            parsed = DeviceName(str(torch.device(device)), float(speed) if at else 1.0)
+        except (RuntimeError, ValueError) as e:
+            raise HetConvError(f"device {text!r} is not understood; write cpu, cuda:0, or cpu@0.5 for half speed") from e
+        if torch.device(device).type not in ("cpu", "cuda") or not 0 < parsed.speed <= 1:
+            raise HetConvError(f"device {text!r} is neither a CPU nor a CUDA device at a speed between 0 and 1")
+        return parsed
+
+    @property
+    def emulated(self) -> bool:
+        return self.speed < 1
+
+    def __str__(self) -> str:
+        return f"{self.device}@{self.speed:g}" if self.emulated else self.device
+
+
+def set_speed(speed: float) -> None:
+    """From now on this process computes at ``speed`` (0 < speed <= 1) of what it could."""
+    global _slowness
+    if not 0 < speed <= 1:
+        raise HetConvError(f"an emulated speed of {speed} was asked for; give one above 0 and at most 1")
+    _slowness = 1 / speed
+
+
+def stretched(compute: Callable[[], T], device: torch.device) -> T:
+    """Runs ``compute``, and takes as much longer as the emulated speed says."""
+    if _slowness == 1:
+        return compute()
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda *_: None)
+    synchronize(device)
+    start = time.perf_counter()
+    result = compute()
+    synchronize(device)
+    time.sleep((time.perf_counter() - start) * (_slowness - 1))
+    return result

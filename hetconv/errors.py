@@ -1,0 +1,29 @@
+"""The errors that a caller can act on. Each message says what was given, what was expected and what to do."""
+
+
+class HetConvError(ValueError):
+    """Something given to hetconv does not fit. Base of every error that it raises on purpose."""
+
+
+class SplitError(HetConvError):
+    """A split that does not fit its operator: an unknown kind, or sizes that do not add up."""
+
+
+class LayoutError(HetConvError):
+    """Layouts, or a local tensor and its layout, that do not fit together."""
+
+
+class PlanError(HetConvError):
+    """A plan that does not fit: another model, world size, or schema version."""
+
+
+class ProfileError(HetConvError):
+    """A profile that does not fit, or does not know what it was asked."""
+
+
+class DisagreementError(HetConvError):
+    """Ranks called the same operation with different arguments; every rank raises this alike."""
+
+
+class LostRankError(HetConvError, RuntimeError):
+    """Another rank stopped answering: it died, or it waits in a different place."""

@@ -1,0 +1,132 @@
+"""redistribute: the one data-movement operator, over a process group, with its adjoint (§2 of the design).
+
+Two verbs: ``take`` a box of what this rank holds, and ``sum_pieces``, which sends every piece to whoever wants it and adds
+what arrives in rank order, so that all replicas hold the same bits. Forward and backward are these two, swapped
+(cf. Hewett & Grady, "A linear algebraic approach to model parallelism in deep learning", 2020).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .agreement import prepared
+from .errors import LayoutError
+from .layout import Box, Boxes, Exchange, Layout, Move, Need, pieces
+from .transport import Round, Team, team_of
+
+
+def take(local: Tensor, held: Box, wanted: Box) -> Tensor:
+    """The part of ``wanted`` within what this rank holds; a view."""
+    return local if held == wanted else local[wanted.within(held)]
+
+
+def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
+    """Sends this rank's pieces of one round on their way; `Round.wait` gives the others' pieces."""
+    me, mine = team.rank, held[team.rank]
+    moving = [(s, r, box) for s, r, box in pieces(held, wanted) if s != r]
+    outgoing = {r: local[box.within(mine)] for s, r, box in moving if s == me}
+    return Round(team, local, outgoing, {s: box.shape for s, r, box in moving if r == me})
+
+
+def sum_pieces(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
+    """The sum, over all ranks that hold it, of every element that this rank wants."""
+    me = team.rank
+    got = start_round(team, local, held, wanted).wait()
+    mine = [(s, box) for s, r, box in pieces(held, wanted) if r == me]
+    parts = [(box, got[s] if s != me else take(local, held[me], box)) for s, box in mine]
+    if len(parts) == 1 and parts[0][0] == wanted[me]:
+        return parts[0][1]
+    return assemble(parts, wanted[me], local)
+
+
+def assemble(parts: list[tuple[Box, Tensor]], whole: Box, like: Tensor) -> Tensor:
+    """Adds the parts, in order, into a tensor over ``whole``; zero where there is none. Images are channels-last."""
+    disjoint = sum(box.numel for box, _ in parts) == whole.numel and _disjoint([box for box, _ in parts])
+    memory = torch.channels_last if len(whole.shape) == 4 else torch.contiguous_format
+    out = torch.empty(whole.shape, dtype=like.dtype, device=like.device, memory_format=memory)
+    if not disjoint:
+        out.zero_()
+    for box, part in parts:
+        view = out[box.within(whole)]
+        view.copy_(part) if disjoint else view.add_(part)
+    return out
+
+
+def _disjoint(boxes: list[Box]) -> bool:
+    return not any(a.intersect(b).numel for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def perform(team: Team, local: Tensor, rounds: tuple[Exchange, ...], held: Box, wanted: Box) -> Tensor:
+    """All rounds in turn; with none, this rank takes its box of what it holds."""
+    for sources, targets in rounds:
+        local = sum_pieces(team, local, sources, targets)
+    return local if rounds else take(local, held, wanted)
+
+
+def embed(team: Team, local: Tensor, src: Layout) -> Tensor:
+    """This rank's summand of a value: what it holds in zeros, a replicated value on rank 0 alone."""
+    out = local.new_zeros(src.shape)
+    if src.kind != "replicated" or team.rank == 0:
+        out[src.boxes[team.rank].within(Box.whole(src.shape))] = local
+    return out
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
+        ctx.move, ctx.team = move, team
+        if move.embeds:
+            return embed(team, local, move.src)
+        return perform(team, local, move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        move, team = ctx.move, ctx.team
+        g = perform(team, grad, move.adjoint, move.dst.boxes[team.rank], move.src.boxes[team.rank])
+        return g, None, None
+
+
+def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
+    """`redistribute` without its checks, for callers that agree already. May return a view of ``local``."""
+    same = isinstance(dst, Layout) and (src.kind, src.boxes) == (dst.kind, dst.boxes)
+    return local if same else _Moved.apply(local, Move(src, dst), team)  # type: ignore[no-any-return]
+
+
+def redistribute(
+    local: Tensor, src: Layout, dst: Layout | Need, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Takes a value from one layout to another layout or to a need; collective, differentiable, exact adjoint backward.
+
+    ``local`` is this rank's part: its shape is that of ``src.boxes[rank]``. The result has that of ``dst.boxes[rank]``
+    and never shares memory with ``local``. Broadcast, scatter, gather, all-gather, all-reduce, reduce-scatter,
+    all-to-all and halo exchange are cases of it. Raises `LayoutError` (bad arguments on any rank) or
+    `DisagreementError` (different ones) on every rank before anything moves.
+    """
+    team = team_of(group)
+
+    def check() -> None:
+        if src.world != team.size or dst.world != team.size:
+            raise LayoutError(f"layouts for {src.world} and {dst.world} ranks were given to a group of {team.size}")
+        if src.shape != dst.shape:
+            raise LayoutError(f"a value of shape {src.shape} cannot be moved to a layout of shape {dst.shape}")
+        if tuple(local.shape) != src.boxes[team.rank].shape:
+            raise LayoutError(
+                f"the local tensor has shape {tuple(local.shape)}, but rank {team.rank}'s box in the source layout has "
+                f"{src.boxes[team.rank].shape}; pass the local part"
+            )
+
+    prepared(team, "redistribute", check, lambda _: f"{local.dtype} {local.requires_grad} {src} -> {dst}")
+    return unshared(moved(team, local, src, dst), local)
+
+
+def unshared(result: Tensor, *sources: Tensor) -> Tensor:
+    """A copy if ``result`` is (a view of) one of ``sources``: what a caller gets may be written to."""
+    memory = result.untyped_storage().data_ptr()
+    shares = memory != 0 and any(memory == s.untyped_storage().data_ptr() for s in sources)
+    return result.clone() if shares else result

@@ -1,0 +1,32 @@
+"""What every family of operators needs: the layout of any tensor, and bringing it to where an operator reads it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..layout import Box, Layout, Need
+from ..movement import moved, take
+from ..replicas import contributed, is_replica
+from ..tensor import HetTensor
+from ..transport import Team
+
+
+def placement_of(x: Tensor, team: Team) -> Layout:
+    """A plain tensor inside a parallelized model is a replicated value."""
+    return x.placement if isinstance(x, HetTensor) else Layout.replicated(tuple(x.shape), team.size)
+
+
+def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
+    """This rank's part of ``x`` as an operator reads it."""
+    if isinstance(x, HetTensor):
+        return moved(team, x.local, x.placement, read)
+    if isinstance(read, Layout) and read.kind == "replicated":
+        return x
+    if is_replica(x):
+        return take(contributed(team, x), Box.whole(tuple(x.shape)), read.boxes[team.rank])
+    return moved(team, x, Layout.replicated(tuple(x.shape), team.size), read)
+
+
+def empty_output(source: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """An empty part of the graph: its backward still reaches ``source``, so that every rank joins every exchange."""
+    return source.sum().expand(shape)

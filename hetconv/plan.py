@@ -1,0 +1,102 @@
+"""Plan: for every convolution and linear of a model, how it is cut; with what that was predicted to cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from . import files
+from .errors import PlanError
+from .rules import Conv, Linear, Split
+
+VERSION = 1
+Mode = Literal["train", "infer"]
+STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer: the operator, its split, and predicted seconds per device and bytes sent (all ranks together)."""
+
+    op: Conv | Linear
+    split: Split
+    forward_s: tuple[float, ...] = ()
+    backward_s: tuple[float, ...] = ()
+    sent_bytes: int = 0
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step: seconds, of which movement; bytes sent by (sender, receiver) as a matrix; bytes of memory per device."""
+
+    step_s: float
+    movement_s: float
+    busy_s: tuple[float, ...]
+    sent_bytes: tuple[tuple[int, ...], ...]
+    memory_bytes: tuple[int, ...]
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``layers`` by module name. ``alternatives`` has the predicted seconds of what else could have been done.
+
+    ``estimated``: nothing was measured, the profile came from data sheets.
+    """
+
+    devices: tuple[str, ...]
+    mode: Mode
+    model: str
+    inputs: tuple[tuple[int, ...], ...]
+    layers: Mapping[str, LayerPlan]
+    chosen: str
+    predicted: Prediction | None = None
+    alternatives: Mapping[str, float] | None = None
+    estimated: bool = False
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        for name, layer in self.layers.items():
+            try:
+                layer.op.check(layer.split, self.world)
+            except ValueError as e:
+                raise PlanError(f"layer {name!r}: {e}") from e
+
+    @property
+    def world(self) -> int:
+        return len(self.devices)
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        return MappingProxyType({name: layer.split for name, layer in self.layers.items()})
+
+    @property
+    def digest(self) -> str:
+        """What ranks compare before they act on a plan: the number of ranks and every split."""
+        said = [str(self.world), *(f"{n}={s.kind}{s.sizes}" for n, s in sorted(self.splits.items()))]
+        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+
+    def with_splits(self, splits: Mapping[str, Split]) -> Plan:
+        """The plan with other splits for the layers named. Predictions, no longer true, are dropped.
+
+        Raises `PlanError` for a layer that the plan does not know and a split that does not fit its layer.
+        """
+        unknown = sorted(splits.keys() - self.layers.keys())
+        if unknown:
+            raise PlanError(f"the plan has no layer {', '.join(map(repr, unknown))}; it has {', '.join(self.layers) or 'none'}")
+        layers = {n: LayerPlan(x.op, splits.get(n, x.split)) for n, x in self.layers.items()}
+        return replace(self, layers=layers, chosen="by hand", predicted=None, alternatives=None)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan file, atomically."""
+        files.save(path, "plan", VERSION, self)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Raises `PlanError`, naming the key, for a file that is not a plan of this version."""
+        return files.load(path, "plan", VERSION, Plan, PlanError)

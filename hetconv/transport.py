@@ -1,0 +1,128 @@
+"""Messages among the ranks of a process group: who they are, and start/wait of one round of pieces. No geometry here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import HetConvError, LostRankError
+
+T = TypeVar("T")
+_counters: list[Counter[int]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """The ranks that hold the parts of a tensor. ``control`` carries small host messages even where ``group`` is NCCL."""
+
+    group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    rank: int
+    size: int
+    backend: str
+
+    def __deepcopy__(self, memo: object) -> Team:
+        return self  # a process group cannot be copied; copies of a model go on using the same one
+
+
+_teams: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()
+
+
+def team_of(group: dist.ProcessGroup | None = None) -> Team:
+    """The team of a process group (default: all ranks). The first call on a group is collective."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise HetConvError(
+            "torch.distributed is not initialised; start the program with torchrun (or hetconv's launcher) and call "
+            "torch.distributed.init_process_group('gloo' or 'nccl') first"
+        )
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    if group not in _teams:
+        backend = str(dist.get_backend(group))
+        control = group
+        if backend != "gloo":
+            ranks = dist.get_process_group_ranks(group)
+            control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _teams[group] = Team(group, control, dist.get_rank(group), dist.get_world_size(group), backend)
+    return _teams[group]
+
+
+@contextmanager
+def count_sent() -> Iterator[Counter[int]]:
+    """Counts the payload bytes that this rank sends, per receiving rank, while the context lasts."""
+    counts: Counter[int] = Counter()
+    _counters.append(counts)
+    try:
+        yield counts
+    finally:
+        _counters.remove(counts)
+
+
+def answered(team: Team, action: Callable[[], T]) -> T:
+    """Runs a step of communication; what the backend raises when a rank is gone becomes a `LostRankError`."""
+    try:
+        return action()
+    except HetConvError:
+        raise
+    except RuntimeError as e:
+        raise LostRankError(
+            f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look for "
+            f"the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
+        ) from e
+
+
+def to_wire(x: Tensor) -> Tensor:
+    """Images travel channels-last, whatever the memory format on either side: rows are then one run of memory."""
+    return (x.movedim(1, -1) if x.dim() in (4, 5) else x).contiguous()
+
+
+def wire_buffer(like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(buffer to receive into, the same memory as a tensor of ``shape``)."""
+    memory = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
+    piece = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory)
+    return piece.movedim(1, -1) if len(shape) in (4, 5) else piece, piece
+
+
+class Round:
+    """One round of messages under way. `wait` gives what came, by sender."""
+
+    def __init__(self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]):
+        self._team = team
+        self._sent = {peer: to_wire(piece) for peer, piece in outgoing.items()}
+        self._received = {peer: wire_buffer(like, shape) for peer, shape in incoming.items()}
+        for counts in _counters:
+            counts.update({peer: t.numel() * t.element_size() for peer, t in self._sent.items()})
+        staged = team.backend == "gloo" and like.device.type != "cpu"
+        self._works = answered(team, (lambda: self._all_to_all(like)) if staged else self._point_to_point)
+
+    def _point_to_point(self) -> list[dist.Work]:
+        group = self._team.group
+        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in self._sent.items()]
+        ops += [dist.P2POp(dist.irecv, b, group=group, group_peer=peer) for peer, (b, _) in self._received.items()]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def _all_to_all(self, like: Tensor) -> list[dist.Work]:
+        """gloo takes CUDA tensors only in collectives, through host memory; every rank takes part."""
+        ranks, nothing = range(self._team.size), like.new_empty(0)
+        outgoing = [self._sent.get(r, nothing).flatten() for r in ranks]
+        incoming = [self._received[r][0] if r in self._received else nothing for r in ranks]
+        got = like.new_empty(sum(t.numel() for t in incoming))
+        splits = [t.numel() for t in incoming], [t.numel() for t in outgoing]
+        dist.all_to_all_single(got, torch.cat(outgoing), *splits, group=self._team.group)
+        for buffer, part in zip(incoming, got.split(splits[0]), strict=True):
+            buffer.copy_(part.view_as(buffer))
+        return []
+
+    def wait(self) -> dict[int, Tensor]:
+        for work in self._works:
+            answered(self._team, work.wait)
+        self._works, self._sent = [], {}
+        return {peer: view for peer, (_, view) in self._received.items()}

@@ -1,10 +1,50 @@
 """hetconv: model-parallel convolution on devices of unequal speed."""
 
-from .layout import Layout, Need, apportion
+from .errors import (
+    DisagreementError,
+    HetConvError,
+    LayoutError,
+    LostRankError,
+    PlanError,
+    ProfileError,
+    SplitError,
+)
+from .graph import Graph
+from .layout import Box, Layout, Need, apportion
 from .modules import HetConv2d, full_state_dict, load_full_state_dict, parallelize
 from .movement import redistribute
 from .plan import Plan
+from .planner import make_plan
+from .profile import ClusterProfile
+from .recorder import capture
 from .rules import Split
 from .tensor import HetTensor, gather
+from .transport import count_sent
 
-__all__ = ["HetConv2d", "HetTensor", "Layout", "Need", "Plan", "Split", "apportion", "full_state_dict", "gather", "load_full_state_dict", "parallelize", "redistribute"]
+__all__ = [
+    "Box",
+    "ClusterProfile",
+    "DisagreementError",
+    "Graph",
+    "HetConv2d",
+    "HetConvError",
+    "HetTensor",
+    "Layout",
+    "LayoutError",
+    "LostRankError",
+    "Need",
+    "Plan",
+    "PlanError",
+    "ProfileError",
+    "Split",
+    "SplitError",
+    "apportion",
+    "capture",
+    "count_sent",
+    "full_state_dict",
+    "gather",
+    "load_full_state_dict",
+    "make_plan",
+    "parallelize",
+    "redistribute",
+]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 from typing import Literal
 
 from .errors import LayoutError
@@ -113,7 +113,11 @@ class Layout:
         if self.kind != "sharded":
             return None
         cut = [d for d, n in enumerate(self.shape) if any((b.lo[d], b.hi[d]) != (0, n) for b in self.boxes)]
-        return cut[0] if len(cut) == 1 else (0 if not cut else None)
+        if len(cut) > 1:
+            return None
+        dim = cut[0] if cut else 0
+        in_order = spans([b.shape[dim] for b in self.boxes])
+        return dim if not cut or in_order == [(b.lo[dim], b.hi[dim]) for b in self.boxes] else None
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -133,8 +137,8 @@ def apportion(total: int, weights: tuple[float, ...], granularity: int = 1) -> t
 
     Cuts lie on multiples of ``granularity``; what is left over after whole multiples goes to the last rank with a weight.
     """
-    if not weights or min(weights) < 0 or sum(weights) <= 0:
-        raise LayoutError(f"cannot apportion {total} by {weights}: give non-negative proportions, at least one positive")
+    if not weights or min(weights) < 0 or not 0 < sum(weights) < inf:
+        raise LayoutError(f"cannot apportion {total} by {weights}: give finite proportions, none negative, not all zero")
     blocks = total // granularity
     exact = [blocks * w / sum(weights) for w in weights]
     sizes = [int(e) for e in exact]

@@ -1,0 +1,127 @@
+"""capture: one run of a model on fake tensors, every operator recorded as the runtime would read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from .calls import BatchNormCall, Call, read, read_conv, read_linear, writes_in_place
+from .errors import HetConvError
+from .graph import Graph, Node, Value
+from .rules import Gather
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down each torch function that is given a value of the graph."""
+
+    def __init__(self, params: Mapping[str, Tensor]):
+        super().__init__()
+        self.values: list[Value] = []
+        self.nodes: list[Node] = []
+        self.layer: list[str] = []
+        self._index: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        self.params = tuple(self.add(p, name) for name, p in params.items())
+
+    def add(self, x: Tensor, param: str | None = None) -> int:
+        """A new value; the same tensor object, written to in place, becomes a new one."""
+        dtype = str(x.dtype).removeprefix("torch.")
+        self.values.append(Value(tuple(x.shape), dtype, x.element_size(), x.requires_grad, param))
+        self._index[id(x)] = len(self.values) - 1
+        self._alive.append(x)
+        return len(self.values) - 1
+
+    def index(self, x: Tensor) -> int | None:
+        return self._index.get(id(x))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_iter((args, dict(kwargs))) if isinstance(x, Tensor)]
+        flows = any(self.values[i].param is None for x in given if (i := self.index(x)) is not None)
+        call = self._read(func, args, kwargs) if flows else None
+        sources = list(dict.fromkeys(i for x in given if (i := self.index(x)) is not None))
+        result = func(*args, **kwargs)
+        made = [x for x in tree_iter(result) if isinstance(x, Tensor)]
+        if not flows or (not made and not writes_in_place(func, kwargs)):
+            return result
+        self._record(getattr(func, "__name__", "call"), call, sources, given, made or given[:1])
+        return result
+
+    def _read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+        name = getattr(func, "__name__", "")
+        if self.layer and name in ("conv2d", "linear"):
+            return (read_conv if name == "conv2d" else read_linear)(args, kwargs)
+        return read(func, args, kwargs)
+
+    def _record(
+        self, name: str, call: Call | None, sources: list[int], given: list[Tensor], made: list[Tensor]
+    ) -> None:
+        memory = {x.untyped_storage()._cdata for x in made}
+        views = tuple(
+            i for x in given if (i := self.index(x)) in sources and x.untyped_storage()._cdata in memory and i is not None
+        )
+        if call is None:
+            op: Any = Gather(tuple(made[0].shape))
+            inputs = tuple(i for i in sources if self.values[i].param is None)
+        else:
+            op = call.op
+            inputs = tuple(i if (i := self.index(x)) is not None else self.add(x) for x in call.inputs)
+        extra = tuple(i for i in sources if self.values[i].param is not None and i not in inputs)
+        if isinstance(call, BatchNormCall):
+            extra = tuple(i for x in (call.weight, call.bias) if x is not None and (i := self.index(x)) is not None)
+        layer = self.layer[-1] if self.layer and name in ("conv2d", "linear") else None
+        outputs = tuple(self.add(x) for x in made)
+        self.nodes.append(Node(layer or f"{name}_{len(self.nodes)}", op, inputs, outputs, extra, layer, views))
+
+
+@contextmanager
+def _named_layers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """While a convolution or linear runs, the recorder knows its name."""
+    handles = []
+    for name, module in model.named_modules():
+        plain = type(module).forward in (nn.Conv2d.forward, nn.Linear.forward)
+        if isinstance(module, nn.Conv2d | nn.Linear) and plain:
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: recorder.layer.append(name)))
+            handles.append(module.register_forward_hook(lambda *_: recorder.layer.pop() and None))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def capture(model: nn.Module, *inputs: Tensor) -> Graph:
+    """Runs ``model`` once on fake tensors like ``inputs`` and records every operator; nothing is computed or changed.
+
+    The model is taken as it stands: in training or evaluation, with gradients or (under `torch.no_grad`) without. Raises
+    `HetConvError` for a model whose run depends on the values of its input.
+    """
+    recorder = _Recorder(dict(model.named_parameters()))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = [mode.from_tensor(x) for x in inputs]
+        for x, fake in zip(inputs, fakes, strict=True):
+            fake.requires_grad_(x.requires_grad)
+        entries = tuple(recorder.add(x) for x in fakes)
+        buffers = {name: mode.from_tensor(b) for name, b in model.named_buffers()}  # so that none is written to
+        try:
+            with _named_layers(model, recorder), recorder:
+                result = functional_call(model, buffers, tuple(fakes))
+        except RuntimeError as e:
+            raise HetConvError(
+                f"{type(model).__name__} could not be captured on inputs of {[tuple(x.shape) for x in inputs]}: {e}"
+            ) from e
+    outputs = tuple(i for x in tree_iter(result) if isinstance(x, Tensor) and (i := recorder.index(x)) is not None)
+    return Graph(
+        type(model).__name__, entries, outputs, recorder.params, tuple(recorder.values), tuple(recorder.nodes)
+    )

@@ -15,7 +15,7 @@ from ..layout import Layout
 from ..rules import REPLICATE, BatchNorm, Cat, Flatten, GlobalAveragePool, Op, PixelShuffle, Pointwise, Pool, Step
 from ..tensor import HetTensor, gather, install_dispatch
 from ..transport import Team
-from .common import bring, placement_of
+from .common import bring, empty_output, placement_of
 from .conv import conv2d, linear
 from .norm import batch_norm
 from .pool import global_average_pool, pool
@@ -122,6 +122,8 @@ def _reshaped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs
     x = bring(call.inputs[0], step.reads[0], team)
     if isinstance(call.op, Flatten):
         return HetTensor.wrap(x.reshape(step.output.boxes[team.rank].shape), step.output, team)
+    if not x.numel():  # torch's own backward gives an empty gradient of another shape
+        return HetTensor.wrap(empty_output(x, step.output.boxes[team.rank].shape), step.output, team)
     return HetTensor.wrap(func(x, *args[1:], **_rest(kwargs)), step.output, team)
 
 

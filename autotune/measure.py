@@ -1,0 +1,232 @@
+"""The only stopwatch: operators, links and whole steps, measured while all ranks are at work."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetconv import kernels
+from hetconv.cost import operator_key
+from hetconv.emulate import DeviceName, stretched
+from hetconv.profile import Axis, DeviceModel, LinkModel, OperatorModel
+from hetconv.rules import Conv, Linear
+from hetconv.spec import Conv2dSpec
+from hetconv.transport import Round, Team
+
+from . import fit
+
+SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
+REPEATS = 3
+Samples = dict[str, dict[float, tuple[list[float], list[float]]]]
+
+
+def timed(action: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, with the device idle before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def operator_samples(
+    ops: Sequence[tuple[Conv | Linear, Axis]], device: torch.device, enough: Callable[[], bool]
+) -> Iterator[tuple[str, dict[float, tuple[list[float], list[float]]]]]:
+    """(key, share -> (forward seconds, backward seconds)) of each operator, all ranks at the same one at the same time.
+
+    Stops early once ``enough`` says so on rank 0.
+    """
+    for op, axis in ops:
+        if _decided(enough()):
+            return
+        found = {}
+        for share in SHARES:
+            run = _layer(op, axis, share, device)
+            if run is not None:
+                dist.barrier()
+                found[run[0]] = _repeat(run[1], run[2], device)
+        yield operator_key(op, axis), found
+
+
+def _decided(mine: bool) -> bool:
+    """Rank 0's word, on every rank."""
+    word = [mine]
+    dist.broadcast_object_list(word, src=0)
+    return word[0]
+
+
+def _repeat(
+    forward: Callable[[], Any], backward: Callable[[], Any], device: torch.device
+) -> tuple[list[float], list[float]]:
+    forward(), backward()
+    return [timed(forward, device) for _ in range(REPEATS)], [timed(backward, device) for _ in range(REPEATS)]
+
+
+def _layer(
+    op: Conv | Linear, axis: Axis, share: float, device: torch.device
+) -> tuple[float, Callable[[], Any], Callable[[], Any]] | None:
+    """(share that integers allow, forward, backward) of a part of a layer, as the runtime would run it; None if empty."""
+    if isinstance(op, Linear):
+        return _linear(op, axis, share, device)
+    s = op.spec
+    extent = s.K // s.groups if axis == "filters" else s.P
+    part = max(round(extent * share), 1)
+    local = replace(s, K=part * s.groups) if axis == "filters" else _rows(s, part)
+    if local.P < 1 or (part < extent and part / extent > share * 1.5):
+        return None
+    dtype = getattr(torch, s.dtype)
+    x = torch.randn(local.x_shape, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+    w = torch.randn(local.w_shape, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+    g = torch.randn(local.y_shape, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+    args = (s.stride, local.padding, s.dilation, s.groups)
+    wanted = (s.C > 4, True, True)  # nobody asks for the gradient of an image
+    return (
+        part / extent,
+        lambda: stretched(lambda: kernels.conv2d(x, w, None, *args), device),
+        lambda: stretched(lambda: kernels.conv2d_backward(g, x, w, *args, wanted), device),
+    )
+
+
+def _rows(s: Conv2dSpec, rows: int) -> Conv2dSpec:
+    """The convolution that gives this many output rows, padded as the whole one is."""
+    (top, bottom), reach = s.padding[0], s.dilation[0] * (s.R - 1) + 1
+    return replace(s, H=max((rows - 1) * s.stride[0] + reach - top - bottom, 1))
+
+
+def _linear(
+    op: Linear, axis: Axis, share: float, device: torch.device
+) -> tuple[float, Callable[[], Any], Callable[[], Any]] | None:
+    rows, features = prod(op.x_shape[:-1]), op.features
+    extent = features if axis == "filters" else rows
+    part = max(round(extent * share), 1)
+    if part < extent and part / extent > share * 1.5:
+        return None
+    rows, features = (rows, part) if axis == "filters" else (part, features)
+    x, w = torch.randn(rows, op.x_shape[-1], device=device), torch.randn(features, op.x_shape[-1], device=device)
+    g = torch.randn(rows, features, device=device)
+    return (
+        part / extent,
+        lambda: stretched(lambda: F.linear(x, w), device),
+        lambda: stretched(lambda: (g @ w, g.t() @ x), device),
+    )
+
+
+def work(op: Conv | Linear) -> float:
+    """Floating-point operations of the forward pass."""
+    return float(op.spec.flops if isinstance(op, Conv) else 2 * prod(op.x_shape) * op.features)
+
+
+def copy_bandwidth(device: torch.device, numel: int = 1 << 22) -> float:
+    """Bytes read and written per second by an elementwise operator on a large tensor."""
+    x, y = torch.randn(numel, device=device), torch.empty(numel, device=device)
+    dist.barrier()
+    torch.relu(x)
+    return 8 * numel / median(timed(lambda: torch.clamp_min(x, 0, out=y), device) for _ in range(5))
+
+
+def link_models(team: Team, device: torch.device, sizes: Sequence[int] = (64, 1 << 22)) -> dict[str, LinkModel]:
+    """Latency and bandwidth of every pair, from halves of round trips while the other ranks wait."""
+    found: dict[str, LinkModel] = {}
+    for b in range(team.size):
+        for a in range(b):
+            samples = {size: _round_trips(team, a, b, size, device) for size in sizes}
+            dist.barrier(team.group)
+            found[f"{a}-{b}"] = fit.link(samples)
+    told: list[Any] = [found]  # every rank took part, but only each pair knows its own times: rank by rank, the lower one's
+    for a in range(team.size):
+        told = [found]
+        dist.broadcast_object_list(told, group=team.control, group_src=a)
+        found |= {k: v for k, v in told[0].items() if k.startswith(f"{a}-")}
+    return found
+
+
+def _round_trips(team: Team, a: int, b: int, size: int, device: torch.device) -> list[float]:
+    """Half of the seconds of each there-and-back between two ranks."""
+    message, times = torch.zeros(size // 4, device=device), []
+    shape = tuple(message.shape)
+    for _ in range(12):
+        if team.rank not in (a, b):
+            Round(team, message, {}, {}).wait()
+            Round(team, message, {}, {}).wait()
+            times.append(1.0)
+            continue
+        other, first = (b, True) if team.rank == a else (a, False)
+
+        def there_and_back(other: int = other, first: bool = first) -> None:
+            out: Mapping[int, Tensor] = {other: message}
+            into = {other: shape}
+            Round(team, message, out if first else {}, {} if first else into).wait()
+            Round(team, message, {} if first else out, into if first else {}).wait()
+
+        times.append(timed(there_and_back, device) / 2)
+    return times[2:]
+
+
+def paired(steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each step, in turn within each round, on every rank alike: until the last rank is done."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            timed(step, device)
+            dist.barrier()
+            times[name].append(time.perf_counter() - start)
+    gathered: list[Any] = [times] * dist.get_world_size()
+    dist.all_gather_object(gathered, times)
+    return {n: [max(t[n][i] for t in gathered) for i in range(rounds)] for n in steps}
+
+
+def device_model(
+    name: DeviceName, device: torch.device, samples: Samples, ops: Sequence[tuple[Conv | Linear, Axis]], bandwidth: float
+) -> DeviceModel:
+    """The model of this rank's device from all its samples; the roofline is fitted to the whole operators among them."""
+    models = {
+        key: OperatorModel(
+            fit.curve({s: f for s, (f, _) in by_share.items()}), fit.curve({s: b for s, (_, b) in by_share.items()})
+        )
+        for key, by_share in samples.items()
+        if by_share
+    }
+    whole = [(work(op), models[k]) for op, axis in ops if (k := operator_key(op, axis)) in models]
+    dtype = next((op.spec.dtype for op, _ in ops if isinstance(op, Conv)), "float32")
+    rate = fit.roofline([(flops, model.forward.at(1.0)) for flops, model in whole])
+    ratio = fit.backward_ratio([m.forward.at(1.0) for _, m in whole], [m.backward.at(1.0) for _, m in whole])
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kind: Any = device.type
+    return DeviceModel(str(name), kind, memory, {dtype: rate}, bandwidth, 0.0, ratio, name.emulated, models)
+
+
+def fingerprint(device: torch.device) -> str:
+    """What a profile is bound to: the device and the versions that ran on it."""
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        return f"{p.name} {getattr(p, 'uuid', '')} cuda {torch.version.cuda}, torch {torch.__version__}{_triton()}"
+    return f"{platform.processor() or platform.machine()} {os.cpu_count()} cores, torch {torch.__version__}{_triton()}"
+
+
+def _triton() -> str:
+    try:
+        from importlib.metadata import version
+
+        return f", triton {version('triton')}"
+    except ImportError:
+        return ""

@@ -27,7 +27,7 @@ def parse_devices(text: str) -> list[DeviceName]:
 
 
 def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``fn(*args)`` once per device, in a process group of as many ranks; returns rank 0's result (None elsewhere).
+    """Calls ``fn(*args)`` once per device, in a process group of as many ranks; rank 0's result (None elsewhere).
 
     Under torchrun this process is one of the ranks; otherwise local ranks are started, and ``fn`` and ``args`` must be
     picklable. Raises `HetConvError` when a rank fails.
@@ -35,7 +35,9 @@ def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) ->
     if "RANK" in os.environ:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world != len(devices):
-            raise HetConvError(f"torchrun started {world} ranks, but {len(devices)} devices were named; name one per rank")
+            raise HetConvError(
+                f"torchrun started {world} ranks, but {len(devices)} devices were named; name one per rank"
+            )
         return _rank(devices, fn, args)
     threads = str(max((os.cpu_count() or 1) // len(devices), 1))
     os.environ.setdefault("OMP_NUM_THREADS", threads)

@@ -78,7 +78,7 @@ def _repeat(
 def _layer(
     op: Conv | Linear, axis: Axis, share: float, device: torch.device
 ) -> tuple[float, Callable[[], Any], Callable[[], Any]] | None:
-    """(share that integers allow, forward, backward) of a part of a layer, as the runtime would run it; None if empty."""
+    """(share that integers allow, forward, backward) of a part of a layer, as the runtime runs it; None if empty."""
     if isinstance(op, Linear):
         return _linear(op, axis, share, device)
     s = op.spec
@@ -145,7 +145,9 @@ def link_models(team: Team, device: torch.device, sizes: Sequence[int] = (64, 1 
             samples = {size: _round_trips(team, a, b, size, device) for size in sizes}
             dist.barrier(team.group)
             found[f"{a}-{b}"] = fit.link(samples)
-    told: list[Any] = [found]  # every rank took part, but only each pair knows its own times: rank by rank, the lower one's
+    told: list[Any] = [
+        found
+    ]  # every rank took part, but only each pair knows its own times: rank by rank, the lower one's
     for a in range(team.size):
         told = [found]
         dist.broadcast_object_list(told, group=team.control, group_src=a)
@@ -193,9 +195,13 @@ def paired(steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.de
 
 
 def device_model(
-    name: DeviceName, device: torch.device, samples: Samples, ops: Sequence[tuple[Conv | Linear, Axis]], bandwidth: float
+    name: DeviceName,
+    device: torch.device,
+    samples: Samples,
+    ops: Sequence[tuple[Conv | Linear, Axis]],
+    bandwidth: float,
 ) -> DeviceModel:
-    """The model of this rank's device from all its samples; the roofline is fitted to the whole operators among them."""
+    """The model of this rank's device from its samples; the roofline is fitted to the whole operators among them."""
     models = {
         key: OperatorModel(
             fit.curve({s: f for s, (f, _) in by_share.items()}), fit.curve({s: b for s, (_, b) in by_share.items()})

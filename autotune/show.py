@@ -25,8 +25,12 @@ def share_bar(split: Split) -> str:
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Layer, kind, shares as bars, predicted milliseconds per device and megabytes moved; then the alternatives."""
-    marks = [f"{FILLS[r % len(FILLS)]} {r}: {name}{' (emulated)' * ('@' in name)}" for r, name in enumerate(plan.devices)]
-    console.print(f"[bold]{plan.model}[/bold], {plan.mode}, input {' '.join('x'.join(map(str, s)) for s in plan.inputs)}")
+    marks = [
+        f"{FILLS[r % len(FILLS)]} {r}: {name}{' (emulated)' * ('@' in name)}" for r, name in enumerate(plan.devices)
+    ]
+    console.print(
+        f"[bold]{plan.model}[/bold], {plan.mode}, input {' '.join('x'.join(map(str, s)) for s in plan.inputs)}"
+    )
     console.print(f"devices  {'   '.join(marks)}{'   (estimated from data sheets, nothing measured)' * plan.estimated}")
     table = Table("layer", "kind", "shares", box=None, header_style="bold", pad_edge=False)
     for device in plan.devices:
@@ -50,7 +54,9 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 def show_profile(profile: ClusterProfile, console: Console) -> None:
     """Devices, links and tuned ratios."""
-    table = Table("rank", "device", "memory", "conv", "copy", "operators", box=None, header_style="bold", pad_edge=False)
+    table = Table(
+        "rank", "device", "memory", "conv", "copy", "operators", box=None, header_style="bold", pad_edge=False
+    )
     for rank, d in enumerate(profile.devices):
         rate = ", ".join(f"{v / 1e9:.0f} GFLOP/s {k}" for k, v in d.flops_per_s.items())
         name = d.name + " (emulated)" * d.emulated

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,22 @@ from hetconv.emulate import DeviceName
 from hetconv.errors import HetConvError
 from hetconv.graph import Graph
 from hetconv.modules import parallelize
-from hetconv.plan import Mode
+from hetconv.plan import Mode, Plan
 from hetconv.planner import candidates, make_plan, whole_model
 from hetconv.profile import Axis, ClusterProfile, DeviceModel, TunedRatio
 from hetconv.recorder import capture
-from hetconv.rules import SPATIAL, Conv, Linear, Split
+from hetconv.rules import Conv, Linear, SplitKind
 from hetconv.transport import Team, team_of
 
 from . import measure
-from .models import build_model, random_input
+from .models import build_model, channels_last, random_input
 from .progress import Reporter
 from .shares import refine
 
 OPERATORS_PART = 0.5  # of the budget; the study has the rest
 ROUNDS, FINAL_ROUNDS = 3, 7
+Cuts = Literal["sample", "height", "width"]
+CUTS: tuple[Cuts, ...] = ("height", "width", "sample")
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,14 @@ def tune(job: Job) -> ClusterProfile:
     name = job.devices[team.rank]
     device = torch.device(name.device)
     model = build_model(job.model, job.model_args, job.seed).to(device).train(job.mode == "train")
-    x = random_input(job.input, job.seed).to(device)
-    if len(job.input) == 4:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    model, x = channels_last(model, random_input(job.input, job.seed).to(device))
     with torch.set_grad_enabled(job.mode == "train"):
         graph = capture(model, x)
     with Reporter("autotune") as say:
-        emulated = ", ".join(str(d) for d in job.devices if d.emulated)
-        say.line(f"{graph.model}, {job.mode}, on {', '.join(map(str, job.devices))}{' (emulated: ' + emulated + ')' * bool(emulated)}")
+        named = ", ".join(f"{d}{' (emulated)' * d.emulated}" for d in job.devices)
+        say.line(f"{graph.model}, {job.mode}, on {named}")
         profile = _measured(job, graph, team, device, name, lambda: time.monotonic() - start, say)
-        tuned = _tuned(job, model, x, graph, profile, team, lambda: time.monotonic() - start > job.budget, say)
+        tuned = _tuned(job, model, x, graph, profile, lambda: time.monotonic() - start > job.budget, say)
         profile = replace(profile, tuned=(tuned,) if tuned is not None else ())
         if team.rank == 0:
             profile.save(job.output)
@@ -76,7 +76,13 @@ def tune(job: Job) -> ClusterProfile:
 
 
 def _measured(
-    job: Job, graph: Graph, team: Team, device: torch.device, name: DeviceName, elapsed: Callable[[], float], say: Reporter
+    job: Job,
+    graph: Graph,
+    team: Team,
+    device: torch.device,
+    name: DeviceName,
+    elapsed: Callable[[], float],
+    say: Reporter,
 ) -> ClusterProfile:
     axes: tuple[Axis, ...] = ("pixels", "filters")
     ops: list[tuple[Conv | Linear, Axis]] = [
@@ -90,7 +96,9 @@ def _measured(
         samples[key] = found
         say.advance(key)
     if len(samples) < len(ops):
-        say.line(f"{len(ops) - len(samples)} smaller operators were left to the fitted roofline; --budget would allow more")
+        say.line(
+            f"{len(ops) - len(samples)} smaller operators were left to the fitted roofline; --budget would allow more"
+        )
     mine = measure.device_model(name, device, samples, ops, measure.copy_bandwidth(device))
     devices: list[DeviceModel] = [mine] * team.size
     dist.all_gather_object(devices, mine, group=team.control)
@@ -118,50 +126,83 @@ def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
 
 
 def _tuned(
-    job: Job, model: nn.Module, x: Tensor, graph: Graph, profile: ClusterProfile, team: Team,
-    enough: Callable[[], bool], say: Reporter,
-) -> TunedRatio | None:  # fmt: skip
-    """The study; rank 0 decides, the others measure what it names."""
+    job: Job,
+    model: nn.Module,
+    x: Tensor,
+    graph: Graph,
+    profile: ClusterProfile,
+    enough: Callable[[], bool],
+    say: Reporter,
+) -> TunedRatio | None:
+    """The study; rank 0 decides what to try, all ranks measure it."""
     found = _start(graph, profile, job.mode)
     if found is None:
         say.line("no spatial or sample split is predicted to pay: no ratio to refine")
         return None
-    kind, weights = found
-    plan = make_plan(graph, profile, mode=job.mode)
-
-    def split_model(w: tuple[int, ...]) -> nn.Module:
-        splits = {n: Split("replicate") for n in plan.layers} | whole_model(graph, kind, w, (kind,))
-        return parallelize(copy.deepcopy(model), plan.with_splits(splits))
-
-    computed = step_of(split_model(weights), x, job.mode)
-
-    def compare(w: tuple[int, ...], rounds: int) -> Mapping[str, list[float]]:
-        return measure.paired({"computed": computed, "trial": step_of(split_model(w), x, job.mode)}, rounds, x.device)
-
+    kind, computed = found
+    contest = _Contest(model, x, graph, make_plan(graph, profile, mode=job.mode), kind, computed, job.mode)
     say.stage(f"{kind} ratio", job.trials)
-    if team.rank != 0:
-        while (order := _told(team, None)) is not None:
-            times = compare(*order)
-        best, ran = _told(team, None)
+
+    def relative(weights: tuple[int, ...]) -> float:
+        ratio = contest.lead(weights, ROUNDS)
+        say.advance(f"{':'.join(map(str, weights))} {ratio:.3f}x of the computed ratio's step")
+        return ratio
+
+    trials = 0
+    if contest.team.rank == 0:
+        best, _, trials = refine(computed, relative, job.trials, job.seed, enough)
+        if contest.lead(best, FINAL_ROUNDS) > 1 and best != computed:  # a lucky trial: the computed ratio stands
+            contest.lead(computed, FINAL_ROUNDS)
+        contest.end()
     else:
+        contest.follow()
+    was = f"computed {':'.join(map(str, computed))}: {contest.computed_s * 1e3:.1f} ms"
+    say.line(f"{kind} {':'.join(map(str, contest.weights))}: {contest.trial_s * 1e3:.1f} ms a step; {was}")
+    return TunedRatio(
+        graph.digest, job.mode, kind, contest.weights, contest.trial_s, computed, contest.computed_s, trials
+    )
 
-        def relative(w: tuple[int, ...], rounds: int = ROUNDS) -> float:
-            nonlocal times
-            _told(team, (w, rounds))
-            times = compare(w, rounds)
-            ratio = median(t / c for t, c in zip(times["trial"], times["computed"], strict=True))
-            say.advance(f"{':'.join(map(str, w))} {ratio:.3f}x of the computed ratio's step")
-            return ratio
 
-        best, gain, ran = refine(weights, relative, job.trials, job.seed, enough)
-        if relative(best, FINAL_ROUNDS) > 1 and best != weights:  # a lucky trial: the computed ratio stands
-            best = weights
-            relative(best, FINAL_ROUNDS)
-        _told(team, None)
-        _told(team, (best, ran))
-    step, first = median(times["trial"]), median(times["computed"])
-    say.line(f"{kind} {':'.join(map(str, best))}: {step * 1e3:.1f} ms a step; computed {':'.join(map(str, weights))}: {first * 1e3:.1f} ms")
-    return TunedRatio(graph.digest, job.mode, kind, best, step, weights, first, ran)
+class _Contest:
+    """Whole steps of one ratio against the computed one, side by side. Rank 0 leads, the others follow."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        graph: Graph,
+        plan: Plan,
+        kind: SplitKind,
+        computed: tuple[int, ...],
+        mode: Mode,
+    ):
+        self.team = team_of()
+        self._model, self._x, self._graph, self._plan, self._kind, self._mode = model, x, graph, plan, kind, mode
+        self._computed = self._step(computed)
+        self.weights, self.trial_s, self.computed_s = computed, 0.0, 0.0
+
+    def _step(self, weights: tuple[int, ...]) -> Callable[[], None]:
+        splits = whole_model(self._graph, self._kind, weights, (self._kind,))
+        return step_of(parallelize(copy.deepcopy(self._model), self._plan.with_splits(splits)), self._x, self._mode)
+
+    def _play(self, weights: tuple[int, ...], rounds: int) -> float:
+        steps = {"computed": self._computed, "trial": self._step(weights)}
+        times = measure.paired(steps, rounds, self._x.device)
+        self.weights = weights
+        self.trial_s, self.computed_s = median(times["trial"]), median(times["computed"])
+        return median(t / c for t, c in zip(times["trial"], times["computed"], strict=True))
+
+    def lead(self, weights: tuple[int, ...], rounds: int) -> float:
+        """Seconds relative to the computed ratio's; what was played last is remembered."""
+        _told(self.team, (weights, rounds))
+        return self._play(weights, rounds)
+
+    def end(self) -> None:
+        _told(self.team, None)
+
+    def follow(self) -> None:
+        while (order := _told(self.team, None)) is not None:
+            self._play(*order)
 
 
 def _told(team: Team, word: Any) -> Any:
@@ -171,10 +212,10 @@ def _told(team: Team, word: Any) -> Any:
     return words[0]
 
 
-def _start(graph: Graph, profile: ClusterProfile, mode: Mode) -> tuple[Any, tuple[int, ...]] | None:
+def _start(graph: Graph, profile: ClusterProfile, mode: Mode) -> tuple[Cuts, tuple[int, ...]] | None:
     """The spatial or sample kind with the least predicted step, and its computed weights."""
-    found = candidates(graph, profile, mode, tuple(SPATIAL))
-    uneven = {k: found[f"uneven {k} split"] for k in SPATIAL if f"uneven {k} split" in found}
+    found = candidates(graph, profile, mode, CUTS)
+    uneven = {k: found[f"uneven {k} split"] for k in CUTS if f"uneven {k} split" in found}
     if not uneven:
         raise HetConvError("the model has nothing to split by height, width or sample")
     kind = min(uneven, key=lambda k: price(graph, profile, uneven[k], mode)[0].step_s)

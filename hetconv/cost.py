@@ -1,4 +1,4 @@
-"""What a plan costs: every operator walked through its rule, every movement through the geometry that will perform it. Pure."""
+"""What a plan costs: every operator through its rule, every movement through the geometry that performs it. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILTER_AXIS = ("filter", "channel")
 
 @dataclass(frozen=True)
 class Applied:
-    """One operator under a plan: how it runs and what moves for it, forward and backward. ``hides``: halos travel meanwhile."""
+    """One operator under a plan: how it runs and what moves for it. ``hides``: halos travel while it computes."""
 
     node: Node
     split: Split
@@ -31,7 +31,7 @@ class Applied:
 
 
 def walk(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -> tuple[list[Applied], Transfers]:
-    """Every operator of the graph under ``splits`` in order, then the sums of parameter gradients, as the runtime does them.
+    """Every operator under ``splits`` in order, and the sums of parameter gradients, as the runtime does them.
 
     A layer without a split is replicated. The last entry stands for gathering the model's outputs.
     """
@@ -49,10 +49,13 @@ def walk(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -> t
                 placed[out] = Layout.replicated(graph.values[out].shape, world)
         if step.contributes:
             contributed |= {i for i in (*node.params, *node.inputs) if graph.values[i].param is not None}
-        if step.output.kind == "replicated":  # it ran on gathered tensors: what shares memory with the result is whole now
+        if (
+            step.output.kind == "replicated"
+        ):  # it ran on gathered tensors: what shares memory with the result is whole now
             placed |= {i: Layout.replicated(graph.values[i].shape, world) for i in node.views}
     root = tuple(
-        (Move(placed[i], Layout.replicated(placed[i].shape, world)).forward, graph.values[i].itemsize) for i in graph.outputs
+        (Move(placed[i], Layout.replicated(placed[i].shape, world)).forward, graph.values[i].itemsize)
+        for i in graph.outputs
     )
     whole = Node("output", _NOTHING, graph.outputs, ())
     applied.append(Applied(whole, REPLICATE, Step((), Layout.replicated((), world)), root, (), False))
@@ -73,7 +76,7 @@ def _applied(graph: Graph, node: Node, split: Split, step: Step, inputs: tuple[L
     backward: list[tuple[Rounds, int]] = []
     for i, src, read in zip(node.inputs, inputs, step.reads, strict=False):
         value = graph.values[i]
-        if isinstance(read, Layout) and (read.kind, read.boxes) == (src.kind, src.boxes) or value.param is not None:
+        if (isinstance(read, Layout) and (read.kind, read.boxes) == (src.kind, src.boxes)) or value.param is not None:
             continue
         move = Move(src, read)
         forward.append((move.forward, value.itemsize))
@@ -120,14 +123,18 @@ def operator_key(op: Op, axis: Axis) -> str:
     """What a profile calls an operator measured along an axis."""
     if isinstance(op, Conv):
         s = op.spec
-        shape = f"{s.N}x{s.C}x{s.H}x{s.W} k{s.K} {s.R}x{s.S} s{s.stride} p{s.padding} d{s.dilation} g{s.groups} {s.dtype}"
+        shape = (
+            f"{s.N}x{s.C}x{s.H}x{s.W} k{s.K} {s.R}x{s.S} s{s.stride} p{s.padding} d{s.dilation} g{s.groups} {s.dtype}"
+        )
         return f"conv2d {shape} by {axis}".replace(", ", ",")
     assert isinstance(op, Linear)
     return f"linear {'x'.join(map(str, op.x_shape))} k{op.features} by {axis}"
 
 
-def layer_seconds(device: DeviceModel, op: Conv | Linear, axis: Axis, share: float, backward: bool, dtype: str) -> float:
-    """Seconds of a share of a convolution or linear: measured along this axis, or along the other, or by the roofline."""
+def layer_seconds(
+    device: DeviceModel, op: Conv | Linear, axis: Axis, share: float, backward: bool, dtype: str
+) -> float:
+    """Seconds of a share of a layer: measured along this axis, or along the other, or by the roofline."""
     if share <= 0:
         return 0.0
     for key in (operator_key(op, axis), operator_key(op, "filters" if axis == "pixels" else "pixels")):
@@ -213,7 +220,10 @@ class LayerCost:
 def price(
     graph: Graph, profile: ClusterProfile, splits: Mapping[str, Split], mode: Mode
 ) -> tuple[Prediction, dict[str, LayerCost]]:
-    """The predicted step under ``splits``, and the cost of every layer that a plan names. Raises `PlanError` on another world."""
+    """The predicted step under ``splits``, and the cost of every layer that a plan names.
+
+    Raises `PlanError` for splits into another number of parts than the profile has devices.
+    """
     world = profile.world
     for name, split in splits.items():
         if split.kind != "replicate" and len(split.sizes) != world:

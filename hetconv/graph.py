@@ -23,9 +23,9 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """One operator. ``inputs`` are what its rule reads, ``params`` further parameters, ``layer`` the module that a plan names.
+    """One operator. ``inputs`` are what its rule reads, ``params`` further parameters.
 
-    ``views``: inputs whose memory the output shares.
+    ``layer``: the module that a plan names. ``views``: inputs whose memory the output shares.
     """
 
     name: str

@@ -32,7 +32,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step: seconds, of which movement; bytes sent by (sender, receiver) as a matrix; bytes of memory per device."""
+    """One step: seconds, of which movement; bytes sent as a matrix [sender][receiver]; bytes of memory per device."""
 
     step_s: float
     movement_s: float
@@ -88,7 +88,9 @@ class Plan:
         """
         unknown = sorted(splits.keys() - self.layers.keys())
         if unknown:
-            raise PlanError(f"the plan has no layer {', '.join(map(repr, unknown))}; it has {', '.join(self.layers) or 'none'}")
+            raise PlanError(
+                f"the plan has no layer {', '.join(map(repr, unknown))}; it has {', '.join(self.layers) or 'none'}"
+            )
         layers = {n: LayerPlan(x.op, splits.get(n, x.split)) for n, x in self.layers.items()}
         return replace(self, layers=layers, chosen="by hand", predicted=None, alternatives=None)
 

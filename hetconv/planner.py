@@ -18,13 +18,19 @@ from .rules import KINDS, REPLICATE, SPATIAL, Conv, Linear, Split, SplitKind
 
 Splits = dict[str, Split]
 ALONE = "fastest device alone"
+LONE: tuple[SplitKind, ...] = (
+    "sample",
+    "height",
+    "width",
+    "filter",
+)  # how one device gets everything, least moved first
 
 
 def balance(seconds: Sequence[Callable[[float], float]]) -> tuple[float, ...]:
-    """Shares that add up to 1 and make all devices finish together, given non-decreasing seconds of a share per device.
+    """Shares that add up to 1 and make all devices finish together; per device, non-decreasing seconds of a share.
 
-    Bisects on the common time: each device takes the largest share that it finishes by then, so one that cannot even start
-    by then gets none (Lastovetsky & Reddy, 2007).
+    Bisects on the common time: each device takes the largest share that it finishes by then, so one that cannot even
+    start by then gets none (Lastovetsky & Reddy, 2007).
     """
     lo, hi = 0.0, min(f(1.0) for f in seconds)
     for _ in range(60):
@@ -53,10 +59,11 @@ def make_plan(
     memory_limit: float | Sequence[float] | None = None,
     kinds: Sequence[SplitKind] | None = None,
 ) -> Plan:
-    """The plan of least predicted step time within each device's memory (bytes; ``memory_limit`` overrides the profile's).
+    """The plan of least predicted step time within each device's memory.
 
-    ``kinds``: the only kinds that may be chosen; an operator for which none of them is legal is replicated. Raises
-    `PlanError` if no candidate fits the memory, `SplitError` for a kind that is not known.
+    ``memory_limit``: bytes, for all devices or one each, in place of the profile's. ``kinds``: the only kinds that may
+    be chosen; an operator for which none of them is legal is replicated. Raises `PlanError` if no candidate fits the
+    memory, `SplitError` for a kind that is not known.
     """
     if not graph.layers:
         raise PlanError(f"{graph.model} has no convolution or linear layer that could be split")
@@ -91,12 +98,14 @@ def _limits(profile: ClusterProfile, given: float | Sequence[float] | None) -> t
         return tuple(d.memory_bytes for d in profile.devices)
     limits = tuple(given) if isinstance(given, Sequence) else (given,) * profile.world
     if len(limits) != profile.world:
-        raise PlanError(f"{len(limits)} memory limits were given for {profile.world} devices; give one for each, or one")
+        raise PlanError(
+            f"{len(limits)} memory limits were given for {profile.world} devices; give one for each, or one"
+        )
     return limits
 
 
 def _alternatives(priced: dict[str, Prediction]) -> dict[str, float]:
-    """Predicted seconds of what else could be done: the best even split, and a device alone without telling the others."""
+    """Predicted seconds of what else could be done: the best even split, a device alone that tells no other."""
     found: dict[str, float] = {}
     for name, prediction in priced.items():
         short = next((s for s in (ALONE, "even split") if name.startswith(s)), name)
@@ -109,7 +118,7 @@ def candidates(graph: Graph, profile: ClusterProfile, mode: Mode, kinds: Sequenc
     """Named whole-model candidates: each device alone, and each kind evenly, balanced, and as tuned by measurement."""
     world = profile.world
     found: dict[str, Splits] = {}
-    lone = next((k for k in ("sample", "height", "width", "filter") if k in kinds), None)
+    lone = next((k for k in LONE if k in kinds), None)
     for rank, device in enumerate(profile.devices):
         if lone is not None:
             weights = tuple(float(r == rank) for r in range(world))
@@ -131,7 +140,7 @@ def _samples(graph: Graph) -> int:
 
 
 def whole_model(graph: Graph, kind: SplitKind, weights: Sequence[float], kinds: Sequence[SplitKind]) -> Splits:
-    """Every layer cut by ``kind`` in these proportions where that is legal; where not, a lone device stays alone if it may."""
+    """Every layer cut by ``kind`` in these proportions where that is legal; a lone device stays alone if it may."""
     grid = tuple(weights)
     if kind in ("height", "width") and min(weights) > 0:
         grid = tuple(map(float, apportion(_grid(graph, kind), tuple(weights))))
@@ -139,7 +148,7 @@ def whole_model(graph: Graph, kind: SplitKind, weights: Sequence[float], kinds: 
 
 
 def _grid(graph: Graph, kind: SplitKind) -> int:
-    """Units in which a spatial cut is counted: the coarsest map's rows if they are fine enough, so that all cuts align."""
+    """Units in which a spatial cut is counted: the coarsest map's rows if fine enough, so that all cuts align."""
     extents = [op.spec.y_shape[SPATIAL[kind]] for op in graph.layers.values() if isinstance(op, Conv)]
     return (min(extents) if min(extents) >= 32 else max(extents)) if extents else 1
 
@@ -147,7 +156,7 @@ def _grid(graph: Graph, kind: SplitKind) -> int:
 def balanced_model(
     graph: Graph, profile: ClusterProfile, kind: SplitKind, mode: Mode, kinds: Sequence[SplitKind]
 ) -> Splits:
-    """Samples and space in one proportion for the whole model, so that neighbours align; filters and channels per layer."""
+    """Samples and space in one proportion for the whole model, so that neighbours align; the others per layer."""
     axis: Axis = "filters" if kind in ("filter", "channel") else "pixels"
     dtype = graph.values[graph.nodes[0].outputs[0]].dtype
 

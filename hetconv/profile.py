@@ -88,7 +88,7 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class TunedRatio:
-    """Proportions found by measuring whole steps: of which model and mode, and the step's seconds beside the computed ones."""
+    """Proportions found by measuring whole steps of one model and mode, beside the computed ones; seconds a step."""
 
     graph: str
     mode: Literal["train", "infer"]

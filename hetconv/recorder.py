@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -68,7 +67,9 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         memory = {x.untyped_storage()._cdata for x in made}
         views = tuple(
-            i for x in given if (i := self.index(x)) in sources and x.untyped_storage()._cdata in memory and i is not None
+            i
+            for x in given
+            if (i := self.index(x)) in sources and x.untyped_storage()._cdata in memory and i is not None
         )
         if call is None:
             op: Any = Gather(tuple(made[0].shape))
@@ -103,8 +104,8 @@ def _named_layers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 def capture(model: nn.Module, *inputs: Tensor) -> Graph:
     """Runs ``model`` once on fake tensors like ``inputs`` and records every operator; nothing is computed or changed.
 
-    The model is taken as it stands: in training or evaluation, with gradients or (under `torch.no_grad`) without. Raises
-    `HetConvError` for a model whose run depends on the values of its input.
+    The model is taken as it stands: in training or evaluation, with gradients or (under `torch.no_grad`) without.
+    Raises `HetConvError` for a model whose run depends on the values of its input.
     """
     recorder = _Recorder(dict(model.named_parameters()))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -113,7 +114,8 @@ def capture(model: nn.Module, *inputs: Tensor) -> Graph:
         for x, fake in zip(inputs, fakes, strict=True):
             fake.requires_grad_(x.requires_grad)
         entries = tuple(recorder.add(x) for x in fakes)
-        buffers = {name: mode.from_tensor(b) for name, b in model.named_buffers()}  # so that none is written to
+        buffers: dict[str, Tensor] = {}  # so that none of the model's own is written to
+        buffers |= {name: mode.from_tensor(b) for name, b in model.named_buffers()}
         try:
             with _named_layers(model, recorder), recorder:
                 result = functional_call(model, buffers, tuple(fakes))
@@ -122,6 +124,4 @@ def capture(model: nn.Module, *inputs: Tensor) -> Graph:
                 f"{type(model).__name__} could not be captured on inputs of {[tuple(x.shape) for x in inputs]}: {e}"
             ) from e
     outputs = tuple(i for x in tree_iter(result) if isinstance(x, Tensor) and (i := recorder.index(x)) is not None)
-    return Graph(
-        type(model).__name__, entries, outputs, recorder.params, tuple(recorder.values), tuple(recorder.nodes)
-    )
+    return Graph(type(model).__name__, entries, outputs, recorder.params, tuple(recorder.values), tuple(recorder.nodes))

@@ -13,7 +13,7 @@ Sides = tuple[Pair, Pair]
 def conv2d(
     x_NCHW: Tensor, w_KCRS: Tensor, bias_K: Tensor | None, stride: Pair, padding: Sides, dilation: Pair, groups: int
 ) -> Tensor:
-    """y (N, K, P, Q). ``padding`` is ((top, bottom), (left, right)) in rows and columns; unequal sides copy the input once."""
+    """y (N, K, P, Q). ``padding`` is ((top, bottom), (left, right)); unequal sides copy the input once."""
     x, pad = _evenly_padded(x_NCHW, padding)
     return F.conv2d(x, w_KCRS, bias_K, stride, pad, dilation, groups)
 

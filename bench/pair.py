@@ -1,0 +1,127 @@
+"""Two unequal devices on a fixed stack of convolutions: one alone, an even split, the tuned one, and its bound.
+
+All steps run in turn within each round, so that a machine's drift falls on all alike; ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.cases import Stack, stack
+from hetconv import ops
+from hetconv.autotune.launch import run_on
+from hetconv.autotune.measure import paired
+from hetconv.autotune.models import channels_last, random_input
+from hetconv.autotune.tune import Job, step_of, tune
+from hetconv.calls import conv_spec
+from hetconv.emulate import DeviceName
+from hetconv.layout import spans
+from hetconv.modules import parallelize
+from hetconv.plan import Mode
+from hetconv.planner import make_plan, whole_model
+from hetconv.profile import ClusterProfile, TunedRatio
+from hetconv.recorder import capture
+from hetconv.rules import REPLICATE, Conv, Split
+from hetconv.transport import team_of
+
+MODES: tuple[tuple[str, Mode], ...] = (("inference", "infer"), ("training", "train"))
+ROUNDS = {"infer": 25, "train": 11}
+
+
+def run(devices: Sequence[DeviceName], case: Stack, output: Path | None) -> None:
+    """Prints the ideal first, a line per mode, and the results as one JSON document last."""
+    speeds = [d.speed for d in devices]
+    ideal = sum(speeds) / max(speeds)
+    print(f"{case} on {', '.join(map(str, devices))}; ideal speed-up over the fastest device {ideal:.2f}x", flush=True)
+    results, shares = run_on(devices, measure, tuple(devices), case, ideal)
+    for mode, r in results.items():
+        print(
+            f"{mode}: alone {r['alone_ms']:.0f} ms, even {r['even_ms']:.0f}, tuned {r['tuned_ms']:.0f} "
+            f"({shares[mode]}), without communication {r['bound_ms']:.0f}; "
+            f"{r['vs_alone']:.2f}x alone, {r['vs_even']:.2f}x even, {r['vs_bound']:.2f} of the bound's time"
+        )
+    if output is not None:
+        setup = {"devices": [str(d) for d in devices], "shares": shares, "rounds": ROUNDS, "torch": torch.__version__}
+        setup |= {"machine": platform.machine(), "python": platform.python_version()}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"suite": "pair", "setup": setup, **results}, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(results))
+
+
+def measure(devices: tuple[DeviceName, ...], case: Stack, ideal: float) -> Any:
+    """On every rank: ({mode: figures}, {mode: shares})."""
+    results, shares = {}, {}
+    for name, mode in MODES:
+        tuned = _tuned(devices, case, mode)
+        times = paired(_steps(case, mode, tuned), ROUNDS[mode], torch.device("cpu"))
+        alone = min((times["alone"], times["alone NCHW"]), key=median)
+        ratio = {n: median(a / b for a, b in zip(x, y, strict=True)) for n, x, y in (
+            ("vs_alone", alone, times["tuned"]), ("vs_even", times["even"], times["tuned"]),
+            ("vs_bound", times["tuned"], times["bound"]))}  # fmt: skip
+        figures = {f"{n}_ms": round(median(times[n]) * 1e3, 2) for n in ("even", "tuned", "bound")}
+        rounded = {n: round(v, 3) for n, v in ratio.items()}
+        results[name] = {"alone_ms": round(median(alone) * 1e3, 2)} | figures | rounded | {"ideal": ideal}
+        shares[name] = f"{tuned.kind} {':'.join(map(str, tuned.weights))}"
+    return results, shares
+
+
+def _tuned(devices: tuple[DeviceName, ...], case: Stack, mode: Mode) -> TunedRatio:
+    """What `hetconv autotune` finds for this stack."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = json.dumps({"blocks": case.blocks, "channels": case.channels})
+        shape, output = (1, 3, case.size, case.size), Path(folder, "cluster.json")
+        job = Job(devices, "bench.cases:stack", args, shape, mode, trials=8, budget=60, output=output, seed=0)
+        profile = tune(job)
+    return profile.tuned[0]
+
+
+def _steps(case: Stack, mode: Mode, tuned: TunedRatio) -> dict[str, Callable[[], None]]:
+    """What is timed: every rank takes part in each step but the ones of the fast device alone, rank 0."""
+    team, rank = team_of(), dist.get_rank()
+    torch.manual_seed(0)
+    nchw, x = stack(case.blocks, case.channels), random_input((1, 3, case.size, case.size), 0)
+    plain, x_NHWC = channels_last(copy.deepcopy(nchw), x)
+    graph = capture(plain, x)
+    anywhere = ClusterProfile.from_devices(["cpu"] * team.size, link="host")  # the splits are given below
+    plan = make_plan(graph, anywhere, mode=mode, kinds=(tuned.kind,))
+
+    def split(weights: Sequence[int]) -> nn.Module:
+        splits: dict[str, Split] = whole_model(graph, tuned.kind, weights, (tuned.kind,))
+        return parallelize(copy.deepcopy(plain), plan.with_splits(splits))
+
+    lo, hi = spans(tuned.weights)[rank]
+    dim = {"height": 2, "width": 3}[tuned.kind]
+    own = x_NHWC.narrow(dim, lo, hi - lo)
+    idle = (lambda: None) if rank else None
+    return {
+        "alone": idle or step_of(plain, x_NHWC, mode),
+        "alone NCHW": idle or step_of(nchw, x, mode),
+        "even": step_of(split((1,) * team.size), x_NHWC, mode),
+        "tuned": step_of(split(tuned.weights), x_NHWC, mode),
+        "bound": step_of(_silent(copy.deepcopy(plain)), own, mode),
+    }
+
+
+def _silent(model: nn.Module) -> nn.Module:
+    """The model on this rank's rows alone: every convolution at the device's speed, and not a word to the others."""
+    team = team_of()
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+
+            def forward(x: Tensor, layer: nn.Conv2d = layer) -> Tensor:
+                spec = conv_spec(x.shape, layer.weight.shape, x.dtype, 1, layer.padding, 1, 1)
+                return ops.conv2d(x, layer.weight, layer.bias, Conv(spec), REPLICATE, team)
+
+            layer.forward = forward  # type: ignore[assignment]
+    return model

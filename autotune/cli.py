@@ -61,7 +61,7 @@ def autotune(
     """
     named = parse_devices(devices)
     shape = parse_shape(input)
-    build_model(model, model_args, seed)  # what is wrong with it is said here, before any rank starts
+    capture(build_model(model, model_args, seed), random_input(shape, seed))  # what is wrong is said before a rank starts
     job = Job(tuple(named), model, model_args, shape, mode.value, trials, budget, output.resolve(), seed)
     run_on(named, tune, job)
 

@@ -9,7 +9,7 @@ import optuna
 
 from hetconv.layout import apportion
 
-SPREAD = 1.35  # how far, as a factor, a device's weight may move from the computed one
+SPREAD = 1.5  # how far, as a factor, a device's weight may move from the computed one
 
 
 class Study(Protocol):

@@ -1,0 +1,85 @@
+"""The command line as a person uses it, with wrong arguments too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetconv
+from hetconv.autotune.models import build_model, parse_shape
+from hetconv.profile import ClusterProfile
+
+ROOT = Path(__file__).parent.parent
+NET = ("--model", "tests.nets:SuperResolution", "--input", "1x3x128x128")
+PAIR = ("--devices", "cpu,cpu@0.5")
+
+
+def hetconv_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hetconv", *args]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150, check=False)
+
+
+def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
+    tuned = hetconv_command("autotune", *PAIR, *NET, "--trials", "2", "--budget", "30", "-o", "cluster.json", cwd=tmp_path)
+    assert tuned.returncode == 0, tuned.stderr
+    assert "cpu@0.5 (emulated)" in tuned.stderr and "link 0-1" in tuned.stderr
+    profile = ClusterProfile.load(tmp_path / "cluster.json")
+    assert profile.names == ("cpu", "cpu@0.5") and not profile.estimated and profile.devices[1].emulated
+    assert len(profile.devices[0].operators) == 6  # three convolutions along two axes
+    assert [t.mode for t in profile.tuned] == ["train"]
+
+    planned = hetconv_command("plan", "--profile", "cluster.json", *NET, "--kinds", "height", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    plan = hetconv.Plan.load(tmp_path / "plan.json")
+    assert list(plan.splits) == ["head", "body", "tail"]
+    assert {s.kind for s in plan.splits.values()} == {"height"}
+
+    for file, words in (("plan.json", ("body", "height", "MB moved")), ("cluster.json", ("emulated", "tuned train"))):
+        shown = hetconv_command("show", file, cwd=tmp_path)
+        assert shown.returncode == 0 and all(w in shown.stdout for w in words), shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("autotune", "--devices", "tpu", *NET), "device 'tpu' is not understood"),
+        (("autotune", "--devices", "cpu,cpu@2", *NET), "device 'cpu@2'"),
+        (("autotune", *PAIR, "--model", "tests.nets", "--input", "1x3x8x8"), "write package.module:callable"),
+        (("autotune", *PAIR, "--model", "nowhere:net", "--input", "1x3x8x8"), "module 'nowhere' cannot be imported"),
+        (("autotune", *PAIR, "--model", "tests.nets:Missing", "--input", "1x3x8x8"), "has no 'Missing'"),
+        (("autotune", *PAIR, *NET[:2], "--input", "1x3xbig"), "is not a shape"),
+        (("autotune", *PAIR, *NET, "--model-args", "{"), "is not JSON"),
+        (("autotune", *PAIR, *NET, "--model-args", '{"depth": 3}'), "cannot be called with"),
+        (("autotune", *PAIR, *NET[:2], "--input", "1x4x8x8"), "could not be captured"),
+        (("plan", *NET, "--profile", "none.json"), "none.json: cannot be read"),
+        (("show", "none.json"), "none.json: cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = hetconv_command(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_shapes_and_models_are_read() -> None:
+    assert parse_shape("2x3x8x9") == (2, 3, 8, 9)
+    model = build_model("tests.nets:Block", "[4, 8]", 0)
+    assert model.conv1.weight.shape == (8, 4, 3, 3)
+    again = build_model("tests.nets:Block", '{"c": 4, "k": 8}', 0)
+    assert all((a == b).all() for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(hetconv.HetConvError, match="not a torch"):
+        build_model("json:loads", '["1"]', 0)
+
+
+def test_a_plan_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"format": "hetconv-plan", "version": 7}))
+    done = hetconv_command("show", "plan.json", cwd=tmp_path)
+    assert done.returncode == 2 and "version is 7" in done.stderr

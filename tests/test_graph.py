@@ -1,0 +1,84 @@
+"""capture: what a run records, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetconv
+from hetconv.rules import BatchNorm, Cat, Conv, Gather, GlobalAveragePool, Linear, Pointwise, Pool
+
+from .nets import ResNet, UNet
+
+
+def test_layers_have_their_module_names_and_whole_shapes() -> None:
+    graph = hetconv.capture(ResNet(), torch.randn(2, 3, 45, 40))
+    assert list(graph.layers) == [
+        "stem", "blocks.0.conv1", "blocks.0.conv2", "blocks.1.down.0", "blocks.1.conv1", "blocks.1.conv2", "head",
+    ]  # fmt: skip
+    stem, head = graph.layers["stem"], graph.layers["head"]
+    assert isinstance(stem, Conv) and stem.spec.x_shape == (2, 3, 45, 40) and stem.spec.y_shape == (2, 8, 23, 20)
+    assert isinstance(head, Linear) and head.y_shape == (2, 5)
+
+
+def test_operators_are_read_as_the_runtime_reads_them() -> None:
+    graph = hetconv.capture(ResNet(), torch.randn(2, 3, 45, 40))
+    kinds = [type(node.op) for node in graph.nodes]
+    assert kinds[:4] == [Conv, BatchNorm, Pointwise, Pool]
+    assert GlobalAveragePool in kinds and Gather not in kinds
+
+
+def test_what_has_no_rule_gathers() -> None:
+    graph = hetconv.capture(UNet(), torch.randn(1, 3, 16, 16))
+    assert [n.name.rpartition("_")[0] for n in graph.nodes if isinstance(n.op, Gather)] == ["group_norm", "interpolate"]
+    assert any(isinstance(n.op, Cat) for n in graph.nodes)
+
+
+def test_nothing_changes_and_random_numbers_go_on() -> None:
+    model = ResNet()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    hetconv.capture(model, torch.ones(2, 3, 45, 40))
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_gradients_are_known_to_flow_or_not() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    graph = hetconv.capture(model, torch.randn(1, 3, 8, 8))
+    assert not graph.values[graph.inputs[0]].requires_grad and graph.values[graph.outputs[0]].requires_grad
+    with torch.no_grad():
+        graph = hetconv.capture(model, torch.randn(1, 3, 8, 8))
+    assert not graph.values[graph.outputs[0]].requires_grad
+
+
+def test_in_place_results_are_new_values() -> None:
+    graph = hetconv.capture(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)), torch.randn(1, 3, 8, 8))
+    conv, relu = graph.nodes
+    assert relu.inputs == conv.outputs and graph.outputs == relu.outputs != conv.outputs
+
+
+def test_a_layer_that_runs_twice_is_one_layer() -> None:
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    graph = hetconv.capture(nn.Sequential(conv, nn.ReLU(), conv), torch.randn(1, 4, 8, 8))
+    assert [n.layer for n in graph.nodes] == ["0", None, "0"]
+    assert list(graph.layers) == ["0"]
+
+
+def test_the_digest_is_that_of_operators_and_shapes() -> None:
+    small, again = (hetconv.capture(ResNet(), torch.randn(2, 3, 45, 40)) for _ in range(2))
+    assert small.digest == again.digest
+    assert small.digest != hetconv.capture(ResNet(), torch.randn(2, 3, 45, 41)).digest
+
+
+class Asks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum().item() > 0 else -x
+
+
+def test_a_run_that_depends_on_values_is_refused() -> None:
+    with pytest.raises(hetconv.HetConvError, match="Asks could not be captured"):
+        hetconv.capture(Asks(), torch.randn(1, 3, 8, 8))

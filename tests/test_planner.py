@@ -1,0 +1,126 @@
+"""make_plan: balance on plain numbers, and the choice among whole-model candidates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import hetconv
+from hetconv.cost import price
+from hetconv.planner import balance, candidates
+from hetconv.profile import ClusterProfile, TunedRatio
+from hetconv.rules import KINDS, Linear, Split, SplitKind
+
+from .nets import MobileBlock, ResNet, UNet
+
+PAIR = ("A100-SXM4-80GB", "V100-SXM2-32GB")
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
+def test_linear_devices_share_by_speed(speeds: list[float]) -> None:
+    shares = balance([lambda x, s=s: x / s for s in speeds])  # type: ignore[misc]
+    assert shares == pytest.approx([s / sum(speeds) for s in speeds], rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.1, 10)), min_size=2, max_size=6))
+def test_devices_that_work_finish_together(models: list[tuple[float, float]]) -> None:
+    seconds = [lambda x, a=a, b=b: (a + b * x) if x > 0 else 0.0 for a, b in models]  # type: ignore[misc]
+    shares = balance(seconds)
+    times = [f(x) for f, x in zip(seconds, shares, strict=True) if x > 1e-9]
+    assert sum(shares) == pytest.approx(1)
+    assert max(times) - min(times) <= 1e-3 * max(times)
+    assert max(times) <= min(f(1.0) for f in seconds) * (1 + 1e-9)
+
+
+def test_a_device_too_slow_to_start_sits_out() -> None:
+    assert balance([lambda x: x, lambda x: 5.0 if x > 0 else 0.0]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [ResNet, UNet, MobileBlock])
+def test_kinds_are_the_only_ones_used(make: type[nn.Module], kind: SplitKind) -> None:
+    x = torch.randn(2, 4 if make is MobileBlock else 3, 32, 32)
+    graph = hetconv.capture(make(), x)
+    plan = hetconv.make_plan(graph, ClusterProfile.from_devices(PAIR), kinds=(kind,))
+    assert {s.kind for s in plan.splits.values()} <= {kind, "replicate"}
+    assert plan.splits.keys() == graph.layers.keys()
+    if kind == "height":
+        assert all(isinstance(graph.layers[n], Linear) == (s.kind == "replicate") for n, s in plan.splits.items())
+
+
+def big_stack() -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    return model, torch.randn(1, 64, 512, 512)
+
+
+def test_large_maps_are_cut_over_space_by_speed() -> None:
+    model, x = big_stack()
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie4-x16")
+    plan = hetconv.make_plan(hetconv.capture(model, x), profile, mode="infer")
+    (split,) = set(plan.splits.values())
+    assert split.kind in ("height", "width") and sum(split.sizes) == 512
+    assert split.sizes[0] / 512 == pytest.approx(2 / 3, abs=0.01)
+    assert plan.alternatives is not None and plan.predicted is not None
+    assert plan.predicted.step_s == min(plan.alternatives.values())
+    assert plan.estimated
+
+
+def test_where_one_device_is_fastest_the_plan_says_so_and_uses_it_alone() -> None:
+    graph = hetconv.capture(*big_stack())
+    far = replace(ClusterProfile.from_devices(["cpu", "cpu@0.1"], link="host"))
+    far = replace(far, links={"0-1": replace(far.links["0-1"], latency_s=1.0)})
+    plan = hetconv.make_plan(graph, far, mode="infer", kinds=("sample", "height", "filter"))
+    assert plan.chosen == "fastest device alone (0: cpu)"
+    assert all(s.sizes[1] == 0 for s in plan.splits.values())
+
+
+def test_the_chosen_candidate_is_the_fastest_that_fits() -> None:
+    graph = hetconv.capture(UNet(), torch.randn(2, 3, 64, 64))
+    profile = ClusterProfile.from_devices(PAIR)
+    plan = hetconv.make_plan(graph, profile)
+    found = candidates(graph, profile, "train", KINDS)
+    assert plan.predicted is not None
+    assert plan.predicted.step_s == min(price(graph, profile, s, "train")[0].step_s for s in found.values())
+
+
+def test_memory_limits_hold_or_are_refused() -> None:
+    model, x = big_stack()
+    graph, profile = hetconv.capture(model, x), ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
+    free = hetconv.make_plan(graph, profile)
+    assert free.predicted is not None
+    tight = max(free.predicted.memory_bytes) * 1.01
+    held = hetconv.make_plan(graph, profile, memory_limit=tight)
+    assert held.predicted is not None and max(held.predicted.memory_bytes) <= tight
+    with pytest.raises(hetconv.PlanError, match="no split fits: the leanest needs"):
+        hetconv.make_plan(graph, profile, memory_limit=1e6)
+    with pytest.raises(hetconv.PlanError, match="3 memory limits were given for 2 devices"):
+        hetconv.make_plan(graph, profile, memory_limit=(1e9, 1e9, 1e9))
+
+
+def test_a_tuned_ratio_takes_the_place_of_the_computed_one() -> None:
+    model, x = big_stack()
+    graph = hetconv.capture(model, x)
+    profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
+    tuned = TunedRatio(graph.digest, "train", "height", (300, 212), 1.0, (256, 256), 1.1, 5)
+    plan = hetconv.make_plan(graph, replace(profile, tuned=(tuned,)), kinds=("height",), memory_limit=1e12)
+    assert candidates(graph, replace(profile, tuned=(tuned,)), "train", ("height",))["uneven height split"] == {
+        "0": Split("height", (300, 212)), "2": Split("height", (300, 212)),
+    }  # fmt: skip
+    other = replace(tuned, graph="another")
+    again = candidates(graph, replace(profile, tuned=(other,)), "train", ("height",))["uneven height split"]
+    assert again["0"] == Split("height", (256, 256))
+    assert plan.world == 2
+
+
+def test_bad_arguments_are_refused() -> None:
+    graph = hetconv.capture(ResNet(), torch.randn(2, 3, 32, 32))
+    profile = ClusterProfile.from_devices(PAIR)
+    with pytest.raises(hetconv.SplitError, match="'rows' is not known"):
+        hetconv.make_plan(graph, profile, kinds=("rows",))  # type: ignore[arg-type]
+    with pytest.raises(hetconv.PlanError, match="no convolution or linear"):
+        hetconv.make_plan(hetconv.capture(nn.ReLU(), torch.randn(1, 3)), profile)

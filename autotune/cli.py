@@ -26,7 +26,10 @@ from .show import show_plan, show_profile
 from .tune import Job, tune
 
 app = typer.Typer(
-    help="Model-parallel convolution on devices of unequal speed.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Model-parallel convolution on devices of unequal speed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 DEFAULT_PROFILE = user_data_path("hetconv") / "cluster.json"
 
@@ -61,7 +64,9 @@ def autotune(
     """
     named = parse_devices(devices)
     shape = parse_shape(input)
-    capture(build_model(model, model_args, seed), random_input(shape, seed))  # what is wrong is said before a rank starts
+    capture(
+        build_model(model, model_args, seed), random_input(shape, seed)
+    )  # what is wrong is said before a rank starts
     job = Job(tuple(named), model, model_args, shape, mode.value, trials, budget, output.resolve(), seed)
     run_on(named, tune, job)
 

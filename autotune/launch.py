@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -49,12 +50,14 @@ def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) ->
         return elastic_launch(config, _rank)(devices, fn, args)[0]
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
-        raise HetConvError(f"rank {rank} failed: {_first_line(failure.message)}") from None
+        raise HetConvError(f"rank {rank} failed: {_said(failure.message)}") from None
 
 
-def _first_line(message: Any) -> str:
-    text = message.get("message", message) if isinstance(message, dict) else message
-    return str(text).splitlines()[-1] if str(text).strip() else "no message; see its output above"
+def _said(message: Any) -> str:
+    """The exception at the end of a rank's traceback, all its lines."""
+    lines = str(message.get("message", message) if isinstance(message, dict) else message).strip().splitlines()
+    starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return "\n".join(lines[starts[-1] :] if starts else lines[-1:]) or "no message; see its output above"
 
 
 def _rank(devices: Sequence[DeviceName], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -13,7 +13,9 @@ from bench.cases import Stack
 from hetconv.autotune.launch import parse_devices
 from hetconv.errors import HetConvError
 
-app = typer.Typer(help="Benchmarks of hetconv.", no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Benchmarks of hetconv.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 @app.callback()

@@ -43,11 +43,15 @@ def agree(team: Team, what: str, saying: str, error: HetConvError | None = None)
 
 
 def prepared(team: Team, what: str, prepare: Callable[[], T], saying: Callable[[T], str]) -> T:
-    """Runs ``prepare``, which checks arguments and moves nothing, on every rank; all go on with its result or none."""
+    """Runs ``prepare``, which checks arguments and moves nothing, on every rank; all go on with its result or none.
+
+    An error of any other kind, such as an argument of a wrong type, becomes a `HetConvError` on every rank.
+    """
     try:
         result = prepare()
-    except HetConvError as e:
-        agree(team, what, "", e)
+        said = saying(result)
+    except Exception as e:
+        agree(team, what, "", e if isinstance(e, HetConvError) else HetConvError(f"{type(e).__name__}: {e}"))
         raise  # not reached: with an error on this rank, agree raises on every rank
-    agree(team, what, saying(result))
+    agree(team, what, said)
     return result

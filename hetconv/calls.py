@@ -18,15 +18,86 @@ from .spec import Conv2dSpec, Window, pads_per_side
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
-UNARY = frozenset(
-    "relu relu6 leaky_relu elu selu celu gelu silu mish sigmoid logsigmoid log_sigmoid tanh hardtanh hardswish hardsigmoid "
-    "softplus softsign hardshrink softshrink tanhshrink threshold rsqrt sqrt square exp log log1p expm1 abs neg sign sin cos "
-    "erf reciprocal clamp clip clone contiguous detach float double half bfloat16 to nan_to_num round floor ceil "
-    "alpha_dropout dropout dropout2d feature_dropout".split()
+DROPOUT = frozenset({"alpha_dropout", "dropout", "dropout2d", "feature_dropout"})
+UNARY = DROPOUT | frozenset(
+    [
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "elu",
+        "selu",
+        "celu",
+        "gelu",
+        "silu",
+        "mish",
+        "sigmoid",
+        "logsigmoid",
+        "log_sigmoid",
+        "tanh",
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "softplus",
+        "softsign",
+        "hardshrink",
+        "softshrink",
+        "tanhshrink",
+        "threshold",
+        "rsqrt",
+        "sqrt",
+        "square",
+        "exp",
+        "log",
+        "log1p",
+        "expm1",
+        "abs",
+        "neg",
+        "sign",
+        "sin",
+        "cos",
+        "erf",
+        "reciprocal",
+        "clamp",
+        "clip",
+        "clone",
+        "contiguous",
+        "detach",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "to",
+        "nan_to_num",
+        "round",
+        "floor",
+        "ceil",
+    ]
 )
-JOINS = frozenset("add sub rsub mul div true_divide pow maximum minimum atan2 fmod remainder where lerp addcmul addcdiv".split())
-DROPOUT = frozenset("alpha_dropout dropout dropout2d feature_dropout".split())
-WRITING_DUNDERS = frozenset(f"__{n}__" for n in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split())
+JOINS = frozenset(
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "true_divide",
+        "rdiv",
+        "pow",
+        "rpow",
+        "maximum",
+        "minimum",
+        "atan2",
+        "fmod",
+        "remainder",
+        "where",
+        "lerp",
+        "addcmul",
+        "addcdiv",
+    ]
+)
+WRITING_DUNDERS = frozenset(
+    f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +155,13 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def conv_spec(
-    x_shape: Sequence[int], w_shape: Sequence[int], dtype: torch.dtype, stride: Any, padding: Any, dilation: Any, groups: int
+    x_shape: Sequence[int],
+    w_shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
 ) -> Conv2dSpec:
     """``w_shape`` is that of the whole weight (K, C / groups, R, S)."""
     n, c, h, w = x_shape
@@ -99,7 +176,8 @@ def read_conv(args: Args, kwargs: Kwargs) -> Call | None:
     x, w = _arg(args, kwargs, 0, "input"), _arg(args, kwargs, 1, "weight")
     if x.dim() != 4:
         return None
-    rest = [_arg(args, kwargs, i, n, d) for i, n, d in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1), (6, "groups", 1))]
+    options = ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1), (6, "groups", 1))
+    rest = [_arg(args, kwargs, i, name, default) for i, name, default in options]
     return Call(Conv(conv_spec(x.shape, w.shape, x.dtype, *rest)), (x,))
 
 
@@ -145,7 +223,8 @@ def _pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     indices = maximum and _arg(args, kwargs, 6, "return_indices", False)
     count = True if maximum else _arg(args, kwargs, 5, "count_include_pad", True)
     divisor = None if maximum else _arg(args, kwargs, 6, "divisor_override")
-    if x.dim() != 4 or ceil or indices or divisor is not None or max(2 * p - k for p, k in zip(pad, kernel, strict=True)) > 0:
+    too_much = any(2 * p > k for p, k in zip(pad, kernel, strict=True))  # torch refuses it: let it
+    if x.dim() != 4 or ceil or indices or divisor is not None or too_much:
         return None
     windows = tuple(Window(k, s, d, p, p) for k, s, d, p in zip(kernel, stride, dilation, pad, strict=True))
     shape = (*x.shape[:2], *(w.out_size(n) for w, n in zip(windows, x.shape[2:], strict=True)))
@@ -171,8 +250,10 @@ def _pixel_shuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 def _flatten(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x = _arg(args, kwargs, 0, "input")
-    start, end = (d % max(x.dim(), 1) for d in (_arg(args, kwargs, 1, "start_dim", 0), _arg(args, kwargs, 2, "end_dim", -1)))
-    if x.dim() == 0 or start >= end:
+    if x.dim() == 0:
+        return None
+    start, end = (_arg(args, kwargs, i, n, d) % x.dim() for i, n, d in ((1, "start_dim", 0), (2, "end_dim", -1)))
+    if start >= end:
         return None
     flat = tuple(x.shape[start : end + 1])
     return Call(Flatten((*x.shape[:start], torch.Size(flat).numel(), *x.shape[end + 1 :]), start, end), (x,))

@@ -27,7 +27,9 @@ def load(path: str | Path, kind: str, version: int, type_: type[T], error: type[
         said = document.get("format") if isinstance(document, dict) else type(document).__name__
         raise error(f"{path}: format is {said!r}, but a hetconv {kind} file says 'hetconv-{kind}'")
     if document.get("version") != version:
-        raise error(f"{path}: version is {document.get('version')!r}, but this hetconv reads version {version}; make it anew")
+        raise error(
+            f"{path}: version is {document.get('version')!r}, but this hetconv reads version {version}; make it anew"
+        )
     del document["format"], document["version"]
     try:
         return TypeAdapter(type_).validate_json(json.dumps(document), strict=False)

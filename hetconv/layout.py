@@ -1,6 +1,7 @@
 """Where data is: boxes, layouts and the pieces that move between them. Pure integers: no tensor, no rank, no clock.
 
-The planner prices a data movement and the runtime performs it from the same functions, so predicted bytes are sent bytes.
+The planner prices a data movement and the runtime performs it from the same functions, so that predicted bytes are the
+bytes sent.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def apportion(total: int, weights: tuple[float, ...], granularity: int = 1) -> t
     Cuts lie on multiples of ``granularity``; what is left over after whole multiples goes to the last rank with a weight.
     """
     if not weights or min(weights) < 0 or not 0 < sum(weights) < inf:
-        raise LayoutError(f"cannot apportion {total} by {weights}: give finite proportions, none negative, not all zero")
+        raise LayoutError(f"cannot apportion {total} by {weights}: give finite proportions >= 0, at least one positive")
     blocks = total // granularity
     exact = [blocks * w / sum(weights) for w in weights]
     sizes = [int(e) for e in exact]
@@ -161,7 +162,7 @@ def exchanges(held: Boxes, wanted: Boxes) -> tuple[Exchange, ...]:
     """
     world = len(held)
     box = held[0]
-    if world > 2 and box.numel and all(b == box for b in held) and all(b == box for b in wanted):
+    if world > 2 and box.lo and box.numel and all(b == box for b in held) and all(b == box for b in wanted):
         dim = max(range(len(box.lo)), key=lambda d: box.shape[d])
         cut = spans(apportion(box.shape[dim], (1,) * world))
         chunks = tuple(box.along(dim, box.lo[dim] + lo, box.lo[dim] + hi) for lo, hi in cut)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from . import ops
 from .agreement import agree, prepared
 from .calls import conv_spec
-from .errors import HetConvError, PlanError, SplitError
-from .layout import Layout, spans
+from .errors import HetConvError, PlanError
+from .layout import Layout
 from .movement import moved
 from .plan import Plan
 from .replicas import SCOPE, Scope
@@ -111,6 +110,7 @@ class HetConv2d(_Cut):
                 plain = nn.Conv2d(*args, device=device, dtype=dtype)  # type: ignore[arg-type]
             except (ValueError, TypeError, RuntimeError) as e:
                 raise HetConvError(str(e)) from e
+            _check_output(output)
             _conv_op(plain, (1, in_channels, 1, 1), plain.weight.dtype).check(split, self.team.size)
             return plain
 
@@ -128,6 +128,9 @@ class HetConv2d(_Cut):
         def check() -> None:
             if not isinstance(conv, nn.Conv2d):
                 raise HetConvError(f"from_conv takes a torch.nn.Conv2d, but was given a {type(conv).__name__}")
+            if not _is_plain(conv):
+                raise HetConvError(f"the {type(conv).__name__} computes or keeps its weight in a way of its own")
+            _check_output(output)
             _conv_op(conv, (1, conv.in_channels, 1, 1), conv.weight.dtype).check(split, team.size)
 
         prepared(team, "HetConv2d.from_conv", check, lambda _: f"{conv} {split} {output} {conv.weight.dtype}")
@@ -147,7 +150,16 @@ class HetConv2d(_Cut):
         return made
 
     def _adopt(self, conv: nn.Conv2d, split: Split, output: Output) -> None:
-        for name in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"):
+        for name in (
+            "in_channels",
+            "out_channels",
+            "kernel_size",
+            "stride",
+            "padding",
+            "dilation",
+            "groups",
+            "padding_mode",
+        ):
             setattr(self, name, getattr(conv, name))
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
@@ -198,6 +210,11 @@ def _conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
     return Conv(conv_spec(x_shape, w_shape, dtype, conv.stride, padding, conv.dilation, conv.groups))
 
 
+def _check_output(output: str) -> None:
+    if output not in get_args(Output):
+        raise HetConvError(f"output={output!r} is not known; give 'replicated' or 'split'")
+
+
 def _inherit(made: _Cut, plain: nn.Conv2d | nn.Linear, bias: bool) -> None:
     """Parameters of the right local shapes with the plain layer's values, trainability, memory format and mode."""
     weight = plain.weight
@@ -235,27 +252,35 @@ def parallelize(model: nn.Module, plan: Plan, *, group: dist.ProcessGroup | None
     def check() -> dict[str, nn.Module]:
         if plan.world != team.size:
             raise PlanError(f"the plan is for {plan.world} ranks, but this group has {team.size}; make one for them")
-        layers = dict(model.named_modules())
-        return {name: _checked_layer(layers, name, split, team.size) for name, split in plan.splits.items()}
+        layers = dict(model.named_modules(remove_duplicate=False))
+        found = {name: _checked_layer(layers, name, split, team.size) for name, split in plan.splits.items()}
+        _check_sharing(layers, found, plan.splits)
+        return found
 
     found = prepared(team, "parallelize", check, lambda _: f"plan {plan.digest}, model {_signature(model)}")
     _broadcast(team, [t.data for t in (*model.parameters(), *model.buffers())])
     _share_random_state(team, model)
     swapped: dict[int, nn.Module] = {}
     for name, layer in found.items():
-        new = swapped.setdefault(id(layer), _swapped(layer, plan.splits[name], team))
-        _carry_hooks(layer, new)
-        parent, _, child = name.rpartition(".")
-        if not name:
-            model = new
-        else:
-            setattr(model.get_submodule(parent), child, new)
+        if id(layer) not in swapped:
+            swapped[id(layer)] = _swapped(layer, plan.splits[name], team)
+            _carry_hooks(layer, swapped[id(layer)])
+    for path, layer in list(model.named_modules(remove_duplicate=False)):
+        parent, _, child = path.rpartition(".")
+        if id(layer) in swapped and path:
+            setattr(model.get_submodule(parent), child, swapped[id(layer)])
+    model = swapped.get(id(model), model)
     _Root(model, team).attach()
     return model
 
 
 def _checked_layer(layers: Mapping[str, nn.Module], name: str, split: Split, world: int) -> nn.Module:
     layer = layers.get(name)
+    if isinstance(layer, (nn.Conv2d, nn.Linear)) and not _is_plain(layer):
+        raise PlanError(
+            f"layer {name!r} is a {type(layer).__name__} that computes or keeps its weight in a way of its own; "
+            f"leave it out of the plan"
+        )
     if isinstance(layer, nn.Conv2d):
         _conv_op(layer, (1, layer.in_channels, 1, 1), layer.weight.dtype).check(split, world)
     elif isinstance(layer, nn.Linear):
@@ -264,6 +289,32 @@ def _checked_layer(layers: Mapping[str, nn.Module], name: str, split: Split, wor
         have = f"a {type(layer).__name__}" if layer is not None else "no such module"
         raise PlanError(f"the plan splits {name!r}, but the model has {have} there; make the plan from this model")
     return layer
+
+
+def _is_plain(layer: nn.Conv2d | nn.Linear) -> bool:
+    """Whether a layer runs as torch's own does, on a weight and a bias that it owns; a subclass need not."""
+    kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else nn.Linear
+    same = all(getattr(type(layer), f, None) is getattr(kind, f, None) for f in ("forward", "_conv_forward"))
+    return same and {"weight"} <= {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}
+
+
+def _check_sharing(
+    layers: Mapping[str, nn.Module], found: Mapping[str, nn.Module], splits: Mapping[str, Split]
+) -> None:
+    """A layer under two names has one split; a parameter of two layers cannot be in both once one of them is cut."""
+    planned = {id(layer): name for name, layer in found.items()}
+    for name, layer in found.items():
+        first = planned[id(layer)]
+        if splits[name] != splits[first]:
+            raise PlanError(
+                f"the plan splits one layer in two ways, as {name!r} and as {first!r}; give both the same split"
+            )
+    owners: dict[int, nn.Module] = {}
+    for name, layer in layers.items():
+        for p in layer.parameters(recurse=False):
+            other = owners.setdefault(id(p), layer)
+            if other is not layer and (id(other) in planned or id(layer) in planned):
+                raise PlanError(f"layer {name!r} shares a parameter with another layer; leave both out of the plan")
 
 
 def _signature(model: nn.Module) -> str:
@@ -279,8 +330,10 @@ def _swapped(layer: nn.Module, split: Split, team: Team) -> nn.Module:
 
 
 def _carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        getattr(new, hooks).update(getattr(old, hooks))
+    for name, hooks in vars(old).items():
+        if "_hooks" in name and isinstance(hooks, dict):  # the hooks themselves, and what each was registered with
+            getattr(new, name).update(hooks)
+    new._is_full_backward_hook = old._is_full_backward_hook
 
 
 def _share_random_state(team: Team, model: nn.Module) -> None:
@@ -310,12 +363,18 @@ class _Root:
         tensors = [x for x in torch.utils._pytree.tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
         said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
+        values = ""
         if said not in self._seen:  # once per signature: the same batch on every rank is easy to get wrong
-            self._seen.add(said)
-            said += f"; input values {[_checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
-        agree(self.team, "forward", said)
-        cut = {id(p) for m in module.modules() if isinstance(m, _Cut) for n, p in m.named_parameters(recurse=False)
-               if m.layouts()[n].kind == "sharded"}
+            values = f"; checksums of input values {[_checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
+        agree(self.team, "forward", said + values)
+        self._seen.add(said)
+        cut = {
+            id(p)
+            for m in module.modules()
+            if isinstance(m, _Cut)
+            for n, p in m.named_parameters(recurse=False)
+            if m.layouts()[n].kind == "sharded"
+        }
         self._tokens.append(SCOPE.set(Scope(self.team, [p for p in module.parameters() if id(p) not in cut])))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -324,8 +383,9 @@ class _Root:
         return torch.utils._pytree.tree_map(lambda y: gather(y) if isinstance(y, HetTensor) else y, output)
 
 
-def _checksum(x: Tensor) -> str:
-    return f"{x.detach().double().sum().item():.17g}" if x.numel() and not x.is_complex() else ""
+def _checksum(x: Tensor) -> int:
+    """The sum of the bytes: exact, where a floating sum depends on the order that each device adds in."""
+    return int(x.detach().reshape(-1).view(torch.uint8).sum()) if x.layout == torch.strided else 0
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -374,7 +434,7 @@ def _cut_parameters(model: nn.Module) -> list[tuple[str, str, _Cut, Layout]]:
     """(prefix, name, layer, layout) of every parameter that is cut among ranks, in order."""
     return [
         (f"{path}." if path else "", name, layer, layout)
-        for path, layer in model.named_modules()
+        for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, _Cut)
         for name, layout in layer.layouts().items()
         if layout.kind == "sharded"

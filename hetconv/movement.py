@@ -1,7 +1,7 @@
-"""redistribute: the one data-movement operator, over a process group, with its adjoint (§2 of the design).
+"""redistribute: the one data-movement operator, over a process group, with its adjoint.
 
-Two verbs: ``take`` a box of what this rank holds, and ``sum_pieces``, which sends every piece to whoever wants it and adds
-what arrives in rank order, so that all replicas hold the same bits. Forward and backward are these two, swapped
+Two verbs: ``take`` a box of what this rank holds, and ``sum_pieces``, which sends every piece to whoever wants it and
+adds what arrives in rank order, so that all replicas hold the same bits. Forward and backward are these two, swapped
 (cf. Hewett & Grady, "A linear algebraic approach to model parallelism in deep learning", 2020).
 """
 
@@ -85,7 +85,7 @@ class _Moved(torch.autograd.Function):
         return perform(team, local, move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         move, team = ctx.move, ctx.team
         g = perform(team, grad, move.adjoint, move.dst.boxes[team.rank], move.src.boxes[team.rank])
@@ -95,12 +95,10 @@ class _Moved(torch.autograd.Function):
 def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
     """`redistribute` without its checks, for callers that agree already. May return a view of ``local``."""
     same = isinstance(dst, Layout) and (src.kind, src.boxes) == (dst.kind, dst.boxes)
-    return local if same else _Moved.apply(local, Move(src, dst), team)  # type: ignore[no-any-return]
+    return local if same else _Moved.apply(local, Move(src, dst), team)
 
 
-def redistribute(
-    local: Tensor, src: Layout, dst: Layout | Need, *, group: dist.ProcessGroup | None = None
-) -> Tensor:
+def redistribute(local: Tensor, src: Layout, dst: Layout | Need, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """Takes a value from one layout to another layout or to a need; collective, differentiable, exact adjoint backward.
 
     ``local`` is this rank's part: its shape is that of ``src.boxes[rank]``. The result has that of ``dst.boxes[rank]``

@@ -1,8 +1,8 @@
 """Replicated parameters that each rank uses on its own parts: their gradients are contributions, summed in buckets.
 
-While a model's forward runs, every such use takes an alias of the parameter from the scope. All aliases of a bucket leave
-one autograd node, which runs when the last of their contributions is there and sums them in one message. Because this
-is a node of the graph, accumulation, hooks and ``torch.autograd.grad`` see only whole gradients.
+While a model's forward runs, every such use takes an alias of the parameter from the scope. All aliases of a bucket
+leave one autograd node, which runs when the last of their contributions is there and sums them in one message. Because
+this is a node of the graph, accumulation, hooks and ``torch.autograd.grad`` see only whole gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Contributed(torch.autograd.Function):
         return tuple(p.view_as(p) for p in params)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = [g for g in grads if g is not None]
         if not used:
@@ -75,7 +75,7 @@ def contributed(team: Team, param: Tensor) -> Tensor:
         return param
     scope = SCOPE.get()
     alias = scope.alias(param) if scope is not None and scope.team is team else None
-    return alias if alias is not None else _Contributed.apply(team, param)[0]  # type: ignore[no-any-return]
+    return alias if alias is not None else _Contributed.apply(team, param)[0]
 
 
 def is_replica(x: Tensor) -> bool:

@@ -33,8 +33,8 @@ class Split:
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if self.kind not in KINDS:
             raise SplitError(f"split kind {self.kind!r} is not known; choose one of {', '.join(KINDS)}")
-        whole = all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in self.sizes)
-        if not whole or (self.kind != "replicate" and sum(self.sizes) == 0) or (self.kind == "replicate" and self.sizes):
+        fits = not self.sizes if self.kind == "replicate" else any(self.sizes)
+        if not fits or not all(type(s) is int and s >= 0 for s in self.sizes):
             raise SplitError(
                 f"Split({self.kind!r}, {self.sizes}) has no valid sizes; give one non-negative integer per rank, "
                 f"at least one of them positive (and none at all for 'replicate')"
@@ -219,8 +219,13 @@ class Pointwise:
             return lead
         skip = len(self.shape) - len(shape)
         own = [Box(b.lo[skip:], b.hi[skip:]) for b in lead.boxes]
-        clipped = [Box(tuple(min(a, n - 1) for a, n in zip(b.lo, shape, strict=True)) if b.numel else b.lo,
-                       tuple(map(min, b.hi, shape))) for b in own]
+        clipped = [
+            Box(
+                tuple(min(a, n - 1) for a, n in zip(b.lo, shape, strict=True)) if b.numel else b.lo,
+                tuple(map(min, b.hi, shape)),
+            )
+            for b in own
+        ]
         return Need(shape, tuple(clipped))
 
 

@@ -18,7 +18,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 class Segment(NamedTuple):
     """What one run of input rows adds to an output span, itself a small window operation.
 
-    Input rows ``rows`` through taps ``taps`` under ``pad`` zero rows above and below give exactly the output rows ``out``.
+    Input rows ``rows`` through taps ``taps``, with ``pad`` zero rows above and below, give exactly the output rows ``out``.
     """
 
     rows: Span
@@ -162,9 +162,7 @@ class Conv2dSpec:
         return self.windows[0].reads(out, self.H)
 
 
-def pads_per_side(
-    padding: str | int | Sequence[int], kernel: Pair, stride: Pair, dilation: Pair
-) -> tuple[Span, Span]:
+def pads_per_side(padding: str | int | Sequence[int], kernel: Pair, stride: Pair, dilation: Pair) -> tuple[Span, Span]:
     """PyTorch's ``padding`` argument ("valid", "same", an int, one int per dimension) as rows per side.
 
     Raises `HetConvError` for what PyTorch refuses too: other words, and "same" under a stride.

@@ -68,8 +68,14 @@ class HetTensor(Tensor):
 
 
 def gather(x: Tensor) -> Tensor:
-    """The whole of a HetTensor, a plain tensor, on every rank; collective, differentiable. A plain tensor is returned as is."""
+    """The whole of a HetTensor, a plain contiguous tensor, on every rank; collective, differentiable.
+
+    A plain tensor is returned as is. What travels is channels-last, but whoever takes views of the whole, or draws
+    random numbers over it, counts on the memory order that a model on one device has.
+    """
     if not isinstance(x, HetTensor):
         return x
+    if x.placement.kind == "replicated":
+        return x.local
     whole = moved(x.team, x.local, x.placement, Layout.replicated(x.placement.shape, x.team.size))
-    return unshared(whole, x.local) if x.placement.kind != "replicated" else whole
+    return unshared(whole.contiguous(), x.local)

@@ -1,4 +1,4 @@
-"""Messages among the ranks of a process group: who they are, and start/wait of one round of pieces. No geometry here."""
+"""Messages among the ranks of a process group: who they are, and one round of pieces. No geometry here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _counters: list[Counter[int]] = []
 
 @dataclass(frozen=True, eq=False)
 class Team:
-    """The ranks that hold the parts of a tensor. ``control`` carries small host messages even where ``group`` is NCCL."""
+    """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL."""
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -51,6 +51,7 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
         if backend != "gloo":
             ranks = dist.get_process_group_ranks(group)
             control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            dist.barrier(group)  # NCCL wants every rank in a group's first call; later ones may be between two
         _teams[group] = Team(group, control, dist.get_rank(group), dist.get_world_size(group), backend)
     return _teams[group]
 
@@ -74,8 +75,8 @@ def answered(team: Team, action: Callable[[], T]) -> T:
         raise
     except RuntimeError as e:
         raise LostRankError(
-            f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look for "
-            f"the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
+            f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look "
+            f"for the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
         ) from e
 
 
@@ -94,7 +95,9 @@ def wire_buffer(like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 class Round:
     """One round of messages under way. `wait` gives what came, by sender."""
 
-    def __init__(self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]):
+    def __init__(
+        self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]
+    ):
         self._team = team
         self._sent = {peer: to_wire(piece) for peer, piece in outgoing.items()}
         self._received = {peer: wire_buffer(like, shape) for peer, shape in incoming.items()}

@@ -27,7 +27,9 @@ def hetconv_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
-    tuned = hetconv_command("autotune", *PAIR, *NET, "--trials", "2", "--budget", "30", "-o", "cluster.json", cwd=tmp_path)
+    tuned = hetconv_command(
+        "autotune", *PAIR, *NET, "--trials", "2", "--budget", "30", "-o", "cluster.json", cwd=tmp_path
+    )
     assert tuned.returncode == 0, tuned.stderr
     assert "cpu@0.5 (emulated)" in tuned.stderr and "link 0-1" in tuned.stderr
     profile = ClusterProfile.load(tmp_path / "cluster.json")

@@ -18,7 +18,9 @@ def test_falling_neighbours_are_pooled() -> None:
     assert fit.curve({0.25: [1.0], 0.5: [4.0], 0.75: [2.0], 1.0: [5.0]}).seconds == (1.0, 3.0, 3.0, 5.0)
 
 
-@given(st.dictionaries(st.floats(0.01, 1), st.lists(st.floats(0.001, 10), min_size=1, max_size=3), min_size=1, max_size=6))
+@given(
+    st.dictionaries(st.floats(0.01, 1), st.lists(st.floats(0.001, 10), min_size=1, max_size=3), min_size=1, max_size=6)
+)
 def test_curves_never_fall_and_keep_their_range(samples: dict[float, list[float]]) -> None:
     seconds = fit.curve(samples).seconds
     assert all(a <= b * (1 + 1e-12) for a, b in zip(seconds, seconds[1:], strict=False))

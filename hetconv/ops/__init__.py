@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..calls import BatchNormCall, Call, read, writes_in_place
+from ..errors import HetConvError
 from ..layout import Layout
 from ..rules import REPLICATE, BatchNorm, Cat, Flatten, GlobalAveragePool, Op, PixelShuffle, Pointwise, Pool, Step
 from ..tensor import HetTensor, gather, install_dispatch
@@ -27,16 +28,19 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
 # Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
-GLOBAL = {
-    Tensor.shape.__get__, Tensor.size, Tensor.dim, Tensor.ndim.__get__, Tensor.ndimension, Tensor.numel, Tensor.nelement,
-    Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex,
-    torch.is_complex, Tensor.__len__, Tensor.layout.__get__, Tensor.is_cuda.__get__, Tensor.element_size, torch.numel,
-    Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_mkldnn.__get__, Tensor.itemsize.__get__,
+GLOBAL: set[Any] = {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex,
+    Tensor.element_size, Tensor.__len__, torch.numel, torch.is_floating_point, torch.is_complex,
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "ndim", "dtype", "device", "layout", "itemsize", "is_cuda", "is_sparse", "is_quantized", "is_mkldnn",
+    )),
 }  # fmt: skip
-LOCAL = {
-    Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__, Tensor.is_contiguous, Tensor.is_inference,
-    torch.is_inference,
+LOCAL: set[Any] = {
+    Tensor.is_contiguous, Tensor.is_inference, torch.is_inference,
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")),
 }  # fmt: skip
+# Done to a gathered copy they would never see a gradient.
+REFUSED = {Tensor.register_hook, Tensor.retain_grad}
 
 
 def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -46,6 +50,10 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
             return func(*args, **kwargs)
         if func in LOCAL:
             return func(args[0].local, *args[1:], **kwargs)
+        if func in REFUSED:
+            raise HetConvError(
+                f"{func.__name__} was called on a tensor in parts; call it on y = hetconv.gather(x) and go on with y"
+            )
         call = read(func, args, kwargs)
         if call is not None:
             team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None

@@ -1,7 +1,7 @@
 """Convolution on parts. A spatial cut works by linearity: conv(own rows + halo) = conv(own rows) + conv(halo).
 
-The halo only adds to the few output rows beside a cut, so own rows are never copied or padded, and the exchange runs while
-they are computed; backward sends the halo's cotangent home first and computes the rest meanwhile.
+The halo only adds to the few output rows beside a cut, so own rows are never copied or padded, and the exchange runs
+while they are computed; backward sends the halo's cotangent home first and computes the rest meanwhile.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     out, need = step.output.boxes[rank], step.reads[0].boxes[rank]
     span = (out.lo[dim], out.hi[dim])
     own = op.spec.windows[dim - 2].segment((need.lo[dim], need.hi[dim]), span)
-    return Geometry(op, dim, out.shape, span[0], op.spec.groups, own, need.lo[dim], adds_bias=split.kind != "channel" or rank == 0)
+    return Geometry(
+        op, dim, out.shape, span[0], op.spec.groups, own, need.lo[dim], adds_bias=split.kind != "channel" or rank == 0
+    )
 
 
 class _Conv(torch.autograd.Function):
@@ -104,7 +106,7 @@ class _Conv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x, w, *halos), geo, team = ctx.saved_tensors, ctx.geo, ctx.team
         want_x, want_w, want_b = ctx.needs_input_grad[:3]
@@ -165,9 +167,7 @@ def _back(
     g = _rows(g, geo, segment)
     x, w = _cut(x, w, geo, segment, lo)
     pad = geo.padding(segment)
-    return stretched(
-        lambda: kernels.conv2d_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted), x.device
-    )
+    return stretched(lambda: kernels.conv2d_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted), x.device)
 
 
 def _cut(x: Tensor, w: Tensor, geo: Geometry, segment: Segment, lo: int) -> tuple[Tensor, Tensor]:
@@ -256,7 +256,7 @@ class _Linear(torch.autograd.Function):
         return stretched(lambda: F.linear(x, w, b if adds_bias else None), x.device)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         wants = ctx.needs_input_grad

@@ -1,4 +1,4 @@
-"""Batch norm on parts, with the statistics of the whole batch: parts are weighted by their counts (Chan et al., 1979)."""
+"""Batch norm on parts with the statistics of the whole batch: parts weigh as they count (Chan et al., 1979)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _moments(x: Tensor, exact: torch.dtype) -> Tensor:
 
 
 class _SplitBatchNorm(torch.autograd.Function):
-    """Training over parts of the batch or of space. Gradients of weight and bias come from global sums: they are whole."""
+    """Training over parts of the batch or of space. Gradients of weight and bias, from global sums, are whole."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class _SplitBatchNorm(torch.autograd.Function):
         return y, mean, var
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
         shape = [1, -1] + [1] * (x.dim() - 2)

@@ -18,7 +18,7 @@ from .common import bring, empty_output
 
 
 def pool(call: Call, step: Step, team: Team, plain: Callable[[Tensor], Any]) -> HetTensor:
-    """Cut over samples or channels, as it was called; cut over space, on the rows (columns) that the own output reads."""
+    """Cut over samples or channels, as called; cut over space, on the rows (columns) that the own output reads."""
     op, layout = call.op, step.output
     assert isinstance(op, Pool) and layout.dim is not None
     x = bring(call.inputs[0], step.reads[0], team)

@@ -1,0 +1,108 @@
+"""A function of tensors on parts against the same function on whole tensors, for every placement."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hetconv
+from hetconv.layout import Box, Layout
+from hetconv.tensor import HetTensor
+from hetconv.transport import team_of
+
+from .equivalence import Differences, apart, leaves
+
+SHAPE = (4, 8, 6, 5)
+WORLD = 3
+Fn = Callable[..., Any]  # of (x, z, p): a tensor, a second one placed otherwise, and plain tensors of many shapes
+PLACEMENTS: dict[str, Layout] = {
+    "replicated": Layout.replicated(SHAPE, WORLD),
+    "partial": Layout.partial(SHAPE, WORLD, (5, 2, 1)),
+    "partial, one rank without channels": Layout.partial(SHAPE, WORLD, (4, 0, 4)),
+    "samples": Layout.sharded(SHAPE, 0, (1, 2, 1)),
+    "samples on two ranks": Layout.sharded(SHAPE, 0, (3, 0, 1)),
+    "channels": Layout.sharded(SHAPE, 1, (5, 2, 1)),
+    "channels on two ranks": Layout.sharded(SHAPE, 1, (4, 4, 0)),
+    "rows": Layout.sharded(SHAPE, 2, (1, 2, 3)),
+    "rows on one rank": Layout.sharded(SHAPE, 2, (0, 6, 0)),
+    "columns": Layout.sharded(SHAPE, 3, (2, 1, 2)),
+    "columns on two ranks": Layout.sharded(SHAPE, 3, (0, 1, 4)),
+    "rows in another order": Layout(SHAPE, "sharded", Layout.sharded(SHAPE, 2, (1, 2, 3)).boxes[::-1]),
+}
+PARAMS = {
+    "full": SHAPE, "nc11": (4, 8, 1, 1), "1c11": (1, 8, 1, 1), "c11": (8, 1, 1), "n111": (4, 1, 1, 1), "hw": (6, 5),
+    "w": (5,), "one": (), "h1": (6, 1), "1111": (1, 1, 1, 1), "c": (8,), "more": (2, 4, 8, 6, 5),
+}  # fmt: skip
+
+
+def summands(whole: Tensor, layout: Layout) -> list[Tensor]:
+    """Parts whose sum in rank order is ``whole``, for a partial layout; else slices of it."""
+    if layout.kind != "partial":
+        return [whole[box.within(Box.whole(layout.shape))].clone() for box in layout.boxes]
+    quarters = [(whole * f).round(decimals=3) for f in (0.25, 0.5)]
+    return [*quarters, whole - quarters[0] - quarters[1]]
+
+
+def placed(whole: Tensor, layout: Layout) -> tuple[HetTensor, Tensor]:
+    """(the tensor on parts, its local leaf)."""
+    local = summands(whole, layout)[dist.get_rank()].requires_grad_(whole.is_floating_point())
+    return HetTensor.wrap(local, layout, team_of()), local
+
+
+def full_gradient(local: Tensor, layout: Layout) -> Tensor | None:
+    if local.grad is None:
+        return None
+    held = Layout.replicated(layout.shape, layout.world) if layout.kind == "partial" else layout
+    return hetconv.redistribute(local.grad, held, Layout.replicated(layout.shape, layout.world))
+
+
+def on_parts(
+    fn: Fn, name: str, dtype: torch.dtype = torch.float64, module: nn.Module | None = None, other: str = "rows"
+) -> Differences:
+    """Differences of output, all gradients and a module's state, at positive values: functions are smooth there."""
+    generator = torch.Generator().manual_seed(3)
+
+    def positive(*shape: int) -> Tensor:
+        return (torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
+
+    x_true, z_true = positive(*SHAPE), positive(*SHAPE)
+    p_true = {k: positive(*shape).requires_grad_() for k, shape in PARAMS.items()}
+    p_parts = {k: v.detach().clone().requires_grad_() for k, v in p_true.items()}
+    layout, z_layout = PLACEMENTS[name], PLACEMENTS[other]
+    (x, x_local), (z, z_local) = placed(x_true, layout), placed(z_true, z_layout)
+    x_true, z_true = sum(summands(x_true, layout)) if layout.kind == "partial" else x_true, z_true
+    x_true, z_true = x_true.detach().requires_grad_(), z_true.detach().requires_grad_()
+    extra, extra_parts = (module, copy.deepcopy(module)) if module is not None else (None, None)
+    expected = leaves(fn(x_true, z_true, p_true) if extra is None else extra(x_true))
+    found = leaves(fn(x, z, p_parts) if extra_parts is None else extra_parts(x))
+    found = [hetconv.gather(y) for y in found]
+    pairs = list(zip(found, expected, strict=True))
+    result = {f"output {i}": apart(a, b) for i, (a, b) in enumerate(pairs)}
+    result |= {f"dtype {i}": float(a.dtype != b.dtype) for i, (a, b) in enumerate(pairs)}
+    result |= {f"graph {i}": float(a.requires_grad != b.requires_grad) for i, (a, b) in enumerate(pairs)}
+    for a, b in pairs:
+        if b.requires_grad:
+            g = torch.randn(b.shape, generator=generator, dtype=torch.float64).to(b.dtype)
+            a.backward(g, retain_graph=True)
+            b.backward(g, retain_graph=True)
+    result |= {
+        "x": apart(whole_or_zero(full_gradient(x_local, layout), x_true), whole_or_zero(x_true.grad, x_true)),
+        "z": apart(whole_or_zero(full_gradient(z_local, z_layout), z_true), whole_or_zero(z_true.grad, z_true)),
+    }
+    result |= {k: apart(p_parts[k].grad, p_true[k].grad) for k in PARAMS}
+    if extra is not None and extra_parts is not None:
+        named = zip(extra.named_parameters(), extra_parts.parameters(), strict=True)
+        result |= {f"gradient {k}": apart(b.grad, a.grad) for (k, a), b in named}
+        state = extra_parts.state_dict()
+        result |= {f"state {k}": apart(state[k], v) for k, v in extra.state_dict().items()}
+    return result
+
+
+def whole_or_zero(g: Tensor | None, like: Tensor) -> Tensor:
+    """No gradient and a gradient of zero are the same to a caller."""
+    return torch.zeros_like(like) if g is None else g

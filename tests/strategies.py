@@ -1,0 +1,55 @@
+"""What the tests draw: shares, shapes, layouts, needs and windows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+
+from hetconv.layout import Box, Layout, Need
+from hetconv.spec import Window
+
+worlds = st.integers(1, 4)
+windows = st.builds(
+    Window, kernel=st.integers(1, 7), stride=st.integers(1, 3), dilation=st.integers(1, 3),
+    pad_lo=st.integers(0, 4), pad_hi=st.integers(0, 4),
+)  # fmt: skip
+shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
+
+
+def weights(world: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Proportions, zero ones among them, at least one positive."""
+    return st.lists(st.integers(0, 9), min_size=world, max_size=world).filter(any).map(tuple)
+
+
+@st.composite
+def sizes(draw: st.DrawFn, total: int, world: int) -> tuple[int, ...]:
+    """One size per rank, zero ones among them, that add up to ``total``."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1)))
+    return tuple(b - a for a, b in pairwise([0, *cuts, total]))
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """Any box within ``shape``, empty ones among them."""
+    ends = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    return Box(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
+
+
+@st.composite
+def needs(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Need:
+    return Need(shape, tuple(draw(boxes(shape)) for _ in range(world)))
+
+
+@st.composite
+def sharded(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Layout:
+    """Cut along one dimension, now and then with the ranks in another order."""
+    dim = draw(st.integers(0, len(shape) - 1))
+    layout = Layout.sharded(shape, dim, draw(sizes(shape[dim], world)))
+    return Layout(shape, "sharded", tuple(draw(st.permutations(layout.boxes)))) if draw(st.booleans()) else layout
+
+
+def layouts(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Layout]:
+    return st.one_of(
+        st.just(Layout.replicated(shape, world)), st.just(Layout.partial(shape, world)), sharded(shape, world)
+    )

@@ -1,0 +1,280 @@
+"""Cases that other systems get wrong (DistDL, ShardTensor, torch's DTensor): each is right here, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hetconv
+from hetconv.errors import SplitError
+from hetconv.layout import Layout
+from hetconv.modules import HetConv2d, HetLinear
+from hetconv.rules import Split
+from hetconv.tensor import HetTensor
+from hetconv.transport import team_of
+
+from .equivalence import Differences, apart, assert_same, full_gradients, one_step, pair, same_state
+from .nets import ResNet, plan_of, splits_of
+from .spawn import on_ranks
+
+ODD = (2, 3, 24, 9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution (channels, filters, kernel and more), its input, how it is cut, and how the input is held."""
+
+    conv: tuple[int, int, Any]
+    shape: tuple[int, int, int, int]
+    split: Split
+    options: dict[str, Any] = field(default_factory=dict)
+    held: tuple[int, tuple[int, ...]] | None = None
+    world: int = 2
+
+
+CASES = {
+    "two groups cut by filters": Case((6, 8, 3), (2, 6, 7, 5), Split("filter", (4, 4)), {"groups": 2}),
+    "two groups cut within a group": Case((6, 8, 3), (2, 6, 7, 5), Split("filter", (5, 3)), {"groups": 2}),
+    "two groups cut twice in one": Case((6, 8, 3), (2, 6, 7, 5), Split("filter", (1, 2, 5)), {"groups": 2}, world=3),
+    "four groups over three ranks": Case((8, 12, 1), (1, 8, 4, 5), Split("filter", (4, 7, 1)), {"groups": 4}, world=3),
+    "two groups cut by channels": Case((6, 8, 3), (2, 6, 7, 5), Split("channel", (3, 3)), {"groups": 2}),
+    "two groups on one rank": Case((6, 8, 3), (2, 6, 7, 5), Split("channel", (0, 6)), {"groups": 2}),
+    "two groups cut by rows": Case((6, 8, 3), (2, 6, 7, 5), Split("height", (3, 1)), {"groups": 2}),
+    "depthwise cut by filters": Case((5, 5, 3), (2, 5, 7, 5), Split("filter", (3, 2)), {"groups": 5}),
+    "depthwise cut by channels": Case((5, 5, 3), (2, 5, 7, 5), Split("channel", (1, 4)), {"groups": 5}),
+    "depthwise with two filters per channel": Case((4, 8, 3), (1, 4, 7, 5), Split("filter", (3, 5)), {"groups": 4}),
+    "24 rows held as 18 and 6": Case((3, 4, 3), ODD, Split("height", (18, 6)), {"padding": 1}, (2, (18, 6))),
+    "a halo past the neighbour": Case((3, 4, 7), ODD, Split("height", (2, 2, 20)), {"padding": 3}, (2, (2, 2, 20)), 3),
+    "a dilated halo past the neighbour": Case(
+        (3, 4, 3), ODD, Split("height", (20, 2, 2)), {"padding": 4, "dilation": 4}, (2, (20, 2, 2)), 3
+    ),
+    "rows held otherwise than they are cut": Case(
+        (3, 4, 3), ODD, Split("height", (1, 1, 1)), {"padding": 1}, (2, (2, 2, 20)), 3
+    ),
+    "rows held the wrong way round": Case((3, 4, 3), ODD, Split("height", (23, 1)), {"padding": 1}, (2, (1, 23))),
+    "columns held, rows cut": Case((3, 4, 3), ODD, Split("height", (3, 1)), {"padding": 1}, (3, (4, 5))),
+    "channels held, samples cut": Case((3, 4, 3), ODD, Split("sample", (1, 1)), {"padding": 1}, (1, (2, 1))),
+    "uneven samples": Case((3, 4, 3), (4, 3, 6, 5), Split("sample", (3, 1)), {}, (0, (3, 1))),
+    "stride 2, rows cut off the stride": Case(
+        (3, 4, 3), (2, 3, 16, 5), Split("height", (11, 5)), {"stride": 2, "padding": 1}, (2, (11, 5))
+    ),
+    "stride 3 over a kernel of 2": Case((3, 4, 2), ODD, Split("height", (5, 3)), {"stride": 3}, (2, (11, 13))),
+    "kernel 4, stride 2, pad 1": Case(
+        (3, 4, 4), (2, 3, 16, 8), Split("height", (3, 1)), {"stride": 2, "padding": 1}, (2, (12, 4))
+    ),
+    "columns cut": Case((3, 4, 3), (2, 3, 6, 12), Split("width", (5, 1)), {"padding": 1}, (3, (10, 2))),
+    "padding same": Case((3, 4, (3, 5)), ODD, Split("height", (3, 1)), {"padding": "same"}, (2, (18, 6))),
+    "padding same, even kernel": Case((3, 4, (4, 2)), ODD, Split("height", (3, 1)), {"padding": "same"}, (2, (18, 6))),
+    "padding same, even kernel, columns": Case((3, 4, 4), ODD, Split("width", (3, 1)), {"padding": "same"}),
+    "padding valid": Case((3, 4, 3), ODD, Split("height", (3, 1)), {"padding": "valid"}, (2, (18, 6))),
+    "padding as a tuple": Case((3, 4, 3), ODD, Split("width", (3, 1)), {"padding": (0, 2)}, (3, (6, 3))),
+    "circular padding": Case((3, 4, 3), ODD, Split("height", (3, 1)), {"padding": 1, "padding_mode": "circular"}),
+    "reflected padding": Case((3, 4, 3), ODD, Split("width", (3, 1)), {"padding": 2, "padding_mode": "reflect"}),
+    "replicated padding": Case((3, 4, 3), ODD, Split("sample", (1, 1)), {"padding": 1, "padding_mode": "replicate"}),
+    "circular same padding": Case(
+        (3, 4, 3), ODD, Split("filter", (3, 1)), {"padding": "same", "padding_mode": "circular"}, (2, (18, 6))
+    ),
+    "padding wider than the input": Case((3, 4, 3), (2, 3, 2, 2), Split("height", (1, 1)), {"padding": 4}),
+    "no rows on one rank": Case((3, 4, 3), ODD, Split("height", (3, 0, 1)), {"padding": 1}, (2, (18, 0, 6)), 3),
+    "no filters on one rank": Case((3, 4, 3), ODD, Split("filter", (3, 0, 1)), {"padding": 1}, world=3),
+    "no channels on one rank": Case((3, 4, 3), ODD, Split("channel", (2, 0, 1)), {"padding": 1}, world=3),
+    "no samples on one rank": Case((3, 4, 3), ODD, Split("sample", (1, 0, 1)), {"padding": 1}, (0, (1, 0, 1)), 3),
+    "no groups on one rank": Case((6, 6, 3), (1, 6, 5, 5), Split("filter", (2, 0, 4)), {"groups": 3}, world=3),
+    "fewer rows than ranks": Case((3, 4, 1), (2, 3, 2, 5), Split("height", (1, 1, 1, 1)), {}, None, 4),
+    "fewer samples than ranks": Case((3, 4, 3), (2, 3, 6, 5), Split("sample", (1, 1, 1, 1)), {}, None, 4),
+    "fewer filters than ranks": Case((3, 2, 3), (2, 3, 6, 5), Split("filter", (1, 0, 1, 0)), {}, None, 4),
+    "rows held by a rank that computes none": Case(
+        (3, 4, 3), ODD, Split("height", (1, 0)), {"padding": 1}, (2, (10, 14))
+    ),
+    "40:40:20 of 64 filters": Case(
+        (3, 64, 3), (1, 3, 5, 5), Split("filter", hetconv.apportion(64, (40, 40, 20))), {"bias": False}, world=3
+    ),
+}
+
+
+def run(case: Case) -> Differences:
+    """Output and all gradients against the whole convolution, and the global shape of the split output."""
+    torch.set_default_dtype(torch.float64)
+    plain, x = nn.Conv2d(*case.conv, **case.options), torch.randn(case.shape)
+    cut = HetConv2d.from_conv(plain, case.split, output="split")
+    x_plain = x.clone().requires_grad_()
+    layout = Layout.replicated(case.shape, case.world)
+    if case.held is not None:
+        layout = Layout.sharded(case.shape, *case.held)
+    box = layout.boxes[dist.get_rank()]
+    local = x[tuple(map(slice, box.lo, box.hi))].clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it copies for padding "same" of even kernels
+        expected = plain(x_plain)
+    y = cut(local if case.held is None else HetTensor.wrap(local, layout, team_of()))
+    whole = hetconv.gather(y)
+    g = torch.randn(expected.shape)
+    whole.backward(g)
+    expected.backward(g)
+    gx = hetconv.redistribute(local.grad, layout, Layout.replicated(case.shape, case.world))
+    gradients = full_gradients(cut)
+    found = {"shape": float(y.shape != expected.shape), "output": apart(whole, expected), "x": apart(gx, x_plain.grad)}
+    return found | {name: apart(gradients[name], p.grad) for name, p in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolution(name: str) -> None:
+    assert_same(on_ranks(CASES[name].world, run, CASES[name]))
+
+
+def transposed() -> nn.Module:
+    up = nn.ConvTranspose2d(4, 4, 4, 2, 1), nn.ConvTranspose2d(4, 3, 3, 2, 1, output_padding=1)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), *up, nn.Conv2d(3, 3, 3, padding=1))
+
+
+def with_transposed(kind: Any) -> Differences:
+    serial, cut = pair(transposed, splits_of(transposed(), (kind,), (2, 1)), 2)
+    return one_step(serial, cut, torch.randn(2, 3, 6, 5))
+
+
+@pytest.mark.parametrize("kind", ["height", "filter", "channel"])
+def test_transposed_convolutions_run_on_gathered_inputs(kind: str) -> None:
+    assert_same(on_ranks(2, with_transposed, kind))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [((2, 4), "through the groups"), ((3, 2), "adds up to 5"), ((6,), "1 sizes for 2 ranks"), ((3, 2, 1), "3 sizes")],
+)
+def test_cuts_that_groups_do_not_allow_are_refused(sizes: tuple[int, ...], match: str) -> None:
+    (kind, message), again = on_ranks(2, refused, sizes)
+    assert (kind, message) == again
+    with pytest.raises(SplitError, match=match):
+        raise {"SplitError": SplitError}[kind](message)
+
+
+def refused(sizes: tuple[int, ...]) -> tuple[str, str]:
+    try:
+        HetConv2d(6, 8, 3, groups=2, split=Split("channel", sizes))
+    except SplitError as e:
+        return type(e).__name__, str(e)
+    return "none", ""
+
+
+def in_dtype(dtype: torch.dtype, kind: str, channels_last: bool) -> tuple[float, torch.dtype, torch.dtype]:
+    """The error against float32, relative to the largest value, of output and gradients together."""
+    truth = nn.Conv2d(8, 8, 3, padding=1)
+    low = copy.deepcopy(truth).to(dtype)
+    truth.load_state_dict({k: v.float() for k, v in low.state_dict().items()})
+    x = torch.randn(2, 8, 9, 8).to(dtype)
+    if channels_last:
+        low, x = low.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    cut = HetConv2d.from_conv(low, Split(kind, (6, 2)))  # type: ignore[arg-type]
+    x_low, x_true = x.clone().requires_grad_(), x.float().requires_grad_()
+    y, expected = cut(x_low), truth(x_true)
+    g = torch.randn(8, 9, 8, 2).to(dtype).permute(3, 0, 1, 2)
+    y.backward(g)
+    expected.backward(g.float())
+    pairs = [(y, expected), (x_low.grad, x_true.grad)]
+    pairs += [(full_gradients(cut)[k], p.grad) for k, p in truth.named_parameters()]
+    error = max(float((a.detach().float() - b.detach()).abs().max() / b.detach().abs().max()) for a, b in pairs)
+    return error, y.dtype, x_low.grad.dtype
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("kind", ["height", "width", "filter", "channel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_half_precision_and_memory_formats(dtype: torch.dtype, kind: str, channels_last: bool) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for error, *dtypes in on_ranks(2, in_dtype, dtype, kind, channels_last):
+        assert error <= tolerance
+        assert dtypes == [dtype, dtype]
+
+
+def with_expanded_gradient(kind: str) -> Differences:
+    """sum() sends an expanded gradient, one number for all elements; the transpose a strided one."""
+    torch.set_default_dtype(torch.float64)
+    plain = nn.Conv2d(4, 4, 3, padding=1)
+    cut = HetConv2d.from_conv(plain, Split(kind, (3, 1)), output="split")  # type: ignore[arg-type]
+    x = torch.randn(2, 8, 7, 4).permute(0, 3, 1, 2)
+    x_cut, x_plain = x.detach().requires_grad_(), x.detach().clone().requires_grad_()
+    (cut(x_cut).sum() + hetconv.gather(cut(x_cut)).transpose(2, 3).contiguous().square().sum()).backward()
+    (plain(x_plain).sum() + plain(x_plain).square().sum()).backward()
+    gradients = full_gradients(cut)
+    same = {name: apart(gradients[name], p.grad) for name, p in plain.named_parameters()}
+    return same | {"x": apart(x_cut.grad, x_plain.grad)}
+
+
+@pytest.mark.parametrize("kind", ["sample", "height", "width", "filter", "channel"])
+def test_gradients_and_inputs_that_are_not_contiguous(kind: str) -> None:
+    assert_same(on_ranks(2, with_expanded_gradient, kind))
+
+
+def parameters_after_training(kind: Any) -> list[Tensor]:
+    """What every rank holds alike, from ranks that began with different weights."""
+    torch.manual_seed(dist.get_rank())
+    model = ResNet()
+    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, (kind,), (5, 2, 1)), 3))
+    update = torch.optim.Adam(cut.parameters(), 1e-2)
+    for step in range(4):
+        update.zero_grad()
+        cut(torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        update.step()
+    sharded = {
+        f"{path}.{name}"
+        for path, layer in cut.named_modules()
+        if isinstance(layer, (HetConv2d, HetLinear))
+        for name, layout in layer.layouts().items()
+        if layout.kind == "sharded"
+    }
+    return [v for k, v in cut.state_dict().items() if k not in sharded]
+
+
+@pytest.mark.parametrize("kind", ["sample", "height", "width", "filter", "channel", "replicate"])
+def test_replicated_parameters_stay_equal_bit_for_bit(kind: str) -> None:
+    first, *others = on_ranks(3, parameters_after_training, kind)
+    assert first
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+
+
+def statistics(kind: Any) -> Differences:
+    """Samples and rows of very different values, so that an average of averages would show."""
+    serial, cut = pair(normed, splits_of(normed(), (kind,), (5, 2, 1)), 3)
+    x = torch.randn(8, 3, 8, 8) * torch.logspace(-1, 1, 8)[:, None, None, None] + torch.linspace(-5, 3, 8)[:, None]
+    return one_step(serial, cut, x) | same_state(serial, cut)
+
+
+@pytest.mark.parametrize("kind", ["sample", "height", "width", "filter", "channel"])
+def test_batch_norm_weights_parts_by_their_counts(kind: str) -> None:
+    assert_same(on_ranks(3, statistics, kind))
+
+
+def one_column(dtype: torch.dtype, width: int, kernel: int, stride: int) -> tuple[float, float]:
+    """Errors of output and filter gradient where the output has one column, relative to the largest value."""
+    truth = nn.Conv2d(8, 8, kernel, stride, 1)
+    low = copy.deepcopy(truth).to(dtype)
+    truth.load_state_dict({k: v.float() for k, v in low.state_dict().items()})
+    cut = HetConv2d.from_conv(low, Split("height", (2, 1)))
+    x = torch.randn(3, 8, 10, width).to(dtype)
+    y, expected = cut(x), truth(x.float())
+    g = torch.randn(expected.shape).to(dtype)
+    y.backward(g)
+    expected.backward(g.float())
+    pairs = [(y.detach(), expected.detach()), (cut.weight.grad, truth.weight.grad)]
+    first, second = (float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
+    return first, second
+
+
+@pytest.mark.parametrize(("width", "kernel", "stride"), [(1, 3, 2), (1, 3, 1), (2, 3, 2), (6, 7, 2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_of_one_output_column(dtype: torch.dtype, width: int, kernel: int, stride: int) -> None:
+    """torch's own CPU convolution is wrong here."""
+    for errors in on_ranks(2, one_column, dtype, width, kernel, stride):
+        assert max(errors) <= {torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]

@@ -1,0 +1,74 @@
+"""Devices slowed on purpose: their names, and how long they sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hetconv import emulate
+from hetconv.emulate import DeviceName, set_speed, stretched
+from hetconv.errors import HetConvError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What was slept; each look at the clock is a second later than the one before."""
+    slept: list[float] = []
+    ticks = iter(range(100))
+    monkeypatch.setattr(emulate.time, "sleep", slept.append)
+    monkeypatch.setattr(emulate.time, "perf_counter", lambda: float(next(ticks)))
+    yield slept
+    set_speed(1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("cpu", DeviceName("cpu")),
+        (" cuda:1 ", DeviceName("cuda:1")),
+        ("cuda", DeviceName("cuda")),
+        ("cpu@0.5", DeviceName("cpu", 0.5)),
+        ("cuda:0@1", DeviceName("cuda:0")),
+        ("cuda:0@1e-2", DeviceName("cuda:0", 0.01)),
+    ],
+)
+def test_names_of_devices(text: str, name: DeviceName) -> None:
+    assert DeviceName.parse(text) == name
+    assert DeviceName.parse(str(name)) == name
+
+
+def test_a_slowed_device_shows_it_in_its_name() -> None:
+    assert (str(DeviceName("cpu", 0.5)), str(DeviceName("cpu"))) == ("cpu@0.5", "cpu")
+    assert [DeviceName("cpu", s).emulated for s in (0.5, 1.0)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "gpu", "cpu@", "cpu@fast", "cpu@0", "cpu@-1", "cpu@1.5", "cpu@nan", "cpu@inf", "meta", "cuda:x", "@1"]
+)
+def test_what_is_no_device_is_refused(text: str) -> None:
+    with pytest.raises(HetConvError, match="device"):
+        DeviceName.parse(text)
+
+
+@pytest.mark.parametrize(("speed", "sleep"), [(0.5, 1.0), (0.25, 3.0), (0.1, 9.0)])
+def test_a_slowed_device_takes_as_much_longer(speed: float, sleep: float, clock: list[float]) -> None:
+    set_speed(speed)
+    assert stretched(lambda: "done", CPU) == "done"
+    assert clock == pytest.approx([sleep])
+
+
+def test_a_device_at_full_speed_never_sleeps(clock: list[float]) -> None:
+    set_speed(0.5)
+    set_speed(1.0)
+    assert stretched(lambda: 3, CPU) == 3
+    assert clock == []
+
+
+@pytest.mark.parametrize("speed", [0.0, -0.5, 1.1, float("nan")])
+def test_a_speed_without_sense_is_refused(speed: float) -> None:
+    with pytest.raises(HetConvError, match="speed"):
+        set_speed(speed)

@@ -19,7 +19,7 @@ from hetconv.cost import price
 from hetconv.emulate import DeviceName
 from hetconv.errors import HetConvError
 from hetconv.graph import Graph
-from hetconv.modules import parallelize
+from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
 from hetconv.planner import candidates, make_plan, whole_model
 from hetconv.profile import Axis, ClusterProfile, DeviceModel, TunedRatio

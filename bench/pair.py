@@ -27,7 +27,7 @@ from hetconv.autotune.tune import Job, step_of, tune
 from hetconv.calls import conv_spec
 from hetconv.emulate import DeviceName
 from hetconv.layout import spans
-from hetconv.modules import parallelize
+from hetconv.parallel import parallelize
 from hetconv.plan import Mode
 from hetconv.planner import make_plan, whole_model
 from hetconv.profile import ClusterProfile, TunedRatio

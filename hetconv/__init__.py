@@ -11,13 +11,15 @@ from .errors import (
 )
 from .graph import Graph
 from .layout import Box, Layout, Need, apportion
-from .modules import HetConv2d, full_state_dict, load_full_state_dict, parallelize
+from .modules import HetConv2d
 from .movement import redistribute
+from .parallel import parallelize
 from .plan import Plan
 from .planner import make_plan
 from .profile import ClusterProfile
 from .recorder import capture
 from .rules import Split
+from .state import full_state_dict, load_full_state_dict
 from .tensor import HetTensor, gather
 from .transport import count_sent
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rules import BatchNorm, Cat, Conv, Flatten, GlobalAveragePool, Linear, Op, PixelShuffle, Pointwise, Pool
+from .following import BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool
+from .rules import Conv, Linear, Op
 from .spec import Conv2dSpec, Window, pads_per_side
 
 Args = Sequence[Any]
@@ -20,80 +21,17 @@ Kwargs = Mapping[str, Any]
 
 DROPOUT = frozenset({"alpha_dropout", "dropout", "dropout2d", "feature_dropout"})
 UNARY = DROPOUT | frozenset(
-    [
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "gelu",
-        "silu",
-        "mish",
-        "sigmoid",
-        "logsigmoid",
-        "log_sigmoid",
-        "tanh",
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "softplus",
-        "softsign",
-        "hardshrink",
-        "softshrink",
-        "tanhshrink",
-        "threshold",
-        "rsqrt",
-        "sqrt",
-        "square",
-        "exp",
-        "log",
-        "log1p",
-        "expm1",
-        "abs",
-        "neg",
-        "sign",
-        "sin",
-        "cos",
-        "erf",
-        "reciprocal",
-        "clamp",
-        "clip",
-        "clone",
-        "contiguous",
-        "detach",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "to",
-        "nan_to_num",
-        "round",
-        "floor",
-        "ceil",
-    ]
+    """
+    relu relu6 leaky_relu elu selu celu gelu silu mish sigmoid logsigmoid log_sigmoid tanh hardtanh hardswish
+    hardsigmoid softplus softsign hardshrink softshrink tanhshrink threshold rsqrt sqrt square exp log log1p expm1
+    abs neg sign sin cos erf reciprocal clamp clip clone contiguous detach float double half bfloat16 to nan_to_num
+    round floor ceil
+    """.split()
 )
 JOINS = frozenset(
-    [
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "true_divide",
-        "rdiv",
-        "pow",
-        "rpow",
-        "maximum",
-        "minimum",
-        "atan2",
-        "fmod",
-        "remainder",
-        "where",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-    ]
+    """
+    add sub rsub mul div true_divide rdiv pow rpow maximum minimum atan2 fmod remainder where lerp addcmul addcdiv
+    """.split()
 )
 WRITING_DUNDERS = frozenset(
     f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
@@ -102,7 +40,7 @@ WRITING_DUNDERS = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and the tensors that its rule reads, in the rule's order. ``in_place``: the first one is written to."""
+    """An operator and the tensors that its rule reads, in order. ``in_place``: the first one is written to."""
 
     op: Op
     inputs: tuple[Tensor, ...]

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from math import prod
 
 from .errors import PlanError
+from .following import BatchNorm
 from .graph import Graph, Node
 from .layout import Exchange, Layout, Move, buckets, traffic
 from .plan import Mode, Prediction
 from .profile import Axis, ClusterProfile, DeviceModel
-from .rules import REPLICATE, SPATIAL, BatchNorm, Conv, Linear, Op, Split, Step
+from .rules import REPLICATE, SPATIAL, Conv, Linear, Op, Split, Step
 
 Rounds = tuple[Exchange, ...]
 Transfers = tuple[tuple[Rounds, int], ...]  # (rounds, bytes per element)

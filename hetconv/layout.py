@@ -136,7 +136,7 @@ def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def apportion(total: int, weights: tuple[float, ...], granularity: int = 1) -> tuple[int, ...]:
     """``total`` units in proportion to ``weights`` by largest remainder; a zero weight gets nothing.
 
-    Cuts lie on multiples of ``granularity``; what is left over after whole multiples goes to the last rank with a weight.
+    Cuts lie on multiples of ``granularity``; what whole multiples leave over goes to the last rank with a weight.
     """
     if not weights or min(weights) < 0 or not 0 < sum(weights) < inf:
         raise LayoutError(f"cannot apportion {total} by {weights}: give finite proportions >= 0, at least one positive")

@@ -18,7 +18,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 class Segment(NamedTuple):
     """What one run of input rows adds to an output span, itself a small window operation.
 
-    Input rows ``rows`` through taps ``taps``, with ``pad`` zero rows above and below, give exactly the output rows ``out``.
+    Input rows ``rows`` through taps ``taps``, with ``pad`` zero rows above and below, give the output rows ``out``.
     """
 
     rows: Span
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """A sliding window along one dimension: output p reads inputs p * stride - pad_lo + r * dilation, 0 <= r < kernel."""
+    """A sliding window: output p reads inputs p * stride - pad_lo + r * dilation, 0 <= r < kernel."""
 
     kernel: int
     stride: int = 1
@@ -94,7 +94,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Conv2dSpec:
-    """One 2-D convolution. ``padding`` is per side: ((top, bottom), (left, right)); ``dtype`` is torch's name for it."""
+    """One 2-D convolution. ``padding`` is ((top, bottom), (left, right)); ``dtype`` is torch's name for it."""
 
     N: int
     C: int
@@ -112,7 +112,7 @@ class Conv2dSpec:
     def __post_init__(self) -> None:
         if self.groups < 1 or self.C % self.groups or self.K % self.groups:
             raise HetConvError(
-                f"groups={self.groups} must divide the {self.C} input channels and the {self.K} filters of a convolution"
+                f"groups={self.groups} must divide the {self.C} input channels and {self.K} filters of a convolution"
             )
 
     @property

@@ -26,7 +26,7 @@ def install_dispatch(dispatch: Dispatch) -> None:
 
 
 class HetTensor(Tensor):
-    """A part per rank. ``shape`` is the global shape; ``local`` this rank's part, of shape ``placement.boxes[rank].shape``.
+    """A part per rank. ``shape`` is the global shape, ``local`` this rank's part, that of ``placement.boxes[rank]``.
 
     An operator with a rule runs on the parts; any other gathers its arguments first. Make one with `HetTensor.wrap`.
     """
@@ -43,7 +43,7 @@ class HetTensor(Tensor):
                 f"the local part has shape {tuple(local.shape)}, but rank {team.rank}'s box of the layout has "
                 f"{layout.boxes[team.rank].shape}"
             )
-        x: HetTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        x: HetTensor = Tensor._make_wrapper_subclass(
             HetTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
         x.local, x.placement, x.team = local, layout, team
@@ -56,13 +56,15 @@ class HetTensor(Tensor):
         return _dispatch[0](func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         raise HetConvError(
             f"{func} reached a HetTensor below torch's Python functions, where its parts cannot be seen; call "
             f"hetconv.gather(x) on it first"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"HetTensor(shape={self.placement.shape}, {self.placement.kind}, local={tuple(self.local.shape)})"
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -78,6 +79,19 @@ def answered(team: Team, action: Callable[[], T]) -> T:
             f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look "
             f"for the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
         ) from e
+
+
+def broadcast(team: Team, tensors: list[Tensor]) -> None:
+    """Rank 0's values on every rank, in place; one message per dtype and device."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for t in tensors:
+        by_kind.setdefault((t.dtype, t.device), []).append(t)
+    for same in by_kind.values():
+        flat = torch.cat([t.detach().flatten() for t in same])
+        answered(team, partial(dist.broadcast, flat, group=team.group, group_src=0))
+        with torch.no_grad():
+            for t, new in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                t.copy_(new.view(t.shape))
 
 
 def to_wire(x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def _evenly_padded(x: Tensor, padding: Sides) -> tuple[Tensor, Pair]:
 
 
 def _is_miscomputed(x: Tensor, w: Tensor, stride: Pair, pad: Pair, dilation: Pair) -> bool:
-    """Half precision on a CPU with one column of output, as halos have: there oneDNN's results are wrong (torch 2.13)."""
+    """Half precision on a CPU with one column of output, as halos have: oneDNN's results are wrong (torch 2.13)."""
     if x.device.type != "cpu" or x.dtype not in (torch.float16, torch.bfloat16):
         return False
     return (x.shape[3] + 2 * pad[1] - dilation[1] * (w.shape[3] - 1) - 1) // stride[1] == 0

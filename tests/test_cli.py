@@ -31,11 +31,16 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
         "autotune", *PAIR, *NET, "--trials", "2", "--budget", "30", "-o", "cluster.json", cwd=tmp_path
     )
     assert tuned.returncode == 0, tuned.stderr
-    assert "cpu@0.5 (emulated)" in tuned.stderr and "link 0-1" in tuned.stderr
+    assert "cpu@0.5 (emulated)" in tuned.stderr
+    assert "link 0-1" in tuned.stderr
     profile = ClusterProfile.load(tmp_path / "cluster.json")
-    assert profile.names == ("cpu", "cpu@0.5") and not profile.estimated and profile.devices[1].emulated
+    assert profile.names == ("cpu", "cpu@0.5")
+    assert not profile.estimated
+    assert profile.devices[1].emulated
     assert len(profile.devices[0].operators) == 6  # three convolutions along two axes
-    assert [t.mode for t in profile.tuned] == ["train"]
+    # On a busy machine one device alone may measure fastest; either way the command says what came of it.
+    assert [t.mode for t in profile.tuned] == (["train"] if "ms a step" in tuned.stderr else [])
+    assert ("ms a step" in tuned.stderr) is not ("no ratio to refine" in tuned.stderr)
 
     planned = hetconv_command("plan", "--profile", "cluster.json", *NET, "--kinds", "height", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
@@ -45,7 +50,8 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
 
     for file, words in (("plan.json", ("body", "height", "MB moved")), ("cluster.json", ("emulated", "tuned train"))):
         shown = hetconv_command("show", file, cwd=tmp_path)
-        assert shown.returncode == 0 and all(w in shown.stdout for w in words), shown.stdout
+        assert shown.returncode == 0, shown.stderr
+        assert all(w in shown.stdout for w in words), shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,8 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_in_one_line(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
     done = hetconv_command(*args, cwd=tmp_path)
     assert done.returncode == 2
-    assert said in done.stderr and "Traceback" not in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -84,4 +91,5 @@ def test_shapes_and_models_are_read() -> None:
 def test_a_plan_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"format": "hetconv-plan", "version": 7}))
     done = hetconv_command("show", "plan.json", cwd=tmp_path)
-    assert done.returncode == 2 and "version is 7" in done.stderr
+    assert done.returncode == 2
+    assert "version is 7" in done.stderr

@@ -38,7 +38,7 @@ def sent_and_predicted(
     world, rank = len(weights), dist.get_rank()
     with torch.set_grad_enabled(mode == "train"):
         graph = hetconv.capture(model, x)
-    splits = {n: s for n, s in whole_model(graph, kind, weights, KINDS).items()} if kind != "replicate" else {}
+    splits = dict(whole_model(graph, kind, weights, KINDS).items()) if kind != "replicate" else {}
     predicted, _ = price(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), splits, mode)
     model = hetconv.parallelize(model, plan_of(model, splits, world))
     with hetconv.count_sent() as sent, torch.set_grad_enabled(mode == "train"):

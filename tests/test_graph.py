@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.rules import BatchNorm, Cat, Conv, Gather, GlobalAveragePool, Linear, Pointwise, Pool
+from hetconv.following import BatchNorm, Cat, GlobalAveragePool, Pointwise, Pool
+from hetconv.rules import Conv, Gather, Linear
 
 from .nets import ResNet, UNet
 
@@ -20,15 +21,19 @@ def test_layers_have_their_module_names_and_whole_shapes() -> None:
         "stem", "blocks.0.conv1", "blocks.0.conv2", "blocks.1.down.0", "blocks.1.conv1", "blocks.1.conv2", "head",
     ]  # fmt: skip
     stem, head = graph.layers["stem"], graph.layers["head"]
-    assert isinstance(stem, Conv) and stem.spec.x_shape == (2, 3, 45, 40) and stem.spec.y_shape == (2, 8, 23, 20)
-    assert isinstance(head, Linear) and head.y_shape == (2, 5)
+    assert isinstance(stem, Conv)
+    assert stem.spec.x_shape == (2, 3, 45, 40)
+    assert stem.spec.y_shape == (2, 8, 23, 20)
+    assert isinstance(head, Linear)
+    assert head.y_shape == (2, 5)
 
 
 def test_operators_are_read_as_the_runtime_reads_them() -> None:
     graph = hetconv.capture(ResNet(), torch.randn(2, 3, 45, 40))
     kinds = [type(node.op) for node in graph.nodes]
     assert kinds[:4] == [Conv, BatchNorm, Pointwise, Pool]
-    assert GlobalAveragePool in kinds and Gather not in kinds
+    assert GlobalAveragePool in kinds
+    assert Gather not in kinds
 
 
 def test_what_has_no_rule_gathers() -> None:
@@ -49,7 +54,8 @@ def test_nothing_changes_and_random_numbers_go_on() -> None:
 def test_gradients_are_known_to_flow_or_not() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
     graph = hetconv.capture(model, torch.randn(1, 3, 8, 8))
-    assert not graph.values[graph.inputs[0]].requires_grad and graph.values[graph.outputs[0]].requires_grad
+    assert not graph.values[graph.inputs[0]].requires_grad
+    assert graph.values[graph.outputs[0]].requires_grad
     with torch.no_grad():
         graph = hetconv.capture(model, torch.randn(1, 3, 8, 8))
     assert not graph.values[graph.outputs[0]].requires_grad
@@ -58,7 +64,8 @@ def test_gradients_are_known_to_flow_or_not() -> None:
 def test_in_place_results_are_new_values() -> None:
     graph = hetconv.capture(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)), torch.randn(1, 3, 8, 8))
     conv, relu = graph.nodes
-    assert relu.inputs == conv.outputs and graph.outputs == relu.outputs != conv.outputs
+    assert relu.inputs == conv.outputs
+    assert graph.outputs == relu.outputs != conv.outputs
 
 
 def test_a_layer_that_runs_twice_is_one_layer() -> None:

@@ -63,9 +63,11 @@ def test_large_maps_are_cut_over_space_by_speed() -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie4-x16")
     plan = hetconv.make_plan(hetconv.capture(model, x), profile, mode="infer")
     (split,) = set(plan.splits.values())
-    assert split.kind in ("height", "width") and sum(split.sizes) == 512
+    assert split.kind in ("height", "width")
+    assert sum(split.sizes) == 512
     assert split.sizes[0] / 512 == pytest.approx(2 / 3, abs=0.01)
-    assert plan.alternatives is not None and plan.predicted is not None
+    assert plan.alternatives is not None
+    assert plan.predicted is not None
     assert plan.predicted.step_s == min(plan.alternatives.values())
     assert plan.estimated
 
@@ -95,7 +97,8 @@ def test_memory_limits_hold_or_are_refused() -> None:
     assert free.predicted is not None
     tight = max(free.predicted.memory_bytes) * 1.01
     held = hetconv.make_plan(graph, profile, memory_limit=tight)
-    assert held.predicted is not None and max(held.predicted.memory_bytes) <= tight
+    assert held.predicted is not None
+    assert max(held.predicted.memory_bytes) <= tight
     with pytest.raises(hetconv.PlanError, match="no split fits: the leanest needs"):
         hetconv.make_plan(graph, profile, memory_limit=1e6)
     with pytest.raises(hetconv.PlanError, match="3 memory limits were given for 2 devices"):

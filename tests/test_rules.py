@@ -11,26 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetconv.errors import HetConvError, SplitError
+from hetconv.following import BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool, on_parts
 from hetconv.layout import Box, Layout, Need, apportion, spans
-from hetconv.rules import (
-    KINDS,
-    REPLICATE,
-    BatchNorm,
-    Cat,
-    Conv,
-    Flatten,
-    Gather,
-    GlobalAveragePool,
-    Linear,
-    Op,
-    PixelShuffle,
-    Pointwise,
-    Pool,
-    Split,
-    SplitKind,
-    Step,
-    on_parts,
-)
+from hetconv.rules import KINDS, REPLICATE, Conv, Gather, Linear, Op, Split, SplitKind, Step
 from hetconv.spec import Conv2dSpec, Window
 
 from .nets import split_of

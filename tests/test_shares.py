@@ -27,13 +27,16 @@ class Makespan:
 def test_a_wrong_ratio_is_mended(seed: int) -> None:
     study = Makespan((1.0, 0.5), (58, 42))
     weights, gain, ran = refine((58, 42), study, 30, seed)
-    assert gain < 0.9 and abs(weights[0] - 67) <= 4 and ran == 30
+    assert gain < 0.9
+    assert abs(weights[0] - 67) <= 4
+    assert ran == 30
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_result_is_never_worse_than_the_computed_ratio(seed: int) -> None:
     weights, gain, _ = refine((2, 1), lambda w: 1.5, 10, seed)
-    assert weights == (2, 1) and gain == 1.0
+    assert weights == (2, 1)
+    assert gain == 1.0
 
 
 def test_no_ratio_is_measured_twice_and_the_sum_stays() -> None:
@@ -46,7 +49,8 @@ def test_no_ratio_is_measured_twice_and_the_sum_stays() -> None:
 def test_a_device_without_a_share_gets_none() -> None:
     study = Makespan((1.0, 1.0, 1.0), (60, 0, 40))
     refine((60, 0, 40), study, 15, 0)
-    assert study.asked and all(w[1] == 0 for w in study.asked)
+    assert study.asked
+    assert all(w[1] == 0 for w in study.asked)
 
 
 def test_the_study_repeats_under_its_seed_and_stops_when_told() -> None:

@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ..calls import BatchNormCall, Call, read, writes_in_place
 from ..errors import HetConvError
+from ..following import BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool
 from ..layout import Layout
-from ..rules import REPLICATE, BatchNorm, Cat, Flatten, GlobalAveragePool, Op, PixelShuffle, Pointwise, Pool, Step
+from ..rules import REPLICATE, Op, Step
 from ..tensor import HetTensor, gather, install_dispatch
 from ..transport import Team
 from .common import bring, empty_output, placement_of
@@ -29,8 +30,8 @@ Kwargs = Mapping[str, Any]
 
 # Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
 GLOBAL: set[Any] = {
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.element_size, Tensor.__len__, torch.numel, torch.is_floating_point, torch.is_complex,
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
+    Tensor.is_floating_point, Tensor.is_complex, torch.numel, torch.is_floating_point, torch.is_complex,
     *(getattr(Tensor, name).__get__ for name in (
         "shape", "ndim", "dtype", "device", "layout", "itemsize", "is_cuda", "is_sparse", "is_quantized", "is_mkldnn",
     )),
@@ -44,7 +45,7 @@ REFUSED = {Tensor.register_hook, Tensor.retain_grad}
 
 
 def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Runs a torch function that was given a HetTensor: on the parts where there is a rule, else on gathered tensors."""
+    """Runs a torch function that was given a HetTensor: on parts where there is a rule, else on gathered tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         if func in GLOBAL:
             return func(*args, **kwargs)

@@ -6,6 +6,7 @@ while they are computed; backward sends the halo's cotangent home first and comp
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -234,7 +235,7 @@ def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: 
     per_k, per_c, first = s.K // s.groups, s.C // s.groups, op.group_span((k_lo, k_hi))[0]
     cuts = sorted({k_lo, k_hi, *(c for c in (-(-k_lo // per_k) * per_k, k_hi // per_k * per_k) if k_lo < c < k_hi)})
     outs = []
-    for a, z in zip(cuts, cuts[1:], strict=False) if k_lo < k_hi else [(k_lo, k_hi)]:
+    for a, z in itertools.pairwise(cuts) if k_lo < k_hi else [(k_lo, k_hi)]:
         g0, g1 = op.group_span((a, z))
         x_run = x[:, (g0 - first) * per_c : (g1 - first) * per_c]
         geo = slab_geometry(op, Layout.replicated(s.x_shape, 1), Split("filter", (s.K,)), 0)

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..calls import BatchNormCall
+from ..following import BatchNorm
 from ..layout import Box
 from ..movement import perform
 from ..replicas import contributed
-from ..rules import BatchNorm, Step
+from ..rules import Step
 from ..tensor import HetTensor
 from ..transport import Team
 from .common import bring
@@ -47,7 +48,8 @@ def _own_channels(call: BatchNormCall, x: Tensor, step: Step, team: Team) -> Ten
     if not x.numel():  # torch refuses it; the graph must still reach every tensor
         return sum((p.sum() * 0 for p in (weight, bias) if p is not None), x * 1)
     if not op.training:
-        assert call.mean is not None and call.var is not None
+        assert call.mean is not None
+        assert call.var is not None
         return F.batch_norm(x, call.mean[own], call.var[own], weight, bias, False, 0.0, call.eps)
     return F.batch_norm(x, None, None, weight, bias, True, 0.0, call.eps)
 
@@ -62,7 +64,8 @@ def _track_own(call: BatchNormCall, x: Tensor, step: Step, team: Team) -> None:
 
 
 def _track(call: BatchNormCall, mean: Tensor, var: Tensor, count: int) -> None:
-    assert call.mean is not None and call.var is not None
+    assert call.mean is not None
+    assert call.var is not None
     with torch.no_grad():
         call.mean.mul_(1 - call.momentum).add_(mean.to(call.mean.dtype), alpha=call.momentum)
         unbiased = var.to(call.var.dtype) * (count / max(count - 1, 1))

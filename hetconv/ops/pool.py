@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..calls import Call
-from ..rules import GlobalAveragePool, Pool, Step
+from ..following import GlobalAveragePool, Pool
+from ..rules import Step
 from ..spec import Window
 from ..tensor import HetTensor
 from ..transport import Team
@@ -20,7 +21,8 @@ from .common import bring, empty_output
 def pool(call: Call, step: Step, team: Team, plain: Callable[[Tensor], Any]) -> HetTensor:
     """Cut over samples or channels, as called; cut over space, on the rows (columns) that the own output reads."""
     op, layout = call.op, step.output
-    assert isinstance(op, Pool) and layout.dim is not None
+    assert isinstance(op, Pool)
+    assert layout.dim is not None
     x = bring(call.inputs[0], step.reads[0], team)
     box = layout.boxes[team.rank]
     if not box.numel:

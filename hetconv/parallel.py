@@ -1,0 +1,151 @@
+"""parallelize: split layers swapped into an ordinary model, and what happens around its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .agreement import agree, checksum, prepared
+from .errors import PlanError
+from .modules import CutLayer, HetConv2d, HetLinear, conv_op, is_plain
+from .plan import Plan
+from .replicas import SCOPE, Scope
+from .rules import Linear, Split
+from .tensor import HetTensor, gather
+from .transport import Team, answered, broadcast, team_of
+
+
+def parallelize(model: nn.Module, plan: Plan, *, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Swaps the layers that ``plan`` names for split ones, in place, and returns the model; collective.
+
+    Parameter names stay. Rank 0's parameters and buffers are the truth. Every rank then calls the model with the same
+    input, a plain tensor, and gets the same plain output. Raises `PlanError` on every rank, before anything changes, if
+    the plan does not fit the model or the number of ranks, and `DisagreementError` if ranks hold other plans or models.
+    """
+    team = team_of(group)
+
+    def check() -> dict[str, nn.Module]:
+        if plan.world != team.size:
+            raise PlanError(f"the plan is for {plan.world} ranks, but this group has {team.size}; make one for them")
+        layers = dict(model.named_modules(remove_duplicate=False))
+        found = {name: _checked_layer(layers, name, split, team.size) for name, split in plan.splits.items()}
+        _check_sharing(layers, found, plan.splits)
+        return found
+
+    found = prepared(team, "parallelize", check, lambda _: f"plan {plan.digest}, model {_signature(model)}")
+    broadcast(team, [t.data for t in (*model.parameters(), *model.buffers())])
+    _share_random_state(team, model)
+    swapped: dict[int, nn.Module] = {}
+    for name, layer in found.items():
+        if id(layer) not in swapped:
+            swapped[id(layer)] = _swapped(layer, plan.splits[name], team)
+            _carry_hooks(layer, swapped[id(layer)])
+    for path, layer in list(model.named_modules(remove_duplicate=False)):
+        parent, _, child = path.rpartition(".")
+        if id(layer) in swapped and path:
+            setattr(model.get_submodule(parent), child, swapped[id(layer)])
+    model = swapped.get(id(model), model)
+    _Root(model, team).attach()
+    return model
+
+
+def _checked_layer(layers: Mapping[str, nn.Module], name: str, split: Split, world: int) -> nn.Module:
+    layer = layers.get(name)
+    if isinstance(layer, (nn.Conv2d, nn.Linear)) and not is_plain(layer):
+        raise PlanError(
+            f"layer {name!r} is a {type(layer).__name__} that computes or keeps its weight in a way of its own; "
+            f"leave it out of the plan"
+        )
+    if isinstance(layer, nn.Conv2d):
+        conv_op(layer, (1, layer.in_channels, 1, 1), layer.weight.dtype).check(split, world)
+    elif isinstance(layer, nn.Linear):
+        Linear((1, layer.in_features), layer.out_features).check(split, world)
+    else:
+        have = f"a {type(layer).__name__}" if layer is not None else "no such module"
+        raise PlanError(f"the plan splits {name!r}, but the model has {have} there; make the plan from this model")
+    return layer
+
+
+def _check_sharing(
+    layers: Mapping[str, nn.Module], found: Mapping[str, nn.Module], splits: Mapping[str, Split]
+) -> None:
+    """A layer under two names has one split; a parameter of two layers cannot be in both once one of them is cut."""
+    planned = {id(layer): name for name, layer in found.items()}
+    for name, layer in found.items():
+        first = planned[id(layer)]
+        if splits[name] != splits[first]:
+            raise PlanError(
+                f"the plan splits one layer in two ways, as {name!r} and as {first!r}; give both the same split"
+            )
+    owners: dict[int, nn.Module] = {}
+    for name, layer in layers.items():
+        for p in layer.parameters(recurse=False):
+            other = owners.setdefault(id(p), layer)
+            if other is not layer and (id(other) in planned or id(layer) in planned):
+                raise PlanError(f"layer {name!r} shares a parameter with another layer; leave both out of the plan")
+
+
+def _signature(model: nn.Module) -> str:
+    shapes = ", ".join(f"{k}{tuple(v.shape)}{v.dtype}" for k, v in (*model.named_parameters(), *model.named_buffers()))
+    return f"{type(model).__name__}({shapes})"
+
+
+def _swapped(layer: nn.Module, split: Split, team: Team) -> nn.Module:
+    if isinstance(layer, nn.Conv2d):
+        return HetConv2d._local(layer, split, team, "split")
+    assert isinstance(layer, nn.Linear)
+    return HetLinear(layer, split, team)
+
+
+def _carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    for name, hooks in vars(old).items():
+        if "_hooks" in name and isinstance(hooks, dict):  # the hooks themselves, and what each was registered with
+            getattr(new, name).update(hooks)
+    new._is_full_backward_hook = old._is_full_backward_hook
+
+
+def _share_random_state(team: Team, model: nn.Module) -> None:
+    """Random operators on replicated values must draw alike: every rank goes on from rank 0's generators."""
+    state = torch.get_rng_state()
+    answered(team, partial(dist.broadcast, state, group=team.control, group_src=0))
+    torch.set_rng_state(state)
+    for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
+        state = torch.cuda.get_rng_state(device)
+        answered(team, partial(dist.broadcast, state, group=team.control, group_src=0))
+        torch.cuda.set_rng_state(state, device)
+
+
+class _Root:
+    """What happens around the forward of a parallelized model: agreement before it, the gathered output after it."""
+
+    def __init__(self, model: nn.Module, team: Team):
+        self.model, self.team = model, team
+        self._seen: set[str] = set()
+        self._tokens: list[Any] = []
+
+    def attach(self) -> None:
+        self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        self.model.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = [x for x in torch.utils._pytree.tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
+        said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
+        values = ""
+        if said not in self._seen:  # once per signature: the same batch on every rank is easy to get wrong
+            values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
+        agree(self.team, "forward", said + values)
+        self._seen.add(said)
+        layers = [layer for layer in module.modules() if isinstance(layer, CutLayer)]
+        cut = {id(getattr(layer, name)) for layer in layers for name in layer.cut_parameters()}
+        self._tokens.append(SCOPE.set(Scope(self.team, [p for p in module.parameters() if id(p) not in cut])))
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._tokens:
+            SCOPE.reset(self._tokens.pop())
+        return torch.utils._pytree.tree_map(lambda y: gather(y) if isinstance(y, HetTensor) else y, output)

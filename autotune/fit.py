@@ -26,11 +26,13 @@ def curve(samples: Mapping[float, Sequence[float]]) -> Curve:
 
 
 def link(samples: Mapping[int, Sequence[float]]) -> LinkModel:
-    """Latency and seconds per byte from the medians of one-way times by message size (bytes), of two sizes or more."""
-    points = [(size, median(times)) for size, times in sorted(samples.items())]
-    (small, quick), (large, slow) = points[0], points[-1]
-    per_byte = max(slow - quick, 0.0) / (large - small)
-    return LinkModel(max(quick - small * per_byte, 1e-7), max(per_byte, 1e-15))
+    """Latency and seconds per byte from the medians of one-way times by message size (bytes), of two sizes.
+
+    Where noise made the large message no slower than the small one, all of its time counts as bandwidth.
+    """
+    (small, quick), (large, slow) = ((size, median(times)) for size, times in sorted(samples.items()))
+    per_byte = (slow - quick) / (large - small) if slow > quick else slow / large
+    return LinkModel(max(quick - small * per_byte, 1e-7), per_byte)
 
 
 def roofline(measured: Sequence[tuple[float, float]]) -> float:

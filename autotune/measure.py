@@ -27,7 +27,7 @@ from hetconv.transport import Round, Team
 from . import fit
 
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
-REPEATS = 3
+REPEATS = 5
 Samples = dict[str, dict[float, tuple[list[float], list[float]]]]
 
 

@@ -9,7 +9,7 @@ from hetconv.plan import Plan
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
 
-BAR = 24
+BAR = 16
 FILLS = "█▓▒░"
 
 
@@ -32,10 +32,11 @@ def show_plan(plan: Plan, console: Console) -> None:
         f"[bold]{plan.model}[/bold], {plan.mode}, input {' '.join('x'.join(map(str, s)) for s in plan.inputs)}"
     )
     console.print(f"devices  {'   '.join(marks)}{'   (estimated from data sheets, nothing measured)' * plan.estimated}")
-    table = Table("layer", "kind", "shares", box=None, header_style="bold", pad_edge=False)
+    table = Table("layer", "kind", box=None, header_style="bold", pad_edge=False)
+    table.add_column("shares", no_wrap=True)
     for device in plan.devices:
-        table.add_column(f"ms {device}", justify="right")
-    table.add_column("MB moved", justify="right")
+        table.add_column(f"ms {device}", justify="right", no_wrap=True)
+    table.add_column("MB moved", justify="right", no_wrap=True)
     for name, layer in plan.layers.items():
         seconds = [sum(pair) for pair in zip(layer.forward_s, layer.backward_s or (0.0,) * plan.world, strict=False)]
         cells = [f"{s * 1e3:.2f}" for s in seconds] or ["-"] * plan.world

@@ -151,8 +151,8 @@ def _tuned(
     trials = 0
     if contest.team.rank == 0:
         best, _, trials = refine(computed, relative, job.trials, job.seed, enough)
-        if contest.lead(best, FINAL_ROUNDS) > 1 and best != computed:  # a lucky trial: the computed ratio stands
-            contest.lead(computed, FINAL_ROUNDS)
+        if best == computed or contest.lead(best, FINAL_ROUNDS) > 1:  # or a trial that was merely lucky
+            contest.lead(computed, ROUNDS)
         contest.end()
     else:
         contest.follow()

@@ -61,7 +61,7 @@ def main(options: Options) -> None:
     model = f"--model examples.edsr:EDSR --input 1x3x{SIZE}x{SIZE} --mode train"
     limits = f"--trials {options.trials} --budget {options.budget:g}"
     run_hetconv(options, f"autotune --devices {DEVICES} {model} {limits} -o {cluster}")
-    run_hetconv(options, f"plan --profile {cluster} {model} --kinds height -o {plan}")
+    run_hetconv(options, f"plan --profile {cluster} {model} -o {plan}")
     options.say(f"training on {DEVICES.replace(',', ' and ')}")
     run_on(parse_devices(DEVICES), train_on_both, options, plan)
 

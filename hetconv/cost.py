@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -133,19 +133,17 @@ def operator_key(op: Op, axis: Axis) -> str:
 
 
 def layer_seconds(
-    device: DeviceModel, op: Conv | Linear, axis: Axis, share: float, backward: bool, dtype: str
-) -> float:
-    """Seconds of a share of a layer: measured along this axis, or along the other, or by the roofline."""
-    if share <= 0:
-        return 0.0
+    device: DeviceModel, op: Conv | Linear, axis: Axis, backward: bool, dtype: str
+) -> Callable[[float], float]:
+    """Seconds of a layer by share: measured along this axis, or along the other, or by the roofline."""
     for key in (operator_key(op, axis), operator_key(op, "filters" if axis == "pixels" else "pixels")):
         if (model := device.operators.get(key)) is not None:
-            return (model.backward if backward else model.forward).at(share)
+            return (model.backward if backward else model.forward).at
     if isinstance(op, Conv):
         flops, moved = op.spec.flops, op.spec.bytes
     else:
         flops, moved = 2 * prod(op.x_shape) * op.features, 4 * (prod(op.x_shape) + prod(op.y_shape) + op.features)
-    return device.roofline(flops * share, moved * share, dtype, backward)
+    return lambda share: device.roofline(flops * share, moved * share, dtype, backward)
 
 
 def share_of(applied: Applied, rank: int) -> tuple[Axis, float]:
@@ -167,7 +165,7 @@ def node_seconds(graph: Graph, device: DeviceModel, applied: Applied, rank: int,
     value = graph.values[node.outputs[0]]
     if isinstance(node.op, Conv | Linear):
         axis, share = share_of(applied, rank)
-        return layer_seconds(device, node.op, axis, share, backward, value.dtype)
+        return layer_seconds(device, node.op, axis, backward, value.dtype)(share)
     numel = applied.step.output.boxes[rank].numel + sum(read.boxes[rank].numel for read in applied.step.reads)
     passes = 2 if isinstance(node.op, BatchNorm) and node.op.training else 1
     return device.roofline(0, numel * value.itemsize * passes, value.dtype, backward)

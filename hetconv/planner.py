@@ -6,18 +6,21 @@ together; where one device alone is predicted fastest, the plan uses it alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from .cost import layer_seconds, price
 from .errors import PlanError, SplitError
 from .graph import Graph
 from .layout import apportion
 from .plan import LayerPlan, Mode, Plan, Prediction
-from .profile import Axis, ClusterProfile
+from .profile import Axis, ClusterProfile, TunedRatio
 from .rules import KINDS, REPLICATE, SPATIAL, Conv, Linear, Split, SplitKind
 
 Splits = dict[str, Split]
 ALONE = "fastest device alone"
+TUNED = "tuned"
 LONE: tuple[SplitKind, ...] = (
     "sample",
     "height",
@@ -33,7 +36,7 @@ def balance(seconds: Sequence[Callable[[float], float]]) -> tuple[float, ...]:
     start by then gets none (Lastovetsky & Reddy, 2007).
     """
     lo, hi = 0.0, min(f(1.0) for f in seconds)
-    for _ in range(60):
+    for _ in range(50):
         mid = (lo + hi) / 2
         lo, hi = (lo, mid) if sum(_largest(f, mid) for f in seconds) >= 1 else (mid, hi)
     shares = [_largest(f, hi) for f in seconds]
@@ -73,11 +76,16 @@ def make_plan(
     limits = _limits(profile, memory_limit)
     found = candidates(graph, profile, mode, allowed)
     priced = {name: price(graph, profile, splits, mode) for name, splits in found.items()}
+    for tuned in _tuned(graph, profile, mode, allowed):
+        prediction, costs = priced[_tuned_name(tuned)]
+        computed, _ = price(graph, profile, whole_model(graph, tuned.kind, tuned.computed_weights, allowed), mode)
+        gained = replace(prediction, step_s=computed.step_s * tuned.step_s / tuned.computed_step_s)
+        priced[_tuned_name(tuned)] = gained, costs  # what was measured side by side corrects what is predicted
     fitting = {n: p for n, (p, _) in priced.items() if all(m <= c for m, c in zip(p.memory_bytes, limits, strict=True))}
     if not fitting:
         least = min(priced.values(), key=lambda p: max(p[0].memory_bytes))[0].memory_bytes
         raise PlanError(f"no split fits: the leanest needs {_gb(least)} GB per device, but there are {_gb(limits)} GB")
-    chosen = min(fitting, key=lambda n: (fitting[n].step_s, not n.startswith(ALONE)))
+    chosen = min(fitting, key=lambda n: (fitting[n].step_s, not n.startswith(ALONE), not n.startswith(TUNED)))
     prediction, costs = priced[chosen]
     layers = {
         name: LayerPlan(op, found[chosen][name], costs[name].forward_s, costs[name].backward_s, costs[name].sent_bytes)
@@ -129,10 +137,19 @@ def candidates(graph: Graph, profile: ClusterProfile, mode: Mode, kinds: Sequenc
         elif kind != "sample" or _samples(graph) > 1:
             found[f"even split by {kind}"] = whole_model(graph, kind, (1.0,) * world, kinds)
             found[f"uneven {kind} split"] = balanced_model(graph, profile, kind, mode, kinds)
-    for tuned in profile.tuned:
-        if (tuned.graph, tuned.mode) == (graph.digest, mode) and tuned.kind in kinds and len(tuned.weights) == world:
-            found[f"uneven {tuned.kind} split"] = whole_model(graph, tuned.kind, tuned.weights, kinds)
+    for tuned in _tuned(graph, profile, mode, kinds):
+        found[_tuned_name(tuned)] = whole_model(graph, tuned.kind, tuned.weights, kinds)
     return found or {"replicated": dict.fromkeys(graph.layers, REPLICATE)}
+
+
+def _tuned(graph: Graph, profile: ClusterProfile, mode: Mode, kinds: Sequence[SplitKind]) -> list[TunedRatio]:
+    """The ratios that were tuned for this very model and mode."""
+    own = [t for t in profile.tuned if (t.graph, t.mode) == (graph.digest, mode)]
+    return [t for t in own if t.kind in kinds and len(t.weights) == profile.world]
+
+
+def _tuned_name(tuned: TunedRatio) -> str:
+    return f"{TUNED} {tuned.kind} split"
 
 
 def _samples(graph: Graph) -> int:
@@ -163,7 +180,8 @@ def balanced_model(
     def shares(ops: Sequence[Conv | Linear]) -> tuple[float, ...]:
         def seconds(rank: int) -> Callable[[float], float]:
             device, passes = profile.devices[rank], (False, True) if mode == "train" else (False,)
-            return lambda x: sum(layer_seconds(device, op, axis, x, b, dtype) for op in ops for b in passes)
+            known = [(layer_seconds(device, op, axis, b, dtype), n) for op, n in Counter(ops).items() for b in passes]
+            return lambda x: sum(n * of_share(x) for of_share, n in known)
 
         return balance([seconds(rank) for rank in range(profile.world)])
 

@@ -88,10 +88,10 @@ def test_what_was_not_measured_takes_the_other_axis_and_then_the_roofline() -> N
     measured = DeviceModel(
         "d", "cpu", 1e9, {"float32": 1.0}, 1.0, operators={operator_key(op, "pixels"): OperatorModel(curve, curve)}
     )
-    assert layer_seconds(measured, op, "filters", 0.5, False, "float32") == pytest.approx(1.5)
-    assert layer_seconds(bare, op, "filters", 0.5, False, "float32") == pytest.approx(1.0)
-    assert layer_seconds(bare, op, "filters", 0.5, True, "float32") == pytest.approx(3.0)
-    assert layer_seconds(bare, op, "filters", 0.0, True, "float32") == 0.0
+    assert layer_seconds(measured, op, "filters", False, "float32")(0.5) == pytest.approx(1.5)
+    assert layer_seconds(bare, op, "filters", False, "float32")(0.5) == pytest.approx(1.0)
+    assert layer_seconds(bare, op, "filters", True, "float32")(0.5) == pytest.approx(3.0)
+    assert layer_seconds(bare, op, "filters", True, "float32")(0.0) == 0.0
 
 
 def test_a_split_of_another_world_is_refused_by_name() -> None:

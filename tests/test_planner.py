@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -105,19 +106,28 @@ def test_memory_limits_hold_or_are_refused() -> None:
         hetconv.make_plan(graph, profile, memory_limit=(1e9, 1e9, 1e9))
 
 
-def test_a_tuned_ratio_takes_the_place_of_the_computed_one() -> None:
+def test_a_ratio_tuned_on_this_model_corrects_the_prediction_by_what_was_measured() -> None:
     model, x = big_stack()
     graph = hetconv.capture(model, x)
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
-    tuned = TunedRatio(graph.digest, "train", "height", (300, 212), 1.0, (256, 256), 1.1, 5)
-    plan = hetconv.make_plan(graph, replace(profile, tuned=(tuned,)), kinds=("height",), memory_limit=1e12)
-    assert candidates(graph, replace(profile, tuned=(tuned,)), "train", ("height",))["uneven height split"] == {
-        "0": Split("height", (300, 212)), "2": Split("height", (300, 212)),
-    }  # fmt: skip
-    other = replace(tuned, graph="another")
-    again = candidates(graph, replace(profile, tuned=(other,)), "train", ("height",))["uneven height split"]
-    assert again["0"] == Split("height", (256, 256))
-    assert plan.world == 2
+    plain = hetconv.make_plan(graph, profile)
+    tuned = TunedRatio(graph.digest, "train", "height", (300, 212), 0.9, (256, 256), 1.0, 5)
+    plan = hetconv.make_plan(graph, replace(profile, tuned=(tuned,)))
+    assert plan.chosen == "tuned height split"
+    assert set(plan.splits.values()) == {Split("height", (300, 212))}
+    assert plan.predicted is not None
+    assert plain.predicted is not None
+    assert plan.predicted.step_s == pytest.approx(0.9 * plain.predicted.step_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("change", [{"graph": "another"}, {"mode": "infer"}, {"weights": (300, 200, 12)}])
+def test_a_ratio_tuned_on_anything_else_is_not_used(change: dict[str, Any]) -> None:
+    model, x = big_stack()
+    graph = hetconv.capture(model, x)
+    profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
+    tuned = TunedRatio(graph.digest, "train", "height", (300, 212), 0.9, (256, 256), 1.0, 5)
+    found = candidates(graph, replace(profile, tuned=(replace(tuned, **change),)), "train", KINDS)
+    assert "tuned height split" not in found
 
 
 def test_bad_arguments_are_refused() -> None:

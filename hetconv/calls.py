@@ -5,12 +5,13 @@ The recorder and the runtime read calls here, so that a plan prices the operator
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .following import BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool
 from .rules import Conv, Linear, Op
@@ -134,7 +135,9 @@ def _pointwise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     inputs = tuple(a for a in flat if isinstance(a, Tensor))
     if name == "to" and len(inputs) > 1:
         return None
-    return Call(Pointwise(tuple(torch.broadcast_shapes(*(tuple(x.shape) for x in inputs)))), inputs)
+    shapes = {tuple(x.shape) for x in inputs}
+    shape = shapes.pop() if len(shapes) == 1 else tuple(torch.broadcast_shapes(*shapes))  # torch's takes its time
+    return Call(Pointwise(shape), inputs)
 
 
 def _batch_norm(name: str, args: Args, kwargs: Kwargs) -> Call | None:
@@ -218,3 +221,22 @@ READERS: dict[str, Callable[[str, Args, Kwargs], Call | None]] = {
     "flatten": _flatten,
     "cat": _cat,
 }
+
+
+def is_plain(layer: nn.Conv2d | nn.Linear) -> bool:
+    """Whether a layer runs as torch's own does, on a weight and a bias that it owns; a subclass need not."""
+    kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else nn.Linear
+    same = all(getattr(type(layer), f, None) is getattr(kind, f, None) for f in ("forward", "_conv_forward"))
+    return same and {"weight"} <= {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}
+
+
+def plannable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The convolutions and linears that a plan may name: plain ones that share no parameter with another module."""
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Conv2d | nn.Linear)
+        and is_plain(layer)
+        and all(owners[id(p)] == 1 for p in layer.parameters())
+    }

@@ -17,6 +17,8 @@ from .errors import HetConvError
 
 T = TypeVar("T")
 _slowness = 1.0
+_overslept = 0.0  # seconds, of all sleeps so far
+LATE = 1e-3  # the latest that a timer wakes a process, in seconds, as long as a core is free
 listeners: list[Callable[[float, float], None]] = []
 """Each is called with the start and end, in seconds of time.perf_counter, of every computation that `stretched` ran."""
 
@@ -52,14 +54,15 @@ class DeviceName:
 
 def set_speed(speed: float) -> None:
     """From now on this process computes at ``speed`` (0 < speed <= 1) of what it could."""
-    global _slowness
+    global _slowness, _overslept
     if not 0 < speed <= 1:
         raise HetConvError(f"an emulated speed of {speed} was asked for; give one above 0 and at most 1")
-    _slowness = 1 / speed
+    _slowness, _overslept = 1 / speed, 0.0
 
 
 def stretched(compute: Callable[[], T], device: torch.device) -> T:
     """Runs ``compute``, and takes as much longer as the emulated speed says."""
+    global _overslept
     if _slowness == 1 and not listeners:
         return compute()
     synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda *_: None)
@@ -67,8 +70,12 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
     start = time.perf_counter()
     result = compute()
     synchronize(device)
-    time.sleep((time.perf_counter() - start) * (_slowness - 1))
+    done = time.perf_counter()
+    rest = (done - start) * (_slowness - 1)
+    time.sleep(max(rest - _overslept, 0.0))
     end = time.perf_counter()
+    # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
+    _overslept = min(_overslept + (end - done) - rest, LATE)
     for listener in listeners:
         listener(start, end)
     return result

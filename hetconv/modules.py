@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .agreement import agree, prepared
-from .calls import conv_spec
+from .calls import conv_spec, is_plain
 from .errors import HetConvError
 from .layout import Layout
 from .replicas import SCOPE
@@ -201,13 +201,6 @@ def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
     w_shape = (conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size)
     padding = 0 if conv.padding_mode != "zeros" else conv.padding
     return Conv(conv_spec(x_shape, w_shape, dtype, conv.stride, padding, conv.dilation, conv.groups))
-
-
-def is_plain(layer: nn.Conv2d | nn.Linear) -> bool:
-    """Whether a layer runs as torch's own does, on a weight and a bias that it owns; a subclass need not."""
-    kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else nn.Linear
-    same = all(getattr(type(layer), f, None) is getattr(kind, f, None) for f in ("forward", "_conv_forward"))
-    return same and {"weight"} <= {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}
 
 
 def _check_output(output: str) -> None:

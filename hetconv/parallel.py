@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .agreement import agree, checksum, prepared
+from .calls import is_plain
 from .errors import PlanError
-from .modules import CutLayer, HetConv2d, HetLinear, conv_op, is_plain
+from .modules import CutLayer, HetConv2d, HetLinear, conv_op
 from .plan import Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split

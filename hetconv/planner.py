@@ -79,8 +79,8 @@ def make_plan(
     for tuned in _tuned(graph, profile, mode, allowed):
         prediction, costs = priced[_tuned_name(tuned)]
         computed, _ = price(graph, profile, whole_model(graph, tuned.kind, tuned.computed_weights, allowed), mode)
-        gained = replace(prediction, step_s=computed.step_s * tuned.step_s / tuned.computed_step_s)
-        priced[_tuned_name(tuned)] = gained, costs  # what was measured side by side corrects what is predicted
+        gain = min(tuned.step_s / tuned.computed_step_s, 1.0)  # measured side by side; a worse ratio is not kept
+        priced[_tuned_name(tuned)] = replace(prediction, step_s=computed.step_s * gain), costs
     fitting = {n: p for n, (p, _) in priced.items() if all(m <= c for m, c in zip(p.memory_bytes, limits, strict=True))}
     if not fitting:
         least = min(priced.values(), key=lambda p: max(p[0].memory_bytes))[0].memory_bytes

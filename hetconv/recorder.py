@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from .calls import BatchNormCall, Call, read, read_conv, read_linear, writes_in_place
+from .calls import BatchNormCall, Call, plannable_layers, read, read_conv, read_linear, writes_in_place
 from .errors import HetConvError
 from .graph import Graph, Node, Value
 from .rules import Gather
@@ -89,11 +89,9 @@ class _Recorder(TorchFunctionMode):
 def _named_layers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """While a convolution or linear runs, the recorder knows its name."""
     handles = []
-    for name, module in model.named_modules():
-        plain = type(module).forward in (nn.Conv2d.forward, nn.Linear.forward)
-        if isinstance(module, nn.Conv2d | nn.Linear) and plain:
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: recorder.layer.append(name)))
-            handles.append(module.register_forward_hook(lambda *_: recorder.layer.pop() and None))
+    for name, layer in plannable_layers(model).items():
+        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: recorder.layer.append(name)))
+        handles.append(layer.register_forward_hook(lambda *_: recorder.layer.pop() and None))
     try:
         yield
     finally:

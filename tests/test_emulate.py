@@ -72,3 +72,21 @@ def test_a_device_at_full_speed_never_sleeps(clock: list[float]) -> None:
 def test_a_speed_without_sense_is_refused(speed: float) -> None:
     with pytest.raises(HetConvError, match="speed"):
         set_speed(speed)
+
+
+def test_sleeps_that_end_late_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds + 0.0005
+
+    def compute() -> None:
+        now[0] += 0.01
+
+    monkeypatch.setattr(emulate.time, "sleep", sleep)
+    monkeypatch.setattr(emulate.time, "perf_counter", lambda: now[0])
+    set_speed(0.5)
+    for _ in range(20):
+        stretched(compute, CPU)
+    set_speed(1.0)
+    assert now[0] == pytest.approx(20 * 0.02, abs=0.001)

@@ -75,6 +75,19 @@ def test_a_layer_that_runs_twice_is_one_layer() -> None:
     assert list(graph.layers) == ["0"]
 
 
+class Doubled(nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_layers_that_cannot_be_swapped_are_not_named() -> None:
+    tied, other = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+    other.weight = tied.weight
+    normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), tied, other, Doubled(4, 4, 1), normed)
+    assert list(hetconv.capture(model, torch.randn(1, 4, 8, 8)).layers) == ["0"]
+
+
 def test_the_digest_is_that_of_operators_and_shapes() -> None:
     small, again = (hetconv.capture(ResNet(), torch.randn(2, 3, 45, 40)) for _ in range(2))
     assert small.digest == again.digest

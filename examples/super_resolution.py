@@ -33,7 +33,7 @@ from hetconv.autotune.measure import paired
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = "cpu,cpu@0.5"  # the fast one first
-SIZE = 160  # rows and columns of a low-resolution crop; one crop is a batch
+SIZE = 144  # rows and columns of a low-resolution crop (the smallest photograph has 150); one crop is a batch
 LEARNING_RATE = 1e-3
 COMPARED = 20  # steps that the fast device also trains alone
 ROUNDS = 7
@@ -175,7 +175,7 @@ def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=190, help="of training")
+    parser.add_argument("--steps", type=int, default=230, help="of training")
     parser.add_argument("--trials", type=int, default=8, help="ratios that autotune tries")
     parser.add_argument("--budget", type=float, default=45, help="seconds for autotune, about")
     parser.add_argument("--out", type=lambda path: Path(path).resolve(), default=Path("out"), help="where results go")

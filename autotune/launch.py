@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -73,8 +72,5 @@ def _rank(devices: Sequence[DeviceName], fn: Callable[..., Any], args: tuple[Any
         result = fn(*args)
         dist.barrier()
         return result if rank == 0 else None
-    except Exception:
-        sys.stdout.flush()
-        raise
     finally:
         dist.destroy_process_group()

@@ -22,7 +22,7 @@ from hetconv.emulate import DeviceName, stretched
 from hetconv.profile import Axis, DeviceModel, LinkModel, OperatorModel
 from hetconv.rules import Conv, Linear
 from hetconv.spec import Conv2dSpec
-from hetconv.transport import Round, Team
+from hetconv.transport import Round, Team, team_of
 
 from . import fit
 
@@ -50,7 +50,7 @@ def operator_samples(
     Stops early once ``enough`` says so on rank 0.
     """
     for op, axis in ops:
-        if _decided(enough()):
+        if told(enough()):
             return
         found = {}
         for share in SHARES:
@@ -61,11 +61,11 @@ def operator_samples(
         yield operator_key(op, axis), found
 
 
-def _decided(mine: bool) -> bool:
-    """Rank 0's word, on every rank."""
-    word = [mine]
-    dist.broadcast_object_list(word, src=0)
-    return word[0]
+def told(word: Any, source: int = 0) -> Any:
+    """What rank ``source`` says, on every rank."""
+    words = [word]
+    dist.broadcast_object_list(words, group=team_of().control, group_src=source)
+    return words[0]
 
 
 def _repeat(
@@ -145,13 +145,8 @@ def link_models(team: Team, device: torch.device, sizes: Sequence[int] = (64, 1 
             samples = {size: _round_trips(team, a, b, size, device) for size in sizes}
             dist.barrier(team.group)
             found[f"{a}-{b}"] = fit.link(samples)
-    told: list[Any] = [
-        found
-    ]  # every rank took part, but only each pair knows its own times: rank by rank, the lower one's
-    for a in range(team.size):
-        told = [found]
-        dist.broadcast_object_list(told, group=team.control, group_src=a)
-        found |= {k: v for k, v in told[0].items() if k.startswith(f"{a}-")}
+    for a in range(team.size):  # only a pair knows its own times: all take those of its lower rank
+        found |= {pair: link for pair, link in told(found, a).items() if pair.startswith(f"{a}-")}
     return found
 
 

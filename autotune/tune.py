@@ -194,22 +194,15 @@ class _Contest:
 
     def lead(self, weights: tuple[int, ...], rounds: int) -> float:
         """Seconds relative to the computed ratio's; what was played last is remembered."""
-        _told(self.team, (weights, rounds))
+        measure.told((weights, rounds))
         return self._play(weights, rounds)
 
     def end(self) -> None:
-        _told(self.team, None)
+        measure.told(None)
 
     def follow(self) -> None:
-        while (order := _told(self.team, None)) is not None:
+        while (order := measure.told(None)) is not None:
             self._play(*order)
-
-
-def _told(team: Team, word: Any) -> Any:
-    """Rank 0's word on every rank."""
-    words = [word]
-    dist.broadcast_object_list(words, group=team.control, group_src=0)
-    return words[0]
 
 
 def _start(graph: Graph, profile: ClusterProfile, mode: Mode) -> tuple[Cuts, tuple[int, ...]] | None:

@@ -9,7 +9,7 @@ from math import prod
 from .errors import PlanError
 from .following import BatchNorm
 from .graph import Graph, Node
-from .layout import Exchange, Layout, Move, buckets, traffic
+from .layout import Exchange, Layout, Move, buckets, summed, traffic
 from .plan import Mode, Prediction
 from .profile import Axis, ClusterProfile, DeviceModel
 from .rules import REPLICATE, SPATIAL, Conv, Linear, Op, Split, Step
@@ -105,9 +105,8 @@ def _gradient_sums(graph: Graph, splits: Mapping[str, Split], used: set[int], wo
     for group in by_dtype.values():
         for bucket in buckets([prod(graph.values[i].shape) for i in group]):
             numel = sum(prod(graph.values[group[k]].shape) for k in bucket if group[k] in used)
-            move = Move(Layout.partial((numel,), world), Layout.replicated((numel,), world))
             if numel:
-                sums.append((move.forward, graph.values[group[0]].itemsize))
+                sums.append((summed((numel,), world).forward, graph.values[group[0]].itemsize))
     return tuple(sums)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from .layout import Box, Layout, Move, Need, Shape, apportion
+from .layout import Box, Layout, Move, Need, Shape, apportion, summed
 from .rules import REPLICATE, Gather, Split, Step, window_need
 from .spec import Window
 
@@ -84,12 +84,11 @@ class BatchNorm:
             gathered = (Move(stats, Layout.replicated((2, channels), world)),) if self.tracks else ()
             return Step((x,), x, contributes=True, forward=gathered)
         each = Layout.sharded((world, 2, channels), 0, (1,) * world)
-        total = Layout.partial((2, channels), world)
         return Step(
             (x,),
             x,
             forward=(Move(each, Layout.replicated(each.shape, world)),),
-            backward=(Move(total, Layout.replicated(total.shape, world)),),
+            backward=(summed((2, channels), world),),
         )
 
 

@@ -196,6 +196,11 @@ class Move:
         return isinstance(self.dst, Layout) and self.dst.kind == "partial"
 
 
+def summed(shape: Shape, world: int) -> Move:
+    """A summand on every rank becomes the sum on every rank (all-reduce)."""
+    return Move(Layout.partial(shape, world), Layout.replicated(shape, world))
+
+
 @lru_cache(maxsize=4096)
 def pieces(held: Boxes, wanted: Boxes) -> tuple[tuple[int, int, Box], ...]:
     """Every non-empty (sender, receiver, box) of one round, in rank order; a rank's own piece included."""

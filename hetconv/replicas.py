@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .layout import Box, Layout, Move, buckets
+from .layout import Box, buckets, summed
 from .movement import perform
 from .transport import Team
 
@@ -34,15 +34,10 @@ class _Contributed(torch.autograd.Function):
         if not used:
             return None, *grads
         flat = torch.cat([g.flatten() for g in used])
-        rounds = contribution_move(flat.numel(), ctx.team.size).forward
+        rounds = summed(tuple(flat.shape), ctx.team.size).forward
         whole = Box.whole(tuple(flat.shape))
-        summed = iter(perform(ctx.team, flat, rounds, whole, whole).split([g.numel() for g in used]))
-        return None, *(next(summed).view(g.shape) if g is not None else None for g in grads)
-
-
-def contribution_move(numel: int, world: int) -> Move:
-    """The sum of contributions to ``numel`` elements of replicated parameters."""
-    return Move(Layout.partial((numel,), world), Layout.replicated((numel,), world))
+        totals = iter(perform(ctx.team, flat, rounds, whole, whole).split([g.numel() for g in used]))
+        return None, *(next(totals).view(g.shape) if g is not None else None for g in grads)
 
 
 class Scope:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import hetconv
 from hetconv.errors import HetConvError, LayoutError
-from hetconv.layout import Box, Layout, Move, Need, traffic
+from hetconv.layout import Box, Layout, Move, Need, summed, traffic
 from hetconv.movement import redistribute
-from hetconv.replicas import contributed, contribution_move
+from hetconv.replicas import contributed
 from hetconv.transport import Round, count_sent, team_of
 
 from .spawn import on_ranks
@@ -237,7 +237,7 @@ def test_sums_of_contributions_have_the_same_bits_on_every_rank(world: int) -> N
 def test_contributions_send_the_bytes_of_their_move(world: int) -> None:
     found = on_ranks(world, sum_of_contributions)
     sent = {(r, peer): n for r, (_, counts) in enumerate(found) for peer, n in counts.items()}
-    assert sent == traffic(contribution_move(1001, world).forward, 4)
+    assert sent == traffic(summed((1001,), world).forward, 4)
 
 
 def rank_refusing(src: Layout, dst: Place, shape: tuple[int, ...]) -> tuple[str, str]:

@@ -95,7 +95,7 @@ def _layer(
     wanted = (s.C > 4, True, True)  # nobody asks for the gradient of an image
     return (
         part / extent,
-        lambda: stretched(lambda: kernels.conv2d(x, w, None, *args), device),
+        lambda: stretched(lambda: kernels.conv2d_forward(x, w, None, *args), device),
         lambda: stretched(lambda: kernels.conv2d_backward(g, x, w, *args, wanted), device),
     )
 

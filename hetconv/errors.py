@@ -27,3 +27,7 @@ class DisagreementError(HetConvError):
 
 class LostRankError(HetConvError, RuntimeError):
     """Another rank stopped answering: it died, or it waits in a different place."""
+
+
+class KernelError(HetConvError):
+    """Arguments that a kernel does not take: shapes, types, devices or memory that do not fit, or a missing backend."""

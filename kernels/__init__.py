@@ -1,5 +1,11 @@
-"""Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.spec`."""
+"""Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.spec`.
 
-from .aten import conv2d, conv2d_backward
+`conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `choice` says who computes, ATen or
+Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`.
+"""
 
-__all__ = ["conv2d", "conv2d_backward"]
+from . import choice, tiles
+from .op import conv2d, conv2d_backward, conv2d_forward, set_backend
+from .tiles import Tile
+
+__all__ = ["Tile", "choice", "conv2d", "conv2d_backward", "conv2d_forward", "set_backend", "tiles"]

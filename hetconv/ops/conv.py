@@ -158,7 +158,7 @@ def _run(geo: Geometry, x: Tensor, segment: Segment, lo: int, w: Tensor, b: Tens
     s = geo.op.spec
     x, w = _cut(x, w, geo, segment, lo)
     pad = geo.padding(segment)
-    return stretched(lambda: kernels.conv2d(x, w, b, s.stride, pad, s.dilation, geo.groups), x.device)
+    return stretched(lambda: kernels.conv2d_forward(x, w, b, s.stride, pad, s.dilation, geo.groups), x.device)
 
 
 def _back(

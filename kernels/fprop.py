@@ -1,0 +1,173 @@
+"""Forward: y[n, k, p, q] = bias[k] + sum over r, s, c of w[k, c, r, s] x[n, c, p st + r dil - pad, q st + s dil - pad].
+
+Also the recipe of any `Correlation`, of which forward is one and each phase of the input gradient another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from ..spec import ITEMSIZE, Conv2dSpec
+from .correlate import by_boxes, by_pointers
+from .launch import HUGE, Descriptor, Memory, Program, Recipe
+from .sums import sum_recipe
+from .tiles import Extents, Tile, pixel_box
+
+Slot = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The taps of one dimension: which rows of the filter they are, and which input rows they read."""
+
+    count: int
+    first: int = 0  # filter row of the first tap
+    step: int = 1  # filter rows from tap to tap
+    stride: int = 1  # input rows from output to output
+    offset: int = 0  # input row that output 0 reads through the first tap
+    reach: int = 1  # input rows from tap to tap
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """What the kernels of `correlate` compute: ``M`` channels from ``C`` in each group, of x, w and y as they lie.
+
+    x and y hold all groups. ``transposed``: the first dimension of w is the one that is summed over. ``numbers``: the
+    image's columns count numbers, see `packed`.
+    """
+
+    M: int
+    C: int
+    groups: int
+    rows: Taps
+    cols: Taps
+    x: Memory
+    w: Memory
+    y: Memory
+    precision: str
+    transposed: bool = False
+    numbers: bool = False
+
+    @property
+    def extents(self) -> Extents:
+        N, _, P, Q = self.y.shape
+        taps, whole = self.rows.count * self.cols.count, self.groups > 1 or self.rows.stride == 2
+        boxes = self.takes_boxes(self.w)
+        return Extents(self.M, N * P * Q, self.C, taps, self.groups, self.x.dtype, boxes, (N, P, Q), whole)
+
+    def takes_boxes(self, other: Memory) -> bool:
+        """Whether the copy engine can fetch x and the other operand.
+
+        They must be aligned, x at stride 1, or at stride 2 of an even and packed image.
+        """
+        strides, (_, C, H, W) = (self.rows.stride, self.cols.stride), self.x.shape
+        if not (self.x.tma and other.tma) or (self.x.dtype == "float32" and self.precision == "ieee") or self.numbers:
+            return False
+        if strides == (2, 2):
+            return H % 2 == 0 and W % 2 == 0 and self.x.strides[3] == C and self.C % 16 == 0
+        return strides == (1, 1) and (self.groups == 1 or self.C % 16 == 0)
+
+
+def forward(spec: Conv2dSpec, x: Memory, w: Memory, y: Memory, precision: str) -> Correlation:
+    rows, cols = (
+        Taps(k, stride=s, offset=-pad[0], reach=d)
+        for k, s, pad, d in zip((spec.R, spec.S), spec.stride, spec.padding, spec.dilation, strict=True)
+    )
+    g = spec.groups
+    return packed(simplified(Correlation(spec.K // g, spec.C // g, g, rows, cols, x, w, y, precision)))
+
+
+def simplified(c: Correlation) -> Correlation:
+    """The same sums over a simpler image: one tap reads a strided view, and pixels at one stride are one row."""
+    (N, C, H, W), (_, _, P, Q) = c.x.shape, c.y.shape
+    (n, ch, h, w), rows, cols = c.x.strides, c.rows, c.cols
+    inside = (P - 1) * rows.stride < H and (Q - 1) * cols.stride < W
+    if (rows.count, cols.count, rows.offset, cols.offset) != (1, 1, 0, 0) or not inside:
+        return c
+    x, y = Memory((N, C, P, Q), (n, ch, h * rows.stride, w * cols.stride), c.x.dtype, c.x.align), c.y
+    if x.is_one_row and y.is_one_row:
+        x, y = x.as_one_row(), y.as_one_row()
+    return replace(c, x=x, y=y, rows=replace(rows, stride=1), cols=replace(cols, stride=1))
+
+
+def packed(c: Correlation) -> Correlation:
+    """Few channels (an image's 3): the numbers under a filter row, S * C, as the channels of one tap.
+
+    They lie side by side in the image and in the filter, so that 7 taps of 21 numbers replace 49 of 3.
+    """
+    (N, C, H, W), (n, _, h, w), cols = c.x.shape, c.x.strides, c.cols
+    side_by_side = w == C and c.w.strides[3] == C and cols.reach == 1
+    if not side_by_side or c.groups > 1 or C % 8 == 0 or cols.count == 1 or C * cols.count > 64:
+        return c
+    x = Memory((N, 1, H, W * C), (n, 1, h, 1), c.x.dtype, c.x.align)
+    return replace(c, C=C * cols.count, cols=Taps(1, stride=cols.stride * C, offset=cols.offset * C), x=x, numbers=True)
+
+
+def program(c: Correlation, tile: Tile, bias: bool, slot: Slot | None = None) -> Program:
+    """The launches that compute a correlation of tensors x, w and bias into y, or into the ``slot`` of y."""
+    build = _by_boxes if tile.path == "boxes" else _by_pointers
+    if tile.splits == 1:
+        return Program((build(c, tile, bias, "y", slot),))
+    N, M, P, Q = c.y.shape
+    partial = Memory(c.y.shape, (P * Q * M, 1, Q * M, M), "float32")
+    main = build(replace(c, y=partial), tile, False, "partial", None)
+    return Program((main, sum_recipe(c.y, tile.splits, bias, slot)), tile.splits * N * P * Q * M)
+
+
+def _by_boxes(c: Correlation, tile: Tile, bias: bool, y: str, slot: Slot | None) -> Recipe:
+    (K, C, R, S), (wk, _, wr, ws), (N, _, P, Q) = c.w.shape, c.w.strides, c.y.shape
+    box = bn, bp, bq = pixel_box((N, P, Q), tile.n)
+    w = Descriptor((R, S, K, C), (wr, ws, wk, 1), (1, 1, *((tile.k, tile.m) if c.transposed else (tile.m, tile.k))))
+    tiles = -(-c.M // tile.m) * -(-N // bn) * -(-P // bp) * -(-Q // bq)
+    scalars, constants = _common(c, tile, bias)
+    constants |= {"STRIDE": c.rows.stride, "XC": c.x.shape[1], "BOX_N": bn, "BOX_P": bp, "BOX_Q": bq}
+    return Recipe(
+        by_boxes, (tiles, tile.splits, c.groups), {"x": "x", "w": "w", "y": y, "bias": "bias" if bias else y},
+        {"N": N} | scalars, constants, tile.warps, tile.stages,
+        {"x": x_box(c, box, tile.k), "w": w}, {"y": slot} if slot else {},
+    )  # fmt: skip
+
+
+def _by_pointers(c: Correlation, tile: Tile, bias: bool, y: str, slot: Slot | None) -> Recipe:
+    (_, _, H, W), (xn, _, xh, xw), (wk, _, wr, ws) = c.x.shape, c.x.strides, c.w.strides
+    N, _, P, Q = c.y.shape
+    xu, wu = x_unit(c), c.w.unit
+    scalars, constants = _common(c, tile, bias)
+    scalars |= {"pixels": N * P * Q, "H": H, "W": W, "xn": xn // xu, "xh": xh // xu, "xw": xw // xu}
+    scalars |= {"wg": (c.C if c.transposed else c.M) * wk // wu, "wo": wk // wu, "wr": wr // wu, "ws": ws // wu}
+    constants |= {"HS": c.rows.stride, "WS": c.cols.stride, "XU": xu, "WU": wu, "BLOCK_N": tile.n}
+    constants |= {"NUMBERS": c.numbers}
+    tiles = -(-c.M // tile.m) * -(-N * P * Q // tile.n)
+    return Recipe(
+        by_pointers, (tiles, tile.splits, c.groups), {"x": "x", "w": "w", "y": y, "bias": "bias" if bias else y},
+        scalars, constants, tile.warps, tile.stages, slots={"y": slot} if slot else {},
+    )  # fmt: skip
+
+
+def x_box(c: Correlation, box: tuple[int, int, int], channels: int) -> Descriptor:
+    """x as the copy engine sees it; at stride 2 rows and columns are pairs, of which a box takes one parity."""
+    (N, C, H, W), (n, _, h, w), (bn, bp, bq) = c.x.shape, c.x.strides, box
+    if c.rows.stride == 1:
+        return Descriptor((N, H, W, C), (n, h, w, 1), (bn, bp, bq, channels))
+    return Descriptor((N, H // 2, 2, W // 2, 2 * C), (n, 2 * h, h, 2 * w, 1), (bn, bp, 1, bq, channels))
+
+
+def x_unit(c: Correlation) -> int:
+    """What the strides of x that a kernel multiplies with are a multiple of."""
+    (n, _, h, _) = c.x.strides
+    return gcd(16 // ITEMSIZE[c.x.dtype], n, h) if c.numbers else c.x.unit
+
+
+def _common(c: Correlation, tile: Tile, bias: bool) -> tuple[dict[str, int], dict[str, Any]]:
+    (N, M, P, Q), (yn, _, yp, yq), yu, mu = c.y.shape, c.y.strides, c.y.unit, gcd(c.M, 16)
+    scalars = {"P": P, "Q": Q, "M": c.M // mu, "yz": N * P * Q * M, "yn": yn // yu, "yp": yp // yu, "yq": yq // yu}
+    constants = {
+        "C": c.C, "R": c.rows.count, "R0": c.rows.first, "RD": c.rows.step,
+        "S": c.cols.count, "S0": c.cols.first, "SD": c.cols.step,
+        "H0": c.rows.offset, "HD": c.rows.reach, "W0": c.cols.offset, "WD": c.cols.reach, "YU": yu, "MU": mu,
+        "TRANSPOSED": c.transposed, "BIAS": bias, "WIDE": max(c.x.spans, c.y.spans) >= HUGE,
+        "PRECISION": c.precision, "BLOCK_M": tile.m, "BLOCK_K": tile.k, "SPLITS": tile.splits,
+    }  # fmt: skip
+    return scalars, constants

@@ -1,0 +1,99 @@
+"""What the compiler makes of a launch, for a chip that need not be here: registers, spills, memory, instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..errors import KernelError
+from .launch import Recipe
+
+TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Per thread and per program. ``spills``: instructions that move registers to or from local memory.
+
+    ``wgmma`` and ``mma``: tensor core instructions; ``copies``: by the copy engine; ``stores`` of 16 bytes and others.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    wgmma: int
+    mma: int
+    copies: int
+    stores_128: int
+    stores_narrow: int
+    instructions: int
+
+
+def report(recipe: Recipe, dtype: str, arch: int) -> Report:
+    """Compiles a launch on tensors of ``dtype`` for compute capability ``arch`` (90 for 9.0), without a GPU.
+
+    Raises `KernelError` in a process that runs Triton's interpreter, which compiles nothing.
+    """
+    if not isinstance(recipe.kernel, triton.JITFunction):
+        raise KernelError("nothing is compiled under TRITON_INTERPRET=1; unset it and start a new process")
+    kernel = triton.compile(
+        source(recipe, dtype), target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": recipe.warps, "num_stages": recipe.stages},
+    )  # fmt: skip
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(kernel.asm["cubin"])
+        f.flush()
+        usage, sass = (_tool(option, f.name) for option in ("-res-usage", "-sass"))
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None
+    stores = re.findall(r"\bSTG\.\S+", sass)
+    wide = sum(".128" in s for s in stores)
+    counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTMALDG")}
+    return Report(
+        registers=int(registers[1]),
+        spills=counts["STL"] + counts["LDL"],
+        shared=kernel.metadata.shared,
+        wgmma=counts["HGMMA"],
+        mma=counts["HMMA"],
+        copies=counts["UTMALDG"],
+        stores_128=wide,
+        stores_narrow=len(stores) - wide,
+        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.M)),
+    )
+
+
+def source(recipe: Recipe, dtype: str) -> ASTSource:
+    """A launch as the compiler takes it, specialized on its integers as a launch would be."""
+    names: list[str] = recipe.kernel.arg_names
+    ones = {n: 1 for n, v in recipe.scalars.items() if v == 1}
+    constants = {**recipe.constants, **ones}
+    kinds = {n: _type(recipe, n, dtype) for n in names if n not in constants}
+    sixteen = [n for n in kinds if n not in recipe.descriptors and recipe.scalars.get(n, 0) % 16 == 0]
+    return ASTSource(
+        fn=recipe.kernel,
+        signature={n: kinds.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): v for n, v in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in sixteen},
+    )
+
+
+def _type(recipe: Recipe, name: str, dtype: str) -> str:
+    if name in recipe.scalars:
+        return "i32" if recipe.scalars[name] < 2**31 else "i64"
+    kind = "fp32" if recipe.tensors[name] == "partial" else TYPES[dtype]
+    if name in recipe.descriptors:
+        return f"tensordesc<{kind}[{','.join(map(str, recipe.descriptors[name].block))}]>"
+    return f"*{kind}"
+
+
+def _tool(option: str, path: str) -> str:
+    done = subprocess.run([TOOLS / "cuobjdump", option, path], capture_output=True, text=True, check=True)
+    return done.stdout

@@ -1,0 +1,183 @@
+"""Weight gradient: dw[k, c, r, s] = sum over n, p, q of g[n, k, p, q] x[n, c, p st + r dil - pad, q st + s dil - pad].
+
+A product of filters by channels for each tap, reduced over all pixels and therefore split over many programs, whose
+float32 partial results are added in order. Local to a slice of the filters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ..spec import Conv2dSpec
+from .fprop import Correlation, forward, x_box, x_unit
+from .launch import HUGE, Descriptor, Memory, Program, Recipe
+from .sums import sum_recipe
+from .tiles import Extents, Tile, pixel_box
+
+Grid = tuple[int, int, int]
+TENSORS = {"x": "x", "g": "g"}
+
+
+@triton.jit
+def wgrad_by_pointers(
+    x, g, dw,
+    pixels, P, Q, H, W, K, xn, xh, xw, gn, gp, gq, dz,
+    C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    HS: tl.constexpr, H0: tl.constexpr, HD: tl.constexpr, WS: tl.constexpr, W0: tl.constexpr, WD: tl.constexpr,
+    XU: tl.constexpr, GU: tl.constexpr, KU: tl.constexpr, NUMBERS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """dw[z, k, tap, c] over the z-th part of the pixels; see `correlate.by_pointers` for units and NUMBERS."""
+    K = K * KU
+    TILES_C: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)  # taps fastest: they read the same pixels of g
+    z = tl.program_id(1)
+    group = tl.program_id(2)
+    tap = pid % (R * S)
+    c = (pid // (R * S)) % TILES_C * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = pid // (R * S) // TILES_C * BLOCK_M + tl.arange(0, BLOCK_M)
+    h0 = H0 + tap // S * HD
+    w0 = W0 + tap % S * WD
+    each = tl.cdiv(tl.cdiv(pixels, BLOCK_K), SPLITS)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    first = (z * each).to(tl.int64) if WIDE else z * each
+    for it in range(first, min(first + each, tl.cdiv(pixels, BLOCK_K))):
+        pixel = it * BLOCK_K + tl.arange(0, BLOCK_K)
+        q = pixel % Q
+        p = pixel // Q % P
+        n = pixel // Q // P
+        h = p * HS + h0
+        v = q * WS + w0
+        inside = pixel < pixels
+        g_at = (n * gn + p * gp + q * gq)[:, None] * GU + group * K + k[None, :]
+        g_tile = tl.load(g + g_at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
+        inside = inside & (h >= 0) & (h < H)
+        if NUMBERS:
+            at = v[:, None] + c[None, :]
+            x_at = (n * xn + h * xh)[:, None] * XU + at
+            x_ok = inside[:, None] & (at >= 0) & (at < W) & (c < C)[None, :]
+        else:
+            x_at = (n * xn + h * xh + v * xw)[:, None] * XU + group * C + c[None, :]
+            x_ok = (inside & (v >= 0) & (v < W))[:, None] & (c < C)[None, :]
+        x_tile = tl.load(x + x_at, mask=x_ok, other=0.0)
+        acc = tl.dot(g_tile.T, x_tile, acc, input_precision=PRECISION)
+    at = ((group * K + k[:, None]) * (R * S) + tap) * C + c[None, :]
+    tl.store(dw + z * dz + at, acc.to(dw.dtype.element_ty), mask=(k < K)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def wgrad_by_boxes(
+    x, g, dw,
+    N, P, Q, K, dz,
+    C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    STRIDE: tl.constexpr, H0: tl.constexpr, HD: tl.constexpr, W0: tl.constexpr, WD: tl.constexpr,
+    XC: tl.constexpr, KU: tl.constexpr, PRECISION: tl.constexpr,
+    BOX_N: tl.constexpr, BOX_P: tl.constexpr, BOX_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The same on Hopper: boxes of g (N, P, Q, K) and x, shifted by the tap, through the copy engine."""
+    K = K * KU
+    BLOCK_K: tl.constexpr = BOX_N * BOX_P * BOX_Q
+    TILES_C: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    z = tl.program_id(1)
+    group = tl.program_id(2)
+    tap = pid % (R * S)
+    c0 = (pid // (R * S)) % TILES_C * BLOCK_N
+    k0 = pid // (R * S) // TILES_C * BLOCK_M
+    h = H0 + tap // S * HD
+    v = W0 + tap % S * WD
+    tiles_q = tl.cdiv(Q, BOX_Q)
+    tiles_p = tl.cdiv(P, BOX_P)
+    steps = tiles_q * tiles_p * tl.cdiv(N, BOX_N)
+    each = tl.cdiv(steps, SPLITS)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for it in range(z * each, min(z * each + each, steps)):
+        q0 = it % tiles_q * BOX_Q
+        p0 = it // tiles_q % tiles_p * BOX_P
+        n0 = it // tiles_q // tiles_p * BOX_N
+        g_tile = g.load([n0, p0, q0, group * K + k0]).reshape(BLOCK_K, BLOCK_M)
+        if STRIDE == 1:
+            x_tile = x.load([n0, p0 + h, q0 + v, group * C + c0])
+        else:
+            x_tile = x.load([n0, p0 + (h >> 1), h & 1, q0 + (v >> 1), (v & 1) * XC + group * C + c0])
+        acc = tl.dot(g_tile.T, x_tile.reshape(BLOCK_K, BLOCK_N), acc, input_precision=PRECISION)
+    k = k0 + tl.arange(0, BLOCK_M)
+    c = c0 + tl.arange(0, BLOCK_N)
+    at = ((group * K + k[:, None]) * (R * S) + tap) * C + c[None, :]
+    tl.store(dw + z * dz + at, acc.to(dw.dtype.element_ty), mask=(k < K)[:, None] & (c < C)[None, :])
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """The forward pass whose filters' gradient is meant, with g in the place of its output."""
+
+    forward: Correlation
+
+    @property
+    def extents(self) -> Extents:
+        f = self.forward
+        N, _, P, Q = f.y.shape
+        repeats = f.rows.count * f.cols.count * f.groups
+        return Extents(f.M, f.C, N * P * Q, 1, repeats, f.x.dtype, self.takes_boxes)
+
+    @property
+    def takes_boxes(self) -> bool:
+        """As for a correlation; g lies as an image, not as filters, and tf32 products cannot be reduced over rows."""
+        f = self.forward
+        return f.takes_boxes(f.y) and f.x.dtype != "float32"
+
+
+def weight_gradient(spec: Conv2dSpec, x: Memory, w: Memory, g: Memory, precision: str) -> WeightGradient:
+    return WeightGradient(forward(spec, x, w, g, precision))
+
+
+def program(d: WeightGradient, tile: Tile) -> Program:
+    """The launches that compute dw (K, R, S, C), contiguous in memory, from tensors x and g."""
+    f = d.forward
+    K, taps = f.M * f.groups, f.rows.count * f.cols.count
+    size, ku = K * taps * f.C, gcd(f.M, 16)
+    _, _, P, Q = f.y.shape
+    scalars = {"P": P, "Q": Q, "K": f.M // ku, "dz": size}
+    constants: dict[str, Any] = {
+        "C": f.C, "R": f.rows.count, "S": f.cols.count, "H0": f.rows.offset, "HD": f.rows.reach, "W0": f.cols.offset,
+        "WD": f.cols.reach, "KU": ku, "PRECISION": f.precision,
+        "BLOCK_M": tile.m, "BLOCK_N": tile.n, "SPLITS": tile.splits,
+    }  # fmt: skip
+    build = _by_boxes if tile.path == "boxes" else _by_pointers
+    grid = (-(-f.M // tile.m) * -(-f.C // tile.n) * taps, tile.splits, f.groups)
+    main = build(f, tile, grid, scalars, constants)
+    if tile.splits == 1:
+        return Program((main,))
+    row = Memory((1, size, 1, 1), (size, 1, size, size), f.x.dtype)
+    return Program((main, sum_recipe(row, tile.splits, False, name="dw")), tile.splits * size)
+
+
+def _by_boxes(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], constants: dict[str, Any]) -> Recipe:
+    (N, K, P, Q), (gn, _, gp, gq) = f.y.shape, f.y.strides
+    box = bn, bp, bq = pixel_box((N, P, Q), tile.k)
+    g = Descriptor((N, P, Q, K), (gn, gp, gq, 1), (bn, bp, bq, tile.m))
+    constants |= {"STRIDE": f.rows.stride, "XC": f.x.shape[1], "BOX_N": bn, "BOX_P": bp, "BOX_Q": bq}
+    descriptors = {"x": x_box(f, box, tile.n), "g": g}
+    return Recipe(
+        wgrad_by_boxes, grid, TENSORS | {"dw": "partial" if tile.splits > 1 else "dw"}, {"N": N} | scalars, constants,
+        tile.warps, tile.stages, descriptors,
+    )  # fmt: skip
+
+
+def _by_pointers(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], constants: dict[str, Any]) -> Recipe:
+    (N, _, P, Q), (gn, _, gp, gq), (xn, _, xh, xw) = f.y.shape, f.y.strides, f.x.strides
+    xu, gu = x_unit(f), f.y.unit
+    scalars |= {"pixels": N * P * Q, "H": f.x.shape[2], "W": f.x.shape[3]}
+    scalars |= {"xn": xn // xu, "xh": xh // xu, "xw": xw // xu, "gn": gn // gu, "gp": gp // gu, "gq": gq // gu}
+    constants |= {"HS": f.rows.stride, "WS": f.cols.stride, "XU": xu, "GU": gu, "NUMBERS": f.numbers, "BLOCK_K": tile.k}
+    constants |= {"WIDE": max(f.x.spans, f.y.spans) >= HUGE}
+    return Recipe(
+        wgrad_by_pointers, grid, TENSORS | {"dw": "partial" if tile.splits > 1 else "dw"}, scalars, constants,
+        tile.warps, tile.stages,
+    )  # fmt: skip

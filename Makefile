@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test lint types bench clean
+.PHONY: run test lint types bench gpu clean
 
 run: $(INSTALLED)
 	$(BIN)/python examples/super_resolution.py
@@ -23,6 +23,10 @@ types: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench pair
+
+# In the machine's own Python, whose torch is built for its CUDA: .venv has a build for the CPU.
+gpu:
+	$(PYTHON) -m bench gpu
 
 # --without-pip and pip --python: some systems ship pip but not the ensurepip that a plain venv needs.
 # --clear takes the old stamp with it and the new one comes last, so that half an install never counts as one.

@@ -1,41 +1,49 @@
-"""``python -m bench pair``: see `bench.pair`."""
+"""``python -m bench COMMAND``: each command is the module of its name."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
-import typer
-
-from bench import pair as pair_bench
-from bench.cases import Stack
-from hetconv.autotune.launch import parse_devices
+import bench
 from hetconv.errors import HetConvError
 
-app = typer.Typer(
-    help="Benchmarks of hetconv.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+# The first line of each one's module, which is imported only to run: `kernels` needs no more than torch and triton.
+COMMANDS = {
+    "pair": "Two unequal devices on a fixed stack of convolutions: "
+    "one alone, an even split, the tuned one, and its bound.",
+    "kernels": "Triton's kernels against cuDNN on the GPU at hand: "
+    "first whether they are right, then how fast both are, in turn.",
+    "gpu": "Everything worth doing while a GPU is at hand, in minutes: "
+    "stages in processes of their own, a table of them last.",
+    "compile": "What the compiler makes of every tile that can be chosen, without a GPU: "
+    "registers, spills, instructions.",
+}  # fmt: skip
 
 
-@app.callback()
-def benchmarks() -> None:
-    """Ratios measured side by side in one run; the last line of output is one JSON document."""
-
-
-@app.command()
-def pair(
-    devices: Annotated[str, typer.Option(help="One per rank.")] = "cpu,cpu@0.5",
-    size: Annotated[int, typer.Option(min=8, help="Height and width of the image.")] = Stack.size,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the results here.")] = None,
-) -> None:
-    """One device alone, an even split, the tuned split, and the tuned shares without communication."""
-    pair_bench.run(parse_devices(devices), Stack(size=size), output)
-
-
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> None:
+    """Runs a command; exits with status 2 where what it is given does not fit."""
+    parser = ArgumentParser(prog="python -m bench", description=bench.__doc__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    module: Any = None
+    for name, line in COMMANDS.items():
+        command = commands.add_parser(name, help=line, description=line)
+        if arguments[:1] == [name]:
+            module = import_module(f"bench.{name}")
+            module.add_arguments(command)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
+    args = parser.parse_args(arguments)
     try:
-        app()
+        module.run(args)
     except HetConvError as e:
         print(f"bench: {e}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -9,6 +9,7 @@ import copy
 import json
 import platform
 import tempfile
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from bench.cases import Stack, stack
 from hetconv import ops
-from hetconv.autotune.launch import run_on
+from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.measure import paired
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.tune import Job, step_of, tune
@@ -39,8 +40,23 @@ MODES: tuple[tuple[str, Mode], ...] = (("inference", "infer"), ("training", "tra
 ROUNDS = {"infer": 25, "train": 11}
 
 
-def run(devices: Sequence[DeviceName], case: Stack, output: Path | None) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--devices", default="cpu,cpu@0.5", help="one per rank (default: %(default)s)")
+    parser.add_argument(
+        "--size", type=_size, default=Stack.size, help="height and width of the image (default: %(default)s)"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 8:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 8")
+    return int(text)
+
+
+def run(args: Namespace) -> None:
     """Prints the ideal first, a line per mode, and the results as one JSON document last."""
+    devices, case, output = parse_devices(args.devices), Stack(size=args.size), args.output
     speeds = [d.speed for d in devices]
     ideal = sum(speeds) / max(speeds)
     print(f"{case} on {', '.join(map(str, devices))}; ideal speed-up over the fastest device {ideal:.2f}x", flush=True)

@@ -1,27 +1,38 @@
-"""hetconv: model-parallel convolution on devices of unequal speed."""
+"""hetconv: model-parallel convolution on devices of unequal speed.
 
-from .errors import (
-    DisagreementError,
-    HetConvError,
-    LayoutError,
-    LostRankError,
-    PlanError,
-    ProfileError,
-    SplitError,
-)
-from .graph import Graph
-from .layout import Box, Layout, Need, apportion
-from .modules import HetConv2d
-from .movement import redistribute
-from .parallel import parallelize
-from .plan import Plan
-from .planner import make_plan
-from .profile import ClusterProfile
-from .recorder import capture
-from .rules import Split
-from .state import full_state_dict, load_full_state_dict
-from .tensor import HetTensor, gather
-from .transport import count_sent
+A name is imported when it is first asked for: the kernels alone need no more than torch, triton and numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import kernels
+    from .errors import (
+        DisagreementError,
+        HetConvError,
+        KernelError,
+        LayoutError,
+        LostRankError,
+        PlanError,
+        ProfileError,
+        SplitError,
+    )
+    from .graph import Graph
+    from .layout import Box, Layout, Need, apportion
+    from .modules import HetConv2d
+    from .movement import redistribute
+    from .parallel import parallelize
+    from .plan import Plan
+    from .planner import make_plan
+    from .profile import ClusterProfile
+    from .recorder import capture
+    from .rules import Split
+    from .state import full_state_dict, load_full_state_dict
+    from .tensor import HetTensor, gather
+    from .transport import count_sent
 
 __all__ = [
     "Box",
@@ -31,6 +42,7 @@ __all__ = [
     "HetConv2d",
     "HetConvError",
     "HetTensor",
+    "KernelError",
     "Layout",
     "LayoutError",
     "LostRankError",
@@ -45,8 +57,40 @@ __all__ = [
     "count_sent",
     "full_state_dict",
     "gather",
+    "kernels",
     "load_full_state_dict",
     "make_plan",
     "parallelize",
     "redistribute",
 ]
+
+_ROOMS = {
+    "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError PlanError ProfileError SplitError",
+    "graph": "Graph",
+    "layout": "Box Layout Need apportion",
+    "modules": "HetConv2d",
+    "movement": "redistribute",
+    "ops": "HetTensor gather",  # of tensor: a HetTensor does nothing before ops is there
+    "parallel": "parallelize",
+    "plan": "Plan",
+    "planner": "make_plan",
+    "profile": "ClusterProfile",
+    "recorder": "capture",
+    "rules": "Split",
+    "state": "full_state_dict load_full_state_dict",
+    "transport": "count_sent",
+}
+_HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "kernels":
+        return import_module(".kernels", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"hetconv has no public name {name!r}; it has {', '.join(__all__)}")
+    value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ..errors import KernelError
 from ..spec import Conv2dSpec
+from .launch import HUGE
 from .tiles import Pass, Tile, tuned
 
 Backend = Literal["auto", "triton", "aten"]
@@ -57,8 +58,8 @@ def unable(q: Question) -> str | None:
         return f"the kernels compute in float16, bfloat16 and float32, not {s.dtype}"
     if s.R * s.S > 63:
         return f"the kernels take filters of up to 63 taps, not {s.R} x {s.S}"
-    if s.K * s.C // s.groups * s.R * s.S >= 2**31:
-        return "the kernels address filters of up to 2**31 numbers"
+    if s.K * s.C // s.groups * s.R * s.S >= HUGE:
+        return "the kernels address filters of up to 2**30 numbers"
     return None
 
 

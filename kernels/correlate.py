@@ -59,7 +59,7 @@ def by_pointers(
     EACH: tl.constexpr = (R * S * CB + SPLITS - 1) // SPLITS
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for it in range(z * EACH, min(z * EACH + EACH, R * S * CB)):
-        tap = (it // CB).to(tl.int64) if WIDE else it // CB
+        tap = tl.cast(it // CB, tl.int64) if WIDE else it // CB
         c0 = (it % CB) * BLOCK_K
         i = tap // S
         j = tap % S
@@ -77,7 +77,7 @@ def by_pointers(
         acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
     if BIAS:
         acc += tl.load(bias + g * M + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
-    y_block = y + z * yz + g * M + (n * yn + p * yp + q * yq)[:, None] * YU + m[None, :]
+    y_block = y + tl.cast(z, tl.int64) * yz + g * M + (n * yn + p * yp + q * yq)[:, None] * YU + m[None, :]
     tl.store(y_block, acc.to(y.dtype.element_ty), mask=inside[:, None] & (m < M)[None, :])
 
 
@@ -95,7 +95,7 @@ def by_boxes(
 ):  # fmt: skip
     """Hopper: boxes of pixels come by the copy engine, which fills zeros out of bounds; operands swapped.
 
-    x describes (N, H, W, C), or at stride 2 the view (N, H/2, 2, W/2, 2 XC); w describes (R, S, M, C), or (R, S, C, M)
+    x describes (N, H, W, C), or at stride 2 the view (2, N, H/2, W/2, 2 XC); w describes (R, S, M, C), or (R, S, C, M)
     transposed. Filters are the left operand: a box folds into a shared-memory view only as the right one.
     """
     M = M * MU
@@ -124,7 +124,7 @@ def by_boxes(
         if STRIDE == 1:
             x_tile = x.load([n0, p0 + h, q0 + v, g * C + c0])
         else:  # an arithmetic shift halves negative numbers downwards
-            x_tile = x.load([n0, p0 + (h >> 1), h & 1, q0 + (v >> 1), (v & 1) * XC + g * C + c0])
+            x_tile = x.load([h & 1, n0, p0 + (h >> 1), q0 + (v >> 1), (v & 1) * XC + g * C + c0])
         x_tile = x_tile.reshape(BLOCK_N, BLOCK_K)
         if TRANSPOSED:
             w_tile = w.load([R0 + i * RD, S0 + j * SD, g * C + c0, m0]).reshape(BLOCK_K, BLOCK_M).T
@@ -143,5 +143,5 @@ def by_boxes(
         n = n.to(tl.int64)
         p = p.to(tl.int64)
         q = q.to(tl.int64)
-    y_block = y + z * yz + g * M + (n * yn + p * yp + q * yq)[:, None] * YU + m[None, :]
+    y_block = y + tl.cast(z, tl.int64) * yz + g * M + (n * yn + p * yp + q * yq)[:, None] * YU + m[None, :]
     tl.store(y_block, acc.T.to(y.dtype.element_ty), mask=inside[:, None] & (m < M)[None, :])

@@ -13,7 +13,7 @@ from ..spec import ITEMSIZE, Conv2dSpec
 from .correlate import by_boxes, by_pointers
 from .launch import HUGE, Descriptor, Memory, Program, Recipe
 from .sums import sum_recipe
-from .tiles import Extents, Tile, pixel_box
+from .tiles import Box, Extents, Image, Tile, pixel_box
 
 Slot = tuple[slice, ...]
 
@@ -55,7 +55,7 @@ class Correlation:
         N, _, P, Q = self.y.shape
         taps, whole = self.rows.count * self.cols.count, self.groups > 1 or self.rows.stride == 2
         boxes = self.takes_boxes(self.w)
-        return Extents(self.M, N * P * Q, self.C, taps, self.groups, self.x.dtype, boxes, (N, P, Q), whole)
+        return Extents(self.M, N * P * Q, self.C, taps, self.groups, self.x.dtype, (N, P, Q), boxes, whole)
 
     def takes_boxes(self, other: Memory) -> bool:
         """Whether the copy engine can fetch x and the other operand.
@@ -118,13 +118,14 @@ def program(c: Correlation, tile: Tile, bias: bool, slot: Slot | None = None) ->
 
 def _by_boxes(c: Correlation, tile: Tile, bias: bool, y: str, slot: Slot | None) -> Recipe:
     (K, C, R, S), (wk, _, wr, ws), (N, _, P, Q) = c.w.shape, c.w.strides, c.y.shape
-    box = bn, bp, bq = pixel_box((N, P, Q), tile.n)
+    box = pixel_box((N, P, Q), tile.n)
     w = Descriptor((R, S, K, C), (wr, ws, wk, 1), (1, 1, *((tile.k, tile.m) if c.transposed else (tile.m, tile.k))))
-    tiles = -(-c.M // tile.m) * -(-N // bn) * -(-P // bp) * -(-Q // bq)
     scalars, constants = _common(c, tile, bias)
-    constants |= {"STRIDE": c.rows.stride, "XC": c.x.shape[1], "BOX_N": bn, "BOX_P": bp, "BOX_Q": bq}
+    constants |= {"STRIDE": c.rows.stride, "XC": c.x.shape[1]}
+    constants["BOX_N"], constants["BOX_P"], constants["BOX_Q"] = box.sizes
     return Recipe(
-        by_boxes, (tiles, tile.splits, c.groups), {"x": "x", "w": "w", "y": y, "bias": "bias" if bias else y},
+        by_boxes, (-(-c.M // tile.m) * box.copies, tile.splits, c.groups),
+        {"x": "x", "w": "w", "y": y, "bias": "bias" if bias else y},
         {"N": N} | scalars, constants, tile.warps, tile.stages,
         {"x": x_box(c, box, tile.k), "w": w}, {"y": slot} if slot else {},
     )  # fmt: skip
@@ -146,12 +147,21 @@ def _by_pointers(c: Correlation, tile: Tile, bias: bool, y: str, slot: Slot | No
     )  # fmt: skip
 
 
-def x_box(c: Correlation, box: tuple[int, int, int], channels: int) -> Descriptor:
+def x_box(c: Correlation, box: Box, channels: int) -> Descriptor:
     """x as the copy engine sees it; at stride 2 rows and columns are pairs, of which a box takes one parity."""
-    (N, C, H, W), (n, _, h, w), (bn, bp, bq) = c.x.shape, c.x.strides, box
+    (N, C, H, W), (n, _, h, w) = c.x.shape, c.x.strides
     if c.rows.stride == 1:
-        return Descriptor((N, H, W, C), (n, h, w, 1), (bn, bp, bq, channels))
-    return Descriptor((N, H // 2, 2, W // 2, 2 * C), (n, 2 * h, h, 2 * w, 1), (bn, bp, 1, bq, channels))
+        return image_box((N, H, W), (n, h, w), C, box, channels)
+    pairs = image_box((N, H // 2, W // 2), (n, 2 * h, 2 * w), 2 * C, box, channels)
+    return Descriptor((2, *pairs.shape), (h, *pairs.strides), (1, *pairs.block))
+
+
+def image_box(sizes: Image, strides: Image, C: int, box: Box, channels: int) -> Descriptor:
+    """An image's samples, rows and columns, in the box's order, then channels."""
+    a, b, c = box.order
+    return Descriptor(
+        (sizes[a], sizes[b], sizes[c], C), (strides[a], strides[b], strides[c], 1), (*box.sizes, channels)
+    )
 
 
 def x_unit(c: Correlation) -> int:

@@ -51,9 +51,10 @@ def conv2d(
 
     ``out`` receives the result, say a slice of the channels of a larger tensor; such a call is not differentiable.
     ``backend``: "aten", "triton", or "auto", ATen on a CPU and on CUDA the faster one where it is known (`choice`).
-    ``tile`` is the Triton kernel's, by default `tiles.default`.
+    ``tile`` is the Triton kernel's in the forward pass, by default `tiles.default`.
 
-    Raises `KernelError` for shapes, dtypes and devices that do not fit, and where Triton is asked for and cannot.
+    Raises `KernelError` for shapes, dtypes and devices that do not fit, and where Triton is asked for and cannot;
+    `HetConvError` for a ``padding`` that is none.
     """
     x, weight, bias = autocast(x, weight, bias)
     steps, reach = _pair(stride, "stride"), _pair(dilation, "dilation")
@@ -218,7 +219,8 @@ def _into(
 def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments in autocast's dtype, where it is on; as in torch, float64 stays."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # a meta tensor has none
+    if not on or x.dtype == torch.float64:
         return x, w, b
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), b.to(dtype) if b is not None else None

@@ -23,7 +23,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class Report:
     """Per thread and per program. ``spills``: instructions that move registers to or from local memory.
 
-    ``wgmma`` and ``mma``: tensor core instructions; ``copies``: by the copy engine; ``stores`` of 16 bytes and others.
+    ``wgmma`` and ``mma``: tensor core instructions; ``copies``: by the copy engine; ``stores`` of 16 bytes and others;
+    ``loop``: instructions of the main loop, from the target of its branch to the branch, or 0 where there is none.
     """
 
     registers: int
@@ -35,6 +36,7 @@ class Report:
     stores_128: int
     stores_narrow: int
     instructions: int
+    loop: int
 
 
 def report(recipe: Recipe, dtype: str, arch: int) -> Report:
@@ -56,6 +58,7 @@ def report(recipe: Recipe, dtype: str, arch: int) -> Report:
     assert registers is not None
     stores = re.findall(r"\bSTG\.\S+", sass)
     wide = sum(".128" in s for s in stores)
+    code = [(int(a, 16), text) for a, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/(.*?);", sass, re.M)]
     counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTMALDG")}
     return Report(
         registers=int(registers[1]),
@@ -66,8 +69,24 @@ def report(recipe: Recipe, dtype: str, arch: int) -> Report:
         copies=counts["UTMALDG"],
         stores_128=wide,
         stores_narrow=len(stores) - wide,
-        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.M)),
+        instructions=len(code),
+        loop=_loop(code),
     )
+
+
+def _loop(code: list[tuple[int, str]]) -> int:
+    """Instructions of the shortest run from the target of a branch backwards to it that holds the most products.
+
+    Others wait for a copy, from out of line, or sum what is left of a loop that was unrolled.
+    """
+    found = []
+    for at, text in code:
+        branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)
+        if branch and int(branch[1], 16) < at:
+            body = [t for a, t in code if int(branch[1], 16) <= a <= at]
+            found.append((sum(bool(re.search(r"\b(HGMMA|HMMA|FFMA)\b", t)) for t in body), -len(body)))
+    products, length = max(found, default=(0, 0))
+    return -length if products else 0
 
 
 def source(recipe: Recipe, dtype: str) -> ASTSource:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from ..spec import ITEMSIZE, Conv2dSpec
 from .launch import Chip
 
 Path = Literal["boxes", "pointers"]
+Image = tuple[int, int, int]  # samples, rows, columns
 Pass = Literal["forward", "input gradient", "weight gradient"]
 
 
@@ -56,22 +57,21 @@ class Tile:
         return Tile(path, *map(int, numbers))  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
-        powers = all(v >= 16 and v & (v - 1) == 0 for v in (self.m, self.n, self.k))
+        powers = all(16 <= v <= 256 and v & (v - 1) == 0 for v in (self.m, self.n, self.k))
         if not powers or self.warps not in (1, 2, 4, 8, 16) or self.stages < 1 or self.splits < 1:
             raise KernelError(
-                f"tile {self} cannot be run: m, n and k must be powers of two of at least 16, "
+                f"tile {self} cannot be run: m, n and k must be powers of two from 16 to 256, "
                 "warps 1, 2, 4, 8 or 16, stages and splits at least 1"
             )
 
 
 @dataclass(frozen=True)
 class Extents:
-    """A pass as a matrix product: rows, columns and length of the reduction, and into how many the two are cut apart.
+    """A pass as a matrix product of ``m`` by ``n`` results, as `Tile` counts them, ``repeats`` of which are computed.
 
-    ``channels`` is what a step of the reduction must not cross: the channels of one tap, or all pixels.
-    ``repeats`` counts products of this size: taps of a weight gradient, times groups. ``boxes``: whether Hopper's copy
-    engine can fetch the operands, with ``image`` the samples, rows and columns that ``n`` counts, and ``whole`` whether
-    its steps must then divide the channels.
+    Each sums ``taps`` times over ``channels``, or over the pixels of ``image`` (samples, rows, columns) where
+    ``over_pixels``; ``n`` else counts these. ``boxes``: whether Hopper's copy engine can fetch the operands, and
+    ``whole`` whether its steps must then divide the channels.
     """
 
     m: int
@@ -80,9 +80,10 @@ class Extents:
     taps: int
     repeats: int
     dtype: str
+    image: Image
     boxes: bool = False
-    image: tuple[int, int, int] | None = None
     whole: bool = False
+    over_pixels: bool = False
 
     def padded(self, tile: Tile) -> int:
         """Results computed, counting those that a tile computes beyond the edge."""
@@ -90,12 +91,18 @@ class Extents:
 
     def tiles(self, tile: Tile) -> int:
         n = _up(self.n, tile.n)
-        if tile.path == "boxes" and self.image is not None:
-            n = prod(_up(a, b) for a, b in zip(self.image, pixel_box(self.image, tile.n), strict=True))
+        if tile.path == "boxes" and not self.over_pixels:
+            n = pixel_box(self.image, tile.n).copies
         return _up(self.m, tile.m) * n * self.repeats
 
     def steps(self, tile: Tile) -> int:
-        return _up(self.channels, tile.k) * self.taps
+        return self.steps_of(tile.path, tile.k)
+
+    def steps_of(self, path: Path, k: int) -> int:
+        """Steps of ``k`` numbers that a reduction takes."""
+        if not self.over_pixels:
+            return _up(self.channels, k) * self.taps
+        return pixel_run(self.image, k).copies if path == "boxes" else _up(prod(self.image), k)
 
 
 # (m, n, warps, stages), larger first: those that compile without a spill for every dtype that uses tensor cores.
@@ -105,14 +112,19 @@ SHAPES: Mapping[Path, tuple[tuple[int, int, int, int], ...]] = {
         (64, 256, 8, 3), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4),
     ),
     "pointers": (
-        (128, 128, 8, 3), (64, 128, 4, 4), (128, 64, 4, 4),
-        (64, 64, 4, 4), (32, 128, 4, 4), (32, 64, 4, 4), (16, 128, 4, 4),
+        (128, 128, 8, 3), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4),
+        (64, 32, 4, 4), (32, 128, 4, 4), (32, 64, 4, 4), (16, 128, 4, 4),
     ),
 }  # fmt: skip
-WAVES = 1.5  # tiles per multiprocessor that keep it busy
-WASTE = 1.15  # the most that a larger tile may pad beyond the one that pads least
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FEWEST_STEPS = 4  # of a reduction that is split
-MOST_SPLITS = 256
+LONGEST = 256  # side of a box that the copy engine fetches
+WASTE = 1.15  # as many more copies are a fair price for operands that stay in shared memory
+
+# To rank tiles by, from data sheets: nothing here was measured. In cycles, per multiprocessor.
+MACS = {80: 1024, 86: 512, 89: 512, 90: 2048}  # multiplications in 16 bits; others like the next older chip
+CACHE_BYTES = 40  # from the level-2 cache
+STEP, FILL, LAUNCH = 150, 2000, 3000  # waiting in a step, filling and draining a pipeline, one more kernel
 
 
 def space(work: Extents, chip: Chip) -> Iterator[Tile]:
@@ -123,20 +135,27 @@ def space(work: Extents, chip: Chip) -> Iterator[Tile]:
             yield from (t for t in tiles if fits(t, work, chip))
 
 
+@lru_cache(4096)
 def default(work: Extents, chip: Chip) -> Tile:
-    """The largest tile that fits, pads little and keeps the chip busy; else the one with most tiles.
-
-    A reduction over pixels is split for that from the outset, one over channels only where no tile does.
-    """
+    """The tile, and the splits of its reduction, of the fewest `cycles`."""
     path: Path = "boxes" if takes_boxes(work, chip) else "pointers"
-    k = depths(work, path)[0]
-    found = [t for m, n, w, s in SHAPES[path] if (t := _shrunk(Tile(path, m, n, k, w, s), work, chip)) is not None]
-    least = min(map(work.padded, found))
-    tight = [t for t in found if work.padded(t) <= WASTE * least]
-    most = {t: max(min(work.steps(t) // FEWEST_STEPS, MOST_SPLITS), 1) for t in tight}
-    busy = [t for t in tight if work.tiles(t) * (most[t] if work.image is None else 1) >= WAVES * chip.sms]
-    tile = busy[0] if busy else max(tight, key=lambda t: (work.tiles(t) * most[t], t.m * t.n))
-    return replace(tile, splits=max(min(int(WAVES * chip.sms) // work.tiles(tile), most[tile]), 1))
+    shapes = [Tile(path, m, n, k, w, s) for (m, n, w, s), k in product(SHAPES[path], depths(work, path))]
+    whole = [t for shape in shapes if (t := _shrunk(shape, work, chip)) is not None]
+    found = [replace(t, splits=z) for t in whole for z in SPLITS if _shares(work.steps(t), z)]
+    return min(found, key=lambda t: cycles(t, work, chip))
+
+
+def cycles(tile: Tile, work: Extents, chip: Chip) -> float:
+    """A rough count that ranks tiles: products or fetches, whichever takes longer, in waves of one tile for each SM."""
+    item, results = ITEMSIZE[work.dtype], work.m * work.n * work.repeats
+    macs = MACS[max(a for a in MACS if a <= max(chip.arch, 80))] * 2 / item
+    step = max(tile.m * tile.n * tile.k / macs, (tile.m + tile.n) * tile.k * item / CACHE_BYTES) + STEP
+    each = _up(work.steps(tile), tile.splits) * step + FILL
+    total = _up(work.tiles(tile) * tile.splits, chip.sms) * each
+    if tile.splits == 1:
+        return total
+    moved = (2 * 4 * tile.splits + item) * results
+    return total + moved / (CACHE_BYTES * chip.sms) + LAUNCH
 
 
 def takes_boxes(work: Extents, chip: Chip) -> bool:
@@ -150,12 +169,17 @@ def fits(tile: Tile, work: Extents, chip: Chip) -> bool:
 
 
 def depths(work: Extents, path: Path) -> list[int]:
-    """Steps of a reduction, deepest first: 128 bytes, or less where that pads the channels of a tap by much."""
+    """Steps of a reduction, deepest first: 128 bytes, and less where that pads the channels of a tap less."""
     found = [k for k in (64, 32, 16) if k * ITEMSIZE[work.dtype] <= 128]
     if path == "boxes" and work.whole:
         found = [k for k in found if work.channels % k == 0]
-    least = min(_up(work.channels, k) * k for k in found)
-    return [k for k in found if _up(work.channels, k) * k <= WASTE * least]
+    lengths = {k: work.steps_of(path, k) * k for k in found}
+    return [k for i, k in enumerate(found) if all(lengths[k] < lengths[j] for j in found[:i])]
+
+
+def _shares(steps: int, splits: int) -> bool:
+    """Whether a reduction is worth splitting so, and leaves no program without a step."""
+    return splits == 1 or (splits * FEWEST_STEPS <= steps and (splits - 1) * _up(steps, splits) < steps)
 
 
 def _shrunk(tile: Tile, work: Extents, chip: Chip) -> Tile | None:
@@ -164,19 +188,41 @@ def _shrunk(tile: Tile, work: Extents, chip: Chip) -> Tile | None:
     return replace(tile, stages=stages[0]) if stages else None
 
 
-def pixel_box(shape: tuple[int, int, int], pixels: int) -> tuple[int, int, int]:
-    """The box of ``pixels`` (samples, rows, columns), powers of two, that covers a shape in the fewest copies.
+class Box(NamedTuple):
+    """A box of pixels: how many of each dimension, in an ``order`` of samples (0), rows (1) and columns (2)."""
 
-    Of several the squarest, whose taps overlap most.
+    sizes: Image
+    copies: int  # that cover the image
+    order: Image = (0, 1, 2)
+
+
+@lru_cache(4096)
+def pixel_box(image: Image, pixels: int) -> Box:
+    """The box of ``pixels``, powers of two, that covers an image in the fewest copies; of several the squarest.
+
+    A square's taps overlap most.
     """
     found = []
     for i, j in product(range(pixels.bit_length()), repeat=2):
         p, q = 1 << i, 1 << j
-        if p * q <= pixels and max(p, q, pixels // (p * q)) <= 256:
-            box = (pixels // (p * q), p, q)
-            copies = prod(_up(a, b) for a, b in zip(shape, box, strict=True))
-            found.append((copies, abs(i - j), -j, box))
-    return min(found)[3]
+        if p * q <= pixels and max(p, q, pixels // (p * q)) <= LONGEST:
+            sizes = (pixels // (p * q), p, q)
+            copies = prod(_up(a, b) for a, b in zip(image, sizes, strict=True))
+            found.append((copies, abs(i - j), -j, sizes))
+    copies, _, _, sizes = min(found)
+    return Box(sizes, copies)
+
+
+@lru_cache(4096)
+def pixel_run(image: Image, pixels: int) -> Box:
+    """The same for a left operand: a run along one dimension, ordered last, unless that takes many more copies.
+
+    A run stays in shared memory as it was fetched, other boxes go through registers.
+    """
+    orders = ((0, 1, 2), (0, 2, 1), (1, 2, 0))
+    found = [Box((1, 1, pixels), prod(image) // image[o[2]] * _up(image[o[2]], pixels), o) for o in orders]
+    run, box = min(found, key=lambda b: b.copies), pixel_box(image, pixels)
+    return run if run.copies <= WASTE * box.copies and pixels <= LONGEST else box
 
 
 def _up(a: int, b: int) -> int:

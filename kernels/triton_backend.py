@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import KernelError
 from ..spec import Conv2dSpec
 from . import dgrad, fprop, wgrad
-from .launch import Chip, Four, Memory, Program, chip_of
+from .launch import HUGE, Chip, Four, Memory, Program, chip_of
 from .tiles import Extents, Tile, default, fits
 
 
@@ -18,7 +18,7 @@ def forward(
     spec: Conv2dSpec, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None, precision: str, tile: Tile | None
 ) -> Tensor:
     """y, written to ``out`` where one is given; x and w as `op.spec_of` has checked them."""
-    x, w = nhwc(x), nhwc(w)
+    x, w = nhwc(x), krsc(w)
     y = out if out is not None else _empty(spec.y_shape, x)
     lies = Memory.of(y)
     if lies.strides[1] != 1 and y.numel():
@@ -36,7 +36,7 @@ def forward(
 
 
 def input_gradient(spec: Conv2dSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None) -> Tensor:
-    g, w = nhwc(g), nhwc(w)
+    g, w = nhwc(g), krsc(w)
     dx = _empty(spec.x_shape, x)
     if dx.numel() == 0 or g.numel() == 0:
         return dx.zero_()
@@ -63,6 +63,12 @@ def weight_gradient(spec: Conv2dSpec, g: Tensor, x: Tensor, w: Tensor, precision
 def nhwc(t: Tensor) -> Tensor:
     """The tensor itself if its channels lie beside each other, else a copy in channels_last."""
     return t if t.shape[1] == 1 or t.stride(1) == 1 else t.contiguous(memory_format=torch.channels_last)
+
+
+def krsc(w: Tensor) -> Tensor:
+    """The same of filters, which the kernels address with 32 bits: those strewn further are copied too."""
+    w = nhwc(w)
+    return w if Memory.of(w).spans < HUGE else torch.empty_like(w, memory_format=torch.channels_last).copy_(w)
 
 
 def _empty(shape: Four, like: Tensor) -> Tensor:

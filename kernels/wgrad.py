@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from ..spec import Conv2dSpec
-from .fprop import Correlation, forward, x_box, x_unit
-from .launch import HUGE, Descriptor, Memory, Program, Recipe
+from .fprop import Correlation, forward, image_box, x_box, x_unit
+from .launch import HUGE, Memory, Program, Recipe
 from .sums import sum_recipe
-from .tiles import Extents, Tile, pixel_box
+from .tiles import Extents, Tile, pixel_run
 
 Grid = tuple[int, int, int]
 TENSORS = {"x": "x", "g": "g"}
@@ -45,9 +45,9 @@ def wgrad_by_pointers(
     w0 = W0 + tap % S * WD
     each = tl.cdiv(tl.cdiv(pixels, BLOCK_K), SPLITS)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    first = (z * each).to(tl.int64) if WIDE else z * each
+    first = z * each
     for it in range(first, min(first + each, tl.cdiv(pixels, BLOCK_K))):
-        pixel = it * BLOCK_K + tl.arange(0, BLOCK_K)
+        pixel = tl.cast(it, tl.int64 if WIDE else tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
         q = pixel % Q
         p = pixel // Q % P
         n = pixel // Q // P
@@ -67,22 +67,26 @@ def wgrad_by_pointers(
         x_tile = tl.load(x + x_at, mask=x_ok, other=0.0)
         acc = tl.dot(g_tile.T, x_tile, acc, input_precision=PRECISION)
     at = ((group * K + k[:, None]) * (R * S) + tap) * C + c[None, :]
-    tl.store(dw + z * dz + at, acc.to(dw.dtype.element_ty), mask=(k < K)[:, None] & (c < C)[None, :])
+    tl.store(dw + tl.cast(z, tl.int64) * dz + at, acc.to(dw.dtype.element_ty), mask=(k < K)[:, None] & (c < C)[None, :])
 
 
 @triton.jit
 def wgrad_by_boxes(
     x, g, dw,
-    N, P, Q, K, dz,
+    SIZE_0, SIZE_1, SIZE_2, K, dz,
     C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     STRIDE: tl.constexpr, H0: tl.constexpr, HD: tl.constexpr, W0: tl.constexpr, WD: tl.constexpr,
     XC: tl.constexpr, KU: tl.constexpr, PRECISION: tl.constexpr,
-    BOX_N: tl.constexpr, BOX_P: tl.constexpr, BOX_Q: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BOX_0: tl.constexpr, BOX_1: tl.constexpr, BOX_2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The same on Hopper: boxes of g (N, P, Q, K) and x, shifted by the tap, through the copy engine."""
+    """The same on Hopper: boxes of g and x, shifted by the tap, come by the copy engine.
+
+    Their samples, rows and columns are in any order; ROWS and COLS say at which place. Pixels of a box beyond g are
+    zero and still multiplied: an infinite or NaN x there reaches taps that do not read it.
+    """
     K = K * KU
-    BLOCK_K: tl.constexpr = BOX_N * BOX_P * BOX_Q
+    BLOCK_K: tl.constexpr = BOX_0 * BOX_1 * BOX_2
     TILES_C: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     z = tl.program_id(1)
@@ -92,25 +96,35 @@ def wgrad_by_boxes(
     k0 = pid // (R * S) // TILES_C * BLOCK_M
     h = H0 + tap // S * HD
     v = W0 + tap % S * WD
-    tiles_q = tl.cdiv(Q, BOX_Q)
-    tiles_p = tl.cdiv(P, BOX_P)
-    steps = tiles_q * tiles_p * tl.cdiv(N, BOX_N)
+    if STRIDE == 1:
+        row = h
+        col = v
+    else:  # an arithmetic shift halves negative numbers downwards
+        row = h >> 1
+        col = v >> 1
+    shift_0 = row if ROWS == 0 else 0
+    shift_1 = row if ROWS == 1 else (col if COLS == 1 else 0)
+    shift_2 = row if ROWS == 2 else (col if COLS == 2 else 0)
+    tiles_1 = tl.cdiv(SIZE_1, BOX_1)
+    tiles_2 = tl.cdiv(SIZE_2, BOX_2)
+    steps = tl.cdiv(SIZE_0, BOX_0) * tiles_1 * tiles_2
     each = tl.cdiv(steps, SPLITS)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for it in range(z * each, min(z * each + each, steps)):
-        q0 = it % tiles_q * BOX_Q
-        p0 = it // tiles_q % tiles_p * BOX_P
-        n0 = it // tiles_q // tiles_p * BOX_N
-        g_tile = g.load([n0, p0, q0, group * K + k0]).reshape(BLOCK_K, BLOCK_M)
+        at_2 = it % tiles_2 * BOX_2
+        at_1 = it // tiles_2 % tiles_1 * BOX_1
+        at_0 = it // tiles_2 // tiles_1 * BOX_0
+        g_tile = g.load([at_0, at_1, at_2, group * K + k0]).reshape(BLOCK_K, BLOCK_M)
         if STRIDE == 1:
-            x_tile = x.load([n0, p0 + h, q0 + v, group * C + c0])
+            x_tile = x.load([at_0 + shift_0, at_1 + shift_1, at_2 + shift_2, group * C + c0])
         else:
-            x_tile = x.load([n0, p0 + (h >> 1), h & 1, q0 + (v >> 1), (v & 1) * XC + group * C + c0])
+            channel = (v & 1) * XC + group * C + c0
+            x_tile = x.load([h & 1, at_0 + shift_0, at_1 + shift_1, at_2 + shift_2, channel])
         acc = tl.dot(g_tile.T, x_tile.reshape(BLOCK_K, BLOCK_N), acc, input_precision=PRECISION)
     k = k0 + tl.arange(0, BLOCK_M)
     c = c0 + tl.arange(0, BLOCK_N)
     at = ((group * K + k[:, None]) * (R * S) + tap) * C + c[None, :]
-    tl.store(dw + z * dz + at, acc.to(dw.dtype.element_ty), mask=(k < K)[:, None] & (c < C)[None, :])
+    tl.store(dw + tl.cast(z, tl.int64) * dz + at, acc.to(dw.dtype.element_ty), mask=(k < K)[:, None] & (c < C)[None, :])
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,7 @@ class WeightGradient:
         f = self.forward
         N, _, P, Q = f.y.shape
         repeats = f.rows.count * f.cols.count * f.groups
-        return Extents(f.M, f.C, N * P * Q, 1, repeats, f.x.dtype, self.takes_boxes)
+        return Extents(f.M, f.C, 1, 1, repeats, f.x.dtype, (N, P, Q), self.takes_boxes, over_pixels=True)
 
     @property
     def takes_boxes(self) -> bool:
@@ -142,8 +156,7 @@ def program(d: WeightGradient, tile: Tile) -> Program:
     f = d.forward
     K, taps = f.M * f.groups, f.rows.count * f.cols.count
     size, ku = K * taps * f.C, gcd(f.M, 16)
-    _, _, P, Q = f.y.shape
-    scalars = {"P": P, "Q": Q, "K": f.M // ku, "dz": size}
+    scalars = {"K": f.M // ku, "dz": size}
     constants: dict[str, Any] = {
         "C": f.C, "R": f.rows.count, "S": f.cols.count, "H0": f.rows.offset, "HD": f.rows.reach, "W0": f.cols.offset,
         "WD": f.cols.reach, "KU": ku, "PRECISION": f.precision,
@@ -160,12 +173,14 @@ def program(d: WeightGradient, tile: Tile) -> Program:
 
 def _by_boxes(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], constants: dict[str, Any]) -> Recipe:
     (N, K, P, Q), (gn, _, gp, gq) = f.y.shape, f.y.strides
-    box = bn, bp, bq = pixel_box((N, P, Q), tile.k)
-    g = Descriptor((N, P, Q, K), (gn, gp, gq, 1), (bn, bp, bq, tile.m))
-    constants |= {"STRIDE": f.rows.stride, "XC": f.x.shape[1], "BOX_N": bn, "BOX_P": bp, "BOX_Q": bq}
-    descriptors = {"x": x_box(f, box, tile.n), "g": g}
+    box = pixel_run((N, P, Q), tile.k)
+    constants |= {"STRIDE": f.rows.stride, "XC": f.x.shape[1]}
+    constants["BOX_0"], constants["BOX_1"], constants["BOX_2"] = box.sizes
+    constants |= {"ROWS": box.order.index(1), "COLS": box.order.index(2)}
+    scalars["SIZE_0"], scalars["SIZE_1"], scalars["SIZE_2"] = ((N, P, Q)[i] for i in box.order)
+    descriptors = {"x": x_box(f, box, tile.n), "g": image_box((N, P, Q), (gn, gp, gq), K, box, tile.m)}
     return Recipe(
-        wgrad_by_boxes, grid, TENSORS | {"dw": "partial" if tile.splits > 1 else "dw"}, {"N": N} | scalars, constants,
+        wgrad_by_boxes, grid, TENSORS | {"dw": "partial" if tile.splits > 1 else "dw"}, scalars, constants,
         tile.warps, tile.stages, descriptors,
     )  # fmt: skip
 
@@ -173,7 +188,7 @@ def _by_boxes(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], c
 def _by_pointers(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], constants: dict[str, Any]) -> Recipe:
     (N, _, P, Q), (gn, _, gp, gq), (xn, _, xh, xw) = f.y.shape, f.y.strides, f.x.strides
     xu, gu = x_unit(f), f.y.unit
-    scalars |= {"pixels": N * P * Q, "H": f.x.shape[2], "W": f.x.shape[3]}
+    scalars |= {"pixels": N * P * Q, "P": P, "Q": Q, "H": f.x.shape[2], "W": f.x.shape[3]}
     scalars |= {"xn": xn // xu, "xh": xh // xu, "xw": xw // xu, "gn": gn // gu, "gp": gp // gu, "gq": gq // gu}
     constants |= {"HS": f.rows.stride, "WS": f.cols.stride, "XU": xu, "GU": gu, "NUMBERS": f.numbers, "BLOCK_K": tile.k}
     constants |= {"WIDE": max(f.x.spans, f.y.spans) >= HUGE}

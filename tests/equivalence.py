@@ -17,6 +17,7 @@ from hetconv.rules import Split
 from .nets import plan_of
 
 Differences = dict[str, float]
+Difference = Callable[[Tensor | None, Tensor | None], float]
 Model = Callable[..., Any]
 TOLERANCE = 1e-10
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -40,6 +41,14 @@ def apart(a: Tensor | None, b: Tensor | None) -> float:
     return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
 
 
+def relative(a: Tensor | None, b: Tensor | None) -> float:
+    """‖a - b‖ / ‖b‖, for types in which a rounding may turn a ReLU."""
+    rough = apart(a, b)
+    if a is None or b is None or rough in (0.0, float("inf")):
+        return rough
+    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
+
+
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """The gradients of the whole parameters by name; collective."""
     found = {name: p.grad for name, p in model.named_parameters()}
@@ -59,21 +68,24 @@ def leaves(result: Any) -> list[Tensor]:
 def loss_of(result: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for y in leaves(result):
-        weights = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape)
+        weights = torch.linspace(-1, 2, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)
         total = total + (y.double() * weights).sum() + y.double().square().mean()
     return total
 
 
-def pair(make: Callable[[], nn.Module], splits: Mapping[str, Split], world: int) -> tuple[nn.Module, nn.Module]:
-    """A model in float64, and the same one cut up."""
+def pair(
+    make: Callable[[], nn.Module], splits: Mapping[str, Split], world: int,
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64,
+) -> tuple[nn.Module, nn.Module]:  # fmt: skip
+    """A model in float64, or in ``dtype``, and the same one cut up."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    serial = make()
+    serial = make().to(device, dtype)
     cut = copy.deepcopy(serial)
     return serial, hetconv.parallelize(cut, plan_of(cut, splits, world))
 
 
-def one_step(serial: nn.Module, cut: nn.Module, *inputs: Tensor) -> Differences:
+def one_step(serial: nn.Module, cut: nn.Module, *inputs: Tensor, by: Difference = apart) -> Differences:
     """Outputs, loss and all gradients of one forward and backward."""
     mine = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     theirs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
@@ -82,10 +94,10 @@ def one_step(serial: nn.Module, cut: nn.Module, *inputs: Tensor) -> Differences:
     loss.backward()
     expected_loss.backward()
     same = zip(leaves(result), leaves(expected), strict=True)
-    found = {f"output {i}": apart(a, b) for i, (a, b) in enumerate(same)} | {"loss": apart(loss, expected_loss)}
-    found |= {f"input gradient {i}": apart(a.grad, b.grad) for i, (a, b) in enumerate(zip(mine, theirs, strict=True))}
+    found = {f"output {i}": by(a, b) for i, (a, b) in enumerate(same)} | {"loss": by(loss, expected_loss)}
+    found |= {f"input gradient {i}": by(a.grad, b.grad) for i, (a, b) in enumerate(zip(mine, theirs, strict=True))}
     gradients = full_gradients(cut)
-    return found | {f"gradient {k}": apart(gradients[k], p.grad) for k, p in serial.named_parameters()}
+    return found | {f"gradient {k}": by(gradients[k], p.grad) for k, p in serial.named_parameters()}
 
 
 def same_state(serial: nn.Module, cut: nn.Module) -> Differences:

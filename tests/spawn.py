@@ -1,6 +1,7 @@
 """Runs functions on gloo ranks: a pool that is kept for many checks, or ranks of their own for those that die.
 
-Rendezvous is a file, so ports never clash. ``fn`` is a function of a module, started alike on every rank.
+Another backend can be named. Rendezvous is a file, so ports never clash. ``fn`` is a function of a module, started
+alike on every rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=60)
 GRACE = 10.0  # seconds that ranks get to finish once another one has failed
+Method = Literal["fork", "spawn"]  # a process that has used CUDA cannot be forked
 Outcome = tuple[bool, Any]  # (whether it returned, what it returned or the traceback)
 
 
@@ -30,9 +32,9 @@ class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def _serve(rank: int, world: int, folder: str, jobs: Connection) -> None:
+def _serve(rank: int, world: int, folder: str, backend: str, jobs: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=TIMEOUT)
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=TIMEOUT)
     while (job := jobs.recv_bytes()) != b"stop":
         torch.manual_seed(0)
         try:
@@ -48,13 +50,13 @@ def _serve(rank: int, world: int, folder: str, jobs: Connection) -> None:
 class Pool:
     """``world`` ranks of one process group that take jobs one after the other."""
 
-    def __init__(self, world: int) -> None:
-        context = mp.get_context("fork")
+    def __init__(self, world: int, method: Method = "fork", backend: str = "gloo") -> None:
+        context: Any = mp.get_context(method)
         self._folder = tempfile.mkdtemp()
         self._ends, self._ranks = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            p = context.Process(target=_serve, args=(rank, world, self._folder, there), daemon=True)
+            p = context.Process(target=_serve, args=(rank, world, self._folder, backend, there), daemon=True)
             p.start()
             there.close()
             self._ends.append(here)
@@ -94,16 +96,19 @@ def _received(end: Connection) -> Outcome:
     return outcome
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, Method, str], Pool] = {}
 
 
-def on_ranks(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, method: Method = "fork", backend: str = "gloo"
+) -> list[Any]:
     """``fn(*args)`` on every rank of the pool of ``world``, in rank order. A pool that failed is not used again."""
-    if world not in _pools:
-        _pools[world] = Pool(world)
-    found = _pools[world].outcomes(fn, *args)
+    key = (world, method, backend)
+    if key not in _pools:
+        _pools[key] = Pool(*key)
+    found = _pools[key].outcomes(fn, *args)
     if not all(ok for ok, _ in found):
-        _pools.pop(world).close()
+        _pools.pop(key).close()
     return _values(found)
 
 

@@ -1,4 +1,4 @@
-"""What the tests draw: shares, shapes, layouts, needs and windows."""
+"""What the tests draw: shares, shapes, layouts, needs, windows and convolutions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from hetconv.layout import Box, Layout, Need
-from hetconv.spec import Window
+from hetconv.spec import Conv2dSpec, Window
 
 worlds = st.integers(1, 4)
 windows = st.builds(
@@ -52,4 +52,26 @@ def sharded(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Layout:
 def layouts(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Layout]:
     return st.one_of(
         st.just(Layout.replicated(shape, world)), st.just(Layout.partial(shape, world)), sharded(shape, world)
+    )
+
+
+@st.composite
+def convolutions(
+    draw: st.DrawFn, dtypes: tuple[str, ...], strides: st.SearchStrategy[int], *, aligned: bool = False
+) -> Conv2dSpec:
+    """Small ones of any geometry, depthwise ones among them. ``aligned``: 16-byte channels, or 32 in each group."""
+    groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    unit = (32 if groups > 1 else 8) if aligned else 1
+    C, K = (unit * draw(st.integers(1, max(40 // unit // groups, 1))) for _ in range(2))
+    R, S = (draw(st.sampled_from([1, 2, 3, 3, 4, 5, 7])) for _ in range(2))
+    stride = draw(strides), draw(strides)
+    dilation = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    padding, image = [], []
+    for k, s, d in zip((R, S), stride, dilation, strict=True):
+        lo, hi, out, spare = draw(st.tuples(*(st.integers(a, b) for a, b in ((0, 4), (0, 4), (1, 5), (0, s - 1)))))
+        padding.append((lo, hi))
+        image.append(max((out - 1) * s + d * (k - 1) + 1 + spare - lo - hi, 1))
+    N, dtype = draw(st.integers(1, 2)), draw(st.sampled_from(dtypes))
+    return Conv2dSpec(
+        N, C * groups, image[0], image[1], K * groups, R, S, stride, (padding[0], padding[1]), dilation, groups, dtype
     )

@@ -1,0 +1,162 @@
+"""Everything worth doing while a GPU is at hand, in minutes: stages in processes of their own, a table of them last."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from bench.machine import RESULTS, ROOT, facts, need_cuda, results_file, slug
+
+SECONDS = 520.0  # in all
+GRACE = 5.0  # seconds that a stage gets to end by itself once it is interrupted
+PASSED = r"\b\d+ passed"
+# Without the project's settings: a key that no plugin knows is an error, and pytest-timeout may be missing.
+PYTEST = ("-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "-ra")
+ON_DEVICE = {"HETCONV_TEST_DEVICE": "cuda", "PYTEST_TIMEOUT": "120"}
+
+Outcome = Literal["passed", "failed", "timed out", "not run"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command with a limit in seconds. It passed if it ended with status 0 and its output has ``expects`` in it."""
+
+    name: str
+    command: tuple[str, ...]
+    limit: float
+    env: dict[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()  # modules without which it is not run
+    expects: str = ""
+
+
+@dataclass(frozen=True)
+class Done:
+    name: str
+    outcome: Outcome
+    seconds: float
+    said: str  # the last line of its output, or why it was not run
+    command: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all stages together (default: %(default)s)")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only stages whose name matches somewhere")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", default=os.environ.get("HETCONV_RESULTS"),
+        help="write results here (default: $HETCONV_RESULTS, else bench/results/<gpu>)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises `KernelError` without a GPU, `SystemExit` with status 1 if a stage failed or ran out of time."""
+    start = time.monotonic()
+    need_cuda("gpu")
+    machine = facts()
+    folder = Path(args.output) if args.output else RESULTS / slug(machine["device"])
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}: into {folder}", flush=True)
+    done: list[Done] = []
+    for stage in stages(results_file(folder, "kernels")):
+        if re.search(args.only, stage.name):
+            left = args.seconds - (time.monotonic() - start)
+            done.append(performed(stage, left))
+            document = {"suite": "gpu", **machine, "stages": [asdict(d) for d in done]}
+            results_file(folder, "gpu").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(table(done), flush=True)
+    if any(d.outcome in ("failed", "timed out") for d in done):
+        raise SystemExit(1)
+
+
+def stages(kernels_file: Path) -> list[Stage]:
+    """In order of what is known least without them. The benchmark comes last and takes what time is left."""
+    on_ranks, model = ("tests/test_device.py",), ("pydantic",)
+    return [
+        Stage(
+            "kernels on the device",
+            (*PYTEST, "--maxfail=10", "tests/test_kernels.py", "tests/test_slices.py", "tests/test_op.py"),
+            170, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
+        ),
+        Stage("messages over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and messages"), 40, ON_DEVICE, (), PASSED),
+        Stage("model over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and model"), 40, ON_DEVICE, model, PASSED),
+        Stage("two ranks over gloo", (*PYTEST, *on_ranks, "-k", "gloo"), 120, ON_DEVICE, model, PASSED),
+        Stage(
+            "kernels against cuDNN",
+            ("-m", "bench", "kernels", "--quick", "-o", str(kernels_file), "--budget", "{seconds}"), float("inf"),
+        ),
+    ]  # fmt: skip
+
+
+def performed(stage: Stage, left: float) -> Done:
+    """Runs a stage within its limit and the seconds ``left``; prints its output as it comes."""
+    said = f"python {' '.join(stage.command)}"
+    missing = [m for m in stage.needs if importlib.util.find_spec(m) is None]
+    if missing:
+        return Done(stage.name, "not run", 0.0, f"{', '.join(missing)} is not installed", said)
+    limit = min(stage.limit, left - GRACE)
+    if limit < 10:
+        return Done(stage.name, "not run", 0.0, "no time was left", said)
+    # What starts up or winds down takes time too: the stage's own budget ends before it would be interrupted.
+    command = [sys.executable, *(c.replace("{seconds}", f"{max(limit - 20, 5):.0f}") for c in stage.command)]
+    print(f"\n--- {stage.name}, at most {limit:.0f} s: {' '.join(command)}", flush=True)
+    start = time.monotonic()
+    status, in_time, lines = streamed(command, limit, os.environ | stage.env)
+    last = next((text for text in reversed(lines) if text and not text.startswith("{")), "")
+    outcome: Outcome = "passed" if status == 0 else "failed"
+    if not in_time:
+        outcome = "timed out"
+    elif outcome == "passed" and not re.search(stage.expects, "\n".join(lines)):
+        outcome, last = "not run", f"status 0, but nothing passed: {last}"
+    return Done(stage.name, outcome, round(time.monotonic() - start, 1), last[:200], said)
+
+
+def streamed(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int, bool, list[str]]:
+    """(status, whether it ended in time, lines of output). What it started ends with it."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env, cwd=ROOT,
+        start_new_session=True,
+    ) as p:  # fmt: skip
+        late = threading.Event()
+
+        def interrupt() -> None:
+            late.set()
+            _signalled(p.pid, signal.SIGINT)  # so that pytest still says what it has found
+            killer.start()
+
+        killer = threading.Timer(GRACE, lambda: _signalled(p.pid, signal.SIGKILL))
+        timer = threading.Timer(limit, interrupt)
+        timer.start()
+        lines = []
+        try:
+            assert p.stdout is not None
+            for text in p.stdout:
+                print(text, end="", flush=True)
+                lines.append(text.rstrip())
+            status = p.wait()
+        finally:
+            timer.cancel()
+            killer.cancel()
+            _signalled(p.pid, signal.SIGKILL)
+    return status, not late.is_set(), lines
+
+
+def _signalled(group: int, what: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, what)
+
+
+def table(done: Sequence[Done]) -> str:
+    rows = [f"{d.name:24} {d.outcome:10} {d.seconds:6.1f} s  {d.said}" for d in done]
+    return "\n".join(["", *rows])

@@ -14,7 +14,8 @@ from torch import Tensor
 from bench.kernel_cases import TORCH, Case, Dtype
 from hetconv import kernels
 from hetconv.kernels import dgrad, fprop, tiles, wgrad
-from hetconv.kernels.launch import Chip, Memory, chip_of
+from hetconv.kernels.launch import Chip, chip_of
+from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Pass, Tile
 
 EXACT_FLOPS = 3e10  # of a reference in float64

@@ -6,6 +6,7 @@ It acts through ``__torch_function__``; `ops` installs what it does there. Autog
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class HetTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if not _dispatch:  # this room alone was imported
+            import_module(".ops", __package__)
         return _dispatch[0](func, args, kwargs or {})
 
     @classmethod

@@ -1,11 +1,13 @@
 """Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.spec`.
 
 `conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `choice` says who computes, ATen or
-Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`.
+Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`. `concat_channels` joins parts.
 """
 
 from . import choice, tiles
-from .op import conv2d, conv2d_backward, conv2d_forward, set_backend
+from .channels import concat_channels
+from .op import conv2d
+from .passes import conv2d_backward, conv2d_forward, set_backend
 from .tiles import Tile
 
-__all__ = ["Tile", "choice", "conv2d", "conv2d_backward", "conv2d_forward", "set_backend", "tiles"]
+__all__ = ["Tile", "choice", "concat_channels", "conv2d", "conv2d_backward", "conv2d_forward", "set_backend", "tiles"]

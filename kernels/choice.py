@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ..errors import KernelError
 from ..spec import Conv2dSpec
-from .launch import HUGE
+from .memory import HUGE
 from .tiles import Pass, Tile, tuned
 
 Backend = Literal["auto", "triton", "aten"]

@@ -12,7 +12,7 @@ from math import gcd
 
 from ..spec import ITEMSIZE, Conv2dSpec, Window
 from .fprop import Correlation, Slot, Taps, simplified
-from .launch import Memory
+from .memory import Memory
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..spec import ITEMSIZE, Conv2dSpec
 from .correlate import by_boxes, by_pointers
-from .launch import HUGE, Descriptor, Memory, Program, Recipe
+from .launch import Descriptor, Program, Recipe
+from .memory import HUGE, Memory
 from .sums import sum_recipe
 from .tiles import Box, Extents, Image, Tile, pixel_box
 

@@ -9,69 +9,12 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import KernelError
-from ..spec import ITEMSIZE
-
-Four = tuple[int, int, int, int]
-HUGE = 2**30  # elements from which addresses take 64 bits: leaves room for what a last tile reaches beyond
-
-
-class Memory(NamedTuple):
-    """How a 4-D tensor lies in memory: torch's logical order, strides in elements, alignment of its base in bytes."""
-
-    shape: Four
-    strides: Four
-    dtype: str
-    align: int = 16
-
-    @staticmethod
-    def of(t: Tensor) -> Memory:
-        base = t.data_ptr() if t.device.type != "meta" else t.storage_offset() * t.element_size()
-        n, c, h, w = t.shape
-        far = -(-c // 16) * 16 * max(h, 1) * max(w, 1)  # a stride that nothing is ever multiplied by
-        strides = tuple(
-            s if size > 1 else d for s, size, d in zip(t.stride(), t.shape, (far, 1, far, far), strict=True)
-        )
-        return Memory((n, c, h, w), strides, str(t.dtype)[6:], gcd(base, 16))  # type: ignore[arg-type]
-
-    @property
-    def unit(self) -> int:
-        """The largest power of two, of at most 16 bytes, that every stride but the channels' is a multiple of."""
-        most = 16 // ITEMSIZE[self.dtype]
-        n, _, h, w = self.strides
-        return gcd(most, n, h, w)
-
-    @property
-    def spans(self) -> int:
-        """Elements from the first to the last, both included."""
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-
-    @property
-    def tma(self) -> bool:
-        """Whether a tensor descriptor can describe it: 16-byte base and strides, channels beside each other."""
-        return (
-            self.align == 16
-            and self.unit * ITEMSIZE[self.dtype] == 16
-            and self.strides[1] == 1
-            and min(self.strides) > 0
-        )
-
-    @property
-    def is_one_row(self) -> bool:
-        """Whether all pixels lie at one stride."""
-        (N, _, H, W), (n, _, h, w) = self.shape, self.strides
-        return N * H * W < HUGE and (H == 1 or h == W * w) and (N == 1 or n == H * W * w)
-
-    def as_one_row(self) -> Memory:
-        (N, C, H, W), (_, c, _, w) = self.shape, self.strides
-        far = N * H * W * w
-        return Memory((1, C, 1, N * H * W), (far, c, far, w), self.dtype, self.align)
 
 
 class Descriptor(NamedTuple):
@@ -84,12 +27,12 @@ class Descriptor(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One launch. ``tensors`` maps a kernel's parameter to the name of the tensor that it is given."""
+    """One launch. ``tensors`` maps a kernel's parameter to the name of the tensor, or of several, that it is given."""
 
     kernel: Any
     grid: tuple[int, int, int]
-    tensors: Mapping[str, str]
-    scalars: Mapping[str, int]
+    tensors: Mapping[str, str | tuple[str, ...]]
+    scalars: Mapping[str, int | tuple[int, ...]]
     constants: Mapping[str, Any]
     warps: int
     stages: int
@@ -101,7 +44,10 @@ class Recipe:
             raise KernelError(f"a grid of {self.grid} programs is more than CUDA launches; give a larger tile")
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
-        arguments = {p: tensors[name] for p, name in self.tensors.items()}
+        arguments: dict[str, Any] = {
+            p: tensors[name] if isinstance(name, str) else tuple(tensors[n] for n in name)
+            for p, name in self.tensors.items()
+        }
         for p, index in self.slots.items():
             arguments[p] = arguments[p][index]
         for p, d in self.descriptors.items():

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -16,6 +17,7 @@ from ..errors import KernelError
 from .launch import Recipe
 
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+FLOATS = ("partial", "scale", "shift")  # tensors in float32 whatever the dtype
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -92,22 +94,33 @@ def _loop(code: list[tuple[int, str]]) -> int:
 def source(recipe: Recipe, dtype: str) -> ASTSource:
     """A launch as the compiler takes it, specialized on its integers as a launch would be."""
     names: list[str] = recipe.kernel.arg_names
-    ones = {n: 1 for n, v in recipe.scalars.items() if v == 1}
-    constants = {**recipe.constants, **ones}
-    kinds = {n: _type(recipe, n, dtype) for n in names if n not in constants}
-    sixteen = [n for n in kinds if n not in recipe.descriptors and recipe.scalars.get(n, 0) % 16 == 0]
-    return ASTSource(
-        fn=recipe.kernel,
-        signature={n: kinds.get(n, "constexpr") for n in names},
-        constexprs={(names.index(n),): v for n, v in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in sixteen},
-    )
+    constants: dict[tuple[int, ...], Any] = {(names.index(n),): v for n, v in recipe.constants.items()}
+    aligned: list[tuple[int, ...]] = []
+
+    def typed(at: tuple[int, ...], name: str, value: int | str) -> str:
+        if value == 1:
+            constants[at] = 1
+            return "constexpr"
+        if name not in recipe.descriptors and (isinstance(value, str) or value % 16 == 0):
+            aligned.append(at)
+        return _type(recipe, name, value, dtype)
+
+    signature: dict[str, Any] = dict.fromkeys(names, "constexpr")
+    given: dict[str, Any] = {**recipe.tensors, **recipe.scalars}
+    for name, value in given.items():
+        i = names.index(name)
+        if isinstance(value, tuple):
+            signature[name] = tuple(typed((i, j), name, v) for j, v in enumerate(value))
+        else:
+            signature[name] = typed((i,), name, value)
+    attrs = {at: [["tt.divisibility", 16]] for at in aligned}
+    return ASTSource(fn=recipe.kernel, signature=signature, constexprs=constants, attrs=attrs)
 
 
-def _type(recipe: Recipe, name: str, dtype: str) -> str:
-    if name in recipe.scalars:
-        return "i32" if recipe.scalars[name] < 2**31 else "i64"
-    kind = "fp32" if recipe.tensors[name] == "partial" else TYPES[dtype]
+def _type(recipe: Recipe, name: str, value: int | str, dtype: str) -> str:
+    if isinstance(value, int):
+        return "i32" if value < 2**31 else "i64"
+    kind = "fp32" if value in FLOATS else TYPES[dtype]
     if name in recipe.descriptors:
         return f"tensordesc<{kind}[{','.join(map(str, recipe.descriptors[name].block))}]>"
     return f"*{kind}"

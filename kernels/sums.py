@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .launch import Memory, Recipe
+from .launch import Recipe
+from .memory import Memory
 
 BLOCK, SLABS = 256, 16
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from ..errors import KernelError
 from ..spec import Conv2dSpec
 from . import dgrad, fprop, wgrad
-from .launch import HUGE, Chip, Four, Memory, Program, chip_of
+from .launch import Chip, Program, chip_of
+from .memory import Memory, empty, krsc, nhwc
 from .tiles import Extents, Tile, default, fits
 
 
@@ -19,7 +19,7 @@ def forward(
 ) -> Tensor:
     """y, written to ``out`` where one is given; x and w as `op.spec_of` has checked them."""
     x, w = nhwc(x), krsc(w)
-    y = out if out is not None else _empty(spec.y_shape, x)
+    y = out if out is not None else empty(spec.y_shape, x)
     lies = Memory.of(y)
     if lies.strides[1] != 1 and y.numel():
         raise KernelError(
@@ -37,7 +37,7 @@ def forward(
 
 def input_gradient(spec: Conv2dSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None) -> Tensor:
     g, w = nhwc(g), krsc(w)
-    dx = _empty(spec.x_shape, x)
+    dx = empty(spec.x_shape, x)
     if dx.numel() == 0 or g.numel() == 0:
         return dx.zero_()
     args = (spec, Memory.of(g), Memory.of(w), Memory.of(dx), precision, tile, chip_of(x.device))
@@ -58,21 +58,6 @@ def weight_gradient(spec: Conv2dSpec, g: Tensor, x: Tensor, w: Tensor, precision
     else:
         _weight_gradient(spec, Memory.of(g), Memory.of(x), precision, tile, chip_of(x.device)).run(x=x, g=g, dw=dw)
     return dw.permute(0, 3, 1, 2)
-
-
-def nhwc(t: Tensor) -> Tensor:
-    """The tensor itself if its channels lie beside each other, else a copy in channels_last."""
-    return t if t.shape[1] == 1 or t.stride(1) == 1 else t.contiguous(memory_format=torch.channels_last)
-
-
-def krsc(w: Tensor) -> Tensor:
-    """The same of filters, which the kernels address with 32 bits: those strewn further are copied too."""
-    w = nhwc(w)
-    return w if Memory.of(w).spans < HUGE else torch.empty_like(w, memory_format=torch.channels_last).copy_(w)
-
-
-def _empty(shape: Four, like: Tensor) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 @lru_cache(4096)

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from ..spec import Conv2dSpec
 from .fprop import Correlation, forward, image_box, x_box, x_unit
-from .launch import HUGE, Memory, Program, Recipe
+from .launch import Program, Recipe
+from .memory import HUGE, Memory
 from .sums import sum_recipe
 from .tiles import Extents, Tile, pixel_run
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.kernels import Tile, reference
 from hetconv.kernels.launch import chip_of
-from hetconv.kernels.op import precision
+from hetconv.kernels.passes import precision
 from hetconv.kernels.tiles import Pass
 from hetconv.spec import Conv2dSpec
 

@@ -16,7 +16,8 @@ from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, dgrad, fprop, tiles, wgrad
 from hetconv.kernels.correlate import by_boxes, by_pointers
-from hetconv.kernels.launch import Memory, Recipe
+from hetconv.kernels.launch import Recipe
+from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Pass, Path
 from hetconv.kernels.wgrad import wgrad_by_boxes, wgrad_by_pointers
 from hetconv.spec import Conv2dSpec

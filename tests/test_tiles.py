@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, dgrad, tiles
-from hetconv.kernels.launch import CHIPS, Chip, Memory
+from hetconv.kernels.launch import CHIPS, Chip
+from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Image
 from hetconv.kernels.triton_backend import suited
 from hetconv.spec import Conv2dSpec, Window

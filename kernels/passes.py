@@ -1,0 +1,170 @@
+"""The two halves of a convolution, on plain tensors and without autograd, by whoever `choice` says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..errors import KernelError
+from ..spec import Conv2dSpec, Pair
+from . import aten
+from .choice import Answer, Backend, Question, choose
+from .launch import chip_of
+from .tiles import Pass, Tile
+
+Sides = tuple[Pair, Pair]
+_backend: Backend = "auto"
+
+
+def set_backend(backend: Backend) -> None:
+    """What ``backend="auto"`` means in this process from now on: "triton", "aten", or "auto", as `choice` says."""
+    global _backend
+    choose(Question("forward", Conv2dSpec(1, 1, 1, 1, 1, 1, 1), "ieee", "cpu"), backend)
+    _backend = backend
+
+
+def conv2d_forward(
+    x_NCHW: Tensor,
+    w_KCRS: Tensor,
+    bias_K: Tensor | None,
+    stride: Pair,
+    padding: Sides,
+    dilation: Pair,
+    groups: int,
+    *,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`conv2d` without autograd."""
+    spec = spec_of(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
+    answer = _ask("forward", spec, x_NCHW.device, tile, backend)
+    if answer.triton:
+        from . import triton_backend
+
+        return triton_backend.forward(spec, x_NCHW, w_KCRS, bias_K, out, precision(spec), answer.tile)
+    y = aten.conv2d(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
+    return y if out is None else out.copy_(y)
+
+
+def conv2d_backward(
+    g_NKPQ: Tensor,
+    x_NCHW: Tensor,
+    w_KCRS: Tensor,
+    stride: Pair,
+    padding: Sides,
+    dilation: Pair,
+    groups: int,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+    *,
+    tile: Tile | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of input, filters and bias, where ``wanted``, of `conv2d` called with the same arguments."""
+    spec = spec_of(x_NCHW, w_KCRS, None, stride, padding, dilation, groups)
+    if tuple(g_NKPQ.shape) != spec.y_shape or g_NKPQ.dtype != x_NCHW.dtype or g_NKPQ.device != x_NCHW.device:
+        raise KernelError(
+            f"the gradient is {said(g_NKPQ)}, but the convolution's output is {spec.y_shape} in {x_NCHW.dtype} "
+            f"on {x_NCHW.device}"
+        )
+    passes: tuple[Pass, Pass] = ("input gradient", "weight gradient")
+    asked = [_ask(p, spec, x_NCHW.device, tile, backend) if w else None for p, w in zip(passes, wanted, strict=False)]
+    by_triton = [a is not None and a.triton for a in asked]
+    by_aten = [w and not t for w, t in zip(wanted, [*by_triton, any(by_triton)], strict=True)]
+    found: list[Tensor | None] = [None, None, None]
+    if any(by_aten):
+        args = (g_NKPQ, x_NCHW, w_KCRS, stride, padding, dilation, groups, tuple(by_aten))
+        found = list(aten.conv2d_backward(*args))  # type: ignore[arg-type]
+    if any(by_triton):
+        from . import triton_backend
+
+        if asked[0] is not None and asked[0].triton:
+            found[0] = triton_backend.input_gradient(spec, g_NKPQ, x_NCHW, w_KCRS, precision(spec), asked[0].tile)
+        if asked[1] is not None and asked[1].triton:
+            found[1] = triton_backend.weight_gradient(spec, g_NKPQ, x_NCHW, w_KCRS, precision(spec), asked[1].tile)
+        if wanted[2]:
+            found[2] = g_NKPQ.sum((0, 2, 3))
+    return found[0], found[1], found[2]
+
+
+def spec_of(
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Sides, dilation: Pair, groups: int
+) -> Conv2dSpec:
+    """What is asked for, in integers. Raises `KernelError` for tensors that do not fit each other."""
+    if x.dim() != 4 or w.dim() != 4:
+        raise KernelError(
+            f"a 2-D convolution takes x (N, C, H, W) and weight (K, C / groups, R, S), not {said(x)} and {said(w)}"
+        )
+    (N, C, H, W), (K, c, R, S) = x.shape, w.shape
+    if groups < 1 or c * groups != C or K % groups:
+        raise KernelError(
+            f"x has {C} channels, so in {groups} groups weight (K, C / groups, R, S) needs {C} / {groups} channels and "
+            f"a multiple of {groups} filters, but it is {tuple(w.shape)}"
+        )
+    others = [("weight", w)] + ([("bias", bias)] if bias is not None else [])
+    for name, t in others:
+        if t.dtype != x.dtype or t.device != x.device:
+            raise KernelError(f"{name} is {said(t)}, but x is {said(x)}; give both in one dtype and on one device")
+    if bias is not None and tuple(bias.shape) != (K,):
+        raise KernelError(f"bias has shape {tuple(bias.shape)}, but there are {K} filters; give one number for each")
+    if min(R, S, *stride, *dilation) < 1 or min(*padding[0], *padding[1]) < 0:
+        raise KernelError(
+            f"filter {R} x {S}, stride {stride} and dilation {dilation} must be at least 1, "
+            f"and padding {padding} at least 0"
+        )
+    spec = Conv2dSpec(N, C, H, W, K, R, S, stride, padding, dilation, groups, str(x.dtype)[6:])
+    if min(spec.P, spec.Q) < 1:
+        raise KernelError(
+            f"an image of {H} x {W} with padding {padding} is smaller than the filter, {R} x {S} at dilation {dilation}"
+        )
+    return spec
+
+
+def precision(spec: Conv2dSpec) -> str:
+    """How float32 is multiplied: "tf32" where torch lets cuDNN use it, else "ieee"."""
+    return "tf32" if spec.dtype == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32" else "ieee"  # type: ignore[attr-defined]
+
+
+def _ask(what: Pass, spec: Conv2dSpec, device: torch.device, tile: Tile | None, backend: Backend) -> Answer:
+    name = _device_name(device) if device.type == "cuda" else device.type
+    question = Question(what, spec, precision(spec), name, obstacle(device), tile)
+    return choose(question, preferred(backend))
+
+
+def preferred(backend: Backend) -> Backend:
+    """What was asked for, where "auto" is what `set_backend` made of it."""
+    return _backend if backend == "auto" else backend
+
+
+def obstacle(device: torch.device) -> str | None:
+    """What keeps Triton from running there, or None."""
+    if not _has_triton():
+        return "triton is not installed"
+    if device.type == "cuda":
+        chip = chip_of(device)
+        return (
+            None
+            if chip.arch >= 80
+            else f"the kernels need compute capability 8.0, and this device has {chip.arch / 10}"
+        )
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return f"Triton runs on CUDA tensors, not on {device.type} (on the CPU in its interpreter: TRITON_INTERPRET=1)"
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def said(t: Tensor) -> str:
+    return f"{tuple(t.shape)} in {t.dtype} on {t.device}"

@@ -54,7 +54,9 @@ def autotune(
     model_args: ModelArgs = "{}",
     mode: Mode = ModeName.train,
     trials: Annotated[int, typer.Option(min=0, help="Split ratios to try on whole steps.")] = 12,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds, about; half for operators, half for ratios.")] = 120,
+    budget: Annotated[
+        float, typer.Option(min=1, help="Seconds, about; for operators, ratios, and on GPUs tiles.")
+    ] = 120,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = DEFAULT_PROFILE,
     seed: Seed = 0,
 ) -> None:

@@ -42,6 +42,27 @@ def timed(action: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def call_seconds(call: Callable[[], Any], device: torch.device, samples: int = 5) -> float:
+    """Median seconds of a short call: on a GPU its own, between events, without what the host needs to launch it."""
+    for _ in range(2):
+        once = timed(call, device)
+    if device.type != "cuda":
+        return median(timed(call, device) for _ in range(samples))
+    calls = min(max(int(2e-3 / once), 1), 20)
+    return median(_between_events(call, calls) for _ in range(samples))
+
+
+def _between_events(call: Callable[[], Any], calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # cycles, about a millisecond in which the host gets ahead
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / calls
+
+
 def operator_samples(
     ops: Sequence[tuple[Conv | Linear, Axis]], device: torch.device, enough: Callable[[], bool]
 ) -> Iterator[tuple[str, dict[float, tuple[list[float], list[float]]]]]:

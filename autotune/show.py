@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Console
 from rich.table import Table
 
@@ -74,5 +76,8 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
             f"tuned {t.mode} by {t.kind}: {weights}, {t.step_s * 1e3:.1f} ms a step "
             f"(computed {computed}, {t.computed_step_s * 1e3:.1f} ms; {t.trials} trials)"
         )
+    for device, n in Counter(t.device for t in profile.tiles).items():
+        by_aten = sum(t.choice == "aten" for t in profile.tiles if t.device == device)
+        console.print(f"tiles of {device}: {n} passes tuned, {by_aten} of them left to ATen")
     for where, text in profile.fingerprint.items():
         console.print(f"{where}: {text}")

@@ -1,4 +1,4 @@
-"""The tuning job, run on every rank: measure operators and links, fit a profile, refine the ratio on whole steps."""
+"""The tuning job, run on every rank: measure operators and links, fit a profile, refine the ratio, then tiles."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from . import measure
 from .models import build_model, channels_last, random_input
 from .progress import Reporter
 from .shares import refine
+from .tiling import tune_tiles
 
-OPERATORS_PART = 0.5  # of the budget; the study has the rest
+OPERATORS_PART = 0.5  # of the budget; the study of ratios has the rest
+TILES_PART = 0.25  # of the budget, at the study's cost, where there is a GPU
 ROUNDS, FINAL_ROUNDS = 3, 7
 Cuts = Literal["sample", "height", "width"]
 CUTS: tuple[Cuts, ...] = ("height", "width", "sample")
@@ -67,10 +69,19 @@ def tune(job: Job) -> ClusterProfile:
         named = ", ".join(f"{d}{' (emulated)' * d.emulated}" for d in job.devices)
         say.line(f"{graph.model}, {job.mode}, on {named}")
         profile = _measured(job, graph, team, device, name, lambda: time.monotonic() - start, say)
-        tuned = _tuned(job, model, x, graph, profile, lambda: time.monotonic() - start > job.budget, say)
+        on_gpu = any(d.kind == "cuda" for d in profile.devices)
+        last = start + job.budget * (1 - TILES_PART if on_gpu else 1)
+        tuned = _tuned(job, model, x, graph, profile, lambda: time.monotonic() > last, say)
         profile = replace(profile, tuned=(tuned,) if tuned is not None else ())
         if team.rank == 0:
             profile.save(job.output)
+        if on_gpu:  # last, and with the rest saved: a kernel can take the whole process with it
+            split = parallelize(copy.deepcopy(model), make_plan(graph, profile, mode=job.mode))
+            step = step_of(split, x, job.mode)
+            tiles = tune_tiles(step, device, team, lambda: time.monotonic() - start > job.budget, say)
+            profile = replace(profile, tiles=tiles)
+            if team.rank == 0:
+                profile.save(job.output)
         say.line(f"wrote {job.output} after {time.monotonic() - start:.0f} s")
     return profile
 

@@ -17,6 +17,8 @@ COMMANDS = {
     "one alone, an even split, the tuned one, and its bound.",
     "kernels": "Triton's kernels against cuDNN on the GPU at hand: "
     "first whether they are right, then how fast both are, in turn.",
+    "concat": "Channels joined and finished in one pass against torch's passes: "
+    "first whether right, then how fast, in turn.",
     "gpu": "Everything worth doing while a GPU is at hand, in minutes: "
     "stages in processes of their own, a table of them last.",
     "compile": "What the compiler makes of every tile that can be chosen, without a GPU: "

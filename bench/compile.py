@@ -16,6 +16,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ import triton
 
 from hetconv.errors import KernelError
 from hetconv.kernels import dgrad, fprop, tiles, wgrad
+from hetconv.kernels.finish import PLAIN, Finish
 from hetconv.kernels.launch import CHIPS, Program, Recipe
 from hetconv.kernels.memory import Memory
 from hetconv.kernels.report import Report, report
@@ -37,6 +39,8 @@ DTYPES = {
 }  # fmt: skip
 PASSES: tuple[Pass, ...] = get_args(Pass)
 COLUMNS = tuple(f.name for f in fields(Report))
+
+BIAS = Finish(shifted=True)
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Case:
     every: tuple[tiles.Path, ...] = ()
     filters: int | None = None
     splits: int = 1
+    finish: Finish = BIAS
 
 
 def _case(N: int, C: int, size: int, K: int, R: int, stride: int = 1, **more: Any) -> Case:
@@ -64,6 +69,10 @@ CASES = {
     "3x3 of 48 filters": _case(64, 256, 56, 48, 3, filters=256),
     "3x3 of 160 filters": _case(64, 256, 56, 160, 3, filters=256),
     "3x3 in splits": _case(64, 256, 56, 256, 3, splits=20),
+    "3x3, finished": _case(64, 256, 56, 256, 3, passes=("forward",), finish=Finish(True, True, "silu")),
+    "3x3 in splits, finished": _case(
+        64, 256, 56, 256, 3, passes=("forward",), splits=20, finish=Finish(True, True, "relu")
+    ),
     "3x3 of 2**31 numbers": _case(1024, 256, 112, 256, 3),
     "3x3/2": _case(64, 256, 56, 256, 3, 2),
     "1x1": _case(64, 256, 56, 256, 1),
@@ -96,7 +105,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Prints a line per launch, and the results as one JSON document last. Raises `KernelError` if one fails."""
-    os.environ.pop("TRITON_INTERPRET", None)  # of the workers: the interpreter compiles nothing
     archs = args.archs.split(",")
     if not set(archs) <= set(map(str, CHIPS)):
         raise KernelError(f"--archs {args.archs} is not known; give some of {','.join(map(str, CHIPS))}")
@@ -148,7 +156,7 @@ def recipe(item: Item) -> Recipe:
     if isinstance(correlation, wgrad.WeightGradient):
         program: Program = wgrad.program(correlation, tile)
     else:
-        program = fprop.program(correlation, tile, bias=item.what == "forward")
+        program = fprop.program(correlation, tile, CASES[item.case].finish if item.what == "forward" else PLAIN)
     return program.recipes[-1 if item.of_sum else 0]
 
 
@@ -163,7 +171,7 @@ def work_of(case: Case, what: Pass, dtype: str) -> tuple[Extents, fprop.Correlat
         d = wgrad.weight_gradient(spec, x, w, y, precision)
         return d.extents, d
     if what == "forward":
-        c = fprop.forward(spec, x, w, y, precision)
+        c = fprop.forward(spec, x, w, y, precision, y if case.finish.activation else None)
     else:
         parts = (p.correlation for p in dgrad.phases(spec, y, w, x, precision))
         c = max((p for p in parts if p is not None), key=lambda p: p.rows.count * p.cols.count)
@@ -178,7 +186,7 @@ def _memory(shape: tuple[int, int, int, int], dtype: str) -> Memory:
 def compiled(found: Sequence[Item], workers: int) -> dict[Item, Report]:
     reports: dict[Item, Report] = {}
     failed = []
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with _compiling(), ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         waiting = {pool.submit(compile_one, item): item for item in found}
         for done, future in enumerate(as_completed(waiting), 1):
             item = waiting[future]
@@ -191,6 +199,17 @@ def compiled(found: Sequence[Item], workers: int) -> dict[Item, Report]:
     if failed:
         raise KernelError(f"{len(failed)} of {len(found)} did not compile:\n" + "\n".join(failed))
     return reports
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Processes that start meanwhile do not run Triton's interpreter, which compiles nothing."""
+    before = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
 
 
 def compile_one(item: Item) -> Report:

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}: into {folder}", flush=True)
     done: list[Done] = []
-    for stage in stages(results_file(folder, "kernels")):
+    for stage in stages(folder):
         if re.search(args.only, stage.name):
             left = args.seconds - (time.monotonic() - start)
             done.append(performed(stage, left))
@@ -80,21 +80,29 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def stages(kernels_file: Path) -> list[Stage]:
-    """In order of what is known least without them. The benchmark comes last and takes what time is left."""
+def stages(folder: Path) -> list[Stage]:
+    """In order of what is known least without them. The longest benchmark comes last and takes what time is left."""
+    concat, kernels = (str(results_file(folder, suite)) for suite in ("concat", "kernels"))
     on_ranks, model = ("tests/test_device.py",), ("pydantic",)
+    passes = (f"tests/test_{name}.py" for name in ("kernels", "slices", "finish", "op"))
     return [
         Stage(
-            "kernels on the device",
-            (*PYTEST, "--maxfail=10", "tests/test_kernels.py", "tests/test_slices.py", "tests/test_op.py"),
-            170, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
+            "kernels on the device", (*PYTEST, "--maxfail=10", *passes),
+            140, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
         ),
-        Stage("messages over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and messages"), 40, ON_DEVICE, (), PASSED),
-        Stage("model over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and model"), 40, ON_DEVICE, model, PASSED),
-        Stage("two ranks over gloo", (*PYTEST, *on_ranks, "-k", "gloo"), 120, ON_DEVICE, model, PASSED),
+        Stage(
+            "joins on the device", (*PYTEST, "--maxfail=10", "tests/test_concat.py", "tests/test_concat_calls.py"),
+            50, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
+        ),
+        Stage("messages over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and messages"), 30, ON_DEVICE, (), PASSED),
+        Stage("model over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and model"), 30, ON_DEVICE, model, PASSED),
+        Stage("two ranks over gloo", (*PYTEST, *on_ranks, "-k", "gloo"), 80, ON_DEVICE, model, PASSED),
+        Stage(
+            "channels joined", ("-m", "bench", "concat", "--quick", "-o", concat, "--budget", "{seconds}"), 40,
+        ),
         Stage(
             "kernels against cuDNN",
-            ("-m", "bench", "kernels", "--quick", "-o", str(kernels_file), "--budget", "{seconds}"), float("inf"),
+            ("-m", "bench", "kernels", "--quick", "-o", kernels, "--budget", "{seconds}"), float("inf"),
         ),
     ]  # fmt: skip
 

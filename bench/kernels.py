@@ -30,7 +30,7 @@ from bench.kernel_checks import (
     tiles_of,
 )
 from bench.machine import facts, need_cuda
-from bench.timing import Timed, alternated, ceilings, host_seconds, prepared, sets_for
+from bench.timing import Timed, ceilings, host_seconds, prepared, raced, sets_for, short, tried
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels.launch import chip_of
@@ -126,12 +126,7 @@ def attempted(case: Case, what: Pass, measure: Callable[[], dict[str, Any]]) -> 
     """What ``measure`` found, or how it failed."""
     row = {"name": case.name, "pass": what, "part": case.part, "dtype": case.dtype}
     row |= {k: v for k, v in asdict(case).items() if k not in row}
-    try:
-        return row | measure()
-    except torch.OutOfMemoryError as e:
-        return row | {"skipped": _short(e)}
-    except Exception as e:  # a case that fails must not take the others with it
-        return row | {"failed": _short(e)}
+    return row | tried(measure)
 
 
 def measured(case: Case, what: Pass, report: Report, every_tile: bool) -> dict[str, Any]:
@@ -151,7 +146,7 @@ def measured(case: Case, what: Pass, report: Report, every_tile: bool) -> dict[s
     if "wrong" in row:
         return row
     del other
-    row |= _raced(
+    row |= raced(
         {
             "triton": prepared(lambda i: by_triton(case, what, sets[i]), len(sets), _floor(case, report)),
             "cudnn": prepared(lambda i: by_aten(case, what, sets[i]), len(sets), _floor(case, report)),
@@ -159,7 +154,7 @@ def measured(case: Case, what: Pass, report: Report, every_tile: bool) -> dict[s
         ROUNDS,
     )
     if what == "forward" and case.is_slice:
-        row["slot"] = _raced(_into_slots(case, sets, report), ROUNDS)
+        row["slot"] = raced(_into_slots(case, sets, report), ROUNDS)
     t = row["triton_us"] * 1e-6
     row |= {"flops_per_s": spec.flops / t, "bytes_per_s": spec.bytes / t, "of_bound": _floor(case, report) / t}
     row["bound"] = "copy" if spec.bytes / report.ceilings["copy"] >= _floor(case, report) else "matmul"
@@ -178,7 +173,7 @@ def tile_row(
         timed = prepared(lambda i: by_triton(case, what, sets[i], tile), len(sets), _floor(case, report))
         return row | {"us": median(timed.once() for _ in range(TILE_ROUNDS)) * 1e6}
     except Exception as e:
-        return row | {"failed": _short(e)}
+        return row | {"failed": short(e)}
 
 
 def _into_slots(case: Case, sets: list[Tensors], report: Report) -> dict[str, Timed]:
@@ -187,16 +182,6 @@ def _into_slots(case: Case, sets: list[Tensors], report: Report) -> dict[str, Ti
         "triton": prepared(lambda i: by_triton(case, "forward", sets[i], out=slot(i)), len(sets), least),
         "cudnn": prepared(lambda i: by_aten(case, "forward", sets[i], out=slot(i)), len(sets), least),
     }
-
-
-def _raced(timed: dict[str, Timed], rounds: int) -> dict[str, Any]:
-    """Medians over rounds, and the median, least and most of their ratio within a round."""
-    times = alternated({name: t.once for name, t in timed.items()}, rounds)
-    ratios = [c / t for c, t in zip(times["cudnn"], times["triton"], strict=True)]
-    modes = {t.mode for t in timed.values()}
-    return {f"{name}_us": median(ts) * 1e6 for name, ts in times.items()} | {
-        "ratio": median(ratios), "least": min(ratios), "most": max(ratios), "mode": "/".join(sorted(modes)),
-    }  # fmt: skip
 
 
 def _floor(case: Case, report: Report) -> float:
@@ -260,7 +245,3 @@ def _is_alive() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _short(e: Exception) -> str:
-    return f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]

@@ -92,6 +92,31 @@ def alternated(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
     return times
 
 
+def raced(timed: Mapping[str, Timed], rounds: int) -> dict[str, Any]:
+    """Two contenders: medians over rounds; of the second's time over the first's in a round, median, least and most."""
+    times = alternated({name: t.once for name, t in timed.items()}, rounds)
+    ours, theirs = times.values()
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    modes = {t.mode for t in timed.values()}
+    return {f"{name}_us": median(ts) * 1e6 for name, ts in times.items()} | {
+        "ratio": median(ratios), "least": min(ratios), "most": max(ratios), "mode": "/".join(sorted(modes)),
+    }  # fmt: skip
+
+
+def tried(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``measure`` found, or how it failed: a case that does must not take the others with it."""
+    try:
+        return measure()
+    except torch.OutOfMemoryError as e:
+        return {"skipped": short(e)}
+    except Exception as e:
+        return {"failed": short(e)}
+
+
+def short(e: Exception) -> str:
+    return f"{type(e).__name__}: {' '.join(str(e).split())}"[:300]
+
+
 def ceilings(device: torch.device) -> dict[str, float]:
     """Operations and bytes per second of what does little else: a large matrix product, a large copy."""
     found, n = {}, 8192

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import kernels
 from .agreement import agree, checksum, prepared
 from .calls import is_plain
 from .errors import PlanError
@@ -19,26 +21,34 @@ from .replicas import SCOPE, Scope
 from .rules import Linear, Split
 from .tensor import HetTensor, gather
 from .transport import Team, answered, broadcast, team_of
+from .tuned import TunedTile
+
+Tiles = dict[tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]]  # by device, torch and triton
+_warned: set[str] = set()  # names of devices
 
 
 def parallelize(model: nn.Module, plan: Plan, *, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Swaps the layers that ``plan`` names for split ones, in place, and returns the model; collective.
 
     Parameter names stay. Rank 0's parameters and buffers are the truth. Every rank then calls the model with the same
-    input, a plain tensor, and gets the same plain output. Raises `PlanError` on every rank, before anything changes, if
-    the plan does not fit the model or the number of ranks, and `DisagreementError` if ranks hold other plans or models.
+    input, a plain tensor, and gets the same plain output. Kernels take the plan's tiles where they were tuned on a GPU
+    of this rank's name, with the versions in use; otherwise a warning says so, once. Raises `PlanError` on every rank,
+    before anything changes, if the plan does not fit the model or the number of ranks, and `DisagreementError` if ranks
+    hold other plans or models.
     """
     team = team_of(group)
 
-    def check() -> dict[str, nn.Module]:
+    def check() -> tuple[dict[str, nn.Module], Tiles]:
         if plan.world != team.size:
             raise PlanError(f"the plan is for {plan.world} ranks, but this group has {team.size}; make one for them")
         layers = dict(model.named_modules(remove_duplicate=False))
         found = {name: _checked_layer(layers, name, split, team.size) for name, split in plan.splits.items()}
         _check_sharing(layers, found, plan.splits)
-        return found
+        return found, _by_origin(plan.tiles)
 
-    found = prepared(team, "parallelize", check, lambda _: f"plan {plan.digest}, model {_signature(model)}")
+    found, tiles = prepared(team, "parallelize", check, lambda _: f"plan {plan.digest}, model {_signature(model)}")
+    for device in {p.device for p in model.parameters()}:
+        _install(tiles, device)
     broadcast(team, [t.data for t in (*model.parameters(), *model.buffers())])
     _share_random_state(team, model)
     swapped: dict[int, nn.Module] = {}
@@ -119,6 +129,36 @@ def _share_random_state(team: Team, model: nn.Module) -> None:
         state = torch.cuda.get_rng_state(device)
         answered(team, partial(dist.broadcast, state, group=team.control, group_src=0))
         torch.cuda.set_rng_state(state, device)
+
+
+def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
+    """Raises `KernelError` for a choice that is neither a tile nor ATen."""
+    found: Tiles = {}
+    for t in tiles:
+        choice: kernels.tiles.Entry = "aten" if t.choice == "aten" else kernels.Tile.parse(t.choice)
+        found.setdefault((t.device, t.torch, t.triton), {})[t.what, t.spec, t.precision] = choice
+    return found
+
+
+def _install(tiles: Tiles, device: torch.device) -> None:
+    """Hands a device the tiles that were tuned on its like; warns if there are others, but none of these."""
+    if not tiles or kernels.passes.obstacle(device) is not None:
+        return
+    here = (kernels.passes.device_name(device), *kernels.tiles.versions_in_use())
+    if here in tiles:
+        kernels.tiles.install(tiles[here], here[0], here[1:])
+    elif here[0] not in _warned:
+        _warned.add(here[0])
+        there = "; ".join(_origin(*origin) for origin in sorted(tiles))
+        warnings.warn(
+            f"the plan's tiles were tuned on {there}, and this is {_origin(*here)}: they are left out. "
+            "Run `hetconv autotune` and `hetconv plan` here",
+            stacklevel=3,
+        )
+
+
+def _origin(device: str, torch_: str, triton: str) -> str:
+    return f"{device} with torch {torch_} and triton {triton}"
 
 
 class _Root:

@@ -12,6 +12,7 @@ from typing import Literal
 from . import files
 from .errors import PlanError
 from .rules import Conv, Linear, Split
+from .tuned import TunedTile
 
 VERSION = 1
 Mode = Literal["train", "infer"]
@@ -46,7 +47,7 @@ class Prediction:
 class Plan:
     """``layers`` by module name. ``alternatives`` has the predicted seconds of what else could have been done.
 
-    ``estimated``: nothing was measured, the profile came from data sheets.
+    ``estimated``: nothing was measured, the profile came from data sheets. ``tiles`` are the profile's.
     """
 
     devices: tuple[str, ...]
@@ -58,6 +59,7 @@ class Plan:
     predicted: Prediction | None = None
     alternatives: Mapping[str, float] | None = None
     estimated: bool = False
+    tiles: tuple[TunedTile, ...] = ()
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

@@ -93,7 +93,7 @@ def make_plan(
     }
     return Plan(
         profile.names, mode, graph.model, graph.input_shapes, layers, chosen, prediction,
-        _alternatives({n: p for n, (p, _) in priced.items()}), profile.estimated,
+        _alternatives({n: p for n, (p, _) in priced.items()}), profile.estimated, profile.tiles,
     )  # fmt: skip
 
 

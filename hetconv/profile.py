@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from . import files
 from .errors import ProfileError
+from .tuned import TunedTile
 
 VERSION = 1
 STRICT = {"extra": "forbid"}
@@ -103,13 +104,17 @@ class TunedRatio:
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """Devices in rank order, links by "low-high" ranks, tuned ratios, and the fingerprint of where it was measured."""
+    """Devices in rank order, links by "low-high" ranks, tuned ratios, and the fingerprint of where it was measured.
+
+    ``tiles``: of the kernels on its GPUs, for the shares that the tuned ratio gives them.
+    """
 
     devices: tuple[DeviceModel, ...]
     links: Mapping[str, LinkModel]
     tuned: tuple[TunedRatio, ...] = ()
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     estimated: bool = False
+    tiles: tuple[TunedTile, ...] = ()
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Activations and their slopes inside a kernel, as torch defines them; NaN stays NaN."""
+"""Activations and their adjoints inside a kernel, as torch defines them; NaN stays NaN."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def activated(z, NAME: tl.constexpr, SLOPE: tl.constexpr):
 
 
 @triton.jit
-def slope_of(z, NAME: tl.constexpr, SLOPE: tl.constexpr):
-    """The derivative of `activated` at z."""
+def activated_adjoint(g, z, NAME: tl.constexpr, SLOPE: tl.constexpr):
+    """g times the derivative of `activated` at z. As in torch, relu stops even an infinite g, and z = NaN lets g by."""
     if NAME == "relu":
-        d = tl.where(z > 0, 1.0, 0.0)
+        d = tl.where(z <= 0, 0.0, g)
     elif NAME == "relu6":
-        d = tl.where((z > 0) & (z < 6), 1.0, 0.0)
+        d = tl.where((z <= 0) | (z >= 6), 0.0, g)
     elif NAME == "leaky_relu":
-        d = tl.where(z > 0, 1.0, SLOPE)
+        d = tl.where(z > 0, g, g * SLOPE)
     elif NAME == "silu":
         s = tl.sigmoid(z)
-        d = s * (1 + z * (1 - s))
+        d = g * (s * (1 + z * (1 - s)))
     elif NAME == "gelu":
-        d = 0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        d = g * (0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
     elif NAME == "gelu_tanh":
         u = 1.5957691216057308 * (z + 0.044715 * z * z * z)
         s = tl.sigmoid(u)
-        d = s + z * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z)
+        d = g * (s + z * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z))
     else:
-        d = z * 0 + 1
+        d = g
     return d

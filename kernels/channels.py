@@ -7,19 +7,17 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import KernelError
-from .choice import Backend
+from .choice import Backend, known
+from .finish import Finish, finished
 from .launch import Program
-from .memory import Four, Memory, empty, in_rows, nhwc
+from .memory import Memory, empty, in_rows, nhwc
 from .passes import obstacle, preferred, said
 
 MOST_PARTS = 16
-Finish = tuple[str, float]  # an activation, or "", and leaky_relu's slope
-ACTIVATIONS = ("relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh")
 
 
 def concat_channels(
@@ -43,79 +41,81 @@ def concat_channels(
     It is computed in float32. Differentiable in parts and residual. ``out`` receives the result, without autograd.
 
     On CUDA a Triton kernel reads parts whose pixels lie at one stride where they are, and writes once; elsewhere, and
-    for more than 16 parts, ATen computes the same. Raises `KernelError` for arguments that do not fit each other.
+    for more than 16 parts, ATen computes the same, unless ``backend="triton"`` is given here. Raises `KernelError` for
+    arguments that do not fit each other.
     """
     found = _parts(parts, sizes, image)
     like = found[0]
     shape = (like.shape[0], sum(p.shape[1] for p in found), *like.shape[2:])
     _check(found, shape, scale, shift, residual, activation, out)
-    finish = (activation or "", float(slope) if activation == "leaky_relu" else 0.0)
-    chosen = preferred(backend)
+    finish = Finish.of(scale, shift, activation, slope)
     why = obstacle(like.device) or _refusal(found)
-    if chosen == "triton" and why is not None:
+    if known(backend) == "triton" and why is not None:
         raise KernelError(f"a concatenation of channels was asked of Triton, but {why}; use backend='auto'")
-    if why is None and (chosen == "triton" or (chosen == "auto" and like.is_cuda)):
-        y: Tensor = _Concat.apply(scale, shift, residual, out, shape, finish, *found)
-        return y
-    return _by_aten(found, scale, shift, residual, finish, out)
+    chosen = preferred(backend)
+    if why is not None or not (chosen == "triton" or (chosen == "auto" and like.is_cuda)):
+        return _by_aten(found, scale, shift, residual, finish, out)
+    ready = [in_rows(p) for p in found]
+    scale, shift = (t.contiguous() if t is not None else None for t in (scale, shift))
+    residual = nhwc(residual) if residual is not None else None
+    if out is not None:
+        return joined(ready, scale, shift, residual, finish, out)
+    y: Tensor = _Concat.apply(scale, shift, residual, finish, *ready)
+    return y
 
 
 def _by_aten(
     parts: list[Tensor], scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, finish: Finish,
     out: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    y = torch.cat(parts, 1)
-    dtype = y.dtype
-    if scale is not None and shift is not None:
-        y = y.to(torch.promote_types(dtype, torch.float32)) * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
-    if residual is not None:
-        y = y.to(torch.promote_types(dtype, torch.float32)) + residual
-    y = _activated(y, *finish).to(dtype)
+    y = finished(torch.cat(parts, 1), scale, shift, residual, finish.activation, finish.slope)
     return y.contiguous(memory_format=torch.channels_last) if out is None else out.copy_(y)
-
-
-def _activated(z: Tensor, name: str, slope: float) -> Tensor:
-    match name:
-        case "":
-            return z
-        case "leaky_relu":
-            return F.leaky_relu(z, slope)
-        case "gelu_tanh":
-            return F.gelu(z, approximate="tanh")
-    activation: Tensor = getattr(F, name)(z)
-    return activation
 
 
 class _Concat(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, out: Tensor | None,
-        shape: Four, finish: Finish, *parts: Tensor,
-    ) -> Tensor:  # fmt: skip
-        parts = tuple(map(in_rows, parts))
-        residual = nhwc(residual) if residual is not None else None
-        y = out if out is not None else empty(shape, parts[0])
-        if y.numel():
-            given = _given(scale, shift, residual, parts)
-            lies = tuple(map(Memory.of, parts)), Memory.of(y), Memory.of(residual) if residual is not None else None
-            _concat(*lies, scale is not None, finish).run(y=y, **given)
-        ctx.save_for_backward(scale, shift, residual, *(parts if finish[0] else ()))
+        ctx: Any, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, finish: Finish, *parts: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(scale, shift, residual, *(parts if finish.activation else ()))
         ctx.finish, ctx.sizes = finish, [p.shape[1] for p in parts]
-        return y
+        return joined(parts, scale, shift, residual, finish)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        (scale, shift, residual, *parts), g = ctx.saved_tensors, nhwc(g)
-        N, K, P, Q = g.shape
-        gradients = [empty((N, k, P, Q), g) for k in ctx.sizes]
-        dr = empty((N, K, P, Q), g) if residual is not None else None
-        parts = parts or gradients  # without an activation nobody reads them
-        if g.numel():
-            given = _given(scale, shift, residual, parts) | {f"gradient{i}": t for i, t in enumerate(gradients)}
-            lies = tuple(map(Memory.of, parts)), Memory.of(g), Memory.of(residual) if residual is not None else None
-            _split(*lies, scale is not None, ctx.finish).run(g=g, **given, **({"dr": dr} if dr is not None else {}))
-        return None, None, dr, None, None, None, *gradients
+        scale, shift, residual, *parts = ctx.saved_tensors
+        dr, gradients = parted(nhwc(g), ctx.sizes, scale, shift, residual, ctx.finish, parts)
+        return None, None, dr, None, *gradients
+
+
+def joined(
+    parts: Sequence[Tensor], scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, finish: Finish,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """By Triton, of parts with their pixels at one stride; scale and shift are contiguous."""
+    N, _, P, Q = parts[0].shape
+    y = out if out is not None else empty((N, sum(p.shape[1] for p in parts), P, Q), parts[0])
+    if y.numel():
+        lies = tuple(map(Memory.of, parts)), Memory.of(y), Memory.of(residual) if residual is not None else None
+        _concat(*lies, finish).run(y=y, **_given(scale, shift, residual, parts))
+    return y
+
+
+def parted(
+    g: Tensor, sizes: Sequence[int], scale: Tensor | None, shift: Tensor | None, residual: Tensor | None,
+    finish: Finish, parts: Sequence[Tensor],
+) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
+    """The adjoint: gradients of the residual, if any, and of the parts, which an activation alone reads."""
+    N, K, P, Q = g.shape
+    gradients = [empty((N, k, P, Q), g) for k in sizes]
+    dr = empty((N, K, P, Q), g) if residual is not None else None
+    if g.numel():
+        read = parts if finish.activation else gradients
+        given = _given(scale, shift, residual, read) | {f"gradient{i}": t for i, t in enumerate(gradients)}
+        lies = tuple(map(Memory.of, read)), Memory.of(g), Memory.of(residual) if residual is not None else None
+        _split(*lies, finish).run(g=g, **given, **({"dr": dr} if dr is not None else {}))
+    return dr, gradients
 
 
 def _given(
@@ -126,23 +126,25 @@ def _given(
 
 
 @lru_cache(4096)
-def _concat(parts: tuple[Memory, ...], y: Memory, residual: Memory | None, scaled: bool, finish: Finish) -> Program:
+def _concat(parts: tuple[Memory, ...], y: Memory, residual: Memory | None, finish: Finish) -> Program:
     from .gather_concat import concat_recipe
 
-    return Program((concat_recipe(parts, y, residual, scaled, finish),))
+    return Program((concat_recipe(parts, y, residual, finish),))
 
 
 @lru_cache(4096)
-def _split(parts: tuple[Memory, ...], g: Memory, residual: Memory | None, scaled: bool, finish: Finish) -> Program:
+def _split(parts: tuple[Memory, ...], g: Memory, residual: Memory | None, finish: Finish) -> Program:
     from .gather_concat import split_recipe
 
-    return Program((split_recipe(parts, g, residual, scaled, finish),))
+    return Program((split_recipe(parts, g, residual, finish),))
 
 
 def _parts(
     parts: Tensor | Sequence[Tensor], sizes: Sequence[int] | None, image: tuple[int, int, int] | None
 ) -> list[Tensor]:
     if not isinstance(parts, Tensor):
+        if sizes is not None or image is not None:
+            raise KernelError("sizes and image are of a flat buffer; a list of parts has its own")
         if not parts or any(p.dim() != 4 for p in parts):
             raise KernelError(
                 f"parts must be tensors (N, k, P, Q), one at least, not {[tuple(p.shape) for p in parts]}"
@@ -182,8 +184,6 @@ def _check(
             raise KernelError(f"{name} is {said(t)}, but must be ({shape[1]},) in torch.float32 on {like.device}")
         if t is not None and t.requires_grad and torch.is_grad_enabled():
             raise KernelError(f"{name} requires a gradient, which is not computed; fold it under torch.no_grad()")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise KernelError(f"activation={activation!r} is not known; give one of {', '.join(ACTIVATIONS)}, or None")
     if out is not None:
         needing = [t for t in (*parts, residual, out) if t is not None and t.requires_grad]
         if torch.is_grad_enabled() and needing:

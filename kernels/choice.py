@@ -73,11 +73,16 @@ TABLE: tuple[Row, ...] = (
 )
 
 
-def choose(question: Question, backend: Backend) -> Answer:
-    """Raises `KernelError` where Triton is asked for and cannot."""
+def known(backend: Backend) -> Backend:
+    """The same. Raises `KernelError` for a name that is none."""
     if backend not in get_args(Backend):
         raise KernelError(f"backend={backend!r} is not known; give 'auto', 'triton' or 'aten'")
-    if backend == "aten":
+    return backend
+
+
+def choose(question: Question, backend: Backend) -> Answer:
+    """Raises `KernelError` where Triton is asked for and cannot."""
+    if known(backend) == "aten":
         if question.tile is not None:
             raise KernelError(
                 f"tile {question.tile} was given with backend='aten', which has no tiles; leave out one of them"

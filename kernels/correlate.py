@@ -4,22 +4,26 @@ y[n, p, q, m] = sum over i < R, j < S, c < C of
                 w[m, R0 + i RD, S0 + j SD, c] x[n, p HS + H0 + i HD, q WS + W0 + j WD, c]
 
 Forward reads filters w[m = k, c]; the input gradient reads them transposed, w[m = c, c = k]. Sums are in float32, and a
-split of the reduction over programs leaves one partial result each, which `sums` adds in order: no atomics.
+split of the reduction over programs leaves one partial result each, which `sums` adds in order: no atomics. What is
+stored is activation(scale[m] sum + shift[m] + residual[n, p, q, m]), each as wanted.
 """
 
 import triton
 import triton.language as tl
 
+from .activations import activated
+
 
 @triton.jit
 def by_pointers(
-    x, w, y, bias,
-    pixels, P, Q, H, W, M, xn, xh, xw, wg, wo, wr, ws, yz, yn, yp, yq,
+    x, w, y, scale, shift, residual,
+    pixels, P, Q, H, W, M, xn, xh, xw, wg, wo, wr, ws, yz, yn, yp, yq, rn, rp, rq,
     C: tl.constexpr, R: tl.constexpr, R0: tl.constexpr, RD: tl.constexpr,
     S: tl.constexpr, S0: tl.constexpr, SD: tl.constexpr,
     HS: tl.constexpr, H0: tl.constexpr, HD: tl.constexpr, WS: tl.constexpr, W0: tl.constexpr, WD: tl.constexpr,
-    XU: tl.constexpr, WU: tl.constexpr, YU: tl.constexpr, MU: tl.constexpr,
-    TRANSPOSED: tl.constexpr, NUMBERS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    XU: tl.constexpr, WU: tl.constexpr, YU: tl.constexpr, RU: tl.constexpr, MU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, NUMBERS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, ADDED: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Any stride, dilation and channel count: pixels are rows of the product, addresses and masks are computed.
@@ -75,21 +79,29 @@ def by_pointers(
         w_step = ((R0 + i * RD) * wr + (S0 + j * SD) * ws) * WU + (c0 * wo * WU if TRANSPOSED else c0)
         w_tile = tl.load(w_block + w_step, mask=w_ok, other=0.0)
         acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-    if BIAS:
-        acc += tl.load(bias + g * M + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
+    if SCALED:
+        acc *= tl.load(scale + g * M + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
+    if SHIFTED:
+        acc += tl.load(shift + g * M + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
+    stored = inside[:, None] & (m < M)[None, :]
+    if ADDED:
+        r_block = residual + g * M + (n * rn + p * rp + q * rq)[:, None] * RU + m[None, :]
+        acc += tl.load(r_block, mask=stored, other=0.0).to(tl.float32)
+    acc = activated(acc, ACTIVATION, SLOPE)
     y_block = y + tl.cast(z, tl.int64) * yz + g * M + (n * yn + p * yp + q * yq)[:, None] * YU + m[None, :]
-    tl.store(y_block, acc.to(y.dtype.element_ty), mask=inside[:, None] & (m < M)[None, :])
+    tl.store(y_block, acc.to(y.dtype.element_ty), mask=stored)
 
 
 @triton.jit
 def by_boxes(
-    x, w, y, bias,
-    N, P, Q, M, yz, yn, yp, yq,
+    x, w, y, scale, shift, residual,
+    N, P, Q, M, yz, yn, yp, yq, rn, rp, rq,
     C: tl.constexpr, R: tl.constexpr, R0: tl.constexpr, RD: tl.constexpr,
     S: tl.constexpr, S0: tl.constexpr, SD: tl.constexpr,
     STRIDE: tl.constexpr, H0: tl.constexpr, HD: tl.constexpr, W0: tl.constexpr, WD: tl.constexpr,
-    XC: tl.constexpr, YU: tl.constexpr, MU: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    XC: tl.constexpr, YU: tl.constexpr, RU: tl.constexpr, MU: tl.constexpr,
+    TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr, ADDED: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
     BOX_N: tl.constexpr, BOX_P: tl.constexpr, BOX_Q: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -136,12 +148,18 @@ def by_boxes(
     q = q0 + e % BOX_Q
     p = p0 + e // BOX_Q % BOX_P
     n = n0 + e // (BOX_Q * BOX_P)
-    if BIAS:
-        acc += tl.load(bias + g * M + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
-    inside = (q < Q) & (p < P) & (n < N)
+    if SCALED:
+        acc *= tl.load(scale + g * M + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+    if SHIFTED:
+        acc += tl.load(shift + g * M + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+    stored = ((q < Q) & (p < P) & (n < N))[:, None] & (m < M)[None, :]
     if WIDE:
         n = n.to(tl.int64)
         p = p.to(tl.int64)
         q = q.to(tl.int64)
     y_block = y + tl.cast(z, tl.int64) * yz + g * M + (n * yn + p * yp + q * yq)[:, None] * YU + m[None, :]
-    tl.store(y_block, acc.T.to(y.dtype.element_ty), mask=inside[:, None] & (m < M)[None, :])
+    out = acc.T
+    if ADDED:
+        r_block = residual + g * M + (n * rn + p * rp + q * rq)[:, None] * RU + m[None, :]
+        out += tl.load(r_block, mask=stored, other=0.0).to(tl.float32)
+    tl.store(y_block, activated(out, ACTIVATION, SLOPE).to(y.dtype.element_ty), mask=stored)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..spec import ITEMSIZE, Conv2dSpec
 from .correlate import by_boxes, by_pointers
+from .finish import PLAIN, Finish
 from .launch import Descriptor, Program, Recipe
 from .memory import HUGE, Memory
 from .sums import sum_recipe
@@ -35,8 +36,8 @@ class Taps:
 class Correlation:
     """What the kernels of `correlate` compute: ``M`` channels from ``C`` in each group, of x, w and y as they lie.
 
-    x and y hold all groups. ``transposed``: the first dimension of w is the one that is summed over. ``numbers``: the
-    image's columns count numbers, see `packed`.
+    x, y and a residual hold all groups. ``transposed``: the first dimension of w is the one that is summed over.
+    ``numbers``: the image's columns count numbers, see `packed`.
     """
 
     M: int
@@ -50,13 +51,16 @@ class Correlation:
     precision: str
     transposed: bool = False
     numbers: bool = False
+    residual: Memory | None = None
 
     @property
     def extents(self) -> Extents:
         N, _, P, Q = self.y.shape
         taps, whole = self.rows.count * self.cols.count, self.groups > 1 or self.rows.stride == 2
         boxes = self.takes_boxes(self.w)
-        return Extents(self.M, N * P * Q, self.C, taps, self.groups, self.x.dtype, (N, P, Q), boxes, whole)
+        deepest = 32 if self.numbers else 64  # their many masks take registers
+        image, x = (N, P, Q), self.x
+        return Extents(self.M, N * P * Q, self.C, taps, self.groups, x.dtype, image, boxes, whole, deepest=deepest)
 
     def takes_boxes(self, other: Memory) -> bool:
         """Whether the copy engine can fetch x and the other operand.
@@ -71,13 +75,16 @@ class Correlation:
         return strides == (1, 1) and (self.groups == 1 or self.C % 16 == 0)
 
 
-def forward(spec: Conv2dSpec, x: Memory, w: Memory, y: Memory, precision: str) -> Correlation:
+def forward(
+    spec: Conv2dSpec, x: Memory, w: Memory, y: Memory, precision: str, residual: Memory | None = None
+) -> Correlation:
     rows, cols = (
         Taps(k, stride=s, offset=-pad[0], reach=d)
         for k, s, pad, d in zip((spec.R, spec.S), spec.stride, spec.padding, spec.dilation, strict=True)
     )
     g = spec.groups
-    return packed(simplified(Correlation(spec.K // g, spec.C // g, g, rows, cols, x, w, y, precision)))
+    plain = Correlation(spec.K // g, spec.C // g, g, rows, cols, x, w, y, precision, residual=residual)
+    return packed(simplified(plain))
 
 
 def simplified(c: Correlation) -> Correlation:
@@ -87,10 +94,11 @@ def simplified(c: Correlation) -> Correlation:
     inside = (P - 1) * rows.stride < H and (Q - 1) * cols.stride < W
     if (rows.count, cols.count, rows.offset, cols.offset) != (1, 1, 0, 0) or not inside:
         return c
-    x, y = Memory((N, C, P, Q), (n, ch, h * rows.stride, w * cols.stride), c.x.dtype, c.x.align), c.y
-    if x.is_one_row and y.is_one_row:
-        x, y = x.as_one_row(), y.as_one_row()
-    return replace(c, x=x, y=y, rows=replace(rows, stride=1), cols=replace(cols, stride=1))
+    x = Memory((N, C, P, Q), (n, ch, h * rows.stride, w * cols.stride), c.x.dtype, c.x.align)
+    y, residual = c.y, c.residual
+    if x.is_one_row and y.is_one_row and (residual is None or residual.is_one_row):
+        x, y, residual = x.as_one_row(), y.as_one_row(), residual.as_one_row() if residual is not None else None
+    return replace(c, x=x, y=y, residual=residual, rows=replace(rows, stride=1), cols=replace(cols, stride=1))
 
 
 def packed(c: Correlation) -> Correlation:
@@ -106,44 +114,44 @@ def packed(c: Correlation) -> Correlation:
     return replace(c, C=C * cols.count, cols=Taps(1, stride=cols.stride * C, offset=cols.offset * C), x=x, numbers=True)
 
 
-def program(c: Correlation, tile: Tile, bias: bool, slot: Slot | None = None) -> Program:
-    """The launches that compute a correlation of tensors x, w and bias into y, or into the ``slot`` of y."""
+def program(c: Correlation, tile: Tile, finish: Finish = PLAIN, slot: Slot | None = None) -> Program:
+    """The launches that compute a correlation of tensors x and w, finished, into y, or into the ``slot`` of y."""
     build = _by_boxes if tile.path == "boxes" else _by_pointers
     if tile.splits == 1:
-        return Program((build(c, tile, bias, "y", slot),))
+        return Program((build(c, tile, finish, "y", slot),))
     N, M, P, Q = c.y.shape
     partial = Memory(c.y.shape, (P * Q * M, 1, Q * M, M), "float32")
-    main = build(replace(c, y=partial), tile, False, "partial", None)
-    return Program((main, sum_recipe(c.y, tile.splits, bias, slot)), tile.splits * N * P * Q * M)
+    main = build(replace(c, y=partial, residual=None), tile, PLAIN, "partial", None)
+    return Program((main, sum_recipe(c.y, tile.splits, finish, c.residual, slot)), tile.splits * N * P * Q * M)
 
 
-def _by_boxes(c: Correlation, tile: Tile, bias: bool, y: str, slot: Slot | None) -> Recipe:
+def _by_boxes(c: Correlation, tile: Tile, finish: Finish, y: str, slot: Slot | None) -> Recipe:
     (K, C, R, S), (wk, _, wr, ws), (N, _, P, Q) = c.w.shape, c.w.strides, c.y.shape
     box = pixel_box((N, P, Q), tile.n)
     w = Descriptor((R, S, K, C), (wr, ws, wk, 1), (1, 1, *((tile.k, tile.m) if c.transposed else (tile.m, tile.k))))
-    scalars, constants = _common(c, tile, bias)
+    scalars, constants = _common(c, tile, finish)
     constants |= {"STRIDE": c.rows.stride, "XC": c.x.shape[1]}
     constants["BOX_N"], constants["BOX_P"], constants["BOX_Q"] = box.sizes
     return Recipe(
         by_boxes, (-(-c.M // tile.m) * box.copies, tile.splits, c.groups),
-        {"x": "x", "w": "w", "y": y, "bias": "bias" if bias else y},
+        {"x": "x", "w": "w", "y": y} | finish.tensors(c.residual, y),
         {"N": N} | scalars, constants, tile.warps, tile.stages,
         {"x": x_box(c, box, tile.k), "w": w}, {"y": slot} if slot else {},
     )  # fmt: skip
 
 
-def _by_pointers(c: Correlation, tile: Tile, bias: bool, y: str, slot: Slot | None) -> Recipe:
+def _by_pointers(c: Correlation, tile: Tile, finish: Finish, y: str, slot: Slot | None) -> Recipe:
     (_, _, H, W), (xn, _, xh, xw), (wk, _, wr, ws) = c.x.shape, c.x.strides, c.w.strides
     N, _, P, Q = c.y.shape
     xu, wu = x_unit(c), c.w.unit
-    scalars, constants = _common(c, tile, bias)
+    scalars, constants = _common(c, tile, finish)
     scalars |= {"pixels": N * P * Q, "H": H, "W": W, "xn": xn // xu, "xh": xh // xu, "xw": xw // xu}
     scalars |= {"wg": (c.C if c.transposed else c.M) * wk // wu, "wo": wk // wu, "wr": wr // wu, "ws": ws // wu}
     constants |= {"HS": c.rows.stride, "WS": c.cols.stride, "XU": xu, "WU": wu, "BLOCK_N": tile.n}
     constants |= {"NUMBERS": c.numbers}
     tiles = -(-c.M // tile.m) * -(-N * P * Q // tile.n)
     return Recipe(
-        by_pointers, (tiles, tile.splits, c.groups), {"x": "x", "w": "w", "y": y, "bias": "bias" if bias else y},
+        by_pointers, (tiles, tile.splits, c.groups), {"x": "x", "w": "w", "y": y} | finish.tensors(c.residual, y),
         scalars, constants, tile.warps, tile.stages, slots={"y": slot} if slot else {},
     )  # fmt: skip
 
@@ -171,14 +179,17 @@ def x_unit(c: Correlation) -> int:
     return gcd(16 // ITEMSIZE[c.x.dtype], n, h) if c.numbers else c.x.unit
 
 
-def _common(c: Correlation, tile: Tile, bias: bool) -> tuple[dict[str, int], dict[str, Any]]:
+def _common(c: Correlation, tile: Tile, finish: Finish) -> tuple[dict[str, int], dict[str, Any]]:
     (N, M, P, Q), (yn, _, yp, yq), yu, mu = c.y.shape, c.y.strides, c.y.unit, gcd(c.M, 16)
+    added = c.residual or c.y
     scalars = {"P": P, "Q": Q, "M": c.M // mu, "yz": N * P * Q * M, "yn": yn // yu, "yp": yp // yu, "yq": yq // yu}
+    (rn, _, rp, rq), ru = added.strides, added.unit
+    scalars |= {"rn": rn // ru, "rp": rp // ru, "rq": rq // ru}
     constants = {
         "C": c.C, "R": c.rows.count, "R0": c.rows.first, "RD": c.rows.step,
         "S": c.cols.count, "S0": c.cols.first, "SD": c.cols.step,
-        "H0": c.rows.offset, "HD": c.rows.reach, "W0": c.cols.offset, "WD": c.cols.reach, "YU": yu, "MU": mu,
-        "TRANSPOSED": c.transposed, "BIAS": bias, "WIDE": max(c.x.spans, c.y.spans) >= HUGE,
+        "H0": c.rows.offset, "HD": c.rows.reach, "W0": c.cols.offset, "WD": c.cols.reach, "YU": yu, "RU": ru,
+        "MU": mu, "TRANSPOSED": c.transposed, "WIDE": max(c.x.spans, c.y.spans, added.spans) >= HUGE,
         "PRECISION": c.precision, "BLOCK_M": tile.m, "BLOCK_K": tile.k, "SPLITS": tile.splits,
     }  # fmt: skip
-    return scalars, constants
+    return scalars, constants | finish.constants(c.residual)

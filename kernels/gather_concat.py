@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from ..spec import ITEMSIZE
-from .activations import activated, slope_of
+from .activations import activated, activated_adjoint
+from .finish import Finish
 from .launch import Recipe
 from .memory import HUGE, Memory
 
-Slope = tuple[str, float]  # an activation's name, or "", and leaky_relu's slope below zero
 Names = dict[str, str | tuple[str, ...]]
 ELEMENTS, WARPS = 8192, 8  # of a program: 64 bytes of each operand per thread in half precision
 
@@ -30,7 +30,8 @@ def _loaded(
     z = tl.zeros(SHAPE, tl.float32)
     for i in tl.static_range(len(STARTS) - 1):
         here = inside & (j >= STARTS[i]) & (j < STARTS[i + 1])
-        z += tl.load(parts[i] + (pixel * widths[i] + j - STARTS[i]) * UNIT + u, mask=here, other=0.0).to(tl.float32)
+        x = tl.load(parts[i] + (pixel * widths[i] + j - STARTS[i]) * UNIT + u, mask=here, other=0.0)
+        z = tl.where(here, x.to(tl.float32), z)  # a sum would make 0 of -0
     return z
 
 
@@ -84,7 +85,7 @@ def split(
             z = z * tl.load(scale + k, mask=inside, other=0.0) + tl.load(shift + k, mask=inside, other=0.0)
         if ADDED:
             z += tl.load(residual + (n * rn + p * rp + q * rq) * RU + k, mask=inside, other=0.0).to(tl.float32)
-        d *= slope_of(z, ACTIVATION, SLOPE)
+        d = activated_adjoint(d, z, ACTIVATION, SLOPE)
     if ADDED:
         tl.store(dr + pixel * STARTS[len(STARTS) - 1] * UNIT + k, d.to(dr.dtype.element_ty), mask=inside)
     if SCALED:
@@ -95,56 +96,53 @@ def split(
         tl.store(gradients[i] + at, d.to(g.dtype.element_ty), mask=here)
 
 
-def concat_recipe(
-    parts: tuple[Memory, ...], y: Memory, residual: Memory | None, scaled: bool, activation: Slope
-) -> Recipe:
+def concat_recipe(parts: tuple[Memory, ...], y: Memory, residual: Memory | None, finish: Finish) -> Recipe:
     """Tensors ``part0``, ``part1``, ..., each with its pixels at one stride, into y (N, K, P, Q)."""
     unit = _unit(parts, y, residual)
     n, _, p, q = y.strides
-    common = _common(parts, y, residual, scaled, activation, unit)
+    common = _common(parts, y, residual, finish, unit)
     names: Names = {"parts": _names("part", parts), "y": "y"}
     return Recipe(
-        concat, _grid(common[1], y), names | _others(residual, scaled, "y"),
+        concat, _grid(common[1], y), names | finish.tensors(residual, "y"),
         {"yn": n // y.unit, "yp": p // y.unit, "yq": q // y.unit} | common[0], {"YU": y.unit} | common[1], WARPS, 1,
     )  # fmt: skip
 
 
-def split_recipe(
-    parts: tuple[Memory, ...], g: Memory, residual: Memory | None, scaled: bool, activation: Slope
-) -> Recipe:
+def split_recipe(parts: tuple[Memory, ...], g: Memory, residual: Memory | None, finish: Finish) -> Recipe:
     """g (N, K, P, Q) into packed tensors ``gradient0``, ``gradient1``, ..., and ``dr`` where there is a residual."""
     unit = _unit(parts, g, residual)
     n, _, p, q = g.strides
-    common = _common(parts, g, residual, scaled, activation, unit)
+    common = _common(parts, g, residual, finish, unit)
     names: Names = {"parts": _names("part", parts), "gradients": _names("gradient", parts), "g": "g"}
     return Recipe(
-        split, _grid(common[1], g), names | {"dr": "dr" if residual else "g"} | _others(residual, scaled, "g"),
+        split, _grid(common[1], g), names | {"dr": "dr" if residual else "g"} | finish.tensors(residual, "g"),
         {"gn": n // g.unit, "gp": p // g.unit, "gq": q // g.unit} | common[0], {"GU": g.unit} | common[1], WARPS, 1,
     )  # fmt: skip
 
 
 def _common(
-    parts: tuple[Memory, ...], y: Memory, residual: Memory | None, scaled: bool, activation: Slope, unit: int
+    parts: tuple[Memory, ...], y: Memory, residual: Memory | None, finish: Finish, unit: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     (N, K, P, Q), added = y.shape, residual or y
     n, _, p, q = added.strides
     starts = tuple(a // unit for a in accumulate((m.shape[1] for m in parts), initial=0))
     blocks = min(triton.next_power_of_2(K // unit), 32)
     scalars = {
-        "pixels": N * P * Q, "P": P, "Q": Q, "widths": tuple(m.strides[3] // unit for m in parts),
+        "pixels": N * P * Q, "P": P, "Q": Q, "widths": tuple((m.step or 0) // unit for m in parts),
         "rn": n // added.unit, "rp": p // added.unit, "rq": q // added.unit,
     }  # fmt: skip
     constants = {
-        "STARTS": starts, "UNIT": unit, "RU": added.unit, "SCALED": scaled, "ADDED": residual is not None,
-        "ACTIVATION": activation[0], "SLOPE": activation[1], "BLOCK_N": ELEMENTS // (blocks * unit), "BLOCK_M": blocks,
-        "WIDE": max(m.spans for m in (*parts, y, added)) >= HUGE,
+        "STARTS": starts, "UNIT": unit, "RU": added.unit, "SCALED": finish.scaled, "ADDED": residual is not None,
+        "ACTIVATION": finish.activation, "SLOPE": finish.slope,
+        "BLOCK_N": ELEMENTS // (blocks * unit), "BLOCK_M": blocks,
+        "WIDE": max(N * K * P * Q, *(m.spans for m in (*parts, y, added))) >= HUGE,
     }  # fmt: skip
     return scalars, constants
 
 
 def _unit(parts: tuple[Memory, ...], y: Memory, residual: Memory | None) -> int:
     """Channels that lie side by side in one part, at most 16 bytes, from an aligned address on."""
-    sizes = [v for m in parts for v in (m.shape[1], m.strides[3])]
+    sizes = [v for m in parts if m.shape[1] for v in (m.shape[1], m.step or 0)]
     return gcd(16 // ITEMSIZE[y.dtype], y.unit, *sizes, *([residual.unit] if residual else []))
 
 
@@ -155,8 +153,3 @@ def _grid(constants: dict[str, Any], y: Memory) -> tuple[int, int, int]:
 
 def _names(name: str, parts: tuple[Memory, ...]) -> tuple[str, ...]:
     return tuple(f"{name}{i}" for i in range(len(parts)))
-
-
-def _others(residual: Memory | None, scaled: bool, instead: str) -> Names:
-    scale, shift = ("scale", "shift") if scaled else (instead, instead)
-    return {"scale": scale, "shift": shift, "residual": "residual" if residual else instead}

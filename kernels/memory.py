@@ -55,15 +55,23 @@ class Memory(NamedTuple):
         )
 
     @property
-    def is_one_row(self) -> bool:
-        """Whether all pixels lie at one stride."""
+    def step(self) -> int | None:
+        """The stride of all pixels, or None where they lie at several."""
         (N, _, H, W), (n, _, h, w) = self.shape, self.strides
-        return N * H * W < HUGE and (H == 1 or h == W * w) and (N == 1 or n == H * W * w)
+        step = w if W > 1 else h if H > 1 else n
+        return step if (H == 1 or h == W * step) and (N == 1 or n == H * W * step) else None
+
+    @property
+    def is_one_row(self) -> bool:
+        """Whether all pixels lie at one stride, and are few enough to be one row of an image."""
+        N, _, H, W = self.shape
+        return N * H * W < HUGE and self.step is not None
 
     def as_one_row(self) -> Memory:
-        (N, C, H, W), (_, c, _, w) = self.shape, self.strides
-        far = N * H * W * w
-        return Memory((1, C, 1, N * H * W), (far, c, far, w), self.dtype, self.align)
+        (N, C, H, W), c, step = self.shape, self.strides[1], self.step
+        assert step is not None
+        far = N * H * W * step
+        return Memory((1, C, 1, N * H * W), (far, c, far, step), self.dtype, self.align)
 
 
 def nhwc(t: Tensor) -> Tensor:
@@ -80,7 +88,7 @@ def krsc(w: Tensor) -> Tensor:
 def in_rows(t: Tensor) -> Tensor:
     """The tensor itself if its channels lie beside each other and its pixels at one stride, else a copy."""
     t = nhwc(t)
-    return t if t.numel() == 0 or Memory.of(t).is_one_row else t.contiguous(memory_format=torch.channels_last)
+    return t if t.numel() == 0 or Memory.of(t).step is not None else t.contiguous(memory_format=torch.channels_last)
 
 
 def empty(shape: Four, like: Tensor) -> Tensor:

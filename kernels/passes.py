@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -13,11 +14,14 @@ from ..errors import KernelError
 from ..spec import Conv2dSpec, Pair
 from . import aten
 from .choice import Answer, Backend, Question, choose
+from .finish import Finish, finished
 from .launch import chip_of
 from .tiles import Pass, Tile
 
 Sides = tuple[Pair, Pair]
 _backend: Backend = "auto"
+listeners: list[Callable[[Question], None]] = []
+"""Each is called with every pass that is about to be computed."""
 
 
 def set_backend(backend: Backend) -> None:
@@ -36,18 +40,35 @@ def conv2d_forward(
     dilation: Pair,
     groups: int,
     *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    slope: float = 0.01,
     out: Tensor | None = None,
     tile: Tile | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`conv2d` without autograd."""
+    """`conv2d` without autograd, finished: activation(scale * y + shift + residual), each as wanted.
+
+    ``scale`` and ``shift`` (K), say of a folded batch norm, are in float32; ``residual`` is like y; ``activation`` is
+    one of relu, relu6, leaky_relu (with ``slope``), silu, gelu and gelu_tanh. Triton's kernels do it as they store.
+    """
     spec = spec_of(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
+    _check_finish(spec, x_NCHW, scale, shift, residual)
     answer = _ask("forward", spec, x_NCHW.device, tile, backend)
     if answer.triton:
         from . import triton_backend
 
-        return triton_backend.forward(spec, x_NCHW, w_KCRS, bias_K, out, precision(spec), answer.tile)
+        if bias_K is not None:
+            folded = bias_K if scale is None else scale * bias_K
+            shift = folded if shift is None else shift + folded
+        finish = Finish.of(scale, shift, activation, slope)
+        args, rest = (spec, x_NCHW, w_KCRS, out, precision(spec)), (scale, shift, residual, finish)
+        return _tiled(lambda t: triton_backend.forward(*args, t, *rest), answer, tile)
+    finish = Finish.of(scale, shift, activation, slope)
     y = aten.conv2d(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
+    y = finished(y, scale, shift, residual, finish.activation, finish.slope)
     return y if out is None else out.copy_(y)
 
 
@@ -82,10 +103,11 @@ def conv2d_backward(
     if any(by_triton):
         from . import triton_backend
 
+        operands = (spec, g_NKPQ, x_NCHW, w_KCRS, precision(spec))
         if asked[0] is not None and asked[0].triton:
-            found[0] = triton_backend.input_gradient(spec, g_NKPQ, x_NCHW, w_KCRS, precision(spec), asked[0].tile)
+            found[0] = _tiled(lambda t: triton_backend.input_gradient(*operands, t), asked[0], tile)
         if asked[1] is not None and asked[1].triton:
-            found[1] = triton_backend.weight_gradient(spec, g_NKPQ, x_NCHW, w_KCRS, precision(spec), asked[1].tile)
+            found[1] = _tiled(lambda t: triton_backend.weight_gradient(*operands, t), asked[1], tile)
         if wanted[2]:
             found[2] = g_NKPQ.sum((0, 2, 3))
     return found[0], found[1], found[2]
@@ -124,15 +146,37 @@ def spec_of(
     return spec
 
 
+def _check_finish(
+    spec: Conv2dSpec, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
+) -> None:
+    for name, t in (("scale", scale), ("shift", shift)):
+        if t is not None and (tuple(t.shape) != (spec.K,) or t.dtype != torch.float32 or t.device != x.device):
+            raise KernelError(f"{name} is {said(t)}, but must be ({spec.K},) in torch.float32 on {x.device}")
+    r = residual
+    if r is not None and (tuple(r.shape) != spec.y_shape or r.dtype != x.dtype or r.device != x.device):
+        raise KernelError(f"residual is {said(r)}, but the output is {spec.y_shape} in {x.dtype} on {x.device}")
+
+
 def precision(spec: Conv2dSpec) -> str:
     """How float32 is multiplied: "tf32" where torch lets cuDNN use it, else "ieee"."""
     return "tf32" if spec.dtype == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32" else "ieee"  # type: ignore[attr-defined]
 
 
 def _ask(what: Pass, spec: Conv2dSpec, device: torch.device, tile: Tile | None, backend: Backend) -> Answer:
-    name = _device_name(device) if device.type == "cuda" else device.type
-    question = Question(what, spec, precision(spec), name, obstacle(device), tile)
+    question = Question(what, spec, precision(spec), device_name(device), obstacle(device), tile)
+    for listener in listeners:
+        listener(question)
     return choose(question, preferred(backend))
+
+
+def _tiled(run: Callable[[Tile | None], Tensor], answer: Answer, asked: Tile | None) -> Tensor:
+    """By the answer's tile. One from the table was tuned on channels_last: if it cannot run here, by the default."""
+    try:
+        return run(answer.tile)
+    except KernelError:
+        if answer.tile is None or asked is not None:
+            raise
+        return run(None)
 
 
 def preferred(backend: Backend) -> Backend:
@@ -162,8 +206,9 @@ def _has_triton() -> bool:
 
 
 @lru_cache
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+def device_name(device: torch.device) -> str:
+    """A GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def said(t: Tensor) -> str:

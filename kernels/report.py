@@ -81,12 +81,14 @@ def _loop(code: list[tuple[int, str]]) -> int:
 
     Others wait for a copy, from out of line, or sum what is left of a loop that was unrolled.
     """
+    tensor = any(re.search(r"\bH(G)?MMA\b", text) for _, text in code)
+    product = re.compile(r"\bH(G)?MMA\b" if tensor else r"\bFFMA\b")
     found = []
     for at, text in code:
         branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)
         if branch and int(branch[1], 16) < at:
             body = [t for a, t in code if int(branch[1], 16) <= a <= at]
-            found.append((sum(bool(re.search(r"\b(HGMMA|HMMA|FFMA)\b", t)) for t in body), -len(body)))
+            found.append((sum(bool(product.search(t)) for t in body), -len(body)))
     products, length = max(found, default=(0, 0))
     return -length if products else 0
 

@@ -71,7 +71,7 @@ class Extents:
 
     Each sums ``taps`` times over ``channels``, or over the pixels of ``image`` (samples, rows, columns) where
     ``over_pixels``; ``n`` else counts these. ``boxes``: whether Hopper's copy engine can fetch the operands, and
-    ``whole`` whether its steps must then divide the channels.
+    ``whole`` whether its steps must then divide the channels; no step is more than ``deepest``.
     """
 
     m: int
@@ -84,6 +84,7 @@ class Extents:
     boxes: bool = False
     whole: bool = False
     over_pixels: bool = False
+    deepest: int = 64
 
     def padded(self, tile: Tile) -> int:
         """Results computed, counting those that a tile computes beyond the edge."""
@@ -102,7 +103,7 @@ class Extents:
         """Steps of ``k`` numbers that a reduction takes."""
         if not self.over_pixels:
             return _up(self.channels, k) * self.taps
-        return pixel_run(self.image, k).copies if path == "boxes" else _up(prod(self.image), k)
+        return (pixel_run if path == "boxes" else pixel_line)(self.image, k).copies
 
 
 # (m, n, warps, stages), larger first: those that compile without a spill for every dtype that uses tensor cores.
@@ -141,7 +142,7 @@ def default(work: Extents, chip: Chip) -> Tile:
     path: Path = "boxes" if takes_boxes(work, chip) else "pointers"
     shapes = [Tile(path, m, n, k, w, s) for (m, n, w, s), k in product(SHAPES[path], depths(work, path))]
     whole = [t for shape in shapes if (t := _shrunk(shape, work, chip)) is not None]
-    found = [replace(t, splits=z) for t in whole for z in SPLITS if _shares(work.steps(t), z)]
+    found = [replace(t, splits=z) for t in whole for z in splits(t, work)]
     return min(found, key=lambda t: cycles(t, work, chip))
 
 
@@ -170,16 +171,17 @@ def fits(tile: Tile, work: Extents, chip: Chip) -> bool:
 
 def depths(work: Extents, path: Path) -> list[int]:
     """Steps of a reduction, deepest first: 128 bytes, and less where that pads the channels of a tap less."""
-    found = [k for k in (64, 32, 16) if k * ITEMSIZE[work.dtype] <= 128]
+    found = [k for k in (64, 32, 16) if k * ITEMSIZE[work.dtype] <= 128 and k <= work.deepest]
     if path == "boxes" and work.whole:
         found = [k for k in found if work.channels % k == 0]
     lengths = {k: work.steps_of(path, k) * k for k in found}
     return [k for i, k in enumerate(found) if all(lengths[k] < lengths[j] for j in found[:i])]
 
 
-def _shares(steps: int, splits: int) -> bool:
-    """Whether a reduction is worth splitting so, and leaves no program without a step."""
-    return splits == 1 or (splits * FEWEST_STEPS <= steps and (splits - 1) * _up(steps, splits) < steps)
+def splits(tile: Tile, work: Extents) -> list[int]:
+    """Splits of a reduction that are worth a try: those that leave every program some steps."""
+    steps = work.steps(tile)
+    return [z for z in SPLITS if z == 1 or (z * FEWEST_STEPS <= steps and (z - 1) * _up(steps, z) < steps)]
 
 
 def _shrunk(tile: Tile, work: Extents, chip: Chip) -> Tile | None:
@@ -214,14 +216,19 @@ def pixel_box(image: Image, pixels: int) -> Box:
 
 
 @lru_cache(4096)
+def pixel_line(image: Image, pixels: int) -> Box:
+    """The run of ``pixels`` along one dimension, ordered last, that covers an image in the fewest copies."""
+    orders = ((0, 1, 2), (0, 2, 1), (1, 2, 0))
+    copies = [prod(image) // image[o[2]] * _up(image[o[2]], pixels) for o in orders]
+    return min((Box((1, 1, pixels), c, o) for c, o in zip(copies, orders, strict=True)), key=lambda b: b.copies)
+
+
 def pixel_run(image: Image, pixels: int) -> Box:
-    """The same for a left operand: a run along one dimension, ordered last, unless that takes many more copies.
+    """The same, or a box where a run takes many more copies: for a left operand.
 
     A run stays in shared memory as it was fetched, other boxes go through registers.
     """
-    orders = ((0, 1, 2), (0, 2, 1), (1, 2, 0))
-    found = [Box((1, 1, pixels), prod(image) // image[o[2]] * _up(image[o[2]], pixels), o) for o in orders]
-    run, box = min(found, key=lambda b: b.copies), pixel_box(image, pixels)
+    run, box = pixel_line(image, pixels), pixel_box(image, pixels)
     return run if run.copies <= WASTE * box.copies and pixels <= LONGEST else box
 
 
@@ -239,16 +246,17 @@ def install(entries: Mapping[Problem, Entry], device: str, versions: tuple[str, 
 
     ``versions`` of (torch, triton) that they were measured with, by default those in use: others ignore them.
     """
-    _installed.setdefault((device, *(versions or _versions())), {}).update(entries)
+    _installed.setdefault((device, *(versions or versions_in_use())), {}).update(entries)
 
 
 def tuned(device: str, what: Pass, spec: Conv2dSpec, precision: str) -> Entry | None:
     """What was installed for a problem on this device under the versions in use."""
-    return _installed.get((device, *_versions()), {}).get((what, spec, precision)) if _installed else None
+    return _installed.get((device, *versions_in_use()), {}).get((what, spec, precision)) if _installed else None
 
 
 @lru_cache
-def _versions() -> tuple[str, str]:
+def versions_in_use() -> tuple[str, str]:
+    """Of torch and triton. Raises `ImportError` without triton."""
     import triton
 
     return str(torch.__version__), triton.__version__

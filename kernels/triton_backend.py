@@ -9,15 +9,17 @@ from torch import Tensor
 from ..errors import KernelError
 from ..spec import Conv2dSpec
 from . import dgrad, fprop, wgrad
+from .finish import Finish, finished
 from .launch import Chip, Program, chip_of
 from .memory import Memory, empty, krsc, nhwc
 from .tiles import Extents, Tile, default, fits
 
 
 def forward(
-    spec: Conv2dSpec, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None, precision: str, tile: Tile | None
-) -> Tensor:
-    """y, written to ``out`` where one is given; x and w as `op.spec_of` has checked them."""
+    spec: Conv2dSpec, x: Tensor, w: Tensor, out: Tensor | None, precision: str, tile: Tile | None, scale: Tensor | None,
+    shift: Tensor | None, residual: Tensor | None, finish: Finish,
+) -> Tensor:  # fmt: skip
+    """y, written to ``out`` where one is given; all tensors as `passes` has checked them."""
     x, w = nhwc(x), krsc(w)
     y = out if out is not None else empty(spec.y_shape, x)
     lies = Memory.of(y)
@@ -29,9 +31,15 @@ def forward(
     if y.numel() == 0:
         return y
     if w.numel() == 0:
-        return y.zero_() if bias is None else y.copy_(bias.view(-1, 1, 1).expand(spec.y_shape))
-    program = _forward(spec, Memory.of(x), Memory.of(w), lies, precision, bias is not None, tile, chip_of(x.device))
-    program.run(x=x, w=w, y=y, **({"bias": bias.contiguous()} if bias is not None else {}))
+        return y.copy_(finished(y.zero_(), scale, shift, residual, finish.activation, finish.slope))
+    given = {"x": x, "w": w, "y": y}
+    given |= {name: t.contiguous() for name, t in (("scale", scale), ("shift", shift)) if t is not None}
+    added = None
+    if residual is not None:
+        given["residual"] = residual = nhwc(residual)
+        added = Memory.of(residual)
+    places = Memory.of(x), Memory.of(w), lies, added
+    _forward(spec, *places, precision, finish, tile, chip_of(x.device)).run(**given)
     return y
 
 
@@ -62,10 +70,11 @@ def weight_gradient(spec: Conv2dSpec, g: Tensor, x: Tensor, w: Tensor, precision
 
 @lru_cache(4096)
 def _forward(
-    spec: Conv2dSpec, x: Memory, w: Memory, y: Memory, precision: str, bias: bool, tile: Tile | None, chip: Chip
-) -> Program:
-    c = fprop.forward(spec, x, w, y, precision)
-    return fprop.program(c, suited(tile, c.extents, chip), bias)
+    spec: Conv2dSpec, x: Memory, w: Memory, y: Memory, residual: Memory | None, precision: str, finish: Finish,
+    tile: Tile | None, chip: Chip,
+) -> Program:  # fmt: skip
+    c = fprop.forward(spec, x, w, y, precision, residual)
+    return fprop.program(c, suited(tile, c.extents, chip), finish)
 
 
 @lru_cache(4096)
@@ -74,7 +83,7 @@ def _input_gradient(
 ) -> tuple[bool, tuple[Program, ...]]:
     phases = dgrad.phases(spec, g, w, dx, precision)
     read = [(p.correlation, p.slot) for p in phases if p.correlation is not None]
-    return len(read) == len(phases), tuple(fprop.program(c, suited(tile, c.extents, chip), False, s) for c, s in read)
+    return len(read) == len(phases), tuple(fprop.program(c, suited(tile, c.extents, chip), slot=s) for c, s in read)
 
 
 @lru_cache(4096)

@@ -18,7 +18,7 @@ from .fprop import Correlation, forward, image_box, x_box, x_unit
 from .launch import Program, Recipe
 from .memory import HUGE, Memory
 from .sums import sum_recipe
-from .tiles import Extents, Tile, pixel_run
+from .tiles import Extents, Tile, pixel_line, pixel_run
 
 Grid = tuple[int, int, int]
 TENSORS = {"x": "x", "g": "g"}
@@ -27,13 +27,17 @@ TENSORS = {"x": "x", "g": "g"}
 @triton.jit
 def wgrad_by_pointers(
     x, g, dw,
-    pixels, P, Q, H, W, K, xn, xh, xw, gn, gp, gq, dz,
-    C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    SIZE_0, SIZE_1, SIZE_2, H, W, K, xn, xh, xw, gn, gp, gq, dz,
+    C: tl.constexpr, R: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     HS: tl.constexpr, H0: tl.constexpr, HD: tl.constexpr, WS: tl.constexpr, W0: tl.constexpr, WD: tl.constexpr,
     XU: tl.constexpr, GU: tl.constexpr, KU: tl.constexpr, NUMBERS: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """dw[z, k, tap, c] over the z-th part of the pixels; see `correlate.by_pointers` for units and NUMBERS."""
+    """dw[z, k, tap, c] over the z-th part of the pixels; see `correlate.by_pointers` for units and NUMBERS.
+
+    A step takes BLOCK_K pixels along the last dimension of the sizes (samples, rows, columns in some order, of which
+    ROWS and COLS say the places), so that only one coordinate differs among them.
+    """
     K = K * KU
     TILES_C: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)  # taps fastest: they read the same pixels of g
@@ -44,23 +48,28 @@ def wgrad_by_pointers(
     k = pid // (R * S) // TILES_C * BLOCK_M + tl.arange(0, BLOCK_M)
     h0 = H0 + tap // S * HD
     w0 = W0 + tap % S * WD
-    each = tl.cdiv(tl.cdiv(pixels, BLOCK_K), SPLITS)
+    line = tl.arange(0, BLOCK_K)
+    runs = tl.cdiv(SIZE_2, BLOCK_K)
+    steps = SIZE_0 * SIZE_1 * runs
+    each = tl.cdiv(steps, SPLITS)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    first = z * each
-    for it in range(first, min(first + each, tl.cdiv(pixels, BLOCK_K))):
-        pixel = tl.cast(it, tl.int64 if WIDE else tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
-        q = pixel % Q
-        p = pixel // Q % P
-        n = pixel // Q // P
+    for it in range(z * each, min(z * each + each, steps)):
+        wide = tl.cast(it, tl.int64 if WIDE else tl.int32)
+        at_2 = wide % runs * BLOCK_K + line
+        at_1 = wide // runs % SIZE_1
+        at_0 = wide // runs // SIZE_1
+        p = at_0 if ROWS == 0 else (at_1 if ROWS == 1 else at_2)
+        q = at_1 if COLS == 1 else at_2
+        n = at_2 if ROWS == 0 else at_0
         h = p * HS + h0
         v = q * WS + w0
-        inside = pixel < pixels
+        inside = at_2 < SIZE_2
         g_at = (n * gn + p * gp + q * gq)[:, None] * GU + group * K + k[None, :]
         g_tile = tl.load(g + g_at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
         inside = inside & (h >= 0) & (h < H)
         if NUMBERS:
-            at = v[:, None] + c[None, :]
-            x_at = (n * xn + h * xh)[:, None] * XU + at
+            at = (v + line * 0)[:, None] + c[None, :]
+            x_at = (n * xn + h * xh + line * 0)[:, None] * XU + at
             x_ok = inside[:, None] & (at >= 0) & (at < W) & (c < C)[None, :]
         else:
             x_at = (n * xn + h * xh + v * xw)[:, None] * XU + group * C + c[None, :]
@@ -139,7 +148,8 @@ class WeightGradient:
         f = self.forward
         N, _, P, Q = f.y.shape
         repeats = f.rows.count * f.cols.count * f.groups
-        return Extents(f.M, f.C, 1, 1, repeats, f.x.dtype, (N, P, Q), self.takes_boxes, over_pixels=True)
+        deepest = 32 if f.numbers else 64
+        return Extents(f.M, f.C, 1, 1, repeats, f.x.dtype, (N, P, Q), self.takes_boxes, False, True, deepest)
 
     @property
     def takes_boxes(self) -> bool:
@@ -169,7 +179,7 @@ def program(d: WeightGradient, tile: Tile) -> Program:
     if tile.splits == 1:
         return Program((main,))
     row = Memory((1, size, 1, 1), (size, 1, size, size), f.x.dtype)
-    return Program((main, sum_recipe(row, tile.splits, False, name="dw")), tile.splits * size)
+    return Program((main, sum_recipe(row, tile.splits, name="dw")), tile.splits * size)
 
 
 def _by_boxes(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], constants: dict[str, Any]) -> Recipe:
@@ -188,8 +198,10 @@ def _by_boxes(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], c
 
 def _by_pointers(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], constants: dict[str, Any]) -> Recipe:
     (N, _, P, Q), (gn, _, gp, gq), (xn, _, xh, xw) = f.y.shape, f.y.strides, f.x.strides
-    xu, gu = x_unit(f), f.y.unit
-    scalars |= {"pixels": N * P * Q, "P": P, "Q": Q, "H": f.x.shape[2], "W": f.x.shape[3]}
+    xu, gu, line = x_unit(f), f.y.unit, pixel_line((N, P, Q), tile.k)
+    scalars["SIZE_0"], scalars["SIZE_1"], scalars["SIZE_2"] = ((N, P, Q)[i] for i in line.order)
+    scalars |= {"H": f.x.shape[2], "W": f.x.shape[3]}
+    constants |= {"ROWS": line.order.index(1), "COLS": line.order.index(2)}
     scalars |= {"xn": xn // xu, "xh": xh // xu, "xw": xw // xu, "gn": gn // gu, "gp": gp // gu, "gq": gq // gu}
     constants |= {"HS": f.rows.stride, "WS": f.cols.stride, "XU": xu, "GU": gu, "NUMBERS": f.numbers, "BLOCK_K": tile.k}
     constants |= {"WIDE": max(f.x.spans, f.y.spans) >= HUGE}

@@ -1,7 +1,7 @@
 """Settings of the whole suite."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 if os.environ.get("HETCONV_TEST_DEVICE") != "cuda":
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -9,6 +9,7 @@ if os.environ.get("HETCONV_TEST_DEVICE") != "cuda":
 import pytest
 import torch
 from hypothesis import settings
+from torch import Tensor
 
 settings.register_profile("hetconv", deadline=None)
 settings.load_profile("hetconv")
@@ -22,3 +23,17 @@ def new_memory_is_nan() -> Iterator[None]:
     assert torch.empty(1).new_empty(1).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def sparse() -> Iterator[Callable[[Tensor, int], Tensor]]:
+    """The same numbers, each sample that many elements after the one before; only they take memory on a CPU."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def spread(t: Tensor, stride: int) -> Tensor:
+        N, C, H, W = t.shape
+        storage = torch.empty((N - 1) * stride + C * H * W, dtype=t.dtype, device=t.device)
+        return storage.as_strided(t.shape, (stride, 1, W * C, C)).copy_(t)
+
+    yield spread
+    torch.utils.deterministic.fill_uninitialized_memory = True

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from hetconv.kernels.channels import MOST_PARTS
+from hetconv.kernels.finish import ACTIVATIONS
 from hetconv.layout import Box, Layout, Need
 from hetconv.spec import Conv2dSpec, Window
 
@@ -75,3 +78,26 @@ def convolutions(
     return Conv2dSpec(
         N, C * groups, image[0], image[1], K * groups, R, S, stride, (padding[0], padding[1]), dilation, groups, dtype
     )
+
+
+class Join(NamedTuple):
+    """What `kernels.concat_channels` is asked for: ``sizes`` of parts that cover an image (N, P, Q)."""
+
+    image: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+    scaled: bool = False
+    added: bool = False
+    activation: str | None = None
+
+
+@st.composite
+def joins(draw: st.DrawFn) -> Join:
+    """Up to as many parts as the kernel takes, of any widths: none, single channels, whole blocks of 16 bytes."""
+    unit = draw(st.sampled_from([1, 8]))
+    widths = st.lists(st.integers(0, 24 // unit).map(lambda n: n * unit), min_size=1, max_size=MOST_PARTS)
+    return Join(
+        draw(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))), tuple(draw(widths)),
+        draw(st.sampled_from(["float32", "float16", "bfloat16"])), draw(st.booleans()), draw(st.booleans()),
+        draw(st.sampled_from([None, *ACTIVATIONS])),
+    )  # fmt: skip

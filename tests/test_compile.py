@@ -70,18 +70,11 @@ def test_every_tile_that_is_chosen_was_compiled(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_launch_spills_in_half_precision_nor_by_boxes(version: str) -> None:
+def test_no_launch_spills(version: str) -> None:
+    """But a few instructions of a few tiles: under IEEE float32, which has no tensor cores, and by pointers in 3.6."""
     for item, e in entries(version):
-        if item.dtype in ("fp16", "bf16") or item.tile.startswith("boxes"):
-            assert e["spills"] == 0, str(item)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_others_spill_little(version: str) -> None:
-    """Instructions, in loops of hundreds and more; IEEE products with 64-bit addresses of the weight gradient many."""
-    for item, e in entries(version):
-        wide = item.dtype == "fp32" and item.case == "3x3 of 2**31 numbers" and item.what == "weight gradient"
-        assert e["spills"] <= (1300 if wide else 16 if item.dtype == "fp32" else 6), str(item)
+        few = 6 if version == "3.6.0" and item.tile.startswith("pointers") else 0
+        assert e["spills"] <= (16 if item.dtype == "fp32" else few), str(item)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -109,7 +109,7 @@ ROUTES: dict[str, tuple[Pass, Conv2dSpec, Tile, Callable[[list[Recipe]], bool]]]
     "63 taps": ("input gradient", images(8, 9, (8, 8), 9, 7, (1, 1), ((4, 4), (3, 3))), POINTERS, first("R", 9)),
     "channels in several steps": ("forward", images(72, 9, (3, 4), 2, 2), POINTERS, first("C", 72)),
     "one row of pixels": ("forward", images(24, 40, (5, 7), 1, 1), POINTERS, first("Q", 70)),
-    "one row of gradients": ("weight gradient", images(24, 40, (5, 7), 1, 1), POINTERS, first("Q", 70)),
+    "one row of gradients": ("weight gradient", images(24, 40, (5, 7), 1, 1), POINTERS, first("SIZE_2", 70)),
     "one row by boxes": ("forward", images(24, 40, (5, 7), 1, 1), BOXES, first("Q", 70)),
     "a padded 1 x 1": ("forward", images(24, 40, (5, 7), 1, 1, (1, 1), SAME), POINTERS, first("H0", -1)),
     "a strided 1 x 1 by pointers": ("forward", images(24, 40, (5, 7), 1, 1, (2, 3)), POINTERS, first("HS", 1)),

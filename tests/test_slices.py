@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -129,20 +129,6 @@ def test_empty_convolutions(empty: str) -> None:
     db = kernels.conv2d_backward(t.g, t.x, t.w, *geometry(spec), (False, True, True), backend="triton")[2]
     assert db is not None
     assert db.equal(t.g.sum((0, 2, 3)))
-
-
-@pytest.fixture
-def sparse() -> Iterator[Callable[[Tensor, int], Tensor]]:
-    """The same numbers, each sample that many elements after the one before; only they take memory on a CPU."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-
-    def spread(t: Tensor, stride: int) -> Tensor:
-        N, C, H, W = t.shape
-        storage = torch.empty((N - 1) * stride + C * H * W, dtype=t.dtype, device=t.device)
-        return storage.as_strided(t.shape, (stride, 1, W * C, C)).copy_(t)
-
-    yield spread
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.mark.parametrize(("N", "stride"), [(2, 2**31 + 16), (3, 2**30)])

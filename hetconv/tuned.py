@@ -1,0 +1,29 @@
+"""TunedTile: how one pass of a convolution runs fastest on a device, in words, for no kernel is known here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .spec import Conv2dSpec
+
+STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class TunedTile:
+    """``choice`` is a tile of `hetconv.kernels`, as it prints, or "aten"; it was measured with these versions.
+
+    ``seconds`` are its own, ``heuristic_s`` those of the tile that is taken where nothing was tuned, if that one ran.
+    """
+
+    device: str
+    torch: str
+    triton: str
+    what: Literal["forward", "input gradient", "weight gradient"]
+    spec: Conv2dSpec
+    precision: Literal["ieee", "tf32"]
+    choice: str
+    seconds: float
+    heuristic_s: float | None = None
+    __pydantic_config__ = STRICT

@@ -1,0 +1,74 @@
+"""What is done to a sum before it is stored: activation(scale * sum + shift + residual), each as wanted."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import KernelError
+from .memory import Memory
+
+ACTIVATIONS = ("relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh")
+
+
+class Finish(NamedTuple):
+    """Which of these there are. A launch is given the tensors ``scale``, ``shift`` and ``residual`` by these names."""
+
+    scaled: bool = False
+    shifted: bool = False
+    activation: str = ""
+    slope: float = 0.0  # of leaky_relu below zero
+
+    @staticmethod
+    def of(scale: Tensor | None, shift: Tensor | None, activation: str | None, slope: float) -> Finish:
+        """Raises `KernelError` for an activation that is not known."""
+        if activation is not None and activation not in ACTIVATIONS:
+            raise KernelError(f"activation={activation!r} is not known; give one of {', '.join(ACTIVATIONS)}, or None")
+        leaky = float(slope) if activation == "leaky_relu" else 0.0
+        return Finish(scale is not None, shift is not None, activation or "", leaky)
+
+    def constants(self, residual: Memory | None) -> dict[str, Any]:
+        """Of a kernel's parameters."""
+        return {
+            "SCALED": self.scaled, "SHIFTED": self.shifted, "ADDED": residual is not None,
+            "ACTIVATION": self.activation, "SLOPE": self.slope,
+        }  # fmt: skip
+
+    def tensors(self, residual: Memory | None, instead: str) -> dict[str, str]:
+        """The tensors that a launch takes; ``instead``: what it is given, and does not read, where one is not there."""
+        return {
+            "scale": "scale" if self.scaled else instead,
+            "shift": "shift" if self.shifted else instead,
+            "residual": "residual" if residual is not None else instead,
+        }
+
+
+PLAIN = Finish()
+
+
+def finished(
+    y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, activation: str, slope: float
+) -> Tensor:
+    """The same by ATen, in float32 at least, rounded to y's dtype once."""
+    if scale is None and shift is None and residual is None and not activation:
+        return y
+    z = y.to(torch.promote_types(y.dtype, torch.float32))
+    z = z * scale.view(-1, 1, 1) if scale is not None else z
+    z = z + shift.view(-1, 1, 1) if shift is not None else z
+    z = z + residual if residual is not None else z
+    return activated(z, activation, slope).to(y.dtype)
+
+
+def activated(z: Tensor, name: str, slope: float) -> Tensor:
+    match name:
+        case "":
+            return z
+        case "leaky_relu":
+            return F.leaky_relu(z, slope)
+        case "gelu_tanh":
+            return F.gelu(z, approximate="tanh")
+    found: Tensor = getattr(F, name)(z)
+    return found

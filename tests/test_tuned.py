@@ -1,0 +1,263 @@
+"""Tuned tiles: how they are found on small tensors, and their way through profile and plan to the kernels."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetconv
+from hetconv import kernels, parallel
+from hetconv.autotune import measure, tiling
+from hetconv.autotune.progress import Reporter
+from hetconv.autotune.tiles import TRIALS, Found, Trial, WrongResultError
+from hetconv.autotune.trials import Contest
+from hetconv.kernels import Tile, passes, tiles
+from hetconv.kernels.choice import Question
+from hetconv.recorder import capture
+from hetconv.spec import Conv2dSpec
+from hetconv.transport import team_of
+from hetconv.tuned import TunedTile
+
+from .interpreter import DEVICE, ON_GPU, PASSES, SAME, geometry, multiplying_in, tensors
+from .nets import Chain, plan_of, splits_of
+from .spawn import on_ranks
+
+SPEC = Conv2dSpec(1, 16, 12, 12, 16, 3, 3, (1, 1), SAME, dtype="float16")
+SMALL = Tile("pointers", 16, 128, 64, 4, 2)
+NAME = passes.device_name(DEVICE)
+
+
+def question(what: Any = "forward", **changed: Any) -> Question:
+    return Question(what, replace(SPEC, **changed), "ieee", NAME)
+
+
+def entry(choice: str = str(SMALL), **changed: Any) -> TunedTile:
+    usual = TunedTile(NAME, *tiles.versions_in_use(), "forward", SPEC, "ieee", choice, 1e-5, 2e-5)
+    return replace(usual, **changed)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tiles, "_installed", {})
+    monkeypatch.setattr(parallel, "_warned", set())
+    with multiplying_in("ieee"):
+        yield
+
+
+@pytest.mark.parametrize("what", PASSES)
+@pytest.mark.parametrize("changed", [{}, {"stride": (2, 2), "dtype": "float32"}, {"groups": 2, "dtype": "bfloat16"}])
+def test_a_right_tile_has_a_time(what: Any, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:  # the interpreter takes seconds
+        monkeypatch.setattr(measure, "call_seconds", lambda call, device: 1.0)
+    contest = Contest(question(what, **changed), DEVICE)
+    works, chip = contest.works
+    assert len(works) == (4 if what == "input gradient" and "stride" in changed else 1)
+    assert contest(SMALL) > 0
+    assert contest("aten") > 0
+    assert chip.arch >= 80
+
+
+@pytest.mark.parametrize("spoil", [lambda y: y * 1.01, lambda y: y.fill_(float("nan")), torch.zeros_like])
+def test_a_wrong_tile_has_none(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    contest = Contest(question(), DEVICE)
+    right = kernels.conv2d_forward
+
+    def wrong(*args: Any, **options: Any) -> Tensor:
+        return spoil(right(*args, **options))
+
+    monkeypatch.setattr(kernels, "conv2d_forward", wrong)
+    with pytest.raises(WrongResultError, match="off by"):
+        contest(SMALL)
+
+
+def test_what_a_tile_leaves_unwritten_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    contest = Contest(question(), DEVICE)
+    monkeypatch.setattr(kernels, "conv2d_forward", lambda x, *_, **__: x.new_empty(SPEC.y_shape))
+    with pytest.raises(WrongResultError, match="nan"):
+        contest(SMALL)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_short_call_is_timed() -> None:
+    calls: list[int] = []
+    assert measure.call_seconds(lambda: calls.append(1), DEVICE) > 0
+    assert len(calls) >= 3
+
+
+def test_a_study_of_a_pass_goes_on_from_what_is_known() -> None:
+    first = tiling.studied(question(), DEVICE, 2, None, lambda: False)
+    assert first is not None
+    assert [t.choice == "aten" for t in first.trials] == [False, True]
+    made = tiling.entry(question(), first)
+    assert replace(made, seconds=1e-5, heuristic_s=2e-5, choice=str(SMALL)) == entry()
+    assert made.choice == "aten" or Tile.parse(made.choice)
+    found = tiling.studied(question(), DEVICE, 3, first, lambda: False)
+    assert found is not None
+    assert found.trials[:2] == first.trials
+    assert len([t for t in found.trials if not t.why.startswith("pruned")]) == 3
+    assert tiling.studied(question(), DEVICE, 3, None, lambda: True) is None
+
+
+def test_the_passes_of_a_step_are_noted_with_the_most_work_first() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, padding=1)).to(DEVICE)
+
+    def step(dtype: torch.dtype = torch.float32) -> None:
+        y = torch.ones(1, 3, 16, 16, device=DEVICE, dtype=dtype)
+        for layer in net.to(dtype):
+            c = kernels.conv2d(y, layer.weight, layer.bias, padding=layer.padding)
+            y = c
+        y.sum().backward()
+
+    found = tiling.questions(step)
+    whats = [(q.what, q.spec.C, q.spec.padding) for q in found]
+    assert len(set(whats)) == len(whats) == 3 * 3 - 1  # nobody asks for the image's gradient
+    flops = [q.spec.flops for q in found]
+    assert flops == sorted(flops, reverse=True)
+    assert {q.device for q in found} == {NAME}
+    assert tiling.questions(lambda: step(torch.float64)) == []
+    assert not passes.listeners
+
+
+def staged(most: int) -> tuple[list[tuple[int, int]], list[int], int]:
+    """The stage, where rank 0 is taken for a GPU: (K and trials on a rank, K of all entries, how often it was told)."""
+    team, asked, rounds = team_of(), [], 0
+
+    def step() -> None:
+        for k in (16, 32, 48):
+            kernels.conv2d_forward(
+                torch.ones(1, 16, 4, 4), torch.ones(k, 16, 1, 1), None, (1, 1), ((0, 0),) * 2, (1, 1), 1
+            )
+
+    def studied(q: Question, _: Any, trials: int, *__: Any) -> Found | None:
+        asked.append((q.spec.K, trials))
+        seen = Trial("aten", 1.0) if q.spec.K > 16 else Trial(SMALL, 1.0)  # ATen was not reached
+        return Found(SMALL, 1.0, 1.0, (seen,))
+
+    def enough() -> bool:
+        nonlocal rounds
+        rounds += 1
+        return rounds > most
+
+    with pytest.MonkeyPatch.context() as patch, Reporter("test") as say:
+        patch.setattr(tiling, "studied", studied)
+        device = torch.device("cuda" if team.rank == 0 else "cpu")
+        found = tiling.tune_tiles(step, device, team, enough, say)
+    return asked, [t.spec.K for t in found], rounds
+
+
+@pytest.mark.skipif(ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter")
+def test_every_rank_learns_what_the_gpus_among_them_tuned() -> None:
+    first, second = on_ranks(2, staged, 10)
+    assert first == ([(k, trials) for trials in (2, TRIALS) for k in (48, 32, 16)], [48, 32], 6)
+    assert second == ([], [48, 32], 6)
+    assert [found for _, found, _ in on_ranks(2, staged, 1)] == [[48], [48]]
+
+
+def test_of_two_like_gpus_the_faster_choice_stays() -> None:
+    slow, fast = entry(seconds=2.0), entry("aten", seconds=1.0)
+    other = entry(what="weight gradient")
+    assert tiling.merged([[slow, other], [fast]]) == (fast, other)
+
+
+def profile(*found: TunedTile) -> hetconv.ClusterProfile:
+    return replace(hetconv.ClusterProfile.from_devices(["T4", "T4"]), tiles=found)
+
+
+def test_tiles_go_from_the_profile_s_file_into_the_plan_s(tmp_path: Path) -> None:
+    made = profile(entry(), entry("aten", what="weight gradient", heuristic_s=None, torch="9.9"))
+    made.save(tmp_path / "cluster.json")
+    again = hetconv.ClusterProfile.load(tmp_path / "cluster.json")
+    assert again == made
+    plan = hetconv.make_plan(capture(Chain(), torch.ones(2, 4, 16, 16)), again)
+    assert plan.tiles == made.tiles
+    plan.save(tmp_path / "plan.json")
+    assert hetconv.Plan.load(tmp_path / "plan.json") == plan
+    assert plan.with_splits({}).tiles == made.tiles
+
+
+@pytest.mark.parametrize("kind", [hetconv.ClusterProfile, hetconv.Plan])
+def test_an_older_file_has_no_tiles(kind: Any, tmp_path: Path) -> None:
+    made = profile() if kind is hetconv.ClusterProfile else plan_of(Chain(), splits_of(Chain(), ("filter",), (3, 1)), 2)
+    made.save(tmp_path / "file.json")
+    document = json.loads((tmp_path / "file.json").read_text())
+    assert document.pop("tiles") == []
+    (tmp_path / "file.json").write_text(json.dumps(document))
+    assert kind.load(tmp_path / "file.json") == made
+
+
+def test_an_entry_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    profile(entry()).save(tmp_path / "cluster.json")
+    document = json.loads((tmp_path / "cluster.json").read_text())
+    document["tiles"][0] |= {"what": "backward", "colour": "green"}
+    (tmp_path / "cluster.json").write_text(json.dumps(document))
+    with pytest.raises(hetconv.ProfileError, match=r"tiles\.0\.what.*tiles\.0\.colour"):
+        hetconv.ClusterProfile.load(tmp_path / "cluster.json")
+
+
+def installed(*found: TunedTile) -> list[str]:
+    """Installs them as `parallelize` does; the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallel._install(parallel._by_origin(found), DEVICE)
+    return [str(w.message) for w in caught]
+
+
+def test_tiles_of_this_device_and_these_versions_serve() -> None:
+    assert installed(entry(), entry("aten", what="weight gradient"), entry(torch="1.0"), entry(device="K80")) == []
+    assert tiles.tuned(NAME, "forward", SPEC, "ieee") == SMALL
+    assert tiles.tuned(NAME, "weight gradient", SPEC, "ieee") == "aten"
+    assert tiles.tuned("K80", "forward", SPEC, "ieee") is None
+
+
+@pytest.mark.parametrize("changed", [{"torch": "1.0"}, {"triton": "1.0"}, {"device": "K80"}])
+def test_tiles_of_others_are_left_out_and_named_once(changed: dict[str, str]) -> None:
+    (said,) = installed(entry(**changed))
+    assert all(word in said for word in (*changed.values(), *tiles.versions_in_use(), NAME, "hetconv autotune"))
+    assert tiles.tuned(NAME, "forward", SPEC, "ieee") is None
+    assert installed(entry(**changed)) == []
+
+
+@pytest.mark.skipif(ON_GPU, reason="about the CPU")
+def test_a_rank_that_runs_no_kernel_is_not_bothered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert installed(entry(device="K80")) == []
+
+
+def test_a_tile_that_was_tuned_for_other_memory_gives_way() -> None:
+    """Boxes are fetched from aligned channels_last tensors; of others the default tile computes the same."""
+    t = tensors(SPEC)
+    x = torch.nn.functional.pad(t.x, (0, 0, 0, 0, 0, 1)).contiguous(memory_format=torch.channels_last)[:, :16]
+    tiles.install({("forward", SPEC, "ieee"): Tile("boxes", 64, 64, 16, 4, 2)}, NAME)
+    found = kernels.conv2d_forward(x, t.w, None, *geometry(SPEC), backend="triton")
+    expected = kernels.conv2d_forward(t.x, t.w, None, *geometry(SPEC), backend="aten")
+    assert (found - expected).norm() <= 2e-3 * expected.norm()
+    with pytest.raises(hetconv.KernelError, match="fetches boxes"):
+        kernels.conv2d_forward(x, t.w, None, *geometry(SPEC), tile=Tile("boxes", 64, 64, 16, 4, 2))
+
+
+def parallelized(choice: str) -> Any:
+    """What a rank has installed after `parallelize`, or the error."""
+    plan = replace(plan_of(Chain(), splits_of(Chain(), ("filter",), (3, 1)), 2), tiles=(entry(choice, device="cpu"),))
+    try:
+        hetconv.parallelize(Chain(), plan)
+    except hetconv.HetConvError as e:
+        return str(e)
+    finally:
+        served = tiles.tuned("cpu", "forward", SPEC, "ieee")
+        tiles._installed.clear()
+    return served
+
+
+@pytest.mark.skipif(ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter")
+def test_parallelize_installs_the_plan_s_tiles_or_refuses_them_on_every_rank() -> None:
+    assert on_ranks(2, parallelized, str(SMALL)) == [SMALL, SMALL]
+    assert on_ranks(2, parallelized, "aten") == ["aten", "aten"]
+    assert all("tile 'large' is not understood" in said for said in on_ranks(2, parallelized, "large"))

@@ -106,6 +106,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Prints a line per launch, and the results as one JSON document last. Raises `KernelError` if one fails."""
     archs = args.archs.split(",")
+    if args.workers < 1:
+        raise KernelError(f"--workers {args.workers} compile nothing; give at least 1")
     if not set(archs) <= set(map(str, CHIPS)):
         raise KernelError(f"--archs {args.archs} is not known; give some of {','.join(map(str, CHIPS))}")
     found = sorted(items(tuple(map(int, archs)), args.quick))

@@ -147,7 +147,7 @@ def items(archs: Sequence[int] = tuple(CHIPS), quick: bool = False) -> Iterator[
 
 def _tiles(work: Extents, arch: int, path: tiles.Path, depths: Sequence[int]) -> Iterator[Tile]:
     """With as many stages as fit, as `tiles.default` has them; larger first."""
-    for (m, n, warps, stages), k in product(tiles.SHAPES[path], depths):
+    for (m, n, warps, stages), k in product(tiles.shapes(work, path), depths):
         some = (Tile(path, m, n, k, warps, s) for s in range(stages, 1, -1))
         yield from [t for t in some if tiles.fits(t, work, CHIPS[arch])][:1]
 

@@ -58,9 +58,12 @@ class Correlation:
         N, _, P, Q = self.y.shape
         taps, whole = self.rows.count * self.cols.count, self.groups > 1 or self.rows.stride == 2
         boxes = self.takes_boxes(self.w)
-        deepest = 32 if self.numbers else 64  # their many masks take registers
-        image, x = (N, P, Q), self.x
-        return Extents(self.M, N * P * Q, self.C, taps, self.groups, x.dtype, image, boxes, whole, deepest=deepest)
+        work = Extents(self.M, N * P * Q, self.C, taps, self.groups, self.x.dtype, (N, P, Q), boxes, whole)
+        return replace(work, numbers=self.numbers, ieee=self.ieee)
+
+    @property
+    def ieee(self) -> bool:
+        return self.x.dtype == "float32" and self.precision == "ieee"
 
     def takes_boxes(self, other: Memory) -> bool:
         """Whether the copy engine can fetch x and the other operand.
@@ -68,7 +71,7 @@ class Correlation:
         They must be aligned, x at stride 1, or at stride 2 of an even and packed image.
         """
         strides, (_, C, H, W) = (self.rows.stride, self.cols.stride), self.x.shape
-        if not (self.x.tma and other.tma) or (self.x.dtype == "float32" and self.precision == "ieee") or self.numbers:
+        if not (self.x.tma and other.tma) or self.ieee or self.numbers:
             return False
         if strides == (2, 2):
             return H % 2 == 0 and W % 2 == 0 and self.x.strides[3] == C and self.C % 16 == 0

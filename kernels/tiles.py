@@ -71,7 +71,8 @@ class Extents:
 
     Each sums ``taps`` times over ``channels``, or over the pixels of ``image`` (samples, rows, columns) where
     ``over_pixels``; ``n`` else counts these. ``boxes``: whether Hopper's copy engine can fetch the operands, and
-    ``whole`` whether its steps must then divide the channels; no step is more than ``deepest``.
+    ``whole`` whether its steps must then divide the channels. ``numbers``: channels are an image's numbers, whose many
+    masks take registers. ``ieee``: float32 is multiplied as it is, without tensor cores.
     """
 
     m: int
@@ -84,7 +85,8 @@ class Extents:
     boxes: bool = False
     whole: bool = False
     over_pixels: bool = False
-    deepest: int = 64
+    numbers: bool = False
+    ieee: bool = False
 
     def padded(self, tile: Tile) -> int:
         """Results computed, counting those that a tile computes beyond the edge."""
@@ -106,7 +108,7 @@ class Extents:
         return (pixel_run if path == "boxes" else pixel_line)(self.image, k).copies
 
 
-# (m, n, warps, stages), larger first: those that compile without a spill for every dtype that uses tensor cores.
+# (m, n, warps, stages), larger first: those that compile without a spill for every dtype.
 SHAPES: Mapping[Path, tuple[tuple[int, int, int, int], ...]] = {
     "boxes": (
         (128, 256, 8, 3), (256, 128, 8, 3), (128, 128, 8, 4),
@@ -131,7 +133,7 @@ STEP, FILL, LAUNCH = 150, 2000, 3000  # waiting in a step, filling and draining 
 def space(work: Extents, chip: Chip) -> Iterator[Tile]:
     """Every tile worth a try for a pass on a chip, without splits: those whose operands fit in shared memory."""
     for path in ("boxes", "pointers") if takes_boxes(work, chip) else ("pointers",):
-        for (m, n, warps, stages), k in product(SHAPES[path], depths(work, path)):
+        for (m, n, warps, stages), k in product(shapes(work, path), depths(work, path)):
             tiles = [Tile(path, m, n, k, warps, s) for s in sorted({stages, max(stages - 1, 2)})]
             yield from (t for t in tiles if fits(t, work, chip))
 
@@ -140,8 +142,8 @@ def space(work: Extents, chip: Chip) -> Iterator[Tile]:
 def default(work: Extents, chip: Chip) -> Tile:
     """The tile, and the splits of its reduction, of the fewest `cycles`."""
     path: Path = "boxes" if takes_boxes(work, chip) else "pointers"
-    shapes = [Tile(path, m, n, k, w, s) for (m, n, w, s), k in product(SHAPES[path], depths(work, path))]
-    whole = [t for shape in shapes if (t := _shrunk(shape, work, chip)) is not None]
+    found = [Tile(path, m, n, k, w, s) for (m, n, w, s), k in product(shapes(work, path), depths(work, path))]
+    whole = [t for tile in found if (t := _shrunk(tile, work, chip)) is not None]
     found = [replace(t, splits=z) for t in whole for z in splits(t, work)]
     return min(found, key=lambda t: cycles(t, work, chip))
 
@@ -169,9 +171,15 @@ def fits(tile: Tile, work: Extents, chip: Chip) -> bool:
     return tile.stages * (tile.m + tile.n) * tile.k * ITEMSIZE[work.dtype] + 1024 <= chip.shared
 
 
+def shapes(work: Extents, path: Path) -> list[tuple[int, int, int, int]]:
+    """The `SHAPES` for a pass, but for those that spill registers without tensor cores."""
+    spilling = [s for s in SHAPES[path] if s[:2] == (16, 128) or (work.numbers and s[0] * s[1] > 64 * 64)]
+    return [s for s in SHAPES[path] if not (work.ieee and s in spilling)]
+
+
 def depths(work: Extents, path: Path) -> list[int]:
     """Steps of a reduction, deepest first: 128 bytes, and less where that pads the channels of a tap less."""
-    found = [k for k in (64, 32, 16) if k * ITEMSIZE[work.dtype] <= 128 and k <= work.deepest]
+    found = [k for k in (64, 32, 16) if k * ITEMSIZE[work.dtype] <= 128 and not (work.numbers and k > 32)]
     if path == "boxes" and work.whole:
         found = [k for k in found if work.channels % k == 0]
     lengths = {k: work.steps_of(path, k) * k for k in found}

@@ -6,7 +6,7 @@ float32 partial results are added in order. Local to a slice of the filters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -148,8 +148,8 @@ class WeightGradient:
         f = self.forward
         N, _, P, Q = f.y.shape
         repeats = f.rows.count * f.cols.count * f.groups
-        deepest = 32 if f.numbers else 64
-        return Extents(f.M, f.C, 1, 1, repeats, f.x.dtype, (N, P, Q), self.takes_boxes, False, True, deepest)
+        work = Extents(f.M, f.C, 1, 1, repeats, f.x.dtype, (N, P, Q), self.takes_boxes, over_pixels=True)
+        return replace(work, numbers=f.numbers, ieee=f.ieee)
 
     @property
     def takes_boxes(self) -> bool:

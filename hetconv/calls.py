@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .following import BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool
+from .following import ACTIVATIONS, BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool
 from .rules import Conv, Linear, Op
 from .spec import Conv2dSpec, Window, pads_per_side
 
@@ -209,6 +209,18 @@ def _cat(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     shape = list(tensors[0].shape)
     shape[dim] = sum(x.shape[dim] for x in tensors)
     return Call(Cat(tuple(shape), dim), tuple(tensors))
+
+
+def activation_of(name: str, args: Args, kwargs: Kwargs) -> tuple[str, float] | None:
+    """(name, slope below zero) of an activation that `kernels` computes as a result is stored, else None."""
+    if name == "hardtanh":  # torch.nn.ReLU6 calls this
+        bounds = _arg(args, kwargs, 1, "min_val", -1.0), _arg(args, kwargs, 2, "max_val", 1.0)
+        return ("relu6", 0.0) if bounds == (0.0, 6.0) else None
+    if name == "gelu":
+        return ("gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu", 0.0)
+    if name == "leaky_relu":
+        return name, float(_arg(args, kwargs, 1, "negative_slope", 0.01))
+    return (name, 0.0) if name in ACTIVATIONS else None
 
 
 READERS: dict[str, Callable[[str, Args, Kwargs], Call | None]] = {

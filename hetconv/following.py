@@ -14,6 +14,9 @@ from .layout import Box, Layout, Move, Need, Shape, apportion, summed
 from .rules import REPLICATE, Gather, Split, Step, window_need
 from .spec import Window
 
+ACTIVATIONS = ("relu", "relu6", "hardtanh", "leaky_relu", "silu", "gelu")
+"""Elementwise functions that the kernels compute as they store a result; of hardtanh those that are a relu6."""
+
 
 def on_parts(x: Layout) -> Layout:
     """A partial sum as its consumers on parts want it: scattered over channels in the proportions of its shares."""

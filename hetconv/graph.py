@@ -25,7 +25,8 @@ class Value:
 class Node:
     """One operator. ``inputs`` are what its rule reads, ``params`` further parameters.
 
-    ``layer``: the module that a plan names. ``views``: inputs whose memory the output shares.
+    ``layer``: the module that a plan names. ``views``: inputs whose memory the output shares. ``function``: what was
+    called, by its bare name.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Node:
     params: tuple[int, ...] = ()
     layer: str | None = None
     views: tuple[int, ...] = ()
+    function: str = ""
 
 
 @dataclass(frozen=True)

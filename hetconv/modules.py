@@ -85,6 +85,9 @@ class HetConv2d(CutLayer):
     are rank 0's.
     """
 
+    followers: tuple[str, ...] = ()
+    """The functions that without autograd are computed as the result is stored, if they alone consume it."""
+
     def __init__(
         self,
         in_channels: int,
@@ -170,7 +173,7 @@ class HetConv2d(CutLayer):
         op = conv_op(self, tuple(x.shape), x.dtype)
         if op.spec.P < 1 or op.spec.Q < 1:
             raise HetConvError(f"an input of {tuple(x.shape)} is smaller than the kernel {self.kernel_size} of {self}")
-        return self._result(ops.conv2d(x, self.weight, self.bias, op, self.split, self.team))
+        return self._result(ops.conv2d(x, self.weight, self.bias, op, self.split, self.team, self.followers))
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, split={self.split}"

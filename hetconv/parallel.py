@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from .modules import CutLayer, HetConv2d, HetLinear, conv_op
 from .plan import Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split
-from .tensor import HetTensor, gather
+from .tensor import HetTensor, compute_waiting, discard_waiting, gather
 from .transport import Team, answered, broadcast, team_of
 from .tuned import TunedTile
 
@@ -27,14 +28,21 @@ Tiles = dict[tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Ent
 _warned: set[str] = set()  # names of devices
 
 
-def parallelize(model: nn.Module, plan: Plan, *, group: dist.ProcessGroup | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module, plan: Plan, *, group: dist.ProcessGroup | None = None, fuse: bool = False
+) -> nn.Module:
     """Swaps the layers that ``plan`` names for split ones, in place, and returns the model; collective.
 
     Parameter names stay. Rank 0's parameters and buffers are the truth. Every rank then calls the model with the same
     input, a plain tensor, and gets the same plain output. Kernels take the plan's tiles where they were tuned on a GPU
-    of this rank's name, with the versions in use; otherwise a warning says so, once. Raises `PlanError` on every rank,
-    before anything changes, if the plan does not fit the model or the number of ranks, and `DisagreementError` if ranks
-    hold other plans or models.
+    of this rank's name, with the versions in use; otherwise a warning says so, once.
+
+    ``fuse``: without autograd (`torch.no_grad`, `torch.inference_mode`), a cut convolution computes the batch norm in
+    evaluation, the residual and the activation that alone follow it, as the plan says, while it stores its own slice:
+    the same up to rounding, in fewer passes.
+
+    Raises `PlanError` on every rank, before anything changes, if the plan does not fit the model or the number of
+    ranks, and `DisagreementError` if ranks hold other plans or models.
     """
     team = team_of(group)
 
@@ -46,7 +54,9 @@ def parallelize(model: nn.Module, plan: Plan, *, group: dist.ProcessGroup | None
         _check_sharing(layers, found, plan.splits)
         return found, _by_origin(plan.tiles)
 
-    found, tiles = prepared(team, "parallelize", check, lambda _: f"plan {plan.digest}, model {_signature(model)}")
+    found, tiles = prepared(
+        team, "parallelize", check, lambda _: f"plan {plan.digest}, fuse {fuse}, model {_signature(model)}"
+    )
     for device in {p.device for p in model.parameters()}:
         _install(tiles, device)
     broadcast(team, [t.data for t in (*model.parameters(), *model.buffers())])
@@ -54,7 +64,7 @@ def parallelize(model: nn.Module, plan: Plan, *, group: dist.ProcessGroup | None
     swapped: dict[int, nn.Module] = {}
     for name, layer in found.items():
         if id(layer) not in swapped:
-            swapped[id(layer)] = _swapped(layer, plan.splits[name], team)
+            swapped[id(layer)] = _swapped(layer, plan.splits[name], team, plan.layers[name].followers if fuse else ())
             _carry_hooks(layer, swapped[id(layer)])
     for path, layer in list(model.named_modules(remove_duplicate=False)):
         parent, _, child = path.rpartition(".")
@@ -106,9 +116,11 @@ def _signature(model: nn.Module) -> str:
     return f"{type(model).__name__}({shapes})"
 
 
-def _swapped(layer: nn.Module, split: Split, team: Team) -> nn.Module:
+def _swapped(layer: nn.Module, split: Split, team: Team, followers: tuple[str, ...]) -> nn.Module:
     if isinstance(layer, nn.Conv2d):
-        return HetConv2d._local(layer, split, team, "split")
+        made = HetConv2d._local(layer, split, team, "split")
+        made.followers = followers
+        return made
     assert isinstance(layer, nn.Linear)
     return HetLinear(layer, split, team)
 
@@ -189,4 +201,7 @@ class _Root:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._tokens:
             SCOPE.reset(self._tokens.pop())
+        if output is None and sys.exc_info()[0] is not None:  # the forward raised
+            discard_waiting()
+        compute_waiting()  # what is left would read parameters and inputs as they are later
         return torch.utils._pytree.tree_map(lambda y: gather(y) if isinstance(y, HetTensor) else y, output)

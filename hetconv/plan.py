@@ -21,13 +21,17 @@ STRICT = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer: the operator, its split, and predicted seconds per device and bytes sent (all ranks together)."""
+    """One layer: the operator, its split, and predicted seconds per device and bytes sent (all ranks together).
+
+    ``followers``: the functions that alone consume its result, which may be computed as that is stored (see `fusing`).
+    """
 
     op: Conv | Linear
     split: Split
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
     sent_bytes: int = 0
+    followers: tuple[str, ...] = ()
     __pydantic_config__ = STRICT
 
 
@@ -79,8 +83,9 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """What ranks compare before they act on a plan: the number of ranks and every split."""
-        said = [str(self.world), *(f"{n}={s.kind}{s.sizes}" for n, s in sorted(self.splits.items()))]
+        """What ranks compare before they act on a plan: the number of ranks, every split and what follows it."""
+        layers = ((n, x.split, x.followers) for n, x in sorted(self.layers.items()))
+        said = [str(self.world), *(f"{n}={s.kind}{s.sizes}{following}" for n, s, following in layers)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
     def with_splits(self, splits: Mapping[str, Split]) -> Plan:
@@ -93,7 +98,7 @@ class Plan:
             raise PlanError(
                 f"the plan has no layer {', '.join(map(repr, unknown))}; it has {', '.join(self.layers) or 'none'}"
             )
-        layers = {n: LayerPlan(x.op, splits.get(n, x.split)) for n, x in self.layers.items()}
+        layers = {n: LayerPlan(x.op, splits.get(n, x.split), followers=x.followers) for n, x in self.layers.items()}
         return replace(self, layers=layers, chosen="by hand", predicted=None, alternatives=None)
 
     def save(self, path: str | Path) -> None:

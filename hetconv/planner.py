@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from .cost import layer_seconds, price
 from .errors import PlanError, SplitError
+from .fusing import followers
 from .graph import Graph
 from .layout import apportion
 from .plan import LayerPlan, Mode, Plan, Prediction
@@ -87,10 +88,14 @@ def make_plan(
         raise PlanError(f"no split fits: the leanest needs {_gb(least)} GB per device, but there are {_gb(limits)} GB")
     chosen = min(fitting, key=lambda n: (fitting[n].step_s, not n.startswith(ALONE), not n.startswith(TUNED)))
     prediction, costs = priced[chosen]
+    following = followers(graph)
     layers = {
-        name: LayerPlan(op, found[chosen][name], costs[name].forward_s, costs[name].backward_s, costs[name].sent_bytes)
+        name: LayerPlan(
+            op, found[chosen][name], costs[name].forward_s, costs[name].backward_s, costs[name].sent_bytes,
+            following.get(name, ()),
+        )
         for name, op in graph.layers.items()
-    }
+    }  # fmt: skip
     return Plan(
         profile.names, mode, graph.model, graph.input_shapes, layers, chosen, prediction,
         _alternatives({n: p for n, (p, _) in priced.items()}), profile.estimated, profile.tiles,

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from .calls import BatchNormCall, Call, plannable_layers, read, read_conv, read_linear, writes_in_place
+from .calls import BatchNormCall, Call, name_of, plannable_layers, read, read_conv, read_linear, writes_in_place
 from .errors import HetConvError
 from .graph import Graph, Node, Value
 from .rules import Gather
@@ -53,7 +53,7 @@ class _Recorder(TorchFunctionMode):
         made = [x for x in tree_iter(result) if isinstance(x, Tensor)]
         if not flows or (not made and not writes_in_place(func, kwargs)):
             return result
-        self._record(getattr(func, "__name__", "call"), call, sources, given, made or given[:1])
+        self._record(func, call, sources, given, made or given[:1])
         return result
 
     def _read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
@@ -63,8 +63,9 @@ class _Recorder(TorchFunctionMode):
         return read(func, args, kwargs)
 
     def _record(
-        self, name: str, call: Call | None, sources: list[int], given: list[Tensor], made: list[Tensor]
+        self, func: Callable[..., Any], call: Call | None, sources: list[int], given: list[Tensor], made: list[Tensor]
     ) -> None:
+        name = getattr(func, "__name__", "call")
         memory = {x.untyped_storage()._cdata for x in made}
         views = tuple(
             i
@@ -82,7 +83,8 @@ class _Recorder(TorchFunctionMode):
             extra = tuple(i for x in (call.weight, call.bias) if x is not None and (i := self.index(x)) is not None)
         layer = self.layer[-1] if self.layer and name in ("conv2d", "linear") else None
         outputs = tuple(self.add(x) for x in made)
-        self.nodes.append(Node(layer or f"{name}_{len(self.nodes)}", op, inputs, outputs, extra, layer, views))
+        label = layer or f"{name}_{len(self.nodes)}"
+        self.nodes.append(Node(label, op, inputs, outputs, extra, layer, views, name_of(func)))
 
 
 @contextmanager

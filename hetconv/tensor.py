@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,9 +33,11 @@ class HetTensor(Tensor):
     An operator with a rule runs on the parts; any other gathers its arguments first. Make one with `HetTensor.wrap`.
     """
 
-    local: Tensor
+    later: Callable[[], Tensor] | None
+    """What computes the local part, where that was put off."""
     placement: Layout
     team: Team
+    _local: Tensor
 
     @staticmethod
     def wrap(local: Tensor, layout: Layout, team: Team) -> HetTensor:
@@ -44,11 +47,49 @@ class HetTensor(Tensor):
                 f"the local part has shape {tuple(local.shape)}, but rank {team.rank}'s box of the layout has "
                 f"{layout.boxes[team.rank].shape}"
             )
-        x: HetTensor = Tensor._make_wrapper_subclass(
-            HetTensor, layout.shape, dtype=local.dtype, device=local.device, requires_grad=False
-        )
-        x.local, x.placement, x.team = local, layout, team
+        x = _made(layout, local.dtype, local.device, team)
+        x.local = local
         return x
+
+    @staticmethod
+    def put_off(
+        later: Callable[[], Tensor], layout: Layout, dtype: torch.dtype, device: torch.device, team: Team
+    ) -> HetTensor:
+        """One whose local part, of this dtype and on this device, ``later`` computes when it is first asked for."""
+        x = _made(layout, dtype, device, team)
+        x.later = later
+        _waiting[id(x)] = x
+        return x
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part."""
+        if self.later is not None:
+            self.local = self.later()
+        return self._local
+
+    @local.setter
+    def local(self, part: Tensor) -> None:
+        self._local, self.later = part, None
+        _forget(self)
+
+    def superseded_by(self, later: Callable[[], Tensor]) -> HetTensor:
+        """One like this, which was put off; this one is expected to be used no more, and still can be."""
+        assert self.later is not None
+        _forget(self)
+        _superseded[id(self)] = self
+        return HetTensor.put_off(later, self.placement, self.dtype, self.device, self.team)
+
+    def become(self, other: HetTensor) -> None:
+        """Takes the value of another one, of the same dtype and device, as after a call in place."""
+        self.placement = other.placement
+        if other.later is None:
+            self.local = other.local
+        else:
+            self.later = other.later
+            _forget(self)
+            _forget(other)
+            _waiting[id(self)] = self
 
     @classmethod
     def __torch_function__(
@@ -69,7 +110,49 @@ class HetTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"HetTensor(shape={self.placement.shape}, {self.placement.kind}, local={tuple(self.local.shape)})"
+            own = self.placement.boxes[self.team.rank].shape
+            return f"HetTensor(shape={self.placement.shape}, {self.placement.kind}, local={own})"
+
+
+def _made(layout: Layout, dtype: torch.dtype, device: torch.device, team: Team) -> HetTensor:
+    x: HetTensor = Tensor._make_wrapper_subclass(
+        HetTensor, layout.shape, dtype=dtype, device=device, requires_grad=False
+    )
+    x.placement, x.team, x.later = layout, team, None
+    return x
+
+
+_waiting: dict[int, HetTensor] = {}  # by id, in the order in which they were put off: the same on every rank
+_superseded: WeakValueDictionary[int, HetTensor] = WeakValueDictionary()  # what became part of another one that waits
+
+
+def _forget(x: HetTensor) -> None:
+    _waiting.pop(id(x), None)
+    _superseded.pop(id(x), None)
+
+
+def compute_waiting() -> None:
+    """Computes every part that was put off, before something is written that it may read; collective."""
+    try:
+        for x in list(_waiting.values()):
+            _ = x.local
+        for x in list(_superseded.values()):
+            x.later = _too_late
+    finally:
+        discard_waiting()
+
+
+def discard_waiting() -> None:
+    """Forgets every part that was put off."""
+    _waiting.clear()
+    _superseded.clear()
+
+
+def _too_late() -> Tensor:
+    raise HetConvError(
+        "the result of a convolution is used again after what follows it was computed with it, and after something was "
+        "written in place that it may read; call parallelize without fuse=True"
+    )
 
 
 def gather(x: Tensor) -> Tensor:

@@ -5,9 +5,12 @@ Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad
 """
 
 from . import choice, tiles
-from .channels import concat_channels
+from .channels import concat_channels, finish_in_place
 from .op import conv2d
 from .passes import conv2d_backward, conv2d_forward, set_backend
 from .tiles import Tile
 
-__all__ = ["Tile", "choice", "concat_channels", "conv2d", "conv2d_backward", "conv2d_forward", "set_backend", "tiles"]
+__all__ = [
+    "Tile", "choice", "concat_channels", "conv2d", "conv2d_backward", "conv2d_forward", "finish_in_place",
+    "set_backend", "tiles",
+]  # fmt: skip

@@ -52,8 +52,7 @@ def concat_channels(
     why = obstacle(like.device) or _refusal(found)
     if known(backend) == "triton" and why is not None:
         raise KernelError(f"a concatenation of channels was asked of Triton, but {why}; use backend='auto'")
-    chosen = preferred(backend)
-    if why is not None or not (chosen == "triton" or (chosen == "auto" and like.is_cuda)):
+    if why is not None or not _wants_triton(like, backend):
         return _by_aten(found, scale, shift, residual, finish, out)
     ready = [in_rows(p) for p in found]
     scale, shift = (t.contiguous() if t is not None else None for t in (scale, shift))
@@ -64,12 +63,29 @@ def concat_channels(
     return y
 
 
+def _wants_triton(like: Tensor, backend: Backend) -> bool:
+    chosen = preferred(backend)
+    return chosen == "triton" or (chosen == "auto" and like.is_cuda)
+
+
 def _by_aten(
     parts: list[Tensor], scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, finish: Finish,
     out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     y = finished(torch.cat(parts, 1), scale, shift, residual, finish.activation, finish.slope)
     return y.contiguous(memory_format=torch.channels_last) if out is None else out.copy_(y)
+
+
+def finish_in_place(y: Tensor, residual: Tensor | None, activation: str | None, slope: float = 0.01) -> Tensor:
+    """activation(y + residual), each as wanted, in y's own memory and in one pass over it on CUDA; without autograd."""
+    if residual is None and activation is None:
+        return y
+    finish = Finish.of(None, None, activation, slope)
+    able = obstacle(y.device) is None and _refusal([y]) is None and _wants_triton(y, "auto")
+    if able and y.numel() and y.stride(1) == 1 and Memory.of(y).step is not None:
+        return joined([y], None, None, nhwc(residual) if residual is not None else None, finish, y)
+    z = finished(y, None, None, residual, finish.activation, finish.slope)
+    return y if z is y else y.copy_(z)
 
 
 class _Concat(torch.autograd.Function):

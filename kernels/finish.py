@@ -52,23 +52,26 @@ PLAIN = Finish()
 def finished(
     y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, activation: str, slope: float
 ) -> Tensor:
-    """The same by ATen, in float32 at least, rounded to y's dtype once."""
+    """The same by ATen, in float32 at least, rounded to y's dtype once. Without autograd y's memory is used again."""
     if scale is None and shift is None and residual is None and not activation:
         return y
     z = y.to(torch.promote_types(y.dtype, torch.float32))
-    z = z * scale.view(-1, 1, 1) if scale is not None else z
-    z = z + shift.view(-1, 1, 1) if shift is not None else z
-    z = z + residual if residual is not None else z
-    return activated(z, activation, slope).to(y.dtype)
+    own = not z.requires_grad
+    if scale is not None:
+        z = z.mul_(scale.view(-1, 1, 1)) if own else z * scale.view(-1, 1, 1)
+    for added in (shift.view(-1, 1, 1) if shift is not None else None, residual):
+        if added is not None:
+            z = z.add_(added) if own else z + added
+    return activated(z, activation, slope, own).to(y.dtype)
 
 
-def activated(z: Tensor, name: str, slope: float) -> Tensor:
+def activated(z: Tensor, name: str, slope: float, in_place: bool = False) -> Tensor:
     match name:
         case "":
             return z
         case "leaky_relu":
-            return F.leaky_relu(z, slope)
-        case "gelu_tanh":
-            return F.gelu(z, approximate="tanh")
-    found: Tensor = getattr(F, name)(z)
+            return F.leaky_relu(z, slope, in_place)
+        case "gelu" | "gelu_tanh":
+            return F.gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
+    found: Tensor = getattr(F, name)(z, inplace=in_place)
     return found

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -51,8 +52,9 @@ def conv2d_forward(
 ) -> Tensor:
     """`conv2d` without autograd, finished: activation(scale * y + shift + residual), each as wanted.
 
-    ``scale`` and ``shift`` (K), say of a folded batch norm, are in float32; ``residual`` is like y; ``activation`` is
-    one of relu, relu6, leaky_relu (with ``slope``), silu, gelu and gelu_tanh. Triton's kernels do it as they store.
+    ``scale`` and ``shift`` (K), say of a folded batch norm, are in float32, or in float64 as x; ``residual`` is like y;
+    ``activation`` is one of relu, relu6, leaky_relu (with ``slope``), silu, gelu and gelu_tanh. Triton's kernels do it
+    as they store, ATen in place, with scale and shift in the filters where these are fewer than the results.
     """
     spec = spec_of(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
     _check_finish(spec, x_NCHW, scale, shift, residual)
@@ -67,9 +69,23 @@ def conv2d_forward(
         args, rest = (spec, x_NCHW, w_KCRS, out, precision(spec)), (scale, shift, residual, finish)
         return _tiled(lambda t: triton_backend.forward(*args, t, *rest), answer, tile)
     finish = Finish.of(scale, shift, activation, slope)
+    if w_KCRS.numel() < prod(spec.y_shape):
+        w_KCRS, bias_K, scale, shift = _folded(w_KCRS, bias_K, scale, shift)
     y = aten.conv2d(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
     y = finished(y, scale, shift, residual, finish.activation, finish.slope)
     return y if out is None else out.copy_(y)
+
+
+def _folded(
+    w: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Scale and shift as part of the filters and the bias, unless these are less precise: a pass over y less."""
+    if any(t is not None and t.dtype != w.dtype for t in (scale, shift)):
+        return w, bias, scale, shift
+    if scale is not None:
+        w, bias = w * scale.view(-1, 1, 1, 1), bias * scale if bias is not None else None
+    both = [t for t in (bias, shift) if t is not None]
+    return w, sum(both[1:], both[0]) if both else None, None, None
 
 
 def conv2d_backward(
@@ -149,9 +165,10 @@ def spec_of(
 def _check_finish(
     spec: Conv2dSpec, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
 ) -> None:
+    exact = torch.promote_types(x.dtype, torch.float32)
     for name, t in (("scale", scale), ("shift", shift)):
-        if t is not None and (tuple(t.shape) != (spec.K,) or t.dtype != torch.float32 or t.device != x.device):
-            raise KernelError(f"{name} is {said(t)}, but must be ({spec.K},) in torch.float32 on {x.device}")
+        if t is not None and (tuple(t.shape) != (spec.K,) or t.dtype != exact or t.device != x.device):
+            raise KernelError(f"{name} is {said(t)}, but must be ({spec.K},) in {exact} on {x.device}")
     r = residual
     if r is not None and (tuple(r.shape) != spec.y_shape or r.dtype != x.dtype or r.device != x.device):
         raise KernelError(f"residual is {said(r)}, but the output is {spec.y_shape} in {x.dtype} on {x.device}")

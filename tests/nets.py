@@ -148,13 +148,15 @@ def split_of(op: Conv | Linear, kind: SplitKind, ratio: Sequence[int]) -> Split:
     return Split(kind, tuple(ratio) if extent is None else apportion(extent, tuple(ratio), granularity))
 
 
-def plan_of(model: nn.Module, splits: Mapping[str, Split], world: int) -> Plan:
+def plan_of(
+    model: nn.Module, splits: Mapping[str, Split], world: int, following: Mapping[str, tuple[str, ...]] | None = None
+) -> Plan:
     layers = dict(model.named_modules())
     named = {}
     for name, split in splits.items():
         op = operator_of(layers[name])
         assert op is not None
-        named[name] = LayerPlan(op, split)
+        named[name] = LayerPlan(op, split, followers=(following or {}).get(name, ()))
     return Plan(("cpu",) * world, "train", type(model).__name__, (), named, "by hand")
 
 

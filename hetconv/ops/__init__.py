@@ -15,12 +15,14 @@ from ..errors import HetConvError
 from ..following import BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool
 from ..layout import Layout
 from ..rules import REPLICATE, Op, Step
-from ..tensor import HetTensor, gather, install_dispatch
+from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
 from ..transport import Team
 from .common import bring, empty_output, placement_of
-from .conv import conv2d, linear
+from .conv import conv2d
+from .dense import linear
 from .norm import batch_norm
 from .pool import global_average_pool, pool
+from .waiting import fold
 
 __all__ = ["conv2d", "dispatch", "linear"]
 
@@ -60,7 +62,14 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
             team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
             step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
             if team is not None and step is not None and runs_on_parts(call, step):
+                folded = fold(call, step, func, args, kwargs)
+                if folded is not None:
+                    return _finish(call, folded)
+                if call.in_place:
+                    compute_waiting()
                 return _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
+        if writes_in_place(func, kwargs) or kwargs.get("out") is not None:
+            compute_waiting()
         return on_gathered(func, args, kwargs)
 
 
@@ -83,7 +92,7 @@ def _finish(call: Call, y: HetTensor) -> HetTensor:
     target = call.inputs[0]
     if not call.in_place or not isinstance(target, HetTensor):
         return y
-    target.local, target.placement = y.local, y.placement
+    target.become(y)
     return target
 
 

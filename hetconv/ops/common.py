@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..layout import Box, Layout, Need
@@ -30,3 +31,12 @@ def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
 def empty_output(source: Tensor, shape: tuple[int, ...]) -> Tensor:
     """An empty part of the graph: its backward still reaches ``source``, so that every rank joins every exchange."""
     return source.sum().expand(shape)
+
+
+def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A layer's input and parameters in autocast's dtype, where it is on; as in torch, float64 stays."""
+    kind = w.device.type
+    if not torch.is_autocast_enabled(kind) or w.dtype == torch.float64:
+        return x, w, b
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), w.to(dtype), b.to(dtype) if b is not None else None

@@ -1,0 +1,58 @@
+"""A linear layer on parts."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..emulate import stretched
+from ..replicas import contributed
+from ..rules import Linear, Split
+from ..tensor import HetTensor, gather
+from ..transport import Team
+from .common import autocast, bring, placement_of
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, adds_bias: bool) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return stretched(lambda: F.linear(x, w, b if adds_bias else None), x.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+
+        def gradients() -> tuple[Tensor | None, ...]:
+            rows = prod(x.shape[:-1])
+            g_rows, x_rows = g.reshape(rows, g.shape[-1]), x.reshape(rows, x.shape[-1])
+            gx = g @ w if wants[0] else None
+            gw = g_rows.t() @ x_rows if wants[1] else None
+            return gx, gw, g_rows.sum(0) if wants[2] else None, None
+
+        return stretched(gradients, x.device)
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, team: Team) -> Tensor:
+    """A linear layer under a split: a HetTensor, or for ``replicate`` a plain tensor."""
+    if split.kind == "replicate":
+        return _linear(gather(x), w, b)
+    step = op.step((placement_of(x, team),), split)
+    if step.contributes:
+        w, b = contributed(team, w), contributed(team, b) if b is not None else None
+    # Of a partial output one summand holds the bias; every rank computes its gradient, for the cotangent is replicated.
+    y = _linear(bring(x, step.reads[0], team), w, b, adds_bias=split.kind != "channel" or team.rank == 0)
+    return HetTensor.wrap(y, step.output, team)
+
+
+def _linear(x: Tensor, w: Tensor, b: Tensor | None, adds_bias: bool = True) -> Tensor:
+    x, w, b = autocast(x, w, b)
+    with torch.autocast(x.device.type, enabled=False):
+        return _Linear.apply(x, w, b, adds_bias)  # type: ignore[no-any-return]

@@ -1,0 +1,73 @@
+"""Where a rank's share of a convolution reads, and what each run of rows adds to its output. Pure integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ..layout import Boxes, Layout, pieces
+from ..rules import SPATIAL, Conv, Split
+from ..spec import Segment
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """This rank's share of a convolution: its own segment, and one per rank whose rows (columns) it also reads."""
+
+    op: Conv
+    dim: int
+    y_shape: tuple[int, ...]
+    first_out: int
+    groups: int
+    own: Segment | None
+    own_lo: int
+    halos: tuple[tuple[int, Segment | None, int], ...] = ()  # (rank, segment, first row of its piece)
+    held: Boxes = ()
+    wanted: Boxes = ()
+    adds_bias: bool = True
+
+    def padding(self, segment: Segment) -> tuple[tuple[int, int], tuple[int, int]]:
+        given = self.op.spec.padding
+        return (segment.pad, given[1]) if self.dim == 2 else (given[0], segment.pad)
+
+    def covers(self) -> bool:
+        """Whether the own segment adds to all of the own output (always, but for cuts far out of line)."""
+        return self.own is not None and self.own.out == (self.first_out, self.first_out + self.y_shape[self.dim])
+
+
+@lru_cache(maxsize=4096)
+def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
+    """Where ``x`` is cut along the same dimension: own rows as they lie, the others' pieces as halos."""
+    dim = SPATIAL[split.kind]
+    step = op.step((x,), split)
+    window, (need,) = op.spec.windows[dim - 2], step.reads
+    out = step.output.boxes[rank]
+    span, mine = (out.lo[dim], out.hi[dim]), x.boxes[rank]
+    halos = tuple(
+        (s, window.segment((box.lo[dim], box.hi[dim]), span), box.lo[dim])
+        for s, r, box in pieces(x.boxes, need.boxes)
+        if r == rank and s != rank
+    )
+    own = window.segment((mine.lo[dim], mine.hi[dim]), span)
+    return Geometry(op, dim, out.shape, span[0], op.spec.groups, own, mine.lo[dim], halos, x.boxes, need.boxes)
+
+
+@lru_cache(maxsize=4096)
+def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
+    """Where all that this rank reads lies in one slab."""
+    step = op.step((x,), split)
+    dim = SPATIAL.get(split.kind, 2) or 2
+    out, need = step.output.boxes[rank], step.reads[0].boxes[rank]
+    span = (out.lo[dim], out.hi[dim])
+    own = op.spec.windows[dim - 2].segment((need.lo[dim], need.hi[dim]), span)
+    return Geometry(
+        op, dim, out.shape, span[0], op.spec.groups, own, need.lo[dim], adds_bias=split.kind != "channel" or rank == 0
+    )
+
+
+@lru_cache(maxsize=4096)
+def group_geometry(op: Conv, filters: int, groups: int) -> Geometry:
+    """Some filters of a grouped convolution, which read whole images of their own groups."""
+    s = op.spec
+    whole = slab_geometry(op, Layout.replicated(s.x_shape, 1), Split("filter", (s.K,)), 0)
+    return replace(whole, y_shape=(s.N, filters, s.P, s.Q), groups=groups)

@@ -1,0 +1,165 @@
+"""A convolution of own parts. A spatial cut works by linearity: conv(own rows + halo) = conv(own rows) + conv(halo).
+
+The halo only adds to the few output rows beside a cut, so own rows are never copied or padded, and the exchange runs
+while they are computed; backward sends the halo's cotangent home first and computes the rest meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import kernels
+from ..emulate import stretched
+from ..layout import pieces
+from ..movement import start_round
+from ..spec import Segment
+from ..transport import Round, Team
+from .geometry import Geometry
+
+
+class After(NamedTuple):
+    """What is done to a convolution's sums: activation(scale * y + shift + residual), each as wanted.
+
+    ``scale`` and ``shift`` are one number per filter of this rank, in float32 at least; ``residual`` is like y.
+    """
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    residual: Tensor | None = None
+    activation: str | None = None
+    slope: float = 0.0
+
+
+NOTHING = After()
+
+
+def computed(
+    x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, after: After = NOTHING
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """This rank's part of the output, finished, and the halos that came for it, by sender; without autograd."""
+    under_way = start_round(team, x, geo.held, geo.wanted) if geo.held else None
+    scaled = After(scale=after.scale)  # what a part of the sums gets, when all of them are not there yet
+    bias = b if geo.adds_bias else None
+    whole = geo.covers() and bool(x.numel() and w.numel())
+    if whole:
+        assert geo.own is not None
+        first = after._replace(residual=None, activation=None) if geo.halos else after
+        y = _run(geo, x, geo.own, geo.own_lo, w, bias, first)
+    else:
+        y = _constant(x.new_zeros(geo.y_shape), bias, after)
+        if geo.own is not None and x.numel() and w.numel():
+            _rows(y, geo, geo.own).add_(_run(geo, x, geo.own, geo.own_lo, w, None, scaled))
+    got = under_way.wait() if under_way is not None else {}
+    for peer, segment, lo in geo.halos:
+        if segment is not None:
+            _rows(y, geo, segment).add_(_run(geo, got[peer], segment, lo, w, None, scaled))
+    if geo.halos or not whole:
+        kernels.finish_in_place(y, after.residual, after.activation, after.slope)
+    return y, got
+
+
+def _constant(y: Tensor, bias: Tensor | None, after: After) -> Tensor:
+    """What a convolution of zeros gives, added to ``y``."""
+    if bias is not None:
+        y += (bias if after.scale is None else bias * after.scale).view(-1, 1, 1)
+    if after.shift is not None:
+        y += after.shift.view(-1, 1, 1)
+    return y
+
+
+class LocalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team) -> Tensor:
+        y, got = computed(x, w, b, geo, team)
+        ctx.save_for_backward(x, w, *(got[peer] for peer, _, _ in geo.halos))
+        ctx.geo, ctx.team = geo, team
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        (x, w, *halos), geo, team = ctx.saved_tensors, ctx.geo, ctx.team
+        want_x, want_w, want_b = ctx.needs_input_grad[:3]
+        partial_w: list[tuple[Segment, Tensor]] = []
+        home: dict[int, Tensor] = {}
+        for (peer, segment, lo), halo in zip(geo.halos, halos, strict=True):
+            home[peer] = torch.zeros_like(halo) if want_x else halo
+            if segment is not None:
+                gx, gw, _ = _back(geo, g, halo, segment, lo, w, (want_x, want_w, False))
+                if want_x:
+                    home[peer] = _placed(gx, halo, geo, segment, lo)
+                if want_w:
+                    partial_w.append((segment, gw))
+        under_way = _send_home(geo, team, x, home) if want_x and geo.held else None
+        gx, gw, gb = None, None, None
+        if geo.own is not None and x.numel() and w.numel():
+            wants = (want_x, want_w, want_b and geo.covers())
+            gx, gw, gb = _back(geo, g, x, geo.own, geo.own_lo, w, wants)
+            gx = _placed(gx, x, geo, geo.own, geo.own_lo) if want_x else None
+            partial_w[:0] = [(geo.own, gw)] if want_w else []
+        if want_b and gb is None:
+            gb = g.sum((0, 2, 3))
+        gx = x.new_zeros(x.shape) if want_x and gx is None else gx
+        for peer, piece in (under_way.wait() if under_way is not None else {}).items():
+            box = geo.wanted[peer].intersect(geo.held[team.rank])
+            gx[box.within(geo.held[team.rank])] += piece
+        return gx, _weight_gradient(partial_w, w, geo) if want_w else None, gb, None, None
+
+
+def _send_home(geo: Geometry, team: Team, x: Tensor, home: dict[int, Tensor]) -> Round:
+    """Each halo's cotangent goes to the rank that lent it; from the others come those of this rank's rows."""
+    mine = pieces(geo.wanted, geo.held)
+    return Round(team, x, home, {s: box.shape for s, r, box in mine if r == team.rank and s != team.rank})
+
+
+def _weight_gradient(parts: list[tuple[Segment, Tensor]], w: Tensor, geo: Geometry) -> Tensor:
+    if parts and parts[0][1].shape == w.shape:
+        (_, total), *parts = parts
+    else:
+        total = torch.zeros_like(w)
+    for segment, gw in parts:
+        total.narrow(geo.dim, segment.taps[0], segment.taps[1] - segment.taps[0]).add_(gw)
+    return total
+
+
+def _run(geo: Geometry, x: Tensor, segment: Segment, lo: int, w: Tensor, b: Tensor | None, after: After) -> Tensor:
+    """What the rows of ``segment`` in ``x`` (whose first row is ``lo``) add to the output."""
+    s = geo.op.spec
+    x, w = _cut(x, w, geo, segment, lo)
+    args = (x, w, b, s.stride, geo.padding(segment), s.dilation, geo.groups)
+    return stretched(lambda: kernels.conv2d_forward(*args, **after._asdict()), x.device)
+
+
+def _back(
+    geo: Geometry, g: Tensor, x: Tensor, segment: Segment, lo: int, w: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[Any, Any, Any]:
+    s = geo.op.spec
+    g = _rows(g, geo, segment)
+    x, w = _cut(x, w, geo, segment, lo)
+    pad = geo.padding(segment)
+    return stretched(lambda: kernels.conv2d_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted), x.device)
+
+
+def _cut(x: Tensor, w: Tensor, geo: Geometry, segment: Segment, lo: int) -> tuple[Tensor, Tensor]:
+    (a, b), (r0, r1) = segment.rows, segment.taps
+    x = x if (a - lo, b - a) == (0, x.shape[geo.dim]) else x.narrow(geo.dim, a - lo, b - a)
+    return x, w if (r0, r1) == (0, w.shape[geo.dim]) else w.narrow(geo.dim, r0, r1 - r0)
+
+
+def _rows(y: Tensor, geo: Geometry, segment: Segment) -> Tensor:
+    """The rows of an output tensor that a segment adds to."""
+    lo, hi = segment.out
+    return y if hi - lo == y.shape[geo.dim] else y.narrow(geo.dim, lo - geo.first_out, hi - lo)
+
+
+def _placed(gx: Tensor, x: Tensor, geo: Geometry, segment: Segment, lo: int) -> Tensor:
+    """The gradient of a segment's rows, in zeros where rows of ``x`` were not read."""
+    if gx.shape == x.shape:
+        return gx
+    whole = torch.zeros_like(x)
+    whole.narrow(geo.dim, segment.rows[0] - lo, segment.rows[1] - segment.rows[0]).copy_(gx)
+    return whole

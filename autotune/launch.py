@@ -66,7 +66,8 @@ def _rank(devices: Sequence[DeviceName], fn: Callable[..., Any], args: tuple[Any
     if device.type == "cuda":
         torch.cuda.set_device(device)
     emulate.set_speed(devices[rank].speed)
-    backend = "nccl" if all(torch.device(d.device).type == "cuda" for d in devices) else "gloo"
+    gpus = {d.device for d in devices if torch.device(d.device).type == "cuda"}
+    backend = "nccl" if len(gpus) == len(devices) else "gloo"  # NCCL wants a GPU for each rank
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         result = fn(*args)

@@ -44,6 +44,9 @@ def show_plan(plan: Plan, console: Console) -> None:
         cells = [f"{s * 1e3:.2f}" for s in seconds] or ["-"] * plan.world
         table.add_row(name, layer.split.kind, share_bar(layer.split), *cells, f"{layer.sent_bytes / 1e6:.2f}")
     console.print(table)
+    for name, layer in plan.layers.items():
+        if layer.chunks > 1:
+            console.print(f"{name} is gathered in {layer.chunks} chunks of the batch while it is computed")
     console.print(f"chosen: [bold]{plan.chosen}[/bold]")
     if plan.predicted is not None:
         p = plan.predicted
@@ -75,6 +78,12 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
         console.print(
             f"tuned {t.mode} by {t.kind}: {weights}, {t.step_s * 1e3:.1f} ms a step "
             f"(computed {computed}, {t.computed_step_s * 1e3:.1f} ms; {t.trials} trials)"
+        )
+    for c in profile.chunks:
+        s, of = c.spec, f"{c.seconds * 1e3:.2f} ms in {c.chunks} chunks" if c.chunks > 1 else "one piece"
+        console.print(
+            f"gathered {s.N}x{s.C}x{s.H}x{s.W} by {s.K} filters {s.R}x{s.S}, {':'.join(map(str, c.sizes))}: {of} "
+            f"(in one piece {c.unchunked_s * 1e3:.2f} ms)"
         )
     for device, n in Counter(t.device for t in profile.tiles).items():
         by_aten = sum(t.choice == "aten" for t in profile.tiles if t.device == device)

@@ -33,7 +33,7 @@ def questions(step: Callable[[], Any]) -> list[Question]:
         step()
     finally:
         passes.listeners.remove(count)
-    able = [q for q in found if unable(q) is None]
+    able = [q for q in found if unable(q) is None and q.tile is None]  # a chunk comes with its whole's tile
     return sorted(able, key=lambda q: q.spec.flops * found[q], reverse=True)
 
 

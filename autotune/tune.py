@@ -1,4 +1,4 @@
-"""The tuning job, run on every rank: measure operators and links, fit a profile, refine the ratio, then tiles."""
+"""The tuning job, run on every rank: measure operators and links, fit a profile, refine the ratio, chunks, tiles."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from hetconv.transport import Team, team_of
 
 from . import measure
 from .models import build_model, channels_last, random_input
+from .overlap import tune_chunks
 from .progress import Reporter
 from .shares import refine
 from .tiling import tune_tiles
@@ -73,10 +74,13 @@ def tune(job: Job) -> ClusterProfile:
         last = start + job.budget * (1 - TILES_PART if on_gpu else 1)
         tuned = _tuned(job, model, x, graph, profile, lambda: time.monotonic() > last, say)
         profile = replace(profile, tuned=(tuned,) if tuned is not None else ())
+        plan = make_plan(graph, profile, mode=job.mode)
+        if job.mode == "infer":
+            profile = replace(profile, chunks=tune_chunks(plan, device, lambda: time.monotonic() > last, say))
         if team.rank == 0:
             profile.save(job.output)
         if on_gpu:  # last, and with the rest saved: a kernel can take the whole process with it
-            split = parallelize(copy.deepcopy(model), make_plan(graph, profile, mode=job.mode))
+            split = parallelize(copy.deepcopy(model), plan)
             step = step_of(split, x, job.mode)
             tiles = tune_tiles(step, device, team, lambda: time.monotonic() - start > job.budget, say)
             profile = replace(profile, tiles=tiles)

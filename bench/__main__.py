@@ -19,6 +19,8 @@ COMMANDS = {
     "first whether they are right, then how fast both are, in turn.",
     "concat": "Channels joined and finished in one pass against torch's passes: "
     "first whether right, then how fast, in turn.",
+    "overlap": "Messages that travel while a device computes against the same ones waited for: "
+    "halos, and chunks of a filter split.",
     "gpu": "Everything worth doing while a GPU is at hand, in minutes: "
     "stages in processes of their own, a table of them last.",
     "compile": "What the compiler makes of every tile that can be chosen, without a GPU: "

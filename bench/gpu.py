@@ -82,23 +82,29 @@ def run(args: argparse.Namespace) -> None:
 
 def stages(folder: Path) -> list[Stage]:
     """In order of what is known least without them. The longest benchmark comes last and takes what time is left."""
-    concat, kernels = (str(results_file(folder, suite)) for suite in ("concat", "kernels"))
+    concat, kernels, overlap = (str(results_file(folder, suite)) for suite in ("concat", "kernels", "overlap"))
     on_ranks, model = ("tests/test_device.py",), ("pydantic",)
     passes = (f"tests/test_{name}.py" for name in ("kernels", "slices", "finish", "op"))
+    pieces = (f"tests/test_{name}.py" for name in ("concat", "concat_calls", "slabs", "slab_calls"))
     return [
         Stage(
             "kernels on the device", (*PYTEST, "--maxfail=10", *passes),
             140, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
         ),
         Stage(
-            "joins on the device", (*PYTEST, "--maxfail=10", "tests/test_concat.py", "tests/test_concat_calls.py"),
-            50, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
+            "joins and pieces on the device", (*PYTEST, "--maxfail=10", *pieces),
+            80, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
         ),
         Stage("messages over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and messages"), 30, ON_DEVICE, (), PASSED),
         Stage("model over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and model"), 30, ON_DEVICE, model, PASSED),
         Stage("two ranks over gloo", (*PYTEST, *on_ranks, "-k", "gloo"), 80, ON_DEVICE, model, PASSED),
         Stage(
             "channels joined", ("-m", "bench", "concat", "--quick", "-o", concat, "--budget", "{seconds}"), 40,
+        ),
+        Stage(
+            "messages beside work",
+            ("-m", "bench", "overlap", "--quick", "--devices", "cuda:0,cuda:0@0.5", "-o", overlap),
+            40, needs=(*model, "optuna", "rich"),
         ),
         Stage(
             "kernels against cuDNN",

@@ -87,6 +87,8 @@ class HetConv2d(CutLayer):
 
     followers: tuple[str, ...] = ()
     """The functions that without autograd are computed as the result is stored, if they alone consume it."""
+    chunks: int = 1
+    """Of the batch: without autograd each travels while the next is computed, where a filter split is gathered."""
 
     def __init__(
         self,
@@ -173,7 +175,8 @@ class HetConv2d(CutLayer):
         op = conv_op(self, tuple(x.shape), x.dtype)
         if op.spec.P < 1 or op.spec.Q < 1:
             raise HetConvError(f"an input of {tuple(x.shape)} is smaller than the kernel {self.kernel_size} of {self}")
-        return self._result(ops.conv2d(x, self.weight, self.bias, op, self.split, self.team, self.followers))
+        y = ops.conv2d(x, self.weight, self.bias, op, self.split, self.team, self.followers, self.chunks)
+        return self._result(y)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, split={self.split}"

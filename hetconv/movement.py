@@ -7,6 +7,7 @@ adds what arrives in rank order, so that all replicas hold the same bits. Forwar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
     me, mine = team.rank, held[team.rank]
     moving = [(s, r, box) for s, r, box in pieces(held, wanted) if s != r]
     outgoing = {r: local[box.within(mine)] for s, r, box in moving if s == me}
+    if local.dim() == 4:  # all in one launch; `Round` then finds them as they travel
+        packed = kernels.pack(list(outgoing.values()))
+        outgoing = {r: t.movedim(-1, 1) for r, t in zip(outgoing, packed, strict=True)}
     return Round(team, local, outgoing, {s: box.shape for s, r, box in moving if r == me})
 
 
@@ -47,16 +51,19 @@ def sum_pieces(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
 
 def assemble(parts: list[tuple[Box, Tensor]], whole: Box, like: Tensor) -> Tensor:
     """Adds the parts, in order, into a tensor over ``whole``; zero where there is none. Images are channels-last."""
-    disjoint = sum(box.numel for box, _ in parts) == whole.numel and _disjoint([box for box, _ in parts])
-    if parts and disjoint and _are_slices([box for box, _ in parts], whole, 1):
+    covered = sum(box.numel for box, _ in parts) == whole.numel and disjoint([box for box, _ in parts])
+    if parts and covered and _are_slices([box for box, _ in parts], whole, 1):
         return kernels.concat_channels([part for _, part in sorted(parts, key=lambda p: p[0].lo)])
     memory = torch.channels_last if len(whole.shape) == 4 else torch.contiguous_format
     out = torch.empty(whole.shape, dtype=like.dtype, device=like.device, memory_format=memory)
-    if not disjoint:
+    if not covered:
         out.zero_()
-    for box, part in parts:
-        view = out[box.within(whole)]
-        view.copy_(part) if disjoint else view.add_(part)
+    views = [out[box.within(whole)] for box, _ in parts]
+    if covered and out.dim() == 4:
+        kernels.unpack([part for _, part in parts], views)
+        return out
+    for view, (_, part) in zip(views, parts, strict=True):
+        view.copy_(part) if covered else view.add_(part)
     return out
 
 
@@ -65,7 +72,7 @@ def _are_slices(boxes: list[Box], whole: Box, dim: int) -> bool:
     return len(whole.shape) == 4 and all(b.along(dim, 0, 0) == whole.along(dim, 0, 0) for b in boxes)
 
 
-def _disjoint(boxes: list[Box]) -> bool:
+def disjoint(boxes: Sequence[Box]) -> bool:
     return not any(a.intersect(b).numel for i, a in enumerate(boxes) for b in boxes[:i])
 
 

@@ -17,7 +17,7 @@ from .agreement import agree, checksum, prepared
 from .calls import is_plain
 from .errors import PlanError
 from .modules import CutLayer, HetConv2d, HetLinear, conv_op
-from .plan import Plan
+from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split
 from .tensor import HetTensor, compute_waiting, discard_waiting, gather
@@ -64,7 +64,7 @@ def parallelize(
     swapped: dict[int, nn.Module] = {}
     for name, layer in found.items():
         if id(layer) not in swapped:
-            swapped[id(layer)] = _swapped(layer, plan.splits[name], team, plan.layers[name].followers if fuse else ())
+            swapped[id(layer)] = _swapped(layer, plan.layers[name], team, fuse)
             _carry_hooks(layer, swapped[id(layer)])
     for path, layer in list(model.named_modules(remove_duplicate=False)):
         parent, _, child = path.rpartition(".")
@@ -116,13 +116,13 @@ def _signature(model: nn.Module) -> str:
     return f"{type(model).__name__}({shapes})"
 
 
-def _swapped(layer: nn.Module, split: Split, team: Team, followers: tuple[str, ...]) -> nn.Module:
+def _swapped(layer: nn.Module, planned: LayerPlan, team: Team, fuse: bool) -> nn.Module:
     if isinstance(layer, nn.Conv2d):
-        made = HetConv2d._local(layer, split, team, "split")
-        made.followers = followers
+        made = HetConv2d._local(layer, planned.split, team, "split")
+        made.followers, made.chunks = planned.followers if fuse else (), planned.chunks
         return made
     assert isinstance(layer, nn.Linear)
-    return HetLinear(layer, split, team)
+    return HetLinear(layer, planned.split, team)
 
 
 def _carry_hooks(old: nn.Module, new: nn.Module) -> None:
@@ -201,7 +201,11 @@ class _Root:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._tokens:
             SCOPE.reset(self._tokens.pop())
-        if output is None and sys.exc_info()[0] is not None:  # the forward raised
+        try:
+            if output is None and sys.exc_info()[0] is not None:  # the forward raised
+                return None
+            whole = torch.utils._pytree.tree_map(lambda y: gather(y) if isinstance(y, HetTensor) else y, output)
+            compute_waiting()  # what is left would read parameters and inputs as they are later
+            return whole
+        finally:
             discard_waiting()
-        compute_waiting()  # what is left would read parameters and inputs as they are later
-        return torch.utils._pytree.tree_map(lambda y: gather(y) if isinstance(y, HetTensor) else y, output)

@@ -24,6 +24,7 @@ class LayerPlan:
     """One layer: the operator, its split, and predicted seconds per device and bytes sent (all ranks together).
 
     ``followers``: the functions that alone consume its result, which may be computed as that is stored (see `fusing`).
+    ``chunks`` of the batch, in which a filter split is gathered in inference, each while the next is computed.
     """
 
     op: Conv | Linear
@@ -32,6 +33,7 @@ class LayerPlan:
     backward_s: tuple[float, ...] = ()
     sent_bytes: int = 0
     followers: tuple[str, ...] = ()
+    chunks: int = 1
     __pydantic_config__ = STRICT
 
 
@@ -83,9 +85,9 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """What ranks compare before they act on a plan: the number of ranks, every split and what follows it."""
-        layers = ((n, x.split, x.followers) for n, x in sorted(self.layers.items()))
-        said = [str(self.world), *(f"{n}={s.kind}{s.sizes}{following}" for n, s, following in layers)]
+        """What ranks compare before they act on a plan: the number of ranks, and all that decides what moves when."""
+        layers = ((n, x.split, (x.followers, x.chunks)) for n, x in sorted(self.layers.items()))
+        said = [str(self.world), *(f"{n}={s.kind}{s.sizes}{rest}" for n, s, rest in layers)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
     def with_splits(self, splits: Mapping[str, Split]) -> Plan:

@@ -7,10 +7,10 @@ together; where one device alone is predicted fastest, the plan uses it alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from .cost import layer_seconds, price
+from .cost import LayerCost, layer_seconds, price
 from .errors import PlanError, SplitError
 from .fusing import followers
 from .graph import Graph
@@ -88,18 +88,24 @@ def make_plan(
         raise PlanError(f"no split fits: the leanest needs {_gb(least)} GB per device, but there are {_gb(limits)} GB")
     chosen = min(fitting, key=lambda n: (fitting[n].step_s, not n.startswith(ALONE), not n.startswith(TUNED)))
     prediction, costs = priced[chosen]
-    following = followers(graph)
-    layers = {
-        name: LayerPlan(
-            op, found[chosen][name], costs[name].forward_s, costs[name].backward_s, costs[name].sent_bytes,
-            following.get(name, ()),
-        )
-        for name, op in graph.layers.items()
-    }  # fmt: skip
+    layers = _layers(graph, profile, found[chosen], costs)
     return Plan(
         profile.names, mode, graph.model, graph.input_shapes, layers, chosen, prediction,
         _alternatives({n: p for n, (p, _) in priced.items()}), profile.estimated, profile.tiles,
     )  # fmt: skip
+
+
+def _layers(
+    graph: Graph, profile: ClusterProfile, splits: Splits, costs: Mapping[str, LayerCost]
+) -> dict[str, LayerPlan]:
+    """What the plan says of every layer."""
+    following, layers = followers(graph), {}
+    for name, op in graph.layers.items():
+        split, cost = splits[name], costs[name]
+        chunks = profile.chunks_of(op.spec, split.sizes) if isinstance(op, Conv) and split.kind == "filter" else 1
+        after = following.get(name, ())
+        layers[name] = LayerPlan(op, split, cost.forward_s, cost.backward_s, cost.sent_bytes, after, chunks)
+    return layers
 
 
 def _gb(sizes: Sequence[float]) -> str:

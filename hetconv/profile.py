@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from . import files
 from .errors import ProfileError
-from .tuned import TunedTile
+from .spec import Conv2dSpec
+from .tuned import TunedChunks, TunedTile
 
 VERSION = 1
 STRICT = {"extra": "forbid"}
@@ -106,7 +107,8 @@ class TunedRatio:
 class ClusterProfile:
     """Devices in rank order, links by "low-high" ranks, tuned ratios, and the fingerprint of where it was measured.
 
-    ``tiles``: of the kernels on its GPUs, for the shares that the tuned ratio gives them.
+    ``tiles``: of the kernels on its GPUs, for the shares that the tuned ratio gives them. ``chunks``: in how many a
+    filter split is gathered while it is computed, where that was measured.
     """
 
     devices: tuple[DeviceModel, ...]
@@ -115,6 +117,7 @@ class ClusterProfile:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     estimated: bool = False
     tiles: tuple[TunedTile, ...] = ()
+    chunks: tuple[TunedChunks, ...] = ()
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -134,6 +137,10 @@ class ClusterProfile:
 
     def link(self, a: int, b: int) -> LinkModel:
         return self.links[f"{min(a, b)}-{max(a, b)}"]
+
+    def chunks_of(self, spec: Conv2dSpec, sizes: Sequence[int]) -> int:
+        """Of the batch, for a convolution cut by filter in these sizes: one unless more were measured to be faster."""
+        return next((c.chunks for c in self.chunks if (c.spec, c.sizes) == (spec, tuple(sizes))), 1)
 
     def save(self, path: str | Path) -> None:
         """Writes the profile, atomically."""

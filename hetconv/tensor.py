@@ -7,16 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from .errors import HetConvError, LayoutError
-from .layout import Layout
-from .movement import moved, unshared
+from .layout import Box, Layout
+from .movement import moved, take, unshared
 from .transport import Team
+
+
+class Later(Protocol):
+    """A part that is put off. A call computes it, which is collective where halos are exchanged for it."""
+
+    def __call__(self) -> Tensor: ...
+
+    def gathered(self) -> Tensor | None:
+        """The whole on every rank, where that is not computed as this part first and gathered then; collective."""
+
 
 Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 _dispatch: list[Dispatch] = []
@@ -33,7 +43,7 @@ class HetTensor(Tensor):
     An operator with a rule runs on the parts; any other gathers its arguments first. Make one with `HetTensor.wrap`.
     """
 
-    later: Callable[[], Tensor] | None
+    later: Later | None
     """What computes the local part, where that was put off."""
     placement: Layout
     team: Team
@@ -52,9 +62,7 @@ class HetTensor(Tensor):
         return x
 
     @staticmethod
-    def put_off(
-        later: Callable[[], Tensor], layout: Layout, dtype: torch.dtype, device: torch.device, team: Team
-    ) -> HetTensor:
+    def put_off(later: Later, layout: Layout, dtype: torch.dtype, device: torch.device, team: Team) -> HetTensor:
         """One whose local part, of this dtype and on this device, ``later`` computes when it is first asked for."""
         x = _made(layout, dtype, device, team)
         x.later = later
@@ -73,7 +81,15 @@ class HetTensor(Tensor):
         self._local, self.later = part, None
         _forget(self)
 
-    def superseded_by(self, later: Callable[[], Tensor]) -> HetTensor:
+    def whole(self) -> Tensor:
+        """The value on every rank; collective, differentiable."""
+        shape, team = self.placement.shape, self.team
+        if self.later is not None and (whole := self.later.gathered()) is not None:
+            self.local = take(whole, Box.whole(shape), self.placement.boxes[team.rank])
+            return whole
+        return moved(team, self.local, self.placement, Layout.replicated(shape, team.size))
+
+    def superseded_by(self, later: Later) -> HetTensor:
         """One like this, which was put off; this one is expected to be used no more, and still can be."""
         assert self.later is not None
         _forget(self)
@@ -133,13 +149,11 @@ def _forget(x: HetTensor) -> None:
 
 def compute_waiting() -> None:
     """Computes every part that was put off, before something is written that it may read; collective."""
-    try:
-        for x in list(_waiting.values()):
-            _ = x.local
-        for x in list(_superseded.values()):
-            x.later = _too_late
-    finally:
-        discard_waiting()
+    for x in list(_waiting.values()):
+        _ = x.local
+    for x in list(_superseded.values()):
+        x.later = _TooLate()
+    discard_waiting()
 
 
 def discard_waiting() -> None:
@@ -148,11 +162,14 @@ def discard_waiting() -> None:
     _superseded.clear()
 
 
-def _too_late() -> Tensor:
-    raise HetConvError(
-        "the result of a convolution is used again after what follows it was computed with it, and after something was "
-        "written in place that it may read; call parallelize without fuse=True"
-    )
+class _TooLate:
+    def __call__(self) -> Tensor:
+        raise HetConvError(
+            "the result of a convolution is used again after what follows it was computed with it, and after the "
+            "forward ended or something was written in place; call parallelize without fuse=True"
+        )
+
+    def gathered(self) -> None: ...
 
 
 def gather(x: Tensor) -> Tensor:
@@ -165,5 +182,4 @@ def gather(x: Tensor) -> Tensor:
         return x
     if x.placement.kind == "replicated":
         return x.local
-    whole = moved(x.team, x.local, x.placement, Layout.replicated(x.placement.shape, x.team.size))
-    return unshared(whole.contiguous(), x.local)
+    return unshared(x.whole().contiguous(), x.local)

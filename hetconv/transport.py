@@ -18,6 +18,7 @@ from .errors import HetConvError, LostRankError
 
 T = TypeVar("T")
 _counters: list[Counter[int]] = []
+_waits_at_once = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,17 @@ def count_sent() -> Iterator[Counter[int]]:
         _counters.remove(counts)
 
 
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """While the context lasts, messages are waited for where they start: what overlap gains shows beside this."""
+    global _waits_at_once
+    before, _waits_at_once = _waits_at_once, True
+    try:
+        yield
+    finally:
+        _waits_at_once = before
+
+
 def answered(team: Team, action: Callable[[], T]) -> T:
     """Runs a step of communication; what the backend raises when a rank is gone becomes a `LostRankError`."""
     try:
@@ -115,10 +127,15 @@ class Round:
         self._team = team
         self._sent = {peer: to_wire(piece) for peer, piece in outgoing.items()}
         self._received = {peer: wire_buffer(like, shape) for peer, shape in incoming.items()}
+        self._arriving: list[tuple[Tensor, Tensor]] = []  # where it belongs, where it comes to
         for counts in _counters:
             counts.update({peer: t.numel() * t.element_size() for peer, t in self._sent.items()})
         staged = team.backend == "gloo" and like.device.type != "cpu"
         self._works = answered(team, (lambda: self._all_to_all(like)) if staged else self._point_to_point)
+        if _waits_at_once:
+            self.wait()
+            if like.device.type == "cuda":
+                torch.cuda.synchronize(like.device)
 
     def _point_to_point(self) -> list[dist.Work]:
         group = self._team.group
@@ -129,17 +146,19 @@ class Round:
     def _all_to_all(self, like: Tensor) -> list[dist.Work]:
         """gloo takes CUDA tensors only in collectives, through host memory; every rank takes part."""
         ranks, nothing = range(self._team.size), like.new_empty(0)
-        outgoing = [self._sent.get(r, nothing).flatten() for r in ranks]
+        outgoing = torch.cat([self._sent.get(r, nothing).flatten() for r in ranks])
         incoming = [self._received[r][0] if r in self._received else nothing for r in ranks]
-        got = like.new_empty(sum(t.numel() for t in incoming))
-        splits = [t.numel() for t in incoming], [t.numel() for t in outgoing]
-        dist.all_to_all_single(got, torch.cat(outgoing), *splits, group=self._team.group)
-        for buffer, part in zip(incoming, got.split(splits[0]), strict=True):
-            buffer.copy_(part.view_as(buffer))
-        return []
+        sizes = [t.numel() for t in incoming], [self._sent.get(r, nothing).numel() for r in ranks]
+        got = like.new_empty(sum(sizes[0]))
+        self._arriving = [(buffer, part) for buffer, part in zip(incoming, got.split(sizes[0]), strict=True)]
+        self._sent = {0: outgoing}  # to be kept until it is sent
+        work = dist.all_to_all_single(got, outgoing, *sizes, group=self._team.group, async_op=True)
+        return [work] if work is not None else []
 
     def wait(self) -> dict[int, Tensor]:
         for work in self._works:
             answered(self._team, work.wait)
-        self._works, self._sent = [], {}
+        for buffer, part in self._arriving:
+            buffer.copy_(part.view_as(buffer))
+        self._works, self._sent, self._arriving = [], {}, []
         return {peer: view for peer, (_, view) in self._received.items()}

@@ -1,4 +1,4 @@
-"""TunedTile: how one pass of a convolution runs fastest on a device, in words, for no kernel is known here."""
+"""What tuning found for single convolutions: tiles, in words, for no kernel is known here; and chunks of the batch."""
 
 from __future__ import annotations
 
@@ -26,4 +26,19 @@ class TunedTile:
     choice: str
     seconds: float
     heuristic_s: float | None = None
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True)
+class TunedChunks:
+    """A convolution cut by filter in these ``sizes`` and gathered: into how many chunks of the batch, for inference.
+
+    ``seconds`` are those of the whole, the gathering included, beside ``unchunked_s``. One, if no more were faster.
+    """
+
+    spec: Conv2dSpec
+    sizes: tuple[int, ...]
+    chunks: int
+    seconds: float
+    unchunked_s: float
     __pydantic_config__ = STRICT

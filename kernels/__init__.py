@@ -1,16 +1,28 @@
 """Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.spec`.
 
 `conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `choice` says who computes, ATen or
-Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`. `concat_channels` joins parts.
+Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`. `concat_channels` joins parts,
 """
 
 from . import choice, tiles
 from .channels import concat_channels, finish_in_place
 from .op import conv2d
-from .passes import conv2d_backward, conv2d_forward, set_backend
+from .packing import pack, unpack
+from .passes import Route, conv2d_backward, conv2d_forward, route, set_backend
 from .tiles import Tile
 
 __all__ = [
-    "Tile", "choice", "concat_channels", "conv2d", "conv2d_backward", "conv2d_forward", "finish_in_place",
-    "set_backend", "tiles",
-]  # fmt: skip
+    "Route",
+    "Tile",
+    "choice",
+    "concat_channels",
+    "conv2d",
+    "conv2d_backward",
+    "conv2d_forward",
+    "finish_in_place",
+    "pack",
+    "route",
+    "set_backend",
+    "tiles",
+    "unpack",
+]

@@ -15,7 +15,7 @@ from .choice import Backend, known
 from .finish import Finish, finished
 from .launch import Program
 from .memory import Memory, empty, in_rows, nhwc
-from .passes import obstacle, preferred, said
+from .passes import obstacle, said, wants_triton
 
 MOST_PARTS = 16
 
@@ -44,15 +44,15 @@ def concat_channels(
     for more than 16 parts, ATen computes the same, unless ``backend="triton"`` is given here. Raises `KernelError` for
     arguments that do not fit each other.
     """
-    found = _parts(parts, sizes, image)
+    found = parts_of(parts, sizes, image)
     like = found[0]
     shape = (like.shape[0], sum(p.shape[1] for p in found), *like.shape[2:])
-    _check(found, shape, scale, shift, residual, activation, out)
+    check_parts(found, shape, scale, shift, residual, activation, out)
     finish = Finish.of(scale, shift, activation, slope)
-    why = obstacle(like.device) or _refusal(found)
+    why = obstacle(like.device) or refusal(found)
     if known(backend) == "triton" and why is not None:
         raise KernelError(f"a concatenation of channels was asked of Triton, but {why}; use backend='auto'")
-    if why is not None or not _wants_triton(like, backend):
+    if why is not None or not wants_triton(like, backend):
         return _by_aten(found, scale, shift, residual, finish, out)
     ready = [in_rows(p) for p in found]
     scale, shift = (t.contiguous() if t is not None else None for t in (scale, shift))
@@ -61,11 +61,6 @@ def concat_channels(
         return joined(ready, scale, shift, residual, finish, out)
     y: Tensor = _Concat.apply(scale, shift, residual, finish, *ready)
     return y
-
-
-def _wants_triton(like: Tensor, backend: Backend) -> bool:
-    chosen = preferred(backend)
-    return chosen == "triton" or (chosen == "auto" and like.is_cuda)
 
 
 def _by_aten(
@@ -81,7 +76,7 @@ def finish_in_place(y: Tensor, residual: Tensor | None, activation: str | None, 
     if residual is None and activation is None:
         return y
     finish = Finish.of(None, None, activation, slope)
-    able = obstacle(y.device) is None and _refusal([y]) is None and _wants_triton(y, "auto")
+    able = obstacle(y.device) is None and refusal([y]) is None and wants_triton(y, "auto")
     if able and y.numel() and y.stride(1) == 1 and Memory.of(y).step is not None:
         return joined([y], None, None, nhwc(residual) if residual is not None else None, finish, y)
     z = finished(y, None, None, residual, finish.activation, finish.slope)
@@ -155,7 +150,7 @@ def _split(parts: tuple[Memory, ...], g: Memory, residual: Memory | None, finish
     return Program((split_recipe(parts, g, residual, finish),))
 
 
-def _parts(
+def parts_of(
     parts: Tensor | Sequence[Tensor], sizes: Sequence[int] | None, image: tuple[int, int, int] | None
 ) -> list[Tensor]:
     if not isinstance(parts, Tensor):
@@ -181,7 +176,7 @@ def _parts(
     return [t.view(N, P, Q, k).permute(0, 3, 1, 2) for t, k in split]
 
 
-def _check(
+def check_parts(
     parts: list[Tensor], shape: tuple[int, ...], scale: Tensor | None, shift: Tensor | None, residual: Tensor | None,
     activation: str | None, out: Tensor | None,
 ) -> None:  # fmt: skip
@@ -208,7 +203,8 @@ def _check(
             raise KernelError(f"out has strides {out.stride()}, but its channels must lie beside each other")
 
 
-def _refusal(parts: list[Tensor]) -> str | None:
+def refusal(parts: Sequence[Tensor]) -> str | None:
+    """Why no kernel that only moves numbers takes these, or None."""
     if parts[0].dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it computes in float16, bfloat16 and float32, not {parts[0].dtype}"
     if len(parts) > MOST_PARTS:

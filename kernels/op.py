@@ -43,8 +43,8 @@ def conv2d(
     `HetConvError` for a ``padding`` that is none.
     """
     x, weight, bias = autocast(x, weight, bias)
-    steps, reach = _pair(stride, "stride"), _pair(dilation, "dilation")
-    sides = _sides(padding, weight, steps, reach)
+    steps, reach = pair_of(stride, "stride"), pair_of(dilation, "dilation")
+    sides = sides_of(padding, weight, steps, reach)
     if out is not None:
         return _into(out, x, weight, bias, steps, sides, reach, groups, tile, backend)
     spec_of(x, weight, bias, steps, sides, reach, groups)
@@ -78,7 +78,7 @@ def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Te
     return x.to(dtype), w.to(dtype), b.to(dtype) if b is not None else None
 
 
-def _sides(padding: Any, w: Tensor, stride: Pair, dilation: Pair) -> Sides:
+def sides_of(padding: Any, w: Tensor, stride: Pair, dilation: Pair) -> Sides:
     if not isinstance(padding, (str, int)) and len(padding) == 2 and not isinstance(padding[0], int):
         (top, bottom), (left, right) = padding
         return (top, bottom), (left, right)
@@ -86,7 +86,7 @@ def _sides(padding: Any, w: Tensor, stride: Pair, dilation: Pair) -> Sides:
     return pads_per_side(padding, kernel, stride, dilation)
 
 
-def _pair(value: int | Sequence[int], name: str) -> Pair:
+def pair_of(value: int | Sequence[int], name: str) -> Pair:
     pair = (value, value) if isinstance(value, int) else tuple(value) * (2 // max(len(value), 1) or 1)
     if len(pair) != 2:
         raise KernelError(f"{name}={value!r} does not fit a 2-D convolution; give one or two integers")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from . import aten
 from .choice import Answer, Backend, Question, choose
 from .finish import Finish, finished
 from .launch import chip_of
+from .memory import krsc, nhwc
 from .tiles import Pass, Tile
 
+T = TypeVar("T")
 Sides = tuple[Pair, Pair]
 _backend: Backend = "auto"
 listeners: list[Callable[[Question], None]] = []
@@ -57,7 +60,7 @@ def conv2d_forward(
     as they store, ATen in place, with scale and shift in the filters where these are fewer than the results.
     """
     spec = spec_of(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
-    _check_finish(spec, x_NCHW, scale, shift, residual)
+    check_finish(spec, x_NCHW, scale, shift, residual)
     answer = _ask("forward", spec, x_NCHW.device, tile, backend)
     if answer.triton:
         from . import triton_backend
@@ -71,9 +74,35 @@ def conv2d_forward(
     finish = Finish.of(scale, shift, activation, slope)
     if w_KCRS.numel() < prod(spec.y_shape):
         w_KCRS, bias_K, scale, shift = _folded(w_KCRS, bias_K, scale, shift)
-    y = aten.conv2d(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
+    if w_KCRS.numel():
+        y = aten.conv2d(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
+    else:  # which torch refuses, or answers with another shape
+        y = x_NCHW.new_zeros(spec.y_shape)
+        y = y if bias_K is None else y.add_(bias_K.view(-1, 1, 1))
     y = finished(y, scale, shift, residual, finish.activation, finish.slope)
     return y if out is None else out.copy_(y)
+
+
+class Route(NamedTuple):
+    """Who computes, and Triton by which tile: arguments of `conv2d_forward`."""
+
+    backend: Backend = "auto"
+    tile: Tile | None = None
+
+
+def route(x_NCHW: Tensor, w_KCRS: Tensor, stride: Pair, padding: Sides, dilation: Pair, groups: int) -> Route:
+    """As a convolution is computed that is asked of nobody in particular.
+
+    Parts of its batch that take the same route add in the same order.
+    """
+    spec = spec_of(x_NCHW, w_KCRS, None, stride, padding, dilation, groups)
+    answer = _ask("forward", spec, x_NCHW.device, None, "auto")
+    if not answer.triton:
+        return Route("aten")
+    from . import triton_backend
+
+    args = (spec, nhwc(x_NCHW), krsc(w_KCRS), precision(spec))
+    return Route("triton", _tiled(lambda tile: triton_backend.forward_tile(*args, tile), answer, None))
 
 
 def _folded(
@@ -113,7 +142,10 @@ def conv2d_backward(
     by_triton = [a is not None and a.triton for a in asked]
     by_aten = [w and not t for w, t in zip(wanted, [*by_triton, any(by_triton)], strict=True)]
     found: list[Tensor | None] = [None, None, None]
-    if any(by_aten):
+    if any(by_aten) and not w_KCRS.numel():
+        zeros = (torch.zeros_like(x_NCHW), torch.zeros_like(w_KCRS), g_NKPQ.sum((0, 2, 3)))
+        found = [t if w else None for t, w in zip(zeros, by_aten, strict=True)]
+    elif any(by_aten):
         args = (g_NKPQ, x_NCHW, w_KCRS, stride, padding, dilation, groups, tuple(by_aten))
         found = list(aten.conv2d_backward(*args))  # type: ignore[arg-type]
     if any(by_triton):
@@ -162,7 +194,7 @@ def spec_of(
     return spec
 
 
-def _check_finish(
+def check_finish(
     spec: Conv2dSpec, x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
 ) -> None:
     exact = torch.promote_types(x.dtype, torch.float32)
@@ -186,7 +218,7 @@ def _ask(what: Pass, spec: Conv2dSpec, device: torch.device, tile: Tile | None, 
     return choose(question, preferred(backend))
 
 
-def _tiled(run: Callable[[Tile | None], Tensor], answer: Answer, asked: Tile | None) -> Tensor:
+def _tiled(run: Callable[[Tile | None], T], answer: Answer, asked: Tile | None) -> T:
     """By the answer's tile. One from the table was tuned on channels_last: if it cannot run here, by the default."""
     try:
         return run(answer.tile)
@@ -199,6 +231,12 @@ def _tiled(run: Callable[[Tile | None], Tensor], answer: Answer, asked: Tile | N
 def preferred(backend: Backend) -> Backend:
     """What was asked for, where "auto" is what `set_backend` made of it."""
     return _backend if backend == "auto" else backend
+
+
+def wants_triton(like: Tensor, backend: Backend = "auto") -> bool:
+    """Whether Triton is asked to move numbers (not to multiply them): on CUDA it is, unless told otherwise."""
+    chosen = preferred(backend)
+    return chosen == "triton" or (chosen == "auto" and like.is_cuda)
 
 
 def obstacle(device: torch.device) -> str | None:

@@ -43,6 +43,13 @@ def forward(
     return y
 
 
+def forward_tile(spec: Conv2dSpec, x: Tensor, w: Tensor, precision: str, tile: Tile | None) -> Tile:
+    """The tile by which `forward` computes a packed y without an epilogue."""
+    _, K, P, Q = spec.y_shape
+    y = Memory(spec.y_shape, (P * Q * K, 1, Q * K, K), spec.dtype)
+    return suited(tile, fprop.forward(spec, Memory.of(x), Memory.of(w), y, precision).extents, chip_of(x.device))
+
+
 def input_gradient(spec: Conv2dSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None) -> Tensor:
     g, w = nhwc(g), krsc(w)
     dx = empty(spec.x_shape, x)

@@ -144,6 +144,6 @@ def test_a_budget_stops_a_run_with_what_it_has(capsys: pytest.CaptureFixture[str
 
 def test_it_is_a_stage_of_bench_gpu_before_the_convolutions(tmp_path: Path) -> None:
     names = [s.name for s in gpu.stages(tmp_path)]
-    assert names[-2:] == ["channels joined", "kernels against cuDNN"]
-    stage = gpu.stages(tmp_path)[-2]
+    assert names[-3:] == ["channels joined", "messages beside work", "kernels against cuDNN"]
+    stage = gpu.stages(tmp_path)[-3]
     assert any(c.startswith(str(tmp_path)) and c.endswith("-concat.json") for c in stage.command)

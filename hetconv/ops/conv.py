@@ -15,16 +15,18 @@ from ..transport import Team
 from .common import autocast, bring, placement_of
 from .geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
 from .halo import LocalConv
-from .waiting import Waiting, may_wait
+from .waiting import Waiting, may_wait, version
 
 
 def conv2d(
-    x: Tensor, w: Tensor, b: Tensor | None, op: Conv, split: Split, team: Team, followers: tuple[str, ...] = ()
-) -> Tensor:
+    x: Tensor, w: Tensor, b: Tensor | None, op: Conv, split: Split, team: Team, followers: tuple[str, ...] = (),
+    chunks: int = 1,
+) -> Tensor:  # fmt: skip
     """A convolution under a split. ``w`` and ``b`` are this rank's slices where the split cuts them.
 
     Returns a HetTensor, or for ``replicate`` a plain tensor that every rank computed. ``followers``: the functions
     that alone will be called on the result; without autograd it waits for them, to compute them as it is stored.
+    ``chunks`` of the batch in which a result that is cut by filter is gathered, if it is asked for whole.
     """
     if split.kind == "replicate":
         whole = Layout.replicated(op.spec.x_shape, 1)
@@ -40,8 +42,9 @@ def conv2d(
         local, geo = x.local, spatial_geometry(op, src, split, team.rank)
     else:
         local, geo = bring(x, step.reads[0], team), slab_geometry(op, src, split, team.rank)
-    if followers and step.output.kind == "sharded" and may_wait(x):
-        waiting = Waiting.on(*autocast(local, w, b), geo, team, followers)
+    if (followers or chunks > 1) and step.output.kind == "sharded" and may_wait(x):
+        local, w, b = autocast(local, w, b)
+        waiting = Waiting(local, w, b, geo, step.output, team, followers, chunks, seen=version(local))
         return HetTensor.put_off(waiting, step.output, waiting.x.dtype, waiting.x.device, team)
     return HetTensor.wrap(_apply(local, w, b, geo, team), step.output, team)
 

@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from .. import kernels
 from ..emulate import stretched
+from ..kernels import Route
 from ..layout import pieces
-from ..movement import start_round
+from ..movement import disjoint, start_round
 from ..spec import Segment
 from ..transport import Round, Team
 from .geometry import Geometry
@@ -34,11 +35,11 @@ class After(NamedTuple):
     slope: float = 0.0
 
 
-NOTHING = After()
+NOTHING, ANY = After(), Route()
 
 
 def computed(
-    x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, after: After = NOTHING
+    x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, after: After = NOTHING, route: Route = ANY
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """This rank's part of the output, finished, and the halos that came for it, by sender; without autograd."""
     under_way = start_round(team, x, geo.held, geo.wanted) if geo.held else None
@@ -48,15 +49,15 @@ def computed(
     if whole:
         assert geo.own is not None
         first = after._replace(residual=None, activation=None) if geo.halos else after
-        y = _run(geo, x, geo.own, geo.own_lo, w, bias, first)
+        y = _run(geo, x, geo.own, geo.own_lo, w, bias, first, route)
     else:
         y = _constant(x.new_zeros(geo.y_shape), bias, after)
         if geo.own is not None and x.numel() and w.numel():
-            _rows(y, geo, geo.own).add_(_run(geo, x, geo.own, geo.own_lo, w, None, scaled))
+            _rows(y, geo, geo.own).add_(_run(geo, x, geo.own, geo.own_lo, w, None, scaled, route))
     got = under_way.wait() if under_way is not None else {}
     for peer, segment, lo in geo.halos:
         if segment is not None:
-            _rows(y, geo, segment).add_(_run(geo, got[peer], segment, lo, w, None, scaled))
+            _rows(y, geo, segment).add_(_run(geo, got[peer], segment, lo, w, None, scaled, route))
     if geo.halos or not whole:
         kernels.finish_in_place(y, after.residual, after.activation, after.slope)
     return y, got
@@ -104,9 +105,8 @@ class LocalConv(torch.autograd.Function):
         if want_b and gb is None:
             gb = g.sum((0, 2, 3))
         gx = x.new_zeros(x.shape) if want_x and gx is None else gx
-        for peer, piece in (under_way.wait() if under_way is not None else {}).items():
-            box = geo.wanted[peer].intersect(geo.held[team.rank])
-            gx[box.within(geo.held[team.rank])] += piece
+        if under_way is not None:
+            _add_home(gx, under_way.wait(), geo, team)
         return gx, _weight_gradient(partial_w, w, geo) if want_w else None, gb, None, None
 
 
@@ -114,6 +114,18 @@ def _send_home(geo: Geometry, team: Team, x: Tensor, home: dict[int, Tensor]) ->
     """Each halo's cotangent goes to the rank that lent it; from the others come those of this rank's rows."""
     mine = pieces(geo.wanted, geo.held)
     return Round(team, x, home, {s: box.shape for s, r, box in mine if r == team.rank and s != team.rank})
+
+
+def _add_home(gx: Tensor, came: dict[int, Tensor], geo: Geometry, team: Team) -> None:
+    """Adds the cotangents of the rows that others read, in one pass unless several read the same."""
+    held = geo.held[team.rank]
+    boxes = [geo.wanted[peer].intersect(held) for peer in came]
+    views = [gx[box.within(held)] for box in boxes]
+    if disjoint(boxes):
+        kernels.unpack(list(came.values()), views, add=True)
+    else:
+        for piece, view in zip(came.values(), views, strict=True):
+            view += piece
 
 
 def _weight_gradient(parts: list[tuple[Segment, Tensor]], w: Tensor, geo: Geometry) -> Tensor:
@@ -126,12 +138,15 @@ def _weight_gradient(parts: list[tuple[Segment, Tensor]], w: Tensor, geo: Geomet
     return total
 
 
-def _run(geo: Geometry, x: Tensor, segment: Segment, lo: int, w: Tensor, b: Tensor | None, after: After) -> Tensor:
+def _run(
+    geo: Geometry, x: Tensor, segment: Segment, lo: int, w: Tensor, b: Tensor | None, after: After, route: Route
+) -> Tensor:
     """What the rows of ``segment`` in ``x`` (whose first row is ``lo``) add to the output."""
     s = geo.op.spec
     x, w = _cut(x, w, geo, segment, lo)
     args = (x, w, b, s.stride, geo.padding(segment), s.dilation, geo.groups)
-    return stretched(lambda: kernels.conv2d_forward(*args, **after._asdict()), x.device)
+    options: dict[str, Any] = after._asdict() | route._asdict()
+    return stretched(lambda: kernels.conv2d_forward(*args, **options), x.device)
 
 
 def _back(

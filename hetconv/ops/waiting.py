@@ -6,7 +6,8 @@ the result has it computed first, as it stands, so that the listing is a hint an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch import Tensor
 from ..calls import BatchNormCall, Call, activation_of, name_of
 from ..errors import HetConvError
 from ..following import BatchNorm
-from ..layout import Box
+from ..layout import Box, Layout
 from ..replicas import SCOPE
 from ..rules import Step
 from ..tensor import HetTensor
 from ..transport import Team
+from .chunks import gathered_in_chunks
 from .common import bring
 from .geometry import Geometry
 from .halo import NOTHING, After, computed
@@ -30,37 +32,48 @@ from .halo import NOTHING, After, computed
 class Waiting:
     """This rank's part of a convolution, put off, with what was folded into it so far. A call computes it.
 
-    ``expects``: what may be folded next, in order. ``seen``: tensors that are read then, at their versions of now.
+    ``expects``: what may be folded next, in order. ``chunks`` of the batch in which it is gathered, where the whole is
+    asked for. ``seen``: tensors that are read then, at their versions of now.
     """
 
     x: Tensor
     w: Tensor
     b: Tensor | None
     geo: Geometry
+    layout: Layout
     team: Team
     expects: tuple[str, ...]
+    chunks: int = 1
     after: After = NOTHING
     seen: tuple[tuple[Tensor, int], ...] = ()
 
-    @staticmethod
-    def on(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, expects: tuple[str, ...]) -> Waiting:
-        return Waiting(x, w, b, geo, team, expects, seen=_version(x))
-
     def with_residual(self, residual: Tensor) -> Waiting:
         after = self.after._replace(residual=residual)
-        return replace(self, after=after, seen=self.seen + _version(residual))
+        return replace(self, after=after, seen=self.seen + version(residual))
 
     def __call__(self) -> Tensor:
+        with self._reading():
+            return computed(self.x, self.w, self.b, self.geo, self.team, self.after)[0]
+
+    def gathered(self) -> Tensor | None:
+        if min(self.chunks, self.layout.shape[0]) < 2 or self.layout.dim != 1:
+            return None
+        with self._reading():
+            return gathered_in_chunks(self.x, self.w, self.b, self.geo, self.team, self.after, self.layout, self.chunks)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         if any(t._version != version for t, version in self.seen):
             raise HetConvError(
                 "the input of a convolution was written to in place before what follows the convolution was called; "
                 "write to a copy, or call parallelize without fuse=True"
             )
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
-            return computed(self.x, self.w, self.b, self.geo, self.team, self.after)[0]
+            yield
 
 
-def _version(t: Tensor) -> tuple[tuple[Tensor, int], ...]:
+def version(t: Tensor) -> tuple[tuple[Tensor, int], ...]:
+    """An entry of `Waiting.seen`; an inference tensor keeps no count."""
     return () if t.is_inference() else ((t, t._version),)
 
 

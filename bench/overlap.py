@@ -1,0 +1,148 @@
+"""Messages that travel while a device computes against the same ones waited for: halos, and chunks of a filter split.
+
+``halo``: a residual stack cut by height, inference and training. ``chunks``: convolutions of a batch, cut by filter and
+gathered, in one piece and in chunks. All run in turn within each round; ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import platform
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.cases import Stack, stack
+from bench.machine import commit
+from hetconv.autotune.launch import parse_devices, run_on
+from hetconv.autotune.measure import paired
+from hetconv.autotune.models import channels_last, random_input
+from hetconv.autotune.overlap import gathering
+from hetconv.autotune.tune import step_of
+from hetconv.emulate import DeviceName
+from hetconv.layout import apportion
+from hetconv.parallel import parallelize
+from hetconv.plan import Mode
+from hetconv.planner import make_plan, whole_model
+from hetconv.profile import ClusterProfile
+from hetconv.recorder import capture
+from hetconv.rules import Split
+from hetconv.spec import Conv2dSpec
+from hetconv.transport import in_turn, team_of
+
+MODES: tuple[Mode, Mode] = ("infer", "train")
+CHUNKS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A 3x3 convolution of a batch of square images."""
+
+    samples: int
+    channels: int
+    size: int
+    filters: int
+
+    @property
+    def spec(self) -> Conv2dSpec:
+        n, c, s, k = astuple(self)
+        return Conv2dSpec(n, c, s, s, k, 3, 3, padding=((1, 1), (1, 1)))
+
+    def __str__(self) -> str:
+        return f"{self.samples}x{self.channels}x{self.size}x{self.size} by {self.filters} filters"
+
+
+GATHERED = (Gathered(8, 64, 56, 64), Gathered(8, 128, 28, 256), Gathered(8, 32, 112, 64))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--devices", default="cpu,cpu@0.5", help="one per rank (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller problems, fewer rounds")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+
+
+def run(args: Namespace) -> None:
+    """Prints a line per case, and the results as one JSON document last."""
+    devices = parse_devices(args.devices)
+    setup, rows = run_on(devices, measure, tuple(devices), args.quick)
+    print(f"on {', '.join(map(str, devices))}, over {setup['backend']}")
+    for row in rows:
+        print(f"{row['case']:40} {row['how']:9} {row['ms']:8.2f} ms, in turn {row['in_turn_ms']:8.2f}", end="")
+        print(f": {row['gain']:.3f}x" + (f", {row['of_one_piece']:.3f}x of one piece" if "of_one_piece" in row else ""))
+    document = {"suite": "overlap", "setup": setup | commit(), "cases": rows}
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+
+
+def measure(devices: tuple[DeviceName, ...], quick: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """On every rank: (where and with what this ran, a row per case)."""
+    team = team_of()
+    device = torch.device(devices[team.rank].device)
+    weights = tuple(d.speed for d in devices)
+    rounds = 5 if quick else 15
+    layers = Stack(2, 64, 128) if quick else Stack()
+    rows = [row for mode in MODES for row in halo(layers, mode, weights, device, rounds)]
+    for case in GATHERED[:1] if quick else GATHERED:
+        rows += chunks(case, weights, device, rounds)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    setup = {"devices": [str(d) for d in devices], "backend": team.backend, "machine": name, "rounds": rounds}
+    return setup | {"torch": torch.__version__, "python": platform.python_version()}, rows
+
+
+def waiting(step: Callable[[], Any]) -> Callable[[], None]:
+    """The same with every message waited for where it starts."""
+
+    def run() -> None:
+        with in_turn():
+            step()
+
+    return run
+
+
+def halo(case: Stack, mode: Mode, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model, x = channels_last(stack(case.blocks, case.channels), random_input((1, 3, case.size, case.size), 0))
+    model, x = model.to(device).train(mode == "train"), x.to(device)
+    graph = capture(model, x)
+    world = len(weights)
+    plan = make_plan(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), mode=mode, kinds=("height",))
+    split = parallelize(copy.deepcopy(model), plan.with_splits(whole_model(graph, "height", weights, ("height",))))
+    step = step_of(split, x, mode)
+    times = paired({"on": step, "off": waiting(step)}, rounds, device)
+    return [_row(f"halo, {case.blocks} blocks of {case.channels} @{case.size}", mode, times["on"], times["off"])]
+
+
+def chunks(case: Gathered, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    split = Split("filter", apportion(case.filters, tuple(weights), 16))
+    spec = replace(case.spec, dtype="float32" if device.type == "cpu" else "float16")
+    steps: dict[str, Callable[[], Any]] = {"1": gathering(spec, split, device, 1)}
+    for n in CHUNKS:
+        steps[str(n)] = gathering(spec, split, device, n)
+        steps[f"{n} in turn"] = waiting(steps[str(n)])
+    times = paired(steps, rounds, device)
+    one = times["1"]
+    return [
+        _row(f"chunks, {case}", f"{n} chunks", times[str(n)], times[f"{n} in turn"])
+        | {"one_piece_ms": _ms(one), "of_one_piece": _gain(times[str(n)], one)}
+        for n in CHUNKS
+    ]
+
+
+def _row(case: str, how: str, on: Sequence[float], off: Sequence[float]) -> dict[str, Any]:
+    return {"case": case, "how": how, "ms": _ms(on), "in_turn_ms": _ms(off), "gain": _gain(on, off)}
+
+
+def _ms(times: Sequence[float]) -> float:
+    return round(median(times) * 1e3, 3)
+
+
+def _gain(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return round(median(b / a for a, b in zip(ours, theirs, strict=True)), 3)

@@ -1,0 +1,68 @@
+"""The benchmark of overlap: every case is timed both ways, on ranks, and told whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import __main__ as bench
+from bench import overlap
+from bench.cases import Stack
+from hetconv.emulate import DeviceName
+from hetconv.transport import Round
+
+from .spawn import spawn
+
+PAIR = (DeviceName("cpu"), DeviceName("cpu", 0.5))
+ROW = {"case": "halo", "how": "infer", "ms": 2.0, "in_turn_ms": 3.0, "gain": 1.5}
+
+
+def measured() -> tuple[dict[str, Any], list[dict[str, Any]], set[bool]]:
+    """And whether messages were ever, and ever not, waited for where they start."""
+    from hetconv import transport
+
+    seen: set[bool] = set()
+    start = Round.__init__
+
+    def noted(self: Round, *args: Any) -> None:
+        seen.add(transport._waits_at_once)
+        start(self, *args)
+
+    Round.__init__ = noted  # type: ignore[method-assign]
+    return *overlap.measure(PAIR, True), seen
+
+
+def test_every_case_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "Stack", lambda *_: Stack(1, 8, 16))
+    monkeypatch.setattr(overlap, "GATHERED", (overlap.Gathered(4, 8, 8, 64),))
+    for setup, rows, seen in spawn(2, measured):
+        assert seen == {False, True}
+        assert (setup["backend"], setup["devices"]) == ("gloo", ["cpu", "cpu@0.5"])
+        assert [r["how"] for r in rows] == ["infer", "train", "2 chunks", "4 chunks"]
+        for r in rows:
+            assert min(r["ms"], r["in_turn_ms"], r["gain"]) > 0
+        assert all(r["of_one_piece"] > 0 for r in rows if "chunks" in r["case"])
+
+
+def test_results_are_printed_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [ROW, ROW | {"case": "chunks", "how": "2 chunks", "one_piece_ms": 4.0, "of_one_piece": 2.0}]
+    monkeypatch.setattr(overlap, "run_on", lambda *_: ({"backend": "gloo"}, rows))
+    bench.main(["overlap", "-o", str(tmp_path / "new" / "overlap.json")])
+    written = json.loads((tmp_path / "new" / "overlap.json").read_text())
+    said = capsys.readouterr().out.splitlines()
+    assert written["cases"] == rows
+    assert json.loads(said[-1]) == written
+    assert "1.500x, 2.000x of one piece" in said[-2]
+
+
+@pytest.mark.parametrize("wrong", ["tpu:0", "cpu,cpu@2"])
+def test_what_is_no_device_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        bench.main(["overlap", "--devices", wrong])
+    assert exit_.value.code == 2
+    assert wrong.split(",")[-1] in capsys.readouterr().err

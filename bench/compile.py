@@ -1,7 +1,8 @@
 """What the compiler makes of every tile that can be chosen, without a GPU: registers, spills, instructions.
 
 Each tile is compiled for each pass, dtype and chip on one convolution; special forms (stride 2, 1x1, slices of the
-filters, splits and their sum, 64-bit addresses, an image's 3 channels) with the largest tile of those that pad least.
+filters, splits and their sum, 64-bit addresses, an image's 3 channels) with the largest tile of those that pad least,
+and an image in parts with its default one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 import triton
 
 from hetconv.errors import KernelError
-from hetconv.kernels import dgrad, fprop, tiles, wgrad
+from hetconv.kernels import dgrad, fprop, segments, tiles, wgrad
 from hetconv.kernels.finish import PLAIN, Finish
 from hetconv.kernels.launch import CHIPS, Program, Recipe
 from hetconv.kernels.memory import Memory
@@ -40,13 +41,15 @@ DTYPES = {
 PASSES: tuple[Pass, ...] = get_args(Pass)
 COLUMNS = tuple(f.name for f in fields(Report))
 
+Work = fprop.Correlation | segments.Segments | wgrad.WeightGradient
+
 BIAS = Finish(shifted=True)
 
 
 @dataclass(frozen=True)
 class Case:
     """A convolution; ``filters``: of the layer, where K counts a slice of them. ``every``: paths all of whose tiles are
-    compiled.
+    compiled. ``parts``: of the input's channels, each in a tensor of its own; none where they are in one.
     """
 
     spec: Conv2dSpec
@@ -55,6 +58,7 @@ class Case:
     filters: int | None = None
     splits: int = 1
     finish: Finish = BIAS
+    parts: tuple[int, ...] = ()
 
 
 def _case(N: int, C: int, size: int, K: int, R: int, stride: int = 1, **more: Any) -> Case:
@@ -62,6 +66,7 @@ def _case(N: int, C: int, size: int, K: int, R: int, stride: int = 1, **more: An
     return Case(Conv2dSpec(N, C, size, size, K, R, R, (stride, stride), (pads, pads)), **more)
 
 
+FORWARD: tuple[Pass, ...] = ("forward",)
 WEIGHT: tuple[Pass, ...] = ("weight gradient",)
 CASES = {
     "3x3": _case(64, 256, 56, 256, 3, every=("boxes", "pointers")),
@@ -76,6 +81,9 @@ CASES = {
     "3x3 of 2**31 numbers": _case(1024, 256, 112, 256, 3),
     "3x3/2": _case(64, 256, 56, 256, 3, 2),
     "1x1": _case(64, 256, 56, 256, 1),
+    "3x3 of parts": _case(64, 256, 56, 256, 3, passes=FORWARD, parts=(96, 160)),
+    "3x3 of 3 parts": _case(64, 256, 56, 256, 3, passes=FORWARD, parts=(104, 88, 64)),  # the last steps are masked
+    "1x1 of parts": _case(64, 256, 56, 256, 1, passes=FORWARD, parts=(96, 160)),
     "7x7/2 of 3 channels": _case(64, 3, 224, 64, 7, 2, passes=("forward", "weight gradient")),
 }
 
@@ -136,6 +144,8 @@ def items(archs: Sequence[int] = tuple(CHIPS), quick: bool = False) -> Iterator[
             boxes = tiles.takes_boxes(work, CHIPS[arch])
             path: tiles.Path = "boxes" if boxes else "pointers"
             best = min(_tiles(work, arch, path, tiles.depths(work, path)[-1:]), key=work.padded)
+            if isinstance(work, segments.Segmented):  # fewer tiles do without a spill
+                best = segments.default(work, CHIPS[arch])
             yield Item(arch, what, dtype, name, str(replace(best, splits=case.splits)))
             if case.splits > 1:
                 yield Item(arch, what, dtype, name, str(replace(best, splits=case.splits)), True)
@@ -157,12 +167,14 @@ def recipe(item: Item) -> Recipe:
     correlation: Any = work_of(CASES[item.case], item.what, item.dtype)[1]
     if isinstance(correlation, wgrad.WeightGradient):
         program: Program = wgrad.program(correlation, tile)
+    elif isinstance(correlation, segments.Segments):
+        program = segments.program(correlation, tile, CASES[item.case].finish)
     else:
         program = fprop.program(correlation, tile, CASES[item.case].finish if item.what == "forward" else PLAIN)
     return program.recipes[-1 if item.of_sum else 0]
 
 
-def work_of(case: Case, what: Pass, dtype: str) -> tuple[Extents, fprop.Correlation | wgrad.WeightGradient]:
+def work_of(case: Case, what: Pass, dtype: str) -> tuple[Extents, Work]:
     """The pass on channels_last tensors; at stride 2 the phase of the input gradient that has most taps."""
     name, precision = DTYPES[dtype]
     spec = replace(case.spec, dtype=name)
@@ -172,6 +184,10 @@ def work_of(case: Case, what: Pass, dtype: str) -> tuple[Extents, fprop.Correlat
     if what == "weight gradient":
         d = wgrad.weight_gradient(spec, x, w, y, precision)
         return d.extents, d
+    if case.parts:
+        lying = tuple(_memory((spec.N, C, spec.H, spec.W), name) for C in case.parts)
+        s = segments.forward(spec, lying, w, y, precision)
+        return s.extents, s
     if what == "forward":
         c = fprop.forward(spec, x, w, y, precision, y if case.finish.activation else None)
     else:

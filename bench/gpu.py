@@ -85,7 +85,7 @@ def stages(folder: Path) -> list[Stage]:
     concat, kernels, overlap = (str(results_file(folder, suite)) for suite in ("concat", "kernels", "overlap"))
     on_ranks, model = ("tests/test_device.py",), ("pydantic",)
     passes = (f"tests/test_{name}.py" for name in ("kernels", "slices", "finish", "op"))
-    pieces = (f"tests/test_{name}.py" for name in ("concat", "concat_calls", "slabs", "slab_calls"))
+    pieces = (f"tests/test_{name}.py" for name in ("concat", "concat_calls", "slabs", "slab_calls", "segments"))
     return [
         Stage(
             "kernels on the device", (*PYTEST, "--maxfail=10", *passes),

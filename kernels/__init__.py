@@ -2,12 +2,14 @@
 
 `conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `choice` says who computes, ATen or
 Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`. `concat_channels` joins parts,
+`conv2d_parts` (kernel in `segments`) convolves them; `pack` and `unpack` move boxes of images to messages and back.
 """
 
 from . import choice, tiles
 from .channels import concat_channels, finish_in_place
 from .op import conv2d
 from .packing import pack, unpack
+from .parts import conv2d_parts
 from .passes import Route, conv2d_backward, conv2d_forward, route, set_backend
 from .tiles import Tile
 
@@ -19,6 +21,7 @@ __all__ = [
     "conv2d",
     "conv2d_backward",
     "conv2d_forward",
+    "conv2d_parts",
     "finish_in_place",
     "pack",
     "route",

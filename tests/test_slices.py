@@ -16,16 +16,19 @@ from hetconv.kernels.tiles import Pass
 from hetconv.spec import Conv2dSpec
 
 from .interpreter import (
+    BOUNDS,
     BOXES,
     CHIP,
     POINTERS,
     SAME,
+    assert_close,
     assert_right,
     by_triton,
     geometry,
     images,
     skip_unless_it_runs,
     tensors,
+    truth,
 )  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
@@ -117,17 +120,23 @@ def test_a_result_fills_its_slot_and_nothing_else(tile: Tile, margins: Margins) 
     assert whole.isfinite().sum() == slot.numel()
 
 
+@pytest.mark.parametrize("backend", ["triton", "aten"])
 @pytest.mark.parametrize("empty", ["N", "C", "K"])
-def test_empty_convolutions(empty: str) -> None:
+def test_empty_convolutions(empty: str, backend: kernels.choice.Backend) -> None:
     sizes = {"N": 2, "C": 16, "K": 24, empty: 0}
     spec = Conv2dSpec(sizes["N"], sizes["C"], 6, 5, sizes["K"], 3, 3, dtype="float16")
     t = tensors(spec)
-    assert_right(spec, t)
-    zeros = kernels.conv2d_forward(t.x, t.w, None, *geometry(spec), backend="triton")
+    zeros = kernels.conv2d_forward(t.x, t.w, None, *geometry(spec), backend=backend)
     assert zeros.shape == spec.y_shape
     assert not zeros.any()
-    db = kernels.conv2d_backward(t.g, t.x, t.w, *geometry(spec), (False, True, True), backend="triton")[2]
+    y = kernels.conv2d_forward(t.x, t.w, t.bias, *geometry(spec), backend=backend)
+    assert_close(y, truth("forward", spec, t), BOUNDS["float16"])
+    dx, dw, db = kernels.conv2d_backward(t.g, t.x, t.w, *geometry(spec), backend=backend)
+    assert dx is not None
+    assert dw is not None
     assert db is not None
+    assert_close(dx, truth("input gradient", spec, t), BOUNDS["float16"])
+    assert_close(dw, truth("weight gradient", spec, t), BOUNDS["float16"])
     assert db.equal(t.g.sum((0, 2, 3)))
 
 

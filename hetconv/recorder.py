@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from .calls import BatchNormCall, Call, name_of, plannable_layers, read, read_conv, read_linear, writes_in_place
+from .calls import Call, name_of, plannable_layers, read, read_conv, read_linear, writes_in_place
 from .errors import HetConvError
 from .graph import Graph, Node, Value
 from .rules import Gather
@@ -79,8 +79,8 @@ class _Recorder(TorchFunctionMode):
             op = call.op
             inputs = tuple(i if (i := self.index(x)) is not None else self.add(x) for x in call.inputs)
         extra = tuple(i for i in sources if self.values[i].param is not None and i not in inputs)
-        if isinstance(call, BatchNormCall):
-            extra = tuple(i for x in (call.weight, call.bias) if x is not None and (i := self.index(x)) is not None)
+        if call is not None and call.params:
+            extra = tuple(i for x in call.params if (i := self.index(x)) is not None)
         layer = self.layer[-1] if self.layer and name in ("conv2d", "linear") else None
         outputs = tuple(self.add(x) for x in made)
         label = layer or f"{name}_{len(self.nodes)}"

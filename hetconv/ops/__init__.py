@@ -1,8 +1,8 @@
-"""How an operator runs on parts. `dispatch` is what a HetTensor does; `RUN` has one entry per kind of operator."""
+"""How an operator runs on parts. `dispatch` is what a HetTensor does; a module per family says how its calls run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,25 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
-from ..calls import BatchNormCall, Call, read, writes_in_place
+from ..calls import Call, read, writes_in_place
 from ..errors import HetConvError
-from ..following import BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool
 from ..layout import Layout
 from ..rules import REPLICATE, Op, Step
 from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
-from ..transport import Team
-from .common import bring, empty_output, placement_of
+from . import norms, pointwise, pools, shapes
+from .common import Args, Func, Kwargs, Runner, placement_of
 from .conv import conv2d
 from .dense import linear
-from .norm import batch_norm
-from .pool import global_average_pool, pool
 from .waiting import fold
 
 __all__ = ["conv2d", "dispatch", "linear"]
-
-Func = Callable[..., Any]
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 
 # Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
 GLOBAL: set[Any] = {
@@ -119,54 +112,6 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return written if isinstance(written, HetTensor) and result is not None else result
 
 
-def _pointwise(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    local = {id(x): bring(x, r, team) for x, r in zip(call.inputs, step.reads, strict=True)}
-
-    def part(a: Any) -> Any:
-        return local.get(id(a), a) if isinstance(a, Tensor) else a
-
-    y = func(*map(part, args), **{k: part(v) for k, v in kwargs.items()})
-    return HetTensor.wrap(y, step.output, team)
-
-
-def _cat(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    assert isinstance(call.op, Cat)
-    parts = [bring(x, r, team) for x, r in zip(call.inputs, step.reads, strict=True)]
-    return HetTensor.wrap(torch.cat(parts, call.op.dim), step.output, team)
-
-
-def _reshaped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """Operators whose local form is their own call on the part."""
-    x = bring(call.inputs[0], step.reads[0], team)
-    if isinstance(call.op, Flatten):
-        return HetTensor.wrap(x.reshape(step.output.boxes[team.rank].shape), step.output, team)
-    if not x.numel():  # torch's own backward gives an empty gradient of another shape
-        return HetTensor.wrap(empty_output(x, step.output.boxes[team.rank].shape), step.output, team)
-    return HetTensor.wrap(func(x, *args[1:], **_rest(kwargs)), step.output, team)
-
-
-def _rest(kwargs: Kwargs) -> dict[str, Any]:
-    return {k: v for k, v in kwargs.items() if k != "input"}
-
-
-def _norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    assert isinstance(call, BatchNormCall)
-    return batch_norm(call, step, team)
-
-
-def _pooled(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    run = pool if isinstance(call.op, Pool) else global_average_pool
-    return run(call, step, team, lambda x: func(x, *args[1:], **_rest(kwargs)))
-
-
-RUN: dict[type[Any], Callable[[Call, Step, Team, Func, Args, Kwargs], HetTensor]] = {
-    Pointwise: _pointwise,
-    BatchNorm: _norm,
-    Pool: _pooled,
-    GlobalAveragePool: _pooled,
-    PixelShuffle: _reshaped,
-    Flatten: _reshaped,
-    Cat: _cat,
-}
+RUN: dict[type[Any], Runner] = pointwise.RUN | norms.RUN | pools.RUN | shapes.RUN
 
 install_dispatch(dispatch)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..calls import Call
 from ..layout import Box, Layout, Need
 from ..movement import moved, take
 from ..replicas import contributed, is_replica
+from ..rules import Step
 from ..tensor import HetTensor
 from ..transport import Team
+
+Func = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+Runner = Callable[[Call, Step, Team, Func, Args, Kwargs], HetTensor]
+"""Runs a call on parts as its step says; ``func``, ``args`` and ``kwargs`` are the call as it was made."""
 
 
 def placement_of(x: Tensor, team: Team) -> Layout:
@@ -42,3 +53,8 @@ def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Te
         return x, w, b
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), b.to(dtype) if b is not None else None
+
+
+def without_input(kwargs: Kwargs) -> dict[str, Any]:
+    """The rest of the keywords of a call whose input is given in its place."""
+    return {k: v for k, v in kwargs.items() if k != "input"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from ..rules import Step
 from ..spec import Window
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import bring, empty_output
+from .common import Args, Func, Kwargs, Runner, bring, empty_output, without_input
 
 
-def pool(call: Call, step: Step, team: Team, plain: Callable[[Tensor], Any]) -> HetTensor:
+def pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """Cut over samples or channels, as called; cut over space, on the rows (columns) that the own output reads."""
     op, layout = call.op, step.output
     assert isinstance(op, Pool)
@@ -28,7 +27,7 @@ def pool(call: Call, step: Step, team: Team, plain: Callable[[Tensor], Any]) -> 
     if not box.numel:
         y = empty_output(x, box.shape)
     elif layout.dim < 2:
-        y = plain(x)
+        y = func(x, *args[1:], **without_input(kwargs))
     else:
         y = _slab(op, x, layout.dim, (box.lo[layout.dim], box.hi[layout.dim]), tuple(call.inputs[0].shape[2:]))
     return HetTensor.wrap(y, layout, team)
@@ -57,7 +56,7 @@ def _counts(window: Window, size: int, device: torch.device) -> Tensor:
     return torch.tensor([hi - lo for lo, hi in spans], device=device)
 
 
-def global_average_pool(call: Call, step: Step, team: Team, plain: Callable[[Tensor], Any]) -> HetTensor:
+def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """Over a cut of space each rank's summand is its own sum over the whole count."""
     op = call.op
     assert isinstance(op, GlobalAveragePool)
@@ -66,5 +65,8 @@ def global_average_pool(call: Call, step: Step, team: Team, plain: Callable[[Ten
     if step.output.kind == "partial":
         y = x.sum((2, 3), keepdim=True) / (call.inputs[0].shape[2] * call.inputs[0].shape[3])
     else:
-        y = plain(x) if x.numel() else empty_output(x, shape)
+        y = func(x, *args[1:], **without_input(kwargs)) if x.numel() else empty_output(x, shape)
     return HetTensor.wrap(y, step.output, team)
+
+
+RUN: dict[type[Any], Runner] = {Pool: pool, GlobalAveragePool: global_average_pool}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..calls import BatchNormCall
+from ..calls import BatchNormCall, Call
 from ..following import BatchNorm
 from ..layout import Box
 from ..movement import perform
@@ -18,14 +18,15 @@ from ..replicas import contributed
 from ..rules import Step
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import bring
+from .common import Args, Func, Kwargs, Runner, bring
 
 
-def batch_norm(call: BatchNormCall, step: Step, team: Team) -> HetTensor:
+def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """x of any rank >= 2, cut over samples or space (statistics are combined) or over channels (they are local)."""
+    assert isinstance(call, BatchNormCall)
+    assert isinstance(call.op, BatchNorm)
     op, layout = call.op, step.output
     x = bring(call.inputs[0], step.reads[0], team)
-    assert isinstance(op, BatchNorm)
     if not op.training or layout.dim == 1:
         y = _own_channels(call, x, step, team)
     else:
@@ -128,3 +129,6 @@ class _SplitBatchNorm(torch.autograd.Function):
 def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
     """Mixed precision takes half inputs with float32 parameters throughout."""
     return p.to(exact) if p is not None and x.dtype != exact else p
+
+
+RUN: dict[type[Any], Runner] = {BatchNorm: batch_norm}

@@ -1,0 +1,36 @@
+"""What a call of a torch function means: the pure operator, and which of the arguments are its inputs.
+
+The recorder and the runtime read calls here, so that a plan prices the operators that will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from . import norms, pointwise, pools, shapes
+from .base import JOINS, Args, Call, Kwargs, Reader, name_of, writes_in_place
+from .layers import conv_spec, is_plain, plannable_layers, read_conv, read_linear
+from .norms import BatchNormCall
+from .pointwise import UNARY, activation_of
+
+__all__ = [
+    "JOINS", "UNARY", "BatchNormCall", "Call", "activation_of", "conv_spec", "is_plain", "name_of", "plannable_layers",
+    "read", "read_conv", "read_linear", "writes_in_place",
+]  # fmt: skip
+
+READERS: dict[str, Reader] = pointwise.READERS | norms.READERS | pools.READERS | shapes.READERS
+"""By the bare name of the function, see `name_of`."""
+
+
+def read(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Call | None:
+    """The operator of a call, or None where there is no rule for it: then its inputs are gathered."""
+    if kwargs.get("out") is not None:
+        return None
+    name = name_of(func)
+    reader = READERS.get(name)
+    if reader is None:
+        return None
+    call = reader(name, args, kwargs)
+    return replace(call, in_place=writes_in_place(func, kwargs)) if call is not None else None

@@ -1,0 +1,61 @@
+"""What a call of a torch function is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..rules import Op
+
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+Reader = Callable[[str, Args, Kwargs], "Call | None"]
+
+JOINS = frozenset(
+    """
+    add sub rsub mul div true_divide rdiv pow rpow maximum minimum atan2 fmod remainder where lerp addcmul addcdiv
+    """.split()
+)
+WRITING_DUNDERS = frozenset(
+    f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator and the tensors that its rule reads, in order. ``in_place``: the first one is written to."""
+
+    op: Op
+    inputs: tuple[Tensor, ...]
+    in_place: bool = False
+
+    @property
+    def params(self) -> tuple[Tensor, ...]:
+        """Parameters that are used on own parts, besides the inputs."""
+        return ()
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """add for add, add_, __add__, __iadd__ and __radd__ alike; rsub for __rsub__, for it is not symmetric."""
+    name: str = getattr(func, "__name__", "")
+    bare = name.strip("_")
+    if name.startswith("__") and bare[:1] in "ir" and bare[1:] in JOINS | {"truediv"}:
+        bare = bare[1:] if bare[0] == "i" or bare[1:] in ("add", "mul") else bare
+    return {"truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}.get(bare, bare)
+
+
+def writes_in_place(func: Callable[..., Any], kwargs: Kwargs) -> bool:
+    """Whether a call writes to its first argument, by torch's naming."""
+    name: str = getattr(func, "__name__", "")
+    return bool(kwargs.get("inplace")) or name in WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def arg(args: Args, kwargs: Kwargs, index: int, name: str, default: Any = None) -> Any:
+    return args[index] if len(args) > index else kwargs.get(name, default)
+
+
+def pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])

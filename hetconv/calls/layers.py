@@ -1,0 +1,66 @@
+"""The layers that a plan names: convolutions and linears."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..rules import Conv, Linear
+from ..spec import Conv2dSpec, pads_per_side
+from .base import Args, Call, Kwargs, arg, pair
+
+
+def conv_spec(
+    x_shape: Sequence[int],
+    w_shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+) -> Conv2dSpec:
+    """``w_shape`` is that of the whole weight (K, C / groups, R, S)."""
+    n, c, h, w = x_shape
+    k, _, r, s = w_shape
+    stride, dilation = pair(stride), pair(dilation)
+    pads = pads_per_side(padding, (r, s), stride, dilation)
+    return Conv2dSpec(n, c, h, w, k, r, s, stride, pads, dilation, groups, str(dtype).removeprefix("torch."))
+
+
+def read_conv(args: Args, kwargs: Kwargs) -> Call | None:
+    """A call of conv2d. Not among `READERS`: at run time only the modules that a plan names are cut."""
+    x, w = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "weight")
+    if x.dim() != 4:
+        return None
+    options = ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1), (6, "groups", 1))
+    rest = [arg(args, kwargs, i, name, default) for i, name, default in options]
+    return Call(Conv(conv_spec(x.shape, w.shape, x.dtype, *rest)), (x,))
+
+
+def read_linear(args: Args, kwargs: Kwargs) -> Call | None:
+    """A call of linear; see `read_conv`."""
+    x, w = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "weight")
+    return Call(Linear(tuple(x.shape), w.shape[0]), (x,))
+
+
+def is_plain(layer: nn.Conv2d | nn.Linear) -> bool:
+    """Whether a layer runs as torch's own does, on a weight and a bias that it owns; a subclass need not."""
+    kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else nn.Linear
+    same = all(getattr(type(layer), f, None) is getattr(kind, f, None) for f in ("forward", "_conv_forward"))
+    return same and {"weight"} <= {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}
+
+
+def plannable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The convolutions and linears that a plan may name: plain ones that share no parameter with another module."""
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Conv2d | nn.Linear)
+        and is_plain(layer)
+        and all(owners[id(p)] == 1 for p in layer.parameters())
+    }

@@ -1,0 +1,19 @@
+"""What the rules of operators that follow their inputs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..layout import Layout, Shape, apportion
+
+
+def on_parts(x: Layout) -> Layout:
+    """A partial sum as its consumers on parts want it: scattered over channels in the proportions of its shares."""
+    if x.kind != "partial" or len(x.shape) < 2:
+        return Layout.replicated(x.shape, x.world) if x.kind == "partial" else x
+    return Layout.sharded(x.shape, 1, apportion(x.shape[1], x.shares))
+
+
+def recut(x: Layout, shape: Shape, dim: int, sizes: Sequence[int]) -> Layout:
+    """The layout of an output of ``shape`` that is cut along ``dim`` as ``x`` is cut along its own dimension."""
+    return Layout.sharded(shape, dim, sizes) if x.kind == "sharded" else Layout.replicated(shape, x.world)

@@ -1,0 +1,46 @@
+"""Elementwise functions and joins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..layout import Box, Layout, Need, Shape
+from ..rules import REPLICATE, Gather, Split, Step
+from .base import on_parts
+
+ACTIVATIONS = ("relu", "relu6", "hardtanh", "leaky_relu", "silu", "gelu")
+"""Elementwise functions that the kernels compute as they store a result; of hardtanh those that are a relu6."""
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """Elementwise on one or more inputs with broadcasting. The result is cut as the first sharded input is."""
+
+    shape: Shape
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        lead = next((y for x in inputs if (y := self._lifted(on_parts(x))) is not None), None)
+        if lead is None:
+            return Gather(self.shape).step(inputs)
+        return Step(tuple(self._read(x.shape, lead) for x in inputs), lead, contributes=True)
+
+    def _lifted(self, x: Layout) -> Layout | None:
+        """The output layout that a sharded input suggests, unless it is cut where it is broadcast."""
+        if x.kind != "sharded" or x.dim is None:
+            return None
+        dim = x.dim + len(self.shape) - len(x.shape)
+        return Layout.sharded(self.shape, dim, x.sizes) if self.shape[dim] == x.shape[x.dim] else None
+
+    def _read(self, shape: Shape, lead: Layout) -> Layout | Need:
+        if shape == self.shape:
+            return lead
+        skip = len(self.shape) - len(shape)
+        own = [Box(b.lo[skip:], b.hi[skip:]) for b in lead.boxes]
+        clipped = [
+            Box(
+                tuple(min(a, n - 1) for a, n in zip(b.lo, shape, strict=True)) if b.numel else b.lo,
+                tuple(map(min, b.hi, shape)),
+            )
+            for b in own
+        ]
+        return Need(shape, tuple(clipped))

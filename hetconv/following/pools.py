@@ -1,0 +1,48 @@
+"""Poolings, whose windows read halos."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..layout import Layout, Shape, apportion
+from ..rules import REPLICATE, Gather, Split, Step, window_need
+from ..spec import Window
+from .base import on_parts, recut
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Max or average pooling with one window per spatial dimension."""
+
+    kind: Literal["max", "average"]
+    shape: Shape
+    windows: tuple[Window, Window]
+    count_padding: bool = True
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        source = inputs[0]
+        x = on_parts(source)
+        if x.kind != "sharded" or x.dim is None:
+            return Gather(self.shape).step(inputs)
+        if x.dim < 2:
+            return Step((x,), recut(x, self.shape, x.dim, x.sizes))
+        y = recut(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
+        return Step((window_need(x.shape, y, x.dim, self.windows[x.dim - 2]),), y)
+
+
+@dataclass(frozen=True)
+class GlobalAveragePool:
+    """Adaptive average pooling to 1 x 1. A cut over space gives summands of the mean."""
+
+    shape: Shape
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = inputs[0]
+        if x.kind == "partial":
+            return Step((x,), Layout.partial(self.shape, x.world, x.shares))
+        if x.kind != "sharded" or x.dim is None:
+            return Gather(self.shape).step(inputs)
+        if x.dim < 2:
+            return Step((x,), recut(x, self.shape, x.dim, x.sizes))
+        return Step((x,), Layout.partial(self.shape, x.world, x.sizes))

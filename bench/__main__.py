@@ -19,6 +19,7 @@ COMMANDS = {
     "first whether they are right, then how fast both are, in turn.",
     "concat": "Channels joined and finished in one pass against torch's passes: "
     "first whether right, then how fast, in turn.",
+    "parts": "A convolution of gathered channels, read where they lie against joined first.",
     "overlap": "Messages that travel while a device computes against the same ones waited for: "
     "halos, and chunks of a filter split.",
     "gpu": "Everything worth doing while a GPU is at hand, in minutes: "

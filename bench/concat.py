@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from bench.concat_works import (
 )
 from bench.kernel_checks import poisoned
 from bench.machine import facts, need_cuda
-from bench.timing import ceilings, host_seconds, prepared, raced, sets_for, tried
+from bench.report import Report, untimed
+from bench.timing import ceilings, prepared, raced, sets_for
 from bench.verdict import Demand, Row, timed
 from hetconv import kernels
 
@@ -71,28 +71,9 @@ def demands(rows: Sequence[Row]) -> list[Demand]:
     ]
 
 
-@dataclass
-class Report:
-    """All that a run found; `write` is called after every case, so that a run that is killed leaves its results."""
-
-    output: Path | None
-    where: torch.device
-    machine: Mapping[str, Any]
-    ceilings: dict[str, float] = field(default_factory=dict)
-    host_us: dict[str, float] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    stopped: str | None = None
-
-    def document(self, with_cases: bool = True) -> dict[str, Any]:
-        held = [asdict(d) | {"met": d.met} for d in demands(self.rows)]
-        found = {"suite": "concat", **self.machine, "copy_bytes_per_s": self.ceilings.get("copy")}
-        found |= {"host_us": self.host_us, "stopped": self.stopped, "must_hold": held}
-        return found | ({"cases": self.rows} if with_cases else {})
-
-    def write(self) -> None:
-        if self.output is not None:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.output.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
+def verdict(report: Report) -> dict[str, Any]:
+    held = [asdict(d) | {"met": d.met} for d in demands(report.rows)]
+    return {"copy_bytes_per_s": report.ceilings.get("copy"), "must_hold": held}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,57 +87,36 @@ def run(args: argparse.Namespace) -> None:
 
     Raises `KernelError` without a GPU, `SystemExit` with status 1 if a result was wrong or a case failed.
     """
-    report = Report(args.output, need_cuda("concat"), facts())
-    deadline = time.monotonic() + args.budget if args.budget is not None else float("inf")
+    where = need_cuda("concat")
+    report = Report("concat", verdict, line, where, facts(), args.output, args.budget)
     torch.manual_seed(0)
     try:
         _measure_machine(report)
-        for case in quick() if args.quick else cases():
-            if time.monotonic() > deadline:
-                report.stopped = f"after the budget of {args.budget:.0f} s"
-                break
-            for what in WORKS:
-                row = {"name": case.name, "work": what, **asdict(case)}
-                row |= tried(lambda c=case, w=what: measured(c, w, report))  # type: ignore[misc]
-                report.rows.append(row)
-                print(line(row), flush=True)
-            report.write()
+        report.fill(
+            ({"name": case.name, "work": what, **asdict(case)}, partial(measured, case, what, report))
+            for case in (quick() if args.quick else cases())
+            for what in WORKS
+        )
     finally:
         report.write()
-    print("\n".join(_verdict_lines(report)), flush=True)
-    print(json.dumps(report.document(with_cases=args.output is None)))
-    if any("wrong" in r or "failed" in r for r in report.rows):
-        raise SystemExit(1)
+    report.end(["must hold:", *(f"  {d}" for d in demands(report.rows))])
 
 
 def _measure_machine(report: Report) -> None:
     report.ceilings = ceilings(report.where)
     print(f"{report.machine['device']}: copy {report.ceilings['copy'] / 1e9:.0f} GB/s", flush=True)
     tiny = [torch.zeros(1, 4, 4, k, device=report.where, dtype=torch.float16).permute(0, 3, 1, 2) for k in (16, 8)]
-    calls: dict[str, Callable[[], Any]] = {
+    report.time_host({
         "triton": lambda: kernels.concat_channels(tiny, backend="triton"), "torch": lambda: torch.cat(tiny, 1),
-    }  # fmt: skip
-    report.host_us = {name: host_seconds(call) * 1e6 for name, call in calls.items()}
-    said = ", ".join(f"{name} {us:.1f} us" for name, us in report.host_us.items())
-    print(f"host time of a call on a tiny problem: {said}", flush=True)
+    })  # fmt: skip
 
 
 def line(row: Row) -> str:
     head = f"{row['name']:24} {row['work']:17}"
-    for how in ("wrong", "failed", "skipped"):
-        if how in row:
-            return f"{head} {how.upper() if how == 'wrong' else how}: {row[how]}"
+    if (why := untimed(row)) is not None:
+        return f"{head} {why}"
     loop = "" if row["mode"] == "graph" else f"  ({row['mode']})"
     return (
         f"{head} {row['bytes_per_s'] / 1e9:6.0f} GB/s {row['of_copy']:4.0%} of the copy's, {row['triton_us']:8.1f} us, "
         f"torch {row['torch_us']:8.1f}: {row['ratio']:.2f}x{loop}"
     )
-
-
-def _verdict_lines(report: Report) -> Iterator[str]:
-    yield f"\n{len(timed(report.rows))} of {len(report.rows)} timed" + (
-        f"; stopped {report.stopped}" if report.stopped else ""
-    )
-    yield from (line(r) for r in report.rows if "wrong" in r or "failed" in r)
-    yield "must hold:"
-    yield from (f"  {d}" for d in demands(report.rows))

@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> None:
 
 def stages(folder: Path) -> list[Stage]:
     """In order of what is known least without them. The longest benchmark comes last and takes what time is left."""
-    concat, kernels, overlap = (str(results_file(folder, suite)) for suite in ("concat", "kernels", "overlap"))
+    suites = ("concat", "parts", "kernels", "overlap")
+    concat, parts, kernels, overlap = (str(results_file(folder, suite)) for suite in suites)
     on_ranks, model = ("tests/test_device.py",), ("pydantic",)
     passes = (f"tests/test_{name}.py" for name in ("kernels", "slices", "finish", "op"))
     pieces = (f"tests/test_{name}.py" for name in ("concat", "concat_calls", "slabs", "slab_calls", "segments"))
@@ -100,6 +101,9 @@ def stages(folder: Path) -> list[Stage]:
         Stage("two ranks over gloo", (*PYTEST, *on_ranks, "-k", "gloo"), 80, ON_DEVICE, model, PASSED),
         Stage(
             "channels joined", ("-m", "bench", "concat", "--quick", "-o", concat, "--budget", "{seconds}"), 40,
+        ),
+        Stage(
+            "parts read in place", ("-m", "bench", "parts", "--quick", "-o", parts, "--budget", "{seconds}"), 40,
         ),
         Stage(
             "messages beside work",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
@@ -93,14 +93,23 @@ def alternated(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str
 
 
 def raced(timed: Mapping[str, Timed], rounds: int) -> dict[str, Any]:
-    """Two contenders: medians over rounds; of the second's time over the first's in a round, median, least and most."""
+    """Medians over rounds; of another's time over the first's in a round, median, least and most.
+
+    These are of the other that comes nearest; where there are several, of each under "against" as well.
+    """
     times = alternated({name: t.once for name, t in timed.items()}, rounds)
-    ours, theirs = times.values()
-    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    ours, *others = times
+    against = {name: _over(times[ours], times[name]) for name in others}
     modes = {t.mode for t in timed.values()}
     return {f"{name}_us": median(ts) * 1e6 for name, ts in times.items()} | {
-        "ratio": median(ratios), "least": min(ratios), "most": max(ratios), "mode": "/".join(sorted(modes)),
+        **against[min(others, key=lambda name: against[name]["ratio"])], "mode": "/".join(sorted(modes)),
+        **({"against": against} if len(others) > 1 else {}),
     }  # fmt: skip
+
+
+def _over(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return {"ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
 
 
 def tried(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

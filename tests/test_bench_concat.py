@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import concat, concat_works, gpu, timing
+from bench import concat, concat_works, gpu, report, timing
 from bench.concat_works import CHANNELS, EXACT, LIMITS, MEGABYTES, SIZES, WORKS, Case
 from hetconv.errors import KernelError
 
@@ -99,7 +99,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for where, name, value in (
         (concat, "need_cuda", lambda name: CPU), (concat, "facts", lambda: dict(MACHINE)),
-        (concat, "ceilings", lambda device: dict(CEILINGS)), (concat, "host_seconds", lambda call: 1e-5),
+        (concat, "ceilings", lambda device: dict(CEILINGS)), (report, "host_seconds", lambda call: 1e-5),
         (concat, "prepared", prepared), (concat, "quick", lambda: [SMALL]), (timing, "seconds", lambda run: 2e-6),
         (concat, "by_triton", concat_works.by_torch),
     ):  # fmt: skip
@@ -144,6 +144,6 @@ def test_a_budget_stops_a_run_with_what_it_has(capsys: pytest.CaptureFixture[str
 
 def test_it_is_a_stage_of_bench_gpu_before_the_convolutions(tmp_path: Path) -> None:
     names = [s.name for s in gpu.stages(tmp_path)]
-    assert names[-3:] == ["channels joined", "messages beside work", "kernels against cuDNN"]
-    stage = gpu.stages(tmp_path)[-3]
+    assert names[-4:] == ["channels joined", "parts read in place", "messages beside work", "kernels against cuDNN"]
+    stage = gpu.stages(tmp_path)[-4]
     assert any(c.startswith(str(tmp_path)) and c.endswith("-concat.json") for c in stage.command)

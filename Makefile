@@ -34,7 +34,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("hetconv needs Python 3.11 or newer, $(PYTHON) is %d.%d: name another with make PYTHON=..." % sys.version_info[:2])'
 	@echo "Installing hetconv and what it needs into .venv, once; this takes a few minutes"
 	@$(PYTHON) -m venv --clear --without-pip .venv
-	@$(PYTHON) -m pip --python $(BIN)/python install -qq --constraint constraints.txt pip --editable '.[dev,examples]'
+	@$(PYTHON) -m pip --python $(BIN)/python install -qq --constraint constraints.txt pip --editable '.[dev,examples,models]'
 	@touch $@
 
 clean:

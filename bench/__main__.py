@@ -22,6 +22,8 @@ COMMANDS = {
     "parts": "A convolution of gathered channels, read where they lie against joined first.",
     "overlap": "Messages that travel while a device computes against the same ones waited for: "
     "halos, and chunks of a filter split.",
+    "overhead": "What running on parts costs in Python, per operator: "
+    "tiny models on one rank, split and plain, in turn.",
     "gpu": "Everything worth doing while a GPU is at hand, in minutes: "
     "stages in processes of their own, a table of them last.",
     "compile": "What the compiler makes of every tile that can be chosen, without a GPU: "

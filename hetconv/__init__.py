@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import kernels
+    from .drift import sync_replicated
     from .errors import (
         DisagreementError,
         HetConvError,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         ProfileError,
         SplitError,
     )
+    from .gradients import GradScaler, clip_grad_norm_
     from .graph import Graph
     from .layout import Box, Layout, Need, apportion
     from .modules import HetConv2d
@@ -38,6 +40,7 @@ __all__ = [
     "Box",
     "ClusterProfile",
     "DisagreementError",
+    "GradScaler",
     "Graph",
     "HetConv2d",
     "HetConvError",
@@ -54,6 +57,7 @@ __all__ = [
     "SplitError",
     "apportion",
     "capture",
+    "clip_grad_norm_",
     "count_sent",
     "full_state_dict",
     "gather",
@@ -62,10 +66,13 @@ __all__ = [
     "make_plan",
     "parallelize",
     "redistribute",
+    "sync_replicated",
 ]
 
 _ROOMS = {
     "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError PlanError ProfileError SplitError",
+    "drift": "sync_replicated",
+    "gradients": "GradScaler clip_grad_norm_",
     "graph": "Graph",
     "layout": "Box Layout Need apportion",
     "modules": "HetConv2d",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from .errors import PlanError
-from .following import BatchNorm
-from .graph import Graph, Node
+from .following import BatchNorm, GroupNorm, Pieces, View
+from .graph import Graph, Memory, Node
 from .layout import Exchange, Layout, Move, buckets, summed, traffic
 from .plan import Mode, Prediction
 from .profile import Axis, ClusterProfile, DeviceModel
-from .rules import REPLICATE, SPATIAL, Conv, Linear, Op, Split, Step
+from .rules import REPLICATE, SPATIAL, Conv, Gather, Linear, Op, Split, Step
 
 Rounds = tuple[Exchange, ...]
 Transfers = tuple[tuple[Rounds, int], ...]  # (rounds, bytes per element)
@@ -39,21 +39,28 @@ def walk(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -> t
     placed = {i: Layout.replicated(v.shape, world) for i, v in enumerate(graph.values)}
     applied: list[Applied] = []
     contributed: set[int] = set()
+    memory = Memory(placed)
     for node in graph.nodes:
         split = splits.get(node.layer, REPLICATE) if node.layer is not None else REPLICATE
         inputs = tuple(placed[i] for i in node.inputs)
         step = node.op.step(inputs or (Layout.replicated((), world),), split)
-        applied.append(_applied(graph, node, split, step, inputs, mode))
-        placed |= dict.fromkeys(node.outputs, step.output)
-        for i, out in enumerate(node.outputs):
-            if i:
-                placed[out] = Layout.replicated(graph.values[out].shape, world)
+        shared: list[tuple[int, Layout]] = []
+        if node.writes and not memory.may_write(node, step.output):
+            shared = memory.make_whole(node.views)
+            inputs = tuple(placed[i] for i in node.inputs)
+            step = Gather(step.output.shape).step(inputs or (Layout.replicated((), world),))
+        now = _applied(graph, node, split, step, inputs, mode)
+        if step.output.kind == "replicated":  # what shares memory with the result is whole now
+            shared += memory.make_whole(node.views)
+            placed |= {i: Layout.replicated(graph.values[i].shape, world) for i in (*node.views, *node.outputs)}
+        else:
+            others = node.op.steps(inputs)[1:] if isinstance(node.op, Pieces) else ()
+            placed |= dict(zip(node.outputs, (step.output, *(s.output for s in others)), strict=False))
+            memory.join(node)
+        first = tuple((Move(x, Layout.replicated(x.shape, world)).forward, graph.values[i].itemsize) for i, x in shared)
+        applied.append(replace(now, forward=(*first, *now.forward)))
         if step.contributes:
             contributed |= {i for i in (*node.params, *node.inputs) if graph.values[i].param is not None}
-        if (
-            step.output.kind == "replicated"
-        ):  # it ran on gathered tensors: what shares memory with the result is whole now
-            placed |= {i: Layout.replicated(graph.values[i].shape, world) for i in node.views}
     root = tuple(
         (Move(placed[i], Layout.replicated(placed[i].shape, world)).forward, graph.values[i].itemsize)
         for i in graph.outputs
@@ -161,13 +168,15 @@ def node_seconds(graph: Graph, device: DeviceModel, applied: Applied, rank: int,
     node = applied.node
     if not node.outputs or (backward and not graph.values[node.outputs[0]].requires_grad):
         return 0.0
+    if isinstance(node.op, Pieces | View):  # nothing is computed
+        return 0.0
     value = graph.values[node.outputs[0]]
     if isinstance(node.op, Conv | Linear):
         axis, share = share_of(applied, rank)
         return layer_seconds(device, node.op, axis, backward, value.dtype)(share)
     numel = applied.step.output.boxes[rank].numel + sum(read.boxes[rank].numel for read in applied.step.reads)
-    passes = 2 if isinstance(node.op, BatchNorm) and node.op.training else 1
-    return device.roofline(0, numel * value.itemsize * passes, value.dtype, backward)
+    twice = isinstance(node.op, GroupNorm) or (isinstance(node.op, BatchNorm) and node.op.training)
+    return device.roofline(0, numel * value.itemsize * (1 + twice), value.dtype, backward)
 
 
 @dataclass

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .layout import Shape
+from .following import VIEWS, Reshape
+from .layout import Layout, Shape
 from .rules import Conv, Linear, Op
 
 
@@ -26,7 +28,7 @@ class Node:
     """One operator. ``inputs`` are what its rule reads, ``params`` further parameters.
 
     ``layer``: the module that a plan names. ``views``: inputs whose memory the output shares. ``function``: what was
-    called, by its bare name.
+    called, by its bare name. ``writes``: it was called in place.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Node:
     layer: str | None = None
     views: tuple[int, ...] = ()
     function: str = ""
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,40 @@ class Graph:
         """Of operators and shapes: what a tuned ratio belongs to."""
         said = "\n".join(f"{n.op} {n.inputs} {n.layer}" for n in self.nodes)
         return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+class Memory:
+    """Which values share memory on parts, as `ops.views` keeps it: families, each of a first value and views of it."""
+
+    def __init__(self, placed: dict[int, Layout]):
+        self.placed = placed
+        self.family: dict[int, list[int]] = {}
+        self.copies: set[int] = set()
+
+    def join(self, node: Node) -> None:
+        """A view joins the family of what it is taken of; what is written to in place is the same tensor after it."""
+        if isinstance(node.op, VIEWS) or (node.writes and any(i in self.family for i in node.views)):
+            source = node.inputs[0]
+            family = self.family.setdefault(source, [source])
+            family += node.outputs
+            self.family |= dict.fromkeys(node.outputs, family)
+            if isinstance(node.op, Reshape):
+                self.copies.add(family[0])
+
+    def may_write(self, node: Node, output: Layout) -> bool:
+        """Whether a call in place runs on parts, see `ops.views.may_write`."""
+        if output.kind == "replicated" or not node.views or self.placed[node.views[0]].kind == "replicated":
+            return False
+        family = self.family.get(node.views[0])
+        return family is None or (family[0] not in self.copies and output == self.placed[node.views[0]])
+
+    def make_whole(self, values: Sequence[int]) -> list[tuple[int, Layout]]:
+        """Replicates the families of ``values``: their first values, which are gathered, and how each lay."""
+        gathered: list[tuple[int, Layout]] = []
+        for i in values:
+            family = self.family.get(i, [])
+            gathered += [(root, self.placed[root]) for root in family[:1]]
+            for j in family:
+                self.placed[j] = Layout.replicated(self.placed[j].shape, self.placed[j].world)
+                del self.family[j]
+        return gathered

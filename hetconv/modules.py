@@ -162,6 +162,7 @@ class HetConv2d(CutLayer):
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
         self._cut = conv_op(conv, (1, conv.in_channels, 1, 1), conv.weight.dtype).weight_cut(split)
+        self._ops: dict[tuple[torch.Size, torch.dtype], Conv] = {}  # by input
         _inherit(self, conv, conv.bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,11 +173,20 @@ class HetConv2d(CutLayer):
             raise HetConvError(f"HetConv2d expects (N, {self.in_channels}, H, W), but was given {tuple(x.shape)}")
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
-        op = conv_op(self, tuple(x.shape), x.dtype)
-        if op.spec.P < 1 or op.spec.Q < 1:
-            raise HetConvError(f"an input of {tuple(x.shape)} is smaller than the kernel {self.kernel_size} of {self}")
+        op = self._op(x)
         y = ops.conv2d(x, self.weight, self.bias, op, self.split, self.team, self.followers, self.chunks)
         return self._result(y)
+
+    def _op(self, x: Tensor) -> Conv:
+        key = (x.shape, x.dtype)
+        if key not in self._ops:
+            op = conv_op(self, tuple(x.shape), x.dtype)
+            if op.spec.P < 1 or op.spec.Q < 1:
+                raise HetConvError(
+                    f"an input of {tuple(x.shape)} is smaller than the kernel {self.kernel_size} of {self}"
+                )
+            self._ops[key] = op
+        return self._ops[key]
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, split={self.split}"
@@ -201,6 +211,18 @@ class HetLinear(CutLayer):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, split={self.split}"
+
+
+def cut_layers(model: nn.Module) -> list[CutLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, CutLayer)]
+
+
+def team_of_model(model: nn.Module) -> Team | None:
+    """The ranks that a model is parallelized over, or None. Raises `HetConvError` if its layers name several groups."""
+    teams = {layer.team for layer in cut_layers(model)}
+    if len(teams) > 1:
+        raise HetConvError("the layers of this model are cut over several process groups; call this for each of them")
+    return teams.pop() if teams else None
 
 
 def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:

@@ -109,8 +109,15 @@ class _Moved(torch.autograd.Function):
 
 def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
     """`redistribute` without its checks, for callers that agree already. May return a view of ``local``."""
-    same = isinstance(dst, Layout) and (src.kind, src.boxes) == (dst.kind, dst.boxes)
-    return local if same else _Moved.apply(local, Move(src, dst), team)
+    kind = dst.kind if isinstance(dst, Layout) else "sharded"  # a need of every rank's own box, and of nothing else
+    return local if (src.kind, src.boxes) == (kind, dst.boxes) else _Moved.apply(local, Move(src, dst), team)
+
+
+def from_every_rank(team: Team, x: Tensor) -> Tensor:
+    """(P, ...): what each rank gives, in rank order, on every rank; without autograd, collective."""
+    shape = (team.size, *x.shape)
+    each = Layout.sharded(shape, 0, (1,) * team.size).boxes
+    return sum_pieces(team, x.detach()[None], each, Layout.replicated(shape, team.size).boxes)
 
 
 def redistribute(local: Tensor, src: Layout, dst: Layout | Need, *, group: dist.ProcessGroup | None = None) -> Tensor:

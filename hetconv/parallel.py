@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from . import kernels
 from .agreement import agree, checksum, prepared
 from .calls import is_plain
+from .drift import sync_replicated
 from .errors import PlanError
-from .modules import CutLayer, HetConv2d, HetLinear, conv_op
+from .modules import HetConv2d, HetLinear, conv_op, cut_layers
 from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split
@@ -29,7 +30,12 @@ _warned: set[str] = set()  # names of devices
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, *, group: dist.ProcessGroup | None = None, fuse: bool = False
+    model: nn.Module,
+    plan: Plan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    fuse: bool = False,
+    sync_every: int = 100,
 ) -> nn.Module:
     """Swaps the layers that ``plan`` names for split ones, in place, and returns the model; collective.
 
@@ -40,6 +46,9 @@ def parallelize(
     ``fuse``: without autograd (`torch.no_grad`, `torch.inference_mode`), a cut convolution computes the batch norm in
     evaluation, the residual and the activation that alone follow it, as the plan says, while it stores its own slice:
     the same up to rounding, in fewer passes.
+
+    ``sync_every``: forwards in training after which `sync_replicated` compares the replicas, and brings them back to
+    rank 0's if unequal hardware has rounded them apart; 0 for never.
 
     Raises `PlanError` on every rank, before anything changes, if the plan does not fit the model or the number of
     ranks, and `DisagreementError` if ranks hold other plans or models.
@@ -55,7 +64,10 @@ def parallelize(
         return found, _by_origin(plan.tiles)
 
     found, tiles = prepared(
-        team, "parallelize", check, lambda _: f"plan {plan.digest}, fuse {fuse}, model {_signature(model)}"
+        team,
+        "parallelize",
+        check,
+        lambda _: f"plan {plan.digest}, fuse {fuse}, sync_every {sync_every}, model {_signature(model)}",
     )
     for device in {p.device for p in model.parameters()}:
         _install(tiles, device)
@@ -71,7 +83,7 @@ def parallelize(
         if id(layer) in swapped and path:
             setattr(model.get_submodule(parent), child, swapped[id(layer)])
     model = swapped.get(id(model), model)
-    _Root(model, team).attach()
+    _Root(model, team, sync_every).attach()
     return model
 
 
@@ -85,7 +97,7 @@ def _checked_layer(layers: Mapping[str, nn.Module], name: str, split: Split, wor
     if isinstance(layer, nn.Conv2d):
         conv_op(layer, (1, layer.in_channels, 1, 1), layer.weight.dtype).check(split, world)
     elif isinstance(layer, nn.Linear):
-        Linear((1, layer.in_features), layer.out_features).check(split, world)
+        Linear((1, 1, 1, layer.in_features), layer.out_features).check(split, world)
     else:
         have = f"a {type(layer).__name__}" if layer is not None else "no such module"
         raise PlanError(f"the plan splits {name!r}, but the model has {have} there; make the plan from this model")
@@ -176,8 +188,9 @@ def _origin(device: str, torch_: str, triton: str) -> str:
 class _Root:
     """What happens around the forward of a parallelized model: agreement before it, the gathered output after it."""
 
-    def __init__(self, model: nn.Module, team: Team):
-        self.model, self.team = model, team
+    def __init__(self, model: nn.Module, team: Team, sync_every: int):
+        self.model, self.team, self.sync_every = model, team, sync_every
+        self._trained = 0
         self._seen: set[str] = set()
         self._tokens: list[Any] = []
 
@@ -194,9 +207,11 @@ class _Root:
             values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
         agree(self.team, "forward", said + values)
         self._seen.add(said)
-        layers = [layer for layer in module.modules() if isinstance(layer, CutLayer)]
-        cut = {id(getattr(layer, name)) for layer in layers for name in layer.cut_parameters()}
-        self._tokens.append(SCOPE.set(Scope(self.team, [p for p in module.parameters() if id(p) not in cut])))
+        if module.training and torch.is_grad_enabled() and self.sync_every:
+            self._trained += 1
+            if self._trained % self.sync_every == 0:
+                sync_replicated(module)
+        self._tokens.append(SCOPE.set(Scope(self.team, _replicas(module) if torch.is_grad_enabled() else ())))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._tokens:
@@ -209,3 +224,9 @@ class _Root:
             return whole
         finally:
             discard_waiting()
+
+
+def _replicas(model: nn.Module) -> list[Tensor]:
+    """The parameters of which every rank has the whole."""
+    cut = {id(getattr(layer, name)) for layer in cut_layers(model) for name in layer.cut_parameters()}
+    return [p for p in model.parameters() if id(p) not in cut]

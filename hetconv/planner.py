@@ -206,7 +206,7 @@ def _split(op: Conv | Linear, kind: SplitKind, weights: Sequence[float], kinds: 
     """``op`` cut by ``kind``, or replicated where that is not legal."""
     world = len(weights)
     lone = sum(w > 0 for w in weights) == 1
-    if isinstance(op, Linear) and kind in ("height", "width") and lone and "sample" in kinds:
+    if isinstance(op, Linear) and op.dim(kind) is None and lone and "sample" in kinds and kind in ("height", "width"):
         kind = "sample"  # the device that works alone goes on alone
     extent = _extent(op, kind)
     if extent is None or extent < 1:
@@ -223,7 +223,10 @@ def _extent(op: Conv | Linear, kind: SplitKind) -> int | None:
     if isinstance(op, Conv):
         s = op.spec
         return {"sample": s.N, "filter": s.K, "channel": s.C, "height": s.P, "width": s.Q}[kind]
-    return {"sample": op.x_shape[0], "filter": op.features, "channel": op.x_shape[-1]}.get(kind)
+    if kind in SPATIAL:
+        dim = op.dim(kind)
+        return op.x_shape[dim] if dim is not None else None
+    return {"filter": op.features, "channel": op.x_shape[-1]}.get(kind)
 
 
 def _granularity(op: Conv | Linear, kind: SplitKind, extent: int, world: int) -> int:

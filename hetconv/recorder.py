@@ -53,7 +53,7 @@ class _Recorder(TorchFunctionMode):
         made = [x for x in tree_iter(result) if isinstance(x, Tensor)]
         if not flows or (not made and not writes_in_place(func, kwargs)):
             return result
-        self._record(func, call, sources, given, made or given[:1])
+        self._record(func, call, sources, given, made or given[:1], writes_in_place(func, kwargs))
         return result
 
     def _read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
@@ -63,8 +63,9 @@ class _Recorder(TorchFunctionMode):
         return read(func, args, kwargs)
 
     def _record(
-        self, func: Callable[..., Any], call: Call | None, sources: list[int], given: list[Tensor], made: list[Tensor]
-    ) -> None:
+        self, func: Callable[..., Any], call: Call | None, sources: list[int], given: list[Tensor], made: list[Tensor],
+        writes: bool,
+    ) -> None:  # fmt: skip
         name = getattr(func, "__name__", "call")
         memory = {x.untyped_storage()._cdata for x in made}
         views = tuple(
@@ -84,7 +85,7 @@ class _Recorder(TorchFunctionMode):
         layer = self.layer[-1] if self.layer and name in ("conv2d", "linear") else None
         outputs = tuple(self.add(x) for x in made)
         label = layer or f"{name}_{len(self.nodes)}"
-        self.nodes.append(Node(label, op, inputs, outputs, extra, layer, views, name_of(func)))
+        self.nodes.append(Node(label, op, inputs, outputs, extra, layer, views, name_of(func), writes))
 
 
 @contextmanager

@@ -144,7 +144,10 @@ def window_need(shape: Shape, y: Layout, dim: int, window: Window) -> Need:
 
 @dataclass(frozen=True)
 class Linear:
-    """y[..., k] = sum over c of x[..., c] w[k, c]. Filters are output features, channels input features."""
+    """y[..., k] = sum over c of x[..., c] w[k, c]. Filters are output features, channels input features.
+
+    An input (N, H, W, C), an image with its channels last, can be cut by height and width too.
+    """
 
     x_shape: Shape
     features: int
@@ -157,7 +160,7 @@ class Linear:
         """Raises `SplitError` unless ``split`` cuts this operator among ``world`` ranks."""
         if split.kind == "replicate":
             return
-        if split.kind in ("height", "width") or (split.kind == "sample" and len(self.x_shape) < 2):
+        if split.kind in SPATIAL and self.dim(split.kind) is None:
             raise SplitError(f"a linear layer on {self.x_shape} has no {split.kind} to split; use filter or channel")
         if len(split.sizes) != world:
             raise SplitError(f"{split} has {len(split.sizes)} sizes for {world} ranks; give one size per rank")
@@ -169,6 +172,12 @@ class Linear:
         """(dimension of the weight, sizes) of a split that cuts the weights, else None."""
         return {"filter": (0, split.sizes), "channel": (1, split.sizes)}.get(split.kind)
 
+    def dim(self, kind: SplitKind) -> int | None:
+        """The dimension of the input that samples, height or width are, if it has it."""
+        if kind == "sample":
+            return 0 if len(self.x_shape) > 1 else None
+        return {"height": 1, "width": 2}.get(kind) if len(self.x_shape) == 4 else None
+
     def step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
         (x,) = inputs
         last = len(x.shape) - 1
@@ -177,7 +186,8 @@ class Linear:
         if split.kind == "channel":
             partial = Layout.partial(self.y_shape, x.world, split.sizes)
             return Step((Layout.sharded(x.shape, last, split.sizes),), partial)
-        if split.kind == "sample":
-            sizes = apportion(x.shape[0], split.sizes)
-            return Step((Layout.sharded(x.shape, 0, sizes),), Layout.sharded(self.y_shape, 0, sizes), contributes=True)
+        if (dim := self.dim(split.kind)) is not None:
+            sizes = apportion(x.shape[dim], split.sizes)
+            cut = Layout.sharded(x.shape, dim, sizes)
+            return Step((cut,), Layout.sharded(self.y_shape, dim, sizes), contributes=True)
         return Gather(self.y_shape).step(inputs)

@@ -52,13 +52,13 @@ class HetTensor(Tensor):
     @staticmethod
     def wrap(local: Tensor, layout: Layout, team: Team) -> HetTensor:
         """Raises `LayoutError` if the local part does not have the shape of its box."""
-        if tuple(local.shape) != layout.boxes[team.rank].shape:
+        if local.shape != layout.boxes[team.rank].shape:
             raise LayoutError(
                 f"the local part has shape {tuple(local.shape)}, but rank {team.rank}'s box of the layout has "
                 f"{layout.boxes[team.rank].shape}"
             )
         x = _made(layout, local.dtype, local.device, team)
-        x.local = local
+        x._local = local
         return x
 
     @staticmethod

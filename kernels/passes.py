@@ -59,7 +59,7 @@ def conv2d_forward(
     ``activation`` is one of relu, relu6, leaky_relu (with ``slope``), silu, gelu and gelu_tanh. Triton's kernels do it
     as they store, ATen in place, with scale and shift in the filters where these are fewer than the results.
     """
-    spec = spec_of(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
+    spec = spec_of(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups, cached=True)
     check_finish(spec, x_NCHW, scale, shift, residual)
     answer = _ask("forward", spec, x_NCHW.device, tile, backend)
     if answer.triton:
@@ -72,7 +72,7 @@ def conv2d_forward(
         args, rest = (spec, x_NCHW, w_KCRS, out, precision(spec)), (scale, shift, residual, finish)
         return _tiled(lambda t: triton_backend.forward(*args, t, *rest), answer, tile)
     finish = Finish.of(scale, shift, activation, slope)
-    if w_KCRS.numel() < prod(spec.y_shape):
+    if (scale is not None or shift is not None) and w_KCRS.numel() < prod(spec.y_shape):
         w_KCRS, bias_K, scale, shift = _folded(w_KCRS, bias_K, scale, shift)
     if w_KCRS.numel():
         y = aten.conv2d(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
@@ -95,7 +95,7 @@ def route(x_NCHW: Tensor, w_KCRS: Tensor, stride: Pair, padding: Sides, dilation
 
     Parts of its batch that take the same route add in the same order.
     """
-    spec = spec_of(x_NCHW, w_KCRS, None, stride, padding, dilation, groups)
+    spec = spec_of(x_NCHW, w_KCRS, None, stride, padding, dilation, groups, cached=True)
     answer = _ask("forward", spec, x_NCHW.device, None, "auto")
     if not answer.triton:
         return Route("aten")
@@ -131,7 +131,7 @@ def conv2d_backward(
     backend: Backend = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of input, filters and bias, where ``wanted``, of `conv2d` called with the same arguments."""
-    spec = spec_of(x_NCHW, w_KCRS, None, stride, padding, dilation, groups)
+    spec = spec_of(x_NCHW, w_KCRS, None, stride, padding, dilation, groups, cached=True)
     if tuple(g_NKPQ.shape) != spec.y_shape or g_NKPQ.dtype != x_NCHW.dtype or g_NKPQ.device != x_NCHW.device:
         raise KernelError(
             f"the gradient is {said(g_NKPQ)}, but the convolution's output is {spec.y_shape} in {x_NCHW.dtype} "
@@ -162,36 +162,51 @@ def conv2d_backward(
 
 
 def spec_of(
-    x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Sides, dilation: Pair, groups: int
-) -> Conv2dSpec:
-    """What is asked for, in integers. Raises `KernelError` for tensors that do not fit each other."""
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: Pair, padding: Sides, dilation: Pair, groups: int,
+    cached: bool = False,
+) -> Conv2dSpec:  # fmt: skip
+    """What is asked for, in integers. Raises `KernelError` for tensors that do not fit each other.
+
+    ``cached``: it may be an earlier one; not for tensors that are being traced, whose sizes are symbols.
+    """
     if x.dim() != 4 or w.dim() != 4:
         raise KernelError(
             f"a 2-D convolution takes x (N, C, H, W) and weight (K, C / groups, R, S), not {said(x)} and {said(w)}"
         )
-    (N, C, H, W), (K, c, R, S) = x.shape, w.shape
+    for name, t in (("weight", w), ("bias", bias)):
+        if t is not None and (t.dtype != x.dtype or t.device != x.device):
+            raise KernelError(f"{name} is {said(t)}, but x is {said(x)}; give both in one dtype and on one device")
+    biases = tuple(bias.shape) if bias is not None else None
+    spec = _cached_spec if cached else _spec
+    return spec(tuple(x.shape), tuple(w.shape), biases, x.dtype, stride, padding, dilation, groups)
+
+
+def _spec(
+    x: tuple[int, ...], w: tuple[int, ...], bias: tuple[int, ...] | None, dtype: torch.dtype, stride: Pair,
+    padding: Sides, dilation: Pair, groups: int,
+) -> Conv2dSpec:  # fmt: skip
+    (N, C, H, W), (K, c, R, S) = x, w
     if groups < 1 or c * groups != C or K % groups:
         raise KernelError(
             f"x has {C} channels, so in {groups} groups weight (K, C / groups, R, S) needs {C} / {groups} channels and "
-            f"a multiple of {groups} filters, but it is {tuple(w.shape)}"
+            f"a multiple of {groups} filters, but it is {w}"
         )
-    others = [("weight", w)] + ([("bias", bias)] if bias is not None else [])
-    for name, t in others:
-        if t.dtype != x.dtype or t.device != x.device:
-            raise KernelError(f"{name} is {said(t)}, but x is {said(x)}; give both in one dtype and on one device")
-    if bias is not None and tuple(bias.shape) != (K,):
-        raise KernelError(f"bias has shape {tuple(bias.shape)}, but there are {K} filters; give one number for each")
+    if bias is not None and bias != (K,):
+        raise KernelError(f"bias has shape {bias}, but there are {K} filters; give one number for each")
     if min(R, S, *stride, *dilation) < 1 or min(*padding[0], *padding[1]) < 0:
         raise KernelError(
             f"filter {R} x {S}, stride {stride} and dilation {dilation} must be at least 1, "
             f"and padding {padding} at least 0"
         )
-    spec = Conv2dSpec(N, C, H, W, K, R, S, stride, padding, dilation, groups, str(x.dtype)[6:])
+    spec = Conv2dSpec(N, C, H, W, K, R, S, stride, padding, dilation, groups, str(dtype)[6:])
     if min(spec.P, spec.Q) < 1:
         raise KernelError(
             f"an image of {H} x {W} with padding {padding} is smaller than the filter, {R} x {S} at dilation {dilation}"
         )
     return spec
+
+
+_cached_spec = lru_cache(4096)(_spec)
 
 
 def check_finish(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetconv.calls import JOINS, READERS, UNARY
+from hetconv.calls import JOINS, READERS, UNARY, reductions, shapes, views
 
 from .equivalence import Differences
 from .placed import PLACEMENTS, WORLD, Fn, on_parts
@@ -141,8 +141,6 @@ FUNCTIONS |= {
     "reshape": lambda x, z, p: x.reshape(2, 2, 8, 30),
     "stack": lambda x, z, p: torch.stack([x, z]),
     "interpolate": lambda x, z, p: F.interpolate(x, scale_factor=2, mode="nearest"),
-    "group_norm": lambda x, z, p: F.group_norm(x, 2, p["c"], p["c"]),
-    "layer_norm": lambda x, z, p: F.layer_norm(x, (5,), p["w"]),
     "prelu": lambda x, z, p: F.prelu(-x, p["c"]),
     "pad": lambda x, z, p: F.pad(x, (1, 2, 0, 1)),
     "conv2d": lambda x, z, p: F.conv2d(x, p["full"][:, :, :3, :3], padding=1),
@@ -227,9 +225,19 @@ def test_batch_norm_in_half_precision_keeps_its_statistics_in_single(dtype: torc
     check(on_ranks(WORLD, low_precision_norm, dtype), {torch.float16: 5e-2, torch.bfloat16: 5e-1}[dtype])
 
 
+POOLS = ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
+
+
 def test_every_operator_with_a_rule_is_tested() -> None:
-    named = {"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pixel_shuffle", "flatten", "cat", "batch_norm"}
-    assert READERS.keys() == UNARY | JOINS | named
+    """Here, and of other families in a file of their own."""
+    named = {"batch_norm", "cat", "conv_transpose2d", "flatten", "prelu"}
+    named |= {"group_norm", "instance_norm", "layer_norm", "local_response_norm", "rms_norm"}
+    named |= {f"{kind}_pool{n}d" for kind in POOLS for n in (1, 2, 3)}
+    named |= {"interpolate", "pad", "pixel_shuffle", "pixel_unshuffle"}
+    assert (
+        READERS.keys()
+        == UNARY | JOINS | named | reductions.READERS.keys() | shapes.READERS.keys() | views.READERS.keys()
+    )
 
 
 def dropped(rate: float) -> dict[str, Differences]:

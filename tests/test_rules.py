@@ -11,7 +11,24 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetconv.errors import HetConvError, SplitError
-from hetconv.following import BatchNorm, Cat, Flatten, GlobalAveragePool, PixelShuffle, Pointwise, Pool, on_parts
+from hetconv.following import (
+    BatchNorm,
+    Cat,
+    GlobalAveragePool,
+    Interpolate,
+    Pad,
+    Pieces,
+    PixelShuffle,
+    PixelUnshuffle,
+    Pointwise,
+    Pool,
+    Reduction,
+    Reshape,
+    Softmax,
+    Stack,
+    View,
+    on_parts,
+)
 from hetconv.layout import Box, Layout, Need, apportion, spans
 from hetconv.rules import KINDS, REPLICATE, Conv, Gather, Linear, Op, Split, SplitKind, Step
 from hetconv.spec import Conv2dSpec, Window
@@ -57,10 +74,27 @@ OPERATORS: list[tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
     (BatchNorm(IMAGE, True, True), (IMAGE,), IMAGE),
     (BatchNorm(IMAGE, False, False), (IMAGE,), IMAGE),
     (Pool("max", (3, 8, 3, 3), (Window(3, 2, 1, 1, 1),) * 2), (IMAGE,), (3, 8, 3, 3)),
+    (Pool("average", (3, 8, 3, 3), (Window(2, 2), Window(2, 2, 1, 0, 1))), (IMAGE,), (3, 8, 3, 3)),
+    (Pool("other", (3, 8, 4, 4)), (IMAGE,), (3, 8, 4, 4)),
     (GlobalAveragePool((3, 8, 1, 1)), (IMAGE,), (3, 8, 1, 1)),
+    (Interpolate((3, 8, 12, 10), "nearest", False, (2.0, 2.0)), (IMAGE,), (3, 8, 12, 10)),
+    (Interpolate((3, 8, 9, 3), "cubic", True, (None, None)), (IMAGE,), (3, 8, 9, 3)),
+    (Interpolate((3, 8, 12, 10), None, False, (2.0, 2.0)), (IMAGE,), (3, 8, 12, 10)),
+    (Pad((3, 8, 7, 8), ((0, 0), (0, 0), (2, -1), (1, 2)), "constant"), (IMAGE,), (3, 8, 7, 8)),
+    (Pad((3, 8, 9, 8), ((0, 0), (0, 0), (2, 1), (1, 2)), "reflect"), (IMAGE,), (3, 8, 9, 8)),
+    (Pad((3, 9, 6, 5), ((0, 0), (-3, 4), (0, 0), (0, 0)), "constant"), (IMAGE,), (3, 9, 6, 5)),
+    (PixelUnshuffle((3, 32, 3, 2), 2), ((3, 8, 6, 4),), (3, 32, 3, 2)),
     (PixelShuffle((3, 2, 12, 10), 2), (IMAGE,), (3, 2, 12, 10)),
-    (Flatten((3, 240), 1, 3), (IMAGE,), (3, 240)),
-    (Flatten((3, 48, 5), 1, 2), (IMAGE,), (3, 48, 5)),
+    (Reshape((3, 240)), (IMAGE,), (3, 240)),
+    (Reshape((3, 48, 5)), (IMAGE,), (3, 48, 5)),
+    (Reshape((3, 2, 4, 1, 30)), (IMAGE,), (3, 2, 4, 1, 30)),
+    (View((4, 3, 1, 5, 8), ((0, 3), (0, 8), (1, 5), (0, 5)), (2, 0, None, 3, 1)), (IMAGE,), (4, 3, 1, 5, 8)),
+    (View((3, 2, 5), ((0, 3), (6, 8), (4, 5), (0, 5)), (0, 1, 3)), (IMAGE,), (3, 2, 5)),
+    (Pieces((View((3, 8, 2, 5), ((0, 3), (0, 8), (0, 2), (0, 5)), (0, 1, 2, 3)),), 2), (IMAGE,), (3, 8, 2, 5)),
+    (Stack((3, 8, 2, 6, 5), 2), (IMAGE, IMAGE), (3, 8, 2, 6, 5)),
+    (Reduction((3, 8), (2, 3), False, True), (IMAGE,), (3, 8)),
+    (Reduction((3, 1, 6, 5), (1,), True, False), (IMAGE,), (3, 1, 6, 5)),
+    (Softmax(IMAGE, 1), (IMAGE,), IMAGE),
     (Cat((3, 16, 6, 5), 1), (IMAGE, IMAGE), (3, 16, 6, 5)),
     (Cat((3, 8, 6, 7), 3), ((3, 8, 6, 2), IMAGE), (3, 8, 6, 7)),
     (Gather((3, 5)), (IMAGE, (5, 5)), (3, 5)),
@@ -248,7 +282,7 @@ def test_flattened_parts_are_parts_of_the_flattened(data: st.DataObject, world: 
     end = data.draw(st.integers(start + 1, len(shape) - 1))
     x = data.draw(layouts(shape, world))
     flat = (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :])
-    step = Flatten(flat, start, end).step((x,))
+    step = Reshape(flat).step((x,))
     numbers = np.arange(prod(shape))
     for read, out in zip(step.reads[0].boxes, step.output.boxes, strict=True):
         part = numbers.reshape(shape)[read.within(Box.whole(shape))]

@@ -103,7 +103,7 @@ def test_a_plain_tensor_is_gathered_already() -> None:
 def fallbacks() -> list[str]:
     """The types of what operators without a rule return."""
     x = rows()
-    made = [x.mean((2, 3)), x[0], x.permute(0, 2, 3, 1), torch.softmax(x, 1), x @ x.mT, F.interpolate(x, size=9)]
+    made = [x.cumsum(1), x[[0]], x.sort(1)[0], torch.roll(x, 1, 1), x @ x.mT, F.unfold(x, 2)]
     return [type(y).__name__ for y in made]
 
 

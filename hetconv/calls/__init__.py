@@ -9,18 +9,42 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from . import norms, pointwise, pools, shapes
+from ..following import VIEWS
+from . import convs, norms, pointwise, pools, reductions, resampling, shapes, views
 from .base import JOINS, Args, Call, Kwargs, Reader, name_of, writes_in_place
+from .convs import ConvTransposeCall
 from .layers import conv_spec, is_plain, plannable_layers, read_conv, read_linear
-from .norms import BatchNormCall
+from .norms import BatchNormCall, NormCall
 from .pointwise import UNARY, activation_of
 
 __all__ = [
-    "JOINS", "UNARY", "BatchNormCall", "Call", "activation_of", "conv_spec", "is_plain", "name_of", "plannable_layers",
-    "read", "read_conv", "read_linear", "writes_in_place",
-]  # fmt: skip
+    "JOINS",
+    "UNARY",
+    "BatchNormCall",
+    "Call",
+    "ConvTransposeCall",
+    "NormCall",
+    "activation_of",
+    "conv_spec",
+    "is_plain",
+    "name_of",
+    "plannable_layers",
+    "read",
+    "read_conv",
+    "read_linear",
+    "writes_in_place",
+]
 
-READERS: dict[str, Reader] = pointwise.READERS | norms.READERS | pools.READERS | shapes.READERS
+READERS: dict[str, Reader] = (
+    convs.READERS
+    | pointwise.READERS
+    | norms.READERS
+    | pools.READERS
+    | resampling.READERS
+    | shapes.READERS
+    | reductions.READERS
+    | views.READERS
+)
 """By the bare name of the function, see `name_of`."""
 
 
@@ -33,4 +57,6 @@ def read(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Call | None:
     if reader is None:
         return None
     call = reader(name, args, kwargs)
-    return replace(call, in_place=writes_in_place(func, kwargs)) if call is not None else None
+    if call is None or not writes_in_place(func, kwargs):
+        return call
+    return replace(call, in_place=True) if not isinstance(call.op, VIEWS) else None  # unsqueeze_ changes the shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -38,9 +39,12 @@ class Call:
         return ()
 
 
+@lru_cache(4096)
 def name_of(func: Callable[..., Any]) -> str:
     """add for add, add_, __add__, __iadd__ and __radd__ alike; rsub for __rsub__, for it is not symmetric."""
     name: str = getattr(func, "__name__", "")
+    if name == "__get__":  # of an attribute: mT, T
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
     bare = name.strip("_")
     if name.startswith("__") and bare[:1] in "ir" and bare[1:] in JOINS | {"truediv"}:
         bare = bare[1:] if bare[0] == "i" or bare[1:] in ("add", "mul") else bare
@@ -49,8 +53,13 @@ def name_of(func: Callable[..., Any]) -> str:
 
 def writes_in_place(func: Callable[..., Any], kwargs: Kwargs) -> bool:
     """Whether a call writes to its first argument, by torch's naming."""
+    return bool(kwargs.get("inplace")) or _writes_by_name(func)
+
+
+@lru_cache(4096)
+def _writes_by_name(func: Callable[..., Any]) -> bool:
     name: str = getattr(func, "__name__", "")
-    return bool(kwargs.get("inplace")) or name in WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
+    return name in WRITING_DUNDERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def arg(args: Args, kwargs: Kwargs, index: int, name: str, default: Any = None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..following import ACTIVATIONS, Pointwise
+from ..following import ACTIVATIONS, Pointwise, PRelu
 from .base import JOINS, Args, Call, Kwargs, Reader, arg
 
 DROPOUT = frozenset({"alpha_dropout", "dropout", "dropout2d", "feature_dropout"})
@@ -28,8 +28,9 @@ def _pointwise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     inputs = tuple(a for a in flat if isinstance(a, Tensor))
     if name == "to" and len(inputs) > 1:
         return None
-    shapes = {tuple(x.shape) for x in inputs}
-    shape = shapes.pop() if len(shapes) == 1 else tuple(torch.broadcast_shapes(*shapes))  # torch's takes its time
+    shape, *others = (tuple(x.shape) for x in inputs)
+    if any(other != shape for other in others):
+        shape = tuple(torch.broadcast_shapes(shape, *others))  # torch's takes its time
     return Call(Pointwise(shape), inputs)
 
 
@@ -45,4 +46,9 @@ def activation_of(name: str, args: Args, kwargs: Kwargs) -> tuple[str, float] | 
     return (name, 0.0) if name in ACTIVATIONS else None
 
 
-READERS: dict[str, Reader] = dict.fromkeys(UNARY | JOINS, _pointwise)
+def _prelu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, slopes = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "weight")
+    return Call(PRelu(tuple(x.shape)), (x, slopes)) if x.dim() > 1 and slopes.dim() == 1 else None
+
+
+READERS: dict[str, Reader] = {**dict.fromkeys(UNARY | JOINS, _pointwise), "prelu": _prelu}

@@ -5,11 +5,40 @@ in `ops`, for how it runs on parts.
 """
 
 from .base import on_parts
-from .norms import BatchNorm
-from .pointwise import ACTIVATIONS, Pointwise
+from .convs import ConvTranspose, TransposedWindow
+from .norms import BatchNorm, GroupNorm, OwnNorm
+from .pointwise import ACTIVATIONS, Pointwise, PRelu
 from .pools import GlobalAveragePool, Pool
-from .shapes import Cat, Flatten, PixelShuffle
+from .reductions import Reduction, Softmax
+from .resampling import Interpolate, Pad, PixelUnshuffle
+from .shapes import Cat, PixelShuffle, Reshape, Stack
+from .views import Pieces, View
+
+VIEWS = (Pieces, Reshape, View)
+"""Operators whose results share memory with their input, a `Reshape`'s where the memory order allows it."""
 
 __all__ = [
-    "ACTIVATIONS", "BatchNorm", "Cat", "Flatten", "GlobalAveragePool", "PixelShuffle", "Pointwise", "Pool", "on_parts",
-]  # fmt: skip
+    "ACTIVATIONS",
+    "VIEWS",
+    "BatchNorm",
+    "Cat",
+    "ConvTranspose",
+    "GlobalAveragePool",
+    "GroupNorm",
+    "Interpolate",
+    "OwnNorm",
+    "PRelu",
+    "Pad",
+    "Pieces",
+    "PixelShuffle",
+    "PixelUnshuffle",
+    "Pointwise",
+    "Pool",
+    "Reduction",
+    "Reshape",
+    "Softmax",
+    "Stack",
+    "TransposedWindow",
+    "View",
+    "on_parts",
+]

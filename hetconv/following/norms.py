@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from ..layout import Layout, Move, Shape, summed
 from ..rules import REPLICATE, Gather, Split, Step
@@ -38,3 +39,52 @@ class BatchNorm:
             forward=(Move(each, Layout.replicated(each.shape, world)),),
             backward=(summed((2, channels), world),),
         )
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """Group norm of (N, C, ...); instance norm has a channel per group. Ranks that share a group combine moments."""
+
+    shape: Shape
+    groups: int
+
+    @property
+    def channels(self) -> int:
+        """The channels of a group."""
+        return self.shape[1] // self.groups
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = on_parts(inputs[0])
+        if x.kind != "sharded" or x.dim is None:
+            return Gather(self.shape).step(inputs)
+        if x.dim == 0 or (x.dim == 1 and not any(b.lo[1] % self.channels for b in x.boxes)):
+            return Step((x,), x, contributes=True)
+        if len(self.shape) == 2:
+            return Gather(self.shape).step(inputs)
+        world, numbers = x.world, self.shape[0] * self.groups
+        each = Layout.sharded((world, 2, numbers), 0, (1,) * world)
+        gathered = Move(each, Layout.replicated(each.shape, world))
+        return Step((x,), x, contributes=True, forward=(gathered,), backward=(summed((2, numbers), world),))
+
+    def shares(self, x: Layout) -> tuple[tuple[float, ...], ...]:
+        """By rank and group: the share of a group's elements, in any sample, that the rank holds."""
+        whole = self.channels * prod(self.shape[2:])
+        starts = range(0, self.shape[1], self.channels)
+        return tuple(
+            tuple(max(min(b.hi[1], c + self.channels) - max(b.lo[1], c), 0) * prod(b.shape[2:]) / whole for c in starts)
+            for b in x.boxes
+        )
+
+
+@dataclass(frozen=True)
+class OwnNorm:
+    """A normalization over whole ``dims``, such as layer norm: as called, where the cut is along another one."""
+
+    shape: Shape
+    dims: tuple[int, ...]
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = on_parts(inputs[0])
+        if x.kind != "sharded" or x.dim is None or x.dim in self.dims:
+            return Gather(self.shape).step(inputs)
+        return Step((x,), x, contributes=True)

@@ -13,6 +13,21 @@ ACTIVATIONS = ("relu", "relu6", "hardtanh", "leaky_relu", "silu", "gelu")
 
 
 @dataclass(frozen=True)
+class PRelu:
+    """x where it is positive, else x times the slope of its channel, or the one slope."""
+
+    shape: Shape
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x, slopes = on_parts(inputs[0]), inputs[1]
+        if x.kind != "sharded" or x.dim is None:
+            return Gather(self.shape).step(inputs)
+        by_channel = x.dim == 1 and slopes.shape != (1,)
+        own = tuple(Box((b.lo[1],), (b.hi[1],)) if by_channel else Box.whole(slopes.shape) for b in x.boxes)
+        return Step((x, Need(slopes.shape, own)), x, contributes=True)
+
+
+@dataclass(frozen=True)
 class Pointwise:
     """Elementwise on one or more inputs with broadcasting. The result is cut as the first sharded input is."""
 

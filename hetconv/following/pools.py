@@ -13,17 +13,19 @@ from .base import on_parts, recut
 
 @dataclass(frozen=True)
 class Pool:
-    """Max or average pooling with one window per spatial dimension."""
+    """Pooling with one window per spatial dimension; without windows only torch knows what an output reads.
 
-    kind: Literal["max", "average"]
+    ``other``: neither the maximum nor the average, and without padding, so that a slab is pooled as called.
+    """
+
+    kind: Literal["max", "average", "other"]
     shape: Shape
-    windows: tuple[Window, Window]
+    windows: tuple[Window, ...] = ()
     count_padding: bool = True
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        source = inputs[0]
-        x = on_parts(source)
-        if x.kind != "sharded" or x.dim is None:
+        x = on_parts(inputs[0])
+        if x.kind != "sharded" or x.dim is None or (x.dim > 1 and not self.windows):
             return Gather(self.shape).step(inputs)
         if x.dim < 2:
             return Step((x,), recut(x, self.shape, x.dim, x.sizes))
@@ -33,7 +35,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class GlobalAveragePool:
-    """Adaptive average pooling to 1 x 1. A cut over space gives summands of the mean."""
+    """Adaptive average pooling to one pixel. A cut over space gives summands of the mean."""
 
     shape: Shape
 

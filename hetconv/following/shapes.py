@@ -30,27 +30,41 @@ class PixelShuffle:
 
 
 @dataclass(frozen=True)
-class Flatten:
-    """Dimensions ``start`` to ``end`` (inclusive) become one."""
+class Reshape:
+    """The same numbers in the same order in another shape."""
 
     shape: Shape
-    start: int
-    end: int
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = inputs[0]
         if x.kind == "partial":
             return Step((x,), Layout.partial(self.shape, x.world, x.shares))
-        if x.kind == "sharded" and x.dim is not None:
-            d = x.dim
-            if d < self.start:
-                return Step((x,), recut(x, self.shape, d, x.sizes))
-            if d > self.end:
-                return Step((x,), recut(x, self.shape, d - (self.end - self.start), x.sizes))
-            if prod(x.shape[self.start : d]) == 1:
-                inner = prod(x.shape[d + 1 : self.end + 1])
-                return Step((x,), recut(x, self.shape, self.start, [s * inner for s in x.sizes]))
+        if x.kind != "sharded" or x.dim is None or not prod(x.shape):
+            return Gather(self.shape).step(inputs)
+        before, after, n = prod(x.shape[: x.dim]), prod(x.shape[x.dim + 1 :]), x.shape[x.dim]
+        # An output dimension with as much before it as the cut one: a slice of the one is a slice of the other, where
+        # it is a whole number of its entries.
+        starts = [d for d in range(len(self.shape)) if prod(self.shape[:d]) == before]
+        for d in sorted(starts, key=lambda d: (self.shape[d] != n, -self.shape[d])):
+            entry = prod(self.shape[d + 1 :])
+            if all(size * after % entry == 0 for size in x.sizes):
+                return Step((x,), recut(x, self.shape, d, [size * after // entry for size in x.sizes]))
         return Gather(self.shape).step(inputs)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A new dimension ``dim``, along which inputs that are cut alike follow each other."""
+
+    shape: Shape
+    dim: int
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        lead = next((x for x in map(on_parts, inputs) if x.kind == "sharded" and x.dim is not None), None)
+        if lead is None or lead.dim is None:
+            return Gather(self.shape).step(inputs)
+        reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
+        return Step(reads, recut(lead, self.shape, lead.dim + (lead.dim >= self.dim), lead.sizes))
 
 
 @dataclass(frozen=True)

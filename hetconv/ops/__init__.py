@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from torch.utils._pytree import tree_iter, tree_map
 from ..calls import Call, read, writes_in_place
 from ..errors import HetConvError
 from ..layout import Layout
-from ..rules import REPLICATE, Op, Step
+from ..rules import Step
 from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
-from . import norms, pointwise, pools, shapes
-from .common import Args, Func, Kwargs, Runner, placement_of
+from . import convs, norms, pointwise, pools, reductions, resampling, shapes, views
+from .common import Args, Func, Kwargs, Runner, cached_step, placement_of
 from .conv import conv2d
 from .dense import linear
 from .waiting import fold
@@ -37,19 +36,14 @@ LOCAL: set[Any] = {
 }  # fmt: skip
 # Done to a gathered copy they would never see a gradient.
 REFUSED = {Tensor.register_hook, Tensor.retain_grad}
+ASKED = GLOBAL | LOCAL | REFUSED
 
 
 def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Runs a torch function that was given a HetTensor: on parts where there is a rule, else on gathered tensors."""
     with torch._C.DisableTorchFunctionSubclass():
-        if func in GLOBAL:
-            return func(*args, **kwargs)
-        if func in LOCAL:
-            return func(args[0].local, *args[1:], **kwargs)
-        if func in REFUSED:
-            raise HetConvError(
-                f"{func.__name__} was called on a tensor in parts; call it on y = hetconv.gather(x) and go on with y"
-            )
+        if func in ASKED:
+            return _answered(func, args, kwargs)
         call = read(func, args, kwargs)
         if call is not None:
             team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
@@ -66,24 +60,32 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return on_gathered(func, args, kwargs)
 
 
+def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    if func in GLOBAL:
+        return func(*args, **kwargs)
+    if func in LOCAL:
+        return func(args[0].local, *args[1:], **kwargs)
+    raise HetConvError(
+        f"{func.__name__} was called on a tensor in parts; call it on y = hetconv.gather(x) and go on with y"
+    )
+
+
 def _het(tensors: Sequence[Tensor]) -> bool:
     return any(isinstance(x, HetTensor) for x in tensors)
 
 
-@lru_cache(maxsize=8192)
-def cached_step(op: Op, inputs: tuple[Layout, ...]) -> Step:
-    return op.step(inputs, REPLICATE)
-
-
 def runs_on_parts(call: Call, step: Step) -> bool:
-    """Not where the result is replicated anyway, nor where a plain tensor is to be written to."""
-    return step.output.kind != "replicated" and not (call.in_place and not isinstance(call.inputs[0], HetTensor))
+    """Not where the result is replicated anyway, nor where more than this rank's part is to be written to."""
+    if step.output.kind == "replicated" or not call.in_place:
+        return step.output.kind != "replicated"
+    target = call.inputs[0]
+    return isinstance(target, HetTensor) and views.may_write(target, step.output)
 
 
-def _finish(call: Call, y: HetTensor) -> HetTensor:
+def _finish(call: Call, y: HetTensor | tuple[HetTensor, ...]) -> HetTensor | tuple[HetTensor, ...]:
     """A call in place leaves its result in the HetTensor that it was called on."""
     target = call.inputs[0]
-    if not call.in_place or not isinstance(target, HetTensor):
+    if not call.in_place or not isinstance(target, HetTensor) or isinstance(y, tuple):
         return y
     target.become(y)
     return target
@@ -92,8 +94,12 @@ def _finish(call: Call, y: HetTensor) -> HetTensor:
 def on_gathered(func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Gathers every HetTensor among the arguments and runs the function on plain tensors.
 
-    A HetTensor that the call writes to, or returns a view of, becomes replicated, so that both go on sharing memory.
+    A HetTensor that the call writes to, or returns a view of, becomes replicated, so that both go on sharing memory,
+    and with it whatever shares its memory on parts.
     """
+    written = args[0] if args and writes_in_place(func, kwargs) else kwargs.get("out")
+    if isinstance(written, HetTensor):
+        views.make_whole(written)
     whole: dict[int, tuple[HetTensor, Tensor]] = {}
 
     def plain(x: Any) -> Any:
@@ -104,14 +110,20 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return whole[id(x)][1]
 
     result = func(*tree_map(plain, args), **tree_map(plain, dict(kwargs)))
-    written = args[0] if args and writes_in_place(func, kwargs) else kwargs.get("out")
     memory = {r.untyped_storage().data_ptr() for r in tree_iter(result) if isinstance(r, Tensor)}
-    for x, gathered in whole.values():
-        if x is written or gathered.untyped_storage().data_ptr() in memory:
+    seen = [(x, y) for x, y in whole.values() if y.untyped_storage().data_ptr() in memory]
+    for x, gathered in seen:
+        if not views.shared(x):
             x.local, x.placement = gathered, Layout.replicated(x.placement.shape, x.team.size)
+    copied = [x for x, _ in seen if views.shared(x) and views.shows(x, func, args, kwargs)]
+    if copied:  # the view is of a copy of what they share
+        for x in copied:
+            views.make_whole(x)
+        return on_gathered(func, args, kwargs)
     return written if isinstance(written, HetTensor) and result is not None else result
 
 
-RUN: dict[type[Any], Runner] = pointwise.RUN | norms.RUN | pools.RUN | shapes.RUN
+RUN: dict[type[Any], Runner] = convs.RUN | pointwise.RUN | norms.RUN | pools.RUN | resampling.RUN | shapes.RUN
+RUN |= reductions.RUN | views.RUN
 
 install_dispatch(dispatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,15 +13,20 @@ from ..calls import Call
 from ..layout import Box, Layout, Need
 from ..movement import moved, take
 from ..replicas import contributed, is_replica
-from ..rules import Step
+from ..rules import REPLICATE, Op, Split, Step
 from ..tensor import HetTensor
 from ..transport import Team
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
-Runner = Callable[[Call, Step, Team, Func, Args, Kwargs], HetTensor]
+Runner = Callable[[Call, Step, Team, Func, Args, Kwargs], HetTensor | tuple[HetTensor, ...]]
 """Runs a call on parts as its step says; ``func``, ``args`` and ``kwargs`` are the call as it was made."""
+
+
+@lru_cache(maxsize=8192)
+def cached_step(op: Op, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    return op.step(inputs, split)
 
 
 def placement_of(x: Tensor, team: Team) -> Layout:
@@ -31,6 +37,8 @@ def placement_of(x: Tensor, team: Team) -> Layout:
 def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
     """This rank's part of ``x`` as an operator reads it."""
     if isinstance(x, HetTensor):
+        if x.placement is read:
+            return x.local
         if x.later is not None and all(box == Box.whole(read.shape) for box in read.boxes):
             return x.whole()  # without autograd, for which a need and a replica differ
         return moved(team, x.local, x.placement, read)

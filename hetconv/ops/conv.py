@@ -12,9 +12,9 @@ from ..replicas import contributed
 from ..rules import SPATIAL, Conv, Split
 from ..tensor import HetTensor, gather
 from ..transport import Team
-from .common import autocast, bring, placement_of
+from .common import autocast, bring, cached_step, placement_of
 from .geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
-from .halo import LocalConv
+from .halo import LocalConv, computed
 from .waiting import Waiting, may_wait, version
 
 
@@ -32,7 +32,7 @@ def conv2d(
         whole = Layout.replicated(op.spec.x_shape, 1)
         return _apply(gather(x), w, b, slab_geometry(op, whole, Split("filter", (op.spec.K,)), 0), team)
     split, src = op.canonical(split), placement_of(x, team)
-    step = op.step((src,), split)
+    step = cached_step(op, (src,), split)
     if step.contributes:
         w, b = contributed(team, w), contributed(team, b) if b is not None else None
     if split.kind == "filter" and op.spec.groups > 1:
@@ -51,6 +51,8 @@ def conv2d(
 
 def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team) -> Tensor:
     x, w, b = autocast(x, w, b)
+    if not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)):
+        return computed(x, w, b, geo, team)[0]
     with torch.autocast(x.device.type, enabled=False):
         return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
 

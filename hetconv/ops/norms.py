@@ -1,4 +1,4 @@
-"""Batch norm on parts with the statistics of the whole batch: parts weigh as they count (Chan et al., 1979)."""
+"""Normalizations on parts with the statistics of the whole: parts weigh as they count (Chan et al., 1979)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..calls import BatchNormCall, Call
-from ..following import BatchNorm
+from ..calls import BatchNormCall, Call, NormCall, name_of
+from ..following import BatchNorm, GroupNorm, OwnNorm
 from ..layout import Box
 from ..movement import perform
 from ..replicas import contributed
 from ..rules import Step
-from ..tensor import HetTensor
+from ..tensor import HetTensor, gather
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, bring
+from .common import Args, Func, Kwargs, Runner, bring, without_input
 
 
 def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
@@ -41,18 +41,20 @@ def _own_channels(call: BatchNormCall, x: Tensor, step: Step, team: Team) -> Ten
     """Every statistic that this rank uses is its own: evaluation, or a cut over channels."""
     op, box = call.op, step.output.boxes[team.rank]
     assert isinstance(op, BatchNorm)
-    own = slice(box.lo[1], box.hi[1])
-    weight = contributed(team, call.weight)[own] if call.weight is not None else None
-    bias = contributed(team, call.bias)[own] if call.bias is not None else None
+    own = slice(box.lo[1], box.hi[1]) if box.shape[1] < op.shape[1] else None
+    weight, bias = (contributed(team, p) if p is not None else None for p in (call.weight, call.bias))
+    weight, bias = _sliced(weight, own), _sliced(bias, own)
     if op.tracks:
         _track_own(call, x, step, team)
-    if not x.numel():  # torch refuses it; the graph must still reach every tensor
-        return sum((p.sum() * 0 for p in (weight, bias) if p is not None), x * 1)
+    if not x.numel():
+        return _of_nothing(x, weight, bias)
     if not op.training:
-        assert call.mean is not None
-        assert call.var is not None
-        return F.batch_norm(x, call.mean[own], call.var[own], weight, bias, False, 0.0, call.eps)
+        return F.batch_norm(x, _sliced(call.mean, own), _sliced(call.var, own), weight, bias, False, 0.0, call.eps)
     return F.batch_norm(x, None, None, weight, bias, True, 0.0, call.eps)
+
+
+def _sliced(t: Tensor | None, own: slice | None) -> Tensor | None:
+    return t[own] if t is not None and own is not None else t
 
 
 def _track_own(call: BatchNormCall, x: Tensor, step: Step, team: Team) -> None:
@@ -131,4 +133,122 @@ def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
     return p.to(exact) if p is not None and x.dtype != exact else p
 
 
-RUN: dict[type[Any], Runner] = {BatchNorm: batch_norm}
+def _of_nothing(x: Tensor, *params: Tensor | None) -> Tensor:
+    """An empty result where torch refuses an empty input; the graph still reaches every tensor."""
+    return sum((p.sum() * 0 for p in params if p is not None), x * 1)
+
+
+def group_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """x (N, C, ...), cut over samples or whole groups of channels (all is local) or else (moments are combined)."""
+    assert isinstance(call, NormCall)
+    assert isinstance(call.op, GroupNorm)
+    op, box = call.op, step.output.boxes[team.rank]
+    x = bring(call.inputs[0], step.reads[0], team)
+    if name_of(func) == "group_norm" and torch.is_autocast_enabled("cuda") and x.is_cuda and x.dtype != torch.float64:
+        x = x.float()  # as torch's autocast does, though for instance norm it does not
+    own = slice(box.lo[1], box.hi[1])
+    weight, bias = (contributed(team, gather(p))[own] if p is not None else None for p in (call.weight, call.bias))
+    if step.forward:
+        y = _SplitGroupNorm.apply(x, weight, bias, call.eps, op, step, team)
+    elif not x.numel():
+        y = _of_nothing(x, weight, bias)
+    else:  # torch.nn.functional's refuses a part of one element per group
+        y = torch.group_norm(x, x.shape[1] // op.channels, weight, bias, call.eps)
+    return HetTensor.wrap(y, step.output, team)
+
+
+class _SplitGroupNorm(torch.autograd.Function):
+    """Ranks hold parts of the same groups. Of weight and bias they are given their own channels.
+
+    Letters: x (N, c, ...) of the own channels; mean, invstd (N, G) of the groups.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, op: GroupNorm, step: Step,
+        team: Team,
+    ) -> Tensor:  # fmt: skip
+        exact = x.dtype if x.dtype == torch.float64 else torch.float32
+        layout, lo = step.output, step.output.boxes[team.rank].lo[1]
+        own = _group_moments(x.to(exact), op, lo)
+        (move,) = step.forward
+        each = perform(team, own[None], move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
+        variances, means = each.view(team.size, 2, -1, op.groups).unbind(1)
+        share = each.new_tensor(op.shares(layout))[:, None]
+        mean = (share * means).sum(0)
+        invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
+        scale, centre = _to_channels(invstd, op, lo, x), _to_channels(mean, op, lo, x)
+        scale = scale if weight is None else scale * _along_channels(weight.to(exact), x)
+        shift = -centre * scale if bias is None else _along_channels(bias.to(exact), x) - centre * scale
+        ctx.save_for_backward(x, weight, mean, invstd)
+        ctx.op, ctx.step, ctx.team, ctx.lo = op, step, team, lo
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return torch.addcmul(shift, x.to(exact), scale).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd = ctx.saved_tensors
+        op, lo, dims = ctx.op, ctx.lo, list(range(2, x.dim()))
+        scale = _to_channels(invstd, op, lo, x)
+        centred = (x.to(mean.dtype) - _to_channels(mean, op, lo, x)) * scale
+        g = g.to(mean.dtype)
+        of_weight, of_bias = (g * centred).sum(dims), g.sum(dims)  # (N, c)
+        gains = mean.new_ones(x.shape[1]) if weight is None else weight.to(mean.dtype)
+        own = torch.stack([_to_groups(s * gains, op, lo).flatten() for s in (of_weight, of_bias)])
+        (move,) = ctx.step.backward
+        whole = Box.whole(tuple(own.shape))
+        along, total = perform(ctx.team, own, move.forward, whole, whole).view(2, *mean.shape)
+        gx = None
+        if ctx.needs_input_grad[0]:
+            g = g if weight is None else g * _along_channels(gains, x)
+            along, total = (_to_channels(s, op, lo, x) for s in (along, total))
+            gx = ((g - (total + centred * along) / (op.channels * prod(op.shape[2:]))) * scale).to(x.dtype)
+        g_weight = of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        g_bias = of_bias.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return gx, g_weight, g_bias, None, None, None, None
+
+
+def _group_moments(x: Tensor, op: GroupNorm, lo: int) -> Tensor:
+    """(2, N G): variance and mean of the own part of every group; zero of an empty one, which weighs nothing."""
+    if not x.numel():
+        return x.new_zeros((2, op.shape[0] * op.groups))
+    var, mean = torch.var_mean(x, list(range(2, x.dim())), correction=0)
+    held = _to_groups(torch.ones_like(mean), op, lo).clamp(min=1)
+    centre = _to_groups(mean, op, lo) / held
+    apart = mean - _to_channels(centre, op, lo, mean)
+    return torch.stack([(_to_groups(var + apart**2, op, lo) / held).flatten(), centre.flatten()])
+
+
+def _to_groups(v: Tensor, op: GroupNorm, lo: int) -> Tensor:
+    """(N, c) of the own channels, which begin at ``lo``, to their sums (N, G) per group."""
+    return F.pad(v, (lo, op.shape[1] - lo - v.shape[1])).reshape(-1, op.groups, op.channels).sum(2)
+
+
+def _to_channels(v: Tensor, op: GroupNorm, lo: int, like: Tensor) -> Tensor:
+    """(N, G) to (N, c, 1, ...) of the own channels, with as many dimensions as ``like``, which has c channels."""
+    own = v.repeat_interleave(op.channels, 1)[:, lo : lo + like.shape[1]]
+    return own.view(*own.shape, *[1] * (like.dim() - 2))
+
+
+def _along_channels(p: Tensor, like: Tensor) -> Tensor:
+    """(c,) to (c, 1, ...), as it is broadcast along the channels of ``like``."""
+    return p.view(-1, *[1] * (like.dim() - 2))
+
+
+def own_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """As called, on the own part."""
+    x = bring(call.inputs[0], step.reads[0], team)
+    if name_of(func) == "local_response_norm" and not x.numel():  # torch returns x itself, not of autocast's dtype
+        one = func(x.new_ones((1,) * x.dim()), *args[1:], **without_input(kwargs))
+        return HetTensor.wrap((x * 1).to(one.dtype), step.output, team)
+    local = {id(call.inputs[0]): x} | {id(p): contributed(team, gather(p)) for p in call.params}
+
+    def part(a: Any) -> Any:
+        return local.get(id(a), a)
+
+    y = func(*map(part, args), **{k: part(v) for k, v in kwargs.items()})
+    return HetTensor.wrap(y, step.output, team)
+
+
+RUN: dict[type[Any], Runner] = {BatchNorm: batch_norm, GroupNorm: group_norm, OwnNorm: own_norm}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..calls import Call
-from ..following import Pointwise
+from ..following import Pointwise, PRelu
 from ..rules import Step
 from ..tensor import HetTensor
 from ..transport import Team
@@ -24,4 +24,4 @@ def pointwise(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs
     return HetTensor.wrap(y, step.output, team)
 
 
-RUN: dict[type[Any], Runner] = {Pointwise: pointwise}
+RUN: dict[type[Any], Runner] = {Pointwise: pointwise, PRelu: pointwise}

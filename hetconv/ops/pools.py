@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -11,49 +13,70 @@ from torch import Tensor
 from ..calls import Call
 from ..following import GlobalAveragePool, Pool
 from ..rules import Step
-from ..spec import Window
+from ..spec import Span, Window
 from ..tensor import HetTensor
 from ..transport import Team
 from .common import Args, Func, Kwargs, Runner, bring, empty_output, without_input
 
+MAX: dict[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+"""By the number of spatial dimensions."""
+
 
 def pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """Cut over samples or channels, as called; cut over space, on the rows (columns) that the own output reads."""
+    """Cut over samples or channels, as called; cut over space, on the slab that the own output reads."""
     op, layout = call.op, step.output
     assert isinstance(op, Pool)
     assert layout.dim is not None
     x = bring(call.inputs[0], step.reads[0], team)
     box = layout.boxes[team.rank]
     if not box.numel:
-        y = empty_output(x, box.shape)
-    elif layout.dim < 2:
+        y = empty_part(x, call, box.shape, func, args, kwargs)
+    elif layout.dim < 2 or op.kind == "other":
         y = func(x, *args[1:], **without_input(kwargs))
     else:
         y = _slab(op, x, layout.dim, (box.lo[layout.dim], box.hi[layout.dim]), tuple(call.inputs[0].shape[2:]))
     return HetTensor.wrap(y, layout, team)
 
 
-def _slab(op: Pool, x: Tensor, dim: int, out: tuple[int, int], sizes: tuple[int, ...]) -> Tensor:
+def empty_part(x: Tensor, call: Call, shape: tuple[int, ...], func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+    """`empty_output` in the dtype that the call gives, which under autocast only torch knows."""
+    y = empty_output(x, shape)
+    if not torch.is_autocast_enabled(x.device.type):
+        return y
+    with torch.no_grad():
+        whole = x.new_zeros(()).expand(call.inputs[0].shape)
+        dtype: torch.dtype = func(whole, *args[1:], **without_input(kwargs)).dtype
+    return y.to(dtype)
+
+
+def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> Tensor:
     """The output span ``out`` from the slab ``x`` that it reads; padding is made explicit where a side has any."""
     sides = [(w.pad_lo, w.pad_hi) for w in op.windows]
     sides[dim - 2] = op.windows[dim - 2].padding(out, sizes[dim - 2])
     kernel, stride = [w.kernel for w in op.windows], [w.stride for w in op.windows]
-    pads = (*sides[1], *sides[0])
+    pads = [n for side in reversed(sides) for n in side]
     if op.kind == "max":
         x = F.pad(x, pads, value=float("-inf")) if any(pads) else x
-        return F.max_pool2d(x, kernel, stride, 0, [w.dilation for w in op.windows])
-    x = F.pad(x, pads) if any(pads) else x
-    if op.count_padding or not any(w.pad_lo or w.pad_hi for w in op.windows):
-        return F.avg_pool2d(x, kernel, stride)
-    counts = [_counts(w, n, x.device) for w, n in zip(op.windows, sizes, strict=True)]
-    counts[dim - 2] = counts[dim - 2][out[0] : out[1]]
-    return F.avg_pool2d(x, kernel, stride, divisor_override=1) / (counts[0][:, None] * counts[1]).to(x.dtype)
+        return MAX[len(sizes)](x, kernel, stride, 0, [w.dilation for w in op.windows])
+    x, average = F.pad(x, pads) if any(pads) else x, AVERAGE[len(sizes)]
+    if all(w.pad_hi == (w.pad_lo if op.count_padding else 0) for w in op.windows):
+        return average(x, kernel, stride)
+    y = average(x, kernel, stride)
+    scale = torch.ones((), dtype=torch.float64 if y.dtype == torch.float64 else torch.float32, device=x.device)
+    for d, (window, size) in enumerate(zip(op.windows, sizes, strict=True), 2):
+        span = out if d == dim else (0, window.out_size(size))
+        each = window.kernel / _counts(window, size, span, op.count_padding, x.device).to(scale.dtype)
+        scale = scale * each.view([-1 if e == d else 1 for e in range(x.dim())])
+    return (y * scale).to(y.dtype)
 
 
-def _counts(window: Window, size: int, device: torch.device) -> Tensor:
-    """How many inputs, padding apart, each output of a window averages."""
-    spans = [window.reads((p, p + 1), size) for p in range(window.out_size(size))]
-    return torch.tensor([hi - lo for lo, hi in spans], device=device)
+def _counts(window: Window, size: int, out: Span, padding: bool, device: torch.device) -> Tensor:
+    """How many numbers each output of a window averages: inputs and, if asked, as much padding after as before them."""
+    extra = window.pad_lo if padding else 0
+    starts = [p * window.stride - window.pad_lo for p in range(*out)]
+    counts = [min(a + window.kernel, size + extra) - max(a, -extra) for a in starts]
+    return torch.tensor(counts, device=device)
 
 
 def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
@@ -63,9 +86,11 @@ def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Ar
     x = bring(call.inputs[0], step.reads[0], team)
     shape = step.output.boxes[team.rank].shape
     if step.output.kind == "partial":
-        y = x.sum((2, 3), keepdim=True) / (call.inputs[0].shape[2] * call.inputs[0].shape[3])
+        y = x.sum(tuple(range(2, x.dim())), keepdim=True) / prod(call.inputs[0].shape[2:])
+    elif x.numel():
+        y = func(x, *args[1:], **without_input(kwargs))
     else:
-        y = func(x, *args[1:], **without_input(kwargs)) if x.numel() else empty_output(x, shape)
+        y = empty_part(x, call, shape, func, args, kwargs)
     return HetTensor.wrap(y, step.output, team)
 
 

@@ -1,0 +1,86 @@
+"""What running on parts costs in Python, per operator: tiny models on one rank, split and plain, in turn.
+
+Tensors are so small that a step is all host time. The rest, messages and computing, is the other benchmarks' business.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import platform
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.machine import commit
+from bench.verdict import Demand
+from hetconv.autotune.launch import parse_devices, run_on
+from hetconv.autotune.measure import paired
+from hetconv.autotune.tune import step_of
+from hetconv.parallel import parallelize
+from hetconv.plan import Mode
+from hetconv.planner import make_plan, whole_model
+from hetconv.profile import ClusterProfile
+from hetconv.recorder import capture
+from hetconv.rules import SplitKind
+
+BLOCKS, ROUNDS, LIMIT_US = 30, 31, 15.0
+KINDS: tuple[SplitKind, ...] = ("height", "filter", "sample")
+MODES: tuple[Mode, ...] = ("infer", "train")
+
+
+class Block(nn.Module):
+    """relu(norm(conv(x))) + x: four operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.relu(self.norm(self.conv(x))) + x
+        return y
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+
+
+def run(args: Namespace) -> None:
+    """Prints a line per kind of split and mode, what must hold, and the results as one JSON document last."""
+    rows = run_on(parse_devices("cpu"), measure)
+    for r in rows:
+        print(f"{r['kind']:8} {r['mode']:6} {r['us']:7.1f} us an operator more than plain ({r['plain_us']:.1f} us)")
+    worst = max(r["us"] for r in rows if r["mode"] == "infer")
+    print(f"must hold:\n  {Demand(f'{LIMIT_US:g} us over what inference adds to an operator', 1.0, LIMIT_US / worst)}")
+    setup = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    document = {"suite": "overhead", "setup": setup | commit(), "cases": rows}
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+
+
+def measure() -> list[dict[str, Any]]:
+    """On every rank: a row per kind and mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *(Block() for _ in range(BLOCKS)))
+    x, rows = torch.randn(2, 3, 8, 8), []
+    graph = capture(model, x)
+    plan = make_plan(graph, ClusterProfile.from_devices(["cpu"]))
+    for mode in MODES:
+        plain = copy.deepcopy(model).train(mode == "train")
+        steps: dict[str, Callable[[], Any]] = {"plain": step_of(plain, x, mode)}
+        for kind in KINDS:
+            split = parallelize(copy.deepcopy(plain), plan.with_splits(whole_model(graph, kind, (1.0,), (kind,))))
+            steps[kind] = step_of(split, x, mode)
+        times = paired(steps, ROUNDS, torch.device("cpu"))
+        own = median(times["plain"]) / len(graph.nodes) * 1e6
+        for kind in KINDS:
+            more = median(a - b for a, b in zip(times[kind], times["plain"], strict=True)) / len(graph.nodes) * 1e6
+            rows.append({"kind": kind, "mode": mode, "us": round(more, 2), "plain_us": round(own, 2)})
+    return rows

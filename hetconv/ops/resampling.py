@@ -1,0 +1,128 @@
+"""Interpolation and padding on parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..calls import Call
+from ..following import Interpolate, Pad, PixelUnshuffle
+from ..following.resampling import TAPS
+from ..rules import Step
+from ..spec import Span
+from ..tensor import HetTensor
+from ..transport import Team
+from .common import Args, Func, Kwargs, Runner, bring, without_input
+from .pools import empty_part
+
+MODES = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
+
+
+def interpolate(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """Cut over samples or channels, as called; over space, the own outputs from the slab that they read."""
+    op, layout = call.op, step.output
+    assert isinstance(op, Interpolate)
+    assert layout.dim is not None
+    x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.dim
+    if not box.numel:
+        y = empty_part(x, call, box.shape, func, args, kwargs)
+    elif dim < 2:
+        y = func(x, *args[1:], **without_input(kwargs))
+    else:
+        sizes, out = tuple(call.inputs[0].shape), (box.lo[dim], box.hi[dim])
+        y = _slab(op, x, dim, sizes, out, op.reads(dim, sizes[dim], out)[0])
+    return HetTensor.wrap(y, layout, team)
+
+
+def _slab(op: Interpolate, x: Tensor, dim: int, sizes: tuple[int, ...], out: Span, first: int) -> Tensor:
+    """The output span ``out`` from the slab ``x``, which begins at ``first``, of an input of ``sizes``."""
+    k = op.factor(dim, sizes[dim])
+    if not k and op.filter in ("nearest", "nearest-exact"):
+        at = torch.arange(*out, dtype=torch.float64, device=x.device) + (0.5 if op.filter == "nearest-exact" else 0)
+        index = (at * op.ratio(dim, sizes[dim])).long().clamp(max=sizes[dim] - 1) - first
+        return _by_torch(op, x.index_select(dim, index), dim, 1)
+    if not k:
+        return _weighted(op, x, dim, sizes[dim], out, first)
+    y = _by_torch(op, x, dim, k)
+    return y.narrow(dim, out[0] - k * first, out[1] - out[0]) if y.shape[dim] != out[1] - out[0] else y
+
+
+def _by_torch(op: Interpolate, x: Tensor, dim: int, factor: int) -> Tensor:
+    """``x`` interpolated by torch to ``factor`` times its size along ``dim``, in the other dimensions as called."""
+    mode: str = MODES.get((op.filter or "", x.dim() - 2), op.filter or "")
+    align = op.align_corners if op.filter in ("linear", "cubic") else None
+    if op.scales[0] is None:
+        size = [*op.shape[2:]]
+        size[dim - 2] = factor * x.shape[dim]
+        return F.interpolate(x, size, mode=mode, align_corners=align)
+    scales = [s or 1.0 for s in op.scales]
+    scales[dim - 2] = float(factor)
+    return F.interpolate(x, scale_factor=scales, mode=mode, align_corners=align)
+
+
+def _weighted(op: Interpolate, x: Tensor, dim: int, n: int, out: Span, first: int) -> Tensor:
+    """Linear or cubic: torch interpolates the other dimensions, then each output is a weighted sum of its taps."""
+    assert op.filter is not None
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = _by_torch(op, x, dim, 1)
+    at = torch.arange(*out, dtype=exact, device=x.device)
+    ratio = op.ratio(dim, n)
+    source = at * ratio if op.align_corners else (at + 0.5) * ratio - 0.5
+    if op.filter == "linear":
+        source = source.clamp(min=0)
+    below = source.floor().clamp(max=n - 1)
+    t = (source - below).clamp(0, 1)
+    weights = (1 - t, t) if op.filter == "linear" else _cubic(t)
+    along = [-1 if d == dim else 1 for d in range(x.dim())]
+    last = first + x.shape[dim] - 1
+    terms = []
+    for tap, weight in zip(range(*TAPS[op.filter]), weights, strict=True):
+        # Beyond the slab there is the edge, which repeats, or what rounding alone gives a weight.
+        index = (below.long() + tap).clamp(first, last) - first
+        terms.append(rows.index_select(dim, index) * weight.view(along))
+    return sum(terms[1:], terms[0]).to(rows.dtype)
+
+
+def _cubic(t: Tensor) -> tuple[Tensor, ...]:
+    """The weights of four taps (Keys, 1981, with a = -0.75) at a distance ``t`` beyond the second."""
+    a = -0.75
+
+    def near(s: Tensor) -> Tensor:
+        return ((a + 2) * s - (a + 3)) * s * s + 1
+
+    def far(s: Tensor) -> Tensor:
+        return ((a * s - 5 * a) * s + 8 * a) * s - 4 * a
+
+    return far(t + 1), near(t), near(1 - t), far(2 - t)
+
+
+def pad(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """As called, but that a side of the cut dimension is padded, or cropped, by the rank that has it."""
+    op, layout = call.op, step.output
+    assert isinstance(op, Pad)
+    assert layout.dim is not None
+    x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.dim
+    held = step.reads[0].boxes[team.rank]
+    if not box.numel:
+        return HetTensor.wrap(empty_part(x, call, box.shape, func, args, kwargs), layout, team)
+    pads = list(op.pads)
+    if pads[dim] != (0, 0):
+        before = pads[dim][0]
+        pads[dim] = held.lo[dim] - (box.lo[dim] - before), box.hi[dim] - before - held.hi[dim]
+    given = len(args[1] if len(args) > 1 else kwargs["pad"]) // 2
+    flat = [n for side in reversed(pads[len(pads) - given :]) for n in side]
+    rest = {k: v for k, v in without_input(kwargs).items() if k != "pad"}
+    return HetTensor.wrap(func(x, flat, *args[2:], **rest), layout, team)
+
+
+def pixel_unshuffle(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    x = bring(call.inputs[0], step.reads[0], team)
+    shape = step.output.boxes[team.rank].shape
+    y = func(x, *args[1:], **without_input(kwargs)) if x.numel() else empty_part(x, call, shape, func, args, kwargs)
+    return HetTensor.wrap(y, step.output, team)
+
+
+RUN: dict[type[Any], Runner] = {Interpolate: interpolate, Pad: pad, PixelUnshuffle: pixel_unshuffle}

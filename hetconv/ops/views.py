@@ -1,0 +1,157 @@
+"""Views on parts. What shares memory on one device shares it on parts, or becomes whole before it is written to.
+
+A view of a part is written to as in torch, where that leaves its layout as it is. Anything else gathers what the first
+source holds and takes the views of it anew, by the calls that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..calls import Call
+from ..following import Pieces, View
+from ..layout import Layout
+from ..rules import Step
+from ..tensor import HetTensor, gather
+from ..transport import Team
+from .common import Args, Func, Kwargs, Runner, without_input
+
+Retake = Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Family:
+    """Tensors on parts that share memory: ``views``, in the order in which they were taken, and what they are of.
+
+    ``copies``: some may be copies, on this rank or another, where a part lies in memory as the whole would not.
+    """
+
+    views: list[ref[HetTensor]] = field(default_factory=list)
+    copies: bool = False
+
+
+_families: Any = WeakIdKeyDictionary()  # of each tensor that has or is a view
+_sources: Any = WeakIdKeyDictionary()  # of each view: what it was taken of, how, and whether with autograd
+
+
+def link(view: HetTensor, source: HetTensor, retake: Retake, copies: bool = False) -> HetTensor:
+    """Says that ``view`` shares the memory of ``source`` and how to take it of the whole."""
+    family = _families.setdefault(source, Family())
+    family.views.append(ref(view))
+    family.copies |= copies
+    _families[view] = family
+    _sources[view] = (source, retake, torch.is_grad_enabled())
+    return view
+
+
+def shared(x: HetTensor) -> bool:
+    """Whether it has or is a view on parts. The same on every rank: what nobody holds any more counts."""
+    return x in _families
+
+
+def may_write(x: HetTensor, output: Layout) -> bool:
+    """Whether a call in place, whose result lies as ``output``, may write to this rank's part alone."""
+    if x.placement.kind == "replicated":  # plain views of the whole may be out
+        return False
+    family = _families.get(x)
+    return family is None or (not family.copies and output == x.placement)
+
+
+def make_whole(x: HetTensor) -> None:
+    """Replicates a tensor and all that share its memory, which they then do as on one device; collective."""
+    if x.placement.kind == "replicated":
+        return
+    root, family = x, _families.get(x, Family())
+    while root in _sources:
+        root = _sources[root][0]
+    with torch.enable_grad():
+        _replicate(root, gather(root))
+    members = [root]
+    for view in (v for r in family.views if (v := r()) is not None):
+        source, retake, with_grad = _sources[view]
+        with torch.set_grad_enabled(with_grad):
+            _replicate(view, retake(source.local))
+        members.append(view)
+    for member in members:  # a view keeps its source until here
+        _families.pop(member, None)
+        _sources.pop(member, None)
+
+
+def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a call gives a view of a view as it lies on one device: gathered alone it lies in another order."""
+    retakes, root = [], x
+    while root in _sources:
+        root, retake, _ = _sources[root]
+        retakes.append(retake)
+    with torch.no_grad():
+        like = torch.empty(root.placement.shape, dtype=root.dtype, device="meta")
+        for retake in reversed(retakes):
+            like = retake(like)
+        try:
+            result = func(*tree_map(lambda a: like if a is x else a, args), **dict(kwargs))
+        except Exception:  # it takes more than this tensor and numbers
+            return True
+    memory = like.untyped_storage()._cdata
+    return any(r.untyped_storage()._cdata == memory for r in tree_iter(result) if isinstance(r, Tensor))
+
+
+def _replicate(x: HetTensor, whole: Tensor) -> None:
+    x.local, x.placement = whole, Layout.replicated(x.placement.shape, x.team.size)
+
+
+def own_view(op: View, local: Tensor, read: Layout, output: Layout, rank: int) -> Tensor:
+    """What this rank's part shows of a view; it shares the part's memory."""
+    box, seen = read.boxes[rank], output.boxes[rank]
+    index: list[slice | int] = []
+    for d, (lo, hi) in enumerate(op.spans):
+        a, b = (min(max(end, lo), hi) - box.lo[d] for end in (box.lo[d], box.hi[d]))
+        index.append(slice(a, b) if d in op.dims else lo - box.lo[d])
+    if any(i != slice(0, n) for i, n in zip(index, local.shape, strict=True)):
+        local = local[tuple(index)]
+    order = [d for d in op.dims if d is not None]
+    if order != sorted(order):
+        local = local.permute([sorted(order).index(d) for d in order])
+    if None in op.dims:
+        local = local[tuple(None if d is None else slice(None) for d in op.dims)]
+    return local if tuple(local.shape) == seen.shape else local.expand(seen.shape)
+
+
+def as_called(func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
+    """The same call on another input."""
+    return lambda x: func(x, *args[1:], **without_input(kwargs))
+
+
+def viewed(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    assert isinstance(call.op, View)
+    return _taken(call, call.op, step, team, as_called(func, args, kwargs))
+
+
+def pieces(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> tuple[HetTensor, ...]:
+    assert isinstance(call.op, Pieces)
+    (x,) = call.inputs
+    assert isinstance(x, HetTensor)
+    again = as_called(func, args, kwargs)
+
+    def piece(i: int) -> Retake:
+        return lambda whole: again(whole)[i]
+
+    taken = enumerate(zip(call.op.views, call.op.steps((x.placement,)), strict=True))
+    return tuple(_taken(call, op, own, team, piece(i)) for i, (op, own) in taken)
+
+
+def _taken(call: Call, op: View, step: Step, team: Team, retake: Retake) -> HetTensor:
+    (x,), read = call.inputs, step.reads[0]
+    assert isinstance(x, HetTensor)
+    assert isinstance(read, Layout)
+    return link(HetTensor.wrap(own_view(op, x.local, read, step.output, team.rank), step.output, team), x, retake)
+
+
+RUN: dict[type[Any], Runner] = {View: viewed, Pieces: pieces}

@@ -1,0 +1,114 @@
+"""Serial equivalence of models that others wrote, under planned, all-height and all-filter plans."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Literal, get_args
+
+import pytest
+import torch
+
+import hetconv
+from hetconv.plan import Plan
+from hetconv.planner import whole_model
+from hetconv.rules import Gather
+
+from .equivalence import Differences, apart, leaves, loss_of, one_step, relative, same_state
+from .spawn import on_ranks
+from .zoo import ZOO
+
+Kind = Literal["planned", "height", "filter"]
+RATIOS = {2: (3, 1), 3: (2, 1, 1)}
+TOLERANCE = 1e-9
+ATTENTION = {"scaled_dot_product_attention"}  # every pixel reads every other
+GATHERS = {"diffusers AutoencoderKL": ATTENTION, "diffusers UNet2DModel": ATTENTION}  # in training, by a height plan
+
+pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+pytest.importorskip("monai")
+
+
+def scaled(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """The largest difference, by the largest number if that is above 1: many gradients are 0 but for rounding."""
+    largest = float(b.detach().abs().max()) if b is not None and b.numel() else 0.0
+    return apart(a, b) / max(largest, 1.0)
+
+
+def plan_for(model: torch.nn.Module, x: torch.Tensor, kind: Kind, world: int) -> Plan:
+    graph = hetconv.capture(model, x)
+    profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5", "cpu@0.5"][:world], link="host")
+    plan = hetconv.make_plan(graph, profile)
+    if kind == "planned":
+        return plan
+    return plan.with_splits(whole_model(graph, kind, RATIOS[world], (kind, "filter") if kind == "filter" else (kind,)))
+
+
+def trained(name: str, kind: Kind, world: int) -> Differences:
+    """Differences of outputs, all gradients and buffers of one step in training, then of the output in evaluation."""
+    make, shape = ZOO[name]
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    serial = make().double().train()
+    cut = copy.deepcopy(serial)
+    x = torch.randn(shape)
+    cut = hetconv.parallelize(cut, plan_for(cut, x, kind, world))
+    found = one_step(serial, cut, x, by=scaled) | same_state(serial, cut)
+    serial.eval(), cut.eval()
+    with torch.no_grad():
+        pairs = zip(leaves(cut(x)), leaves(serial(x)), strict=True)
+        return found | {f"evaluated output {i}": scaled(a, b) for i, (a, b) in enumerate(pairs)}
+
+
+def assert_equal(found: list[Differences]) -> None:
+    wrong = [{k: v for k, v in differences.items() if not v <= TOLERANCE} for differences in found]
+    assert not any(wrong), wrong
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("name", ZOO)
+def test_two_unequal_ranks_compute_what_one_does(name: str, kind: Kind) -> None:
+    assert_equal(on_ranks(2, trained, name, kind, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("name", ZOO)
+def test_three_unequal_ranks_compute_what_one_does(name: str, kind: Kind) -> None:
+    assert_equal(on_ranks(3, trained, name, kind, 3))
+
+
+def in_single_precision(name: str) -> tuple[float, float]:
+    """Errors of the output and of all gradients together."""
+    make, shape = ZOO[name]
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    serial = make().eval()
+    cut = copy.deepcopy(serial)
+    x = torch.randn(shape)
+    cut = hetconv.parallelize(cut, plan_for(cut, x, "height", 2))
+    results = [serial(x), cut(x)]
+    for y in results:
+        loss_of(y).backward()
+    outputs = [torch.cat([y.detach().flatten() for y in leaves(r)]) for r in results]
+    gradients = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (serial, cut)]
+    return relative(outputs[1], outputs[0]), relative(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_single_precision_under_a_height_plan(name: str) -> None:
+    for output, gradients in on_ranks(2, in_single_precision, name):
+        assert output <= 1e-4
+        assert gradients <= 1e-4
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_what_is_gathered_under_a_height_plan(name: str) -> None:
+    """By the plan's own walk: operators that no rule takes, whose input is on parts."""
+    make, shape = ZOO[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = hetconv.capture(make(), torch.zeros(shape))
+    gathers = {n.function for n in graph.nodes if isinstance(n.op, Gather)}
+    assert gathers <= GATHERS.get(name, set())

@@ -1,0 +1,337 @@
+"""Interpolation, padding and poolings on parts: equal to torch's in every placement, and what is sent for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import hetconv
+from hetconv.calls import read
+from hetconv.cost import price
+from hetconv.following import Interpolate
+from hetconv.layout import Box, Layout, Move, traffic
+from hetconv.planner import whole_model
+from hetconv.profile import ClusterProfile
+from hetconv.rules import KINDS, REPLICATE, SplitKind, Step
+from hetconv.tensor import HetTensor
+
+from .equivalence import TOLERANCE, Differences, leaves, loss_of, one_step, pair
+from .placed import PLACEMENTS, SHAPE, WORLD, Fn, on_parts, placed
+from .spawn import on_ranks
+
+ROWS, COLUMNS = PLACEMENTS["rows"], PLACEMENTS["columns"]
+
+
+def resized(mode: str, **options: Any) -> Fn:
+    return lambda x, z, p: F.interpolate(x, mode=mode, **options)
+
+
+def sequence(fn: Fn) -> Fn:
+    return lambda x, z, p: fn(x.flatten(2), z, p)
+
+
+def volume(fn: Fn) -> Fn:
+    """The function of a tensor with a dimension more, placed likewise."""
+
+    def deep(x: Tensor) -> Tensor:
+        return x[..., None] * torch.arange(1, 5, dtype=x.dtype)
+
+    def of(x: Tensor, z: Tensor, p: Any) -> Any:
+        if not isinstance(x, HetTensor):
+            return fn(deep(x), z, p)
+        own = x.placement
+        boxes = tuple(Box((*b.lo, 0), (*b.hi, 4)) for b in own.boxes)
+        layout = Layout((*own.shape, 4), own.kind, boxes, own.shares)
+        return fn(HetTensor.wrap(deep(x.local), layout, x.team), z, p)
+
+    return of
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "by 2": {"scale_factor": 2},
+    "by 3": {"scale_factor": 3.0},
+    "by (2, 1)": {"scale_factor": (2.0, 1.0)},
+    "by (1, 3)": {"scale_factor": (1, 3)},
+    "by 1.7": {"scale_factor": 1.7},
+    "by 1.7, recomputed": {"scale_factor": 1.7, "recompute_scale_factor": True},
+    "by 2.1": {"scale_factor": 2.1},  # twice the size, but not twice as dense
+    "by 3.1": {"scale_factor": 3.1},
+    "by 0.4": {"scale_factor": 0.4},
+    "by 1.1": {"scale_factor": 1.1},
+    "to (12, 10)": {"size": (12, 10)},
+    "to (9, 13)": {"size": (9, 13)},
+    "to (3, 5)": {"size": [3, 5]},
+    "to (2, 3)": {"size": (2, 3)},
+    "to 1": {"size": 1},
+}
+INTERPOLATIONS: dict[str, Fn] = {
+    f"{mode} {name}": resized(mode, **options)
+    for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")
+    for name, options in SIZES.items()
+} | {
+    f"{mode} {name}, corners aligned": resized(mode, **SIZES[name], align_corners=True)
+    for mode in ("bilinear", "bicubic")
+    for name in ("by 2", "by 1.7", "by 0.4", "to (9, 13)", "to (3, 5)", "to 1")
+}  # fmt: skip
+INTERPOLATIONS |= {
+    "area": resized("area", scale_factor=2),
+    "antialias": resized("bilinear", size=(3, 4), antialias=True),
+    "Upsample": lambda x, z, p: nn.Upsample(scale_factor=2, mode="bilinear")(x),
+    "sequence, nearest": sequence(resized("nearest", scale_factor=2)),
+    "sequence, linear": sequence(resized("linear", size=37)),
+    "volume, nearest": volume(resized("nearest-exact", size=(9, 7, 8))),
+    "volume, trilinear": volume(resized("trilinear", scale_factor=(2, 1.5, 1))),
+}
+PADS: dict[str, Fn] = {
+    f"{mode} {pads}": lambda x, z, p, mode=mode, pads=pads: F.pad(x, pads, mode)
+    for mode in ("constant", "reflect", "replicate", "circular")
+    for pads in ((1, 1, 1, 1), (0, 1, 0, 1), (2, 0, 0, 0), (3, 2, 4, 1), (0, 2, 0, 4))
+} | {
+    "value": lambda x, z, p: F.pad(x, (1, 2, 0, 3), value=2.5),
+    "channels": lambda x, z, p: F.pad(x, (0, 0, 0, 0, 1, 2), "constant", 0.5),
+    "samples": lambda x, z, p: F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0)),
+    "cropped": lambda x, z, p: F.pad(x, (-1, -1, -2, 0)),
+    "cropped and padded": lambda x, z, p: F.pad(x, (-3, 2, 1, -4)),
+    "replicated, cropped": lambda x, z, p: F.pad(x, (-1, 2, 1, -1), "replicate"),
+    "nothing": lambda x, z, p: F.pad(x, (0, 0)),
+    "by keyword": lambda x, z, p: F.pad(input=x, pad=(1, 0, 2, 0), value=1.0),
+    "written to": lambda x, z, p: F.pad(x * 1, (0, 0, 0, 0)).mul_(2) + x,
+    "sequence": sequence(lambda x, z, p: F.pad(x, (2, 1), "reflect")),
+    "volume": volume(lambda x, z, p: F.pad(x, (1, 1, 0, 0, 2, 1), "replicate")),
+}  # fmt: skip
+POOLS: dict[str, Fn] = {
+    "max, ceil": lambda x, z, p: F.max_pool2d(-x, 3, 2, 1, ceil_mode=True),
+    "max, ceil, last window in the padding": lambda x, z, p: F.max_pool2d(x, (2, 2), 3, 1, ceil_mode=True),
+    "max, ceil, dilated": lambda x, z, p: F.max_pool2d(x, 2, 2, 1, 2, ceil_mode=True),
+    "average, ceil": lambda x, z, p: F.avg_pool2d(x, 2, 2, ceil_mode=True),
+    "average, ceil and padding": lambda x, z, p: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "average, ceil, padding not counted": lambda x, z, p: F.avg_pool2d(x, 4, 3, 2, True, False),
+    "average, divisor": lambda x, z, p: F.avg_pool2d(x, 2, 1, divisor_override=3),
+    "average, divisor and padding": lambda x, z, p: F.avg_pool2d(x, 2, 1, 1, divisor_override=3),
+    "indices": lambda x, z, p: F.max_pool2d(x, 2, return_indices=True),
+    "power": lambda x, z, p: F.lp_pool2d(x, 2, 2),
+    "power, stride and ceil": lambda x, z, p: F.lp_pool2d(x, 3, (2, 2), stride=1, ceil_mode=True),
+    "power, ceil": lambda x, z, p: F.lp_pool2d(x, 2, 2, ceil_mode=True),
+    "adaptive maximum of (3, 5)": lambda x, z, p: F.adaptive_max_pool2d(x, (3, 5)),
+    "adaptive maximum of 1": lambda x, z, p: F.adaptive_max_pool2d(x, 1),
+    "adaptive maximum of (4, 3)": lambda x, z, p: F.adaptive_max_pool2d(x, (4, 3)),
+    "adaptive indices": lambda x, z, p: F.adaptive_max_pool2d(x, (3, 5), return_indices=True),
+    "adaptive average of (3, None)": lambda x, z, p: F.adaptive_avg_pool2d(x, (3, None)),
+    "adaptive average of (2, 1)": lambda x, z, p: F.adaptive_avg_pool2d(x, (2, 1)),
+    "adaptive average of more": lambda x, z, p: F.adaptive_avg_pool2d(x, (12, 7)),
+    "max of sequences": sequence(lambda x, z, p: F.max_pool1d(x, 4, 3, 2, ceil_mode=True)),
+    "average of sequences": sequence(lambda x, z, p: F.avg_pool1d(x, 4, 3, 2, True, False)),
+    "power of sequences": sequence(lambda x, z, p: F.lp_pool1d(x, 2, 3)),
+    "adaptive average of sequences": sequence(lambda x, z, p: F.adaptive_avg_pool1d(x, 1)),
+    "adaptive maximum of sequences": sequence(lambda x, z, p: F.adaptive_max_pool1d(x, 10)),
+    "max of volumes": volume(lambda x, z, p: F.max_pool3d(x, 2, 2, ceil_mode=True)),
+    "average of volumes": volume(lambda x, z, p: F.avg_pool3d(x, 3, 2, 1, count_include_pad=False)),
+    "adaptive average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, (3, 1, 2))),
+    "global average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, 1)),
+}
+UNSHUFFLES: dict[str, Fn] = {
+    "pixel_unshuffle": lambda x, z, p: F.pixel_unshuffle(F.pad(x, (0, 1)), 2),
+    "pixel_unshuffle by 3": lambda x, z, p: F.pixel_unshuffle(input=F.pad(x, (0, 1)), downscale_factor=3),
+    "there and back": lambda x, z, p: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
+}
+FUNCTIONS = {
+    f"{family}: {name}": fn
+    for family, fns in (("interpolate", INTERPOLATIONS), ("pad", PADS), ("pool", POOLS), ("unshuffle", UNSHUFFLES))
+    for name, fn in fns.items()
+}
+
+
+def everywhere(name: str, dtype: torch.dtype = torch.float64, autocast: bool = False) -> dict[str, Differences]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return {place: on_parts(FUNCTIONS[name], place, dtype) for place in PLACEMENTS}
+
+
+def check(found: list[dict[str, Differences]], tolerance: float = 1e-12) -> None:
+    wrong = {
+        (place, what): value
+        for differences in found
+        for place, values in differences.items()
+        for what, value in values.items()
+        if not value <= tolerance
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name: str) -> None:
+    check(on_ranks(WORLD, everywhere, name))
+
+
+MIXED = [
+    "interpolate: nearest by 2", "interpolate: nearest by 1.7", "interpolate: bilinear by 2",
+    "interpolate: bicubic to (9, 13)", "pad: reflect (0, 1, 0, 1)", "pad: constant (1, 1, 1, 1)",
+    "pool: average, ceil and padding", "pool: average of volumes", "pool: adaptive maximum of (3, 5)",
+    "unshuffle: there and back",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", MIXED)
+def test_function_under_autocast(name: str, dtype: torch.dtype) -> None:
+    check(on_ranks(WORLD, everywhere, name, dtype, True), {torch.bfloat16: 2e-1, torch.float32: 1e-5}[dtype])
+
+
+@pytest.mark.parametrize("name", [name for name in MIXED if "volumes" not in name])  # torch has none of these
+def test_function_in_half_precision(name: str) -> None:
+    check(on_ranks(WORLD, everywhere, name, torch.float16), 3e-2)
+
+
+GATHERED_OVER_ROWS = {
+    *(f"interpolate: {mode} by 1.1" for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")),
+    "interpolate: nearest by 2.1", "interpolate: nearest-exact by 2.1",
+    "interpolate: nearest-exact by 3.1", "interpolate: area", "interpolate: antialias",
+    *(f"pad: circular {pads}" for pads in ((1, 1, 1, 1), (0, 1, 0, 1), (3, 2, 4, 1), (0, 2, 0, 4))),
+    "pad: reflect (1, 1, 1, 1)", "pad: reflect (3, 2, 4, 1)", "pad: reflect (0, 2, 0, 4)",
+    "pool: average, divisor and padding", "pool: power, ceil",
+    "pool: adaptive maximum of (4, 3)", "pool: adaptive average of more",
+}  # fmt: skip
+REFUSING = {"pool: indices", "pool: adaptive indices"}  # gathered wherever they are cut
+
+
+def kinds(names: list[str], places: list[str]) -> dict[tuple[str, str], str]:
+    found: dict[tuple[str, str], str] = {}
+    for name in names:
+        for place in places:
+            x, _ = placed(torch.rand(SHAPE, dtype=torch.float64), PLACEMENTS[place])
+            (y, *_) = leaves(FUNCTIONS[name](x, x, {}))
+            found[name, place] = y.placement.kind if isinstance(y, HetTensor) else "plain"
+    return found
+
+
+def test_everything_else_runs_on_parts() -> None:
+    names, places = [*FUNCTIONS], ["rows", "channels", "samples"]
+    unfit = {("unshuffle: there and back", "channels")}  # cut within the channels that become one
+    for found in on_ranks(WORLD, kinds, names, places):
+        gathered = {key for key, kind in found.items() if kind in ("plain", "replicated")} - unfit
+        expected = {(name, "rows") for name in GATHERED_OVER_ROWS} | {(n, p) for n in REFUSING for p in places}
+        assert gathered == expected
+
+
+def step_of(layout: Layout, func: Any, *args: Any, **kwargs: Any) -> Step:
+    call = read(func, (torch.empty(layout.shape, device="meta"), *args), kwargs)
+    assert call is not None
+    return call.op.step((layout,), REPLICATE)
+
+
+def moved(layout: Layout, step: Step) -> int:
+    (source,) = step.reads
+    return sum(traffic(Move(layout, source).forward, 1).values()) if source != layout else 0
+
+
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("factor", [1, 2, 3, 4.0, 7])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_copies_of_pixels_need_no_message(layout: Layout, factor: float, mode: str) -> None:
+    step = step_of(layout, F.interpolate, scale_factor=factor, mode=mode)
+    assert moved(layout, step) == 0
+    assert step.output.sizes == tuple(int(factor * size) for size in layout.sizes)
+
+
+@pytest.mark.parametrize(("n", "out", "mode"), [(2, 82, "nearest"), (2, 98, "nearest"), (20, 134, "nearest-exact")])
+def test_where_rounding_decides_which_pixel_is_nearest_torch_does_it(n: int, out: int, mode: str) -> None:
+    rows = Layout.sharded((1, 1, n, 1), 2, (1, n - 1))
+    assert step_of(rows, F.interpolate, size=(out, 1), mode=mode).output.kind == "replicated"
+
+
+def test_a_linear_interpolation_reads_one_row_beyond_each_cut_and_a_cubic_one_two() -> None:
+    rows = Layout.sharded((1, 1, 12, 4), 2, (4, 0, 5, 3))
+    for mode, beyond in (("bilinear", 1), ("bicubic", 2)):
+        (need,) = step_of(rows, F.interpolate, scale_factor=2, mode=mode).reads
+        spans = [(0, 4 + beyond), (0, 0), (4 - beyond, 9 + beyond), (9 - beyond, 12)]
+        assert [(b.lo[2], b.hi[2]) for b in need.boxes] == spans
+
+
+@pytest.mark.parametrize("mode", ["constant", "replicate", "reflect"])
+def test_padding_needs_no_message(mode: str) -> None:
+    rows = Layout.sharded((1, 1, 12, 4), 2, (0, 4, 5, 3, 0))
+    step = step_of(rows, F.pad, (1, 1, 3, 2), mode)
+    assert (step.reads, step.output.sizes) == ((rows,), (0, 7, 5, 5, 0))
+
+
+def test_pixels_fold_where_they_lie_if_no_cut_divides_them() -> None:
+    aligned, across = (Layout.sharded((1, 1, 12, 4), 2, sizes) for sizes in ((8, 4), (7, 5)))
+    assert step_of(aligned, F.pixel_unshuffle, 2).reads == (aligned,)
+    assert moved(across, step_of(across, F.pixel_unshuffle, 2)) == 4
+
+
+@given(
+    st.sampled_from(["nearest", "nearest-exact", "bilinear", "bicubic"]),
+    st.booleans(),
+    st.integers(1, 60),
+    st.one_of(st.integers(1, 120), st.floats(0.1, 5.0)),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.tuples(st.integers(0, 300), st.integers(1, 300)),
+)
+def test_an_interpolation_reads_all_that_torch_reads(
+    mode: str, align: bool, n: int, target: float, dtype: torch.dtype, span: tuple[int, int]
+) -> None:
+    """By torch's own weight of every input in every output."""
+    options: dict[str, Any] = {"mode": mode, "align_corners": align if mode.startswith("bi") else None}
+    options["size" if isinstance(target, int) else "scale_factor"] = (target, 1 if isinstance(target, int) else 1.0)
+    assume(isinstance(target, int) or int(n * target) > 0)
+    call = read(F.interpolate, (torch.empty((1, n, n, 1), device="meta"),), options)
+    assert call is not None
+    assert isinstance(call.op, Interpolate)
+    step = call.op.step((Layout.sharded((1, n, n, 1), 2, (n,)),))
+    assume(call.op.filter is not None and step.output.kind == "sharded")
+    weights = F.interpolate(torch.eye(n, dtype=dtype).view(1, n, n, 1), **options)[0, :, :, 0]
+    lo, hi = min(span[0], weights.shape[1] - 1), min(sum(span), weights.shape[1])
+    hi = max(lo + 1, hi)
+    used = (weights[:, lo:hi].abs() > 1e-4).any(1).nonzero().flatten().tolist()
+    first, last = call.op.reads(2, n, (lo, hi))
+    assert first <= min(used)
+    assert max(used) < last <= n
+
+
+class Resampling(nn.Module):
+    """A U-shaped net of everything here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect")
+        self.pool = nn.MaxPool2d(3, 2, ceil_mode=True)
+        self.inner = nn.Conv2d(8, 8, 3, padding=1, padding_mode="replicate")
+        self.last = nn.Conv2d(40, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        z = self.inner(self.pool(y))
+        z = F.interpolate(z, scale_factor=2) + F.interpolate(z, scale_factor=2, mode="bilinear")
+        z = F.interpolate(z, size=y.shape[2:], mode="bicubic", align_corners=True) + y
+        z = torch.cat([F.pixel_unshuffle(z, 2), F.avg_pool2d(y, 2, ceil_mode=True)], 1)
+        return F.adaptive_max_pool2d(self.last(F.pad(z, (0, 1, 0, 1))), 1)
+
+
+def step_in_parts(kind: SplitKind, weights: tuple[int, ...]) -> tuple[Differences, dict[int, int], dict[int, int]]:
+    """Differences from one device, and the bytes to every other rank as counted and as planned."""
+    world, me = len(weights), dist.get_rank()
+    torch.manual_seed(1)
+    x = torch.randn(2, 3, 20, 18, dtype=torch.float64)
+    graph = hetconv.capture(Resampling().double(), x.requires_grad_())
+    splits = dict(whole_model(graph, kind, weights, KINDS).items())
+    predicted, _ = price(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), splits, "train")
+    serial, cut = pair(Resampling, splits, world)
+    differences = one_step(serial, cut, x)
+    with hetconv.count_sent() as sent:
+        loss_of(cut(x)).backward()
+    return differences, dict(sent), {r: size for r, size in enumerate(predicted.sent_bytes[me]) if size}
+
+
+@pytest.mark.parametrize("weights", [(3, 1), (5, 2, 1), (1, 0, 2)])
+@pytest.mark.parametrize("kind", ["sample", "filter", "channel", "height", "width"])
+def test_a_net_in_parts_equals_the_whole_and_sends_what_was_planned(kind: SplitKind, weights: tuple[int, ...]) -> None:
+    for differences, sent, predicted in on_ranks(len(weights), step_in_parts, kind, weights):
+        assert {k: v for k, v in differences.items() if not v <= TOLERANCE} == {}
+        assert sent == predicted

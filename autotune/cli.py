@@ -22,7 +22,7 @@ from hetconv.rules import KINDS
 
 from .launch import parse_devices, run_on
 from .models import build_model, parse_shape, random_input
-from .show import show_plan, show_profile
+from .show import show_gathers, show_plan, show_profile
 from .tune import Job, tune
 
 app = typer.Typer(
@@ -98,11 +98,18 @@ def plan(
 
 
 @app.command()
-def show(file: Annotated[Path, typer.Argument(help="A plan or a profile.", show_default=False)]) -> None:
+def show(
+    file: Annotated[Path, typer.Argument(help="A plan or a profile.", show_default=False)],
+    gathers: Annotated[bool, typer.Option("--gathers", help="Only what a plan runs on gathered tensors.")] = False,
+) -> None:
     """Show a plan or a profile as a table."""
     console = Console()
     if _format(file) == "hetconv-profile":
+        if gathers:
+            raise PlanError(f"{file} is a profile, which gathers nothing; give a plan with --gathers")
         show_profile(ClusterProfile.load(file), console)
+    elif gathers:
+        show_gathers(Plan.load(file), console)
     else:
         show_plan(Plan.load(file), console)
 

@@ -47,6 +47,9 @@ def show_plan(plan: Plan, console: Console) -> None:
     for name, layer in plan.layers.items():
         if layer.chunks > 1:
             console.print(f"{name} is gathered in {layer.chunks} chunks of the batch while it is computed")
+    if plan.gathers:
+        sent = sum(g.sent_bytes for g in plan.gathers) / 1e6
+        console.print(f"{len(plan.gathers)} operators run on gathered tensors, {sent:.2f} MB: --gathers lists them")
     console.print(f"chosen: [bold]{plan.chosen}[/bold]")
     if plan.predicted is not None:
         p = plan.predicted
@@ -56,6 +59,19 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(f"memory {', '.join(f'{m / 1e9:.2f} GB' for m in p.memory_bytes)}")
     for name, seconds_ in sorted((plan.alternatives or {}).items(), key=lambda item: item[1]):
         console.print(f"  {seconds_ * 1e3:10.2f} ms  {name}")
+
+
+def show_gathers(plan: Plan, console: Console) -> None:
+    """What runs on gathered tensors, with the megabytes that are sent for it, forward and backward."""
+    if not plan.gathers:
+        made = "the plan was changed by hand, and not priced" if plan.predicted is None else "no operator gathers"
+        console.print(f"{made}: nothing to list")
+        return
+    table = Table("operator", "function", "gives", box=None, header_style="bold", pad_edge=False)
+    table.add_column("MB sent", justify="right")
+    for g in plan.gathers:
+        table.add_row(g.name, g.function, "x".join(map(str, g.shape)), f"{g.sent_bytes / 1e6:.2f}")
+    console.print(table)
 
 
 def show_profile(profile: ClusterProfile, console: Console) -> None:

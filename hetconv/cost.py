@@ -10,7 +10,7 @@ from .errors import PlanError
 from .following import BatchNorm, GroupNorm, Pieces, View
 from .graph import Graph, Memory, Node
 from .layout import Exchange, Layout, Move, buckets, summed, traffic
-from .plan import Mode, Prediction
+from .plan import Gathered, Mode, Prediction
 from .profile import Axis, ClusterProfile, DeviceModel
 from .rules import REPLICATE, SPATIAL, Conv, Gather, Linear, Op, Split, Step
 
@@ -258,6 +258,18 @@ def price(
     step = max(clocks.now)
     memory = tuple(memory_bytes(graph, applied, splits, r, mode) for r in range(world))
     return Prediction(step, step - max(clocks.busy), tuple(clocks.busy), matrix, memory), layers
+
+
+def gathers(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -> tuple[Gathered, ...]:
+    """The operators, but for layers that ``splits`` replicates, that run on the whole; those that send most first."""
+    found = []
+    for a in walk(graph, splits, world, mode)[0]:
+        sent: dict[tuple[int, int], int] = {}
+        _count(sent, a.forward + a.backward)
+        if a.node.layer is None and a.node.outputs and a.step.output.kind == "replicated" and sent:
+            function = a.node.function or a.node.name
+            found.append(Gathered(a.node.name, function, graph.values[a.node.outputs[0]].shape, sum(sent.values())))
+    return tuple(sorted(found, key=lambda g: -g.sent_bytes))
 
 
 def _count(sent: dict[tuple[int, int], int], transfers: Transfers) -> None:

@@ -50,10 +50,22 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """An operator that runs on the whole of inputs that lie on parts: its function, the shape it gives, bytes sent."""
+
+    name: str
+    function: str
+    shape: tuple[int, ...]
+    sent_bytes: int
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True)
 class Plan:
     """``layers`` by module name. ``alternatives`` has the predicted seconds of what else could have been done.
 
-    ``estimated``: nothing was measured, the profile came from data sheets. ``tiles`` are the profile's.
+    ``estimated``: nothing was measured, the profile came from data sheets. ``tiles`` are the profile's. ``gathers``:
+    the operators that a better rule or another split could keep on parts, those that send most first.
     """
 
     devices: tuple[str, ...]
@@ -66,6 +78,7 @@ class Plan:
     alternatives: Mapping[str, float] | None = None
     estimated: bool = False
     tiles: tuple[TunedTile, ...] = ()
+    gathers: tuple[Gathered, ...] = ()
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -101,7 +114,7 @@ class Plan:
                 f"the plan has no layer {', '.join(map(repr, unknown))}; it has {', '.join(self.layers) or 'none'}"
             )
         layers = {n: LayerPlan(x.op, splits.get(n, x.split), followers=x.followers) for n, x in self.layers.items()}
-        return replace(self, layers=layers, chosen="by hand", predicted=None, alternatives=None)
+        return replace(self, layers=layers, chosen="by hand", predicted=None, alternatives=None, gathers=())
 
     def save(self, path: str | Path) -> None:
         """Writes the plan file, atomically."""

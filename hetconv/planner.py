@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from .cost import LayerCost, layer_seconds, price
+from .cost import LayerCost, gathers, layer_seconds, price
 from .errors import PlanError, SplitError
 from .fusing import followers
 from .graph import Graph
@@ -92,6 +92,7 @@ def make_plan(
     return Plan(
         profile.names, mode, graph.model, graph.input_shapes, layers, chosen, prediction,
         _alternatives({n: p for n, (p, _) in priced.items()}), profile.estimated, profile.tiles,
+        gathers(graph, found[chosen], profile.world, mode),
     )  # fmt: skip
 
 

@@ -52,6 +52,12 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
         shown = hetconv_command("show", file, cwd=tmp_path)
         assert shown.returncode == 0, shown.stderr
         assert all(w in shown.stdout for w in words), shown.stdout
+    listed = hetconv_command("show", "plan.json", "--gathers", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    assert "no operator gathers" in listed.stdout
+    refused = hetconv_command("show", "cluster.json", "--gathers", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "is a profile" in refused.stderr
 
 
 @pytest.mark.parametrize(

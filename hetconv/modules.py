@@ -17,10 +17,11 @@ from .errors import HetConvError
 from .layout import Layout
 from .replicas import SCOPE
 from .rules import Conv, Linear, Split
-from .tensor import gather
+from .tensor import HetTensor, gather
 from .transport import Team, broadcast, team_of
 
 Output = Literal["replicated", "split"]
+MOST_SHAPES = 256  # of inputs that a layer remembers its operator for
 CONV_ATTRIBUTES = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
 )  # fmt: skip
@@ -162,31 +163,32 @@ class HetConv2d(CutLayer):
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
         self._cut = conv_op(conv, (1, conv.in_channels, 1, 1), conv.weight.dtype).weight_cut(split)
-        self._ops: dict[tuple[torch.Size, torch.dtype], Conv] = {}  # by input
+        self._ops: dict[tuple[tuple[int, ...], torch.dtype], Conv] = {}  # by input
         _inherit(self, conv, conv.bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         self._agree_on_input(x)
-        if x.dim() == 3:
+        shape = _shape(x)
+        if len(shape) == 3:
             return self.forward(x.unsqueeze(0)).squeeze(0)
-        if x.dim() != 4 or x.shape[1] != self.in_channels:
-            raise HetConvError(f"HetConv2d expects (N, {self.in_channels}, H, W), but was given {tuple(x.shape)}")
+        if len(shape) != 4 or shape[1] != self.in_channels:
+            raise HetConvError(f"HetConv2d expects (N, {self.in_channels}, H, W), but was given {shape}")
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
-        op = self._op(x)
+            shape = _shape(x)
+        op = self._op(shape, x.dtype)
         y = ops.conv2d(x, self.weight, self.bias, op, self.split, self.team, self.followers, self.chunks)
         return self._result(y)
 
-    def _op(self, x: Tensor) -> Conv:
-        key = (x.shape, x.dtype)
-        if key not in self._ops:
-            op = conv_op(self, tuple(x.shape), x.dtype)
+    def _op(self, shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
+        if (shape, dtype) not in self._ops:
+            op = conv_op(self, shape, dtype)
             if op.spec.P < 1 or op.spec.Q < 1:
-                raise HetConvError(
-                    f"an input of {tuple(x.shape)} is smaller than the kernel {self.kernel_size} of {self}"
-                )
-            self._ops[key] = op
-        return self._ops[key]
+                raise HetConvError(f"an input of {shape} is smaller than the kernel {self.kernel_size} of {self}")
+            if len(self._ops) >= MOST_SHAPES:
+                self._ops.clear()
+            self._ops[shape, dtype] = op
+        return self._ops[shape, dtype]
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, split={self.split}"
@@ -211,6 +213,11 @@ class HetLinear(CutLayer):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, split={self.split}"
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    """Without a call through torch's functions, which takes its time."""
+    return x.placement.shape if isinstance(x, HetTensor) else tuple(x.shape)
 
 
 def cut_layers(model: nn.Module) -> list[CutLayer]:

@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 import hetconv
 from hetconv import kernels
 from hetconv.fusing import followers
-from hetconv.plan import Plan
 from hetconv.rules import KINDS, SplitKind
 
 from . import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
@@ -286,69 +284,3 @@ def trained() -> Differences:
 
 def test_training_is_as_without() -> None:
     assert_same(on_ranks(2, trained))
-
-
-def test_followers_of_a_resnet() -> None:
-    model = NETS["resnet"][0]().eval()
-    found = followers(hetconv.capture(model, torch.zeros(NETS["resnet"][1])))
-    assert found == {
-        "stem": ("batch_norm", "relu"),
-        "blocks.0.conv1": ("batch_norm", "relu"), "blocks.0.conv2": ("batch_norm", "add", "relu"),
-        "blocks.1.conv1": ("batch_norm", "relu"), "blocks.1.conv2": ("batch_norm", "add", "relu"),
-        "blocks.1.down.0": ("batch_norm", "add", "relu"),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("forward", "expected"),
-    [
-        (lambda m, x: F.relu(m.a(x)), ("relu",)),
-        (lambda m, x: m.a(x), ()),
-        (lambda m, x: F.relu(m.a(x)) + 1, ("relu",)),
-        (lambda m, x: torch.tanh(m.a(x)), ()),
-        (lambda m, x: (y := m.a(x)) + F.relu(y), ()),
-        (lambda m, x: ((y := m.a(x)), F.relu(y)), ()),
-        (lambda m, x: m.bn(F.relu(m.a(x))), ("relu",)),
-        (lambda m, x: m.bn(m.a(x) + x), ("add",)),
-        (lambda m, x: F.gelu(m.bn(m.a(x)).add_(x)), ("batch_norm", "add", "gelu")),
-        (lambda m, x: m.a(x) + x[:1], ()),
-        (lambda m, x: m.a(x) + 1, ()),
-        (lambda m, x: F.relu(m.a(x).flatten(1)), ()),
-        (lambda m, x: F.relu6(F.relu(m.a(F.silu(m.a(x))))), ()),
-        (lambda m, x: F.relu(m.a(F.relu(m.a(x)))), ("relu",)),
-    ],
-)
-def test_followers(forward: Callable[[Any, Tensor], Any], expected: tuple[str, ...]) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
-        def forward(self, x: Tensor) -> Any:
-            return forward(self, x)
-
-    assert followers(hetconv.capture(Net().eval(), torch.zeros(2, 4, 5, 5))).get("a", ()) == expected
-
-
-def test_a_layer_does_not_wait_for_what_comes_after_a_write_to_its_input() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Conv2d(4, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 1
-            y = self.a(x)
-            x.add_(1)
-            return F.relu(y) + x
-
-    assert followers(hetconv.capture(Net(), torch.zeros(1, 4, 5, 5))) == {}
-
-
-def test_a_plan_keeps_them(tmp_path: Path) -> None:
-    model = NETS["resnet"][0]().eval()
-    graph = hetconv.capture(model, torch.zeros(NETS["resnet"][1]))
-    plan = hetconv.make_plan(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]), mode="infer")
-    plan.save(tmp_path / "plan.json")
-    for kept in (Plan.load(tmp_path / "plan.json"), plan.with_splits({})):
-        assert {n: x.followers for n, x in kept.layers.items() if x.followers} == followers(graph)

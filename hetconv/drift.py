@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .agreement import checksum
-from .modules import cut_layers, team_of_model
+from .modules import sliced_parameters, team_of_model
 from .movement import from_every_rank
 from .transport import Team, broadcast
 
@@ -41,7 +41,7 @@ def sync_replicated(model: nn.Module) -> float:
 
 def replicated(model: nn.Module) -> list[Tensor]:
     """The parameters and buffers of which every rank has the whole, without autograd or a count of their versions."""
-    cut = {id(getattr(layer, name)) for layer in cut_layers(model) for name in layer.cut_parameters()}
+    cut = sliced_parameters(model)
     return [t.data for t in (*model.parameters(), *model.buffers()) if id(t) not in cut and t.numel()]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .agreement import prepared
 from .errors import HetConvError
-from .modules import cut_layers, team_of_model
+from .modules import sliced_parameters, team_of_model
 from .movement import from_every_rank
 
 
@@ -28,7 +28,7 @@ def clip_grad_norm_(
         return whole
     said = f"max_norm {max_norm}, norm_type {norm_type}"
     prepared(team, "clip_grad_norm_", lambda: _check(norm_type), lambda _: said)
-    sliced = {id(getattr(layer, name)) for layer in cut_layers(model) for name in layer.cut_parameters()}
+    sliced = sliced_parameters(model)
     with torch.no_grad():
         own = [p for p in model.parameters() if p.grad is not None]
         device = next(model.parameters()).device

@@ -201,6 +201,12 @@ def summed(shape: Shape, world: int) -> Move:
     return Move(Layout.partial(shape, world), Layout.replicated(shape, world))
 
 
+def from_each(shape: Shape, world: int) -> Move:
+    """A tensor of each rank becomes all of them, in rank order, on every rank (all-gather): (P, *shape)."""
+    each = Layout.sharded((world, *shape), 0, (1,) * world)
+    return Move(each, Layout.replicated(each.shape, world))
+
+
 @lru_cache(maxsize=4096)
 def pieces(held: Boxes, wanted: Boxes) -> tuple[tuple[int, int, Box], ...]:
     """Every non-empty (sender, receiver, box) of one round, in rank order; a rank's own piece included."""

@@ -224,6 +224,11 @@ def cut_layers(model: nn.Module) -> list[CutLayer]:
     return [layer for layer in model.modules() if isinstance(layer, CutLayer)]
 
 
+def sliced_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters of which a rank has a slice."""
+    return {id(getattr(layer, name)) for layer in cut_layers(model) for name in layer.cut_parameters()}
+
+
 def team_of_model(model: nn.Module) -> Team | None:
     """The ranks that a model is parallelized over, or None. Raises `HetConvError` if its layers name several groups."""
     teams = {layer.team for layer in cut_layers(model)}

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from . import kernels
 from .agreement import prepared
 from .errors import LayoutError
-from .layout import Box, Boxes, Exchange, Layout, Move, Need, pieces
+from .layout import Box, Boxes, Exchange, Layout, Move, Need, from_each, pieces
 from .transport import Round, Team, team_of
 
 
@@ -115,9 +115,8 @@ def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
 
 def from_every_rank(team: Team, x: Tensor) -> Tensor:
     """(P, ...): what each rank gives, in rank order, on every rank; without autograd, collective."""
-    shape = (team.size, *x.shape)
-    each = Layout.sharded(shape, 0, (1,) * team.size).boxes
-    return sum_pieces(team, x.detach()[None], each, Layout.replicated(shape, team.size).boxes)
+    move = from_each(tuple(x.shape), team.size)
+    return sum_pieces(team, x.detach()[None], move.src.boxes, move.dst.boxes)
 
 
 def redistribute(local: Tensor, src: Layout, dst: Layout | Need, *, group: dist.ProcessGroup | None = None) -> Tensor:

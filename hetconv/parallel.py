@@ -17,7 +17,7 @@ from .agreement import agree, checksum, prepared
 from .calls import is_plain
 from .drift import sync_replicated
 from .errors import PlanError
-from .modules import HetConv2d, HetLinear, conv_op, cut_layers
+from .modules import HetConv2d, HetLinear, conv_op, sliced_parameters
 from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split
@@ -228,5 +228,5 @@ class _Root:
 
 def _replicas(model: nn.Module) -> list[Tensor]:
     """The parameters of which every rank has the whole."""
-    cut = {id(getattr(layer, name)) for layer in cut_layers(model) for name in layer.cut_parameters()}
+    cut = sliced_parameters(model)
     return [p for p in model.parameters() if id(p) not in cut]

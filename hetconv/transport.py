@@ -150,7 +150,7 @@ class Round:
         incoming = [self._received[r][0] if r in self._received else nothing for r in ranks]
         sizes = [t.numel() for t in incoming], [self._sent.get(r, nothing).numel() for r in ranks]
         got = like.new_empty(sum(sizes[0]))
-        self._arriving = [(buffer, part) for buffer, part in zip(incoming, got.split(sizes[0]), strict=True)]
+        self._arriving = list(zip(incoming, got.split(sizes[0]), strict=True))
         self._sent = {0: outgoing}  # to be kept until it is sent
         work = dist.all_to_all_single(got, outgoing, *sizes, group=self._team.group, async_op=True)
         return [work] if work is not None else []

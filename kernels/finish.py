@@ -49,6 +49,14 @@ class Finish(NamedTuple):
 PLAIN = Finish()
 
 
+def shift_with(bias: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> Tensor | None:
+    """What is added to scaled sums that a bias belongs to: scale * bias + shift, of what there is."""
+    if bias is None:
+        return shift
+    scaled = bias if scale is None else scale * bias
+    return scaled if shift is None else shift + scaled
+
+
 def finished(
     y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, activation: str, slope: float
 ) -> Tensor:

@@ -12,7 +12,7 @@ from ..errors import KernelError
 from ..spec import Conv2dSpec
 from .channels import MOST_PARTS, check_parts, concat_channels, parts_of
 from .choice import Backend, Question, known, unable
-from .finish import Finish
+from .finish import Finish, shift_with
 from .launch import Chip, Program, chip_of
 from .memory import Memory, empty, krsc, nhwc
 from .op import pair_of, sides_of
@@ -85,9 +85,7 @@ def by_triton(
     """The same by one launch; y and the filters have numbers."""
     ready = [nhwc(p) for p in parts if p.shape[1]]
     given = {f"x{i}": p for i, p in enumerate(ready)} | {"w": krsc(w)}
-    if bias is not None:
-        folded = bias if scale is None else scale * bias
-        shift = folded if shift is None else shift + folded
+    shift = shift_with(bias, scale, shift)
     given |= {name: t.contiguous() for name, t in (("scale", scale), ("shift", shift)) if t is not None}
     added = None
     if residual is not None:

@@ -16,7 +16,7 @@ from ..errors import KernelError
 from ..spec import Conv2dSpec, Pair
 from . import aten
 from .choice import Answer, Backend, Question, choose
-from .finish import Finish, finished
+from .finish import Finish, finished, shift_with
 from .launch import chip_of
 from .memory import krsc, nhwc
 from .tiles import Pass, Tile
@@ -65,9 +65,7 @@ def conv2d_forward(
     if answer.triton:
         from . import triton_backend
 
-        if bias_K is not None:
-            folded = bias_K if scale is None else scale * bias_K
-            shift = folded if shift is None else shift + folded
+        shift = shift_with(bias_K, scale, shift)
         finish = Finish.of(scale, shift, activation, slope)
         args, rest = (spec, x_NCHW, w_KCRS, out, precision(spec)), (scale, shift, residual, finish)
         return _tiled(lambda t: triton_backend.forward(*args, t, *rest), answer, tile)
@@ -111,10 +109,7 @@ def _folded(
     """Scale and shift as part of the filters and the bias, unless these are less precise: a pass over y less."""
     if any(t is not None and t.dtype != w.dtype for t in (scale, shift)):
         return w, bias, scale, shift
-    if scale is not None:
-        w, bias = w * scale.view(-1, 1, 1, 1), bias * scale if bias is not None else None
-    both = [t for t in (bias, shift) if t is not None]
-    return w, sum(both[1:], both[0]) if both else None, None, None
+    return w if scale is None else w * scale.view(-1, 1, 1, 1), shift_with(bias, scale, shift), None, None
 
 
 def conv2d_backward(

@@ -11,9 +11,17 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from hetconv import kernels
+
 settings.register_profile("hetconv", deadline=None)
 settings.load_profile("hetconv")
 torch.set_num_threads(1)  # ranks are forked from here
+
+
+@pytest.fixture(autouse=True)
+def _backend_as_it_was() -> Iterator[None]:
+    yield
+    kernels.set_backend("auto")
 
 
 @pytest.fixture(scope="module")

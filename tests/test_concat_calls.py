@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,6 @@ from hetconv.movement import assemble
 from .interpreter import DEVICE, ON_GPU
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _backend_as_it_was() -> Iterator[None]:
-    yield
-    kernels.set_backend("auto")
 
 
 @pytest.fixture

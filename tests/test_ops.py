@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hetconv.calls import JOINS, READERS, UNARY, reductions, shapes, views
 
 from .equivalence import Differences
-from .placed import PLACEMENTS, WORLD, Fn, on_parts
+from .placed import PLACEMENTS, WORLD, Fn, check, on_parts
 from .spawn import on_ranks
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -191,17 +191,6 @@ def low_precision(name: str, dtype: torch.dtype) -> dict[str, Differences]:
 
 def low_precision_norm(dtype: torch.dtype) -> dict[str, Differences]:
     return {place: on_parts(len, place, dtype, nn.BatchNorm2d(8)) for place in PLACEMENTS}
-
-
-def check(found: list[dict[str, Differences]], tolerance: float = 1e-12) -> None:
-    wrong = {
-        (place, what): value
-        for differences in found
-        for place, values in differences.items()
-        for what, value in values.items()
-        if not value <= tolerance
-    }
-    assert not wrong
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,6 @@ from .test_segments import SPEC, WIDTHS, called, launching, separate
 from .test_slices import PLACES, Margins, placed
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
-
-
-@pytest.fixture(autouse=True)
-def _backend_as_it_was() -> Iterator[None]:
-    yield
-    kernels.set_backend("auto")
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +29,6 @@ from .spawn import spawn
 from .test_slabs import image, same_bits
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(autouse=True)
-def _backend_as_it_was() -> Iterator[None]:
-    yield
-    kernels.set_backend("auto")
 
 
 @pytest.fixture

@@ -32,12 +32,6 @@ BACKENDS = ["triton", "aten", "auto"]
 Shape = tuple[int, int, int, int]
 
 
-@pytest.fixture(autouse=True)
-def _backend_as_it_was() -> Iterator[None]:
-    yield
-    kernels.set_backend("auto")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _bfloat16_is_rounded() -> Iterator[None]:
     """Triton's interpreter (3.7) cuts float32 to bfloat16 off, and makes 0 of what is denormal in either."""

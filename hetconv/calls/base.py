@@ -68,3 +68,15 @@ def arg(args: Args, kwargs: Kwargs, index: int, name: str, default: Any = None) 
 
 def pair(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+def dim_of(dim: Any, rank: int) -> int | None:
+    """A dimension of ``rank``, counted from the front; None if there is none such."""
+    return dim % rank if type(dim) is int and -rank <= dim < rank else None
+
+
+def dims_of(dims: Any, rank: int) -> list[int] | None:
+    """One or several dimensions, counted from the front; None if one is not there, or twice."""
+    listed = (dims,) if isinstance(dims, int) else dims
+    found = [dim_of(d, rank) for d in listed] if isinstance(listed, Sequence) else [None]
+    return [d for d in found if d is not None] if None not in found and len(set(found)) == len(found) else None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..following import Reduction, Softmax
-from .base import Args, Call, Kwargs, Reader, arg
+from .base import Args, Call, Kwargs, Reader, arg, dim_of, dims_of
 
 LINEAR = frozenset({"sum", "mean"})
 OTHERS = frozenset({"amax", "amin", "var", "std", "logsumexp"})
@@ -19,11 +18,8 @@ def _dims(dim: Any, rank: int) -> tuple[int, ...] | None:
     """The dimensions that a ``dim`` names: all for None; None where torch is left to say what it means."""
     if dim is None:
         return tuple(range(rank))
-    listed = tuple(dim) if isinstance(dim, Sequence) else (dim,)
-    if not listed or not all(type(d) is int and -rank <= d < rank for d in listed):
-        return None
-    dims = tuple(sorted({d % rank for d in listed}))
-    return dims if len(dims) == len(listed) else None
+    listed = dims_of(dim, rank)
+    return tuple(sorted(listed)) if listed else None
 
 
 def _reduction(name: str, args: Args, kwargs: Kwargs) -> Call | None:
@@ -39,10 +35,9 @@ def _reduction(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 
 def _softmax(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, dim = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "dim")
-    if not isinstance(x, Tensor) or type(dim) is not int or not -x.dim() <= dim < x.dim():
-        return None
-    return Call(Softmax(tuple(x.shape), dim % x.dim()), (x,))
+    x = arg(args, kwargs, 0, "input")
+    dim = dim_of(arg(args, kwargs, 1, "dim"), x.dim()) if isinstance(x, Tensor) else None
+    return Call(Softmax(tuple(x.shape), dim), (x,)) if dim is not None else None
 
 
 READERS: dict[str, Reader] = {

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..following import Cat, PixelShuffle, Reshape, Stack
-from .base import Args, Call, Kwargs, Reader, arg
+from .base import Args, Call, Kwargs, Reader, arg, dim_of
 
 
 def _pixel_shuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
@@ -53,9 +53,9 @@ def _reshape(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 def _unflatten(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x, dim, sizes = (arg(args, kwargs, i, n) for i, n in enumerate(("input", "dim", "sizes")))
-    if type(dim) is not int or not -x.dim() <= dim < x.dim() or not isinstance(sizes, Sequence):
+    dim = dim_of(dim, x.dim())
+    if dim is None or not isinstance(sizes, Sequence):
         return None
-    dim %= x.dim()
     filled = _filled(tuple(sizes), x.shape[dim])
     return Call(Reshape((*x.shape[:dim], *filled, *x.shape[dim + 1 :])), (x,)) if filled else None
 
@@ -82,11 +82,10 @@ def _stack(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     joined = _joined(args, kwargs)
     if joined is None or len({x.shape for x in joined[0]}) != 1:
         return None
-    tensors, rank = joined[0], joined[0][0].dim() + 1
-    if not -rank <= joined[1] < rank:
+    tensors, shape = joined[0], joined[0][0].shape
+    dim = dim_of(joined[1], len(shape) + 1)
+    if dim is None:
         return None
-    dim = joined[1] % rank
-    shape = tensors[0].shape
     return Call(Stack((*shape[:dim], len(tensors), *shape[dim:]), dim), tensors)
 
 

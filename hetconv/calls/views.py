@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..following import Pieces, View
 from ..layout import spans
-from .base import Args, Call, Kwargs, Reader, arg
+from .base import Args, Call, Kwargs, Reader, arg, dim_of, dims_of
 from .shapes import sizes_of
 
 
@@ -20,20 +20,8 @@ def view_of(x: Tensor, dims: Sequence[int | None], ranges: dict[int, tuple[int, 
     return View(tuple(1 if d is None else seen[d][1] - seen[d][0] for d in dims), seen, tuple(dims))
 
 
-def _dim(x: Tensor, dim: Any, more: int = 0) -> int | None:
-    """A dimension counted from the front; None if ``x``, with so many more, has none such."""
-    rank = x.dim() + more
-    return dim % rank if type(dim) is int and -rank <= dim < rank else None
-
-
-def _all_dims(x: Tensor, dims: Any) -> list[int] | None:
-    listed = (dims,) if isinstance(dims, int) else dims
-    found = [_dim(x, d) for d in listed] if isinstance(listed, Sequence) else [None]
-    return [d for d in found if d is not None] if None not in found and len(set(found)) == len(found) else None
-
-
 def _permute(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
-    dims = _all_dims(x, sizes_of(args, kwargs, "dims"))
+    dims = dims_of(sizes_of(args, kwargs, "dims"), x.dim())
     return view_of(x, dims) if dims is not None and len(dims) == x.dim() else None
 
 
@@ -42,7 +30,7 @@ def _transpose(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
         return view_of(x, range(x.dim())[::-1]) if x.dim() <= 2 else None
     names = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
     pair = (-2, -1) if name == "mT" else [arg(args, kwargs, i + 1, n) for i, n in enumerate(names)]
-    a, b = (_dim(x, d) for d in pair)
+    a, b = (dim_of(d, x.dim()) for d in pair)
     if a is None or b is None:
         return None
     order = list(range(x.dim()))
@@ -51,7 +39,7 @@ def _transpose(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
 
 
 def _movedim(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
-    source, target = (_all_dims(x, arg(args, kwargs, i, n)) for i, n in ((1, "source"), (2, "destination")))
+    source, target = (dims_of(arg(args, kwargs, i, n), x.dim()) for i, n in ((1, "source"), (2, "destination")))
     if source is None or target is None or len(source) != len(target):
         return None
     order = [d for d in range(x.dim()) if d not in source]
@@ -61,13 +49,13 @@ def _movedim(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
 
 
 def _unsqueeze(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
-    dim = _dim(x, arg(args, kwargs, 1, "dim"), 1)
+    dim = dim_of(arg(args, kwargs, 1, "dim"), x.dim() + 1)
     return view_of(x, [*range(dim), None, *range(dim, x.dim())]) if dim is not None else None
 
 
 def _squeeze(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
     given = len(args) > 1 or "dim" in kwargs
-    dims = _all_dims(x, arg(args, kwargs, 1, "dim")) if given else list(range(x.dim()))
+    dims = dims_of(arg(args, kwargs, 1, "dim"), x.dim()) if given else list(range(x.dim()))
     return view_of(x, [d for d, n in enumerate(x.shape) if n != 1 or d not in dims]) if dims is not None else None
 
 
@@ -131,7 +119,7 @@ def _entry(x: Tensor, dim: int, i: Any) -> tuple[int, int] | None:
 
 
 def _select(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
-    dim = _dim(x, arg(args, kwargs, 1, "dim"))
+    dim = dim_of(arg(args, kwargs, 1, "dim"), x.dim())
     entry = _entry(x, dim, arg(args, kwargs, 2, "index")) if dim is not None else None
     if dim is None or entry is None:
         return None
@@ -139,7 +127,8 @@ def _select(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
 
 
 def _narrow(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
-    dim, lo, n = _dim(x, arg(args, kwargs, 1, "dim")), arg(args, kwargs, 2, "start"), arg(args, kwargs, 3, "length")
+    dim = dim_of(arg(args, kwargs, 1, "dim"), x.dim())
+    lo, n = arg(args, kwargs, 2, "start"), arg(args, kwargs, 3, "length")
     if dim is None or type(lo) is not int or type(n) is not int:
         return None
     lo = lo + x.shape[dim] if lo < 0 else lo
@@ -148,7 +137,7 @@ def _narrow(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
 
 def _pieces(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x, dim = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1 if name == "unbind" else 2, "dim", 0)
-    dim = _dim(x, dim) if isinstance(x, Tensor) else None
+    dim = dim_of(dim, x.dim()) if isinstance(x, Tensor) else None
     if dim is None:
         return None
     if name == "unbind":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..layout import Layout, Move, Shape, summed
+from ..layout import Layout, Move, Shape, from_each, summed
 from ..rules import REPLICATE, Gather, Split, Step
 from .base import on_parts
 
@@ -32,13 +32,7 @@ class BatchNorm:
             stats = Layout.sharded((2, channels), 1, x.sizes)
             gathered = (Move(stats, Layout.replicated((2, channels), world)),) if self.tracks else ()
             return Step((x,), x, contributes=True, forward=gathered)
-        each = Layout.sharded((world, 2, channels), 0, (1,) * world)
-        return Step(
-            (x,),
-            x,
-            forward=(Move(each, Layout.replicated(each.shape, world)),),
-            backward=(summed((2, channels), world),),
-        )
+        return Step((x,), x, forward=(from_each((2, channels), world),), backward=(summed((2, channels), world),))
 
 
 @dataclass(frozen=True)
@@ -61,10 +55,8 @@ class GroupNorm:
             return Step((x,), x, contributes=True)
         if len(self.shape) == 2:
             return Gather(self.shape).step(inputs)
-        world, numbers = x.world, self.shape[0] * self.groups
-        each = Layout.sharded((world, 2, numbers), 0, (1,) * world)
-        gathered = Move(each, Layout.replicated(each.shape, world))
-        return Step((x,), x, contributes=True, forward=(gathered,), backward=(summed((2, numbers), world),))
+        two = (2, self.shape[0] * self.groups)
+        return Step((x,), x, contributes=True, forward=(from_each(two, x.world),), backward=(summed(two, x.world),))
 
     def shares(self, x: Layout) -> tuple[tuple[float, ...], ...]:
         """By rank and group: the share of a group's elements, in any sample, that the rank holds."""

@@ -63,6 +63,12 @@ def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Te
     return x.to(dtype), w.to(dtype), b.to(dtype) if b is not None else None
 
 
-def without_input(kwargs: Kwargs) -> dict[str, Any]:
-    """The rest of the keywords of a call whose input is given in its place."""
-    return {k: v for k, v in kwargs.items() if k != "input"}
+def as_called(func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
+    """The same call on another input."""
+    rest = {k: v for k, v in kwargs.items() if k != "input"}
+    return lambda x: func(x, *args[1:], **rest)
+
+
+def called_on(local: Mapping[int, Tensor], func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """The same call on this rank's parts of its tensors, by the ids of these."""
+    return func(*(local.get(id(a), a) for a in args), **{k: local.get(id(v), v) for k, v in kwargs.items()})

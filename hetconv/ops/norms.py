@@ -18,7 +18,7 @@ from ..replicas import contributed
 from ..rules import Step
 from ..tensor import HetTensor, gather
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, bring, without_input
+from .common import Args, Func, Kwargs, Runner, as_called, bring, called_on
 
 
 def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
@@ -240,15 +240,10 @@ def own_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs:
     """As called, on the own part."""
     x = bring(call.inputs[0], step.reads[0], team)
     if name_of(func) == "local_response_norm" and not x.numel():  # torch returns x itself, not of autocast's dtype
-        one = func(x.new_ones((1,) * x.dim()), *args[1:], **without_input(kwargs))
+        one = as_called(func, args, kwargs)(x.new_ones((1,) * x.dim()))
         return HetTensor.wrap((x * 1).to(one.dtype), step.output, team)
     local = {id(call.inputs[0]): x} | {id(p): contributed(team, gather(p)) for p in call.params}
-
-    def part(a: Any) -> Any:
-        return local.get(id(a), a)
-
-    y = func(*map(part, args), **{k: part(v) for k, v in kwargs.items()})
-    return HetTensor.wrap(y, step.output, team)
+    return HetTensor.wrap(called_on(local, func, args, kwargs), step.output, team)
 
 
 RUN: dict[type[Any], Runner] = {BatchNorm: batch_norm, GroupNorm: group_norm, OwnNorm: own_norm}

@@ -16,7 +16,7 @@ from ..rules import Step
 from ..spec import Span, Window
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, bring, empty_output, without_input
+from .common import Args, Func, Kwargs, Runner, as_called, bring, empty_output
 
 MAX: dict[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -33,7 +33,7 @@ def pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwa
     if not box.numel:
         y = empty_part(x, call, box.shape, func, args, kwargs)
     elif layout.dim < 2 or op.kind == "other":
-        y = func(x, *args[1:], **without_input(kwargs))
+        y = as_called(func, args, kwargs)(x)
     else:
         y = _slab(op, x, layout.dim, (box.lo[layout.dim], box.hi[layout.dim]), tuple(call.inputs[0].shape[2:]))
     return HetTensor.wrap(y, layout, team)
@@ -46,7 +46,7 @@ def empty_part(x: Tensor, call: Call, shape: tuple[int, ...], func: Func, args: 
         return y
     with torch.no_grad():
         whole = x.new_zeros(()).expand(call.inputs[0].shape)
-        dtype: torch.dtype = func(whole, *args[1:], **without_input(kwargs)).dtype
+        dtype: torch.dtype = as_called(func, args, kwargs)(whole).dtype
     return y.to(dtype)
 
 
@@ -88,7 +88,7 @@ def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Ar
     if step.output.kind == "partial":
         y = x.sum(tuple(range(2, x.dim())), keepdim=True) / prod(call.inputs[0].shape[2:])
     elif x.numel():
-        y = func(x, *args[1:], **without_input(kwargs))
+        y = as_called(func, args, kwargs)(x)
     else:
         y = empty_part(x, call, shape, func, args, kwargs)
     return HetTensor.wrap(y, step.output, team)

@@ -9,7 +9,7 @@ from ..following import Reduction, Softmax
 from ..rules import Step
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, bring, without_input
+from .common import Args, Func, Kwargs, Runner, as_called, bring
 
 
 def reduced(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
@@ -19,7 +19,7 @@ def reduced(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: 
     if isinstance(op, Reduction) and not x.numel() and name != "sum":  # torch warns of it, or gives NaN
         y = x.sum(op.dims, keepdim=op.keepdim, dtype=kwargs.get("dtype") or x.dtype)
     else:
-        y = func(x, *args[1:], **without_input(kwargs))
+        y = as_called(func, args, kwargs)(x)
         if linear and name == "mean":  # scaled after it: a sum of half precision may be beyond its range
             y = y * (x.numel() / call.inputs[0].numel())
     return HetTensor.wrap(y, step.output, team)

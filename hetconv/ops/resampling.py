@@ -15,7 +15,7 @@ from ..rules import Step
 from ..spec import Span
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, bring, without_input
+from .common import Args, Func, Kwargs, Runner, as_called, bring
 from .pools import empty_part
 
 MODES = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
@@ -30,7 +30,7 @@ def interpolate(call: Call, step: Step, team: Team, func: Func, args: Args, kwar
     if not box.numel:
         y = empty_part(x, call, box.shape, func, args, kwargs)
     elif dim < 2:
-        y = func(x, *args[1:], **without_input(kwargs))
+        y = as_called(func, args, kwargs)(x)
     else:
         sizes, out = tuple(call.inputs[0].shape), (box.lo[dim], box.hi[dim])
         y = _slab(op, x, dim, sizes, out, op.reads(dim, sizes[dim], out)[0])
@@ -114,14 +114,14 @@ def pad(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwar
         pads[dim] = held.lo[dim] - (box.lo[dim] - before), box.hi[dim] - before - held.hi[dim]
     given = len(args[1] if len(args) > 1 else kwargs["pad"]) // 2
     flat = [n for side in reversed(pads[len(pads) - given :]) for n in side]
-    rest = {k: v for k, v in without_input(kwargs).items() if k != "pad"}
+    rest = {k: v for k, v in kwargs.items() if k not in ("input", "pad")}
     return HetTensor.wrap(func(x, flat, *args[2:], **rest), layout, team)
 
 
 def pixel_unshuffle(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     x = bring(call.inputs[0], step.reads[0], team)
     shape = step.output.boxes[team.rank].shape
-    y = func(x, *args[1:], **without_input(kwargs)) if x.numel() else empty_part(x, call, shape, func, args, kwargs)
+    y = as_called(func, args, kwargs)(x) if x.numel() else empty_part(x, call, shape, func, args, kwargs)
     return HetTensor.wrap(y, step.output, team)
 
 

@@ -11,8 +11,8 @@ from ..following import Cat, PixelShuffle, Reshape, Stack
 from ..rules import Step
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, bring, empty_output, without_input
-from .views import as_called, link
+from .common import Args, Func, Kwargs, Runner, as_called, bring, empty_output
+from .views import link
 
 
 def cat(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
@@ -28,7 +28,7 @@ def reshaped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs:
     x = bring(call.inputs[0], step.reads[0], team)
     if not x.numel():  # torch's own backward gives an empty gradient of another shape
         return HetTensor.wrap(empty_output(x, step.output.boxes[team.rank].shape), step.output, team)
-    return HetTensor.wrap(func(x, *args[1:], **without_input(kwargs)), step.output, team)
+    return HetTensor.wrap(as_called(func, args, kwargs)(x), step.output, team)
 
 
 def regrouped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:

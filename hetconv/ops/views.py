@@ -22,7 +22,7 @@ from ..layout import Layout
 from ..rules import Step
 from ..tensor import HetTensor, gather
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, without_input
+from .common import Args, Func, Kwargs, Runner, as_called
 
 Retake = Callable[[Tensor], Tensor]
 
@@ -122,11 +122,6 @@ def own_view(op: View, local: Tensor, read: Layout, output: Layout, rank: int) -
     if None in op.dims:
         local = local[tuple(None if d is None else slice(None) for d in op.dims)]
     return local if tuple(local.shape) == seen.shape else local.expand(seen.shape)
-
-
-def as_called(func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
-    """The same call on another input."""
-    return lambda x: func(x, *args[1:], **without_input(kwargs))
 
 
 def viewed(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:

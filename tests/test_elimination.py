@@ -1,0 +1,228 @@
+"""Least sums of tables by elimination, and what is left out before it: against brute force and definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetconv.dominance import pruned, undominated
+from hetconv.elimination import BLOCK, Solution, elimination_order, min_plus, minimize, solve
+from hetconv.errors import PlanError
+from hetconv.milp import minimize_milp
+from hetconv.potentials import Potentials
+
+from .random_tables import CLIQUE, KINDS, Array, brute, check, drawn, tables
+
+
+def test_a_thousand_small_graphs_as_by_brute_force() -> None:
+    leasts = []
+    for seed in range(1000):
+        small = drawn(seed, nodes=8, choices=5)
+        leasts.append(brute(*small))
+        check(small, leasts[-1])
+    assert 20 < np.isinf(leasts).sum() < 500
+
+
+CHAIN = list(pairwise(range(7)))
+GRAPHS = {
+    "one": (1, []),
+    "isolated": (5, []),
+    "chain": (7, CHAIN),
+    "star": (7, [(3, v) for v in range(7) if v != 3]),
+    "tree": (7, [(v, (v - 1) // 2) for v in range(1, 7)]),
+    "cycle": (7, [*CHAIN, (0, 6)]),
+    "clique": (6, list(combinations(range(6), 2))),
+    "two parts": (7, [(0, 1), (1, 2), (0, 2), (4, 5), (5, 6)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_graphs_of_every_form(graph: str, kind: Callable[..., Array]) -> None:
+    n, edges = GRAPHS[graph]
+    for seed in range(10):
+        found = tables(np.random.default_rng(seed), [1 + (seed + v) % 5 for v in range(n)], edges, kind)
+        check(found, brute(*found))
+
+
+def test_nothing_costs_nothing() -> None:
+    assert minimize({}, {}) == ({}, 0.0)
+    assert solve({}, {}) == Solution({}, 0.0, 0.0, "elimination")
+    assert minimize_milp({}, {}) == ({}, 0.0, 0.0)
+
+
+def test_a_long_chain_as_by_dynamic_programming() -> None:
+    rng = np.random.default_rng(0)
+    unary = {f"{v:03}": rng.random(40) for v in range(300)}
+    pairs = {(u, v): rng.random((40, 40)) for u, v in pairwise(unary)}
+    least = unary["000"]
+    for (_, v), table in pairs.items():
+        least = (least[:, None] + table).min(axis=0) + unary[v]
+    check((unary, pairs), least.min())
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (BLOCK + 5,), (3, 200, 181), (2, 33, 34, 35)])
+def test_min_plus_by_its_definition(shape: tuple[int, ...]) -> None:
+    rng, n = np.random.default_rng(0), 9
+    masks = [np.ones(len(shape), dtype=int), *np.eye(len(shape), dtype=int)]
+    summands = [rng.random((n, *np.where(mask, shape, 1))) for mask in masks] + [rng.random((n, *[1] * len(shape)))]
+    out = np.full(shape, np.nan)
+    min_plus(summands[::-1], out)
+    assert np.allclose(out, reduce(np.add, summands).min(axis=0), rtol=1e-14)
+
+
+def test_tables_larger_than_a_block_are_made_in_parts() -> None:
+    clique = tables(np.random.default_rng(0), [34] * 4, combinations(range(4), 2))
+    small, _ = pruned(Potentials.of(*clique))
+    assert max(step.table_bytes for step in elimination_order(small)) > 8 * BLOCK
+    check(clique, brute(*clique))
+
+
+@given(st.integers(0, 10**6), st.randoms())
+def test_neither_the_order_nor_the_names_matter(seed: int, random: Any) -> None:
+    unary, pairs = drawn(3 * seed, nodes=7, choices=4)  # uniform, so that the minimum is unique
+    found, cost = minimize(unary, pairs)
+    nodes = random.sample(list(unary), len(unary))
+    names = dict(zip(nodes, random.sample([f"n{i}" for i in range(20)], len(nodes)), strict=True))
+    flipped = {(v, u) if random.random() < 0.5 else (u, v): (u, v) for u, v in random.sample(list(pairs), len(pairs))}
+    renamed = {
+        (names[a], names[b]): pairs[pair] if (a, b) == pair else pairs[pair].T for (a, b), pair in flipped.items()
+    }
+    assert minimize({names[v]: unary[v] for v in nodes}, renamed) == ({names[v]: c for v, c in found.items()}, cost)
+
+
+@given(st.integers(0, 10**6), st.randoms())
+def test_among_equals_the_order_of_mappings_does_not_matter(seed: int, random: Any) -> None:
+    unary, pairs = drawn(3 * seed + 1, nodes=7, choices=4)
+    shuffled = [dict(random.sample(list(table.items()), len(table))) for table in (unary, pairs)]
+    assert minimize(*shuffled) == minimize(unary, pairs)
+
+
+def test_tables_of_both_directions_add_up() -> None:
+    a, b = np.array([[0.0, 5], [3, 9]]), np.array([[4.0, 0], [0, 0]])
+    assert minimize({"u": [0, 0], "v": [0, 0]}, {("u", "v"): a, ("v", "u"): b}) == ({"u": 1, "v": 0}, 3.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_dominated_choices_are_left_out(kind: Callable[..., Array]) -> None:
+    """By the definition; and none that is left is dominated by another one that is."""
+    dropped = 0
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        K = int(rng.integers(1, 9))
+        own, beside = kind(rng, (K,)), [kind(rng, (K, n)) for n in rng.integers(1, 3, int(rng.integers(0, 3)))]
+        joint = reduce(lambda a, b: (a[:, :, None] + b[:, None]).reshape(K, -1), beside, own[:, None])
+        keep = set(undominated(own, beside).tolist())
+        for a in range(K):
+            better = {b for b in keep - {a} if (joint[b] <= joint[a]).all()}
+            assert np.isinf(joint[a]).all() or bool(better) == (a not in keep)
+            assert not np.isinf(own[a]) or a not in keep
+        dropped += K - len(keep)
+    assert dropped > 100
+
+
+def test_leaving_out_goes_on_until_nothing_changes() -> None:
+    """c's second choice is forbidden, then b's first has nothing to win by, then a's second."""
+    unary = {"a": [0.0, 1], "b": [5.0, 0], "c": [0, np.inf]}
+    pairs = {("a", "b"): [[0.0, 0], [-3, 0]], ("b", "c"): [[0.0, -9], [0, 0]]}
+    _, kept = pruned(Potentials.of(unary, pairs))
+    assert [k.tolist() for k in kept] == [[0], [1], [0]]
+
+
+def residual(blocks: int) -> list[tuple[str, str]]:
+    """Convolutions and additions of a residual net, one block in three with a convolution on the short way."""
+    edges, x = [], "stem"
+    for i in range(blocks):
+        way = [x, *(f"{i}.{name}" for name in ("conv1", "conv2", "conv3", "add"))]
+        edges += pairwise(way)
+        edges += [(x, way[-1])] if i % 3 else [(x, f"{i}.down"), (f"{i}.down", way[-1])]
+        x = way[-1]
+    return edges
+
+
+def branching(blocks: int) -> list[tuple[str, str]]:
+    """Six parallel branches of one to three convolutions between one concatenation and the next."""
+    return [
+        edge
+        for i in range(blocks)
+        for b in range(6)
+        for edge in pairwise([f"cat{i}", *(f"{i}.{b}.{j}" for j in range(1 + b % 3)), f"cat{i + 1}"])
+    ]
+
+
+@pytest.mark.parametrize("edges", [residual(50), branching(11)], ids=["residual", "branching"])
+def test_nets_of_blocks_are_two_wide(edges: list[tuple[str, str]]) -> None:
+    unary = {v: np.zeros(3) for pair in edges for v in pair}
+    steps = elimination_order(Potentials.of(unary, dict.fromkeys(edges, np.zeros((3, 3)))))
+    assert len(steps) == len(unary)
+    assert max(len(step.neighbours) for step in steps) == 2
+
+
+def test_what_is_too_wide_is_refused_by_name_and_width() -> None:
+    with pytest.raises(
+        PlanError, match=r"width is 7, and 'v\d' leaves a table of 3.83e\+07 bytes over 'v\d', 'v\d'.*solve"
+    ):
+        minimize(*CLIQUE, memory_bytes=10**6)
+
+
+@pytest.mark.parametrize("function", [minimize, minimize_milp])
+def test_a_choice_may_be_forbidden_by_every_table(function: Callable[..., Any]) -> None:
+    unary, pairs = {"a": [0, 0], "b": [0, np.inf]}, {("a", "b"): [[1, np.inf], [0, np.inf]]}
+    assert function(unary, pairs)[:2] == ({"a": 1, "b": 0}, 0.0)
+
+
+ODD = {v: np.zeros(2) for v in "abc"}, dict.fromkeys(combinations("abc", 2), np.diag([np.inf, np.inf]))
+
+
+@pytest.mark.parametrize(
+    ("unary", "pairs", "name"),
+    [
+        ({"a": [0.0], "b": [np.inf, np.inf]}, {}, "'b'"),
+        ({"a": [0.0], "b": [0.0, 1]}, {("a", "b"): [[np.inf, np.inf]]}, "'[ab]'"),
+        ({"a": [0, np.inf], "b": [0, np.inf]}, {("a", "b"): [[np.inf, 0], [0, 0]]}, "'[ab]'"),
+        (*ODD, "'b' is forbidden beside every choice of 'c'"),  # two colours for a triangle
+    ],
+)
+def test_where_all_is_forbidden_a_node_is_named(unary: Any, pairs: Any, name: str) -> None:
+    with pytest.raises(PlanError, match=f"every choice of {name}"):
+        minimize(unary, pairs)
+    with pytest.raises(PlanError, match="every choice is forbidden"):
+        minimize_milp(unary, pairs)
+
+
+@pytest.mark.parametrize(
+    ("unary", "pairs", "said"),
+    [
+        ({"a": []}, {}, r"'a' has shape \(0,\)"),
+        ({"a": [[1.0]]}, {}, r"'a' has shape \(1, 1\)"),
+        ({"a": [np.nan]}, {}, "'a' holds NaN or -inf"),
+        ({"a": [-np.inf]}, {}, "'a' holds NaN or -inf"),
+        ({"a": ["x"]}, {}, "'a' holds <U1"),
+        ({"a": [1j]}, {}, "'a' holds complex128"),
+        ({"a": [0], "b": [0]}, {("a", "b"): [[np.nan]]}, r"\('a', 'b'\) holds NaN"),
+        ({"a": [0], "b": [0, 0]}, {("a", "b"): [[0], [0]]}, r"\('a', 'b'\) has shape \(2, 1\).*\(1, 2\)"),
+        ({"a": [0], "b": [0]}, {("a", "b"): [0]}, r"\('a', 'b'\) has shape \(1,\)"),
+        ({"a": [0]}, {("a", "c"): [[0]]}, r"\('a', 'c'\) is over no two nodes"),
+        ({"a": [0]}, {("c", "a"): [[0]]}, r"\('c', 'a'\) is over no two nodes"),
+        ({"a": [0]}, {("a", "a"): [[0]]}, r"\('a', 'a'\) is over no two nodes"),
+    ],
+)
+@pytest.mark.parametrize("function", [minimize, solve, minimize_milp])
+def test_what_does_not_fit_is_refused_by_name(function: Callable[..., Any], unary: Any, pairs: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        function(unary, pairs)
+
+
+def test_what_is_given_stays_as_it_was() -> None:
+    unary, pairs = drawn(3, nodes=8, choices=5, density=0.5)
+    before = [{key: table.copy() for key, table in given_tables.items()} for given_tables in (unary, pairs)]
+    solve(unary, pairs, memory_bytes=0)
+    for now, then in zip((unary, pairs), before, strict=True):
+        assert all(np.array_equal(now[key], table) for key, table in then.items())

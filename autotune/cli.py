@@ -1,4 +1,4 @@
-"""The command line: ``hetconv autotune``, ``hetconv plan``, ``hetconv show``."""
+"""The command line: ``hetconv autotune``, ``hetconv plan``, ``hetconv show``, ``hetconv diff``, ``hetconv devices``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import typer
 from platformdirs import user_data_path
 from rich.console import Console
 
-from hetconv.errors import HetConvError, PlanError
+from hetconv.errors import HetConvError, PlanError, ProfileError
 from hetconv.plan import Plan
 from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture
 from hetconv.rules import KINDS
 
+from .devices import show_devices
+from .diff import show_diff
 from .launch import parse_devices, run_on
 from .models import build_model, parse_shape, random_input
-from .show import show_gathers, show_plan, show_profile
+from .picture import draw
+from .show import show_gathers, show_layer, show_plan, show_profile
+from .tracing import write_trace
 from .tune import Job, tune
 
 app = typer.Typer(
@@ -78,40 +82,104 @@ def plan(
     model: Model,
     input: Input,
     model_args: ModelArgs = "{}",
-    profile: Annotated[Path, typer.Option(help="The profile that autotune wrote.")] = DEFAULT_PROFILE,
+    profile: Annotated[
+        Path | None, typer.Option(help="The profile that autotune wrote.", show_default=str(DEFAULT_PROFILE))
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(help="In place of a profile, of what hetconv devices lists: T4,2xL4 or, on two nodes, 4xT4/2xL4."),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="Joins a node's devices, pcie4-x16 by default; or one per node: nvlink2/pcie3-x16."),
+    ] = None,
+    between: Annotated[str | None, typer.Option(help="Joins the nodes, as in ethernet-100g.")] = None,
     mode: Mode = ModeName.train,
     kinds: Annotated[str, typer.Option(help=f"The only kinds to use, of {','.join(KINDS)}.")] = ",".join(KINDS),
     memory_limit: Annotated[float | None, typer.Option(help="GB per device; the profile's by default.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The plan to write.")] = Path("plan.json"),
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write the simulated step, to be opened at ui.perfetto.dev.")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Choose how to cut every layer, and write the plan."""
+    cluster = _cluster(profile, devices, link, between)
     built = build_model(model, model_args, seed).train(mode is ModeName.train)
     with torch.set_grad_enabled(mode is ModeName.train):
         graph = capture(built, random_input(parse_shape(input), seed))
     limit = memory_limit * 1e9 if memory_limit is not None else None
     chosen: Any = tuple(kinds.split(","))
-    made = make_plan(graph, ClusterProfile.load(profile), mode=mode.value, memory_limit=limit, kinds=chosen)
+    made = make_plan(graph, cluster, mode=mode.value, memory_limit=limit, kinds=chosen)
     made.save(output)
     show_plan(made, Console())
+    if devices is not None:
+        print(", ".join(f"{what} {name}" for what, name in cluster.fingerprint.items()))
     print(f"wrote {output}")
+    if trace is not None:
+        write_trace(trace, graph, cluster, made)
+        print(f"wrote {trace}")
+
+
+def _cluster(profile: Path | None, devices: str | None, link: str | None, between: str | None) -> ClusterProfile:
+    """What was measured, or put together from the catalogue."""
+    if devices is None:
+        if link is not None or between is not None:
+            raise ProfileError("--link and --between describe devices of the catalogue; name them with --devices")
+        if profile is None and not DEFAULT_PROFILE.exists():
+            raise ProfileError(
+                f"there is no profile at {DEFAULT_PROFILE}; measure one with hetconv autotune, give another with "
+                "--profile, or plan for devices of the catalogue with --devices"
+            )
+        return ClusterProfile.load(profile or DEFAULT_PROFILE)
+    if profile is not None:
+        raise ProfileError(f"--profile {profile} and --devices {devices} were given; give one, measured or catalogued")
+    joined = {"link": link} if link is not None else {}
+    return ClusterProfile.from_devices(devices, **joined, between=between)
+
+
+@app.command("devices")
+def list_devices() -> None:
+    """List the devices and links that a plan can be made for without having them."""
+    show_devices(Console())
 
 
 @app.command()
 def show(
     file: Annotated[Path, typer.Argument(help="A plan or a profile.", show_default=False)],
     gathers: Annotated[bool, typer.Option("--gathers", help="Only what a plan runs on gathered tensors.")] = False,
+    layer: Annotated[str | None, typer.Option(help="Only what was considered for this layer, and why it lost.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw a plan into this .svg, .png or .pdf instead.")] = None,
 ) -> None:
     """Show a plan or a profile as a table."""
     console = Console()
+    options = {"--gathers": gathers or None, "--layer": layer, "--picture": picture}
+    asked = [option for option, given in options.items() if given is not None]
+    if len(asked) > 1:
+        raise PlanError(f"{' and '.join(asked)} were given; give one of them")
     if _format(file) == "hetconv-profile":
-        if gathers:
-            raise PlanError(f"{file} is a profile, which gathers nothing; give a plan with --gathers")
+        if asked:
+            raise PlanError(f"{file} is a profile; give a plan with {asked[0]}")
         show_profile(ClusterProfile.load(file), console)
     elif gathers:
         show_gathers(Plan.load(file), console)
+    elif layer is not None:
+        show_layer(Plan.load(file), layer, console)
+    elif picture is not None:
+        draw(Plan.load(file), picture)
+        print(f"wrote {picture}")
     else:
         show_plan(Plan.load(file), console)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan.", show_default=False)],
+    second: Annotated[Path, typer.Argument(help="Another plan.", show_default=False)],
+) -> None:
+    """Show where two plans differ. Exit status is 0 if they do not, 1 if they do, 2 if one cannot be read."""
+    if show_diff(Plan.load(first), Plan.load(second), Console()):
+        raise typer.Exit(1)
 
 
 def _format(file: Path) -> str:

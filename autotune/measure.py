@@ -21,7 +21,7 @@ from hetconv.cost import operator_key
 from hetconv.emulate import DeviceName, stretched
 from hetconv.profile import Axis, DeviceModel, LinkModel, OperatorModel
 from hetconv.rules import Conv, Linear
-from hetconv.spec import Conv2dSpec
+from hetconv.spec import ConvSpec
 from hetconv.transport import Round, Team, team_of
 
 from . import fit
@@ -103,28 +103,29 @@ def _layer(
     if isinstance(op, Linear):
         return _linear(op, axis, share, device)
     s = op.spec
-    extent = s.K // s.groups if axis == "filters" else s.P
+    extent = s.K // s.groups if axis == "filters" else s.y_shape[2]
     part = max(round(extent * share), 1)
     local = replace(s, K=part * s.groups) if axis == "filters" else _rows(s, part)
-    if local.P < 1 or (part < extent and part / extent > share * 1.5):
+    if local.y_shape[2] < 1 or (part < extent and part / extent > share * 1.5):
         return None
-    dtype = getattr(torch, s.dtype)
-    x = torch.randn(local.x_shape, dtype=dtype, device=device).to(memory_format=torch.channels_last)
-    w = torch.randn(local.w_shape, dtype=dtype, device=device).to(memory_format=torch.channels_last)
-    g = torch.randn(local.y_shape, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+    dtype, memory = getattr(torch, s.dtype), kernels.CHANNELS_LAST.get(s.spatial_dims + 2, torch.contiguous_format)
+    x, w, g = (
+        torch.randn(shape, dtype=dtype, device=device).to(memory_format=memory)
+        for shape in (local.x_shape, local.w_shape, local.y_shape)
+    )
     args = (s.stride, local.padding, s.dilation, s.groups)
     wanted = (s.C > 4, True, True)  # nobody asks for the gradient of an image
     return (
         part / extent,
-        lambda: stretched(lambda: kernels.conv2d_forward(x, w, None, *args), device),
-        lambda: stretched(lambda: kernels.conv2d_backward(g, x, w, *args, wanted), device),
+        lambda: stretched(lambda: kernels.conv_forward(x, w, None, *args), device),
+        lambda: stretched(lambda: kernels.conv_backward(g, x, w, *args, wanted), device),
     )
 
 
-def _rows(s: Conv2dSpec, rows: int) -> Conv2dSpec:
-    """The convolution that gives this many output rows, padded as the whole one is."""
-    (top, bottom), reach = s.padding[0], s.dilation[0] * (s.R - 1) + 1
-    return replace(s, H=max((rows - 1) * s.stride[0] + reach - top - bottom, 1))
+def _rows(s: ConvSpec, rows: int) -> ConvSpec:
+    """The convolution that gives this many output rows (of the first spatial dimension), padded as the whole one is."""
+    (top, bottom), reach = s.padding[0], s.dilation[0] * (s.kernel[0] - 1) + 1
+    return replace(s, size=(max((rows - 1) * s.stride[0] + reach - top - bottom, 1), *s.size[1:]))
 
 
 def _linear(

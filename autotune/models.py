@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hetconv.errors import HetConvError
+from hetconv.kernels import CHANNELS_LAST
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -59,10 +60,11 @@ def build_model(target: str, arguments: str, seed: int) -> nn.Module:
 
 def channels_last(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
     """Both in the memory format that convolutions run fastest in; as they are where the input is no image."""
-    if x.dim() != 4:
+    memory = CHANNELS_LAST.get(x.dim())
+    if memory is None:
         return model, x
-    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model, x.contiguous(memory_format=torch.channels_last)
+    model = model.to(memory_format=memory)  # type: ignore[call-overload]
+    return model, x.contiguous(memory_format=memory)
 
 
 def random_input(shape: tuple[int, ...], seed: int) -> Tensor:

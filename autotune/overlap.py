@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from hetconv.calls import CONVS
 from hetconv.parallel import parallelize
 from hetconv.plan import LayerPlan, Plan
 from hetconv.rules import Conv, Split
-from hetconv.spec import Conv2dSpec
+from hetconv.spec import ConvSpec
 from hetconv.tuned import TunedChunks
 
 from . import measure
-from .models import random_input
+from .models import channels_last, random_input
 from .progress import Reporter
 
 CHUNKS = (2, 4, 8)
@@ -24,7 +26,7 @@ ROUNDS, FINAL_ROUNDS = 5, 9
 GAIN = 0.98  # of the time in one piece: what is not faster by more is noise
 
 
-def gathered_layers(plan: Plan) -> list[tuple[Conv2dSpec, Split]]:
+def gathered_layers(plan: Plan) -> list[tuple[ConvSpec, Split]]:
     """The distinct convolutions of a plan that chunks can help, the most work first."""
     found = {
         (layer.op.spec, layer.split)
@@ -46,11 +48,12 @@ def tune_chunks(plan: Plan, device: torch.device, enough: Callable[[], bool], sa
             break
         found.append(best_chunks(spec, split, device))
         gain = found[-1].unchunked_s / found[-1].seconds
-        say.advance(f"{spec.N}x{spec.C}x{spec.H}x{spec.W} by {spec.K}: {found[-1].chunks}, {gain:.2f}x of one piece")
+        shape = "x".join(map(str, spec.x_shape))
+        say.advance(f"{shape} by {spec.K}: {found[-1].chunks}, {gain:.2f}x of one piece")
     return tuple(found)
 
 
-def best_chunks(spec: Conv2dSpec, split: Split, device: torch.device) -> TunedChunks:
+def best_chunks(spec: ConvSpec, split: Split, device: torch.device) -> TunedChunks:
     """More than one only if the bits are the same and they were faster twice: among all, and beside one piece alone."""
     steps = {n: gathering(spec, split, device, n) for n in (1, *(n for n in CHUNKS if n <= spec.N))}
     whole = steps[1]()
@@ -68,16 +71,16 @@ def _ratios(times: dict[str, list[float]]) -> dict[int, float]:
     return {int(n): median(t / one for t, one in zip(ts, times["1"], strict=True)) for n, ts in times.items()}
 
 
-def gathering(spec: Conv2dSpec, split: Split, device: torch.device, chunks: int) -> Callable[[], Tensor]:
+def gathering(spec: ConvSpec, split: Split, device: torch.device, chunks: int) -> Callable[[], Tensor]:
     """An inference of one convolution under ``split``, gathered in ``chunks``."""
     dtype = getattr(torch, spec.dtype)
     alike = all(before == after for before, after in spec.padding)
-    padding: str | tuple[int, int] = (spec.padding[0][0], spec.padding[1][0]) if alike else "same"
-    conv = nn.Conv2d(
-        spec.C, spec.K, (spec.R, spec.S), spec.stride, padding, spec.dilation, bias=False, device=device, dtype=dtype
-    )
-    conv = conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    x = random_input(spec.x_shape, 0).to(device, dtype, memory_format=torch.channels_last)
+    padding = tuple(lo for lo, _ in spec.padding) if alike else "same"
+    args: Any = (spec.C, spec.K, spec.kernel, spec.stride, padding, spec.dilation, 1, False)
+    plain = CONVS[spec.spatial_dims - 1](*args)
+    with torch.no_grad():
+        plain.weight.copy_(random_input(spec.w_shape, 1))  # the same however many chunks, whose bits are compared
+    conv, x = channels_last(plain.to(device, dtype), random_input(spec.x_shape, 0).to(device, dtype))
     layer = LayerPlan(Conv(spec), split, chunks=chunks)
     world = dist.get_world_size()
     plan = Plan((device.type,) * world, "infer", "a convolution", (spec.x_shape,), {"": layer}, "by hand")

@@ -7,12 +7,15 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from hetconv.plan import Plan
+from hetconv.errors import PlanError
+from hetconv.plan import Considered, LayerPlan, Plan
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
 
 BAR = 16
 FILLS = "█▓▒░"
+ESTIMATED = "estimated from data sheets, nothing measured"
+NEGLIGIBLE_S = 5e-7  # what three decimals of a millisecond do not show
 
 
 def share_bar(split: Split) -> str:
@@ -25,6 +28,23 @@ def share_bar(split: Split) -> str:
     return f"{bar} {':'.join(map(str, split.sizes))}"
 
 
+def split_text(split: Split) -> str:
+    return " ".join((split.kind, ":".join(map(str, split.sizes)))).strip()
+
+
+def milliseconds(seconds: float | None, decimals: int = 2) -> str:
+    return f"{seconds * 1e3:.{decimals}f}" if seconds is not None else "-"
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:.2f}"
+
+
+def seconds_of(layer: LayerPlan) -> list[float]:
+    """Predicted seconds of a layer on each device, forward and backward; none if nothing was predicted."""
+    return [sum(passes) for passes in zip(*filter(None, (layer.forward_s, layer.backward_s)), strict=True)]
+
+
 def show_plan(plan: Plan, console: Console) -> None:
     """Layer, kind, shares as bars, predicted milliseconds per device and megabytes moved; then the alternatives."""
     marks = [
@@ -33,16 +53,15 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(
         f"[bold]{plan.model}[/bold], {plan.mode}, input {' '.join('x'.join(map(str, s)) for s in plan.inputs)}"
     )
-    console.print(f"devices  {'   '.join(marks)}{'   (estimated from data sheets, nothing measured)' * plan.estimated}")
+    console.print(f"devices  {'   '.join(marks)}{f'   ({ESTIMATED})' * plan.estimated}")
     table = Table("layer", "kind", box=None, header_style="bold", pad_edge=False)
     table.add_column("shares", no_wrap=True)
-    for device in plan.devices:
-        table.add_column(f"ms {device}", justify="right", no_wrap=True)
+    for rank in range(plan.world):
+        table.add_column(f"ms {rank}", justify="right", no_wrap=True)
     table.add_column("MB moved", justify="right", no_wrap=True)
     for name, layer in plan.layers.items():
-        seconds = [sum(pair) for pair in zip(layer.forward_s, layer.backward_s or (0.0,) * plan.world, strict=False)]
-        cells = [f"{s * 1e3:.2f}" for s in seconds] or ["-"] * plan.world
-        table.add_row(name, layer.split.kind, share_bar(layer.split), *cells, f"{layer.sent_bytes / 1e6:.2f}")
+        cells = [milliseconds(s) for s in seconds_of(layer)] or ["-"] * plan.world
+        table.add_row(name, layer.split.kind, share_bar(layer.split), *cells, megabytes(layer.sent_bytes))
     console.print(table)
     for name, layer in plan.layers.items():
         if layer.chunks > 1:
@@ -72,6 +91,42 @@ def show_gathers(plan: Plan, console: Console) -> None:
     for g in plan.gathers:
         table.add_row(g.name, g.function, "x".join(map(str, g.shape)), f"{g.sent_bytes / 1e6:.2f}")
     console.print(table)
+    if plan.estimated:
+        console.print(ESTIMATED)
+
+
+def show_layer(plan: Plan, name: str, console: Console) -> None:
+    """The splits that a layer could have had, the least costly first: milliseconds, and why it has none of the others.
+
+    Raises `PlanError` for a layer that the plan does not name, and if it does not know what was considered.
+    """
+    if name not in plan.layers:
+        raise PlanError(f"the plan has no layer {name!r}; it has {', '.join(plan.layers) or 'none'}")
+    layer = plan.layers[name]
+    chosen = next((c for c in layer.considered if c.split == layer.split), None)
+    if chosen is None:
+        raise PlanError(f"the plan does not say what else was considered for {name!r}; make it anew with hetconv plan")
+    console.print(f"[bold]{name}[/bold], cut by {split_text(layer.split)}; all other layers as planned")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("split", no_wrap=True)
+    for head in ("computes", "moves", "slower by"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("because it")
+    for c in layer.considered:
+        cells = (milliseconds(s, 3) for s in (c.compute_s, c.movement_s, c.slower_by_s))
+        table.add_row(split_text(c.split), *cells, "[bold]is chosen[/bold]" if c is chosen else _why(c, chosen))
+    console.print(table)
+    console.print("milliseconds of the layer, of what follows it and of the way to the next, operator after operator")
+    if plan.estimated:
+        console.print(ESTIMATED)
+
+
+def _why(c: Considered, chosen: Considered) -> str:
+    """In words, what makes another split slower than the chosen one, and what speaks for it."""
+    more = {"computes": c.compute_s - chosen.compute_s, "moves": c.movement_s - chosen.movement_s}
+    against = [f"{verb} longer" for verb, s in more.items() if s > NEGLIGIBLE_S]
+    for_it = [f"{verb} less" for verb, s in more.items() if s < -NEGLIGIBLE_S]
+    return ", but ".join(" and ".join(said) for said in (against, for_it) if said) or "takes as long"
 
 
 def show_profile(profile: ClusterProfile, console: Console) -> None:
@@ -86,9 +141,11 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
         table.add_row(str(rank), name, memory, rate, f"{d.bytes_per_s / 1e9:.0f} GB/s", str(len(d.operators)))
     console.print(table)
     if profile.estimated:
-        console.print("estimated from data sheets, nothing measured")
+        console.print(ESTIMATED)
     for pair, link in profile.links.items():
         console.print(f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s")
+    for wire in profile.shared:
+        console.print(f"{wire.name}: {1e-9 / wire.s_per_byte:.2f} GB/s, shared by {len(wire.pairs)} pairs of devices")
     for t in profile.tuned:
         weights, computed = (":".join(map(str, w)) for w in (t.weights, t.computed_weights))
         console.print(
@@ -97,8 +154,9 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
         )
     for c in profile.chunks:
         s, of = c.spec, f"{c.seconds * 1e3:.2f} ms in {c.chunks} chunks" if c.chunks > 1 else "one piece"
+        x, kernel = ("x".join(map(str, n)) for n in (s.x_shape, s.kernel))
         console.print(
-            f"gathered {s.N}x{s.C}x{s.H}x{s.W} by {s.K} filters {s.R}x{s.S}, {':'.join(map(str, c.sizes))}: {of} "
+            f"gathered {x} by {s.K} filters {kernel}, {':'.join(map(str, c.sizes))}: {of} "
             f"(in one piece {c.unchunked_s * 1e3:.2f} ms)"
         )
     for device, n in Counter(t.device for t in profile.tiles).items():

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from hetconv.cost import price
+from hetconv.candidates import Candidates, whole_model
 from hetconv.emulate import DeviceName
-from hetconv.errors import HetConvError
 from hetconv.graph import Graph
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
-from hetconv.planner import candidates, make_plan, whole_model
+from hetconv.planner import make_plan
+from hetconv.pricing import price
 from hetconv.profile import Axis, ClusterProfile, DeviceModel, TunedRatio
 from hetconv.recorder import capture
 from hetconv.rules import Conv, Linear, SplitKind
@@ -37,8 +37,8 @@ from .tiling import tune_tiles
 OPERATORS_PART = 0.5  # of the budget; the study of ratios has the rest
 TILES_PART = 0.25  # of the budget, at the study's cost, where there is a GPU
 ROUNDS, FINAL_ROUNDS = 3, 7
-Cuts = Literal["sample", "height", "width"]
-CUTS: tuple[Cuts, ...] = ("height", "width", "sample")
+Cuts = Literal["sample", "depth", "height", "width"]
+CUTS: tuple[Cuts, ...] = ("depth", "height", "width", "sample")
 
 
 @dataclass(frozen=True)
@@ -222,10 +222,10 @@ class _Contest:
 
 def _start(graph: Graph, profile: ClusterProfile, mode: Mode) -> tuple[Cuts, tuple[int, ...]] | None:
     """The spatial or sample kind with the least predicted step, and its computed weights."""
-    found = candidates(graph, profile, mode, CUTS)
+    found = Candidates(graph, profile, mode, CUTS).whole_models()
     uneven = {k: found[f"uneven {k} split"] for k in CUTS if f"uneven {k} split" in found}
     if not uneven:
-        raise HetConvError("the model has nothing to split by height, width or sample")
+        return None
     kind = min(uneven, key=lambda k: price(graph, profile, uneven[k], mode)[0].step_s)
     cut = [s for s in uneven[kind].values() if s.kind == kind]
     if not cut or sum(w > 0 for w in max(cut, key=lambda s: sum(s.sizes)).sizes) < 2:

@@ -21,7 +21,7 @@ COMMANDS = {
     "first whether right, then how fast, in turn.",
     "parts": "A convolution of gathered channels, read where they lie against joined first.",
     "overlap": "Messages that travel while a device computes against the same ones waited for: "
-    "halos, and chunks of a filter split.",
+    "halos, buckets, and chunks.",
     "overhead": "What running on parts costs in Python, per operator: "
     "tiny models on one rank, split and plain, in turn.",
     "gpu": "Everything worth doing while a GPU is at hand, in minutes: "

@@ -1,7 +1,8 @@
-"""Messages that travel while a device computes against the same ones waited for: halos, and chunks of a filter split.
+"""Messages that travel while a device computes against the same ones waited for: halos, buckets, and chunks.
 
-``halo``: a residual stack cut by height, inference and training. ``chunks``: convolutions of a batch, cut by filter and
-gathered, in one piece and in chunks. All run in turn within each round; ratios are medians over rounds.
+``halo``: a residual stack cut by height, inference and training. ``buckets`` of weight gradients: a stack of more
+weights, cut by sample. ``chunks``: convolutions of a batch, cut by filter and gathered, in one piece and in chunks. All
+run in turn within each round; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ from hetconv.autotune.measure import paired
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.overlap import gathering
 from hetconv.autotune.tune import step_of
+from hetconv.candidates import whole_model
 from hetconv.emulate import DeviceName
 from hetconv.layout import apportion
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
-from hetconv.planner import make_plan, whole_model
+from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture
-from hetconv.rules import Split
-from hetconv.spec import Conv2dSpec
+from hetconv.rules import Split, SplitKind
+from hetconv.spec import ConvSpec
 from hetconv.transport import in_turn, team_of
 
 MODES: tuple[Mode, Mode] = ("infer", "train")
 CHUNKS = (2, 4)
+BATCH, WEIGHTY = 6, Stack(6, 256, 14)
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class Gathered:
     filters: int
 
     @property
-    def spec(self) -> Conv2dSpec:
+    def spec(self) -> ConvSpec:
         n, c, s, k = astuple(self)
-        return Conv2dSpec(n, c, s, s, k, 3, 3, padding=((1, 1), (1, 1)))
+        return ConvSpec(n, c, (s, s), k, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
 
     def __str__(self) -> str:
         return f"{self.samples}x{self.channels}x{self.size}x{self.size} by {self.filters} filters"
@@ -90,6 +93,7 @@ def measure(devices: tuple[DeviceName, ...], quick: bool) -> tuple[dict[str, Any
     rounds = 5 if quick else 15
     layers = Stack(2, 64, 128) if quick else Stack()
     rows = [row for mode in MODES for row in halo(layers, mode, weights, device, rounds)]
+    rows += buckets(Stack(2, 64, 14) if quick else WEIGHTY, weights, device, rounds)
     for case in GATHERED[:1] if quick else GATHERED:
         rows += chunks(case, weights, device, rounds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -108,16 +112,29 @@ def waiting(step: Callable[[], Any]) -> Callable[[], None]:
 
 
 def halo(case: Stack, mode: Mode, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    times = _both_ways(case, 1, "height", mode, weights, device, rounds)
+    return [_row(f"halo, {case.blocks} blocks of {case.channels} @{case.size}", mode, *times)]
+
+
+def buckets(case: Stack, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    times = _both_ways(case, BATCH, "sample", "train", weights, device, rounds)
+    return [_row(f"buckets, {case.blocks} blocks of {case.channels} @{case.size}", "train", *times)]
+
+
+def _both_ways(
+    case: Stack, samples: int, kind: SplitKind, mode: Mode, weights: Sequence[float], device: torch.device, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of a step of a stack that is cut one way: with messages under way, and with messages waited for."""
     torch.manual_seed(0)
-    model, x = channels_last(stack(case.blocks, case.channels), random_input((1, 3, case.size, case.size), 0))
+    model, x = channels_last(stack(case.blocks, case.channels), random_input((samples, 3, case.size, case.size), 0))
     model, x = model.to(device).train(mode == "train"), x.to(device)
     graph = capture(model, x)
     world = len(weights)
-    plan = make_plan(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), mode=mode, kinds=("height",))
-    split = parallelize(copy.deepcopy(model), plan.with_splits(whole_model(graph, "height", weights, ("height",))))
+    plan = make_plan(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), mode=mode, kinds=(kind,))
+    split = parallelize(copy.deepcopy(model), plan.with_splits(whole_model(graph, kind, weights, (kind,))))
     step = step_of(split, x, mode)
     times = paired({"on": step, "off": waiting(step)}, rounds, device)
-    return [_row(f"halo, {case.blocks} blocks of {case.channels} @{case.size}", mode, times["on"], times["off"])]
+    return times["on"], times["off"]
 
 
 def chunks(case: Gathered, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:

@@ -26,14 +26,15 @@ from hetconv.autotune.measure import paired
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.tune import Job, step_of, tune
 from hetconv.calls import conv_spec
+from hetconv.candidates import whole_model
 from hetconv.emulate import DeviceName
 from hetconv.layout import spans
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
-from hetconv.planner import make_plan, whole_model
+from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile, TunedRatio
 from hetconv.recorder import capture
-from hetconv.rules import REPLICATE, Conv, Split
+from hetconv.rules import REPLICATE, Conv, Split, cut_dim
 from hetconv.transport import team_of
 
 MODES: tuple[tuple[str, Mode], ...] = (("inference", "infer"), ("training", "train"))
@@ -117,7 +118,8 @@ def _steps(case: Stack, mode: Mode, tuned: TunedRatio) -> dict[str, Callable[[],
         return parallelize(copy.deepcopy(plain), plan.with_splits(splits))
 
     lo, hi = spans(tuned.weights)[rank]
-    dim = {"height": 2, "width": 3}[tuned.kind]
+    dim = cut_dim(tuned.kind, range(2, x.dim()))
+    assert dim is not None
     own = x_NHWC.narrow(dim, lo, hi - lo)
     idle = (lambda: None) if rank else None
     return {
@@ -137,7 +139,7 @@ def _silent(model: nn.Module) -> nn.Module:
 
             def forward(x: Tensor, layer: nn.Conv2d = layer) -> Tensor:
                 spec = conv_spec(x.shape, layer.weight.shape, x.dtype, 1, layer.padding, 1, 1)
-                return ops.conv2d(x, layer.weight, layer.bias, Conv(spec), REPLICATE, team)
+                return ops.convolution(x, layer.weight, layer.bias, Conv(spec), REPLICATE, team)
 
             layer.forward = forward  # type: ignore[assignment]
     return model

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import kernels
+    from .checkpoints import load_checkpoint, save_checkpoint
     from .drift import sync_replicated
     from .errors import (
         DisagreementError,
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from .gradients import GradScaler, clip_grad_norm_
     from .graph import Graph
     from .layout import Box, Layout, Need, apportion
-    from .modules import HetConv2d
+    from .modules import HetConv1d, HetConv2d, HetConv3d
     from .movement import redistribute
+    from .optim_state import full_optim_state_dict, load_full_optim_state_dict
     from .parallel import parallelize
     from .plan import Plan
     from .planner import make_plan
@@ -42,7 +44,9 @@ __all__ = [
     "DisagreementError",
     "GradScaler",
     "Graph",
+    "HetConv1d",
     "HetConv2d",
+    "HetConv3d",
     "HetConvError",
     "HetTensor",
     "KernelError",
@@ -59,24 +63,30 @@ __all__ = [
     "capture",
     "clip_grad_norm_",
     "count_sent",
+    "full_optim_state_dict",
     "full_state_dict",
     "gather",
     "kernels",
+    "load_checkpoint",
+    "load_full_optim_state_dict",
     "load_full_state_dict",
     "make_plan",
     "parallelize",
     "redistribute",
+    "save_checkpoint",
     "sync_replicated",
 ]
 
 _ROOMS = {
+    "checkpoints": "load_checkpoint save_checkpoint",
     "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError PlanError ProfileError SplitError",
     "drift": "sync_replicated",
     "gradients": "GradScaler clip_grad_norm_",
     "graph": "Graph",
     "layout": "Box Layout Need apportion",
-    "modules": "HetConv2d",
+    "modules": "HetConv1d HetConv2d HetConv3d",
     "movement": "redistribute",
+    "optim_state": "full_optim_state_dict load_full_optim_state_dict",
     "ops": "HetTensor gather",  # of tensor: a HetTensor does nothing before ops is there
     "parallel": "parallelize",
     "plan": "Plan",

@@ -1,295 +1,132 @@
-"""What a plan costs: every operator through its rule, every movement through the geometry that performs it. Pure."""
+"""Seconds of operators on devices, and bytes that they hold there, at any share. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from math import prod
 
-from .errors import PlanError
-from .following import BatchNorm, GroupNorm, Pieces, View
-from .graph import Graph, Memory, Node
-from .layout import Exchange, Layout, Move, buckets, summed, traffic
-from .plan import Gathered, Mode, Prediction
-from .profile import Axis, ClusterProfile, DeviceModel
-from .rules import REPLICATE, SPATIAL, Conv, Gather, Linear, Op, Split, Step
+import numpy as np
 
-Rounds = tuple[Exchange, ...]
-Transfers = tuple[tuple[Rounds, int], ...]  # (rounds, bytes per element)
-FILTER_AXIS = ("filter", "channel")
-
-
-@dataclass(frozen=True)
-class Applied:
-    """One operator under a plan: how it runs and what moves for it. ``hides``: halos travel while it computes."""
-
-    node: Node
-    split: Split
-    step: Step
-    forward: Transfers
-    backward: Transfers
-    hides: bool
-
-
-def walk(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -> tuple[list[Applied], Transfers]:
-    """Every operator under ``splits`` in order, and the sums of parameter gradients, as the runtime does them.
-
-    A layer without a split is replicated. The last entry stands for gathering the model's outputs.
-    """
-    placed = {i: Layout.replicated(v.shape, world) for i, v in enumerate(graph.values)}
-    applied: list[Applied] = []
-    contributed: set[int] = set()
-    memory = Memory(placed)
-    for node in graph.nodes:
-        split = splits.get(node.layer, REPLICATE) if node.layer is not None else REPLICATE
-        inputs = tuple(placed[i] for i in node.inputs)
-        step = node.op.step(inputs or (Layout.replicated((), world),), split)
-        shared: list[tuple[int, Layout]] = []
-        if node.writes and not memory.may_write(node, step.output):
-            shared = memory.make_whole(node.views)
-            inputs = tuple(placed[i] for i in node.inputs)
-            step = Gather(step.output.shape).step(inputs or (Layout.replicated((), world),))
-        now = _applied(graph, node, split, step, inputs, mode)
-        if step.output.kind == "replicated":  # what shares memory with the result is whole now
-            shared += memory.make_whole(node.views)
-            placed |= {i: Layout.replicated(graph.values[i].shape, world) for i in (*node.views, *node.outputs)}
-        else:
-            others = node.op.steps(inputs)[1:] if isinstance(node.op, Pieces) else ()
-            placed |= dict(zip(node.outputs, (step.output, *(s.output for s in others)), strict=False))
-            memory.join(node)
-        first = tuple((Move(x, Layout.replicated(x.shape, world)).forward, graph.values[i].itemsize) for i, x in shared)
-        applied.append(replace(now, forward=(*first, *now.forward)))
-        if step.contributes:
-            contributed |= {i for i in (*node.params, *node.inputs) if graph.values[i].param is not None}
-    root = tuple(
-        (Move(placed[i], Layout.replicated(placed[i].shape, world)).forward, graph.values[i].itemsize)
-        for i in graph.outputs
-    )
-    whole = Node("output", _NOTHING, graph.outputs, ())
-    applied.append(Applied(whole, REPLICATE, Step((), Layout.replicated((), world)), root, (), False))
-    return applied, _gradient_sums(graph, splits, contributed, world) if mode == "train" else ()
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        return Step((), Layout.replicated((), 1))
-
-
-_NOTHING = _Nothing()
-
-
-def _applied(graph: Graph, node: Node, split: Split, step: Step, inputs: tuple[Layout, ...], mode: Mode) -> Applied:
-    forward: list[tuple[Rounds, int]] = []
-    backward: list[tuple[Rounds, int]] = []
-    for i, src, read in zip(node.inputs, inputs, step.reads, strict=False):
-        value = graph.values[i]
-        if (isinstance(read, Layout) and (read.kind, read.boxes) == (src.kind, src.boxes)) or value.param is not None:
-            continue
-        move = Move(src, read)
-        forward.append((move.forward, value.itemsize))
-        if value.requires_grad and mode == "train":
-            backward.append((move.adjoint, value.itemsize))
-    if node.outputs:
-        out = graph.values[node.outputs[0]]
-        exact = max(out.itemsize, 4)
-        forward += [(move.forward, exact) for move in step.forward]
-        if out.requires_grad and mode == "train":
-            backward += [(move.forward, exact) for move in step.backward]
-    hides = isinstance(node.op, Conv) and SPATIAL.get(split.kind, 0) > 0 and inputs[0].dim == SPATIAL[split.kind]
-    return Applied(node, split, step, tuple(forward), tuple(backward), hides)
-
-
-def _gradient_sums(graph: Graph, splits: Mapping[str, Split], used: set[int], world: int) -> Transfers:
-    """The buckets of `replicas.Scope`: parameters that are not cut, by dtype, of which the used ones are summed."""
-    cut = _cut_parameters(graph, splits)
-    by_dtype: dict[str, list[int]] = {}
-    for i in graph.params:
-        value = graph.values[i]
-        if value.requires_grad and value.param not in cut:
-            by_dtype.setdefault(value.dtype, []).append(i)
-    sums = []
-    for group in by_dtype.values():
-        for bucket in buckets([prod(graph.values[i].shape) for i in group]):
-            numel = sum(prod(graph.values[group[k]].shape) for k in bucket if group[k] in used)
-            if numel:
-                sums.append((summed((numel,), world).forward, graph.values[group[0]].itemsize))
-    return tuple(sums)
-
-
-def _cut_parameters(graph: Graph, splits: Mapping[str, Split]) -> set[str | None]:
-    cut: set[str | None] = set()
-    for name, op in graph.layers.items():
-        along = op.weight_cut(splits.get(name, REPLICATE))
-        if along is not None:
-            cut |= {f"{name}.weight"} | ({f"{name}.bias"} if along[0] == 0 else set())
-    return cut
+from .following import BatchNorm, ConvTranspose, GroupNorm, Pieces, View
+from .graph import Graph, Node
+from .network import Array
+from .plan import Mode
+from .profile import Axis, Curve, DeviceModel
+from .rules import REPLICATE, Conv, Linear, Op, Split, SplitKind, Step
+from .walk import Applied
 
 
 def operator_key(op: Op, axis: Axis) -> str:
     """What a profile calls an operator measured along an axis."""
     if isinstance(op, Conv):
         s = op.spec
-        shape = (
-            f"{s.N}x{s.C}x{s.H}x{s.W} k{s.K} {s.R}x{s.S} s{s.stride} p{s.padding} d{s.dilation} g{s.groups} {s.dtype}"
-        )
-        return f"conv2d {shape} by {axis}".replace(", ", ",")
+        x, kernel = ("x".join(map(str, n)) for n in (s.x_shape, s.kernel))
+        said = f"{x} k{s.K} {kernel} s{s.stride} p{s.padding} d{s.dilation} g{s.groups} {s.dtype} by {axis}"
+        return f"conv{s.spatial_dims}d {said}".replace(", ", ",")
     assert isinstance(op, Linear)
     return f"linear {'x'.join(map(str, op.x_shape))} k{op.features} by {axis}"
 
 
-def layer_seconds(
-    device: DeviceModel, op: Conv | Linear, axis: Axis, backward: bool, dtype: str
-) -> Callable[[float], float]:
+def arithmetic(op: Op, dtype: str) -> str:
+    """The dtype by whose rate an operator runs: torch computes convolutions of float32, no linears, in TF32."""
+    return "tf32" if dtype == "float32" and isinstance(op, Conv | ConvTranspose) else dtype
+
+
+def layer_curve(device: DeviceModel, op: Conv | Linear, axis: Axis, backward: bool, dtype: str) -> Curve:
     """Seconds of a layer by share: measured along this axis, or along the other, or by the roofline."""
     for key in (operator_key(op, axis), operator_key(op, "filters" if axis == "pixels" else "pixels")):
         if (model := device.operators.get(key)) is not None:
-            return (model.backward if backward else model.forward).at
+            return model.backward if backward else model.forward
     if isinstance(op, Conv):
         flops, moved = op.spec.flops, op.spec.bytes
     else:
         flops, moved = 2 * prod(op.x_shape) * op.features, 4 * (prod(op.x_shape) + prod(op.y_shape) + op.features)
-    return lambda share: device.roofline(flops * share, moved * share, dtype, backward)
+    shares = 0.5, 1.0  # a roofline is a straight line, above what a call costs
+    return Curve(shares, tuple(device.roofline(flops * x, moved * x, arithmetic(op, dtype), backward) for x in shares))
 
 
-def share_of(applied: Applied, rank: int) -> tuple[Axis, float]:
-    """The share of a layer's work that a rank has under its split."""
-    split, out = applied.split, applied.step.output
-    if split.kind == "replicate":
-        return "pixels", 1.0
-    if split.kind == "channel" and out.kind == "partial":
-        return "filters", split.sizes[rank] / sum(split.sizes)
-    axis: Axis = "filters" if split.kind in FILTER_AXIS else "pixels"
-    return axis, out.boxes[rank].numel / max(prod(out.shape), 1)
+def axis_of(kind: SplitKind) -> Axis:
+    """What a share of a layer is a share of, under such a split."""
+    return "filters" if kind in ("filter", "channel") else "pixels"
 
 
-def node_seconds(graph: Graph, device: DeviceModel, applied: Applied, rank: int, backward: bool) -> float:
-    """Seconds of this rank's part of an operator: measured for layers, memory-bound for all others."""
-    node = applied.node
-    if not node.outputs or (backward and not graph.values[node.outputs[0]].requires_grad):
-        return 0.0
-    if isinstance(node.op, Pieces | View):  # nothing is computed
-        return 0.0
-    value = graph.values[node.outputs[0]]
-    if isinstance(node.op, Conv | Linear):
-        axis, share = share_of(applied, rank)
-        return layer_seconds(device, node.op, axis, backward, value.dtype)(share)
-    numel = applied.step.output.boxes[rank].numel + sum(read.boxes[rank].numel for read in applied.step.reads)
-    twice = isinstance(node.op, GroupNorm) or (isinstance(node.op, BatchNorm) and node.op.training)
-    return device.roofline(0, numel * value.itemsize * (1 + twice), value.dtype, backward)
+def shares_of(split: Split, step: Step) -> list[float]:
+    """The shares of a layer's work that the ranks have under its split."""
+    out = step.output
+    if out.kind == "partial":
+        return [size / sum(split.sizes) for size in split.sizes]
+    return [box.numel / max(prod(out.shape), 1) for box in out.boxes]
 
 
-@dataclass
-class _Clocks:
-    """When each device is done, as movements make them wait for each other."""
+class Operators:
+    """Seconds that the operators of a graph take on each device; what a layer takes by share is looked up once."""
 
-    profile: ClusterProfile
-    now: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
+    def __init__(self, graph: Graph, devices: Sequence[DeviceModel]):
+        self.graph, self.devices = graph, devices
+        self._layers: dict[tuple[Op, Axis, bool, str], list[Callable[[float], float]]] = {}
 
-    def __post_init__(self) -> None:
-        self.now, self.busy = [0.0] * self.profile.world, [0.0] * self.profile.world
+    def seconds(self, node: Node, split: Split, step: Step, backward: bool) -> Array:
+        """(P,): measured for layers; nearly all others are bound by memory. Backward is of what has a gradient."""
+        if not node.outputs or isinstance(node.op, Pieces | View):  # nothing is computed
+            return np.zeros(len(self.devices))
+        value = self.graph.values[node.outputs[0]]
+        if backward and not value.requires_grad:
+            return np.zeros(len(self.devices))
+        if isinstance(node.op, Conv | Linear):
+            by_share = self.layer(node.op, axis_of(split.kind), backward, value.dtype)
+            return np.array([f(share) for f, share in zip(by_share, shares_of(split, step), strict=True)])
+        twice = isinstance(node.op, GroupNorm) or (isinstance(node.op, BatchNorm) and node.op.training)
+        size = value.itemsize * (1 + twice)
+        found = []
+        for rank, device in enumerate(self.devices):
+            numel = step.output.boxes[rank].numel + sum(read.boxes[rank].numel for read in step.reads)
+            flops = node.op.flops(step.reads[0].boxes[rank].numel) if isinstance(node.op, ConvTranspose) else 0
+            found.append(device.roofline(flops, numel * size, arithmetic(node.op, value.dtype), backward))
+        return np.array(found)
 
-    def compute(self, seconds: Sequence[float]) -> None:
-        self.now = [t + s for t, s in zip(self.now, seconds, strict=True)]
-        self.busy = [b + s for b, s in zip(self.busy, seconds, strict=True)]
-
-    def arrivals(self, transfers: Transfers) -> list[float]:
-        """When every rank has what was sent to it, if all start now and do nothing else."""
-        now = list(self.now)
-        for rounds, itemsize in transfers:
-            for one in rounds:
-                start, spent_in, spent_out = list(now), [0.0] * len(now), [0.0] * len(now)
-                for (s, r), size in traffic((one,), itemsize).items():
-                    link = self.profile.link(s, r)
-                    seconds = link.latency_s + size * link.s_per_byte
-                    spent_out[s] += seconds
-                    spent_in[r] += seconds
-                    now[r] = max(now[r], start[s], start[r])
-                now = [t + max(i, o) for t, i, o in zip(now, spent_in, spent_out, strict=True)]
-        return now
-
-    def step(self, transfers: Transfers, seconds: Sequence[float], hides: bool) -> None:
-        arrived = self.arrivals(transfers)
-        if not hides:
-            self.now = arrived
-        self.compute(seconds)
-        self.now = [max(t, a) for t, a in zip(self.now, arrived, strict=True)]
+    def layer(self, op: Conv | Linear, axis: Axis, backward: bool, dtype: str) -> list[Callable[[float], float]]:
+        """Seconds of a layer by share, for each device."""
+        key = op, axis, backward, dtype
+        if key not in self._layers:
+            self._layers[key] = [layer_curve(d, op, axis, backward, dtype).at for d in self.devices]
+        return self._layers[key]
 
 
-@dataclass(frozen=True)
-class LayerCost:
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    sent_bytes: int
+def result_bytes(graph: Graph, node: Node, step: Step) -> list[int]:
+    """Bytes of what an operator leaves in memory on each rank; a view leaves nothing."""
+    if not node.outputs or node.views:
+        return [0] * step.output.world
+    return [box.numel * graph.values[node.outputs[0]].itemsize for box in step.output.boxes]
 
 
-def price(
-    graph: Graph, profile: ClusterProfile, splits: Mapping[str, Split], mode: Mode
-) -> tuple[Prediction, dict[str, LayerCost]]:
-    """The predicted step under ``splits``, and the cost of every layer that a plan names.
+def parameter_bytes(
+    graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode, layer: str | None
+) -> list[float]:
+    """Bytes on each rank of a layer's parameters, or of all that no layer has.
 
-    Raises `PlanError` for splits into another number of parts than the profile has devices.
+    In training each counts four times: with its gradient and two moments of an optimizer.
     """
-    world = profile.world
-    for name, split in splits.items():
-        if split.kind != "replicate" and len(split.sizes) != world:
-            raise PlanError(f"{name!r} is split into {len(split.sizes)} parts, but the profile has {world} devices")
-    applied, sums = walk(graph, splits, world, mode)
-    clocks, layers = _Clocks(profile), {}
-    sent: dict[tuple[int, int], int] = {}
-    forward = [[node_seconds(graph, d, a, r, False) for r, d in enumerate(profile.devices)] for a in applied]
-    backward = [[node_seconds(graph, d, a, r, True) for r, d in enumerate(profile.devices)] for a in applied]
-    for a, seconds in zip(applied, forward, strict=True):
-        clocks.step(a.forward, seconds, a.hides)
-        _count(sent, a.forward)
-    if mode == "train":
-        for a, seconds in zip(reversed(applied), reversed(backward), strict=True):
-            clocks.step(a.backward, seconds, a.hides)
-            _count(sent, a.backward)
-        clocks.step(sums, [0.0] * world, False)
-        _count(sent, sums)
-    for a, f, b in zip(applied, forward, backward, strict=True):
-        if a.node.layer is not None:
-            own: dict[tuple[int, int], int] = {}
-            _count(own, a.forward + a.backward)
-            layers[a.node.layer] = LayerCost(tuple(f), tuple(b) if mode == "train" else (), sum(own.values()))
-    matrix = tuple(tuple(sent.get((s, r), 0) for r in range(world)) for s in range(world))
-    step = max(clocks.now)
-    memory = tuple(memory_bytes(graph, applied, splits, r, mode) for r in range(world))
-    return Prediction(step, step - max(clocks.busy), tuple(clocks.busy), matrix, memory), layers
+    op = graph.layers.get(layer) if layer is not None else None
+    along = op.weight_cut(splits.get(str(layer), REPLICATE)) if op is not None else None
+    cut = () if along is None else ("weight", "bias") if along[0] == 0 else ("weight",)
+    times = 4 if mode == "train" else 1
+    owned = graph.owned.get(layer, {})
+    part = times * sum(size for name, size in owned.items() if name in cut)
+    whole = times * sum(owned.values()) - part
+    shares = [size / max(sum(along[1]), 1) for size in along[1]] if along is not None else [0.0] * world
+    return [whole + part * share for share in shares]
 
 
-def gathers(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -> tuple[Gathered, ...]:
-    """The operators, but for layers that ``splits`` replicates, that run on the whole; those that send most first."""
-    found = []
-    for a in walk(graph, splits, world, mode)[0]:
-        sent: dict[tuple[int, int], int] = {}
-        _count(sent, a.forward + a.backward)
-        if a.node.layer is None and a.node.outputs and a.step.output.kind == "replicated" and sent:
-            function = a.node.function or a.node.name
-            found.append(Gathered(a.node.name, function, graph.values[a.node.outputs[0]].shape, sum(sent.values())))
-    return tuple(sorted(found, key=lambda g: -g.sent_bytes))
-
-
-def _count(sent: dict[tuple[int, int], int], transfers: Transfers) -> None:
-    for rounds, itemsize in transfers:
-        for pair, size in traffic(rounds, itemsize).items():
-            sent[pair] = sent.get(pair, 0) + size
-
-
-def memory_bytes(graph: Graph, applied: Sequence[Applied], splits: Mapping[str, Split], rank: int, mode: Mode) -> int:
-    """Parameters (in training also gradients and two moments of an optimizer) and activations that live together."""
-    parts = {f"{n}.weight": c[1][rank] / max(sum(c[1]), 1) for n, op in graph.layers.items()
-             if (c := op.weight_cut(splits.get(n, REPLICATE))) is not None}  # fmt: skip
-    held = sum(
-        prod(graph.values[i].shape) * graph.values[i].itemsize * parts.get(str(graph.values[i].param), 1.0)
-        for i in graph.params
-    )
-    per_node = [
-        a.step.output.boxes[rank].numel * graph.values[a.node.outputs[0]].itemsize
-        for a in applied
-        if a.node.outputs and not a.node.views
+def memory_bytes(graph: Graph, applied: Sequence[Applied], splits: Mapping[str, Split], mode: Mode) -> tuple[int, ...]:
+    """Bytes on each rank: parameters, and the results that live together, in inference the two largest in a row."""
+    world = applied[0].step.output.world
+    per_node = [result_bytes(graph, a.node, a.step) for a in applied[:-1]]
+    held = [
+        sum(sizes)
+        for sizes in zip(
+            *(parameter_bytes(graph, splits, world, mode, layer) for layer in (None, *graph.layers)), strict=True
+        )
     ]
-    alive = sum(per_node) if mode == "train" else 2 * max(per_node, default=0)
-    return int(held * (4 if mode == "train" else 1) + alive)
+    by_rank = list(zip(*per_node, strict=True)) or [(0,)] * world
+    alive = [sum(sizes) if mode == "train" else 2 * max(sizes) for sizes in by_rank]
+    return tuple(int(h + a) for h, a in zip(held, alive, strict=True))

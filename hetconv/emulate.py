@@ -60,10 +60,15 @@ def set_speed(speed: float) -> None:
     _slowness, _overslept = 1 / speed, 0.0
 
 
+def as_it_is() -> bool:
+    """Whether nothing is slowed and nobody listens, so that `stretched` does nothing."""
+    return _slowness == 1 and not listeners
+
+
 def stretched(compute: Callable[[], T], device: torch.device) -> T:
     """Runs ``compute``, and takes as much longer as the emulated speed says."""
     global _overslept
-    if _slowness == 1 and not listeners:
+    if as_it_is():
         return compute()
     synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda *_: None)
     synchronize(device)

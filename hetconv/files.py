@@ -42,12 +42,17 @@ def save(path: str | Path, kind: str, version: int, value: Any) -> None:
     """Writes the whole file or leaves the old one as it was."""
     head = {"format": f"hetconv-{kind}", "version": version}
     document = head | TypeAdapter(type(value)).dump_python(value, mode="json")
+    write(path, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def write(path: str | Path, content: bytes) -> None:
+    """Puts ``content`` in place of the file at once, so that nobody ever finds half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(json.dumps(document, indent=1) + "\n")
+        with os.fdopen(handle, "wb") as f:
+            f.write(content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from .following import VIEWS, Reshape
 from .layout import Layout, Shape
@@ -60,6 +61,17 @@ class Graph:
         for node in self.nodes:
             if node.layer is not None and isinstance(node.op, Conv | Linear):
                 found.setdefault(node.layer, node.op)
+        return found
+
+    @cached_property
+    def owned(self) -> dict[str | None, dict[str, int]]:
+        """Bytes of each layer's parameters, by their names in it; of None those that no layer has."""
+        found: dict[str | None, dict[str, int]] = {}
+        for i in self.params:
+            value = self.values[i]
+            layer, _, name = str(value.param).rpartition(".")
+            owner, name = (layer, name) if layer in self.layers else (None, str(value.param))
+            found.setdefault(owner, {})[name] = prod(value.shape) * value.itemsize
         return found
 
     @cached_property

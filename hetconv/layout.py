@@ -37,7 +37,7 @@ class Box:
 
     @cached_property
     def numel(self) -> int:
-        return prod(self.shape)
+        return prod(h - low if h > low else 0 for low, h in zip(self.lo, self.hi, strict=True))
 
     def intersect(self, other: Box) -> Box:
         lo = tuple(map(max, self.lo, other.lo))
@@ -106,7 +106,8 @@ class Layout:
                 f"sizes {tuple(sizes)} add up to {sum(sizes)}, but dimension {dim} of {shape} has {shape[dim]}; "
                 f"give one non-negative size per rank that add up to it (hetconv.apportion does so for proportions)"
             )
-        return Layout(shape, "sharded", tuple(Box.whole(shape).along(dim, lo, hi) for lo, hi in spans(sizes)))
+        whole = Box.whole(shape)
+        return Layout(shape, "sharded", tuple(whole.along(dim, lo, hi) for lo, hi in spans(sizes)))
 
     @cached_property
     def dim(self) -> int | None:

@@ -1,18 +1,18 @@
-"""HetConv2d and HetLinear: layers cut among ranks, with their slices of the parameters."""
+"""HetConv1d, HetConv2d, HetConv3d and HetLinear: layers cut among ranks, with their slices of the parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import ops
+from . import kernels, ops
 from .agreement import agree, prepared
-from .calls import conv_spec, is_plain
+from .calls import CONVS, conv_spec, is_plain
 from .errors import HetConvError
 from .layout import Layout
 from .replicas import SCOPE
@@ -21,6 +21,7 @@ from .tensor import HetTensor, gather
 from .transport import Team, broadcast, team_of
 
 Output = Literal["replicated", "split"]
+PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 MOST_SHAPES = 256  # of inputs that a layer remembers its operator for
 CONV_ATTRIBUTES = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
@@ -77,15 +78,10 @@ class CutLayer(nn.Module):
             agree(self.team, type(self).__name__, said)
 
 
-class HetConv2d(CutLayer):
-    """A 2-D convolution cut among the ranks of ``group`` as ``split`` says; otherwise as `torch.nn.Conv2d`.
+class HetConv(CutLayer):
+    """A convolution cut among ranks: what `HetConv1d`, `HetConv2d` and `HetConv3d` are, each of its own rank."""
 
-    Input (N, C, H, W): a plain tensor, the same on every rank, or a HetTensor. Output (N, K, P, Q): a plain tensor on
-    every rank (``output="replicated"``) or a HetTensor (``"split"``). ``weight`` is this rank's slice under ``filter``
-    and ``channel`` splits. Constructing it is collective: bad arguments on one rank raise `SplitError` on all; weights
-    are rank 0's.
-    """
-
+    spatial_dims: ClassVar[int]
     followers: tuple[str, ...] = ()
     """The functions that without autograd are computed as the result is stored, if they alone consume it."""
     chunks: int = 1
@@ -95,10 +91,10 @@ class HetConv2d(CutLayer):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] | str = 0,
+        dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
@@ -113,35 +109,37 @@ class HetConv2d(CutLayer):
         self.team = team_of(group)
         args = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
 
-        def check() -> nn.Conv2d:
+        def check() -> PlainConv:
             try:
-                plain = nn.Conv2d(*args, device=device, dtype=dtype)  # type: ignore[arg-type]
+                plain = CONVS[self.spatial_dims - 1](*args, device=device, dtype=dtype)  # type: ignore[arg-type]
             except (ValueError, TypeError, RuntimeError) as e:
                 raise HetConvError(str(e)) from e
             _check_output(output)
-            conv_op(plain, (1, in_channels, 1, 1), plain.weight.dtype).check(split, self.team.size)
+            least_op(plain).check(split, self.team.size)
             return plain
 
-        plain = prepared(self.team, "HetConv2d", check, lambda _: f"{args} {split} {output} {dtype}")
+        plain = prepared(self.team, type(self).__name__, check, lambda _: f"{args} {split} {output} {dtype}")
         broadcast(self.team, [p.data for p in plain.parameters()])
         self._adopt(plain, split, output)
 
     @classmethod
     def from_conv(
-        cls, conv: nn.Conv2d, split: Split, *, group: dist.ProcessGroup | None = None, output: Output = "replicated"
-    ) -> HetConv2d:
+        cls, conv: PlainConv, split: Split, *, group: dist.ProcessGroup | None = None, output: Output = "replicated"
+    ) -> Self:
         """A convolution cut up; rank 0's weights are the truth. Collective; ``conv`` itself is left as it is."""
         team = team_of(group)
 
         def check() -> None:
-            if not isinstance(conv, nn.Conv2d):
-                raise HetConvError(f"from_conv takes a torch.nn.Conv2d, but was given a {type(conv).__name__}")
+            plain = CONVS[cls.spatial_dims - 1]
+            if not isinstance(conv, plain):
+                given = type(conv).__name__
+                raise HetConvError(f"from_conv takes a torch.nn.{plain.__name__}, but was given a {given}")
             if not is_plain(conv):
                 raise HetConvError(f"the {type(conv).__name__} computes or keeps its weight in a way of its own")
             _check_output(output)
-            conv_op(conv, (1, conv.in_channels, 1, 1), conv.weight.dtype).check(split, team.size)
+            least_op(conv).check(split, team.size)
 
-        prepared(team, "HetConv2d.from_conv", check, lambda _: f"{conv} {split} {output} {conv.weight.dtype}")
+        prepared(team, f"{cls.__name__}.from_conv", check, lambda _: f"{conv} {split} {output} {conv.weight.dtype}")
         made = cls._local(conv, split, team, output)
         full = {name: p.detach().clone() for name, p in conv.named_parameters()}
         broadcast(team, list(full.values()))
@@ -149,7 +147,7 @@ class HetConv2d(CutLayer):
         return made
 
     @classmethod
-    def _local(cls, conv: nn.Conv2d, split: Split, team: Team, output: Output) -> HetConv2d:
+    def _local(cls, conv: PlainConv, split: Split, team: Team, output: Output) -> Self:
         """Without a word to the other ranks: arguments are checked and weights are rank 0's already."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -157,33 +155,35 @@ class HetConv2d(CutLayer):
         made._adopt(conv, split, output)
         return made
 
-    def _adopt(self, conv: nn.Conv2d, split: Split, output: Output) -> None:
+    def _adopt(self, conv: PlainConv, split: Split, output: Output) -> None:
         for name in CONV_ATTRIBUTES:
             setattr(self, name, getattr(conv, name))
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
-        self._cut = conv_op(conv, (1, conv.in_channels, 1, 1), conv.weight.dtype).weight_cut(split)
+        self._cut = least_op(conv).weight_cut(split)
         self._ops: dict[tuple[tuple[int, ...], torch.dtype], Conv] = {}  # by input
         _inherit(self, conv, conv.bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         self._agree_on_input(x)
         shape = _shape(x)
-        if len(shape) == 3:
+        if len(shape) == self.spatial_dims + 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
-        if len(shape) != 4 or shape[1] != self.in_channels:
-            raise HetConvError(f"HetConv2d expects (N, {self.in_channels}, H, W), but was given {shape}")
+        if len(shape) != self.spatial_dims + 2 or shape[1] != self.in_channels:
+            expected = ", ".join(["N", str(self.in_channels), *"DHW"[-self.spatial_dims :]])
+            raise HetConvError(f"{type(self).__name__} expects ({expected}), but was given {shape}")
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
             shape = _shape(x)
-        op = self._op(shape, x.dtype)
-        y = ops.conv2d(x, self.weight, self.bias, op, self.split, self.team, self.followers, self.chunks)
-        return self._result(y)
+        op = self._op(shape, x.local.dtype if isinstance(x, HetTensor) and x.later is None else x.dtype)
+        weight, bias = self.weight, self.bias
+        y = ops.convolution(x, weight, bias, op, self.split, self.team, self.followers, self.chunks)
+        return y if self.output == "split" else self._result(y)
 
     def _op(self, shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
         if (shape, dtype) not in self._ops:
             op = conv_op(self, shape, dtype)
-            if op.spec.P < 1 or op.spec.Q < 1:
+            if min(op.spec.y_shape[2:]) < 1:
                 raise HetConvError(f"an input of {shape} is smaller than the kernel {self.kernel_size} of {self}")
             if len(self._ops) >= MOST_SHAPES:
                 self._ops.clear()
@@ -192,6 +192,34 @@ class HetConv2d(CutLayer):
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, split={self.split}"
+
+
+class HetConv1d(HetConv):
+    """As `HetConv2d`, of (N, C, W)."""
+
+    spatial_dims = 1
+
+
+class HetConv2d(HetConv):
+    """A 2-D convolution cut among the ranks of ``group`` as ``split`` says; otherwise as `torch.nn.Conv2d`.
+
+    Input (N, C, H, W): a plain tensor, the same on every rank, or a HetTensor. Output (N, K, P, Q): a plain tensor on
+    every rank (``output="replicated"``) or a HetTensor (``"split"``). ``weight`` is this rank's slice under ``filter``
+    and ``channel`` splits. Constructing it is collective: bad arguments on one rank raise `SplitError` on all; weights
+    are rank 0's.
+    """
+
+    spatial_dims = 2
+
+
+class HetConv3d(HetConv):
+    """As `HetConv2d`, of (N, C, D, H, W)."""
+
+    spatial_dims = 3
+
+
+HET_CONVS: tuple[type[HetConv], ...] = (HetConv1d, HetConv2d, HetConv3d)
+"""By spatial dimensions, from one on."""
 
 
 class HetLinear(CutLayer):
@@ -243,17 +271,23 @@ def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
     return Conv(conv_spec(x_shape, w_shape, dtype, conv.stride, padding, conv.dilation, conv.groups))
 
 
+def least_op(conv: PlainConv) -> Conv:
+    """The operator on an input of one pixel, which knows as much of splits as that on any input."""
+    return conv_op(conv, (1, conv.in_channels, *(1,) * len(conv.kernel_size)), conv.weight.dtype)
+
+
 def _check_output(output: str) -> None:
     if output not in get_args(Output):
         raise HetConvError(f"output={output!r} is not known; give 'replicated' or 'split'")
 
 
-def _inherit(made: CutLayer, plain: nn.Conv2d | nn.Linear, bias: bool) -> None:
+def _inherit(made: CutLayer, plain: PlainConv | nn.Linear, bias: bool) -> None:
     """Parameters of the right local shapes with the plain layer's values, trainability, memory format and mode."""
     weight = plain.weight
     made._allocate(tuple(weight.shape), bias, {"device": weight.device, "dtype": weight.dtype})
-    if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
-        made.weight.data = made.weight.data.to(memory_format=torch.channels_last)
+    last = kernels.CHANNELS_LAST.get(weight.dim())
+    if last is not None and weight.stride(1) == 1 != weight.stride(-1):  # a 1x1 kernel is contiguous in either format
+        made.weight.data = made.weight.data.to(memory_format=last)
     made.load_full(dict(plain.named_parameters(recurse=False)))
     for name, p in plain.named_parameters(recurse=False):
         getattr(made, name).requires_grad_(p.requires_grad)

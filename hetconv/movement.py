@@ -7,7 +7,7 @@ adds what arrives in rank order, so that all replicas hold the same bits. Forwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,43 @@ def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
 
 def sum_pieces(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
     """The sum, over all ranks that hold it, of every element that this rank wants."""
-    me = team.rank
-    got = start_round(team, local, held, wanted).wait()
-    mine = [(s, box) for s, r, box in pieces(held, wanted) if r == me]
-    parts = [(box, got[s] if s != me else take(local, held[me], box)) for s, box in mine]
-    if len(parts) == 1 and parts[0][0] == wanted[me]:
-        return parts[0][1]
-    return assemble(parts, wanted[me], local)
+    return start_sum(team, local, held, wanted)()
+
+
+def start_sum(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Callable[[], Tensor]:
+    """`sum_pieces` under way: what is returned waits for it."""
+    under_way = start_round(team, local, held, wanted)
+
+    def arrived() -> Tensor:
+        me, got = team.rank, under_way.wait()
+        mine = [(s, box) for s, r, box in pieces(held, wanted) if r == me]
+        parts = [(box, got[s] if s != me else take(local, held[me], box)) for s, box in mine]
+        if len(parts) == 1 and parts[0][0] == wanted[me]:
+            return parts[0][1]
+        return assemble(parts, wanted[me], local)
+
+    return arrived
+
+
+class Sum:
+    """Rounds under way, of which the first starts at once."""
+
+    def __init__(self, team: Team, local: Tensor, rounds: tuple[Exchange, ...]):
+        self._team, self._rounds = team, rounds
+        self._arrived: Callable[[], Tensor] = lambda: local
+        self.advance()
+
+    def advance(self) -> None:
+        """Waits for the round under way and starts the next one, if there is one."""
+        if self._rounds:
+            (held, wanted), *rest = self._rounds
+            self._rounds = tuple(rest)
+            self._arrived = start_sum(self._team, self._arrived(), held, wanted)
+
+    def result(self) -> Tensor:
+        while self._rounds:
+            self.advance()
+        return self._arrived()
 
 
 def assemble(parts: list[tuple[Box, Tensor]], whole: Box, like: Tensor) -> Tensor:
@@ -91,10 +121,16 @@ def embed(team: Team, local: Tensor, src: Layout) -> Tensor:
     return out
 
 
+# A checkpoint computes a region again when backward first asks for a tensor saved there, and as far as the last of
+# them. Own parts save what they happen to need; that every movement saves one keeps the messages of all ranks in order.
+_SAVED = torch.empty(0)
+
+
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
         ctx.move, ctx.team = move, team
+        ctx.save_for_backward(_SAVED)
         if move.embeds:
             return embed(team, local, move.src)
         return perform(team, local, move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
@@ -103,6 +139,7 @@ class _Moved(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         move, team = ctx.move, ctx.team
+        _ = ctx.saved_tensors
         g = perform(team, grad, move.adjoint, move.dst.boxes[team.rank], move.src.boxes[team.rank])
         return g, None, None
 

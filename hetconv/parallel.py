@@ -16,8 +16,9 @@ from . import kernels
 from .agreement import agree, checksum, prepared
 from .calls import is_plain
 from .drift import sync_replicated
+from .eager import EagerForward, eager
 from .errors import PlanError
-from .modules import HetConv2d, HetLinear, conv_op, sliced_parameters
+from .modules import HET_CONVS, HetLinear, PlainConv, least_op, sliced_parameters
 from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split
@@ -59,6 +60,7 @@ def parallelize(
         if plan.world != team.size:
             raise PlanError(f"the plan is for {plan.world} ranks, but this group has {team.size}; make one for them")
         layers = dict(model.named_modules(remove_duplicate=False))
+        _check_norms(layers)
         found = {name: _checked_layer(layers, name, split, team.size) for name, split in plan.splits.items()}
         _check_sharing(layers, found, plan.splits)
         return found, _by_origin(plan.tiles)
@@ -87,17 +89,26 @@ def parallelize(
     return model
 
 
+def _check_norms(layers: Mapping[str, nn.Module]) -> None:
+    for name, layer in layers.items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise PlanError(
+                f"layer {name!r} is a SyncBatchNorm, which would count the batch once per rank; leave "
+                f"convert_sync_batchnorm out: batch norm on parts has the statistics of the whole batch"
+            )
+
+
 def _checked_layer(layers: Mapping[str, nn.Module], name: str, split: Split, world: int) -> nn.Module:
     layer = layers.get(name)
-    if isinstance(layer, (nn.Conv2d, nn.Linear)) and not is_plain(layer):
+    if isinstance(layer, (PlainConv, nn.Linear)) and not is_plain(layer):
         raise PlanError(
             f"layer {name!r} is a {type(layer).__name__} that computes or keeps its weight in a way of its own; "
             f"leave it out of the plan"
         )
-    if isinstance(layer, nn.Conv2d):
-        conv_op(layer, (1, layer.in_channels, 1, 1), layer.weight.dtype).check(split, world)
+    if isinstance(layer, PlainConv):
+        least_op(layer).check(split, world)
     elif isinstance(layer, nn.Linear):
-        Linear((1, 1, 1, layer.in_features), layer.out_features).check(split, world)
+        Linear((1, 1, 1, 1, layer.in_features), layer.out_features).check(split, world)
     else:
         have = f"a {type(layer).__name__}" if layer is not None else "no such module"
         raise PlanError(f"the plan splits {name!r}, but the model has {have} there; make the plan from this model")
@@ -129,8 +140,8 @@ def _signature(model: nn.Module) -> str:
 
 
 def _swapped(layer: nn.Module, planned: LayerPlan, team: Team, fuse: bool) -> nn.Module:
-    if isinstance(layer, nn.Conv2d):
-        made = HetConv2d._local(layer, planned.split, team, "split")
+    if isinstance(layer, PlainConv):
+        made = HET_CONVS[len(layer.kernel_size) - 1]._local(layer, planned.split, team, "split")
         made.followers, made.chunks = planned.followers if fuse else (), planned.chunks
         return made
     assert isinstance(layer, nn.Linear)
@@ -195,35 +206,60 @@ class _Root:
         self._tokens: list[Any] = []
 
     def attach(self) -> None:
+        self.model.forward = EagerForward(self.model)
         self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         self.model.register_forward_hook(self._after, always_call=True)
 
+    @eager
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = [x for x in torch.utils._pytree.tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
         said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
+        said += f"; autocast {_autocast(module)}"
         values = ""
         if said not in self._seen:  # once per signature: the same batch on every rank is easy to get wrong
             values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
         agree(self.team, "forward", said + values)
         self._seen.add(said)
-        if module.training and torch.is_grad_enabled() and self.sync_every:
+        again = torch._C._current_graph_task_id() != -1  # for a checkpoint, in the middle of a backward
+        if module.training and torch.is_grad_enabled() and self.sync_every and not again:
             self._trained += 1
             if self._trained % self.sync_every == 0:
                 sync_replicated(module)
         self._tokens.append(SCOPE.set(Scope(self.team, _replicas(module) if torch.is_grad_enabled() else ())))
 
+    @eager
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._tokens:
             SCOPE.reset(self._tokens.pop())
         try:
             if output is None and sys.exc_info()[0] is not None:  # the forward raised
                 return None
-            whole = torch.utils._pytree.tree_map(lambda y: gather(y) if isinstance(y, HetTensor) else y, output)
+            channels_last = any(map(_is_channels_last, args))
+            whole = torch.utils._pytree.tree_map(lambda y: _gathered(y, channels_last), output)
             compute_waiting()  # what is left would read parameters and inputs as they are later
             return whole
         finally:
             discard_waiting()
+
+
+def _autocast(model: nn.Module) -> torch.dtype | None:
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _is_channels_last(x: Any) -> bool:
+    """Whether it is a batch of images that lie so and no other way."""
+    last = kernels.CHANNELS_LAST.get(x.dim()) if isinstance(x, Tensor) else None
+    return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+
+
+def _gathered(y: Any, channels_last: bool) -> Any:
+    """The whole of a HetTensor, and images in the memory format of those that went in; anything else as it is."""
+    if not isinstance(y, HetTensor):
+        return y
+    last = kernels.CHANNELS_LAST.get(y.dim()) if channels_last else None
+    return gather(y) if last is None else gather(y).contiguous(memory_format=last)
 
 
 def _replicas(model: nn.Module) -> list[Tensor]:

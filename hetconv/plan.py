@@ -14,9 +14,24 @@ from .errors import PlanError
 from .rules import Conv, Linear, Split
 from .tuned import TunedTile
 
-VERSION = 1
+VERSION = 2
 Mode = Literal["train", "infer"]
 STRICT = {"extra": "forbid"}
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A split that a layer could have had, all others as planned, and seconds as ``summed_s`` of `Prediction` has them.
+
+    ``compute_s`` and ``movement_s``: of all operators and all messages that go by this layer's split, which are the
+    layer, what follows it, and the way to the next layers. ``slower_by_s``: by which both exceed those of the plan.
+    """
+
+    split: Split
+    compute_s: float
+    movement_s: float
+    slower_by_s: float
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,7 @@ class LayerPlan:
 
     ``followers``: the functions that alone consume its result, which may be computed as that is stored (see `fusing`).
     ``chunks`` of the batch, in which a filter split is gathered in inference, each while the next is computed.
+    ``considered``: the splits that the planner chose among.
     """
 
     op: Conv | Linear
@@ -34,18 +50,25 @@ class LayerPlan:
     sent_bytes: int = 0
     followers: tuple[str, ...] = ()
     chunks: int = 1
+    considered: tuple[Considered, ...] = ()
     __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step: seconds, of which movement; bytes sent as a matrix [sender][receiver]; bytes of memory per device."""
+    """One step: seconds, of which movement; bytes sent as a matrix [sender][receiver]; bytes of memory per device.
+
+    ``summed_s``: seconds if all devices waited for each other at every operator, which the planner minimizes.
+    ``moving_s``: in which each device sends or receives and does not compute; besides, it is busy or it waits.
+    """
 
     step_s: float
     movement_s: float
     busy_s: tuple[float, ...]
     sent_bytes: tuple[tuple[int, ...], ...]
     memory_bytes: tuple[int, ...]
+    summed_s: float = 0.0
+    moving_s: tuple[float, ...] = ()
     __pydantic_config__ = STRICT
 
 

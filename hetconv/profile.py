@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files as resources
+from itertools import chain, combinations, permutations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from . import files
+from .catalogue import find_device, find_link, parse_nodes
 from .errors import ProfileError
-from .spec import Conv2dSpec
+from .spec import ConvSpec
 from .tuned import TunedChunks, TunedTile
 
-VERSION = 1
+VERSION = 2
 STRICT = {"extra": "forbid"}
 Axis = Literal["pixels", "filters"]  # what a share is a share of: rows, columns or samples; filters or input channels
 ACHIEVED = 0.5  # of a data sheet's peak, in a convolution; an estimate until something is measured
+CALL_S = 5e-6  # that an operator takes however little it computes; an estimate too
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class OperatorModel:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """One device. ``operators`` by operator and axis; what was not measured takes the roofline fitted to what was."""
+    """One device. ``operators`` by operator and axis; what was not measured takes the roofline fitted to what was.
+
+    ``flops_per_s`` by dtype, with ``tf32`` beside ``float32`` where convolutions of float32 run on tensor cores.
+    """
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -71,7 +74,10 @@ class DeviceModel:
     __pydantic_config__ = STRICT
 
     def roofline(self, flops: float, moved_bytes: float, dtype: str, backward: bool) -> float:
-        """Seconds of an unmeasured operator: the longer of computing and moving, and what a call costs."""
+        """Seconds of an unmeasured operator: the longer of computing and moving, and what a call costs.
+
+        A ``dtype`` of unknown rate takes that of float32.
+        """
         if flops + moved_bytes <= 0:
             return 0.0
         rate = self.flops_per_s.get(dtype) or self.flops_per_s.get("float32") or max(self.flops_per_s.values())
@@ -89,12 +95,22 @@ class LinkModel:
 
 
 @dataclass(frozen=True)
+class SharedWire:
+    """What the messages of several (sender, receiver) pairs share, such as a network card in one direction."""
+
+    name: str
+    pairs: tuple[tuple[int, int], ...]
+    s_per_byte: float
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True)
 class TunedRatio:
     """Proportions found by measuring whole steps of one model and mode, beside the computed ones; seconds a step."""
 
     graph: str
     mode: Literal["train", "infer"]
-    kind: Literal["sample", "height", "width"]
+    kind: Literal["sample", "depth", "height", "width"]
     weights: tuple[int, ...]
     step_s: float
     computed_weights: tuple[int, ...]
@@ -108,7 +124,8 @@ class ClusterProfile:
     """Devices in rank order, links by "low-high" ranks, tuned ratios, and the fingerprint of where it was measured.
 
     ``tiles``: of the kernels on its GPUs, for the shares that the tuned ratio gives them. ``chunks``: in how many a
-    filter split is gathered while it is computed, where that was measured.
+    filter split is gathered while it is computed, where that was measured. ``shared``: wires that several pairs use,
+    beside the link of each pair. ``nodes``: the ranks in each host; all in one, unless something else is said.
     """
 
     devices: tuple[DeviceModel, ...]
@@ -118,14 +135,27 @@ class ClusterProfile:
     estimated: bool = False
     tiles: tuple[TunedTile, ...] = ()
     chunks: tuple[TunedChunks, ...] = ()
+    shared: tuple[SharedWire, ...] = ()
+    nodes: tuple[tuple[int, ...], ...] = ()
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        wanted = {f"{a}-{b}" for b in range(len(self.devices)) for a in range(b)}
+        ranks = range(self.world)
+        wanted = {f"{a}-{b}" for a, b in combinations(ranks, 2)}
         if not self.devices or self.links.keys() != wanted:
             raise ProfileError(
-                f"a profile of {len(self.devices)} devices needs links {sorted(wanted)}, but has {sorted(self.links)}"
+                f"a profile of {self.world} devices needs links {sorted(wanted)}, but has {sorted(self.links)}"
             )
+        if not self.nodes:
+            object.__setattr__(self, "nodes", (tuple(ranks),))
+        if sorted(chain(*self.nodes)) != [*ranks] or not all(self.nodes):
+            raise ProfileError(
+                f"nodes {self.nodes} do not have each of {self.world} ranks once; put each into one node"
+            )
+        pairs = set(permutations(ranks, 2))
+        for wire in self.shared:
+            if not pairs.issuperset(wire.pairs):
+                raise ProfileError(f"wire {wire.name!r} is shared by {wire.pairs}, not all of them pairs of two ranks")
 
     @property
     def world(self) -> int:
@@ -138,7 +168,7 @@ class ClusterProfile:
     def link(self, a: int, b: int) -> LinkModel:
         return self.links[f"{min(a, b)}-{max(a, b)}"]
 
-    def chunks_of(self, spec: Conv2dSpec, sizes: Sequence[int]) -> int:
+    def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
         """Of the batch, for a convolution cut by filter in these sizes: one unless more were measured to be faster."""
         return next((c.chunks for c in self.chunks if (c.spec, c.sizes) == (spec, tuple(sizes))), 1)
 
@@ -152,38 +182,71 @@ class ClusterProfile:
         return files.load(path, "profile", VERSION, ClusterProfile, ProfileError)
 
     @staticmethod
-    def from_devices(names: Sequence[str], *, link: str = "pcie4-x16") -> ClusterProfile:
+    def from_devices(
+        devices: str | Sequence[str], *, link: str = "pcie4-x16", between: str | None = None
+    ) -> ClusterProfile:
         """A profile without hardware, from the data sheets in ``devices.json``; marked as estimated.
 
-        ``names`` are catalogued devices, one per rank, slowed as in ``cpu@0.5`` if wanted; ``link`` joins each pair.
-        Raises `ProfileError` for a name that is not catalogued.
+        ``devices``: catalogued names in rank order, such as ``["A100-SXM4-80GB", "2xT4", "cpu@0.5"]``: two T4, and a
+        CPU at half its speed. Or as one string, with commas between devices and slashes between nodes:
+        ``"4xV100-SXM2-32GB / 4xT4"``. ``link`` joins the devices of a node; where nodes differ, one for each:
+        ``"nvlink2 / pcie3-x16"``. ``between`` joins the nodes.
+
+        Every node has one network card, which carries in each direction, all its devices together, what ``between``
+        carries. PCIe goes through the host, which carries, all devices of a node together, what two of them send each
+        other at once, so that three or more share it; with ``-switch`` in its name, all can fill their links at once.
+        Raises `ProfileError` for a name that is not catalogued, and for several nodes with nothing between.
         """
-        catalogue = _catalogue()
-        if link not in catalogue["links"]:
-            raise ProfileError(f"link {link!r} is not catalogued; choose one of {', '.join(catalogue['links'])}")
-        wire = catalogue["links"][link]
-        model = LinkModel(wire["latency_s"], 1 / wire["bytes_per_s"])
-        pairs = {f"{a}-{b}": model for b in range(len(names)) for a in range(b)}
-        return ClusterProfile(tuple(map(_catalogued, names)), pairs, estimated=True, fingerprint={"link": link})
+        names = parse_nodes(devices)
+        ranks = iter(range(sum(map(len, names))))
+        nodes = tuple(tuple(next(ranks) for _ in node) for node in names)
+        models = tuple(_device(name) for node in names for name in node)
+        (inside, hosts), (outside, cards) = _within(nodes, link), _between(nodes, between)
+        said = {"link": link} | ({"between": between} if between is not None else {})
+        return ClusterProfile(models, inside | outside, (), said, estimated=True, shared=hosts + cards, nodes=nodes)
 
 
-@cache
-def _catalogue() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(resources("hetconv").joinpath("devices.json").read_text(encoding="utf-8"))
-    return found
-
-
-def _catalogued(name: str) -> DeviceModel:
-    base, at, speed = name.partition("@")
-    sheet = _catalogue()["devices"].get(base)
-    try:
-        scale = float(speed) if at else 1.0
-    except ValueError:
-        scale = 0.0
-    if sheet is None or not 0 < scale <= 1:
-        known = ", ".join(_catalogue()["devices"])
-        raise ProfileError(f"device {name!r} is not catalogued; choose one of {known} (with @0.5 for half its speed)")
-    flops = {dtype: rate * ACHIEVED * scale for dtype, rate in sheet["flops_per_s"].items()}
+def _device(name: str) -> DeviceModel:
+    sheet, speed = find_device(name)
+    flops = {dtype: rate * ACHIEVED * speed for dtype, rate in sheet.flops_per_s.items()}
     return DeviceModel(
-        name, sheet["kind"], sheet["memory_bytes"], flops, sheet["bytes_per_s"] * scale, 5e-6, emulated=scale < 1
+        name, sheet.kind, sheet.memory_bytes, flops, sheet.bytes_per_s * speed, CALL_S, emulated=speed < 1
     )
+
+
+Wiring = tuple[dict[str, LinkModel], tuple[SharedWire, ...]]
+
+
+def _within(nodes: Sequence[Sequence[int]], link: str) -> Wiring:
+    """The links inside of nodes, and the hosts that they go through."""
+    names = [name.strip() for name in link.split("/")]
+    if len(names) not in (1, len(nodes)):
+        raise ProfileError(f"link {link!r} names {len(names)} links for {len(nodes)} nodes; give one, or one for each")
+    links: dict[str, LinkModel] = {}
+    shared: list[SharedWire] = []
+    for i, (node, name) in enumerate(zip(nodes, names * (len(nodes) // len(names)), strict=True)):
+        sheet = find_link(name)
+        links |= {f"{a}-{b}": LinkModel(sheet.latency_s, 1 / sheet.bytes_per_s) for a, b in combinations(node, 2)}
+        if sheet.through_host and len(node) > 2:  # two devices do not fill it
+            shared.append(SharedWire(f"host of node {i}", tuple(permutations(node, 2)), 1 / (2 * sheet.bytes_per_s)))
+    return links, tuple(shared)
+
+
+def _between(nodes: Sequence[Sequence[int]], between: str | None) -> Wiring:
+    """The links from node to node, and the card of each node, out and in."""
+    if len(nodes) == 1 and between is None:
+        return {}, ()
+    if between is None:
+        raise ProfileError(f"{len(nodes)} nodes were named, but nothing between them; give it, as in ethernet-100g")
+    if len(nodes) == 1:
+        raise ProfileError(f"between is {between!r}, but all devices are in one node; put / between those of two")
+    sheet = find_link(between)
+    s_per_byte = 1 / sheet.bytes_per_s
+    links: dict[str, LinkModel] = {}
+    shared: list[SharedWire] = []
+    for i, node in enumerate(nodes):
+        others = [rank for other in nodes if other != node for rank in other]
+        links |= {f"{a}-{b}": LinkModel(sheet.latency_s, s_per_byte) for a in node for b in others if a < b}
+        shared.append(SharedWire(f"card of node {i}, out", tuple((a, b) for a in node for b in others), s_per_byte))
+        shared.append(SharedWire(f"card of node {i}, in", tuple((b, a) for a in node for b in others), s_per_byte))
+    return links, tuple(shared)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from .calls import Call, name_of, plannable_layers, read, read_conv, read_linear, writes_in_place
+from .calls import READ_LAYER, Call, name_of, plannable_layers, read, writes_in_place
 from .errors import HetConvError
 from .graph import Graph, Node, Value
 from .rules import Gather
@@ -58,8 +58,8 @@ class _Recorder(TorchFunctionMode):
 
     def _read(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
         name = getattr(func, "__name__", "")
-        if self.layer and name in ("conv2d", "linear"):
-            return (read_conv if name == "conv2d" else read_linear)(args, kwargs)
+        if self.layer and name in READ_LAYER:
+            return READ_LAYER[name](args, kwargs)
         return read(func, args, kwargs)
 
     def _record(
@@ -82,7 +82,7 @@ class _Recorder(TorchFunctionMode):
         extra = tuple(i for i in sources if self.values[i].param is not None and i not in inputs)
         if call is not None and call.params:
             extra = tuple(i for x in call.params if (i := self.index(x)) is not None)
-        layer = self.layer[-1] if self.layer and name in ("conv2d", "linear") else None
+        layer = self.layer[-1] if self.layer and name in READ_LAYER else None
         outputs = tuple(self.add(x) for x in made)
         label = layer or f"{name}_{len(self.nodes)}"
         self.nodes.append(Node(label, op, inputs, outputs, extra, layer, views, name_of(func), writes))

@@ -12,11 +12,12 @@ from typing import Literal, Protocol
 
 from .errors import SplitError
 from .layout import Box, Layout, Move, Need, Shape, apportion, spans
-from .spec import Conv2dSpec, Window
+from .spec import ConvSpec, Window
 
-SplitKind = Literal["replicate", "sample", "filter", "channel", "height", "width"]
-KINDS: tuple[SplitKind, ...] = ("replicate", "sample", "filter", "channel", "height", "width")
-SPATIAL = {"sample": 0, "height": 2, "width": 3}
+SplitKind = Literal["replicate", "sample", "filter", "channel", "depth", "height", "width"]
+KINDS: tuple[SplitKind, ...] = ("replicate", "sample", "filter", "channel", "depth", "height", "width")
+SPACE: dict[SplitKind, int] = {"depth": 3, "height": 2, "width": 1}
+"""The spatial kinds, and which of a layer's spatial dimensions each cuts, counted from the last one."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,36 @@ class Gather:
         return Step(whole, Layout.replicated(self.shape, world))
 
 
+def cut_dim(kind: SplitKind, space: range) -> int | None:
+    """The dimension that samples, depth, height or width are, if there is one. ``space``: the spatial dimensions."""
+    if kind == "sample":
+        return 0
+    back = SPACE.get(kind, 0)
+    return space[-back] if 0 < back <= len(space) else None
+
+
+def _check_fit(op: Conv | Linear, split: Split, world: int, said: str) -> None:
+    """What both layers refuse: a kind for which there is no dimension, another number of sizes than ranks."""
+    where: tuple[SplitKind, ...] = ("sample", *SPACE)
+    if split.kind in where and op.dim(split.kind) is None:
+        others = [kind for kind in where if op.dim(kind) is not None]
+        raise SplitError(f"{said} has no {split.kind} to split; use {', '.join([*others, 'filter'])} or channel")
+    if len(split.sizes) != world:
+        raise SplitError(f"{split} has {len(split.sizes)} sizes for {world} ranks; give one size per rank")
+
+
 @dataclass(frozen=True)
 class Conv:
-    """A 2-D convolution; its weights are cut by `weight_cut`."""
+    """A convolution of any rank; its weights are cut by `weight_cut`."""
 
-    spec: Conv2dSpec
+    spec: ConvSpec
 
     def check(self, split: Split, world: int) -> None:
         """Raises `SplitError` unless ``split`` cuts this convolution among ``world`` ranks."""
         if split.kind == "replicate":
             return
         s, extent = self.spec, {"filter": self.spec.K, "channel": self.spec.C}.get(split.kind)
-        if len(split.sizes) != world:
-            raise SplitError(f"{split} has {len(split.sizes)} sizes for {world} ranks; give one size per rank")
+        _check_fit(self, split, world, f"a {s.spatial_dims}-D convolution")
         if extent is not None and sum(split.sizes) != extent:
             what = "filters" if split.kind == "filter" else "input channels"
             raise SplitError(f"{split} adds up to {sum(split.sizes)}, but the convolution has {extent} {what}")
@@ -99,6 +117,10 @@ class Conv:
                 f"{split} cuts through the groups of a convolution with {s.groups} groups of {per_group} input "
                 f"channels; give multiples of {per_group}, or split it by filter"
             )
+
+    def dim(self, kind: SplitKind) -> int | None:
+        """The dimension of the input, and of the output, that samples, depth, height or width are, if it has it."""
+        return cut_dim(kind, range(2, 2 + self.spec.spatial_dims))
 
     def canonical(self, split: Split) -> Split:
         """A grouped convolution cut by whole groups of channels is one cut by their filters: nothing is summed."""
@@ -129,7 +151,8 @@ class Conv:
             whole = Box.whole(s.x_shape)
             need = Need(s.x_shape, tuple(whole.along(1, a * per_group, b * per_group) for a, b in groups))
             return Step((need,), Layout.sharded(s.y_shape, 1, split.sizes))
-        dim = SPATIAL[split.kind]
+        dim = self.dim(split.kind)
+        assert dim is not None, f"{split} of {s}, which `check` refuses"
         y = Layout.sharded(s.y_shape, dim, apportion(s.y_shape[dim], split.sizes))
         if dim == 0:
             return Step((Layout.sharded(s.x_shape, 0, y.sizes),), y, contributes=True)
@@ -139,14 +162,15 @@ class Conv:
 def window_need(shape: Shape, y: Layout, dim: int, window: Window) -> Need:
     """What each rank reads of an input of ``shape`` to compute its part of ``y``, which is cut along ``dim``."""
     reads = [window.reads((b.lo[dim], b.hi[dim]), shape[dim]) for b in y.boxes]
-    return Need(shape, tuple(Box.whole(shape).along(dim, lo, hi) for lo, hi in reads))
+    whole = Box.whole(shape)
+    return Need(shape, tuple(whole.along(dim, lo, hi) for lo, hi in reads))
 
 
 @dataclass(frozen=True)
 class Linear:
     """y[..., k] = sum over c of x[..., c] w[k, c]. Filters are output features, channels input features.
 
-    An input (N, H, W, C), an image with its channels last, can be cut by height and width too.
+    An input (N, H, W, C) or (N, D, H, W, C), an image with its channels last, can be cut in space too.
     """
 
     x_shape: Shape
@@ -160,10 +184,7 @@ class Linear:
         """Raises `SplitError` unless ``split`` cuts this operator among ``world`` ranks."""
         if split.kind == "replicate":
             return
-        if split.kind in SPATIAL and self.dim(split.kind) is None:
-            raise SplitError(f"a linear layer on {self.x_shape} has no {split.kind} to split; use filter or channel")
-        if len(split.sizes) != world:
-            raise SplitError(f"{split} has {len(split.sizes)} sizes for {world} ranks; give one size per rank")
+        _check_fit(self, split, world, f"a linear layer on {self.x_shape}")
         extent = {"filter": self.features, "channel": self.x_shape[-1]}.get(split.kind)
         if extent is not None and sum(split.sizes) != extent:
             raise SplitError(f"{split} adds up to {sum(split.sizes)}, but the linear layer has {extent} features there")
@@ -173,10 +194,11 @@ class Linear:
         return {"filter": (0, split.sizes), "channel": (1, split.sizes)}.get(split.kind)
 
     def dim(self, kind: SplitKind) -> int | None:
-        """The dimension of the input that samples, height or width are, if it has it."""
-        if kind == "sample":
-            return 0 if len(self.x_shape) > 1 else None
-        return {"height": 1, "width": 2}.get(kind) if len(self.x_shape) == 4 else None
+        """The dimension of the input that samples, depth, height or width are, if it has it."""
+        rank = len(self.x_shape)
+        if kind == "sample" and rank == 1:
+            return None
+        return cut_dim(kind, range(1, rank - 1) if rank >= 4 else range(0))
 
     def step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
         (x,) = inputs

@@ -1,13 +1,15 @@
-"""What a convolution is, in integers: one dimension of a sliding window, and a whole 2-D convolution.
+"""What a convolution is, in integers: one dimension of a sliding window, and a whole convolution of any rank.
 
-Letters as in the literature: input (N, C, H, W), filters (K, C / groups, R, S), output (N, K, P, Q).
+Letters as in the literature: input (N, C, H, W), filters (K, C / groups, R, S), output (N, K, P, Q). Of any rank: input
+(N, C, *size), filters (K, C / groups, *kernel).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import HetConvError
 
@@ -90,11 +92,94 @@ def _first_last(lo: int, hi: int, stride: int, out: Span) -> tuple[int, ...]:
 
 
 Pair = tuple[int, int]
+Ints = tuple[int, ...]
+Four = tuple[int, int, int, int]
+
+
+class _Counted:
+    """What follows from the numbers of a convolution, however they are spelled."""
+
+    N: int
+    C: int
+    K: int
+    stride: Ints
+    padding: tuple[Span, ...]
+    dilation: Ints
+    groups: int
+    dtype: str
+
+    if TYPE_CHECKING:  # else a dataclass would take them for the defaults of its fields
+
+        @property
+        def size(self) -> Ints: ...
+
+        @property
+        def kernel(self) -> Ints: ...
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.C % self.groups or self.K % self.groups:
+            raise HetConvError(
+                f"groups={self.groups} must divide the {self.C} input channels and {self.K} filters of a convolution"
+            )
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        sides = zip(self.kernel, self.stride, self.dilation, self.padding, strict=True)
+        return tuple(Window(k, s, d, lo, hi) for k, s, d, (lo, hi) in sides)
+
+    @property
+    def x_shape(self) -> Ints:
+        return (self.N, self.C, *self.size)
+
+    @property
+    def w_shape(self) -> Ints:
+        return (self.K, self.C // self.groups, *self.kernel)
+
+    @property
+    def y_shape(self) -> Ints:
+        return (self.N, self.K, *(v.out_size(n) for v, n in zip(self.windows, self.size, strict=True)))
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the forward pass, padding included."""
+        return 2 * prod(self.y_shape) * prod(self.w_shape[1:])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of input, filters and output, each counted once."""
+        return self.itemsize * sum(map(prod, (self.x_shape, self.w_shape, self.y_shape)))
 
 
 @dataclass(frozen=True)
-class Conv2dSpec:
-    """One 2-D convolution. ``padding`` is ((top, bottom), (left, right)); ``dtype`` is torch's name for it."""
+class ConvSpec(_Counted):
+    """One convolution, with a size, kernel, stride, padding (before, after) and dilation per spatial dimension.
+
+    ``dtype`` is torch's name for it.
+    """
+
+    N: int
+    C: int
+    size: Ints
+    K: int
+    kernel: Ints
+    stride: Ints
+    padding: tuple[Span, ...]
+    dilation: Ints
+    groups: int = 1
+    dtype: str = "float32"
+
+    @property
+    def spatial_dims(self) -> int:
+        return len(self.size)
+
+
+@dataclass(frozen=True)
+class Conv2dSpec(_Counted):
+    """One 2-D convolution as the kernels spell it. ``padding`` is ((top, bottom), (left, right))."""
 
     N: int
     C: int
@@ -109,76 +194,53 @@ class Conv2dSpec:
     groups: int = 1
     dtype: str = "float32"
 
-    def __post_init__(self) -> None:
-        if self.groups < 1 or self.C % self.groups or self.K % self.groups:
-            raise HetConvError(
-                f"groups={self.groups} must divide the {self.C} input channels and {self.K} filters of a convolution"
-            )
+    if TYPE_CHECKING:  # what they are of two dimensions
+
+        @property
+        def x_shape(self) -> Four: ...
+
+        @property
+        def w_shape(self) -> Four: ...
+
+        @property
+        def y_shape(self) -> Four: ...
 
     @property
-    def windows(self) -> tuple[Window, Window]:
-        return (
-            Window(self.R, self.stride[0], self.dilation[0], *self.padding[0]),
-            Window(self.S, self.stride[1], self.dilation[1], *self.padding[1]),
-        )
+    def size(self) -> Pair:
+        return self.H, self.W
+
+    @property
+    def kernel(self) -> Pair:
+        return self.R, self.S
 
     @property
     def P(self) -> int:
-        return self.windows[0].out_size(self.H)
+        return self.y_shape[2]
 
     @property
     def Q(self) -> int:
-        return self.windows[1].out_size(self.W)
-
-    @property
-    def x_shape(self) -> tuple[int, int, int, int]:
-        return self.N, self.C, self.H, self.W
-
-    @property
-    def w_shape(self) -> tuple[int, int, int, int]:
-        return self.K, self.C // self.groups, self.R, self.S
-
-    @property
-    def y_shape(self) -> tuple[int, int, int, int]:
-        return self.N, self.K, self.P, self.Q
-
-    @property
-    def itemsize(self) -> int:
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of the forward pass, padding included."""
-        return 2 * self.N * self.K * self.P * self.Q * (self.C // self.groups) * self.R * self.S
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of input, filters and output, each counted once."""
-        x, w, y = self.x_shape, self.w_shape, self.y_shape
-        return self.itemsize * sum(a * b * c * d for a, b, c, d in (x, w, y))
-
-    def rows(self, out: Span) -> Span:
-        """The input rows that the output rows ``[out)`` read, clipped to the input."""
-        return self.windows[0].reads(out, self.H)
+        return self.y_shape[3]
 
 
-def pads_per_side(padding: str | int | Sequence[int], kernel: Pair, stride: Pair, dilation: Pair) -> tuple[Span, Span]:
+def pads_per_side(padding: str | int | Sequence[int], kernel: Ints, stride: Ints, dilation: Ints) -> tuple[Span, ...]:
     """PyTorch's ``padding`` argument ("valid", "same", an int, one int per dimension) as rows per side.
 
     Raises `HetConvError` for what PyTorch refuses too: other words, and "same" under a stride.
     """
+    rank = len(kernel)
     if isinstance(padding, str):
         if padding == "valid":
-            return (0, 0), (0, 0)
+            return ((0, 0),) * rank
         if padding != "same":
             raise HetConvError(f"padding={padding!r} is not known; give 'same', 'valid' or integers")
-        if stride != (1, 1):
+        if stride != (1,) * rank:
             raise HetConvError(f"padding='same' needs stride 1, but the stride is {stride}; give integers instead")
         total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        return (total[0] // 2, total[0] - total[0] // 2), (total[1] // 2, total[1] - total[1] // 2)
-    p = (padding, padding) if isinstance(padding, int) else tuple(padding)
-    if len(p) == 1:
-        p = p * 2
-    if len(p) != 2 or min(p) < 0:
-        raise HetConvError(f"padding={padding!r} does not fit a 2-D convolution; give one or two non-negative integers")
-    return (p[0], p[0]), (p[1], p[1])
+        return tuple((t // 2, t - t // 2) for t in total)
+    given = (padding,) if isinstance(padding, int) else tuple(padding)
+    p = given * rank if len(given) == 1 else given
+    if len(p) != rank or min(p) < 0:
+        raise HetConvError(
+            f"padding={padding!r} does not fit a {rank}-D convolution; give one or {rank} non-negative integers"
+        )
+    return tuple((n, n) for n in p)

@@ -2,68 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from .agreement import checksum, prepared
 from .errors import HetConvError
-from .layout import Layout
-from .modules import CutLayer
-from .movement import moved
+from .layout import Box, Layout, Shape
+from .modules import CutLayer, cut_layers
+from .tensor import HetTensor, gather
+from .transport import Team
+
+T = TypeVar("T")
+State = dict[str, Any]
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the whole model with the original keys and shapes, on every rank; collective."""
-    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    for key, (layer, name, layout) in _cut_parameters(model).items():
-        local = getattr(layer, name).detach()
-        state[key] = moved(layer.team, local, layout, Layout.replicated(layout.shape, layout.world)).clone()
-    return state
+def full_state_dict(model: nn.Module) -> State:
+    """The state of the whole model with the original keys and shapes, on every rank; collective.
+
+    Every tensor is contiguous and in memory of its own, as safetensors wants it.
+    """
+    return whole(agreed(model, "full_state_dict", lambda: sharded_state_dict(model), signature))
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Loads what `full_state_dict`, or the unsplit model's ``state_dict``, gave; collective.
 
     Raises `HetConvError` on every rank, before anything changes, if keys or shapes do not fit on some rank, and
     `DisagreementError` if ranks were given different values.
     """
-    cut = _cut_parameters(model)
-    own = model.state_dict()
-    shapes = {k: cut[k][2].shape if k in cut else tuple(v.shape) for k, v in own.items()}
-    teams = {layer.team for layer in model.modules() if isinstance(layer, CutLayer)}
-    for team in teams:
-        prepared(team, "load_full_state_dict", lambda: _check(state, shapes), lambda sums: f"a state of bytes {sums}")
-    if not teams:
-        _check(state, shapes)
-    with torch.no_grad():
-        for key, value in own.items():
-            if key in cut:
-                layer, name, layout = cut[key]
-                box = layout.boxes[layer.team.rank]
-                getattr(layer, name).copy_(state[key][tuple(map(slice, box.lo, box.hi))])
-            else:
-                value.copy_(state[key])
+    model.load_state_dict(
+        agreed(model, "load_full_state_dict", lambda: own_state(model, state), lambda _: values(state))
+    )
 
 
-def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """What the ranks compare of a state that fits."""
-    missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
-    wrong = {k: tuple(state[k].shape) for k in shapes.keys() & state.keys() if tuple(state[k].shape) != shapes[k]}
+def sharded_state_dict(model: nn.Module) -> State:
+    """The state with the original keys, a HetTensor for each parameter that is cut; local, in the model's memory."""
+    state = dict(model.state_dict())
+    return state | {key: HetTensor.wrap(state[key], *cut) for key, cut in cut_parameters(model).items()}
+
+
+def own_state(model: nn.Module, state: Mapping[str, Any]) -> State:
+    """What this rank's model takes of a state of whole tensors, or of HetTensors that are cut as the model is."""
+    check_fit(model, {k: shape_of(v) for k, v in state.items()})
+    cut = cut_parameters(model)
+    return {k: own_part(v, *cut[k]) if k in cut else v for k, v in state.items()}
+
+
+def check_fit(model: nn.Module, shapes: Mapping[str, Shape | None]) -> None:
+    """Raises `HetConvError` unless these are the whole model's keys with their shapes; None is no tensor."""
+    own = {k: shape_of(v) for k, v in sharded_state_dict(model).items()}
+    missing, unknown = sorted(own.keys() - shapes.keys()), sorted(shapes.keys() - own.keys())
+    wrong = [f"{k}: {shapes[k]}, expected {own[k]}" for k in sorted(own.keys() & shapes.keys()) if shapes[k] != own[k]]
     if missing or unknown or wrong:
         raise HetConvError(
-            f"the state does not fit the model: missing {missing}, unknown {unknown}, "
-            f"of another shape {[f'{k}: {s}, expected {shapes[k]}' for k, s in sorted(wrong.items())]}"
+            f"the state does not fit the model: missing {missing}, unknown {unknown}, of another shape {wrong}"
         )
-    return sum(checksum(state[k]) * (i + 1) for i, k in enumerate(sorted(shapes)))
 
 
-def _cut_parameters(model: nn.Module) -> dict[str, tuple[CutLayer, str, Layout]]:
-    """Layer, name there and layout of every parameter that is cut among ranks, by its key in the state."""
+def cut_parameters(model: nn.Module) -> dict[str, tuple[Layout, Team]]:
+    """How every parameter of which a rank has a slice is cut, and among whom, by its key in the state."""
     return {
-        f"{path}.{name}" if path else name: (layer, name, layout)
+        f"{path}.{name}" if path else name: (layout, layer.team)
         for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, CutLayer)
         for name, layout in layer.cut_parameters().items()
     }
+
+
+def own_part(x: Tensor, layout: Layout, team: Team) -> Tensor:
+    """This rank's slice of a whole tensor; a view."""
+    return x.local if isinstance(x, HetTensor) else x[layout.boxes[team.rank].within(Box.whole(layout.shape))]
+
+
+def agreed(model: nn.Module, what: str, prepare: Callable[[], T], saying: Callable[[T], str]) -> T:
+    """`prepared` among the ranks that the model is cut over, if it is."""
+    teams = dict.fromkeys(layer.team for layer in cut_layers(model))
+    results = [prepared(team, what, prepare, saying) for team in teams]
+    return results[0] if results else prepare()
+
+
+def whole(state: State) -> State:
+    """The state with every HetTensor gathered, all in new memory; collective."""
+    full: State = tree_map_only(
+        Tensor, lambda x: gather(x).detach().clone(memory_format=torch.contiguous_format), state
+    )
+    return full
+
+
+def signature(state: State) -> str:
+    """What ranks compare of states of which each has its part: keys, shapes and types."""
+    return ", ".join(
+        f"{keystr(path)} {f'{tuple(x.shape)} {x.dtype}' if isinstance(x, Tensor) else type(x).__name__}"
+        for path, x in tree_flatten_with_path(state)[0]
+    )
+
+
+def values(state: Mapping[str, Any]) -> str:
+    """What ranks compare of a state that all were given whole."""
+    tensors = [x for x in tree_leaves(dict(state)) if isinstance(x, Tensor)]
+    return f"a state of bytes {sum(checksum(x) * (i + 1) for i, x in enumerate(tensors))}"
+
+
+def shape_of(value: Any) -> Shape | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None

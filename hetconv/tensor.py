@@ -30,6 +30,7 @@ class Later(Protocol):
 
 Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 _dispatch: list[Dispatch] = []
+_wrapper = Tensor._make_wrapper_subclass
 
 
 def install_dispatch(dispatch: Dispatch) -> None:
@@ -57,15 +58,20 @@ class HetTensor(Tensor):
                 f"the local part has shape {tuple(local.shape)}, but rank {team.rank}'s box of the layout has "
                 f"{layout.boxes[team.rank].shape}"
             )
-        x = _made(layout, local.dtype, local.device, team)
-        x._local = local
+        return HetTensor.made(local, layout, team)
+
+    @staticmethod
+    def made(local: Tensor, layout: Layout, team: Team) -> HetTensor:
+        """`wrap` without its check, for a local part that is known to fit."""
+        x: HetTensor = _wrapper(HetTensor, layout.shape, dtype=local.dtype, device=local.device)
+        x.placement, x.team, x.later, x._local = layout, team, None, local
         return x
 
     @staticmethod
     def put_off(later: Later, layout: Layout, dtype: torch.dtype, device: torch.device, team: Team) -> HetTensor:
         """One whose local part, of this dtype and on this device, ``later`` computes when it is first asked for."""
-        x = _made(layout, dtype, device, team)
-        x.later = later
+        x: HetTensor = _wrapper(HetTensor, layout.shape, dtype=dtype, device=device)
+        x.placement, x.team, x.later = layout, team, later
         _waiting[id(x)] = x
         return x
 
@@ -130,14 +136,6 @@ class HetTensor(Tensor):
             return f"HetTensor(shape={self.placement.shape}, {self.placement.kind}, local={own})"
 
 
-def _made(layout: Layout, dtype: torch.dtype, device: torch.device, team: Team) -> HetTensor:
-    x: HetTensor = Tensor._make_wrapper_subclass(
-        HetTensor, layout.shape, dtype=dtype, device=device, requires_grad=False
-    )
-    x.placement, x.team, x.later = layout, team, None
-    return x
-
-
 _waiting: dict[int, HetTensor] = {}  # by id, in the order in which they were put off: the same on every rank
 _superseded: WeakValueDictionary[int, HetTensor] = WeakValueDictionary()  # what became part of another one that waits
 
@@ -149,6 +147,8 @@ def _forget(x: HetTensor) -> None:
 
 def compute_waiting() -> None:
     """Computes every part that was put off, before something is written that it may read; collective."""
+    if not (_waiting or _superseded):
+        return
     for x in list(_waiting.values()):
         _ = x.local
     for x in list(_superseded.values()):

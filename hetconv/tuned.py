@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .spec import Conv2dSpec
+from .spec import Conv2dSpec, ConvSpec
 
 STRICT = {"extra": "forbid"}
 
@@ -36,7 +36,7 @@ class TunedChunks:
     ``seconds`` are those of the whole, the gathering included, beside ``unchunked_s``. One, if no more were faster.
     """
 
-    spec: Conv2dSpec
+    spec: ConvSpec
     sizes: tuple[int, ...]
     chunks: int
     seconds: float

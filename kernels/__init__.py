@@ -1,8 +1,9 @@
 """Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.spec`.
 
 `conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `choice` says who computes, ATen or
-Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`. `concat_channels` joins parts,
-`conv2d_parts` (kernel in `segments`) convolves them; `pack` and `unpack` move boxes of images to messages and back.
+Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`. `conv_forward` and `conv_backward`
+are the halves of a convolution of any rank. `concat_channels` joins parts, `conv2d_parts` (kernel in `segments`)
+convolves them; `pack` and `unpack` move boxes of images to messages and back.
 """
 
 if __name__ == "kernels":
@@ -15,10 +16,12 @@ else:
     from .op import conv2d
     from .packing import pack, unpack
     from .parts import conv2d_parts
-    from .passes import Route, conv2d_backward, conv2d_forward, route, set_backend
+    from .passes import Route, conv2d_backward, conv2d_forward, only_aten, route, set_backend
+    from .ranks import CHANNELS_LAST, conv_backward, conv_forward
     from .tiles import Tile
 
 __all__ = [
+    "CHANNELS_LAST",
     "Route",
     "Tile",
     "choice",
@@ -27,7 +30,10 @@ __all__ = [
     "conv2d_backward",
     "conv2d_forward",
     "conv2d_parts",
+    "conv_backward",
+    "conv_forward",
     "finish_in_place",
+    "only_aten",
     "pack",
     "route",
     "set_backend",

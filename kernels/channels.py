@@ -77,7 +77,7 @@ def finish_in_place(y: Tensor, residual: Tensor | None, activation: str | None, 
         return y
     finish = Finish.of(None, None, activation, slope)
     able = obstacle(y.device) is None and refusal([y]) is None and wants_triton(y, "auto")
-    if able and y.numel() and y.stride(1) == 1 and Memory.of(y).step is not None:
+    if able and y.dim() == 4 and y.numel() and y.stride(1) == 1 and Memory.of(y).step is not None:
         return joined([y], None, None, nhwc(residual) if residual is not None else None, finish, y)
     z = finished(y, None, None, residual, finish.activation, finish.slope)
     return y if z is y else y.copy_(z)

@@ -57,6 +57,11 @@ def shift_with(bias: Tensor | None, scale: Tensor | None, shift: Tensor | None) 
     return scaled if shift is None else shift + scaled
 
 
+def per_channel(t: Tensor, like: Tensor) -> Tensor:
+    """One number per channel, to be broadcast over the samples and pixels of ``like``."""
+    return t.view(-1, *(1,) * (like.dim() - 2))
+
+
 def finished(
     y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, activation: str, slope: float
 ) -> Tensor:
@@ -66,8 +71,8 @@ def finished(
     z = y.to(torch.promote_types(y.dtype, torch.float32))
     own = not z.requires_grad
     if scale is not None:
-        z = z.mul_(scale.view(-1, 1, 1)) if own else z * scale.view(-1, 1, 1)
-    for added in (shift.view(-1, 1, 1) if shift is not None else None, residual):
+        z = z.mul_(per_channel(scale, y)) if own else z * per_channel(scale, y)
+    for added in (per_channel(shift, y) if shift is not None else None, residual):
         if added is not None:
             z = z.add_(added) if own else z + added
     return activated(z, activation, slope, own).to(y.dtype)

@@ -83,7 +83,8 @@ def sides_of(padding: Any, w: Tensor, stride: Pair, dilation: Pair) -> Sides:
         (top, bottom), (left, right) = padding
         return (top, bottom), (left, right)
     kernel = (w.shape[-2], w.shape[-1]) if w.dim() == 4 else (1, 1)  # another dimension is refused later
-    return pads_per_side(padding, kernel, stride, dilation)
+    rows, columns = pads_per_side(padding, kernel, stride, dilation)
+    return rows, columns
 
 
 def pair_of(value: int | Sequence[int], name: str) -> Pair:

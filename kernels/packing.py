@@ -46,23 +46,22 @@ def pack(pieces: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def unpack(parts: Sequence[Tensor], places: Sequence[Tensor], *, add: bool = False) -> None:
-    """Writes every part (N, c, h, w), bit by bit, into its place, a view of that shape; or adds it. Without autograd.
+    """Writes every part (N, c, ...), bit by bit, into its place, a view of that shape; or adds it. Without autograd.
 
     With ``add`` a place receives what ``place.add_(part)`` gives: half types are added in float32 and rounded once.
     Parts and places share dtype and device; any may be empty. No place may overlap another one, or a part: the caller's
     promise.
 
     On CUDA, and under ``set_backend("triton")``, a Triton kernel fills places from parts as they arrive, or as they lie
-    in a larger image, up to 16 in one launch, where the channels of both lie beside each other; ATen fills the rest,
-    and elsewhere all. Raises `KernelError` for parts that do not fit their places, and for a place that is expanded.
+    in a larger tensor, up to 16 in one launch, where these are images (N, c, h, w) and the channels of both lie beside
+    each other; ATen fills the rest, and elsewhere all. Raises `KernelError` for parts that do not fit their places, and
+    for a place that is expanded.
     """
     if len(parts) != len(places):
         raise KernelError(f"{len(parts)} parts were given with {len(places)} places; give one place for each part")
     for i, (part, place) in enumerate(zip(parts, places, strict=True)):
-        if part.dim() != 4 or part.shape != place.shape:
-            raise KernelError(
-                f"part {i} is {said(part)} and its place {said(place)}, but both must be (N, c, h, w) of one shape"
-            )
+        if part.shape != place.shape:
+            raise KernelError(f"part {i} is {said(part)} and its place {said(place)}, but both must be of one shape")
         _check_alike(f"part {i}", part, "place 0", places[0])
         _check_alike(f"place {i}", place, "place 0", places[0])
         if place.numel() and any(s == 0 and n > 1 for s, n in zip(place.stride(), place.shape, strict=True)):
@@ -94,7 +93,7 @@ def _by_triton(like: Tensor) -> bool:
 
 
 def _in_channels(t: Tensor) -> bool:
-    return t.shape[1] == 1 or t.stride(1) == 1
+    return t.dim() == 4 and (t.shape[1] == 1 or t.stride(1) == 1)
 
 
 def _launch(pairs: Sequence[tuple[Tensor, Tensor]], add: bool) -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,10 +15,10 @@ from ..errors import KernelError
 from ..spec import Conv2dSpec, Pair
 from . import aten
 from .choice import Answer, Backend, Question, choose
-from .finish import Finish, finished, shift_with
+from .finish import Finish, shift_with
 from .launch import chip_of
 from .memory import krsc, nhwc
-from .tiles import Pass, Tile
+from .tiles import Pass, Tile, any_tuned
 
 T = TypeVar("T")
 Sides = tuple[Pair, Pair]
@@ -70,14 +69,8 @@ def conv2d_forward(
         args, rest = (spec, x_NCHW, w_KCRS, out, precision(spec)), (scale, shift, residual, finish)
         return _tiled(lambda t: triton_backend.forward(*args, t, *rest), answer, tile)
     finish = Finish.of(scale, shift, activation, slope)
-    if (scale is not None or shift is not None) and w_KCRS.numel() < prod(spec.y_shape):
-        w_KCRS, bias_K, scale, shift = _folded(w_KCRS, bias_K, scale, shift)
-    if w_KCRS.numel():
-        y = aten.conv2d(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
-    else:  # which torch refuses, or answers with another shape
-        y = x_NCHW.new_zeros(spec.y_shape)
-        y = y if bias_K is None else y.add_(bias_K.view(-1, 1, 1))
-    y = finished(y, scale, shift, residual, finish.activation, finish.slope)
+    geometry, ends = (stride, padding, dilation, groups), (scale, shift, residual, finish)
+    y = aten.forward(x_NCHW, w_KCRS, bias_K, *geometry, spec.y_shape, *ends)
     return y if out is None else out.copy_(y)
 
 
@@ -101,15 +94,6 @@ def route(x_NCHW: Tensor, w_KCRS: Tensor, stride: Pair, padding: Sides, dilation
 
     args = (spec, nhwc(x_NCHW), krsc(w_KCRS), precision(spec))
     return Route("triton", _tiled(lambda tile: triton_backend.forward_tile(*args, tile), answer, None))
-
-
-def _folded(
-    w: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Scale and shift as part of the filters and the bias, unless these are less precise: a pass over y less."""
-    if any(t is not None and t.dtype != w.dtype for t in (scale, shift)):
-        return w, bias, scale, shift
-    return w if scale is None else w * scale.view(-1, 1, 1, 1), shift_with(bias, scale, shift), None, None
 
 
 def conv2d_backward(
@@ -137,12 +121,9 @@ def conv2d_backward(
     by_triton = [a is not None and a.triton for a in asked]
     by_aten = [w and not t for w, t in zip(wanted, [*by_triton, any(by_triton)], strict=True)]
     found: list[Tensor | None] = [None, None, None]
-    if any(by_aten) and not w_KCRS.numel():
-        zeros = (torch.zeros_like(x_NCHW), torch.zeros_like(w_KCRS), g_NKPQ.sum((0, 2, 3)))
-        found = [t if w else None for t, w in zip(zeros, by_aten, strict=True)]
-    elif any(by_aten):
+    if any(by_aten):
         args = (g_NKPQ, x_NCHW, w_KCRS, stride, padding, dilation, groups, tuple(by_aten))
-        found = list(aten.conv2d_backward(*args))  # type: ignore[arg-type]
+        found = list(aten.backward(*args))  # type: ignore[arg-type]
     if any(by_triton):
         from . import triton_backend
 
@@ -152,7 +133,7 @@ def conv2d_backward(
         if asked[1] is not None and asked[1].triton:
             found[1] = _tiled(lambda t: triton_backend.weight_gradient(*operands, t), asked[1], tile)
         if wanted[2]:
-            found[2] = g_NKPQ.sum((0, 2, 3))
+            found[2] = aten.summed_pixels(g_NKPQ)
     return found[0], found[1], found[2]
 
 
@@ -241,6 +222,11 @@ def _tiled(run: Callable[[Tile | None], T], answer: Answer, asked: Tile | None) 
 def preferred(backend: Backend) -> Backend:
     """What was asked for, where "auto" is what `set_backend` made of it."""
     return _backend if backend == "auto" else backend
+
+
+def only_aten() -> bool:
+    """Whether ATen computes whatever is asked of nobody in particular, and nobody listens."""
+    return not listeners and (_backend == "aten" or (_backend == "auto" and not any_tuned()))
 
 
 def wants_triton(like: Tensor, backend: Backend = "auto") -> bool:

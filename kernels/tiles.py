@@ -257,6 +257,11 @@ def install(entries: Mapping[Problem, Entry], device: str, versions: tuple[str, 
     _installed.setdefault((device, *(versions or versions_in_use())), {}).update(entries)
 
 
+def any_tuned() -> bool:
+    """Whether anything was installed, for whatever device."""
+    return bool(_installed)
+
+
 def tuned(device: str, what: Pass, spec: Conv2dSpec, precision: str) -> Entry | None:
     """What was installed for a problem on this device under the versions in use."""
     return _installed.get((device, *versions_in_use()), {}).get((what, spec, precision)) if _installed else None

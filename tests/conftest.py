@@ -19,9 +19,10 @@ torch.set_num_threads(1)  # ranks are forked from here
 
 
 @pytest.fixture(autouse=True)
-def _backend_as_it_was() -> Iterator[None]:
+def _settings_as_they_were() -> Iterator[None]:
     yield
     kernels.set_backend("auto")
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")

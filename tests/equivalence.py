@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.layout import Layout
-from hetconv.modules import HetConv2d, HetLinear
+from hetconv.modules import CutLayer
 from hetconv.rules import Split
 
 from .nets import plan_of
@@ -53,11 +53,12 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """The gradients of the whole parameters by name; collective."""
     found = {name: p.grad for name, p in model.named_parameters()}
     for path, layer in model.named_modules():
-        if isinstance(layer, (HetConv2d, HetLinear)):
+        if isinstance(layer, CutLayer):
             for name, layout in layer.layouts().items():
                 key, grad = f"{path}.{name}".lstrip("."), getattr(layer, name).grad
                 if layout.kind == "sharded" and grad is not None:
-                    found[key] = hetconv.redistribute(grad, layout, Layout.replicated(layout.shape, layout.world))
+                    whole = Layout.replicated(layout.shape, layout.world)
+                    found[key] = hetconv.redistribute(grad, layout, whole, group=layer.team.group)
     return found
 
 

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 
 from hetconv.calls import conv_spec
 from hetconv.layout import apportion
+from hetconv.modules import PlainConv
 from hetconv.plan import LayerPlan, Plan
-from hetconv.rules import REPLICATE, Conv, Linear, Split, SplitKind
+from hetconv.rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
+
+
+def kinds_of(rank: int) -> tuple[SplitKind, ...]:
+    """The kinds that a net on (N, C, ...) with so many spatial dimensions can be cut by."""
+    return tuple(kind for kind in KINDS if SPACE.get(kind, 0) <= rank)
+
+
+IMAGE_KINDS = kinds_of(2)
 
 
 class Block(nn.Module):
@@ -118,6 +127,38 @@ class Twice(nn.Module):
         return self.again(F.relu(self.conv(F.relu(self.conv(x)))))
 
 
+class Volumes(nn.Module):
+    """A 3-D U-Net: strided down, transposed up, a concatenated skip, norms, a pool, PReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Conv3d(2, 4, (3, 1, 3), padding="same", bias=False), nn.BatchNorm3d(4)
+        self.down, self.act = nn.Conv3d(4, 6, 3, 2, 1, bias=False), nn.PReLU(6)
+        self.deep, self.group = nn.Conv3d(6, 6, 3, padding=2, dilation=2, groups=2), nn.GroupNorm(2, 6)
+        self.up, self.out = nn.ConvTranspose3d(6, 4, 3, 2, 1, 1), nn.Conv3d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.max_pool3d(F.relu(self.norm(self.a(x))), 3, 1, 1)
+        deep = self.group(self.deep(self.act(self.down(skip))))
+        return self.out(torch.cat([self.up(deep), skip], 1))
+
+
+class Waves(nn.Module):
+    """Convolutions of sequences, depthwise, strided and transposed ones among them, and a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv1d(2, 6, 7, 2, 3, bias=False), nn.BatchNorm1d(6)
+        self.depthwise, self.point = nn.Conv1d(6, 6, 5, padding=4, dilation=2, groups=6), nn.Conv1d(6, 8, 1)
+        self.up, self.ring = nn.ConvTranspose1d(8, 4, 4, 2, 1), nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular")
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.norm(self.stem(x)))
+        y = F.avg_pool1d(F.silu(self.point(self.depthwise(y))), 3, 1, 1)
+        return self.head(self.ring(F.relu(self.up(y))).mean(2))
+
+
 NETS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (3, 3, 37, 30)),
     "unet": (UNet, (2, 3, 17, 14)),
@@ -125,13 +166,18 @@ NETS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "super resolution": (SuperResolution, (1, 3, 11, 12)),
     "chain": (Chain, (2, 4, 16, 16)),
 }
+OTHER_RANKS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+    "waves": (Waves, (2, 2, 38)),
+    "volumes": (Volumes, (2, 2, 10, 8, 6)),
+}
 
 
 def operator_of(layer: nn.Module) -> Conv | Linear | None:
-    if isinstance(layer, nn.Conv2d):
+    if isinstance(layer, PlainConv):
         padding = layer.padding if layer.padding_mode == "zeros" else 0
         rest = (layer.stride, padding, layer.dilation, layer.groups)
-        return Conv(conv_spec((1, layer.in_channels, 64, 64), layer.weight.shape, layer.weight.dtype, *rest))
+        x_shape = (1, layer.in_channels, *(64,) * len(layer.kernel_size))
+        return Conv(conv_spec(x_shape, layer.weight.shape, layer.weight.dtype, *rest))
     return Linear((4, layer.in_features), layer.out_features) if isinstance(layer, nn.Linear) else None
 
 
@@ -140,7 +186,7 @@ def split_of(op: Conv | Linear, kind: SplitKind, ratio: Sequence[int]) -> Split:
     if kind == "replicate":
         return REPLICATE
     if isinstance(op, Linear):
-        kind = "filter" if kind in ("height", "width") else kind
+        kind = "filter" if kind in SPACE else kind
         extent, granularity = {"filter": op.features, "channel": op.x_shape[-1]}.get(kind), 1
     else:
         extent = {"filter": op.spec.K, "channel": op.spec.C}.get(kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,9 +103,42 @@ def on_parts(
     return result
 
 
+def sequence(fn: Fn) -> Fn:
+    return lambda x, z, p: fn(x.flatten(2), z, p)
+
+
+def volume(fn: Fn) -> Fn:
+    """The function of a tensor with a dimension more, placed likewise."""
+
+    def deep(x: Tensor) -> Tensor:
+        return x[..., None] * torch.arange(1, 5, dtype=x.dtype)
+
+    def of(x: Tensor, z: Tensor, p: Any) -> Any:
+        if not isinstance(x, HetTensor):
+            return fn(deep(x), z, p)
+        own = x.placement
+        boxes = tuple(Box((*b.lo, 0), (*b.hi, 4)) for b in own.boxes)
+        layout = Layout((*own.shape, 4), own.kind, boxes, own.shares)
+        return fn(HetTensor.wrap(deep(x.local), layout, x.team), z, p)
+
+    return of
+
+
 def whole_or_zero(g: Tensor | None, like: Tensor) -> Tensor:
     """No gradient and a gradient of zero are the same to a caller."""
     return torch.zeros_like(like) if g is None else g
+
+
+def gathered(functions: Mapping[str, Fn], places: Sequence[str]) -> set[tuple[str, str]]:
+    """The functions, and where they were cut, of which a result is whole on every rank."""
+    found = set()
+    for name, fn in functions.items():
+        for place in places:
+            x, _ = placed(torch.rand(SHAPE, dtype=torch.float64) + 0.5, PLACEMENTS[place])
+            results = leaves(fn(x, x, {}))
+            if any(not isinstance(y, HetTensor) or y.placement.kind == "replicated" for y in results):
+                found.add((name, place))
+    return found
 
 
 def check(found: list[dict[str, Differences]], tolerance: float = 1e-12) -> None:

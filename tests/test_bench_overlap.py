@@ -41,7 +41,8 @@ def test_every_case_is_timed_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     for setup, rows, seen in spawn(2, measured):
         assert seen == {False, True}
         assert (setup["backend"], setup["devices"]) == ("gloo", ["cpu", "cpu@0.5"])
-        assert [r["how"] for r in rows] == ["infer", "train", "2 chunks", "4 chunks"]
+        assert [r["how"] for r in rows] == ["infer", "train", "train", "2 chunks", "4 chunks"]
+        assert rows[2]["case"].startswith("buckets")
         for r in rows:
             assert min(r["ms"], r["in_turn_ms"], r["gain"]) > 0
         assert all(r["of_one_piece"] > 0 for r in rows if "chunks" in r["case"])

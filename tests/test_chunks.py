@@ -19,7 +19,7 @@ from hetconv.autotune import measure, overlap
 from hetconv.fusing import followers
 from hetconv.plan import Plan
 from hetconv.rules import Conv, Split, SplitKind
-from hetconv.spec import Conv2dSpec
+from hetconv.spec import ConvSpec
 from hetconv.transport import Round, count_sent, in_turn
 from hetconv.tuned import TunedChunks
 
@@ -99,7 +99,7 @@ def events(chunks: int) -> list[str]:
     model, x = nn.Conv2d(4, 8, 3), torch.randn(4, 4, 6, 6)
     split = cut(model, (1, 1), chunks, x)
     said: list[str] = []
-    conv, start, wait = kernels.conv2d_forward, Round.__init__, Round.wait
+    conv, start, wait = kernels.conv_forward, Round.__init__, Round.wait
 
     def noted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -108,13 +108,13 @@ def events(chunks: int) -> list[str]:
 
         return call
 
-    kernels.conv2d_forward = noted("compute", conv)  # type: ignore[assignment]
+    kernels.conv_forward = noted("compute", conv)  # type: ignore[assignment]
     Round.__init__, Round.wait = noted("send", start), noted("wait", wait)  # type: ignore[method-assign]
     try:
         with torch.no_grad():
             split(x)
     finally:
-        kernels.conv2d_forward, Round.__init__, Round.wait = conv, start, wait  # type: ignore[assignment, method-assign]
+        kernels.conv_forward, Round.__init__, Round.wait = conv, start, wait  # type: ignore[assignment, method-assign]
     return said
 
 
@@ -155,7 +155,8 @@ def test_the_layers_that_chunks_can_help() -> None:
     assert {split for _, split in asked} == {splits["two"], splits["four"]}
 
 
-SPEC, SPLIT = Conv2dSpec(4, 8, 9, 8, 16, 2, 2, (1, 1), ((0, 1), (0, 1))), Split("filter", (12, 4))
+SPEC = ConvSpec(4, 8, (9, 8), 16, (2, 2), (1, 1), ((0, 1), (0, 1)), (1, 1))
+SPLIT = Split("filter", (12, 4))
 
 
 @pytest.mark.parametrize(

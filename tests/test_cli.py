@@ -22,6 +22,7 @@ PAIR = ("--devices", "cpu,cpu@0.5")
 def hetconv_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+    env["XDG_DATA_HOME"] = str(cwd / "nothing")  # where a profile of this machine's could be
     command = [sys.executable, "-m", "hetconv", *args]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150, check=False)
 
@@ -60,9 +61,42 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
     assert "is a profile" in refused.stderr
 
 
+def test_a_plan_for_devices_that_nobody_has_says_so(tmp_path: Path) -> None:
+    cluster = ("--devices", "4xV100-SXM2-32GB / 2xT4", "--link", "nvlink2/pcie3-x16", "--between", "ethernet-100g")
+    planned = hetconv_command("plan", *cluster, *NET, "-o", "plan.json", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    assert "estimated from data sheets" in planned.stdout
+    assert "link nvlink2/pcie3-x16, between ethernet-100g" in planned.stdout
+    assert "body" in planned.stdout  # the table has room for names beside six devices
+    plan = hetconv.Plan.load(tmp_path / "plan.json")
+    assert plan.estimated
+    assert plan.devices == ("V100-SXM2-32GB",) * 4 + ("T4",) * 2
+
+    profile = ClusterProfile.from_devices(cluster[1], link=cluster[3], between=cluster[5])
+    profile.save(tmp_path / "cluster.json")
+    for file, words in (("plan.json", ()), ("cluster.json", ("card of node 1, in: 12.50 GB/s",))):
+        shown = hetconv_command("show", file, cwd=tmp_path).stdout
+        assert all(said in shown for said in ("estimated from data sheets", *words)), shown
+
+
+def test_the_catalogue_is_listed_with_its_sources(tmp_path: Path) -> None:
+    listed = hetconv_command("devices", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    rows = {words[0]: words[1:] for line in listed.stdout.splitlines() if (words := line.split())}
+    numbers = "80 2039 9.7 19.5 156 312 312".split()
+    assert rows["A100-SXM4-80GB"][:-1] == numbers
+    assert "A100 Tensor Core GPU data sheet" in " ".join(rows[rows["A100-SXM4-80GB"][-1]])
+    assert rows["T4"][:-1] == "16 320 0.254 8.1 - 65 -".split()
+    assert rows["ethernet-100g"][:-1] == ["12.5", "50"]
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
+        (("plan", *NET, "--devices", "T4", "--profile", "x.json"), "give one, measured or catalogued"),
+        (("plan", *NET, "--link", "nvlink3"), "name them with --devices"),
+        (("plan", *NET, "--devices", "T5"), "device 'T5' is not catalogued; choose one of V100"),
+        (("plan", *NET), "there is no profile at"),
         (("autotune", "--devices", "tpu", *NET), "device 'tpu' is not understood"),
         (("autotune", "--devices", "cpu,cpu@2", *NET), "device 'cpu@2'"),
         (("autotune", *PAIR, "--model", "tests.nets", "--input", "1x3x8x8"), "write package.module:callable"),

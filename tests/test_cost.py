@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import pytest
 import torch
@@ -10,22 +11,26 @@ import torch.distributed as dist
 from torch import nn
 
 import hetconv
-from hetconv.cost import layer_seconds, operator_key, price
+from hetconv.candidates import whole_model
+from hetconv.cost import Operators, layer_curve, operator_key
+from hetconv.layout import Layout
 from hetconv.plan import Mode
-from hetconv.planner import whole_model
+from hetconv.pricing import price
 from hetconv.profile import ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
-from hetconv.rules import KINDS, Conv, Linear, Split, SplitKind
-from hetconv.spec import Conv2dSpec
+from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split, SplitKind
+from hetconv.spec import ConvSpec
+from hetconv.walk import walk
 
 from .equivalence import loss_of
-from .nets import MobileBlock, ResNet, UNet, plan_of
+from .nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
 from .spawn import on_ranks
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (2, 3, 45, 40)),
     "unet": (UNet, (2, 3, 20, 24)),
     "mobile": (MobileBlock, (2, 4, 12, 11)),
-}
+} | OTHER_RANKS
+CUTS = [(case, kind) for case, (_, shape) in CASES.items() for kind in kinds_of(len(shape) - 2)]
 
 
 def sent_and_predicted(
@@ -49,8 +54,7 @@ def sent_and_predicted(
 
 
 @pytest.mark.parametrize("weights", [(3, 1), (5, 2, 1), (1, 0, 2)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kind"), CUTS)
 def test_predicted_bytes_are_sent_bytes(case: str, kind: SplitKind, weights: tuple[int, ...]) -> None:
     modes: list[tuple[Mode, bool]] = [("train", False), ("train", True), ("infer", False)]
     for mode, input_gradient in modes:
@@ -82,16 +86,55 @@ def test_a_step_takes_as_long_as_its_slowest_share() -> None:
 
 
 def test_what_was_not_measured_takes_the_other_axis_and_then_the_roofline() -> None:
-    op = Conv(Conv2dSpec(1, 4, 8, 8, 4, 3, 3, padding=((1, 1), (1, 1))))
+    op = Conv(ConvSpec(1, 4, (8, 8), 4, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
     curve = Curve((1.0,), (3.0,))
     bare = DeviceModel("d", "cpu", 1e9, {"float32": op.spec.flops / 2.0}, 1e30, backward_ratio=3.0)
     measured = DeviceModel(
         "d", "cpu", 1e9, {"float32": 1.0}, 1.0, operators={operator_key(op, "pixels"): OperatorModel(curve, curve)}
     )
-    assert layer_seconds(measured, op, "filters", False, "float32")(0.5) == pytest.approx(1.5)
-    assert layer_seconds(bare, op, "filters", False, "float32")(0.5) == pytest.approx(1.0)
-    assert layer_seconds(bare, op, "filters", True, "float32")(0.5) == pytest.approx(3.0)
-    assert layer_seconds(bare, op, "filters", True, "float32")(0.0) == 0.0
+    assert layer_curve(measured, op, "filters", False, "float32").at(0.5) == pytest.approx(1.5)
+    assert layer_curve(bare, op, "filters", False, "float32").at(0.5) == pytest.approx(1.0)
+    assert layer_curve(bare, op, "filters", True, "float32").at(0.5) == pytest.approx(3.0)
+    assert layer_curve(bare, op, "filters", True, "float32").at(0.0) == 0.0
+
+
+def test_convolutions_of_float32_run_in_tf32_where_a_device_does_that_faster() -> None:
+    conv = Conv(ConvSpec(1, 4, (8, 8), 4, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    device = DeviceModel("d", "cuda", 1e9, {"float32": 1.0, "tf32": 8.0, "float16": 16.0}, 1e30)
+    for dtype, rate in (("float32", 8), ("float16", 16), ("float64", 1), ("bfloat16", 1)):
+        assert layer_curve(device, conv, "pixels", False, dtype).at(1.0) == pytest.approx(conv.spec.flops / rate)
+    assert layer_curve(device, Linear((3, 4), 5), "pixels", False, "float32").at(1.0) == pytest.approx(2 * 3 * 4 * 5)
+    up = hetconv.capture(nn.ConvTranspose2d(2, 3, 2), torch.zeros(1, 2, 4, 4))
+    whole = up.nodes[0].op.step((Layout.replicated((1, 2, 4, 4), 1),), REPLICATE)
+    seconds = Operators(up, [device]).seconds(up.nodes[0], REPLICATE, whole, False)
+    assert seconds == pytest.approx([2 * 32 * 3 * 4 / 8])
+
+
+@pytest.mark.parametrize(
+    ("up", "shape"),
+    [(nn.ConvTranspose1d(8, 4, 3, groups=2), (2, 8, 25)), (nn.ConvTranspose3d(8, 4, (2, 3, 1), 2), (1, 8, 4, 5, 6))],
+)
+def test_a_transposed_convolution_costs_its_products(up: nn.Module, shape: tuple[int, ...]) -> None:
+    """Every input element times all taps of its filters, each with an addition; a rank pays for what it reads."""
+    node = (graph := hetconv.capture(up, torch.zeros(shape))).nodes[0]
+    x = Layout.sharded(shape, 2, (shape[2] - 1, 1))
+    flops = 2 * prod(shape) * prod(up.weight.shape[1:])
+    device = DeviceModel("d", "cpu", 1e9, {"float32": flops / 6.0}, 1e30)
+    operators = Operators(graph, [device] * 2)
+    whole, parts = (node.op.step((x,), REPLICATE) for x in (Layout.replicated(shape, 2), x))
+    assert operators.seconds(node, REPLICATE, whole, False).tolist() == pytest.approx([6.0, 6.0])
+    for seconds, read in zip(operators.seconds(node, REPLICATE, parts, False), parts.reads[0].boxes, strict=True):
+        expected = 6.0 * read.numel / prod(shape)
+        assert 0 < expected <= 6.0
+        assert seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("second", "hides"), [("depth", True), ("height", False), ("filter", False)])
+def test_halos_hide_where_the_cut_goes_on(second: SplitKind, hides: bool) -> None:
+    model = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1))
+    graph = hetconv.capture(model, torch.zeros(1, 2, 6, 6, 6))
+    applied, _ = walk(graph, {"0": Split("depth", (3, 3)), "1": Split(second, (2, 2))}, 2, "train")
+    assert [a.hides for a in applied[:2]] == [False, hides]
 
 
 def test_a_split_of_another_world_is_refused_by_name() -> None:

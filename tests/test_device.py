@@ -30,6 +30,7 @@ if WHERE == "cpu":
 DEVICE = torch.device("cuda", 0) if WHERE == "cuda" else torch.device("cpu")
 NCCL = "nccl" if WHERE == "cuda" else "gloo"
 RATIO = (3, 1)
+IMAGE_KINDS = [kind for kind in KINDS if kind != "depth"]
 # By the norm. A part adds to a sum that is rounded already, and a ReLU turns where a rounding crosses zero.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-3, torch.bfloat16: 5e-2}
 needs_models = pytest.mark.skipif(importlib.util.find_spec("pydantic") is None, reason="plans need pydantic")
@@ -51,11 +52,11 @@ def differences(
 ) -> dict[str, float]:
     """Of one step of the split model to the serial one, both by one backend."""
     from .equivalence import one_step, pair, relative
-    from .nets import NETS, splits_of
+    from .nets import NETS, OTHER_RANKS, splits_of
 
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
-    make, shape = NETS[net] if net != "wide" else (Wide, (2, 64, 8, 8))
+    make, shape = (NETS | OTHER_RANKS)[net] if net != "wide" else (Wide, (2, 64, 8, 8))
     kernels.set_backend(backend)
     try:
         serial, cut = pair(make, splits_of(make(), (kind,), ratio), len(ratio), DEVICE, dtype)
@@ -75,7 +76,7 @@ def assert_alike(found: list[dict[str, float]], dtype: torch.dtype) -> None:
 
 
 @needs_models
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("net", ["chain", "resnet", "unet"])
 def test_gloo_ranks_on_one_device_by_aten(net: str, kind: SplitKind) -> None:
     dtype = torch.float64
@@ -83,8 +84,14 @@ def test_gloo_ranks_on_one_device_by_aten(net: str, kind: SplitKind) -> None:
 
 
 @needs_models
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+def test_gloo_ranks_on_one_device_of_volumes(kind: SplitKind) -> None:
+    assert_alike(on_ranks(2, differences, "volumes", kind, torch.float64, "auto", RATIO, method="spawn"), torch.float64)
+
+
+@needs_models
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_gloo_ranks_on_one_device_by_triton(kind: SplitKind, dtype: torch.dtype) -> None:
     assert_alike(on_ranks(2, differences, "wide", kind, dtype, "triton", RATIO, method="spawn"), dtype)
 
@@ -110,7 +117,7 @@ def test_nccl_messages_of_one_rank() -> None:
 
 
 @needs_models
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_nccl_model_of_one_rank(kind: SplitKind) -> None:
     dtype = torch.float64
     assert_alike(on_ranks(1, differences, "resnet", kind, dtype, "aten", (1,), method="spawn", backend=NCCL), dtype)

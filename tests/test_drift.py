@@ -36,9 +36,9 @@ def trained(sync_every: int) -> float:
     model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 3, padding=1))
     cut = hetconv.parallelize(model, plan_of(model, splits_of(model, ("height",), (2, 1)), 2), sync_every=sync_every)
     optimizer = torch.optim.SGD(cut.parameters(), 0.05, momentum=0.9)
-    forward = kernels.conv2d_forward
+    forward = kernels.conv_forward
     if dist.get_rank() == 1:
-        kernels.conv2d_forward = lambda *args, **rest: forward(*args, **rest) * (1 + 1e-6)  # type: ignore[assignment]
+        kernels.conv_forward = lambda *args, **rest: forward(*args, **rest) * (1 + 1e-6)  # type: ignore[assignment]
         norm = torch.Tensor.mul_
         for p in cut.parameters():
             p.register_hook(lambda g: norm(g.clone(), 1 + 1e-6))
@@ -50,7 +50,7 @@ def trained(sync_every: int) -> float:
             (cut(x) - x[:, :2]).square().mean().backward()
             optimizer.step()
     finally:
-        kernels.conv2d_forward = forward  # type: ignore[assignment]
+        kernels.conv_forward = forward  # type: ignore[assignment]
     return spread(cut)
 
 

@@ -10,6 +10,12 @@ import torch
 from hetconv import emulate
 from hetconv.emulate import DeviceName, set_speed, stretched
 from hetconv.errors import HetConvError
+from hetconv.rules import SplitKind
+
+from .equivalence import Differences, assert_same
+from .nets import IMAGE_KINDS
+from .spawn import on_ranks
+from .test_modules import standalone
 
 CPU = torch.device("cpu")
 
@@ -90,3 +96,19 @@ def test_sleeps_that_end_late_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> 
         stretched(compute, CPU)
     set_speed(1.0)
     assert now[0] == pytest.approx(20 * 0.02, abs=0.001)
+
+
+def watched(kind: SplitKind) -> Differences:
+    """With a listener to what is computed, as while tuning, halves of our own run in place of torch's convolution."""
+    heard: list[float] = []
+    emulate.listeners.append(lambda start, end: heard.append(end - start))
+    try:
+        found = standalone(kind, (1, 1), "split", {"padding": 1})
+    finally:
+        emulate.listeners.clear()
+    return found | {"nothing was computed": 0.0 if len(heard) >= 2 else 1.0}
+
+
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_a_convolution_whose_seconds_are_told(kind: SplitKind) -> None:
+    assert_same(on_ranks(2, watched, kind))

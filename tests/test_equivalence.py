@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetconv
-from hetconv.rules import KINDS, SplitKind
+from hetconv.rules import SplitKind
 
 from .equivalence import Differences, assert_same, full_gradients, loss_of, one_step, pair, same_state, train
-from .nets import NETS, SuperResolution, Twice, plan_of, splits_of
+from .nets import IMAGE_KINDS, NETS, SuperResolution, Twice, plan_of, splits_of
 from .spawn import on_ranks
 from .strategies import weights
 
@@ -36,7 +36,7 @@ def trained(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], opti
     return train(make, splits_of(make(), kinds, ratio), shape, len(ratio), optimizer, steps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_training_a_resnet_split_one_way(ratio: tuple[int, ...], kind: SplitKind) -> None:
     assert_same(on_ranks(len(ratio), trained, "resnet", (kind,), ratio, "sgd", 5))
@@ -49,7 +49,7 @@ def test_training_with_a_mix_of_splits(net: str, mix: tuple[SplitKind, ...]) -> 
 
 
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_training_where_one_device_sits_out(net: str, kind: SplitKind) -> None:
     assert_same(on_ranks(3, trained, net, (kind,), (1, 0, 2), "sgd", 2))
 
@@ -57,7 +57,7 @@ def test_training_where_one_device_sits_out(net: str, kind: SplitKind) -> None:
 @st.composite
 def mixed(draw: st.DrawFn) -> tuple[str, tuple[SplitKind, ...], tuple[int, ...]]:
     ratio = draw(st.integers(2, 4).flatmap(weights))
-    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6))
+    kinds = draw(st.lists(st.sampled_from(IMAGE_KINDS), min_size=1, max_size=6))
     return draw(st.sampled_from(sorted(NETS))), tuple(kinds), ratio
 
 
@@ -138,7 +138,7 @@ def special(net: str, kind: SplitKind, ratio: tuple[int, ...]) -> Differences:
     return found | same_state(serial, cut)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("net", SPECIAL)
 def test_models_with_habits(net: str, kind: SplitKind) -> None:
     assert_same(on_ranks(3, special, net, kind, (2, 0, 1)))
@@ -167,7 +167,7 @@ def rounding(net: str, kind: SplitKind) -> tuple[float, float]:
     return errors[0], errors[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("net", NETS)
 def test_mixed_precision_rounds_no_worse_than_on_one_device(net: str, kind: SplitKind) -> None:
     for serial, cut in on_ranks(2, rounding, net, kind):

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import hetconv
 from hetconv import kernels
 from hetconv.fusing import followers
-from hetconv.rules import KINDS, SplitKind
+from hetconv.rules import SplitKind
 
 from . import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
 from .equivalence import Differences, apart, assert_same, leaves, one_step, relative
-from .nets import NETS, Block, plan_of, splits_of
+from .nets import IMAGE_KINDS, NETS, Block, plan_of, splits_of
 from .spawn import on_ranks
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -111,7 +111,7 @@ def fused(model: nn.Module, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]
 def counting() -> Iterator[dict[str, int]]:
     """Calls of torch's batch norm, convolutions, and those of them that finish what they store."""
     counts = {"norms": 0, "convolutions": 0, "finished": 0}
-    norm, conv = F.batch_norm, kernels.conv2d_forward
+    norm, conv = F.batch_norm, kernels.conv_forward
 
     def counted(*args: Any, **options: Any) -> Tensor:
         counts["convolutions"] += 1
@@ -123,11 +123,11 @@ def counting() -> Iterator[dict[str, int]]:
         counts["norms"] += type(args[0]) is Tensor  # on a part
         return norm(*args, **options)
 
-    F.batch_norm, kernels.conv2d_forward = normed, counted  # type: ignore[assignment]
+    F.batch_norm, kernels.conv_forward = normed, counted  # type: ignore[assignment]
     try:
         yield counts
     finally:
-        F.batch_norm, kernels.conv2d_forward = norm, conv
+        F.batch_norm, kernels.conv_forward = norm, conv
 
 
 def evaluated(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]) -> Differences:
@@ -146,7 +146,7 @@ def evaluated(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("ratio", [(3, 1), (5, 2, 1), (1, 0, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("net", NETS)
 def test_models_compute_what_they_do_on_one_device(net: str, kind: SplitKind, ratio: tuple[int, ...]) -> None:
     assert_same(on_ranks(len(ratio), evaluated, net, (kind,), ratio))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.autotune.show import show_gathers, show_plan
-from hetconv.cost import gathers
 from hetconv.plan import Gathered, Plan
+from hetconv.pricing import gathers
 from hetconv.transport import count_sent
 
 from .nets import ResNet

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.rules import KINDS, SplitKind
+from hetconv.rules import SplitKind
 
 from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
-from .nets import NETS, ResNet, plan_of, splits_of
+from .nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
 from .spawn import on_ranks
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
@@ -39,7 +39,7 @@ def clipped(kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]) -> Differences
 
 
 @pytest.mark.parametrize("ratio", [(3, 1), (1, 0, 2)])
-@pytest.mark.parametrize("kinds", [(k,) for k in KINDS] + [("filter", "channel", "height")], ids="-".join)
+@pytest.mark.parametrize("kinds", [(k,) for k in IMAGE_KINDS] + [("filter", "channel", "height")], ids="-".join)
 def test_clipping_is_by_the_norm_of_the_whole(kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]) -> None:
     assert_same(on_ranks(len(ratio), clipped, kinds, ratio))
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.errors import HetConvError, PlanError
 from hetconv.modules import HetConv2d, HetLinear
-from hetconv.rules import KINDS, Split, SplitKind
+from hetconv.rules import Split, SplitKind
 
 from .equivalence import Differences, apart, assert_same, loss_of, one_step, pair, same_state
-from .nets import Chain, MobileBlock, ResNet, SuperResolution, Twice, plan_of, splits_of
+from .nets import IMAGE_KINDS, Chain, MobileBlock, ResNet, SuperResolution, Twice, plan_of, splits_of
 from .spawn import on_ranks
 
 
@@ -30,7 +30,7 @@ def standalone(kind: SplitKind, ratio: tuple[int, ...], output: str, options: di
 
 
 @pytest.mark.parametrize("output", ["replicated", "split"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("ratio", [(1, 1), (2, 0)])
 def test_a_convolution_by_itself(ratio: tuple[int, ...], kind: SplitKind, output: str) -> None:
     assert_same(on_ranks(2, standalone, kind, ratio, output, {"stride": 2, "padding": 1}))
@@ -128,7 +128,7 @@ def accumulated(kind: SplitKind) -> Differences:
     return one_step(serial, cut, torch.randn(1, 4, 16, 16))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_gradients_accumulate(kind: SplitKind) -> None:
     assert_same(on_ranks(2, accumulated, kind))
 
@@ -145,7 +145,7 @@ def gradients_of_some(kind: SplitKind) -> Differences:
     return {str(i): apart(a, b[own]) for i, (a, b, own) in enumerate(zip(found, expected, slices, strict=True))}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_gradients_of_a_few_parameters(kind: SplitKind) -> None:
     assert_same(on_ranks(2, gradients_of_some, kind))
 
@@ -285,7 +285,7 @@ def drawn(kind: SplitKind) -> Tensor:
     return cut(torch.ones(2, 3, 6, 6)).detach()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_random_operators_draw_alike_on_every_rank(kind: SplitKind) -> None:
     first, *others = on_ranks(3, drawn, kind)
     assert (first == 0).any()

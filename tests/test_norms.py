@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.cost import price
 from hetconv.following import GroupNorm, OwnNorm
 from hetconv.layout import Box, Layout
+from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Gather, SplitKind
 

@@ -249,13 +249,13 @@ def test_a_slot_takes_no_inputs_that_want_gradients() -> None:
 def test_each_pass_is_computed_by_whom_the_table_says(entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the table knows the input gradient alone; the other gradients are ATen's."""
     asked: list[Any] = []
-    by_aten = kernels.passes.aten.conv2d_backward
+    by_aten = kernels.passes.aten.backward
 
     def recorded(*args: Any) -> Any:
         asked.append(args[-1])
         return by_aten(*args)
 
-    monkeypatch.setattr(kernels.passes.aten, "conv2d_backward", recorded)
+    monkeypatch.setattr(kernels.passes.aten, "backward", recorded)
     name = torch.cuda.get_device_name(DEVICE) if ON_GPU else "cpu"
     tiles.install({("input gradient", SPEC, "ieee"): entry}, name)
     x, w, _, g = tensors(SPEC)

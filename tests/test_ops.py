@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetconv.calls import JOINS, READERS, UNARY, reductions, shapes, views
+from hetconv.calls import JOINS, READERS, UNARY, contractions, creation, random, reductions, shapes, views
 
 from .equivalence import Differences
 from .placed import PLACEMENTS, WORLD, Fn, check, on_parts
@@ -17,22 +17,39 @@ from .spawn import on_ranks
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clamp": (0.7, 1.2),
+    "clamp_max": (1.1,),
+    "clamp_min": (0.8,),
     "clip": (None, 1.1),
     "threshold": (1.0, 0.1),
     "to": (torch.float32,),
-    "dropout": (0.5, False),
-    "dropout2d": (0.5, False),
-    "alpha_dropout": (0.5, False),
-    "feature_dropout": (0.5, False),
 }
+DOMAINS: dict[str, Fn] = {
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv", "logit"), lambda x: x / 2),
+    **dict.fromkeys(("bitwise_not", "logical_not"), lambda x: x > 1),
+    "acosh": lambda x: x + 1,
+    "bool": lambda x: x.relu() - 1,
+    "invert": lambda x: (x * 10).long(),
+}
+"""Of functions that take no numbers between 0.5 and 1.5."""
 
 
 def unary(name: str) -> Fn:
-    owner = next(o for o in (F, Tensor, torch, torch._C._nn) if hasattr(o, name))
-    return lambda x, z, p: getattr(owner, name)(x, *ARGUMENTS.get(name, ()))
+    owner = next((o for o in (F, Tensor, torch, torch._C._nn) if hasattr(o, name)), Tensor)
+    function, domain = getattr(owner, name, None) or getattr(Tensor, f"__{name}__"), DOMAINS.get(name, lambda x: x)
+    return lambda x, z, p: function(domain(x), *ARGUMENTS.get(name, ()))
 
 
 def join(name: str) -> Fn:
+    if name in ("and", "or", "xor", "mod", "floordiv", "rfloordiv"):
+        return lambda x, z, p: getattr(Tensor, f"__{name}__")((x * 10).long(), (z * 4).long())
+    if name.startswith("bitwise"):
+        return lambda x, z, p: getattr(torch, name)(x > 1, z > 1)
+    if name == "floor_divide":
+        return lambda x, z, p: torch.floor_divide(x.detach(), z.detach())
+    if name == "masked_fill":
+        return lambda x, z, p: x.masked_fill(z > 1, 0.3)
+    if name == "type_as":
+        return lambda x, z, p: x.float().type_as(z)
     if name == "where":
         return lambda x, z, p: torch.where(p["full"] > 1, x, z)
     if name == "rsub":
@@ -146,11 +163,21 @@ FUNCTIONS |= {
     "conv2d": lambda x, z, p: F.conv2d(x, p["full"][:, :, :3, :3], padding=1),
     "max": lambda x, z, p: x.amax(1),
     "comparison": lambda x, z, p: (x > z) & (x > 1),
-    "type_as": lambda x, z, p: x.float().type_as(z),
+    "comparison in place": lambda x, z, p: (lambda y: (y.__iand__(z > 1), y))(x > 0.8),
+    "masked": lambda x, z, p: x.masked_fill(x < 0.9, 0.0) + x.clone().masked_fill_(p["hw"] > 1, 2.0),
+    "numbers": lambda x, z, p: (float(x.detach().mean()) * z, bool(x.sum() > 0) * z),
+    "a number of one that is cut": lambda x, z, p: float(x[:1, :1, :1, :1].reshape(1).detach()) * z,
+    "where it is true": lambda x, z, p: torch.where(x > 1)[0],
     "to another tensor's": lambda x, z, p: x.float().to(z),
     "index": lambda x, z, p: x[1:3, ..., 2],
     "loss": lambda x, z, p: F.mse_loss(x, z),
-    "zeros_like": lambda x, z, p: torch.zeros_like(x) + x.new_ones(5),
+    "to the type of parts": lambda x, z, p: p["c11"].float().type_as(x) * p["w"].half().to(z) * x,
+    "zeros_like": lambda x, z, p: torch.zeros_like(x, dtype=torch.float32) + z,
+    "empty_like": lambda x, z, p: torch.empty_like(x).copy_(z) + torch.full_like(x, 0.5) * torch.ones_like(input=z),
+    "new_zeros": lambda x, z, p: x.new_zeros(4, 1, 1, 5) + z.new_ones((6, 1)) * x.new_full((5,), 0.5),
+    "new_empty": lambda x, z, p: x.new_empty((2, 3)).fill_(1.0),
+    "dropout": lambda x, z, p: F.dropout(x, 0.5, False),
+    "dropouts evaluating": lambda x, z, p: nn.Dropout2d(0.3).eval()(F.alpha_dropout(x, 0.3)) + F.rrelu(-x),
 }  # fmt: skip
 
 
@@ -219,31 +246,9 @@ POOLS = ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
 
 def test_every_operator_with_a_rule_is_tested() -> None:
     """Here, and of other families in a file of their own."""
-    named = {"batch_norm", "cat", "conv_transpose2d", "flatten", "prelu"}
+    named = {"batch_norm", "cat", "flatten", "prelu", *(f"conv_transpose{n}d" for n in (1, 2, 3))}
     named |= {"group_norm", "instance_norm", "layer_norm", "local_response_norm", "rms_norm"}
     named |= {f"{kind}_pool{n}d" for kind in POOLS for n in (1, 2, 3)}
     named |= {"interpolate", "pad", "pixel_shuffle", "pixel_unshuffle"}
-    assert (
-        READERS.keys()
-        == UNARY | JOINS | named | reductions.READERS.keys() | shapes.READERS.keys() | views.READERS.keys()
-    )
-
-
-def dropped(rate: float) -> dict[str, Differences]:
-    """Dropout draws alike on every rank, and as it would on one."""
-    found = {}
-    for place in PLACEMENTS:
-        torch.manual_seed(5)
-        draws = iter([torch.get_rng_state()] * 2)
-
-        def fn(x: Tensor, z: Tensor, p: Any, draws: Any = draws) -> Tensor:
-            torch.set_rng_state(next(draws))
-            return F.dropout(x, rate, True)
-
-        found[place] = on_parts(fn, place)
-    return found
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_dropout_draws_as_on_one_rank(rate: float) -> None:
-    check(on_ranks(WORLD, dropped, rate))
+    families = (contractions, creation, random, reductions, shapes, views)
+    assert READERS.keys() == UNARY | JOINS | named.union(*(family.READERS for family in families))

@@ -9,16 +9,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from hetconv.calls import read
 from hetconv.following import Interpolate
-from hetconv.layout import Box, Layout, Move, traffic
+from hetconv.layout import Layout, Move, traffic
 from hetconv.rules import REPLICATE, Step
-from hetconv.tensor import HetTensor
 
-from .equivalence import Differences, leaves
-from .placed import PLACEMENTS, SHAPE, WORLD, Fn, check, on_parts, placed
+from .equivalence import Differences
+from .placed import PLACEMENTS, WORLD, Fn, check, gathered, on_parts, sequence, volume
 from .spawn import on_ranks
 
 ROWS, COLUMNS = PLACEMENTS["rows"], PLACEMENTS["columns"]
@@ -26,27 +25,6 @@ ROWS, COLUMNS = PLACEMENTS["rows"], PLACEMENTS["columns"]
 
 def resized(mode: str, **options: Any) -> Fn:
     return lambda x, z, p: F.interpolate(x, mode=mode, **options)
-
-
-def sequence(fn: Fn) -> Fn:
-    return lambda x, z, p: fn(x.flatten(2), z, p)
-
-
-def volume(fn: Fn) -> Fn:
-    """The function of a tensor with a dimension more, placed likewise."""
-
-    def deep(x: Tensor) -> Tensor:
-        return x[..., None] * torch.arange(1, 5, dtype=x.dtype)
-
-    def of(x: Tensor, z: Tensor, p: Any) -> Any:
-        if not isinstance(x, HetTensor):
-            return fn(deep(x), z, p)
-        own = x.placement
-        boxes = tuple(Box((*b.lo, 0), (*b.hi, 4)) for b in own.boxes)
-        layout = Layout((*own.shape, 4), own.kind, boxes, own.shares)
-        return fn(HetTensor.wrap(deep(x.local), layout, x.team), z, p)
-
-    return of
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -77,6 +55,12 @@ INTERPOLATIONS: dict[str, Fn] = {
 }  # fmt: skip
 INTERPOLATIONS |= {
     "area": resized("area", scale_factor=2),
+    "area of (4, 3)": resized("area", size=(4, 3)),
+    "area of (3, 5)": resized("area", size=(3, 5)),
+    "sequence, area": sequence(resized("area", size=7)),
+    "volume, area": volume(resized("area", size=(4, 3, 3))),
+    "sequence, nearest-exact": sequence(resized("nearest-exact", scale_factor=0.5)),
+    "volume, nearest by 2": volume(resized("nearest", scale_factor=2)),
     "antialias": resized("bilinear", size=(3, 4), antialias=True),
     "Upsample": lambda x, z, p: nn.Upsample(scale_factor=2, mode="bilinear")(x),
     "sequence, nearest": sequence(resized("nearest", scale_factor=2)),
@@ -100,37 +84,12 @@ PADS: dict[str, Fn] = {
     "written to": lambda x, z, p: F.pad(x * 1, (0, 0, 0, 0)).mul_(2) + x,
     "sequence": sequence(lambda x, z, p: F.pad(x, (2, 1), "reflect")),
     "volume": volume(lambda x, z, p: F.pad(x, (1, 1, 0, 0, 2, 1), "replicate")),
+    "around": lambda x, z, p: F.pad(x, (5, 5, 6, 6), "circular"),
+    "cropped, circular": lambda x, z, p: F.pad(x, (-2, 0, 0, -3), "circular"),
+    "sequence, around": sequence(lambda x, z, p: F.pad(x, (7, 30), "circular")),
+    "volume, around": volume(lambda x, z, p: F.pad(x, (1, 0, 2, 1, 4, 6), "circular")),
+    "mirrored and cropped": lambda x, z, p: F.pad(x, (4, -2, -3, 2), "reflect"),
 }  # fmt: skip
-POOLS: dict[str, Fn] = {
-    "max, ceil": lambda x, z, p: F.max_pool2d(-x, 3, 2, 1, ceil_mode=True),
-    "max, ceil, last window in the padding": lambda x, z, p: F.max_pool2d(x, (2, 2), 3, 1, ceil_mode=True),
-    "max, ceil, dilated": lambda x, z, p: F.max_pool2d(x, 2, 2, 1, 2, ceil_mode=True),
-    "average, ceil": lambda x, z, p: F.avg_pool2d(x, 2, 2, ceil_mode=True),
-    "average, ceil and padding": lambda x, z, p: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
-    "average, ceil, padding not counted": lambda x, z, p: F.avg_pool2d(x, 4, 3, 2, True, False),
-    "average, divisor": lambda x, z, p: F.avg_pool2d(x, 2, 1, divisor_override=3),
-    "average, divisor and padding": lambda x, z, p: F.avg_pool2d(x, 2, 1, 1, divisor_override=3),
-    "indices": lambda x, z, p: F.max_pool2d(x, 2, return_indices=True),
-    "power": lambda x, z, p: F.lp_pool2d(x, 2, 2),
-    "power, stride and ceil": lambda x, z, p: F.lp_pool2d(x, 3, (2, 2), stride=1, ceil_mode=True),
-    "power, ceil": lambda x, z, p: F.lp_pool2d(x, 2, 2, ceil_mode=True),
-    "adaptive maximum of (3, 5)": lambda x, z, p: F.adaptive_max_pool2d(x, (3, 5)),
-    "adaptive maximum of 1": lambda x, z, p: F.adaptive_max_pool2d(x, 1),
-    "adaptive maximum of (4, 3)": lambda x, z, p: F.adaptive_max_pool2d(x, (4, 3)),
-    "adaptive indices": lambda x, z, p: F.adaptive_max_pool2d(x, (3, 5), return_indices=True),
-    "adaptive average of (3, None)": lambda x, z, p: F.adaptive_avg_pool2d(x, (3, None)),
-    "adaptive average of (2, 1)": lambda x, z, p: F.adaptive_avg_pool2d(x, (2, 1)),
-    "adaptive average of more": lambda x, z, p: F.adaptive_avg_pool2d(x, (12, 7)),
-    "max of sequences": sequence(lambda x, z, p: F.max_pool1d(x, 4, 3, 2, ceil_mode=True)),
-    "average of sequences": sequence(lambda x, z, p: F.avg_pool1d(x, 4, 3, 2, True, False)),
-    "power of sequences": sequence(lambda x, z, p: F.lp_pool1d(x, 2, 3)),
-    "adaptive average of sequences": sequence(lambda x, z, p: F.adaptive_avg_pool1d(x, 1)),
-    "adaptive maximum of sequences": sequence(lambda x, z, p: F.adaptive_max_pool1d(x, 10)),
-    "max of volumes": volume(lambda x, z, p: F.max_pool3d(x, 2, 2, ceil_mode=True)),
-    "average of volumes": volume(lambda x, z, p: F.avg_pool3d(x, 3, 2, 1, count_include_pad=False)),
-    "adaptive average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, (3, 1, 2))),
-    "global average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, 1)),
-}
 UNSHUFFLES: dict[str, Fn] = {
     "pixel_unshuffle": lambda x, z, p: F.pixel_unshuffle(F.pad(x, (0, 1)), 2),
     "pixel_unshuffle by 3": lambda x, z, p: F.pixel_unshuffle(input=F.pad(x, (0, 1)), downscale_factor=3),
@@ -138,7 +97,7 @@ UNSHUFFLES: dict[str, Fn] = {
 }
 FUNCTIONS = {
     f"{family}: {name}": fn
-    for family, fns in (("interpolate", INTERPOLATIONS), ("pad", PADS), ("pool", POOLS), ("unshuffle", UNSHUFFLES))
+    for family, fns in (("interpolate", INTERPOLATIONS), ("pad", PADS), ("unshuffle", UNSHUFFLES))
     for name, fn in fns.items()
 }
 
@@ -156,7 +115,6 @@ def test_function(name: str) -> None:
 MIXED = [
     "interpolate: nearest by 2", "interpolate: nearest by 1.7", "interpolate: bilinear by 2",
     "interpolate: bicubic to (9, 13)", "pad: reflect (0, 1, 0, 1)", "pad: constant (1, 1, 1, 1)",
-    "pool: average, ceil and padding", "pool: average of volumes", "pool: adaptive maximum of (3, 5)",
     "unshuffle: there and back",
 ]  # fmt: skip
 
@@ -167,7 +125,7 @@ def test_function_under_autocast(name: str, dtype: torch.dtype) -> None:
     check(on_ranks(WORLD, everywhere, name, dtype, True), {torch.bfloat16: 2e-1, torch.float32: 1e-5}[dtype])
 
 
-@pytest.mark.parametrize("name", [name for name in MIXED if "volumes" not in name])  # torch has none of these
+@pytest.mark.parametrize("name", MIXED)
 def test_function_in_half_precision(name: str) -> None:
     check(on_ranks(WORLD, everywhere, name, torch.float16), 3e-2)
 
@@ -175,32 +133,21 @@ def test_function_in_half_precision(name: str) -> None:
 GATHERED_OVER_ROWS = {
     *(f"interpolate: {mode} by 1.1" for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")),
     "interpolate: nearest by 2.1", "interpolate: nearest-exact by 2.1",
-    "interpolate: nearest-exact by 3.1", "interpolate: area", "interpolate: antialias",
-    *(f"pad: circular {pads}" for pads in ((1, 1, 1, 1), (0, 1, 0, 1), (3, 2, 4, 1), (0, 2, 0, 4))),
-    "pad: reflect (1, 1, 1, 1)", "pad: reflect (3, 2, 4, 1)", "pad: reflect (0, 2, 0, 4)",
-    "pool: average, divisor and padding", "pool: power, ceil",
-    "pool: adaptive maximum of (4, 3)", "pool: adaptive average of more",
+    "interpolate: nearest-exact by 3.1", "interpolate: antialias", "pad: cropped, circular",
 }  # fmt: skip
-REFUSING = {"pool: indices", "pool: adaptive indices"}  # gathered wherever they are cut
 
 
-def kinds(names: list[str], places: list[str]) -> dict[tuple[str, str], str]:
-    found: dict[tuple[str, str], str] = {}
-    for name in names:
-        for place in places:
-            x, _ = placed(torch.rand(SHAPE, dtype=torch.float64), PLACEMENTS[place])
-            (y, *_) = leaves(FUNCTIONS[name](x, x, {}))
-            found[name, place] = y.placement.kind if isinstance(y, HetTensor) else "plain"
-    return found
+PLACES = ("rows", "channels", "samples")
+
+
+def found() -> set[tuple[str, str]]:
+    return gathered(FUNCTIONS, PLACES)
 
 
 def test_everything_else_runs_on_parts() -> None:
-    names, places = [*FUNCTIONS], ["rows", "channels", "samples"]
     unfit = {("unshuffle: there and back", "channels")}  # cut within the channels that become one
-    for found in on_ranks(WORLD, kinds, names, places):
-        gathered = {key for key, kind in found.items() if kind in ("plain", "replicated")} - unfit
-        expected = {(name, "rows") for name in GATHERED_OVER_ROWS} | {(n, p) for n in REFUSING for p in places}
-        assert gathered == expected
+    expected = {(name, "rows") for name in GATHERED_OVER_ROWS} | unfit
+    assert all(names == expected for names in on_ranks(WORLD, found))
 
 
 def step_of(layout: Layout, func: Any, *args: Any, **kwargs: Any) -> Step:
@@ -235,6 +182,14 @@ def test_a_linear_interpolation_reads_one_row_beyond_each_cut_and_a_cubic_one_tw
         (need,) = step_of(rows, F.interpolate, scale_factor=2, mode=mode).reads
         spans = [(0, 4 + beyond), (0, 0), (4 - beyond, 9 + beyond), (9 - beyond, 12)]
         assert [(b.lo[2], b.hi[2]) for b in need.boxes] == spans
+
+
+def test_what_is_padded_comes_from_where_it_is() -> None:
+    rows = Layout.sharded((1, 1, 12, 1), 2, (0, 2, 9, 1))
+    far = step_of(rows, F.pad, (0, 0, 3, 2), "reflect")
+    assert (moved(rows, far), far.output.sizes) == (2 + 2, (0, 5, 9, 3))
+    around = step_of(rows, F.pad, (0, 0, 3, 2), "circular")
+    assert [sum(traffic(Move(rows, read).forward, 1).values()) for read in around.reads] == [0, 3, 2]
 
 
 @pytest.mark.parametrize("mode", ["constant", "replicate", "reflect"])

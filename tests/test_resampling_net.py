@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.cost import price
-from hetconv.planner import whole_model
+from hetconv.candidates import whole_model
+from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.rules import KINDS, SplitKind
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 import numpy as np
 import pytest
@@ -11,33 +10,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetconv.errors import HetConvError, SplitError
-from hetconv.following import (
-    BatchNorm,
-    Cat,
-    GlobalAveragePool,
-    Interpolate,
-    Pad,
-    Pieces,
-    PixelShuffle,
-    PixelUnshuffle,
-    Pointwise,
-    Pool,
-    Reduction,
-    Reshape,
-    Softmax,
-    Stack,
-    View,
-    on_parts,
-)
-from hetconv.layout import Box, Layout, Need, apportion, spans
-from hetconv.rules import KINDS, REPLICATE, Conv, Gather, Linear, Op, Split, SplitKind, Step
-from hetconv.spec import Conv2dSpec, Window
+from hetconv.layout import Box, Layout, apportion, spans
+from hetconv.rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind, Step
+from hetconv.spec import ConvSpec
 
 from .nets import split_of
-from .strategies import layouts, sizes, weights, worlds
+from .strategies import layouts, sizes, weights, windows, worlds
 
-IMAGE = (3, 8, 6, 5)
-SPEC = Conv2dSpec(3, 8, 9, 7, 12, 3, 3, (2, 1), ((1, 1), (1, 1)))
+SPEC = ConvSpec(3, 8, (9, 7), 12, (3, 3), (2, 1), ((1, 1), (1, 1)), (1, 1))
+TONE = ConvSpec(2, 4, (9,), 6, (3,), (1,), ((1, 1),), (1,))
 
 
 def covers_once(layout: Layout) -> bool:
@@ -57,88 +38,32 @@ def assert_fits(step: Step, inputs: tuple[Layout, ...], shape: tuple[int, ...]) 
 
 @st.composite
 def convolutions(draw: st.DrawFn) -> Conv:
-    groups = draw(st.sampled_from([1, 1, 2, 3]))
-    C, K = groups * draw(st.integers(1, 4)), groups * draw(st.integers(1, 4))
-    R, S = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    pad, stride = draw(st.integers(0, 2)), draw(st.integers(1, 3))
-    N, H, W = draw(st.integers(1, 3)), draw(st.integers(4, 12)), draw(st.integers(4, 12))
-    return Conv(Conv2dSpec(N, C, H, W, K, R, S, (stride, stride), ((pad, pad), (pad, pad)), (1, 1), groups))
-
-
-OPERATORS: list[tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
-    (Pointwise(IMAGE), (IMAGE,), IMAGE),
-    (Pointwise(IMAGE), (IMAGE, IMAGE), IMAGE),
-    (Pointwise(IMAGE), (IMAGE, (8, 1, 1)), IMAGE),
-    (Pointwise(IMAGE), ((3, 8, 1, 1), IMAGE), IMAGE),
-    (Pointwise(IMAGE), ((6, 1), (3, 1, 1, 5), (8, 1, 1)), IMAGE),
-    (BatchNorm(IMAGE, True, True), (IMAGE,), IMAGE),
-    (BatchNorm(IMAGE, False, False), (IMAGE,), IMAGE),
-    (Pool("max", (3, 8, 3, 3), (Window(3, 2, 1, 1, 1),) * 2), (IMAGE,), (3, 8, 3, 3)),
-    (Pool("average", (3, 8, 3, 3), (Window(2, 2), Window(2, 2, 1, 0, 1))), (IMAGE,), (3, 8, 3, 3)),
-    (Pool("other", (3, 8, 4, 4)), (IMAGE,), (3, 8, 4, 4)),
-    (GlobalAveragePool((3, 8, 1, 1)), (IMAGE,), (3, 8, 1, 1)),
-    (Interpolate((3, 8, 12, 10), "nearest", False, (2.0, 2.0)), (IMAGE,), (3, 8, 12, 10)),
-    (Interpolate((3, 8, 9, 3), "cubic", True, (None, None)), (IMAGE,), (3, 8, 9, 3)),
-    (Interpolate((3, 8, 12, 10), None, False, (2.0, 2.0)), (IMAGE,), (3, 8, 12, 10)),
-    (Pad((3, 8, 7, 8), ((0, 0), (0, 0), (2, -1), (1, 2)), "constant"), (IMAGE,), (3, 8, 7, 8)),
-    (Pad((3, 8, 9, 8), ((0, 0), (0, 0), (2, 1), (1, 2)), "reflect"), (IMAGE,), (3, 8, 9, 8)),
-    (Pad((3, 9, 6, 5), ((0, 0), (-3, 4), (0, 0), (0, 0)), "constant"), (IMAGE,), (3, 9, 6, 5)),
-    (PixelUnshuffle((3, 32, 3, 2), 2), ((3, 8, 6, 4),), (3, 32, 3, 2)),
-    (PixelShuffle((3, 2, 12, 10), 2), (IMAGE,), (3, 2, 12, 10)),
-    (Reshape((3, 240)), (IMAGE,), (3, 240)),
-    (Reshape((3, 48, 5)), (IMAGE,), (3, 48, 5)),
-    (Reshape((3, 2, 4, 1, 30)), (IMAGE,), (3, 2, 4, 1, 30)),
-    (View((4, 3, 1, 5, 8), ((0, 3), (0, 8), (1, 5), (0, 5)), (2, 0, None, 3, 1)), (IMAGE,), (4, 3, 1, 5, 8)),
-    (View((3, 2, 5), ((0, 3), (6, 8), (4, 5), (0, 5)), (0, 1, 3)), (IMAGE,), (3, 2, 5)),
-    (Pieces((View((3, 8, 2, 5), ((0, 3), (0, 8), (0, 2), (0, 5)), (0, 1, 2, 3)),), 2), (IMAGE,), (3, 8, 2, 5)),
-    (Stack((3, 8, 2, 6, 5), 2), (IMAGE, IMAGE), (3, 8, 2, 6, 5)),
-    (Reduction((3, 8), (2, 3), False, True), (IMAGE,), (3, 8)),
-    (Reduction((3, 1, 6, 5), (1,), True, False), (IMAGE,), (3, 1, 6, 5)),
-    (Softmax(IMAGE, 1), (IMAGE,), IMAGE),
-    (Cat((3, 16, 6, 5), 1), (IMAGE, IMAGE), (3, 16, 6, 5)),
-    (Cat((3, 8, 6, 7), 3), ((3, 8, 6, 2), IMAGE), (3, 8, 6, 7)),
-    (Gather((3, 5)), (IMAGE, (5, 5)), (3, 5)),
-]
-
-
-@pytest.mark.parametrize("case", OPERATORS, ids=lambda c: f"{type(c[0]).__name__}{len(c[1])}")
-def test_an_operator_yields_every_element_once(case: tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]) -> None:
-    op, shapes, shape = case
-
-    @given(st.data(), worlds)
-    def law(data: st.DataObject, world: int) -> None:
-        inputs = tuple(data.draw(layouts(s, world)) for s in shapes)
-        assert_fits(op.step(inputs, REPLICATE), inputs, shape)
-
-    law()
-
-
-@pytest.mark.parametrize("case", OPERATORS, ids=lambda c: f"{type(c[0]).__name__}{len(c[1])}")
-def test_replicated_inputs_give_a_replicated_output(
-    case: tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]],
-) -> None:
-    op, shapes, shape = case
-    inputs = tuple(Layout.replicated(s, 3) for s in shapes)
-    assert op.step(inputs, REPLICATE).output == Layout.replicated(shape, 3)
+    """Of any rank, with an output."""
+    groups, rank = draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(1, 3))
+    N, C, K = draw(st.integers(1, 3)), groups * draw(st.integers(1, 4)), groups * draw(st.integers(1, 4))
+    sides = [draw(windows.filter(lambda v: v.out_size(4) > 0)) for _ in range(rank)]
+    size = tuple(draw(st.integers(4, 12)) for _ in sides)
+    kernel, stride, dilation = zip(*((v.kernel, v.stride, v.dilation) for v in sides), strict=True)
+    return Conv(ConvSpec(N, C, size, K, kernel, stride, tuple((v.pad_lo, v.pad_hi) for v in sides), dilation, groups))
 
 
 @given(st.data(), convolutions(), st.sampled_from(KINDS), worlds)
 def test_a_convolution_under_any_split_yields_every_element_once(
     data: st.DataObject, op: Conv, kind: SplitKind, world: int
 ) -> None:
-    assume(op.spec.P > 0 and op.spec.Q > 0)
+    assume(kind not in SPACE or op.dim(kind) is not None)
     split = split_of(op, kind, data.draw(weights(world)))
     op.check(split, world)
     x = data.draw(layouts(op.spec.x_shape, world))
     assert_fits(op.step((x,), split), (x,), op.spec.y_shape)
 
 
-@given(st.data(), convolutions(), st.sampled_from(["height", "width"]), worlds)
+@given(st.data(), convolutions(), st.sampled_from(list(SPACE)), worlds)
 def test_rows_in_proportion_read_the_rows_of_their_windows(
     data: st.DataObject, op: Conv, kind: SplitKind, world: int
 ) -> None:
-    assume(op.spec.P > 0 and op.spec.Q > 0)
-    ratio, dim = data.draw(weights(world)), {"height": 2, "width": 3}[kind]
+    ratio, dim = data.draw(weights(world)), 2 + op.spec.spatial_dims - SPACE[kind]
+    assume(dim >= 2)
     step = op.step((Layout.replicated(op.spec.x_shape, world),), Split(kind, ratio))
     assert tuple(box.shape[dim] for box in step.output.boxes) == apportion(op.spec.y_shape[dim], ratio)
     window = op.spec.windows[dim - 2]
@@ -149,7 +74,6 @@ def test_rows_in_proportion_read_the_rows_of_their_windows(
 
 @given(st.data(), convolutions(), worlds)
 def test_own_filters_read_the_channels_of_their_groups(data: st.DataObject, op: Conv, world: int) -> None:
-    assume(op.spec.P > 0 and op.spec.Q > 0)
     split = Split("filter", data.draw(sizes(op.spec.K, world)))
     (need,) = op.step((Layout.replicated(op.spec.x_shape, world),), split).reads
     C, K, groups = op.spec.C, op.spec.K, op.spec.groups
@@ -173,6 +97,7 @@ def test_whole_groups_of_channels_are_cut_by_their_filters(data: st.DataObject, 
     [
         ("filter", (0, (9, 3))),
         ("channel", (1, (9, 3))),
+        ("depth", None),
         ("height", None),
         ("width", None),
         ("sample", None),
@@ -213,8 +138,11 @@ def test_sizes_may_be_given_as_a_list() -> None:
         (Conv(SPEC), Split("filter", (6, 5)), "11.* 12 filters"),
         (Conv(SPEC), Split("channel", (6, 6)), "12.* 8 input channels"),
         (Conv(replace(SPEC, groups=2)), Split("channel", (3, 5)), "through the groups"),
-        (Linear((4, 6), 8), Split("height", (1, 1)), "no height"),
-        (Linear((6,), 8), Split("sample", (1, 1)), "no sample"),
+        (Conv(SPEC), Split("depth", (1, 1)), "a 2-D convolution has no depth to split; use sample, height, width,"),
+        (Conv(TONE), Split("height", (1, 1)), "a 1-D convolution has no height to split; use sample, width, filter or"),
+        (Linear((4, 6), 8), Split("height", (1, 1)), "no height to split; use sample, filter or channel"),
+        (Linear((4, 3, 3, 6), 8), Split("depth", (1, 1)), "no depth to split; use sample, height, width, filter or"),
+        (Linear((6,), 8), Split("sample", (1, 1)), "no sample to split; use filter or channel"),
         (Linear((4, 6), 8), Split("filter", (8,)), "1 sizes for 2 ranks"),
         (Linear((4, 6), 8), Split("filter", (4, 5)), "8 features"),
         (Linear((4, 6), 8), Split("channel", (4, 4)), "6 features"),
@@ -246,76 +174,9 @@ def test_a_linear_layer_on_more_dimensions(kind: SplitKind, ratio: tuple[int, ..
     assert step.output == output
 
 
-def test_a_partial_sum_is_scattered_over_channels_in_its_shares() -> None:
-    assert on_parts(Layout.partial((3, 8, 2, 2), 2, (3, 1))) == Layout.sharded((3, 8, 2, 2), 1, (6, 2))
-
-
-def test_a_partial_vector_has_no_channels_to_scatter() -> None:
-    assert on_parts(Layout.partial((8,), 2)) == Layout.replicated((8,), 2)
-
-
 def test_filter_then_channel_needs_no_exchange_between() -> None:
     """What the first yields is what the second reads, so that two convolutions share one reduction."""
-    first, second = Conv(SPEC), Conv(Conv2dSpec(3, 12, 5, 7, 4, 1, 1))
+    first = Conv(SPEC)
+    second = Conv(ConvSpec(3, 12, (5, 7), 4, (1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1)))
     made = first.step((Layout.replicated(SPEC.x_shape, 2),), Split("filter", (9, 3))).output
     assert second.step((made,), Split("channel", (9, 3))).reads == (made,)
-
-
-@pytest.mark.parametrize(("dim", "forward", "backward"), [(0, 1, 1), (1, 1, 0), (2, 1, 1), (3, 1, 1)])
-def test_batch_norm_moves_statistics_in_training_alone(dim: int, forward: int, backward: int) -> None:
-    x = Layout.sharded(IMAGE, dim, apportion(IMAGE[dim], (3, 1)))
-    step = BatchNorm(IMAGE, True, True).step((x,))
-    assert (len(step.forward), len(step.backward)) == (forward, backward)
-    evaluating = BatchNorm(IMAGE, False, False).step((x,))
-    assert (evaluating.forward, evaluating.backward) == ((), ())
-
-
-def test_own_channels_without_running_statistics_move_nothing() -> None:
-    step = BatchNorm(IMAGE, True, False).step((Layout.sharded(IMAGE, 1, (5, 3)),))
-    assert (step.forward, step.backward) == ((), ())
-
-
-@given(st.data(), worlds, st.lists(st.integers(1, 4), min_size=2, max_size=5))
-def test_flattened_parts_are_parts_of_the_flattened(data: st.DataObject, world: int, lengths: list[int]) -> None:
-    shape = tuple(lengths)
-    start = data.draw(st.integers(0, len(shape) - 2))
-    end = data.draw(st.integers(start + 1, len(shape) - 1))
-    x = data.draw(layouts(shape, world))
-    flat = (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :])
-    step = Reshape(flat).step((x,))
-    numbers = np.arange(prod(shape))
-    for read, out in zip(step.reads[0].boxes, step.output.boxes, strict=True):
-        part = numbers.reshape(shape)[read.within(Box.whole(shape))]
-        assert (part.reshape(out.shape) == numbers.reshape(flat)[out.within(Box.whole(flat))]).all()
-
-
-@given(st.data(), worlds, st.permutations([IMAGE, (8, 1, 1), (3, 1, 6, 1), (1, 1, 1, 1), (5,)]))
-def test_a_join_reads_what_broadcasting_pairs(data: st.DataObject, world: int, shapes: list[tuple[int, ...]]) -> None:
-    inputs = tuple(data.draw(layouts(shape, world)) for shape in shapes)
-    step = Pointwise(IMAGE).step(inputs)
-    assume(step.output.kind == "sharded")
-    index = np.arange(prod(IMAGE)).reshape(IMAGE)
-    for rank, out in enumerate(step.output.boxes):
-        for read, shape in zip(step.reads, shapes, strict=True):
-            source = np.arange(prod(shape)).reshape(shape)
-            expected = np.broadcast_to(source, IMAGE)[out.within(Box.whole(IMAGE))]
-            part = source[read.boxes[rank].within(Box.whole(shape))]
-            assert out.numel == 0 or (np.broadcast_to(part, out.shape) == expected).all()
-        assert index[out.within(Box.whole(IMAGE))].shape == out.shape
-
-
-def test_a_join_follows_its_first_input_that_is_cut() -> None:
-    rows, columns = Layout.sharded(IMAGE, 2, (4, 2)), Layout.sharded(IMAGE, 3, (4, 1))
-    assert Pointwise(IMAGE).step((Layout.replicated(IMAGE, 2), columns, rows)).output == columns
-
-
-def test_a_cut_where_the_input_is_broadcast_is_not_followed() -> None:
-    stretched = Layout.sharded((3, 1, 1, 1), 1, (1, 0))
-    assert Pointwise(IMAGE).step((stretched,)).output == Layout.replicated(IMAGE, 2)
-
-
-def test_a_pool_over_rows_reads_a_halo() -> None:
-    pool = Pool("average", (1, 1, 8, 4), (Window(3, 1, 1, 1, 1),) * 2)
-    (need,) = pool.step((Layout.sharded((1, 1, 8, 4), 2, (6, 2)),)).reads
-    assert isinstance(need, Need)
-    assert [(b.lo[2], b.hi[2]) for b in need.boxes] == [(0, 7), (5, 8)]

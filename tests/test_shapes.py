@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.following import Pieces, Reduction, Reshape, Softmax, Stack, View
+from hetconv.following import Along, Pieces, Reduction, Reshape, Stack, View
 from hetconv.layout import Layout
 from hetconv.rules import Op, Split
 from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
 
 from .equivalence import Differences, apart, assert_same
-from .placed import PLACEMENTS, SHAPE, WORLD, Fn, on_parts
+from .placed import PLACEMENTS, SHAPE, WORLD, Fn, gathered, on_parts
 from .spawn import on_ranks
 
 VIEWS: dict[str, Fn] = {
@@ -50,6 +50,10 @@ VIEWS: dict[str, Fn] = {
     "new dimensions": lambda x: x[:, None, ..., None, 2],
     "everything": lambda x: x[...],
     "every second row": lambda x: x[:, :, ::2],
+    "every second pixel": lambda x: x[..., 1::2, ::2],
+    "every third channel of some": lambda x: x[:, 1:-1:3, None, 2],
+    "every fifth sample": lambda x: x[::5],
+    "no rows in steps": lambda x: x[:, :, 3:1:2],
     "rows by a list": lambda x: x[:, :, [0, 2]],
     "select": lambda x: x.select(1, 2),
     "narrow": lambda x: x.narrow(-2, 2, 3),
@@ -90,7 +94,37 @@ REDUCTIONS: dict[str, Fn] = {
     "amax of channels": lambda x: x.amax(1),
     "amax of space": lambda x: torch.amax(x, (2, 3), True),
     "amin of all": lambda x: x.amin(),
-    "max with indices": lambda x: x.max(1)[0],
+    "max with indices": lambda x: x.max(1),
+    "min of samples by name": lambda x: torch.min(x, dim=0, keepdim=True).indices,
+    "max of all": lambda x: x.max() + torch.max(x * 2),
+    "max of two": lambda x: torch.max(x, x.flip(1)) + torch.min(x, other=x * 0.9),
+    "median": lambda x: x.median(3)[0],
+    "argmax of channels": lambda x: x.argmax(1),
+    "argmin of columns kept": lambda x: torch.argmin(x, dim=-1, keepdim=True),
+    "argmax of all": lambda x: x.argmax(),
+    "prod": lambda x: x.prod(2),
+    "any and all": lambda x: (x > 1.4).any(1) | (x > 0.6).all(dim=1),
+    "count": lambda x: (x > 1).count_nonzero(1),
+    "norm of channels": lambda x: x.norm(dim=1, keepdim=True),
+    "norm by 1 of rows": lambda x: torch.norm(x, 1, 2),
+    "norm of all": lambda x: x.norm(),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, 3, (0, 1)),
+    "normalize": lambda x: F.normalize(x, dim=1) + F.normalize(x, 1.0, -1),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(3)),
+    "var_mean": lambda x: torch.var_mean(x, 1, keepdim=True),
+    "cumsum": lambda x: x.cumsum(1) + torch.cumprod(x, dim=3),
+    "cumsum in place": lambda x: (x * 1).cumsum_(0),
+    "cummax": lambda x: x.cummax(2),
+    "sort": lambda x: x.sort(1, descending=True),
+    "sort of columns": lambda x: torch.sort(x)[0],
+    "argsort": lambda x: x.argsort(dim=1),
+    "topk": lambda x: x.topk(2, 1),
+    "glu": lambda x: F.glu(x, 1),
+    "flip": lambda x: x.flip(1, 3),
+    "flip rows": lambda x: torch.flip(x, [2]),
+    "roll": lambda x: x.roll(2, 1),
+    "roll space": lambda x: torch.roll(x, (1, -2), dims=(2, 3)),
+    "roll of all": lambda x: x.roll(7),
     "var of channels": lambda x: x.var(1, unbiased=False, keepdim=True),
     "var of space": lambda x: torch.var(x, (2, 3), correction=0),
     "std of samples": lambda x: x.std(0),
@@ -187,6 +221,21 @@ def test_on_parts_as_on_one_device(name: str) -> None:
     assert_same(on_ranks(WORLD, everywhere, name, torch.float64))
 
 
+GATHERED_OVER_ROWS = {
+    "amax of space", "amin of all", "argmax of all", "cummax", "flip rows", "log_softmax of rows", "loss", "max of all",
+    "norm by 1 of rows", "norm of all", "prod", "roll of all", "roll space", "var of all", "var of space",
+}  # fmt: skip
+
+
+def found() -> set[tuple[str, str]]:
+    return gathered({name: lambda x, z, p, fn=fn: fn(x) for name, fn in REDUCTIONS.items()}, ["rows"])
+
+
+def test_everything_else_runs_on_parts() -> None:
+    expected = {(name, "rows") for name in GATHERED_OVER_ROWS}
+    assert all(names == expected for names in on_ranks(WORLD, found))
+
+
 STAYS: dict[str, tuple[Op, Layout]] = {
     "permute": (
         View((4, 6, 5, 8), tuple((0, n) for n in SHAPE), (0, 2, 3, 1)), Layout.sharded((4, 6, 5, 8), 1, (1, 2, 3)),
@@ -197,7 +246,7 @@ STAYS: dict[str, tuple[Op, Layout]] = {
     "rows and columns": (Reshape((4, 8, 30)), Layout.sharded((4, 8, 30), 2, (5, 10, 15))),
     "mean": (Reduction((4, 8), (2, 3), False, True), Layout.partial((4, 8), WORLD, (1, 2, 3))),
     "amax": (Reduction((4, 6, 5), (1,), False, False), Layout.sharded((4, 6, 5), 1, (1, 2, 3))),
-    "softmax": (Softmax(SHAPE, 1), PLACEMENTS["rows"]),
+    "softmax": (Along(SHAPE, (1,)), PLACEMENTS["rows"]),
     "stack": (Stack((2, *SHAPE), 0), Layout.sharded((2, *SHAPE), 3, (1, 2, 3))),
 }  # fmt: skip
 

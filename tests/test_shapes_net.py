@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.cost import price
+from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
 
@@ -74,9 +74,39 @@ def heads(x: Tensor) -> Tensor:
     return (y * y.softmax(2)).reshape(n, c, h, w) + y.unflatten(3, (h, w)).flatten(1, 2)
 
 
+def folded(x: Tensor) -> Tensor:
+    """Every second pixel, from each of four, as channels and back."""
+    quarters = [x[:, ::2, a::2, b::2] for a in (0, 1) for b in (0, 1)]
+    return F.pixel_shuffle(torch.cat(quarters, 1)[:, :16], 2).repeat_interleave(2, 1)
+
+
+def joined(x: Tensor) -> Tensor:
+    """Along samples and rows, so that parts move."""
+    y = torch.cat([x, x[:, :, :3] * 2, x.flip(1)], 2)[:, :, 2:10]
+    return torch.cat([y, x], 0)[1:3] + torch.zeros_like(x) * x.new_ones(5)[2]
+
+
+def extremes(x: Tensor) -> Tensor:
+    values, indices = x.max(1, keepdim=True)
+    return x * values + indices * x.std(2, keepdim=True) + F.normalize(x, dim=1).masked_fill(x < 0, 0.5)
+
+
+def padded(x: Tensor) -> Tensor:
+    y = F.pad(F.pad(x, (1, 2, 3, 1), "circular"), (5, 0, 4, 6), "reflect")
+    return F.interpolate(F.adaptive_max_pool2d(y, (7, 5)), (8, 8), mode="area")
+
+
+def attended(x: Tensor) -> Tensor:
+    """Among channels, and then among rows, which are cut."""
+    y = torch.einsum("nchw,nkhw->nck", x, x).softmax(-1) @ x.flatten(2)
+    y = y.unflatten(2, x.shape[2:])
+    return (y @ x.mT).tanh() @ y * 0.1
+
+
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "turned": turned, "gated": gated, "shuffled": shuffled, "heads": heads, "halves written to": halves_written_to,
-    "all written to": all_written_to, "view of a view": view_of_a_view,
+    "all written to": all_written_to, "view of a view": view_of_a_view, "folded": folded, "joined": joined,
+    "extremes": extremes, "padded": padded, "attended": attended,
 }  # fmt: skip
 AFTER: dict[str, Callable[[Tensor], Any]] = {
     "mean": lambda x: x.mean((2, 3)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv.errors import HetConvError
-from hetconv.spec import Conv2dSpec, Segment, Window, pads_per_side
+from hetconv.spec import Conv2dSpec, ConvSpec, Segment, Window, pads_per_side
 
 from .strategies import windows
 
@@ -123,15 +124,23 @@ def test_segments_of_a_3x3_kernel(rows: tuple[int, int], out: tuple[int, int], s
     assert Window(3, pad_lo=1, pad_hi=1).segment(rows, out) == segment
 
 
-@pytest.mark.parametrize("dilation", [(1, 1), (2, 3), (3, 1)])
-@pytest.mark.parametrize("kernel", [(3, 3), (2, 4), (1, 2), (5, 1)])
-def test_same_padding_is_that_of_torch(kernel: tuple[int, int], dilation: tuple[int, int]) -> None:
-    x, w = numbers(1, 1, 9, 11), numbers(1, 1, *kernel)
-    rows, columns = pads_per_side("same", kernel, (1, 1), dilation)
+CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def padded(x: Tensor, sides: tuple[tuple[int, int], ...]) -> Tensor:
+    return F.pad(x, [n for side in reversed(sides) for n in side])
+
+
+@pytest.mark.parametrize("dilation", [(1, 1, 1), (2, 3, 1), (3, 1, 2)])
+@pytest.mark.parametrize("kernel", [(3, 3), (2, 4), (1, 2), (5, 1), (4,), (3,), (2, 3, 4)])
+def test_same_padding_is_that_of_torch(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> None:
+    rank = len(kernel)
+    x, w, dilation = numbers(1, 1, *(9, 11, 10)[:rank]), numbers(1, 1, *kernel), dilation[:rank]
+    sides = pads_per_side("same", kernel, (1,) * rank, dilation)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it copies for even kernels
-        expected = F.conv2d(x, w, padding="same", dilation=dilation)
-    assert torch.equal(F.conv2d(F.pad(x, (*columns, *rows)), w, dilation=dilation), expected)
+        expected = CONVOLVE[rank](x, w, padding="same", dilation=dilation)
+    assert torch.equal(CONVOLVE[rank](padded(x, sides), w, dilation=dilation), expected)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +157,13 @@ def test_padding_per_side(padding: str | int | tuple[int, ...], sides: object) -
     assert pads_per_side(padding, (3, 3), (2, 2), (1, 1)) == sides
 
 
+def test_padding_per_side_of_another_rank() -> None:
+    assert pads_per_side(1, (3,), (2,), (1,)) == ((1, 1),)
+    assert pads_per_side((0, 1, 2), (3, 3, 3), (2, 2, 2), (1, 1, 1)) == ((0, 0), (1, 1), (2, 2))
+    with pytest.raises(HetConvError, match=r"does not fit a 3-D convolution; give one or 3 non-negative integers"):
+        pads_per_side((1, 1), (3, 3, 3), (1, 1, 1), (1, 1, 1))
+
+
 @pytest.mark.parametrize(
     ("padding", "stride", "match"),
     [("full", (1, 1), "'full'"), ("same", (2, 1), "stride"), (-1, (1, 1), "-1"), ((1, 1, 1), (1, 1), "does not fit")],
@@ -158,25 +174,40 @@ def test_padding_that_torch_refuses_is_refused(padding: str | int, stride: tuple
 
 
 SPEC = Conv2dSpec(2, 6, 9, 11, 4, 3, 5, (2, 1), ((1, 0), (2, 2)), (1, 2), 2, "float16")
+SPECS = [
+    SPEC,
+    ConvSpec(2, 6, (9, 11), 4, (3, 5), (2, 1), ((1, 0), (2, 2)), (1, 2), 2, "float16"),
+    ConvSpec(2, 6, (11,), 4, (5,), (2,), ((2, 1),), (2,), 2, "float16"),
+    ConvSpec(2, 6, (9, 11, 5), 4, (3, 5, 2), (2, 1, 2), ((1, 0), (2, 2), (0, 1)), (1, 2, 1), 2, "float16"),
+]
+by_spelling = pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{type(s).__name__} of {len(s.size)}")
 
 
-def test_a_spec_has_the_output_of_torch() -> None:
-    x = F.pad(numbers(*SPEC.x_shape), (2, 2, 1, 0))
-    y = F.conv2d(x, numbers(*SPEC.w_shape), stride=SPEC.stride, dilation=SPEC.dilation, groups=SPEC.groups)
-    assert SPEC.y_shape == tuple(y.shape)
+@by_spelling
+def test_a_spec_has_the_output_of_torch(spec: ConvSpec) -> None:
+    x, w = padded(numbers(*spec.x_shape), spec.padding), numbers(*spec.w_shape)
+    y = CONVOLVE[len(spec.size)](x, w, stride=spec.stride, dilation=spec.dilation, groups=spec.groups)
+    assert spec.y_shape == tuple(y.shape)
 
 
-def test_flops_count_each_product_and_each_sum() -> None:
-    n, k, p, q = SPEC.y_shape
-    assert SPEC.flops == 2 * n * k * p * q * 3 * 3 * 5
+@by_spelling
+def test_flops_count_each_product_and_each_sum(spec: ConvSpec) -> None:
+    n, k, *image = spec.y_shape
+    assert spec.flops == 2 * n * k * prod(image) * 3 * prod(spec.kernel)
 
 
-def test_bytes_count_each_tensor_once() -> None:
-    assert SPEC.bytes == 2 * (2 * 6 * 9 * 11 + 4 * 3 * 3 * 5 + 2 * 4 * SPEC.P * SPEC.Q)
+@by_spelling
+def test_bytes_count_each_tensor_once(spec: ConvSpec) -> None:
+    n, k, *image = spec.y_shape
+    assert (n, k) == (2, 4)
+    assert spec.bytes == 2 * (2 * 6 * prod(spec.size) + 4 * 3 * prod(spec.kernel) + 2 * 4 * prod(image))
 
 
-def test_rows_are_those_of_the_first_window() -> None:
-    assert SPEC.rows((1, 2)) == (1, 4)
+def test_both_spellings_of_an_image_agree() -> None:
+    flat, whole = SPECS[0], SPECS[1]
+    assert (flat.x_shape, flat.w_shape, flat.y_shape) == (whole.x_shape, whole.w_shape, whole.y_shape)
+    assert whole.y_shape[2:] == (SPEC.P, SPEC.Q)
+    assert flat.windows == whole.windows
 
 
 @pytest.mark.parametrize(("C", "K", "groups"), [(6, 4, 3), (5, 4, 2), (4, 6, 4), (4, 4, 0)])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
+from hetconv.calls import JOINS, UNARY
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.layout import Layout
 from hetconv.tensor import HetTensor
@@ -34,18 +35,21 @@ def questions() -> list[Any]:
         return []
     x = rows()
     asked = [tuple(x.shape), tuple(x.size()), x.size(1), x.dim(), x.ndim, x.numel(), len(x), x.dtype, str(x.device)]
-    return [*asked, x.is_floating_point(), x.requires_grad, x.is_leaf, x.grad_fn, x.element_size(), x.is_cuda, repr(x)]
+    asked += [x.is_floating_point(), x.requires_grad, x.is_leaf, x.grad_fn, x.element_size(), x.is_cuda]
+    return [*asked, x.get_device(), repr(x)]
 
 
 def test_questions_of_shape_and_type_need_no_other_rank() -> None:
     shape = (4, 8, 6, 5)
-    answers = [shape, shape, 8, 4, 4, 960, 4, torch.float32, "cpu", True, False, True, None, 4, False]
+    answers = [shape, shape, 8, 4, 4, 960, 4, torch.float32, "cpu", True, False, True, None, 4, False, -1]
     assert on_ranks(WORLD, questions)[1] == [*answers, f"HetTensor(shape={shape}, sharded, local=(4, 8, 2, 5))"]
 
 
 def kept_on_parts(names: list[str]) -> list[str]:
     """Those whose result, of a tensor cut by rows, was a plain tensor."""
-    x, z, p = rows(), rows("columns"), {"full": WHOLE, "c11": torch.ones(8, 1, 1), "one": torch.ones(())}
+    x, z = rows() + 1, rows("columns") + 1
+    shapes = {"c11": (8, 1, 1), "one": (), "w": (5,), "hw": (6, 5)}
+    p = {"full": WHOLE} | {name: torch.ones(shape) for name, shape in shapes.items()}
     return [name for name in names if not isinstance(FUNCTIONS[name](x, z, p), HetTensor)]
 
 
@@ -54,7 +58,7 @@ def test_operators_with_a_rule_stay_on_parts() -> None:
         "relu", "gelu", "sigmoid", "add", "mul", "x + number", "number / x", "2 ** x", "x * c11", "c11 * x",
         "full - x", "x * tensor of one number", "where number", "max_pool2d 3, 2, 1", "relu_", "+=", "dropout",
         "avg_pool2d without padding counted", "adaptive_avg_pool2d 1", "pixel_shuffle", "flatten first", "cat channels",
-        "clone",
+        "to the type of parts", "zeros_like", "type_as", "masked", *sorted(UNARY | JOINS),
     ]  # fmt: skip
     assert on_ranks(WORLD, kept_on_parts, names) == [[]] * WORLD
 
@@ -103,7 +107,7 @@ def test_a_plain_tensor_is_gathered_already() -> None:
 def fallbacks() -> list[str]:
     """The types of what operators without a rule return."""
     x = rows()
-    made = [x.cumsum(1), x[[0]], x.sort(1)[0], torch.roll(x, 1, 1), x @ x.mT, F.unfold(x, 2)]
+    made = [x.cumsum(2), x[[0]], x.sort(2)[0], torch.roll(x, 1, 2), x.kthvalue(1, 1)[0], F.unfold(x, 2)]
     return [type(y).__name__ for y in made]
 
 

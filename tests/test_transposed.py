@@ -30,16 +30,23 @@ FUNCTIONS: dict[str, Fn] = {
     "unequal": lambda x, z, p: F.conv_transpose2d(x, z_like(p, 2, 3), None, (2, 1), (0, 1), (1, 0), dilation=(1, 2)),
     "dilated": lambda x, z, p: F.conv_transpose2d(x, z_like(p, 2, 2), None, 2, 0, 1, dilation=3),
     "groups": lambda x, z, p: F.conv_transpose2d(x, z_like(p, 3, 3), p["c"][:6], 2, groups=2),
+    "sequences": lambda x, z, p: F.conv_transpose1d(x.flatten(2), z_like(p, 3, 4, 1), p["c"][:3], 3, 1, 2, 1, 2),
+    "volumes of one plane": lambda x, z, p: F.conv_transpose3d(
+        x.unsqueeze(2), z_like(p, 2, 3, 3), None, 2, 1, (0, 1, 0)
+    ),
+    "volumes of one column": lambda x, z, p: F.conv_transpose3d(
+        x.unsqueeze(4), z_like(p, 2, 2, 3), p["c"][:4], (3, 1, 2), (1, 0, 0), (2, 0, 1), 2, (2, 1, 3)
+    ),
     "prelu by channel": lambda x, z, p: F.prelu(x - 1, p["c"]),
     "prelu of one slope": lambda x, z, p: F.prelu(x - 1, p["one"]),
     "prelu by keyword": lambda x, z, p: F.prelu(input=x - 1, weight=p["c"]),
 }
 
 
-def z_like(p: dict[str, torch.Tensor], K: int, size: int) -> torch.Tensor:
-    """Filters (8, K, size, size) that a parameter has a gradient through."""
-    ramp = torch.linspace(-1, 1, 8 * K * size * size, dtype=p["c"].dtype).view(8, K, size, size)
-    return ramp * p["c"].view(8, 1, 1, 1)
+def z_like(p: dict[str, torch.Tensor], K: int, size: int, rank: int = 2) -> torch.Tensor:
+    """Filters (8, K, size, ...) that a parameter has a gradient through."""
+    ramp = torch.linspace(-1, 1, 8 * K * size**rank, dtype=p["c"].dtype).view(8, K, *(size,) * rank)
+    return ramp * p["c"].view(8, *(1,) * (rank + 1))
 
 
 def placed(name: str, placement: str) -> Differences:

@@ -86,6 +86,18 @@ def dynunet() -> nn.Module:
     return DynUNet(2, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8])
 
 
+def volumes() -> nn.Module:
+    from monai.networks.nets import UNet
+
+    return UNet(3, 1, 2, (4, 8, 8), (2, 2), num_res_units=1)
+
+
+def segresnet_of_volumes() -> nn.Module:
+    from monai.networks.nets import SegResNet
+
+    return SegResNet(3, init_filters=8, blocks_down=(1, 1), blocks_up=(1,))
+
+
 ZOO: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "transformers ResNet": (resnet, (2, 3, 40, 32)),
     "transformers ResNet, bottlenecks": (bottlenecks, (2, 3, 32, 32)),
@@ -97,4 +109,6 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Shape]] = {
     "monai UNet": (unet, (1, 1, 20, 16)),
     "monai SegResNet": (segresnet, (1, 1, 20, 16)),
     "monai DynUNet": (dynunet, (1, 1, 20, 16)),
+    "monai UNet of volumes": (volumes, (1, 1, 20, 12, 8)),
+    "monai SegResNet of volumes": (segresnet_of_volumes, (1, 1, 10, 8, 6)),
 }

@@ -10,15 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from ..following import VIEWS
-from . import convs, norms, pointwise, pools, reductions, resampling, shapes, views
+from . import contractions, convs, creation, norms, pointwise, pools, random, reductions, resampling, shapes, views
 from .base import JOINS, Args, Call, Kwargs, Reader, name_of, writes_in_place
 from .convs import ConvTransposeCall
-from .layers import conv_spec, is_plain, plannable_layers, read_conv, read_linear
+from .layers import CONVS, READ_LAYER, conv_spec, is_plain, plannable_layers
 from .norms import BatchNormCall, NormCall
 from .pointwise import UNARY, activation_of
 
 __all__ = [
+    "CONVS",
     "JOINS",
+    "READ_LAYER",
     "UNARY",
     "BatchNormCall",
     "Call",
@@ -30,14 +32,15 @@ __all__ = [
     "name_of",
     "plannable_layers",
     "read",
-    "read_conv",
-    "read_linear",
     "writes_in_place",
 ]
 
 READERS: dict[str, Reader] = (
     convs.READERS
     | pointwise.READERS
+    | contractions.READERS
+    | creation.READERS
+    | random.READERS
     | norms.READERS
     | pools.READERS
     | resampling.READERS

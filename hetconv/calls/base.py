@@ -17,11 +17,14 @@ Reader = Callable[[str, Args, Kwargs], "Call | None"]
 
 JOINS = frozenset(
     """
-    add sub rsub mul div true_divide rdiv pow rpow maximum minimum atan2 fmod remainder where lerp addcmul addcdiv
+    add addcdiv addcmul and atan2 bitwise_and bitwise_or bitwise_xor copysign div eq float_power floor_divide floordiv
+    fmax fmin fmod ge gt hypot isclose le lerp logaddexp logical_and logical_or logical_xor lt masked_fill maximum
+    minimum mod mul ne or pow rdiv remainder rfloordiv rpow rsub sub true_divide type_as where xlogy xor
     """.split()
 )
 WRITING_DUNDERS = frozenset(
-    f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+    f"__{name}__"
+    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 )
 
 
@@ -45,6 +48,8 @@ def name_of(func: Callable[..., Any]) -> str:
     name: str = getattr(func, "__name__", "")
     if name == "__get__":  # of an attribute: mT, T
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    if name in ("__bool__", "__float__", "__int__"):  # of one number, into Python's own
+        return name
     bare = name.strip("_")
     if name.startswith("__") and bare[:1] in "ir" and bare[1:] in JOINS | {"truediv"}:
         bare = bare[1:] if bare[0] == "i" or bare[1:] in ("add", "mul") else bare
@@ -66,8 +71,10 @@ def arg(args: Args, kwargs: Kwargs, index: int, name: str, default: Any = None) 
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
-def pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+def per_dim(value: Any, rank: int) -> tuple[int, ...]:
+    """An option of an operator as a number for each of its ``rank`` spatial dimensions."""
+    given = (value,) if isinstance(value, int) else tuple(value)
+    return given * rank if len(given) == 1 else given
 
 
 def dim_of(dim: Any, rank: int) -> int | None:

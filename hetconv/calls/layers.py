@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from ..rules import Conv, Linear
-from ..spec import Conv2dSpec, pads_per_side
-from .base import Args, Call, Kwargs, arg, pair
+from ..spec import ConvSpec, pads_per_side
+from .base import Args, Call, Kwargs, arg, per_dim
+
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""By spatial dimensions, from one on."""
 
 
 def conv_spec(
@@ -22,19 +25,19 @@ def conv_spec(
     padding: Any,
     dilation: Any,
     groups: int,
-) -> Conv2dSpec:
-    """``w_shape`` is that of the whole weight (K, C / groups, R, S)."""
-    n, c, h, w = x_shape
-    k, _, r, s = w_shape
-    stride, dilation = pair(stride), pair(dilation)
-    pads = pads_per_side(padding, (r, s), stride, dilation)
-    return Conv2dSpec(n, c, h, w, k, r, s, stride, pads, dilation, groups, str(dtype).removeprefix("torch."))
+) -> ConvSpec:
+    """``w_shape`` is that of the whole weight (K, C / groups, *kernel)."""
+    (n, c, *size), (k, _, *kernel) = x_shape, w_shape
+    stride, dilation = per_dim(stride, len(size)), per_dim(dilation, len(size))
+    pads = pads_per_side(padding, tuple(kernel), stride, dilation)
+    dtype_name = str(dtype).removeprefix("torch.")
+    return ConvSpec(n, c, tuple(size), k, tuple(kernel), stride, pads, dilation, groups, dtype_name)
 
 
 def read_conv(args: Args, kwargs: Kwargs) -> Call | None:
-    """A call of conv2d. Not among `READERS`: at run time only the modules that a plan names are cut."""
+    """A call of a convolution. Not among `READERS`: at run time only the modules that a plan names are cut."""
     x, w = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "weight")
-    if x.dim() != 4:
+    if x.dim() != w.dim():
         return None
     options = ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1), (6, "groups", 1))
     rest = [arg(args, kwargs, i, name, default) for i, name, default in options]
@@ -47,9 +50,13 @@ def read_linear(args: Args, kwargs: Kwargs) -> Call | None:
     return Call(Linear(tuple(x.shape), w.shape[0]), (x,))
 
 
-def is_plain(layer: nn.Conv2d | nn.Linear) -> bool:
+READ_LAYER = {"conv1d": read_conv, "conv2d": read_conv, "conv3d": read_conv, "linear": read_linear}
+"""By the name of the function that a layer calls."""
+
+
+def is_plain(layer: nn.Module) -> bool:
     """Whether a layer runs as torch's own does, on a weight and a bias that it owns; a subclass need not."""
-    kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else nn.Linear
+    kind = next(k for k in (*CONVS, nn.Linear) if isinstance(layer, k))
     same = all(getattr(type(layer), f, None) is getattr(kind, f, None) for f in ("forward", "_conv_forward"))
     return same and {"weight"} <= {name for name, _ in layer.named_parameters()} <= {"weight", "bias"}
 
@@ -60,7 +67,7 @@ def plannable_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Conv2d | nn.Linear)
+        if isinstance(layer, (*CONVS, nn.Linear))
         and is_plain(layer)
         and all(owners[id(p)] == 1 for p in layer.parameters())
     }

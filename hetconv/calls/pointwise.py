@@ -8,26 +8,27 @@ from torch import Tensor
 from ..following import ACTIVATIONS, Pointwise, PRelu
 from .base import JOINS, Args, Call, Kwargs, Reader, arg
 
-DROPOUT = frozenset({"alpha_dropout", "dropout", "dropout2d", "feature_dropout"})
-UNARY = DROPOUT | frozenset(
+UNARY = frozenset(
     """
-    relu relu6 leaky_relu elu selu celu gelu silu mish sigmoid logsigmoid log_sigmoid tanh hardtanh hardswish
-    hardsigmoid softplus softsign hardshrink softshrink tanhshrink threshold rsqrt sqrt square exp log log1p expm1
-    abs neg sign sin cos erf reciprocal clamp clip clone contiguous detach float double half bfloat16 to nan_to_num
-    round floor ceil
+    abs absolute acos acosh asin asinh atan atanh bfloat16 bitwise_not bool ceil celu clamp clamp_max clamp_min clip
+    clone contiguous cos cosh deg2rad detach digamma double elu erf erfc erfinv exp exp2 expm1 fix float floor frac
+    gelu half hardshrink hardsigmoid hardswish hardtanh int invert isfinite isinf isnan leaky_relu lgamma log log10
+    log1p log2 log_sigmoid logical_not logit logsigmoid long mish nan_to_num neg positive rad2deg reciprocal relu
+    relu6 round rsqrt selu sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
+    tanhshrink threshold to trunc
     """.split()
 )
 
 
-def _pointwise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+def elementwise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     flat = [*args, *kwargs.values()]
-    if name in DROPOUT and (arg(args, kwargs, 2, "training", True) and arg(args, kwargs, 1, "p", 0.5)):
-        return None
     if name in UNARY and not isinstance(args[0] if args else kwargs.get("input"), Tensor):
         return None
     inputs = tuple(a for a in flat if isinstance(a, Tensor))
-    if name == "to" and len(inputs) > 1:
+    if name == "where" and len(flat) == 1:  # the places where it is true
         return None
+    if name in ("to", "type_as"):  # of the other one only the dtype and the device are read
+        inputs = inputs[:1]
     shape, *others = (tuple(x.shape) for x in inputs)
     if any(other != shape for other in others):
         shape = tuple(torch.broadcast_shapes(shape, *others))  # torch's takes its time
@@ -51,4 +52,4 @@ def _prelu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     return Call(PRelu(tuple(x.shape)), (x, slopes)) if x.dim() > 1 and slopes.dim() == 1 else None
 
 
-READERS: dict[str, Reader] = {**dict.fromkeys(UNARY | JOINS, _pointwise), "prelu": _prelu}
+READERS: dict[str, Reader] = {**dict.fromkeys(UNARY | JOINS, elementwise), "prelu": _prelu}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from ..following import GlobalAveragePool, Pool
+from torch import Tensor
+
+from ..following import AdaptivePool, GlobalAveragePool, Pool
 from ..spec import Window
 from .base import Args, Call, Kwargs, Reader, arg
 
@@ -72,11 +75,16 @@ def _adaptive(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     out = [n if m is None else m for n, m in zip(x.shape[2:], given, strict=True)]
     if any(n < 1 for n in (*x.shape, *out)):
         return None
-    shape, kind = (*x.shape[:2], *out), "max" if "max" in name else "average"
+    return adaptive_pool("max" if "max" in name else "average", x, out)
+
+
+def adaptive_pool(kind: Literal["max", "average"], x: Tensor, out: Sequence[int]) -> Call | None:
+    """Pooling to a size; with the same windows everywhere if it divides that of the input."""
+    shape = (*x.shape[:2], *out)
     if kind == "average" and set(out) == {1}:
         return Call(GlobalAveragePool(shape), (x,))
     if any(n % m for n, m in zip(x.shape[2:], out, strict=True)):
-        return Call(Pool("other", shape), (x,))
+        return Call(AdaptivePool(kind, shape), (x,))
     return _call(kind, x, tuple(Window(n // m, n // m) for n, m in zip(x.shape[2:], out, strict=True)))
 
 

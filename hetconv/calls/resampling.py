@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..following import Interpolate, Pad, PixelUnshuffle
+from ..following import CircularPad, Interpolate, Pad, PixelUnshuffle
 from .base import Args, Call, Kwargs, Reader, arg
+from .pools import adaptive_pool
 
 FILTERS: dict[tuple[str, int], Any] = {
     ("linear", 3): "linear", ("bilinear", 4): "linear", ("trilinear", 5): "linear", ("bicubic", 4): "cubic",
@@ -27,6 +28,8 @@ def _interpolate(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     known = FILTERS.get((mode, x.dim()))
     if 0 in shape or 0 in spatial or (known is None and mode not in ("area", "bicubic", "bilinear")):
         return None
+    if mode == "area":
+        return adaptive_pool("average", x, out) if align is None and not antialias else None
     scales = (None,) * len(out) if scale is None or recompute else tuple(map(float, given))
     simple = (1, 2) if mode.startswith("nearest") else (1,)
     odd = (m == n * k != n * s for n, m, s in zip(spatial, out, scales, strict=True) if s is not None for k in simple)
@@ -48,9 +51,12 @@ def _pad(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     given = [(int(a), int(b)) for a, b in zip(pad[::2], pad[1::2], strict=True)]
     pads = ((0, 0),) * (x.dim() - len(given)) + tuple(reversed(given))
     shape = tuple(n + a + b for n, (a, b) in zip(x.shape, pads, strict=True))
+    most = {"circular": 0, "reflect": -1}.get(mode)
+    if most is not None and any(max(pair) > n + most for pair, n in zip(pads, x.shape, strict=True)):
+        return None  # torch refuses it: let it
     if min(shape, default=0) <= 0 or not all(x.shape) or (mode != "constant" and x.dim() < 3):
         return None
-    return Call(Pad(shape, pads, mode), (x,))
+    return Call(CircularPad(shape, pads, mode), (x, x, x)) if mode == "circular" else Call(Pad(shape, pads, mode), (x,))
 
 
 def _pixel_unshuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:

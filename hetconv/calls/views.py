@@ -14,10 +14,15 @@ from .base import Args, Call, Kwargs, Reader, arg, dim_of, dims_of
 from .shapes import sizes_of
 
 
-def view_of(x: Tensor, dims: Sequence[int | None], ranges: dict[int, tuple[int, int]] | None = None) -> View:
+def view_of(
+    x: Tensor, dims: Sequence[int | None], ranges: dict[int, tuple[int, int]] | None = None,
+    steps: dict[int, int] | None = None,
+) -> View:  # fmt: skip
     """The view whose output dimensions are these of the input, with ranges of them; None for a new one of size 1."""
-    seen = tuple((ranges or {}).get(d, (0, n)) for d, n in enumerate(x.shape))
-    return View(tuple(1 if d is None else seen[d][1] - seen[d][0] for d in dims), seen, tuple(dims))
+    seen = [(ranges or {}).get(d, (0, n)) for d, n in enumerate(x.shape)]
+    every = [(steps or {}).get(d, 1) for d in range(x.dim())]
+    shape = (1 if d is None else -(-(seen[d][1] - seen[d][0]) // every[d]) for d in dims)
+    return View(tuple(shape), tuple(seen), tuple(dims), tuple(every) if steps else ())
 
 
 def _permute(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
@@ -89,14 +94,17 @@ def _getitem(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
     full = (*index[:at], *(slice(None),) * (x.dim() - taken), *index[at + 1 :])
     dims: list[int | None] = []
     ranges: dict[int, tuple[int, int]] = {}
+    steps: dict[int, int] = {}
     d = 0
     for i in full:
         if i is None:
             dims.append(None)
             continue
         if isinstance(i, slice):
-            lo, hi, _ = i.indices(x.shape[d])
+            lo, hi, step = i.indices(x.shape[d])
             ranges[d] = (lo, max(lo, hi))
+            if step > 1:
+                steps[d] = step
             dims.append(d)
         else:
             entry = _entry(x, d, i)
@@ -104,12 +112,13 @@ def _getitem(x: Tensor, name: str, args: Args, kwargs: Kwargs) -> View | None:
                 return None
             ranges[d] = entry
         d += 1
-    return view_of(x, dims, ranges)
+    return view_of(x, dims, ranges, steps)
 
 
 def _is_basic(i: Any) -> bool:
     if isinstance(i, slice):
-        return i.step in (None, 1) and all(e is None or type(e) is int for e in (i.start, i.stop))
+        whole = all(e is None or type(e) is int for e in (i.start, i.stop, i.step))
+        return whole and (i.step is None or i.step > 0)  # torch refuses others
     return type(i) is int or isinstance(i, EllipsisType)
 
 

@@ -5,12 +5,15 @@ in `ops`, for how it runs on parts.
 """
 
 from .base import on_parts
+from .contractions import Contraction
 from .convs import ConvTranspose, TransposedWindow
+from .creation import Like
 from .norms import BatchNorm, GroupNorm, OwnNorm
 from .pointwise import ACTIVATIONS, Pointwise, PRelu
-from .pools import GlobalAveragePool, Pool
-from .reductions import Reduction, Softmax
-from .resampling import Interpolate, Pad, PixelUnshuffle
+from .pools import AdaptivePool, GlobalAveragePool, Pool
+from .random import Drawn, NoiseLike
+from .reductions import Along, Reduction
+from .resampling import CircularPad, Interpolate, Pad, PixelUnshuffle
 from .shapes import Cat, PixelShuffle, Reshape, Stack
 from .views import Pieces, View
 
@@ -20,12 +23,19 @@ VIEWS = (Pieces, Reshape, View)
 __all__ = [
     "ACTIVATIONS",
     "VIEWS",
+    "AdaptivePool",
+    "Along",
     "BatchNorm",
     "Cat",
+    "CircularPad",
+    "Contraction",
     "ConvTranspose",
+    "Drawn",
     "GlobalAveragePool",
     "GroupNorm",
     "Interpolate",
+    "Like",
+    "NoiseLike",
     "OwnNorm",
     "PRelu",
     "Pad",
@@ -36,7 +46,6 @@ __all__ = [
     "Pool",
     "Reduction",
     "Reshape",
-    "Softmax",
     "Stack",
     "TransposedWindow",
     "View",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from ..layout import Layout, Shape, apportion
+from ..layout import Box, Layout, Need, Shape, apportion
+from ..spec import Span
 
 
 def on_parts(x: Layout) -> Layout:
@@ -17,3 +18,8 @@ def on_parts(x: Layout) -> Layout:
 def recut(x: Layout, shape: Shape, dim: int, sizes: Sequence[int]) -> Layout:
     """The layout of an output of ``shape`` that is cut along ``dim`` as ``x`` is cut along its own dimension."""
     return Layout.sharded(shape, dim, sizes) if x.kind == "sharded" else Layout.replicated(shape, x.world)
+
+
+def slabs(shape: Shape, dim: int, spans: Iterable[Span]) -> Need:
+    """A range along ``dim`` for each rank, and everything of all other dimensions."""
+    return Need(shape, tuple(Box.whole(shape).along(dim, lo, hi) for lo, hi in spans))

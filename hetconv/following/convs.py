@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from ..layout import Box, Layout, Need, Shape, apportion
@@ -41,10 +42,15 @@ class TransposedWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class ConvTranspose:
-    """(N, C, H, W) -> (N, K, P, Q) with whole weights: over samples, or over space with halos."""
+    """(N, C, *size) -> (N, K, *size) of any rank with whole weights: over samples, or over space with halos."""
 
     shape: Shape
-    windows: tuple[TransposedWindow, TransposedWindow]
+    windows: tuple[TransposedWindow, ...]
+    groups: int = 1
+
+    def flops(self, inputs: int) -> int:
+        """Multiplications and additions for this many elements of the input, cut-off outputs included."""
+        return 2 * inputs * (self.shape[1] // self.groups) * prod(v.kernel for v in self.windows)
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])

@@ -7,8 +7,8 @@ from typing import Literal
 
 from ..layout import Layout, Shape, apportion
 from ..rules import REPLICATE, Gather, Split, Step, window_need
-from ..spec import Window
-from .base import on_parts, recut
+from ..spec import Span, Window
+from .base import on_parts, recut, slabs
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,29 @@ class Pool:
             return Step((x,), recut(x, self.shape, x.dim, x.sizes))
         y = recut(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
         return Step((window_need(x.shape, y, x.dim, self.windows[x.dim - 2]),), y)
+
+
+@dataclass(frozen=True)
+class AdaptivePool:
+    """Output i of m pools the inputs from floor(i n / m) to ceil((i + 1) n / m), of n, in each spatial dimension."""
+
+    kind: Literal["max", "average"]
+    shape: Shape
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = on_parts(inputs[0])
+        if x.kind != "sharded" or x.dim is None:
+            return Gather(self.shape).step(inputs)
+        if x.dim < 2:
+            return Step((x,), recut(x, self.shape, x.dim, x.sizes))
+        y = recut(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
+        reads = [self.reads(x.dim, x.shape[x.dim], (b.lo[x.dim], b.hi[x.dim])) for b in y.boxes]
+        return Step((slabs(x.shape, x.dim, reads),), y)
+
+    def reads(self, dim: int, n: int, out: Span) -> Span:
+        """The inputs, of ``n`` along ``dim``, that the outputs ``out`` pool."""
+        m = self.shape[dim]
+        return (out[0] * n // m, -(-out[1] * n // m)) if out[0] < out[1] else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from math import floor
 from struct import pack, unpack
 from typing import Literal
 
-from ..layout import Box, Layout, Need, Shape, apportion, spans
+from ..layout import Layout, Shape, apportion, spans
 from ..rules import REPLICATE, Gather, Split, Step
 from ..spec import Span
-from .base import on_parts, recut
+from .base import on_parts, recut, slabs
 
 Filter = Literal["nearest", "nearest-exact", "linear", "cubic"]
 PadMode = Literal["constant", "reflect", "replicate", "circular"]
@@ -42,7 +42,7 @@ class Interpolate:
             return Gather(self.shape).step(inputs)
         y = recut(x, self.shape, dim, apportion(self.shape[dim], x.sizes))
         reads = [self.reads(dim, n, (b.lo[dim], b.hi[dim])) for b in y.boxes]
-        need = Need(x.shape, tuple(Box.whole(x.shape).along(dim, lo, hi) for lo, hi in reads))
+        need = slabs(x.shape, dim, reads)
         own = all(a == b or not (a.numel or b.numel) for a, b in zip(need.boxes, x.boxes, strict=True))
         return Step((x if own else need,), y)
 
@@ -116,24 +116,58 @@ class Pad:
         sizes = self._sizes(x) if x.kind == "sharded" and x.dim is not None else None
         if sizes is None or x.dim is None:
             return Gather(self.shape).step(inputs)
-        return Step((x,), recut(x, self.shape, x.dim, sizes))
+        y = recut(x, self.shape, x.dim, sizes)
+        if self.mode != "reflect" or self.pads[x.dim] == (0, 0):
+            return Step((x,), y)
+        reads = [_mirrored(a, b, x.shape[x.dim]) for a, b in self.sources(y)]
+        beyond = any(lo < a or hi > b for (lo, hi), (a, b) in zip(reads, spans(x.sizes), strict=True) if lo < hi)
+        return Step((slabs(x.shape, x.dim, reads) if beyond else x,), y)
+
+    def sources(self, y: Layout) -> list[Span]:
+        """What each rank's part of the result shows along the cut, counted from the first entry of the input."""
+        assert y.dim is not None
+        before = self.pads[y.dim][0]
+        return [(b.lo[y.dim] - before, b.hi[y.dim] - before) for b in y.boxes]
 
     def _sizes(self, x: Layout) -> list[int] | None:
         """Each rank keeps what is not cropped of its own; the first and the last with any take the padding."""
         assert x.dim is not None
         before, after = self.pads[x.dim]
-        if (before, after) == (0, 0):
-            return list(x.sizes)
         lo, hi = max(-before, 0), x.shape[x.dim] - max(-after, 0)
         kept = [max(min(b, hi) - max(a, lo), 0) for a, b in spans(x.sizes)]
         ranks = [r for r, size in enumerate(kept) if size]
-        if not ranks or self.mode == "circular":
-            return None
-        if self.mode == "reflect" and (before >= x.sizes[ranks[0]] or after >= x.sizes[ranks[-1]]):
+        if not ranks:
             return None
         kept[ranks[0]] += max(before, 0)
         kept[ranks[-1]] += max(after, 0)
         return kept
+
+
+def _mirrored(a: int, b: int, n: int) -> Span:
+    """The entries of 0 .. n - 1 from which those of a .. b - 1 are taken, if they are mirrored at both ends."""
+    lo, hi = max(a, 0), min(b, n)
+    if a >= b:
+        return (0, 0)
+    return min(lo, 2 * n - 1 - b) if b > n else lo, max(hi, 1 - a) if a < 0 else hi
+
+
+@dataclass(frozen=True)
+class CircularPad(Pad):
+    """Padding with what lies at the other end. Its input counts three times: for what is kept, comes before, and after.
+
+    What is cropped at one end is not found there by the other: where a crop meets the cut, torch does it.
+    """
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        step, x = super().step(inputs[:1]), inputs[0]
+        if step.output.dim is not None and min(self.pads[step.output.dim]) < 0:
+            step = Gather(self.shape).step(inputs[:1])
+        y, nothing = step.output, slabs(x.shape, 0, [(0, 0)] * x.world)
+        if y.dim is None or self.pads[y.dim] == (0, 0):
+            return Step((*step.reads, nothing, nothing), y)
+        n, sources = x.shape[y.dim], self.sources(y)
+        turns = ([(min(max(a + turn, 0), n), min(max(b + turn, 0), n)) for a, b in sources] for turn in (0, n, -n))
+        return Step(tuple(slabs(x.shape, y.dim, reads) for reads in turns), y)
 
 
 @dataclass(frozen=True)

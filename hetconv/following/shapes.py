@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ..layout import Layout, Shape
+from ..layout import Layout, Need, Shape, apportion, spans
 from ..rules import REPLICATE, Gather, Split, Step
-from .base import on_parts, recut
+from .base import on_parts, recut, slabs
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,29 @@ class Stack:
 
 @dataclass(frozen=True)
 class Cat:
-    """Concatenation along ``dim`` of inputs that are cut alike along another dimension."""
+    """Concatenation along ``dim`` of inputs that are cut alike along another dimension, or along ``dim`` itself.
+
+    There the parts move to where they belong in the result, but for channels, which are gathered: the convolution that
+    most often follows reads all of them, and they would travel twice.
+    """
 
     shape: Shape
     dim: int
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        parts = (on_parts(x) for x in inputs)
-        lead = next((x for x in parts if x.kind == "sharded" and x.dim not in (None, self.dim)), None)
-        if lead is None or lead.dim is None:
+        parts = [x for x in map(on_parts, inputs) if x.kind == "sharded" and x.dim is not None]
+        lead = next((x for x in parts if x.dim != self.dim), None)
+        if lead is not None and lead.dim is not None:
+            reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
+            return Step(reads, recut(lead, self.shape, lead.dim, lead.sizes))
+        held = tuple(map(sum, zip(*(x.sizes for x in parts), strict=True)))
+        if self.dim == 1 or not any(held):
             return Gather(self.shape).step(inputs)
-        reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
-        return Step(reads, recut(lead, self.shape, lead.dim, lead.sizes))
+        y = recut(parts[0], self.shape, self.dim, apportion(self.shape[self.dim], held))
+        return Step(tuple(self._needs(inputs, y)), y)
+
+    def _needs(self, inputs: tuple[Layout, ...], y: Layout) -> Iterator[Need]:
+        """What each rank's part of the result holds of every input."""
+        for x, (lo, hi) in zip(inputs, spans([x.shape[self.dim] for x in inputs]), strict=True):
+            own = ((b.lo[self.dim], b.hi[self.dim]) for b in y.boxes)
+            yield slabs(x.shape, self.dim, [(min(max(a, lo), hi) - lo, min(max(b, lo), hi) - lo) for a, b in own])

@@ -19,12 +19,14 @@ def cut_dims(x: Layout) -> set[int]:
 class View:
     """A permutation, an index, a broadcast. ``dims``: for each output dimension that of the input, None for a new one.
 
-    ``spans`` are the ranges of the input that are seen; a dimension that is not among ``dims`` is dropped.
+    ``spans`` are the ranges of the input that are seen; a dimension that is not among ``dims`` is dropped. Of a range,
+    every entry is seen, or every so many as ``steps`` says.
     """
 
     shape: Shape
     spans: tuple[Span, ...]
     dims: tuple[int | None, ...]
+    steps: tuple[int, ...] = ()
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = inputs[0]
@@ -38,10 +40,17 @@ class View:
         """Where what a box of the input shows lies in the output; what shows nothing keeps its place in the order."""
         ends: list[Span] = []
         for d, n in zip(self.dims, self.shape, strict=True):
-            lo, hi = (0, n) if d is None else self.spans[d]
-            a, b = (0, n) if d is None else (box.lo[d], box.hi[d])
-            ends.append((min(max(a, lo), hi) - lo, min(max(b, lo), hi) - lo))
+            ends.append((0, n) if d is None else self.taken(d, (box.lo[d], box.hi[d])))
         return Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+
+    def taken(self, d: int, held: Span) -> Span:
+        """Where the entries of a range of input dimension ``d`` that are seen lie in the output."""
+        (lo, hi), step = self.spans[d], self.step_along(d)
+        a, b = (-(-(min(max(end, lo), hi) - lo) // step) for end in held)
+        return a, b
+
+    def step_along(self, d: int) -> int:
+        return self.steps[d] if self.steps else 1
 
 
 @dataclass(frozen=True)

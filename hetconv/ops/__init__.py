@@ -11,21 +11,37 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ..calls import Call, read, writes_in_place
 from ..errors import HetConvError
+from ..following import Pointwise
 from ..layout import Layout
-from ..rules import Step
+from ..rules import Gather, Step
 from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
-from . import convs, norms, pointwise, pools, reductions, resampling, shapes, views
+from . import (
+    contractions,
+    convs,
+    creation,
+    functions,
+    norms,
+    pointwise,
+    pools,
+    random,
+    reductions,
+    resampling,
+    shapes,
+    unmoved,
+    views,
+)
 from .common import Args, Func, Kwargs, Runner, cached_step, placement_of
-from .conv import conv2d
+from .conv import convolution
 from .dense import linear
 from .waiting import fold
 
-__all__ = ["conv2d", "dispatch", "linear"]
+__all__ = ["convolution", "dispatch", "linear"]
 
 # Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
 GLOBAL: set[Any] = {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
     Tensor.is_floating_point, Tensor.is_complex, torch.numel, torch.is_floating_point, torch.is_complex,
+    Tensor.get_device,
     *(getattr(Tensor, name).__get__ for name in (
         "shape", "ndim", "dtype", "device", "layout", "itemsize", "is_cuda", "is_sparse", "is_quantized", "is_mkldnn",
     )),
@@ -44,7 +60,12 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if func in ASKED:
             return _answered(func, args, kwargs)
+        known = unmoved.again(func, args, kwargs)
+        if known.__class__ is HetTensor:
+            return known
         call = read(func, args, kwargs)
+        if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
+            return _without_values(func, args, kwargs)
         if call is not None:
             team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
             step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
@@ -54,7 +75,10 @@ def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
                     return _finish(call, folded)
                 if call.in_place:
                     compute_waiting()
-                return _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
+                y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
+                if isinstance(known, unmoved.Key):
+                    unmoved.remember(known, call, step, team.rank, args)
+                return y
         if writes_in_place(func, kwargs) or kwargs.get("out") is not None:
             compute_waiting()
         return on_gathered(func, args, kwargs)
@@ -68,6 +92,15 @@ def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
     raise HetConvError(
         f"{func.__name__} was called on a tensor in parts; call it on y = hetconv.gather(x) and go on with y"
     )
+
+
+def _without_values(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Of a HetTensor only the dtype and the device are read: like.new_zeros(3), plain.type_as(like)."""
+
+    def own(x: Any) -> Any:
+        return x.local if isinstance(x, HetTensor) else x
+
+    return func(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
 
 
 def _het(tensors: Sequence[Tensor]) -> bool:
@@ -124,6 +157,7 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 RUN: dict[type[Any], Runner] = convs.RUN | pointwise.RUN | norms.RUN | pools.RUN | resampling.RUN | shapes.RUN
-RUN |= reductions.RUN | views.RUN
+RUN |= reductions.RUN | views.RUN | contractions.RUN | creation.RUN | random.RUN
 
 install_dispatch(dispatch)
+functions.gather_for_functions(on_gathered)

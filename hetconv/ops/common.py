@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
 
 from ..calls import Call
-from ..layout import Box, Layout, Need
+from ..layout import Box, Layout, Need, Shape
 from ..movement import moved, take
 from ..replicas import contributed, is_replica
 from ..rules import REPLICATE, Op, Split, Step
 from ..tensor import HetTensor
 from ..transport import Team
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+MOST = 8192  # of what is remembered
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -31,7 +34,28 @@ def cached_step(op: Op, inputs: tuple[Layout, ...], split: Split = REPLICATE) ->
 
 def placement_of(x: Tensor, team: Team) -> Layout:
     """A plain tensor inside a parallelized model is a replicated value."""
-    return x.placement if isinstance(x, HetTensor) else Layout.replicated(tuple(x.shape), team.size)
+    return x.placement if isinstance(x, HetTensor) else _replicated(tuple(x.shape), team.size)
+
+
+@lru_cache(maxsize=8192)
+def _replicated(shape: Shape, world: int) -> Layout:
+    return Layout.replicated(shape, world)
+
+
+def by_identity(make: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
+    """Remembers results by which objects the arguments are: layouts take long to hash, and are mostly the same ones."""
+    known: dict[tuple[int, ...], tuple[T, tuple[*Ts]]] = {}
+
+    @wraps(make)
+    def remembered(*args: *Ts) -> T:
+        key = tuple(map(id, args))
+        if key not in known:
+            if len(known) >= MOST:
+                known.clear()
+            known[key] = make(*args), args  # arguments are kept, so that their ids stay theirs
+        return known[key][0]
+
+    return remembered
 
 
 def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
@@ -51,7 +75,7 @@ def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
 
 def empty_output(source: Tensor, shape: tuple[int, ...]) -> Tensor:
     """An empty part of the graph: its backward still reaches ``source``, so that every rank joins every exchange."""
-    return source.sum().expand(shape)
+    return source.sum(dtype=source.dtype).expand(shape)
 
 
 def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

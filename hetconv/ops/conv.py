@@ -9,20 +9,20 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..replicas import contributed
-from ..rules import SPATIAL, Conv, Split
+from ..rules import SPACE, Conv, Split, Step
 from ..tensor import HetTensor, gather
 from ..transport import Team
-from .common import autocast, bring, cached_step, placement_of
+from .common import autocast, bring, by_identity, cached_step, placement_of
 from .geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
-from .halo import LocalConv, computed
+from .halo import LocalConv, computed, may_be_torchs
 from .waiting import Waiting, may_wait, version
 
 
-def conv2d(
+def convolution(
     x: Tensor, w: Tensor, b: Tensor | None, op: Conv, split: Split, team: Team, followers: tuple[str, ...] = (),
     chunks: int = 1,
 ) -> Tensor:  # fmt: skip
-    """A convolution under a split. ``w`` and ``b`` are this rank's slices where the split cuts them.
+    """A convolution of any rank under a split. ``w`` and ``b`` are this rank's slices where the split cuts them.
 
     Returns a HetTensor, or for ``replicate`` a plain tensor that every rank computed. ``followers``: the functions
     that alone will be called on the result; without autograd it waits for them, to compute them as it is stored.
@@ -31,29 +31,42 @@ def conv2d(
     if split.kind == "replicate":
         whole = Layout.replicated(op.spec.x_shape, 1)
         return _apply(gather(x), w, b, slab_geometry(op, whole, Split("filter", (op.spec.K,)), 0), team)
-    split, src = op.canonical(split), placement_of(x, team)
-    step = cached_step(op, (src,), split)
+    step, geo, spatial = _prepared(op, placement_of(x, team), split, team)
     if step.contributes:
         w, b = contributed(team, w), contributed(team, b) if b is not None else None
-    if split.kind == "filter" and op.spec.groups > 1:
-        return HetTensor.wrap(_grouped(bring(x, step.reads[0], team), w, b, op, step.output, team), step.output, team)
-    if split.kind in ("height", "width") and src.kind == "sharded" and src.dim == SPATIAL[split.kind]:
-        assert isinstance(x, HetTensor)
-        local, geo = x.local, spatial_geometry(op, src, split, team.rank)
-    else:
-        local, geo = bring(x, step.reads[0], team), slab_geometry(op, src, split, team.rank)
+    local = x.local if spatial and isinstance(x, HetTensor) else bring(x, step.reads[0], team)
+    if geo is None:
+        return HetTensor.wrap(_grouped(local, w, b, op, step.output, team), step.output, team)
     if (followers or chunks > 1) and step.output.kind == "sharded" and may_wait(x):
         local, w, b = autocast(local, w, b)
         waiting = Waiting(local, w, b, geo, step.output, team, followers, chunks, seen=version(local))
         return HetTensor.put_off(waiting, step.output, waiting.x.dtype, waiting.x.device, team)
-    return HetTensor.wrap(_apply(local, w, b, geo, team), step.output, team)
+    return HetTensor.made(_apply(local, w, b, geo, team), step.output, team)
+
+
+@by_identity
+def _prepared(op: Conv, src: Layout, split: Split, team: Team) -> tuple[Step, Geometry | None, bool]:
+    """How it runs on an input that lies as ``src``, and whether halos come to own rows.
+
+    There is no one geometry where filters of a grouped convolution are cut.
+    """
+    split = op.canonical(split)
+    step = cached_step(op, (src,), split)
+    if split.kind == "filter" and op.spec.groups > 1:
+        return step, None, False
+    if split.kind in SPACE and src.kind == "sharded" and src.dim == op.dim(split.kind):
+        return step, spatial_geometry(op, src, split, team.rank), True
+    return step, slab_geometry(op, src, split, team.rank), False
 
 
 def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team) -> Tensor:
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        if not torch.is_grad_enabled() or may_be_torchs(x, w, geo):
+            return computed(x, w, b, geo, team)[0]
+        return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
     x, w, b = autocast(x, w, b)
-    if not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)):
-        return computed(x, w, b, geo, team)[0]
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(kind, enabled=False):
         return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
 
 

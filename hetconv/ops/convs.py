@@ -10,8 +10,10 @@ from torch import Tensor
 from ..calls import Call, ConvTransposeCall
 from ..emulate import stretched
 from ..following import ConvTranspose
+from ..kernels.finish import per_channel
 from ..replicas import contributed
 from ..rules import Step
+from ..spec import Span
 from ..tensor import HetTensor
 from ..transport import Team
 from .common import Args, Func, Kwargs, Runner, bring
@@ -20,39 +22,38 @@ from .common import Args, Func, Kwargs, Runner, bring
 def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """Each rank computes its own outputs from all inputs that add to them, and cuts off what is others'."""
     assert isinstance(call, ConvTransposeCall)
-    assert isinstance(call.op, ConvTranspose)
+    op = call.op
+    assert isinstance(op, ConvTranspose)
     assert call.weight is not None
     x, own = bring(call.inputs[0], step.reads[0], team), step.output.boxes[team.rank]
     w = contributed(team, call.weight)
     b = contributed(team, call.bias) if call.bias is not None else None
     if not (x.numel() and own.numel):  # the graph still reaches every tensor
         y = ((x.sum() + w.sum()) * 0).to(x.dtype).expand(own.shape)
-        return HetTensor.wrap(y if b is None else y + b.view(-1, 1, 1), step.output, team)
+        return HetTensor.wrap(y if b is None else y + per_channel(b, y), step.output, team)
     dim, need = step.output.dim, step.reads[0].boxes[team.rank]
     assert dim is not None
-    y = stretched(lambda: _own_outputs(call, x, w, b, dim, need.lo, (own.lo, own.hi)), x.device)
+    y = stretched(lambda: _own_outputs(op, func, x, w, b, dim, need.lo[dim], (own.lo[dim], own.hi[dim])), x.device)
     return HetTensor.wrap(y, step.output, team)
 
 
 def _own_outputs(
-    call: ConvTransposeCall, x: Tensor, w: Tensor, b: Tensor | None, dim: int, x_lo: tuple[int, ...],
-    own: tuple[tuple[int, ...], tuple[int, ...]],
-) -> Tensor:  # fmt: skip
-    assert isinstance(call.op, ConvTranspose)
-    windows = call.op.windows
+    op: ConvTranspose, func: Func, x: Tensor, w: Tensor, b: Tensor | None, dim: int, x_lo: int, own: Span
+) -> Tensor:
+    windows = op.windows
     pad, extra = [v.pad for v in windows], [v.extra for v in windows]
     if dim > 1:  # all that the slab adds to, and own outputs of that
         pad[dim - 2] = extra[dim - 2] = 0
     stride, dilation = [v.stride for v in windows], [v.dilation for v in windows]
-    y = F.conv_transpose2d(x, w, b if dim < 2 else None, stride, pad, extra, call.groups, dilation)
+    y: Tensor = func(x, w, b if dim < 2 else None, stride, pad, extra, op.groups, dilation)
     if dim < 2:
         return y
-    first = windows[dim - 2].first(x_lo[dim])
-    lo, hi = own[0][dim] - first, own[1][dim] - first
+    first = windows[dim - 2].first(x_lo)
+    lo, hi = own[0] - first, own[1] - first
     beyond = max(hi - y.shape[dim], 0)
-    y = F.pad(y, (0, 0, 0, beyond) if dim == 2 else (0, beyond)) if beyond else y
+    y = F.pad(y, (*(0, 0) * (y.dim() - 1 - dim), 0, beyond)) if beyond else y
     y = y.narrow(dim, lo, hi - lo)
-    return y if b is None else y + b.view(-1, 1, 1).to(y.dtype)
+    return y if b is None else y + per_channel(b, y).to(y.dtype)
 
 
 RUN: dict[type[Any], Runner] = {ConvTranspose: conv_transpose}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..layout import Boxes, Layout, pieces
-from ..rules import SPATIAL, Conv, Split
-from ..spec import Segment
+from ..rules import Conv, Split
+from ..spec import Segment, Span
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """This rank's share of a convolution: its own segment, and one per rank whose rows (columns) it also reads."""
+    """This rank's share of a convolution: its own segment, and one per rank whose rows it also reads.
+
+    Rows are what ``dim`` counts: planes, rows or columns.
+    """
 
     op: Conv
     dim: int
@@ -26,10 +29,11 @@ class Geometry:
     wanted: Boxes = ()
     adds_bias: bool = True
 
-    def padding(self, segment: Segment) -> tuple[tuple[int, int], tuple[int, int]]:
-        given = self.op.spec.padding
-        return (segment.pad, given[1]) if self.dim == 2 else (given[0], segment.pad)
+    def padding(self, segment: Segment) -> tuple[Span, ...]:
+        given, i = self.op.spec.padding, self.dim - 2
+        return (*given[:i], segment.pad, *given[i + 1 :])
 
+    @cached_property
     def covers(self) -> bool:
         """Whether the own segment adds to all of the own output (always, but for cuts far out of line)."""
         return self.own is not None and self.own.out == (self.first_out, self.first_out + self.y_shape[self.dim])
@@ -38,7 +42,8 @@ class Geometry:
 @lru_cache(maxsize=4096)
 def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     """Where ``x`` is cut along the same dimension: own rows as they lie, the others' pieces as halos."""
-    dim = SPATIAL[split.kind]
+    dim = op.dim(split.kind)
+    assert dim is not None
     step = op.step((x,), split)
     window, (need,) = op.spec.windows[dim - 2], step.reads
     out = step.output.boxes[rank]
@@ -56,7 +61,7 @@ def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
 def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     """Where all that this rank reads lies in one slab."""
     step = op.step((x,), split)
-    dim = SPATIAL.get(split.kind, 2) or 2
+    dim = op.dim(split.kind) or 2
     out, need = step.output.boxes[rank], step.reads[0].boxes[rank]
     span = (out.lo[dim], out.hi[dim])
     own = op.spec.windows[dim - 2].segment((need.lo[dim], need.hi[dim]), span)
@@ -70,4 +75,4 @@ def group_geometry(op: Conv, filters: int, groups: int) -> Geometry:
     """Some filters of a grouped convolution, which read whole images of their own groups."""
     s = op.spec
     whole = slab_geometry(op, Layout.replicated(s.x_shape, 1), Split("filter", (s.K,)), 0)
-    return replace(whole, y_shape=(s.N, filters, s.P, s.Q), groups=groups)
+    return replace(whole, y_shape=(s.N, filters, *s.y_shape[2:]), groups=groups)

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import kernels
-from ..emulate import stretched
+from ..emulate import as_it_is, stretched
 from ..kernels import Route
+from ..kernels.aten import summed_pixels
+from ..kernels.finish import per_channel
 from ..layout import pieces
 from ..movement import disjoint, start_round
 from ..spec import Segment
@@ -42,13 +44,15 @@ def computed(
     x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, after: After = NOTHING, route: Route = ANY
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """This rank's part of the output, finished, and the halos that came for it, by sender; without autograd."""
+    bias = b if geo.adds_bias else None
+    whole = geo.covers and bool(x.numel() and w.numel())
+    if whole and not geo.held and geo.own is not None:
+        return _run(geo, x, geo.own, geo.own_lo, w, bias, after, route), {}
     under_way = start_round(team, x, geo.held, geo.wanted) if geo.held else None
     scaled = After(scale=after.scale)  # what a part of the sums gets, when all of them are not there yet
-    bias = b if geo.adds_bias else None
-    whole = geo.covers() and bool(x.numel() and w.numel())
     if whole:
         assert geo.own is not None
-        first = after._replace(residual=None, activation=None) if geo.halos else after
+        first = after._replace(residual=None, activation=None) if geo.halos and after is not NOTHING else after
         y = _run(geo, x, geo.own, geo.own_lo, w, bias, first, route)
     else:
         y = _constant(x.new_zeros(geo.y_shape), bias, after)
@@ -63,12 +67,18 @@ def computed(
     return y, got
 
 
+def may_be_torchs(x: Tensor, w: Tensor, geo: Geometry) -> bool:
+    """Whether `computed` is one call of torch's own convolution, which brings its own backward and takes less time."""
+    one = geo.covers and geo.adds_bias and not geo.held and bool(x.numel() and w.numel())
+    return one and kernels.only_aten() and as_it_is()
+
+
 def _constant(y: Tensor, bias: Tensor | None, after: After) -> Tensor:
     """What a convolution of zeros gives, added to ``y``."""
     if bias is not None:
-        y += (bias if after.scale is None else bias * after.scale).view(-1, 1, 1)
+        y += per_channel(bias if after.scale is None else bias * after.scale, y)
     if after.shift is not None:
-        y += after.shift.view(-1, 1, 1)
+        y += per_channel(after.shift, y)
     return y
 
 
@@ -98,12 +108,12 @@ class LocalConv(torch.autograd.Function):
         under_way = _send_home(geo, team, x, home) if want_x and geo.held else None
         gx, gw, gb = None, None, None
         if geo.own is not None and x.numel() and w.numel():
-            wants = (want_x, want_w, want_b and geo.covers())
+            wants = (want_x, want_w, want_b and geo.covers)
             gx, gw, gb = _back(geo, g, x, geo.own, geo.own_lo, w, wants)
             gx = _placed(gx, x, geo, geo.own, geo.own_lo) if want_x else None
             partial_w[:0] = [(geo.own, gw)] if want_w else []
         if want_b and gb is None:
-            gb = g.sum((0, 2, 3))
+            gb = summed_pixels(g)
         gx = x.new_zeros(x.shape) if want_x and gx is None else gx
         if under_way is not None:
             _add_home(gx, under_way.wait(), geo, team)
@@ -145,8 +155,9 @@ def _run(
     s = geo.op.spec
     x, w = _cut(x, w, geo, segment, lo)
     args = (x, w, b, s.stride, geo.padding(segment), s.dilation, geo.groups)
-    options: dict[str, Any] = after._asdict() | route._asdict()
-    return stretched(lambda: kernels.conv2d_forward(*args, **options), x.device)
+    if after is NOTHING:
+        return stretched(lambda: kernels.conv_forward(*args, route=route), x.device)
+    return stretched(lambda: kernels.conv_forward(*args, **after._asdict(), route=route), x.device)
 
 
 def _back(
@@ -156,7 +167,7 @@ def _back(
     g = _rows(g, geo, segment)
     x, w = _cut(x, w, geo, segment, lo)
     pad = geo.padding(segment)
-    return stretched(lambda: kernels.conv2d_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted), x.device)
+    return stretched(lambda: kernels.conv_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted), x.device)
 
 
 def _cut(x: Tensor, w: Tensor, geo: Geometry, segment: Segment, lo: int) -> tuple[Tensor, Tensor]:

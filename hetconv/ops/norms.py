@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..calls import BatchNormCall, Call, NormCall, name_of
 from ..following import BatchNorm, GroupNorm, OwnNorm
-from ..layout import Box
+from ..layout import Box, Layout
 from ..movement import perform
 from ..replicas import contributed
 from ..rules import Step
@@ -30,10 +31,7 @@ def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwarg
     if not op.training or layout.dim == 1:
         y = _own_channels(call, x, step, team)
     else:
-        count = prod(op.shape) // op.shape[1]
-        y, mean, var = _SplitBatchNorm.apply(x, call.weight, call.bias, call.eps, step, team, count)
-        if op.tracks:
-            _track(call, mean, var, count)
+        y = _SplitBatchNorm.apply(x, call.weight, call.bias, call, step, team)
     return HetTensor.wrap(y, layout, team)
 
 
@@ -70,9 +68,8 @@ def _track(call: BatchNormCall, mean: Tensor, var: Tensor, count: int) -> None:
     assert call.mean is not None
     assert call.var is not None
     with torch.no_grad():
-        call.mean.mul_(1 - call.momentum).add_(mean.to(call.mean.dtype), alpha=call.momentum)
-        unbiased = var.to(call.var.dtype) * (count / max(count - 1, 1))
-        call.var.mul_(1 - call.momentum).add_(unbiased, alpha=call.momentum)
+        call.mean.lerp_(mean.to(call.mean.dtype), call.momentum)
+        call.var.lerp_(var.to(call.var.dtype) * (count / max(count - 1, 1)), call.momentum)
 
 
 def _moments(x: Tensor, exact: torch.dtype) -> Tensor:
@@ -87,45 +84,62 @@ class _SplitBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, step: Step, team: Team, count: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dims = [d for d in range(x.dim()) if d != 1]
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: BatchNormCall, step: Step, team: Team
+    ) -> Tensor:
+        count = prod(step.output.shape) // step.output.shape[1]
         exact = x.dtype if x.dtype == torch.float64 else torch.float32
-        channels, numel = step.output.shape[1], step.output.boxes
         own = _moments(x, exact)
         (move,) = step.forward
         each = perform(team, own[None], move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
-        share = each.new_tensor([b.numel / channels / count for b in numel])[:, None]
-        mean = (share * each[:, 1]).sum(0)
-        var = (share * (each[:, 0] + (each[:, 1] - mean) ** 2)).sum(0)
+        variances, means = each.unbind(1)
+        share = _shares(step.output, exact, x.device)
+        mean = (share * means).sum(0)
+        var = (share * (variances + (means - mean) ** 2)).sum(0)
         # One fused pass, in the input's own precision outside (x, y) and in `exact` inside.
-        y = F.batch_norm(x, mean, var, _as(weight, exact, x), _as(bias, exact, x), False, 0.0, eps)
-        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
-        ctx.step, ctx.team, ctx.count, ctx.dims = step, team, count, dims
+        y = F.batch_norm(x, mean, var, _as(weight, exact, x), _as(bias, exact, x), False, 0.0, call.eps)
+        if call.mean is not None:  # before anything is saved: by that a checkpoint knows how far to compute again
+            _track(call, mean, var, count)
+        ctx.save_for_backward(x, weight, mean, (var + call.eps).rsqrt())
+        ctx.step, ctx.team, ctx.count = step, team, count
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        ctx.mark_non_differentiable(mean, var)
-        return y, mean, var
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        exact = mean.dtype
-        centred = (x.to(exact) - mean.view(shape)) * invstd.view(shape)
-        g_exact = g.to(exact)
-        own = torch.stack([(g_exact * centred).sum(ctx.dims), g_exact.sum(ctx.dims)])
+        own = _sums(g, x, mean, invstd)
         (move,) = ctx.step.backward
         whole = Box.whole(tuple(own.shape))
-        g_weight, g_bias = perform(ctx.team, own, move.forward, whole, whole)
+        sums = perform(ctx.team, own, move.forward, whole, whole)
         gx = None
         if ctx.needs_input_grad[0]:
-            scale = invstd if weight is None else invstd * weight.to(exact)
-            inner = g_exact - (g_bias.view(shape) + centred * g_weight.view(shape)) / ctx.count
-            gx = (inner * scale.view(shape)).to(x.dtype)
-        g_weight = g_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        g_bias = g_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return gx, g_weight, g_bias, None, None, None, None
+            scale = invstd if weight is None else invstd * weight
+            along, shift = sums * (-scale / ctx.count)
+            by_channel = [t.view(-1, *[1] * (x.dim() - 2)) for t in (scale, along * invstd, shift, mean)]
+            scale, along, shift, mean = by_channel
+            gx = torch.addcmul(shift, g, scale).addcmul_(x - mean, along).to(x.dtype)
+        g_weight = sums[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        g_bias = sums[1].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return gx, g_weight, g_bias, None, None, None
+
+
+@lru_cache(1024)
+def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(P, 1): what part of the numbers of every channel each rank has."""
+    numel = [b.numel for b in layout.boxes]
+    return torch.tensor(numel, dtype=dtype, device=device)[:, None] / sum(numel)
+
+
+def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
+    """(2, C): over the own part, the sums of g times normalized x, and of g."""
+    if not x.numel():
+        return torch.zeros((2, x.shape[1]), dtype=mean.dtype, device=mean.device)
+    _, along, _ = torch.ops.aten.native_batch_norm_backward(
+        g, x, None, None, None, mean, invstd, True, 0.0, [False, True, False]
+    )
+    # Its own sum of g, which it makes anyway, is in half precision where g is.
+    return torch.stack([along, g.sum([d for d in range(g.dim()) if d != 1], dtype=mean.dtype)])
 
 
 def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
@@ -135,7 +149,8 @@ def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
 
 def _of_nothing(x: Tensor, *params: Tensor | None) -> Tensor:
     """An empty result where torch refuses an empty input; the graph still reaches every tensor."""
-    return sum((p.sum() * 0 for p in params if p is not None), x * 1)
+    # The product saves a tensor, as norms of other parts do: by these a checkpoint knows how far to compute again.
+    return sum((p.sum() * 0 for p in params if p is not None), x * x.new_ones(()))
 
 
 def group_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:

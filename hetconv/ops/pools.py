@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..calls import Call
-from ..following import GlobalAveragePool, Pool
+from ..following import AdaptivePool, GlobalAveragePool, Pool
 from ..rules import Step
 from ..spec import Span, Window
 from ..tensor import HetTensor
@@ -20,6 +20,10 @@ from .common import Args, Func, Kwargs, Runner, as_called, bring, empty_output
 
 MAX: dict[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+ADAPTIVE: dict[str, dict[int, Callable[..., Tensor]]] = {
+    "max": {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d},
+    "average": {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d},
+}
 """By the number of spatial dimensions."""
 
 
@@ -79,6 +83,25 @@ def _counts(window: Window, size: int, out: Span, padding: bool, device: torch.d
     return torch.tensor(counts, device=device)
 
 
+def adaptive_pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """Cut over space, each own output along the cut from the inputs that it pools."""
+    op, layout = call.op, step.output
+    assert isinstance(op, AdaptivePool)
+    assert layout.dim is not None
+    x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.dim
+    if not box.numel:
+        y = empty_part(x, call, box.shape, func, args, kwargs)
+    elif dim < 2:
+        y = as_called(func, args, kwargs)(x)
+    else:
+        first, n, size = step.reads[0].boxes[team.rank].lo[dim], call.inputs[0].shape[dim], list(box.shape[2:])
+        size[dim - 2] = 1
+        pooling = ADAPTIVE[op.kind][len(size)]
+        reads = (op.reads(dim, n, (i, i + 1)) for i in range(box.lo[dim], box.hi[dim]))
+        y = torch.cat([pooling(x.narrow(dim, lo - first, hi - lo), size) for lo, hi in reads], dim)
+    return HetTensor.wrap(y, layout, team)
+
+
 def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """Over a cut of space each rank's summand is its own sum over the whole count."""
     op = call.op
@@ -94,4 +117,4 @@ def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Ar
     return HetTensor.wrap(y, step.output, team)
 
 
-RUN: dict[type[Any], Runner] = {Pool: pool, GlobalAveragePool: global_average_pool}
+RUN: dict[type[Any], Runner] = {AdaptivePool: adaptive_pool, GlobalAveragePool: global_average_pool, Pool: pool}

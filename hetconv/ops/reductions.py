@@ -1,28 +1,36 @@
-"""Reductions and softmax on parts."""
+"""Functions along some dimensions on parts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ..calls import Call, name_of
-from ..following import Reduction, Softmax
+from ..following import Along, Reduction
 from ..rules import Step
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, as_called, bring
+from .common import Args, Func, Kwargs, Runner, bring, called_on
+
+OF_NONE = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
+"""Of which torch warns, or gives NaN, where there are no numbers."""
 
 
-def reduced(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def along(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """As called, on the own part; over a cut a mean counts as the part's share of all entries."""
-    x, op = bring(call.inputs[0], step.reads[0], team), call.op
-    linear, name = step.output.kind == "partial", name_of(func)
-    if isinstance(op, Reduction) and not x.numel() and name != "sum":  # torch warns of it, or gives NaN
-        y = x.sum(op.dims, keepdim=op.keepdim, dtype=kwargs.get("dtype") or x.dtype)
+    local = {id(x): bring(x, read, team) for x, read in zip(call.inputs, step.reads, strict=True)}
+    (x, *_), op, name = local.values(), call.op, name_of(func)
+    if isinstance(op, Reduction) and name in OF_NONE and not x.numel():
+        nothing = x.sum(op.dims, keepdim=op.keepdim, dtype=kwargs.get("dtype") or x.dtype)
+        y: Any = (nothing, nothing) if name.endswith("_mean") else nothing
     else:
-        y = as_called(func, args, kwargs)(x)
-        if linear and name == "mean":  # scaled after it: a sum of half precision may be beyond its range
-            y = y * (x.numel() / call.inputs[0].numel())
-    return HetTensor.wrap(y, step.output, team)
+        y = called_on(local, func, args, kwargs)
+        if name == "mean" and step.output.kind == "partial":
+            y = y * (x.numel() / call.inputs[0].numel())  # after it: a sum of half precision may be beyond its range
+    if isinstance(y, Tensor):
+        return HetTensor.wrap(y, step.output, team)
+    return type(y)(tuple(HetTensor.wrap(each, step.output, team) for each in y))  # a named tuple, as torch's
 
 
-RUN: dict[type[Any], Runner] = {Reduction: reduced, Softmax: reduced}
+RUN: dict[type[Any], Runner] = {Reduction: along, Along: along}

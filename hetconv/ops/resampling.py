@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..calls import Call
-from ..following import Interpolate, Pad, PixelUnshuffle
+from ..following import CircularPad, Interpolate, Pad, PixelUnshuffle
 from ..following.resampling import TAPS
 from ..rules import Step
 from ..spec import Span
@@ -105,13 +105,14 @@ def pad(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwar
     assert isinstance(op, Pad)
     assert layout.dim is not None
     x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.dim
-    held = step.reads[0].boxes[team.rank]
+    pads, (a, b), held = list(op.pads), op.sources(layout)[team.rank], step.reads[0].boxes[team.rank]
+    if pads[dim] != (0, 0) and isinstance(op, CircularPad):
+        before, after = (bring(y, read, team) for y, read in zip(call.inputs[1:], step.reads[1:], strict=True))
+        x, pads[dim] = torch.cat([before, x, after], dim), (0, 0)
+    elif pads[dim] != (0, 0):
+        pads[dim] = held.lo[dim] - a, b - held.hi[dim]
     if not box.numel:
         return HetTensor.wrap(empty_part(x, call, box.shape, func, args, kwargs), layout, team)
-    pads = list(op.pads)
-    if pads[dim] != (0, 0):
-        before = pads[dim][0]
-        pads[dim] = held.lo[dim] - (box.lo[dim] - before), box.hi[dim] - before - held.hi[dim]
     given = len(args[1] if len(args) > 1 else kwargs["pad"]) // 2
     flat = [n for side in reversed(pads[len(pads) - given :]) for n in side]
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "pad")}
@@ -125,4 +126,6 @@ def pixel_unshuffle(call: Call, step: Step, team: Team, func: Func, args: Args, 
     return HetTensor.wrap(y, step.output, team)
 
 
-RUN: dict[type[Any], Runner] = {Interpolate: interpolate, Pad: pad, PixelUnshuffle: pixel_unshuffle}
+RUN: dict[type[Any], Runner] = {
+    CircularPad: pad, Interpolate: interpolate, Pad: pad, PixelUnshuffle: pixel_unshuffle,
+}  # fmt: skip

@@ -112,9 +112,10 @@ def own_view(op: View, local: Tensor, read: Layout, output: Layout, rank: int) -
     box, seen = read.boxes[rank], output.boxes[rank]
     index: list[slice | int] = []
     for d, (lo, hi) in enumerate(op.spans):
-        a, b = (min(max(end, lo), hi) - box.lo[d] for end in (box.lo[d], box.hi[d]))
-        index.append(slice(a, b) if d in op.dims else lo - box.lo[d])
-    if any(i != slice(0, n) for i, n in zip(index, local.shape, strict=True)):
+        (first, last), step = op.taken(d, (box.lo[d], box.hi[d])), op.step_along(d)
+        a, b = lo + first * step - box.lo[d], min(lo + last * step, hi) - box.lo[d]
+        index.append(slice(a, b, step) if d in op.dims else lo - box.lo[d])
+    if any(i != slice(0, n, 1) for i, n in zip(index, local.shape, strict=True)):
         local = local[tuple(index)]
     order = [d for d in op.dims if d is not None]
     if order != sorted(order):

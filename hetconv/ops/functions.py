@@ -1,0 +1,36 @@
+"""Autograd functions of a user's, and those by which torch checkpoints and hooks modules: they get gathered tensors.
+
+Torch applies them without asking a tensor's class. They would run on parts, without autograd, and a gradient would be
+lost without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from ..errors import HetConvError
+from ..tensor import HetTensor, compute_waiting
+
+
+def gather_for_functions(on_gathered: Callable[..., Any]) -> None:
+    """From now on ``on_gathered`` runs `torch.autograd.Function.apply` where it is given a HetTensor."""
+    plain: Any = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if HetTensor not in map(type, args):
+            result = plain(cls, *args, **kwargs)
+        else:
+            compute_waiting()  # it may write in place
+            result = on_gathered(MethodType(plain, cls), args, kwargs)
+        if torch.is_grad_enabled() and HetTensor in map(type, result if isinstance(result, tuple) else (result,)):
+            raise HetConvError(
+                f"{cls.__name__} returned a tensor in parts, whose gradient would be lost; return hetconv.gather(y) "
+                f"from it, and give torch.utils.checkpoint use_reentrant=False"
+            )
+        return result
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]

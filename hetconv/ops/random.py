@@ -1,0 +1,50 @@
+"""Random numbers on parts: every rank draws its own, or all draw the same, as the parts need.
+
+Either way from seeds that are drawn of the state that the ranks share (`parallelize`). This state goes on alike on all
+of them, and where it is set again, by `torch.manual_seed` or by checkpointing, the same numbers come again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..calls import Call
+from ..following import Drawn, NoiseLike
+from ..rules import Step
+from ..tensor import HetTensor
+from ..transport import Team
+from .common import Args, Func, Kwargs, Runner, as_called, bring
+from .creation import like
+
+
+def drawn(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    assert isinstance(call.op, Drawn)
+    x = bring(call.inputs[0], step.reads[0], team)
+    with _seeded(x.device, team, call.op.apart(step.output)):
+        y = as_called(func, args, kwargs)(x)
+    return HetTensor.wrap(y, step.output, team)
+
+
+def noise_like(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    with _seeded(call.inputs[0].device, team, apart=True):
+        return like(call, step, team, func, args, kwargs)
+
+
+@contextmanager
+def _seeded(device: torch.device, team: Team, apart: bool) -> Iterator[None]:
+    """While the context lasts, the device's generator draws by a seed of this rank's own, or by one of all ranks."""
+    seeds = torch.randint(2**62, (team.size,), device="cpu").tolist()
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seeds[team.rank if apart else 0])
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+RUN: dict[type[Any], Runner] = {Drawn: drawn, NoiseLike: noise_like}

@@ -1,0 +1,107 @@
+"""Calls for which nothing moves, remembered: the same call again runs on own parts without being read anew.
+
+Most of what a CNN does between its convolutions is of this kind, and reading a call costs more than a small one takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..calls import Call
+from ..following import BatchNorm, Pointwise
+from ..layout import Box, Layout, Need
+from ..rules import Step
+from ..tensor import HetTensor, compute_waiting
+from . import views
+from .common import Args, Func, Kwargs
+
+MOST = 4096  # calls; scalars that change with every step would fill the memory
+PLAIN = {bool, float, int, str, type(None), torch.device, torch.dtype, torch.memory_format}
+
+
+class Key(NamedTuple):
+    """All that decides whether something moves. ``held``: the layouts whose ids are in it, so that they stay theirs."""
+
+    said: tuple[Any, ...]
+    held: list[Layout]
+
+
+class _Known(NamedTuple):
+    output: Layout
+    in_place: bool
+    held: list[Layout]
+
+
+_known: dict[tuple[Any, ...], _Known] = {}
+
+
+def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
+    """The result of a call that is remembered; else what to remember it by, or None for one that never is."""
+    key: list[Any] = [func, torch.is_grad_enabled()]
+    held, local = [], []
+    for a in args:
+        if a.__class__ is HetTensor:
+            if a.later is not None:
+                return None
+            held.append(placement := a.placement)
+            key.append(id(placement))
+            team, a = a.team, a._local
+        elif a.__class__ in PLAIN:
+            key.append((a,))
+        elif isinstance(a, Tensor):
+            key += (a.shape, a.requires_grad)
+        else:
+            return None
+        local.append(a)
+    for name, a in kwargs.items():
+        if a.__class__ in PLAIN:
+            key += (name, a)
+        elif isinstance(a, Tensor) and a.__class__ is not HetTensor:
+            key += (name, a.shape, a.requires_grad)
+        else:
+            return None
+    said = tuple(key)
+    known = _known.get(said)
+    if known is None:
+        return Key(said, held)
+    target: HetTensor | None = args[0] if known.in_place else None
+    if target is not None:
+        if not views.may_write(target, known.output):
+            return None
+        compute_waiting()
+    y = func(*local, **kwargs)
+    if target is None:
+        return HetTensor.made(y, known.output, team)
+    target.local = y
+    return target
+
+
+def remember(key: Key, call: Call, step: Step, rank: int, args: Args) -> None:
+    """Notes a call that just ran on parts, if nothing moved for it and its own part is the same call on own parts."""
+    op, output = call.op, step.output
+    given = [id(x) for x in args if isinstance(x, HetTensor)]
+    as_called = isinstance(op, Pointwise) or (
+        isinstance(op, BatchNorm) and not op.training and output.dim != 1 and output.boxes[rank].numel
+    )
+    placed = dict(zip(given, key.held, strict=True))  # before the call, which in place may have changed it
+    changes = call.in_place and placed.get(id(call.inputs[0])) != output
+    if not as_called or changes or any(map(_wants_gradient, call.params)):
+        return
+    if all(_stays(x, placed.get(id(x)), read) for x, read in zip(call.inputs, step.reads, strict=True)):
+        if len(_known) >= MOST:
+            _known.clear()
+        _known[key.said] = _Known(output, call.in_place, key.held)
+
+
+def _stays(x: Tensor, placed: Layout | None, read: Layout | Need) -> bool:
+    if placed is not None:
+        return placed == read
+    return not _wants_gradient(x) and all(box == Box.whole(read.shape) for box in read.boxes)
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    """Then what each rank gives to its gradient is summed."""
+    return torch.is_grad_enabled() and x.requires_grad

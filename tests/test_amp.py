@@ -1,0 +1,121 @@
+"""Half precision by autocast with loss scaling, and images that stay channels-last from the input to the output."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetconv
+from hetconv.errors import PlanError
+from hetconv.rules import SplitKind
+from hetconv.tensor import HetTensor
+
+from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
+from .nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
+from .spawn import on_ranks
+
+RATIO = (2, 0, 1)
+
+
+def scaled_training(kind: SplitKind, dtype: torch.dtype) -> tuple[float, float, list[float]]:
+    """Errors of a serial and a split model after steps in half precision, against float32; and their loss scales."""
+    torch.manual_seed(0)
+    truth = ResNet()
+    serial, cut = copy.deepcopy(truth), copy.deepcopy(truth)
+    cut = hetconv.parallelize(cut, plan_of(cut, splits_of(cut, (kind,), RATIO), 3))
+    models = (truth, serial, cut)
+    updates = [torch.optim.SGD(m.parameters(), 0.02) for m in models]
+    scalers = [torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=2.0**9)]
+    scalers.append(hetconv.GradScaler(cut, "cpu", init_scale=2.0**9))
+    for _ in range(3):
+        x = torch.randn(3, 3, 24, 24)
+        for model, update, scaler in zip(models, updates, scalers, strict=True):
+            update.zero_grad()
+            with torch.autocast("cpu", dtype, enabled=model is not truth):
+                y = model(x)
+            assert model is truth or y.dtype == dtype
+            scaler.scale(loss_of(y)).backward()
+            scaler.unscale_(update)
+            if model is cut:
+                hetconv.clip_grad_norm_(cut, 5.0)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+            scaler.step(update)
+            scaler.update()
+    states = [truth.state_dict(), serial.state_dict(), hetconv.full_state_dict(cut)]
+    exact, *others = (torch.cat([v.double().flatten() for v in s.values()]) for s in states)
+    errors = [float((other - exact).norm() / exact.norm()) for other in others]
+    return errors[0], errors[1], [s.get_scale() for s in scalers[1:]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_training_in_half_precision_with_scaled_losses(kind: SplitKind, dtype: torch.dtype) -> None:
+    for serial, cut, scales in on_ranks(3, scaled_training, kind, dtype):
+        assert 0 < cut <= 3 * serial
+        assert scales[0] == scales[1]
+
+
+def in_other_precisions() -> str:
+    """What is said where one rank alone computes in half precision."""
+    _, cut = pair(NETS["unet"][0], splits_of(NETS["unet"][0](), ("height",), (2, 1)), 2)
+    cut.float()
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=torch.distributed.get_rank() == 1),
+        pytest.raises(hetconv.DisagreementError) as error,
+    ):
+        cut(torch.randn(1, 3, 17, 14))
+    return str(error.value)
+
+
+def test_ranks_in_other_precisions_are_refused() -> None:
+    assert all("autocast torch.bfloat16" in said for said in on_ranks(2, in_other_precisions))
+
+
+def unlike_channels_last(net: str, kind: SplitKind) -> tuple[Differences, list[str]]:
+    """Differences, and modules whose images lie in another way than channels-last."""
+    make, (_, *shape) = NETS[net]
+    serial, cut = pair(make, splits_of(make(), (kind,), (2, 1)), 2)
+    found: list[str] = []
+
+    def look(name: str, y: Tensor) -> None:
+        part = y.local if isinstance(y, HetTensor) else y
+        if part.dim() == 4 and part.numel() and not part.is_contiguous(memory_format=torch.channels_last):
+            found.append(f"{name}: {tuple(part.shape)} by {part.stride()}")
+
+    for model in (serial, cut):
+        model.to(memory_format=torch.channels_last)
+        for name, module in model.named_modules():
+            module.register_forward_hook(lambda _, args, y, name=name: look(name, y))
+    x = torch.randn(4, *shape).to(memory_format=torch.channels_last)
+    expected, y = serial(x), cut(x)
+    loss_of(y).backward()
+    loss_of(expected).backward()
+    gradients = full_gradients(cut)
+    differences = {k: apart(gradients[k], p.grad) for k, p in serial.named_parameters()}
+    return differences | {"output": apart(y, expected), "strides": float(y.stride() != expected.stride())}, found
+
+
+@pytest.mark.parametrize("net", ["unet", "mobile"])
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_images_stay_channels_last(net: str, kind: SplitKind) -> None:
+    answers = on_ranks(2, unlike_channels_last, net, kind)
+    assert_same([differences for differences, _ in answers])
+    assert not [found for _, found in answers if found]
+
+
+def converted() -> str:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(ResNet())
+    plain = ResNet()
+    with pytest.raises(PlanError) as error:
+        hetconv.parallelize(model, plan_of(plain, splits_of(plain, ("height",), (2, 1)), 2))
+    return str(error.value)
+
+
+def test_sync_batch_norm_is_refused_by_name() -> None:
+    for said in on_ranks(2, converted):
+        assert "'bn' is a SyncBatchNorm" in said
+        assert "leave convert_sync_batchnorm out" in said

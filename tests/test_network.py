@@ -1,0 +1,115 @@
+"""Network: seconds of a round of messages, as the clocks of `cost` count them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetconv.layout import Layout, exchanges, traffic
+from hetconv.network import Network
+from hetconv.profile import ClusterProfile, DeviceModel, LinkModel, SharedWire
+from hetconv.simulate import Clocks
+
+from .strategies import layouts, needs, shapes
+
+DEVICE = DeviceModel("cpu", "cpu", 8e9, {"float32": 1e11}, 1e10)
+rates = st.floats(0, 9, allow_subnormal=False)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, world: int) -> ClusterProfile:
+    """Of devices that are linked at random."""
+    links = {f"{a}-{b}": LinkModel(draw(rates), draw(rates)) for b in range(world) for a in range(b)}
+    return ClusterProfile((DEVICE,) * world, links)
+
+
+def network(*shared: SharedWire) -> Network:
+    """Of three ranks, with other numbers for each link."""
+    links = {"0-1": LinkModel(1.0, 2.0), "0-2": LinkModel(10.0, 3.0), "1-2": LinkModel(100.0, 5.0)}
+    return Network.of(ClusterProfile((DEVICE,) * 3, links, shared=shared))
+
+
+@given(st.data(), shapes, st.integers(1, 5), st.sampled_from([2, 4, 8]))
+def test_a_round_takes_what_clocks_that_start_together_say(
+    data: st.DataObject, shape: tuple[int, ...], world: int, itemsize: int
+) -> None:
+    profile = data.draw(profiles(world))
+    ends = st.one_of(layouts(shape, world), needs(shape, world))
+    one = exchanges(data.draw(ends).boxes, data.draw(ends).boxes)[:1]
+    sent = np.zeros((world, world))
+    for pair, size in traffic(one, itemsize).items():
+        sent[pair] = size
+    clocks = Clocks(Network.of(profile))
+    clocks.step("", ((one, itemsize),), np.zeros(world), False, False)
+    arrivals = clocks.now
+    assert Network.of(profile).spent(sent) == pytest.approx(arrivals, rel=1e-12, abs=0)
+    assert Network.of(profile).seconds(sent) == pytest.approx(max(arrivals), rel=1e-12, abs=0)
+
+
+def test_a_rank_sends_in_turn_and_receives_meanwhile() -> None:
+    sent = np.array([[0, 7, 1], [4, 0, 0], [0, 0, 0]])
+    out_of_0, into_0, into_1, into_2 = (1 + 7 * 2) + (10 + 1 * 3), 1 + 4 * 2, 1 + 7 * 2, 10 + 1 * 3
+    assert network().spent(sent).tolist() == [max(out_of_0, into_0), max(into_1, into_0), into_2]
+    assert network().seconds(sent) == out_of_0
+
+
+def test_many_rounds_are_told_at_once() -> None:
+    rng = np.random.default_rng(0)
+    sent = rng.integers(0, 3, (4, 2, 3, 3))
+    one = network(SharedWire("", ((0, 1), (2, 1)), 4.0))
+    expected = [[one.seconds(sent[i, j]) for j in range(2)] for i in range(4)]
+    assert one.seconds(sent) == pytest.approx(np.array(expected), rel=1e-12, abs=0)
+    assert one.spent(sent).shape == (4, 2, 3)
+
+
+def test_no_bytes_and_what_a_rank_keeps_cost_nothing() -> None:
+    assert network().seconds(np.diag([5, 6, 7])) == 0
+
+
+def test_a_shared_wire_carries_the_bytes_of_all_its_pairs_in_turn() -> None:
+    sent = np.array([[0, 7, 1], [4, 0, 2], [0, 0, 0]])
+    alone = network().seconds(sent)
+    uplink, other = SharedWire("", ((0, 2), (1, 2)), 1000.0), SharedWire("", ((2, 0), (2, 1)), 1e6)
+    assert network(uplink).seconds(sent) == (1 + 2) * 1000
+    assert network(other, uplink).seconds(sent) == (1 + 2) * 1000
+    assert network(replace(uplink, s_per_byte=1e-3)).seconds(sent) == alone
+    assert network(other).seconds(sent) == alone
+
+
+def everyone_to_everyone(profile: ClusterProfile, size: int, across: bool = False) -> float:
+    """Seconds in which each device sends ``size`` bytes to each other one, or to each in other nodes."""
+    sent = size * (1 - np.eye(profile.world))
+    for node in profile.nodes if across else ():
+        sent[np.ix_(node, node)] = 0
+    return float(Network.of(profile).seconds(sent))
+
+
+def test_what_all_devices_send_to_another_node_goes_through_its_card() -> None:
+    profile = ClusterProfile.from_devices(
+        "4xV100-SXM2-32GB / 2xT4", link="nvlink2 / pcie3-x16", between="ethernet-100g"
+    )
+    assert everyone_to_everyone(profile, 10**9, across=True) == pytest.approx(4 * 2 * 1e9 / 12.5e9)
+    three = ClusterProfile.from_devices("2xT4 / T4 / T4", between="ethernet-100g")
+    assert everyone_to_everyone(three, 10**9, across=True) == pytest.approx(2 * 2 * 1e9 / 12.5e9)  # out of the first
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_devices_that_meet_in_the_host_share_it_from_three_on(world: int) -> None:
+    at_once = (world - 1) * 1e9 / 31.5e9  # a device, to all others through its own lanes
+    switch = ClusterProfile.from_devices(f"{world}xA10", link="pcie4-x16-switch")
+    host = ClusterProfile.from_devices(f"{world}xA10", link="pcie4-x16")
+    assert everyone_to_everyone(switch, 10**9) == pytest.approx(at_once, rel=1e-2)
+    assert everyone_to_everyone(host, 10**9) == pytest.approx(at_once * world / 2, rel=1e-2)
+
+
+def test_messages_of_a_plan_share_wires_too() -> None:
+    """A piece for each device of the other node: all are there when the card has carried them, other ranks sooner."""
+    profile = ClusterProfile.from_devices("2xT4 / 2xT4 / T4", between="ethernet-100g")
+    here = Layout.sharded((4 * 10**8,), 0, (2 * 10**8, 2 * 10**8, 0, 0, 0))
+    there = Layout.sharded((4 * 10**8,), 0, (0, 0, 2 * 10**8, 2 * 10**8, 0))
+    (one,) = exchanges(here.boxes, there.boxes)
+    assert Network.of(profile).messages(one, 4).seconds == pytest.approx([2 * 0.8e9 / 12.5e9] * 4 + [0])

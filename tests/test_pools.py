@@ -1,0 +1,97 @@
+"""Poolings on parts: equal to torch's in every placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .equivalence import Differences
+from .placed import PLACEMENTS, WORLD, Fn, check, gathered, on_parts, sequence, volume
+from .spawn import on_ranks
+
+
+def fractional(x: Tensor, z: Tensor, p: Any) -> Tensor:
+    """Its random numbers are drawn alike on every rank."""
+    torch.manual_seed(3)
+    return F.fractional_max_pool2d(x, 2, (4, 3))
+
+
+FUNCTIONS: dict[str, Fn] = {
+    "max, ceil": lambda x, z, p: F.max_pool2d(-x, 3, 2, 1, ceil_mode=True),
+    "max, ceil, last window in the padding": lambda x, z, p: F.max_pool2d(x, (2, 2), 3, 1, ceil_mode=True),
+    "max, ceil, dilated": lambda x, z, p: F.max_pool2d(x, 2, 2, 1, 2, ceil_mode=True),
+    "average, ceil": lambda x, z, p: F.avg_pool2d(x, 2, 2, ceil_mode=True),
+    "average, ceil and padding": lambda x, z, p: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "average, ceil, padding not counted": lambda x, z, p: F.avg_pool2d(x, 4, 3, 2, True, False),
+    "average, divisor": lambda x, z, p: F.avg_pool2d(x, 2, 1, divisor_override=3),
+    "average, divisor and padding": lambda x, z, p: F.avg_pool2d(x, 2, 1, 1, divisor_override=3),
+    "fractional": fractional,
+    "there and back": lambda x, z, p: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=(6, 5)),
+    "indices": lambda x, z, p: F.max_pool2d(x, 2, return_indices=True),
+    "power": lambda x, z, p: F.lp_pool2d(x, 2, 2),
+    "power, stride and ceil": lambda x, z, p: F.lp_pool2d(x, 3, (2, 2), stride=1, ceil_mode=True),
+    "power, ceil": lambda x, z, p: F.lp_pool2d(x, 2, 2, ceil_mode=True),
+    "adaptive maximum of (3, 5)": lambda x, z, p: F.adaptive_max_pool2d(x, (3, 5)),
+    "adaptive maximum of 1": lambda x, z, p: F.adaptive_max_pool2d(x, 1),
+    "adaptive maximum of (4, 3)": lambda x, z, p: F.adaptive_max_pool2d(x, (4, 3)),
+    "adaptive indices": lambda x, z, p: F.adaptive_max_pool2d(x, (3, 5), return_indices=True),
+    "adaptive average of (3, None)": lambda x, z, p: F.adaptive_avg_pool2d(x, (3, None)),
+    "adaptive average of (2, 1)": lambda x, z, p: F.adaptive_avg_pool2d(x, (2, 1)),
+    "adaptive maximum of (4, 3), a sequence": sequence(lambda x, z, p: F.adaptive_max_pool1d(x, 7)),
+    "adaptive average of (4, 4)": lambda x, z, p: F.adaptive_avg_pool2d(x, 4),
+    "adaptive maximum of volumes": volume(lambda x, z, p: F.adaptive_max_pool3d(x, (4, 2, 3))),
+    "adaptive average of volumes of (4, 2, 3)": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, (4, 2, 3))),
+    "power of volumes": volume(lambda x, z, p: F.lp_pool3d(x, 2, 2)),
+    "adaptive average of more": lambda x, z, p: F.adaptive_avg_pool2d(x, (12, 7)),
+    "max of sequences": sequence(lambda x, z, p: F.max_pool1d(x, 4, 3, 2, ceil_mode=True)),
+    "average of sequences": sequence(lambda x, z, p: F.avg_pool1d(x, 4, 3, 2, True, False)),
+    "power of sequences": sequence(lambda x, z, p: F.lp_pool1d(x, 2, 3)),
+    "adaptive average of sequences": sequence(lambda x, z, p: F.adaptive_avg_pool1d(x, 1)),
+    "adaptive maximum of sequences": sequence(lambda x, z, p: F.adaptive_max_pool1d(x, 10)),
+    "max of volumes": volume(lambda x, z, p: F.max_pool3d(x, 2, 2, ceil_mode=True)),
+    "average of volumes": volume(lambda x, z, p: F.avg_pool3d(x, 3, 2, 1, count_include_pad=False)),
+    "adaptive average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, (3, 1, 2))),
+    "global average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, 1)),
+}
+
+
+def everywhere(name: str, dtype: torch.dtype = torch.float64, autocast: bool = False) -> dict[str, Differences]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return {place: on_parts(FUNCTIONS[name], place, dtype) for place in PLACEMENTS}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name: str) -> None:
+    check(on_ranks(WORLD, everywhere, name))
+
+
+MIXED = ["average, ceil and padding", "adaptive maximum of (3, 5)", "adaptive average of (4, 4)"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [*MIXED, "average of volumes"])
+def test_function_under_autocast(name: str, dtype: torch.dtype) -> None:
+    check(on_ranks(WORLD, everywhere, name, dtype, True), {torch.bfloat16: 2e-1, torch.float32: 1e-5}[dtype])
+
+
+@pytest.mark.parametrize("name", MIXED)  # torch has no volumes of it
+def test_function_in_half_precision(name: str) -> None:
+    check(on_ranks(WORLD, everywhere, name, torch.float16), 3e-2)
+
+
+GATHERED_OVER_ROWS = {"average, divisor and padding", "power, ceil"}
+GATHERED = {"indices", "adaptive indices", "there and back", "fractional"}
+PLACES = ("rows", "channels", "samples")
+
+
+def found() -> set[tuple[str, str]]:
+    return gathered(FUNCTIONS, PLACES)
+
+
+def test_everything_else_runs_on_parts() -> None:
+    expected = {(name, "rows") for name in GATHERED_OVER_ROWS} | {(name, p) for name in GATHERED for p in PLACES}
+    assert all(names == expected for names in on_ranks(WORLD, found))

@@ -1,0 +1,174 @@
+"""Gradients of replicas are summed in buckets while backward goes on, and whoever reads them sees whole ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hetconv
+from hetconv import emulate, replicas
+from hetconv.layout import buckets
+from hetconv.ops.halo import LocalConv
+
+from .equivalence import Differences, apart, assert_same, loss_of, one_step, pair
+from .nets import NETS, plan_of, splits_of
+from .spawn import on_ranks
+
+
+@contextmanager
+def small_buckets(numbers: int = 1) -> Iterator[None]:
+    """As large as a parameter, or as so many numbers."""
+    replicas.buckets = partial(buckets, limit=numbers)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        replicas.buckets = buckets
+
+
+@contextmanager
+def noted(seen: list[str]) -> Iterator[None]:
+    """What happens in backward, in order: buckets that start and end, convolutions."""
+    kept = replicas._Bucket.start, replicas._Bucket.end, LocalConv.backward
+
+    def noting(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            seen.append(what)
+            return fn(*args)
+
+        return run
+
+    replicas._Bucket.start = noting("start", kept[0])  # type: ignore[method-assign]
+    replicas._Bucket.end = noting("end", kept[1])  # type: ignore[method-assign]
+    LocalConv.backward = staticmethod(noting("conv", kept[2]))  # type: ignore[method-assign]
+    emulate.listeners.append(lambda *_: None)  # so that no convolution is left to torch's own backward
+    try:
+        yield
+    finally:
+        replicas._Bucket.start, replicas._Bucket.end = kept[:2]  # type: ignore[method-assign]
+        LocalConv.backward = staticmethod(kept[2])  # type: ignore[method-assign]
+        emulate.listeners.clear()
+
+
+def order_in_backward(kind: str, numbers: int) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(3)))
+    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, (kind,), (2, 0, 1)), 3))  # type: ignore[arg-type]
+    seen: list[str] = []
+    with small_buckets(numbers), noted(seen):
+        cut(torch.randn(3, 4, 6, 6)).square().mean().backward()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["sample", "height", "width"])
+def test_a_bucket_is_sent_as_soon_as_it_is_full_and_waited_for_last(kind: str) -> None:
+    assert on_ranks(3, order_in_backward, kind, 1) == [["conv", "start"] * 3 + ["end"] * 3] * 3
+    assert on_ranks(3, order_in_backward, kind, 10**6) == [["conv"] * 3 + ["start", "end"]] * 3
+
+
+def in_small_buckets(net: str, numbers: int) -> Differences:
+    make, shape = NETS[net]
+    with small_buckets(numbers):
+        return one_step(*pair(make, splits_of(make(), ("height", "sample"), (3, 1, 2)), 3), torch.randn(shape))
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("numbers", [1, 200])
+def test_many_buckets_under_way_at_once(net: str, numbers: int) -> None:
+    assert_same(on_ranks(3, in_small_buckets, net, numbers))
+
+
+class Branches(nn.Module):
+    """Two results, a convolution that is called twice, and a parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.scale, self.unused = nn.Parameter(torch.full((4, 1, 1), 0.5)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.one(F.relu(self.one(x))) * self.scale
+        return self.two(y), self.three(y)
+
+
+def branches() -> tuple[nn.Module, nn.Module, Tensor]:
+    serial, cut = pair(Branches, splits_of(Branches(), ("height",), (2, 0, 1)), 3)
+    return serial, cut, torch.randn(2, 4, 6, 6)
+
+
+def compared(serial: nn.Module, cut: nn.Module) -> Differences:
+    return {k: apart(cut.get_parameter(k).grad, p.grad) for k, p in serial.named_parameters()}
+
+
+def backward_in_parts(numbers: int) -> Differences:
+    """Each branch by itself through one graph, then both at once through the same."""
+    serial, cut, x = branches()
+    found: Differences = {}
+    with small_buckets(numbers):
+        for model in (serial, cut):
+            first, second = model(x)
+            loss_of(first).backward(retain_graph=True)
+            loss_of(second).backward(retain_graph=True)
+            (loss_of(first) * 2 + loss_of(second)).backward()
+        found |= compared(serial, cut)
+    return found
+
+
+def two_graphs_at_once(numbers: int) -> Differences:
+    """Forwards of two batches, then their backwards, the first one's last."""
+    serial, cut, x = branches()
+    with small_buckets(numbers):
+        for model in (serial, cut):
+            losses = [loss_of(model(batch)) for batch in (x, -x)]
+            for loss in reversed(losses):
+                loss.backward()
+    return compared(serial, cut)
+
+
+def gradients_by_name(numbers: int) -> Differences:
+    """What `torch.autograd.grad` and hooks are given."""
+    serial, cut, x = branches()
+    found: Differences = {}
+    seen: list[list[Tensor]] = [[], []]
+    with small_buckets(numbers):
+        both = []
+        for model, own in zip((serial, cut), seen, strict=True):
+            model.one.weight.register_hook(own.append)
+            model.one.weight.register_post_accumulate_grad_hook(lambda p, own=own: own.append(p.grad))
+            loss = loss_of(model(x)[0])
+            both.append(torch.autograd.grad(loss, [model.scale, model.one.bias], retain_graph=True))
+            loss.backward()
+    found |= {f"grad {i}": apart(b, a) for i, (a, b) in enumerate(zip(*both, strict=True))}
+    found |= {f"hook {i}": apart(b, a) for i, (a, b) in enumerate(zip(*seen, strict=True))}
+    return found | compared(serial, cut)
+
+
+@pytest.mark.parametrize("numbers", [1, 10**6])
+@pytest.mark.parametrize("case", [backward_in_parts, two_graphs_at_once, gradients_by_name])
+def test_only_whole_gradients_are_seen(case: Callable[[int], Differences], numbers: int) -> None:
+    assert_same(on_ranks(3, case, numbers))
+
+
+def lying_as_parameters() -> list[tuple[Any, ...]]:
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1))
+    model[:3].to(memory_format=torch.channels_last)
+    whole = copy.deepcopy(model)
+    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, ("height",), (2, 1)), 2))
+    found = []
+    for m in (whole, cut):
+        m(torch.randn(1, 4, 6, 6).to(memory_format=torch.channels_last)).square().mean().backward()
+        found.append(tuple((p.stride(), p.grad.stride()) for p in m.parameters() if p.grad is not None))
+    return found
+
+
+def test_gradients_lie_in_memory_as_their_parameters() -> None:
+    for whole, cut in on_ranks(2, lying_as_parameters):
+        assert [p for p, _ in cut] == [p for p, _ in whole]
+        assert all(p == g for p, g in cut)

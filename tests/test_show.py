@@ -1,0 +1,181 @@
+"""What a person sees of plans: a layer explained, two plans compared, a picture."""
+
+from __future__ import annotations
+
+import builtins
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hetconv.autotune.diff import show_diff
+from hetconv.autotune.picture import NAME, draw, shortened
+from hetconv.autotune.show import show_layer
+from hetconv.errors import HetConvError, PlanError
+from hetconv.plan import Considered, LayerPlan, Plan, Prediction
+from hetconv.rules import REPLICATE, Split
+
+from .nets import Chain, plan_of, splits_of
+
+ROWS, CHANNELS = Split("height", (3, 1)), Split("filter", (4, 2))
+
+
+def plan() -> Plan:
+    bare = plan_of(Chain(), splits_of(Chain(), ("filter", "height"), (3, 1)), 2)
+    considered = (
+        Considered(ROWS, 1e-3, 2e-3, 0.0),
+        Considered(Split("width", (3, 1)), 1e-3, 2e-3, 0.0),
+        Considered(REPLICATE, 4e-3, 0.5e-3, 1.5e-3),
+        Considered(CHANNELS, 2e-3, 7e-3, 6e-3),
+        Considered(Split("height", (1, 1)), 9e-3, 2e-3, 8e-3),
+    )
+    layers = {n: LayerPlan(x.op, x.split, (0.1, 0.2), (0.3, 0.4), 5_000_000) for n, x in bare.layers.items()}
+    layers["two"] = replace(layers["two"], split=ROWS, considered=considered)
+    prediction = Prediction(1.0, 0.25, (0.5, 0.75), ((0, 8_000_000), (0, 0)), (10**8, 5 * 10**7), 1.5, (0.25, 0.125))
+    alternatives = {"planned": 1.0, "even split": 2.0}
+    return Plan(("a", "b"), "train", "Chain", ((2, 4, 16, 16),), layers, "planned", prediction, alternatives)
+
+
+def said(show: Callable[[Console], Any]) -> str:
+    console = Console(record=True, width=160)
+    show(console)
+    return console.export_text()
+
+
+def test_a_layer_is_explained_by_what_speaks_against_each_other_split() -> None:
+    lines = said(lambda console: show_layer(plan(), "two", console)).splitlines()
+    assert "two" in lines[0]
+    assert "height 3:1" in lines[0]
+    whys = [line.rstrip().split("  ")[-1] for line in lines[2:7]]
+    assert whys == [
+        "is chosen",
+        "takes as long",
+        "computes longer, but moves less",
+        "computes longer and moves longer",
+        "computes longer",
+    ]
+    assert [line.split()[0] for line in lines[2:7]] == ["height", "width", "replicate", "filter", "height"]
+    assert lines[5].split()[1:5] == ["4:2", "2.000", "7.000", "6.000"]
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [("nine", "no layer 'nine'; it has one, two"), ("one", "does not say what else was considered for 'one'")],
+)
+def test_what_cannot_be_explained_is_refused(name: str, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        show_layer(plan(), name, Console())
+    with pytest.raises(PlanError, match="does not say"):
+        show_layer(plan().with_splits({"two": REPLICATE}), "two", Console())
+
+
+def test_a_plan_file_keeps_what_was_considered(tmp_path: Path) -> None:
+    plan().save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan()
+
+
+def changed(**layer: Any) -> Plan:
+    return replace(plan(), layers={**plan().layers, "two": replace(plan().layers["two"], **layer)})
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (plan().with_splits({"two": CHANNELS}), ["two", "height 3:1", "filter 4:2", "1 of 5 layers", "1000.00", "-"]),
+        (changed(chunks=3), ["height 3:1 in 3 chunks", "600.00", "5.00", "1 of 5 layers"]),
+        (changed(op=plan().layers["one"].op), ["1 layers are other operators", "two"]),
+        (replace(plan(), devices=("a", "c")), ["devices", "a, b", "a, c"]),
+        (replace(plan(), mode="infer"), ["mode", "train", "infer"]),
+        (replace(plan(), model="Other"), ["model", "Chain", "Other"]),
+        (replace(plan(), inputs=((1, 4, 16, 16),)), ["inputs", "2x4x16x16", "1x4x16x16"]),
+        (replace(plan(), layers={"one": plan().layers["one"]}), ["4 of 5 layers", "no such layer", "height 3:1"]),
+        (replace(plan(), predicted=None), ["MB sent", "8.00", "busy, ms", "500.00, 750.00", "memory, MB", "100.00"]),
+    ],
+)
+def test_plans_differ(other: Plan, words: list[str]) -> None:
+    for a, b in ((plan(), other), (other, plan())):
+        text = said(lambda console, a=a, b=b: show_diff(a, b, console))
+        assert all(word in text for word in words), text
+        assert "one " not in text or len(other.layers) == 1, text
+        assert "no difference" not in text
+        assert show_diff(a, b, Console(quiet=True))
+
+
+def test_plans_that_do_not_differ() -> None:
+    assert "no difference" in said(lambda console: show_diff(plan(), plan(), console))
+    assert not show_diff(plan(), changed(considered=()), Console(quiet=True))
+
+
+def texts(path: Path) -> set[str]:
+    """matplotlib draws letters as paths, and says in a comment what they are."""
+    parser = ET.XMLParser(target=ET.TreeBuilder(insert_comments=True))
+    root = ET.parse(path, parser).getroot()
+    return {(e.text or "").strip() for e in root.iter() if e.tag is ET.Comment}
+
+
+def test_a_picture_says_what_the_plan_says(tmp_path: Path) -> None:
+    draw(plan(), tmp_path / "plan.svg")
+    found = texts(tmp_path / "plan.svg")
+    assert {*plan().layers, "planned", "even split", "height", "filter", "computes", "moves data", "waits"} <= found
+    assert {"3", "1", "2e+03", "0: a", "1: b"} <= found
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.svg"]
+
+
+def many(layers: int) -> Plan:
+    one = plan().layers["one"]
+    named = {f"encoder.stages.{i // 9}.layers.{i}.convolution": one for i in range(layers)}
+    return replace(plan(), layers=named, estimated=True)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [many(151), many(0), plan().with_splits({"two": REPLICATE}), changed(split=Split("height", (0, 2)))],
+    ids=["deep", "empty", "by hand", "alone"],
+)
+def test_plans_of_every_form_have_a_picture(made: Plan, tmp_path: Path) -> None:
+    draw(made, tmp_path / "plan.svg")
+    found = texts(tmp_path / "plan.svg")
+    assert {shortened(name) for name in made.layers} <= found
+    if made.predicted is None:
+        assert {"nothing is predicted: the plan was changed by hand", "every device computes all"} <= found
+    elif made.layers and made.world == 2 and made.layers.get("two"):
+        assert "all on device 1" in found
+    draw(made, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_from_before_shows_what_it_knows(tmp_path: Path) -> None:
+    assert plan().predicted is not None
+    draw(replace(plan(), predicted=replace(plan().predicted, moving_s=())), tmp_path / "plan.svg")
+    assert "moves data or waits" in texts(tmp_path / "plan.svg")
+    assert "moves data" not in texts(tmp_path / "plan.svg")
+
+
+def test_long_names_lose_letters_and_no_numbers() -> None:
+    name = "encoder.12.stages.layers.35.layer.1.convolution"
+    assert shortened(name) == "e.12.s.layers.35.layer.1.convolution"
+    assert len(shortened(name)) <= NAME
+    assert shortened("short.name") == "short.name"
+
+
+def test_a_picture_in_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(HetConvError, match=r"'plan\.bmp'; name it \*\.svg, \*\.png, \*\.pdf"):
+        draw(plan(), tmp_path / "plan.bmp")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return imported(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(HetConvError, match=r"No module named 'matplotlib'.*pip install matplotlib"):
+        draw(plan(), tmp_path / "plan.svg")

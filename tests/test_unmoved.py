@@ -1,0 +1,125 @@
+"""Calls that are remembered: not read again, and never taken for another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hetconv
+import hetconv.ops as ops
+from hetconv.ops import unmoved
+from hetconv.tensor import HetTensor
+
+from .equivalence import Differences, assert_same
+from .placed import PLACEMENTS, SHAPE, WORLD, on_parts, placed
+from .spawn import on_ranks
+
+WHOLE = torch.linspace(-1, 1, torch.Size(SHAPE).numel(), dtype=torch.float64).reshape(SHAPE)
+
+
+def batch_norm(x: Tensor, params: dict[str, Tensor]) -> Tensor:
+    return F.batch_norm(x, params["c"].detach(), params["c"].detach() + 1, params["c"], params["c"])
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "relu": lambda x, z, p: torch.relu(x),
+    "relu_": lambda x, z, p: (x * 1).relu_(),
+    "relu_ of x itself": lambda x, z, p: F.relu(x.clone(), inplace=True) + x,
+    "x += z": lambda x, z, p: x.clone().add_(z),
+    "x + z": lambda x, z, p: x + z,
+    "x + x": lambda x, z, p: x + x,
+    "x * number": lambda x, z, p: x * 2,
+    "x * parameter": lambda x, z, p: x * p["full"],
+    "x * one": lambda x, z, p: x * p["one"],
+    "named": lambda x, z, p: torch.add(input=x, other=z),
+    "batch norm": lambda x, z, p: batch_norm(x, p),
+}
+
+
+def twice(name: str, placement: str) -> list[Differences]:
+    """The second time it is remembered, if it is."""
+    return [on_parts(FUNCTIONS[name], placement) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_call_gives_the_same_again(name: str) -> None:
+    for placement in PLACEMENTS:
+        for found in zip(*on_ranks(WORLD, twice, name, placement), strict=True):
+            assert_same(list(found))
+
+
+def reads(calls: list[Callable[[HetTensor], Any]]) -> list[int]:
+    """How many calls are read, of each of these."""
+    counts, read = [], ops.read
+
+    def counting(*args: Any) -> Any:
+        counts[-1] += 1
+        return read(*args)
+
+    ops.read = counting
+    try:
+        for call in calls:
+            x, _ = placed(WHOLE, PLACEMENTS["rows"])
+            counts.append(0)
+            call(x)
+    finally:
+        ops.read = read
+    return counts
+
+
+def without_autograd(call: Callable[[HetTensor], Any]) -> Callable[[HetTensor], Any]:
+    def run(x: HetTensor) -> None:
+        with torch.no_grad():
+            call(x)
+
+    return run
+
+
+def counted() -> dict[str, list[int]]:
+    unmoved._known.clear()  # what other tests called
+    gain, c = torch.ones(SHAPE, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    trained = gain.clone().requires_grad_()
+    normed = without_autograd(lambda x: F.batch_norm(x, c, c, trained[0, :, 0, 0], c))
+    return {
+        "softsign": reads([lambda x: F.softsign(x.abs())] * 2),
+        "in place": reads([without_autograd(lambda x: x.sin_())] * 2),
+        "with and without autograd": reads([torch.tanh, without_autograd(torch.tanh), torch.tanh]),
+        "a number": reads([lambda x: x * 3, lambda x: x * 4, lambda x: x * 3]),
+        "a part of what every rank has": reads([lambda x: x - gain] * 2),
+        "batch norm in evaluation": reads([normed] * 2),
+        "a list": reads([lambda x: torch.cat([x, x], 1)] * 2),
+    }
+
+
+def test_what_moves_nothing_is_read_once() -> None:
+    expected = {
+        "softsign": [2, 0],
+        "in place": [1, 0],
+        "with and without autograd": [1, 1, 0],
+        "a number": [1, 1, 0],
+        "a part of what every rank has": [1, 1],
+        "batch norm in evaluation": [1, 0],
+        "a list": [1, 1],
+    }
+    assert on_ranks(WORLD, counted) == [expected] * WORLD
+
+
+def after_partial() -> list[float]:
+    """A call in place on a partial sum leaves it cut; the next partial sum must be summed all the same."""
+    found = []
+    for _ in range(3):
+        x, _ = placed(WHOLE, PLACEMENTS["partial"])
+        with torch.no_grad():
+            y = HetTensor.wrap(x.local.detach().clone(), x.placement, x.team).relu_()
+            found.append((hetconv.gather(y) - WHOLE.relu()).abs().max().item())
+    return found
+
+
+def test_a_partial_sum_is_summed_every_time() -> None:
+    for found in on_ranks(WORLD, after_partial):
+        assert max(found) < 1e-12

@@ -35,6 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+PIPED = 160  # columns
 DEFAULT_PROFILE = user_data_path("hetconv") / "cluster.json"
 
 
@@ -112,7 +113,7 @@ def plan(
     chosen: Any = tuple(kinds.split(","))
     made = make_plan(graph, cluster, mode=mode.value, memory_limit=limit, kinds=chosen)
     made.save(output)
-    show_plan(made, Console())
+    show_plan(made, _console())
     if devices is not None:
         print(", ".join(f"{what} {name}" for what, name in cluster.fingerprint.items()))
     print(f"wrote {output}")
@@ -141,7 +142,7 @@ def _cluster(profile: Path | None, devices: str | None, link: str | None, betwee
 @app.command("devices")
 def list_devices() -> None:
     """List the devices and links that a plan can be made for without having them."""
-    show_devices(Console())
+    show_devices(_console())
 
 
 @app.command()
@@ -152,7 +153,7 @@ def show(
     picture: Annotated[Path | None, typer.Option(help="Draw a plan into this .svg, .png or .pdf instead.")] = None,
 ) -> None:
     """Show a plan or a profile as a table."""
-    console = Console()
+    console = _console()
     options = {"--gathers": gathers or None, "--layer": layer, "--picture": picture}
     asked = [option for option, given in options.items() if given is not None]
     if len(asked) > 1:
@@ -178,7 +179,7 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Another plan.", show_default=False)],
 ) -> None:
     """Show where two plans differ. Exit status is 0 if they do not, 1 if they do, 2 if one cannot be read."""
-    if show_diff(Plan.load(first), Plan.load(second), Console()):
+    if show_diff(Plan.load(first), Plan.load(second), _console()):
         raise typer.Exit(1)
 
 
@@ -187,6 +188,11 @@ def _format(file: Path) -> str:
         return str(json.loads(file.read_text(encoding="utf-8")).get("format"))
     except (OSError, ValueError, AttributeError) as e:
         raise PlanError(f"{file}: cannot be read as a plan or a profile: {e}") from e
+
+
+def _console() -> Console:
+    """As wide as the terminal; what goes elsewhere has room for the names of layers."""
+    return Console(width=None if sys.stdout.isatty() else PIPED)
 
 
 def main() -> None:

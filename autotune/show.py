@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from hetconv.errors import PlanError
+from hetconv.candidates import ALONE
+from hetconv.errors import PlanError, few
 from hetconv.plan import Considered, LayerPlan, Plan
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
@@ -54,7 +55,7 @@ def show_plan(plan: Plan, console: Console) -> None:
         f"[bold]{plan.model}[/bold], {plan.mode}, input {' '.join('x'.join(map(str, s)) for s in plan.inputs)}"
     )
     console.print(f"devices  {'   '.join(marks)}{f'   ({ESTIMATED})' * plan.estimated}")
-    table = Table("layer", "kind", box=None, header_style="bold", pad_edge=False)
+    table = Table(Column("layer", overflow="fold"), "kind", box=None, header_style="bold", pad_edge=False)
     table.add_column("shares", no_wrap=True)
     for rank in range(plan.world):
         table.add_column(f"ms {rank}", justify="right", no_wrap=True)
@@ -101,7 +102,9 @@ def show_layer(plan: Plan, name: str, console: Console) -> None:
     Raises `PlanError` for a layer that the plan does not name, and if it does not know what was considered.
     """
     if name not in plan.layers:
-        raise PlanError(f"the plan has no layer {name!r}; it has {', '.join(plan.layers) or 'none'}")
+        raise PlanError(f"the plan has no layer {name!r}; it has {few(plan.layers)}")
+    if plan.chosen.startswith(ALONE):
+        raise PlanError(f"the plan uses the {plan.chosen}: it cuts no layer and considered nothing else for {name!r}")
     layer = plan.layers[name]
     chosen = next((c for c in layer.considered if c.split == layer.split), None)
     if chosen is None:

@@ -24,6 +24,8 @@ COMMANDS = {
     "halos, buckets, and chunks.",
     "overhead": "What running on parts costs in Python, per operator: "
     "tiny models on one rank, split and plain, in turn.",
+    "planner": "What a plan takes to compute, and what it is predicted to gain: "
+    "known architectures on modelled devices.",
     "gpu": "Everything worth doing while a GPU is at hand, in minutes: "
     "stages in processes of their own, a table of them last.",
     "compile": "What the compiler makes of every tile that can be chosen, without a GPU: "

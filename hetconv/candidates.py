@@ -92,13 +92,17 @@ class Candidates:
         grain = _granularity(op, kind, extent, self.profile.world)
         return _checked(op, kind, balanced_sizes(self.curves(name, axis_of(kind)), extent, grain), self.profile.world)
 
-    def whole_models(self) -> dict[str, Splits]:
-        """What a plan is compared with: each device alone, and each kind evenly, balanced, and as it was tuned."""
+    def whole_models(self, limits: Sequence[float] = ()) -> dict[str, Splits]:
+        """What a plan is compared with: each device alone, and each kind evenly, balanced, and as it was tuned.
+
+        Of equal devices with equal ``limits``, bytes of memory, only the first one is alone.
+        """
         world = self.profile.world
         found: dict[str, Splits] = {}
         lone = next((k for k in LONE if k in self.kinds and (k not in SPACE or _is_there(self.graph, k))), None)
+        known = [(device, limits[rank] if limits else None) for rank, device in enumerate(self.profile.devices)]
         for rank, device in enumerate(self.profile.devices):
-            if lone is not None:
+            if lone is not None and known.index(known[rank]) == rank:
                 weights = tuple(float(r == rank) for r in range(world))
                 found[f"{ALONE} ({rank}: {device.name})"] = self.whole(lone, weights)
         for kind in self.kinds:

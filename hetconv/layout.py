@@ -37,7 +37,7 @@ class Box:
 
     @cached_property
     def numel(self) -> int:
-        return prod(h - low if h > low else 0 for low, h in zip(self.lo, self.hi, strict=True))
+        return prod(self.shape)
 
     def intersect(self, other: Box) -> Box:
         lo = tuple(map(max, self.lo, other.lo))

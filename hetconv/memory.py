@@ -47,10 +47,11 @@ def least_memory(tables: Tables, limits: Limits, memory: Memory) -> tuple[float,
     free = Tables(unary={v: np.zeros_like(t) for v, t in tables.unary.items()}, held=tables.held)
     free.pairwise = {pair: np.where(np.isinf(t), np.inf, 0.0) for pair, t in tables.pairwise.items()}
     used = []
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
         choice, _, over = _priced(free, caps, prices, memory)
         used.append(tuple(memory(choice)))
-        prices = prices * np.exp(over - over.max())  # what is exceeded most gets the highest price
+        ratio = (over + 1) / (over + 1).max()
+        prices = prices * np.exp((ratio - 1) / (1 + turn / 4))  # what is exceeded most gets the highest price
         prices = prices / prices.sum()
     return min(used, key=lambda u: max(m / c for m, c in zip(u, limits, strict=True)))
 

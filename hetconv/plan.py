@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from . import files
-from .errors import PlanError
+from .errors import PlanError, few
 from .rules import Conv, Linear, Split
 from .tuned import TunedTile
 
@@ -133,9 +133,7 @@ class Plan:
         """
         unknown = sorted(splits.keys() - self.layers.keys())
         if unknown:
-            raise PlanError(
-                f"the plan has no layer {', '.join(map(repr, unknown))}; it has {', '.join(self.layers) or 'none'}"
-            )
+            raise PlanError(f"the plan has no layer {', '.join(map(repr, unknown))}; it has {few(self.layers)}")
         layers = {n: LayerPlan(x.op, splits.get(n, x.split), followers=x.followers) for n, x in self.layers.items()}
         return replace(self, layers=layers, chosen="by hand", predicted=None, alternatives=None, gathers=())
 

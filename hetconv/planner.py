@@ -48,7 +48,7 @@ def make_plan(
         Split("replicate") if kind == "replicate" else Split(kind, (1,))
     limits = _limits(profile, memory_limit)
     ways, pricer = Candidates(graph, profile, mode, allowed), Pricer(graph, profile, mode)
-    found = ways.whole_models()
+    found = ways.whole_models(limits)
     priced = {name: pricer.price(splits) for name, splits in found.items()}
     search = Search(ways, pricer, ways.choices(ways.pool()))
     even = Search(ways, pricer, ways.choices(ways.pool(even=True), own=False))
@@ -67,7 +67,8 @@ def make_plan(
         if refined is not found[chosen]:
             chosen, found[PLANNED], priced[PLANNED] = PLANNED, refined, pricer.price(refined)
     prediction, costs = priced[chosen]
-    layers = _layers(graph, profile, found[chosen], costs, search.considered(found[chosen]))
+    others = search.considered(found[chosen]) if not chosen.startswith(ALONE) else {}  # alone, no layer has a say
+    layers = _layers(graph, profile, found[chosen], costs, others)
     return Plan(
         profile.names, mode, graph.model, graph.input_shapes, layers, chosen, prediction,
         _alternatives({n: p for n, (p, _) in priced.items()}), profile.estimated, profile.tiles,
@@ -82,8 +83,9 @@ def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
     """
     for name, (prediction, costs) in priced.items():
         if name.startswith(ALONE):
-            nothing = ((0,) * len(prediction.busy_s),) * len(prediction.busy_s)
-            alone = replace(prediction, step_s=max(prediction.busy_s), movement_s=0.0, sent_bytes=nothing)
+            world, step_s = len(prediction.busy_s), max(prediction.busy_s)
+            still, nothing = (0.0,) * world, ((0,) * world,) * world
+            alone = replace(prediction, step_s=step_s, movement_s=0.0, moving_s=still, sent_bytes=nothing)
             priced[name] = alone, costs
     for tuned in ways.tuned():
         prediction, costs = priced[tuned_name(tuned)]

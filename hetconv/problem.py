@@ -103,8 +103,7 @@ def tables(graph: Graph, profile: ClusterProfile, choices: Mapping[str, tuple[Sp
         cuts = [{name: split} for split in choices.get(name) or (REPLICATE,)]
         held = np.array([parameter_bytes(graph, cut, profile.world, mode, name) for cut in cuts])
         builder.tables.hold(name if choices.get(name) else None, held)
-    others = parameter_bytes(graph, {}, profile.world, mode, None)
-    builder.tables.hold(None, np.array([others]))
+    builder.tables.hold(None, np.array([parameter_bytes(graph, {}, profile.world, mode, None)]))
     return builder.tables
 
 
@@ -119,7 +118,7 @@ class _Builder:
         self._wholes: dict[Shape, tuple[Layout, ...]] = {}
         self._once: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
         self._contributed: dict[tuple[str | None, int], Mask] = {}
-        self._equal: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}  # one object for equal ones, so that blocks repeat
+        self._equal: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}  # an object for all equal ones
         self.lies = {i: Lies(None, (self.whole(i),)) for i in range(len(graph.values))}
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
@@ -134,9 +133,7 @@ class _Builder:
         return self._whole(self.graph.values[value].shape)[0]
 
     def _whole(self, shape: Shape) -> tuple[Layout, ...]:
-        if shape not in self._wholes:
-            self._wholes[shape] = (Layout.replicated(shape, self.world),)
-        return self._wholes[shape]
+        return self._wholes.setdefault(shape, (Layout.replicated(shape, self.world),))
 
     def add(self, node: Node) -> None:
         inputs = [self.lies[i] for i in node.inputs]
@@ -144,13 +141,12 @@ class _Builder:
         if node.layer is not None and self.choices.get(node.layer):
             self._add_layer(node, node.layer)
         elif isinstance(node.op, Gather):
-            self._add_ways(node, None, self._gathered(node))
+            self._add_ways(node, None, Ways.of(node, (REPLICATE,), (node.op.step(self._wholes_of(node), REPLICATE),)))
         elif len(free) > 1 and not node.writes:
             self._add_join(node, inputs)
         elif node.writes and inputs and node.views[:1] == node.inputs[:1]:
-            shapes = [self.graph.values[i].shape for i in node.inputs[1:]]
-            key = node.op, "writes", inputs[0].layouts, *map(self._whole, shapes)
-            ways = self.once(key, lambda: self._written(node, inputs))
+            others = (self._whole(self.graph.values[i].shape) for i in node.inputs[1:])
+            ways = self.once((node.op, "writes", inputs[0].layouts, *others), lambda: self._written(node, inputs))
             self._add_ways(node, inputs[0].node, ways)
         else:
             ways = self.once((node.op, *(x.layouts for x in inputs)), lambda: self._followed(node, inputs))
@@ -158,9 +154,6 @@ class _Builder:
 
     def _wholes_of(self, node: Node) -> tuple[Layout, ...]:
         return tuple(map(self.whole, node.inputs)) or self._whole(())
-
-    def _gathered(self, node: Node) -> Ways:
-        return Ways.of(node, (REPLICATE,), (node.op.step(self._wholes_of(node), REPLICATE),))
 
     def _followed(self, node: Node, inputs: Sequence[Lies]) -> Ways:
         count = max((len(x.layouts) for x in inputs), default=1)
@@ -260,25 +253,25 @@ class _Builder:
         return np.array([self.operators.seconds(node, split, s, backward).max() for split, s in both])
 
     def _sums_s(self, node: Node, name: str | None, contributes: Mask) -> Array:
-        """(choices,): of summing the gradients of parameters over ranks, once however often the choice's node uses them."""
+        """(choices,): of summing the gradients of parameters over ranks, once for all that this node's choice runs."""
         cost = np.zeros(len(contributes))
         for i in dict.fromkeys((*node.params, *node.inputs)):
             value = self.graph.values[i]
             if value.param is not None and value.requires_grad:
                 before = self._contributed.get((name, i), np.zeros_like(contributes))
                 self._contributed[name, i] = before | contributes
-                size = prod(value.shape) * value.itemsize
-                cost = cost + size * self.network.s_per_summed_byte * (contributes & ~before)
-        return cost
+                cost = cost + prod(value.shape) * value.itemsize * (contributes & ~before)
+        return cost * self.network.s_per_summed_byte
 
     def _further(self, ways: Ways, itemsize: int, backward: bool) -> Array:
         """(choices,): of the further movements of an operator, such as sums of statistics."""
         exact = max(itemsize, 4)
         moves = [(*s.forward, *(s.backward if backward else ())) for s in ways.steps]
-        return np.array([sum(self.once((m, exact), partial(self._moved, m, exact)) for m in ms) for ms in moves])
 
-    def _moved(self, move: Move, itemsize: int) -> float:
-        return self.network.rounds_s(move.forward, itemsize)
+        def seconds(move: Move) -> float:
+            return self.once((move, exact), lambda: self.network.rounds_s(move.forward, exact))
+
+        return np.array([sum(map(seconds, ms)) for ms in moves])
 
     def _share(self, node: Node, name: str | None, whole: Sequence[bool]) -> None:
         """What shares memory with a result that every rank has whole is whole from then on."""
@@ -298,13 +291,9 @@ class _Builder:
         (node, layouts), known = self.lies[value], self.graph.values[value]
         if node == reader and all(x is r for x, r in zip(layouts, reads, strict=True)):
             return
-        size = known.itemsize
-
-        def moving(backward: bool) -> Array:
-            return movement(layouts, reads, size, self.network, backward)
-
         for k, backward in enumerate(self.passes if gradient and known.requires_grad else (False,)):
-            seconds = self.once((layouts, reads, size, backward), partial(moving, backward))
+            moving = partial(movement, layouts, reads, known.itemsize, self.network, backward)
+            seconds = self.once((layouts, reads, known.itemsize, backward), moving)
             if hides is not None and hides.any():
                 seconds = seconds - hides * np.minimum(seconds, computing[k])
             self.tables.relate(node, reader, seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -123,7 +124,7 @@ class _Counted:
             )
 
     @property
-    def windows(self) -> tuple[Window, ...]:
+    def windows(self) -> tuple[Window, ...]:  # torch.compile traces the kernels' spec, and can do so only uncached
         sides = zip(self.kernel, self.stride, self.dilation, self.padding, strict=True)
         return tuple(Window(k, s, d, lo, hi) for k, s, d, (lo, hi) in sides)
 
@@ -171,6 +172,10 @@ class ConvSpec(_Counted):
     dilation: Ints
     groups: int = 1
     dtype: str = "float32"
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:  # the planner asks for them often
+        return super().windows
 
     @property
     def spatial_dims(self) -> int:

@@ -43,6 +43,8 @@ class Pointwise:
         """The output layout that a sharded input suggests, unless it is cut where it is broadcast."""
         if x.kind != "sharded" or x.dim is None:
             return None
+        if x.shape == self.shape:
+            return x
         dim = x.dim + len(self.shape) - len(x.shape)
         return Layout.sharded(self.shape, dim, x.sizes) if self.shape[dim] == x.shape[x.dim] else None
 

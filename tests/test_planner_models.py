@@ -1,0 +1,102 @@
+"""Plans of known architectures: never worse than what they are compared with, the same every time, within seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import hetconv
+from bench import planner_models
+from bench.planner import EVEN, SAMPLE, modelled
+from bench.planner_models import captured
+from hetconv.graph import Graph
+from hetconv.plan import Plan
+
+BATCH = {"AlexNet": 64, "ResNet-50": 64, "U-Net": 16}
+PARAMETERS = {  # as torchvision counts them, of InceptionV3 without its auxiliary classifier
+    "AlexNet": 61_100_840, "ResNet-50": 25_557_032, "ResNet-152": 60_192_808, "InceptionV3": 23_834_568,
+    "DenseNet-121": 7_978_856,
+}  # fmt: skip
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    return captured(name, BATCH.get(name, 64))
+
+
+@cache
+def planned(name: str, devices: int) -> Plan:
+    return hetconv.make_plan(graph_of(name), modelled(devices))
+
+
+def gain(plan: Plan, over: str) -> float:
+    assert plan.predicted is not None
+    assert plan.alternatives is not None
+    return plan.alternatives[over] / plan.predicted.step_s
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_architectures_are_those_that_torchvision_has(name: str) -> None:
+    assert planner_models.parameters(name) == PARAMETERS[name]
+
+
+def test_meta_tensors_give_the_graph_that_others_give() -> None:
+    import torch
+
+    model: nn.Module = planner_models.UNet(width=4, depth=2)
+    with torch.device("meta"):
+        on_meta = hetconv.capture(planner_models.UNet(width=4, depth=2), torch.empty(2, 3, 16, 16))
+    assert on_meta == hetconv.capture(model, torch.empty(2, 3, 16, 16))
+
+
+def test_uneven_plans_gain_on_sample_splits_and_on_even_plans() -> None:
+    """On the model profile: devices of 10, 5, 5 and 2 TFLOPS that share a wire of 10 GB/s, a batch of 64."""
+    residual, fully_connected = planned("ResNet-50", 4), planned("AlexNet", 4)
+    assert gain(residual, SAMPLE) >= 1.14
+    assert gain(fully_connected, SAMPLE) >= 2.0
+    assert gain(residual, EVEN) >= 1.2
+    assert gain(fully_connected, EVEN) >= 1.2
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        ("AlexNet", 4),
+        ("ResNet-50", 4),
+        ("U-Net", 4),
+        pytest.param("InceptionV3", 8, marks=pytest.mark.slow),
+        pytest.param("ResNet-152", 16, marks=pytest.mark.slow),
+        pytest.param("DenseNet-121", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_no_plan_is_predicted_to_be_worse_than_what_it_is_compared_with(name: str, devices: int) -> None:
+    plan = planned(name, devices)
+    assert plan.predicted is not None
+    assert plan.alternatives is not None
+    assert plan.predicted.step_s <= min(plan.alternatives.values()) * (1 + 1e-12)
+    assert plan.predicted.step_s <= plan.predicted.summed_s * 1.01
+    assert {"planned", EVEN, SAMPLE, "uneven filter split", "fastest device alone"} <= plan.alternatives.keys()
+
+
+SAVE = """
+import sys, hetconv
+from bench.planner import modelled
+from bench.planner_models import captured
+hetconv.make_plan(captured("U-Net", 16), modelled(4)).save(sys.argv[1])
+"""
+
+
+def test_the_same_input_gives_the_same_plan_in_any_process(tmp_path: Path) -> None:
+    plan = planned("U-Net", 4)
+    plan.save(tmp_path / "own.json")
+    for seed in ("1", "2"):
+        said = tmp_path / f"{seed}.json"
+        subprocess.run([sys.executable, "-c", SAVE, said], check=True, env=os.environ | {"PYTHONHASHSEED": seed})
+        assert said.read_bytes() == (tmp_path / "own.json").read_bytes()
+    assert Plan.load(tmp_path / "own.json") == plan

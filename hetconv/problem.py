@@ -34,6 +34,7 @@ class Tables:
     """Seconds over the choices of nodes. ``constant``: those that no choice changes.
 
     ``held``: (choices, P) bytes of what stays in memory on each device: parameters, and in training every result.
+    ``computing``: what of ``unary`` is computing.
     """
 
     constant: float = 0.0

@@ -72,14 +72,13 @@ class Candidates:
         Equal layers get the same object.
         """
         known: dict[Conv | Linear, tuple[Split, ...]] = {}
+        cuts = {k: [aligned(self.graph, k, weights) for weights in pool] for k in self.kinds if k != "replicate"}
         for name, op in self.graph.layers.items():
             if op not in known:
-                found = [REPLICATE] if "replicate" in self.kinds else []
-                for kind in self.kinds:
-                    if kind != "replicate":
-                        grids = (aligned(self.graph, kind, weights) for weights in pool)
-                        found += [split_of(op, kind, grid, self.kinds) for grid in grids]
-                        found += [self._suited(name, op, kind)] if own else []
+                found: list[Split] = []
+                for kind, grids in cuts.items():
+                    found += [split_of(op, kind, grid, self.kinds) for grid in grids]
+                    found += [self._suited(name, op, kind)] if own else []
                 legal = [s for s in dict.fromkeys(found) if s.kind != "replicate"]
                 whole = [REPLICATE] if "replicate" in self.kinds or not legal else []
                 known[op] = (*whole, *legal)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .ledger import Tables
 from .network import Array
 from .plan import Considered
-from .problem import Tables
 from .rules import Split
 
 Ints = npt.NDArray[np.intp]

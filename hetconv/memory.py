@@ -12,9 +12,9 @@ import numpy as np
 from . import milp
 from .elimination import solve
 from .errors import PlanError
+from .ledger import Tables
 from .network import Array
 from .potentials import Potentials
-from .problem import Tables
 
 Limits = tuple[float, ...]
 Choice = dict[str, int]

@@ -24,7 +24,8 @@ from .search import Search
 PLANNED, EVEN_PLAN = "planned", "even split, planned"
 MOVES = 24  # tried at most when shares are refined
 NUDGE = 1 / 32  # of a group's work, moved from the busiest device to the least busy one
-Priced = dict[str, tuple[Prediction, dict[str, LayerCost]]]
+Price = tuple[Prediction, dict[str, LayerCost]]
+Priced = dict[str, Price]
 
 
 def make_plan(
@@ -63,9 +64,9 @@ def make_plan(
         raise PlanError(f"no split fits: the leanest needs {_gb(least)} GB per device, but there are {_gb(limits)} GB")
     chosen = min(fitting, key=lambda n: (fitting[n].step_s, not n.startswith(ALONE), not n.startswith(TUNED)))
     if not chosen.startswith((ALONE, TUNED)):
-        refined = _refined(ways, pricer, found[chosen], limits)
+        refined, price = _refined(ways, pricer, found[chosen], priced[chosen], limits)
         if refined is not found[chosen]:
-            chosen, found[PLANNED], priced[PLANNED] = PLANNED, refined, pricer.price(refined)
+            chosen, found[PLANNED], priced[PLANNED] = PLANNED, refined, price
     prediction, costs = priced[chosen]
     others = search.considered(found[chosen]) if not chosen.startswith(ALONE) else {}  # alone, no layer has a say
     layers = _layers(graph, profile, found[chosen], costs, others)
@@ -94,12 +95,12 @@ def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
         priced[tuned_name(tuned)] = replace(prediction, step_s=computed.step_s * gain), costs
 
 
-def _refined(ways: Candidates, pricer: Pricer, splits: Splits, limits: Limits) -> Splits:
+def _refined(ways: Candidates, pricer: Pricer, splits: Splits, price: Price, limits: Limits) -> tuple[Splits, Price]:
     """Work is moved from the busiest device to the least busy one, as long as the step is predicted to be shorter.
 
     The search balances every operator by itself; devices go on by themselves, so what counts is their sum.
     """
-    best, (prediction, costs) = splits, pricer.price(splits)
+    best, (prediction, costs) = splits, price
     for _ in range(MOVES):
         busy = prediction.busy_s
         slowest, idlest = max(range(len(busy)), key=busy.__getitem__), min(range(len(busy)), key=busy.__getitem__)
@@ -115,7 +116,7 @@ def _refined(ways: Candidates, pricer: Pricer, splits: Splits, limits: Limits) -
         if after.step_s >= prediction.step_s * (1 - 1e-4) or not _fits(after, limits):
             break
         best, prediction, costs = tried, after, after_costs
-    return best
+    return best, (prediction, costs)
 
 
 def _nudged(ways: Candidates, splits: Splits, group: tuple[str, tuple[int, ...]], source: int, target: int) -> Splits:

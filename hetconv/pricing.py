@@ -64,6 +64,11 @@ class Pricer:
         memory = memory_bytes(self.graph, applied, splits, self.mode)
         return Prediction(step_s, step_s - max(busy), busy, matrix, memory, summed_s, moving), layers
 
+    def memory(self, splits: Mapping[str, Split]) -> tuple[int, ...]:
+        """Bytes on each device, as `price` predicts them, without the seconds."""
+        applied, _ = walk(self.graph, splits, self.profile.world, self.mode)
+        return memory_bytes(self.graph, applied, splits, self.mode)
+
     def _sent(self, transfers: Transfers) -> Array:
         """(P, P): bytes from sender to receiver."""
         world = self.profile.world

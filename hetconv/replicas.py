@@ -64,13 +64,17 @@ def _with_strides(x: Tensor, stride: tuple[int, ...]) -> Tensor:
     return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
-class _Start(torch.autograd.Function):
+class _Aliases(torch.autograd.Function):
+    """Aliases of a bucket's parameters; what their backward does is the subclasses' matter."""
+
     @staticmethod
     def forward(ctx: Any, bucket: _Bucket, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
         return tuple(p.view_as(p) for p in params)
 
+
+class _Start(_Aliases):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
@@ -78,13 +82,7 @@ class _Start(torch.autograd.Function):
         return (None,) * (1 + len(grads))
 
 
-class _End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bucket: _Bucket, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.bucket = bucket
-        ctx.set_materialize_grads(False)
-        return tuple(p.view_as(p) for p in params)
-
+class _End(_Aliases):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: None) -> Grads:

@@ -27,7 +27,7 @@ class Search:
         return {name: of_layer[choice[name]] for name, of_layer in self.choices.items()}
 
     def memory(self, choice: Mapping[str, int]) -> tuple[int, ...]:
-        return self.pricer.price(self.splits(choice))[0].memory_bytes
+        return self.pricer.memory(self.splits(choice))
 
     def best(self, limits: Limits) -> Splits | None:
         """The best combination; None if none was found that fits the memory."""

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.explain import considered
 from hetconv.graph import Graph
+from hetconv.ledger import Tables
 from hetconv.plan import Considered, Mode
 from hetconv.pricing import Pricer
-from hetconv.problem import Tables, tables
+from hetconv.problem import tables
 from hetconv.profile import ClusterProfile, LinkModel
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split
 

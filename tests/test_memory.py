@@ -12,10 +12,10 @@ import torch
 import hetconv
 from hetconv.candidates import Candidates
 from hetconv.graph import Graph
+from hetconv.ledger import Tables
 from hetconv.memory import Memory, least_memory, solve_within
 from hetconv.plan import Plan
 from hetconv.pricing import price
-from hetconv.problem import Tables
 from hetconv.profile import ClusterProfile
 from hetconv.rules import SplitKind
 

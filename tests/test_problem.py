@@ -14,9 +14,10 @@ import hetconv
 from hetconv.candidates import aligned, split_of
 from hetconv.elimination import minimize
 from hetconv.graph import Graph
+from hetconv.ledger import Tables
 from hetconv.plan import Mode
 from hetconv.pricing import Pricer
-from hetconv.problem import Tables, tables
+from hetconv.problem import tables
 from hetconv.profile import ClusterProfile
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..calls import Call
 from ..following import AdaptivePool, GlobalAveragePool, Pool
+from ..layout import Box
 from ..rules import Step
 from ..spec import Span, Window
 from ..tensor import HetTensor
@@ -29,17 +30,35 @@ ADAPTIVE: dict[str, dict[int, Callable[..., Tensor]]] = {
 
 def pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """Cut over samples or channels, as called; cut over space, on the slab that the own output reads."""
-    op, layout = call.op, step.output
+    op = call.op
     assert isinstance(op, Pool)
+
+    def pooled(x: Tensor, dim: int, box: Box) -> Tensor:
+        if op.kind == "other":
+            y: Tensor = as_called(func, args, kwargs)(x)
+            return y
+        return _slab(op, x, dim, (box.lo[dim], box.hi[dim]), tuple(call.inputs[0].shape[2:]))
+
+    return own_outputs(call, step, team, func, args, kwargs, pooled)
+
+
+def own_outputs(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs,
+    over_space: Callable[[Tensor, int, Box], Tensor],
+) -> HetTensor:  # fmt: skip
+    """Cut over samples or channels, as called; over space, what ``over_space`` makes of what was read.
+
+    That is given this rank's slab of the input, the dimension of the cut, and its box of the output.
+    """
+    layout = step.output
     assert layout.dim is not None
-    x = bring(call.inputs[0], step.reads[0], team)
-    box = layout.boxes[team.rank]
+    x, box = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank]
     if not box.numel:
         y = empty_part(x, call, box.shape, func, args, kwargs)
-    elif layout.dim < 2 or op.kind == "other":
+    elif layout.dim < 2:
         y = as_called(func, args, kwargs)(x)
     else:
-        y = _slab(op, x, layout.dim, (box.lo[layout.dim], box.hi[layout.dim]), tuple(call.inputs[0].shape[2:]))
+        y = over_space(x, layout.dim, box)
     return HetTensor.wrap(y, layout, team)
 
 
@@ -85,21 +104,17 @@ def _counts(window: Window, size: int, out: Span, padding: bool, device: torch.d
 
 def adaptive_pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """Cut over space, each own output along the cut from the inputs that it pools."""
-    op, layout = call.op, step.output
+    op = call.op
     assert isinstance(op, AdaptivePool)
-    assert layout.dim is not None
-    x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.dim
-    if not box.numel:
-        y = empty_part(x, call, box.shape, func, args, kwargs)
-    elif dim < 2:
-        y = as_called(func, args, kwargs)(x)
-    else:
+
+    def pooled(x: Tensor, dim: int, box: Box) -> Tensor:
         first, n, size = step.reads[0].boxes[team.rank].lo[dim], call.inputs[0].shape[dim], list(box.shape[2:])
         size[dim - 2] = 1
         pooling = ADAPTIVE[op.kind][len(size)]
         reads = (op.reads(dim, n, (i, i + 1)) for i in range(box.lo[dim], box.hi[dim]))
-        y = torch.cat([pooling(x.narrow(dim, lo - first, hi - lo), size) for lo, hi in reads], dim)
-    return HetTensor.wrap(y, layout, team)
+        return torch.cat([pooling(x.narrow(dim, lo - first, hi - lo), size) for lo, hi in reads], dim)
+
+    return own_outputs(call, step, team, func, args, kwargs, pooled)
 
 
 def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:

@@ -11,30 +11,27 @@ from torch import Tensor
 from ..calls import Call
 from ..following import CircularPad, Interpolate, Pad, PixelUnshuffle
 from ..following.resampling import TAPS
+from ..layout import Box
 from ..rules import Step
 from ..spec import Span
 from ..tensor import HetTensor
 from ..transport import Team
 from .common import Args, Func, Kwargs, Runner, as_called, bring
-from .pools import empty_part
+from .pools import empty_part, own_outputs
 
 MODES = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
 
 
 def interpolate(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """Cut over samples or channels, as called; over space, the own outputs from the slab that they read."""
-    op, layout = call.op, step.output
+    op = call.op
     assert isinstance(op, Interpolate)
-    assert layout.dim is not None
-    x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.dim
-    if not box.numel:
-        y = empty_part(x, call, box.shape, func, args, kwargs)
-    elif dim < 2:
-        y = as_called(func, args, kwargs)(x)
-    else:
+
+    def resized(x: Tensor, dim: int, box: Box) -> Tensor:
         sizes, out = tuple(call.inputs[0].shape), (box.lo[dim], box.hi[dim])
-        y = _slab(op, x, dim, sizes, out, op.reads(dim, sizes[dim], out)[0])
-    return HetTensor.wrap(y, layout, team)
+        return _slab(op, x, dim, sizes, out, op.reads(dim, sizes[dim], out)[0])
+
+    return own_outputs(call, step, team, func, args, kwargs, resized)
 
 
 def _slab(op: Interpolate, x: Tensor, dim: int, sizes: tuple[int, ...], out: Span, first: int) -> Tensor:

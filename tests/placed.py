@@ -141,6 +141,12 @@ def gathered(functions: Mapping[str, Fn], places: Sequence[str]) -> set[tuple[st
     return found
 
 
+def in_every_placement(fn: Fn, dtype: torch.dtype = torch.float64, autocast: bool = False) -> dict[str, Differences]:
+    """`on_parts` by placement, under autocast to bfloat16 if asked."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return {place: on_parts(fn, place, dtype) for place in PLACEMENTS}
+
+
 def check(found: list[dict[str, Differences]], tolerance: float = 1e-12) -> None:
     """Of all ranks and places, by place, nothing differs by more."""
     wrong = {

@@ -13,7 +13,7 @@ from hetconv.layout import Box, Layout, Need
 
 from .equivalence import Differences, assert_same, train
 from .nets import splits_of
-from .placed import PLACEMENTS, SHAPE, WORLD, Fn, check, gathered, on_parts
+from .placed import SHAPE, WORLD, Fn, check, gathered, in_every_placement
 from .spawn import on_ranks
 from .strategies import layouts, worlds
 
@@ -42,7 +42,7 @@ GATHERED_OVER_ROWS = {"diagonal", "implicit", "ellipsis", "matmul of a vector", 
 
 
 def everywhere(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Differences]:
-    return {place: on_parts(FUNCTIONS[name], place, dtype) for place in PLACEMENTS}
+    return in_every_placement(FUNCTIONS[name], dtype)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

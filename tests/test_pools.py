@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .equivalence import Differences
-from .placed import PLACEMENTS, WORLD, Fn, check, gathered, on_parts, sequence, volume
+from .placed import WORLD, Fn, check, gathered, in_every_placement, sequence, volume
 from .spawn import on_ranks
 
 
@@ -60,8 +60,7 @@ FUNCTIONS: dict[str, Fn] = {
 
 
 def everywhere(name: str, dtype: torch.dtype = torch.float64, autocast: bool = False) -> dict[str, Differences]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return {place: on_parts(FUNCTIONS[name], place, dtype) for place in PLACEMENTS}
+    return in_every_placement(FUNCTIONS[name], dtype, autocast)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

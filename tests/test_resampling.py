@@ -17,7 +17,7 @@ from hetconv.layout import Layout, Move, traffic
 from hetconv.rules import REPLICATE, Step
 
 from .equivalence import Differences
-from .placed import PLACEMENTS, WORLD, Fn, check, gathered, on_parts, sequence, volume
+from .placed import PLACEMENTS, WORLD, Fn, check, gathered, in_every_placement, sequence, volume
 from .spawn import on_ranks
 
 ROWS, COLUMNS = PLACEMENTS["rows"], PLACEMENTS["columns"]
@@ -103,8 +103,7 @@ FUNCTIONS = {
 
 
 def everywhere(name: str, dtype: torch.dtype = torch.float64, autocast: bool = False) -> dict[str, Differences]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return {place: on_parts(FUNCTIONS[name], place, dtype) for place in PLACEMENTS}
+    return in_every_placement(FUNCTIONS[name], dtype, autocast)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -11,6 +11,7 @@ import platform
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from hetconv.autotune.tune import Job, step_of, tune
 from hetconv.calls import conv_spec
 from hetconv.candidates import whole_model
 from hetconv.emulate import DeviceName
-from hetconv.layout import spans
+from hetconv.layout import Layout, Shape, spans
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
 from hetconv.planner import make_plan
@@ -137,9 +138,13 @@ def _silent(model: nn.Module) -> nn.Module:
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
 
-            def forward(x: Tensor, layer: nn.Conv2d = layer) -> Tensor:
-                spec = conv_spec(x.shape, layer.weight.shape, x.dtype, 1, layer.padding, 1, 1)
-                return ops.convolution(x, layer.weight, layer.bias, Conv(spec), REPLICATE, team)
+            @cache
+            def way(shape: Shape, dtype: torch.dtype, layer: nn.Conv2d = layer) -> ops.Way:
+                spec = conv_spec(shape, layer.weight.shape, dtype, 1, layer.padding, 1, 1)
+                return ops.way_of(Conv(spec), Layout.replicated(shape, team.size), REPLICATE, team)
+
+            def forward(x: Tensor, layer: nn.Conv2d = layer, way: Callable[..., ops.Way] = way) -> Tensor:
+                return ops.convolution(x, layer.weight, layer.bias, way(tuple(x.shape), x.dtype), team)
 
             layer.forward = forward  # type: ignore[assignment]
     return model

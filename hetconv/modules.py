@@ -22,7 +22,7 @@ from .transport import Team, broadcast, team_of
 
 Output = Literal["replicated", "split"]
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-MOST_SHAPES = 256  # of inputs that a layer remembers its operator for
+MOST_LAYOUTS = 256  # of inputs for which a layer remembers how it runs
 CONV_ATTRIBUTES = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
 )  # fmt: skip
@@ -72,10 +72,9 @@ class CutLayer(nn.Module):
         return gather(y) if self.output == "replicated" else y
 
     def _agree_on_input(self, x: Tensor) -> None:
-        """Outside a parallelized model's forward, this layer checks for itself that the ranks are called alike."""
-        if SCOPE.get() is None:
-            said = f"x {tuple(x.shape)} {x.dtype}, {self.split}, gradients {torch.is_grad_enabled()}"
-            agree(self.team, type(self).__name__, said)
+        """For outside a parallelized model's forward: then this layer checks for itself that the ranks call alike."""
+        said = f"x {tuple(x.shape)} {x.dtype}, {self.split}, gradients {torch.is_grad_enabled()}"
+        agree(self.team, type(self).__name__, said)
 
 
 class HetConv(CutLayer):
@@ -161,34 +160,35 @@ class HetConv(CutLayer):
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
         self._cut = least_op(conv).weight_cut(split)
-        self._ops: dict[tuple[tuple[int, ...], torch.dtype], Conv] = {}  # by input
+        self._ways: dict[int, ops.Way] = {}  # by the id of the input's layout
         _inherit(self, conv, conv.bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._agree_on_input(x)
-        shape = _shape(x)
-        if len(shape) == self.spatial_dims + 1:
+        if SCOPE.get() is None:
+            self._agree_on_input(x)
+        src = x.placement if isinstance(x, HetTensor) else ops.placement_of(x, self.team)
+        if len(src.shape) == self.spatial_dims + 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
-        if len(shape) != self.spatial_dims + 2 or shape[1] != self.in_channels:
+        if len(src.shape) != self.spatial_dims + 2 or src.shape[1] != self.in_channels:
             expected = ", ".join(["N", str(self.in_channels), *"DHW"[-self.spatial_dims :]])
-            raise HetConvError(f"{type(self).__name__} expects ({expected}), but was given {shape}")
+            raise HetConvError(f"{type(self).__name__} expects ({expected}), but was given {src.shape}")
         if self.padding_mode != "zeros":
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
-            shape = _shape(x)
-        op = self._op(shape, x.local.dtype if isinstance(x, HetTensor) and x.later is None else x.dtype)
-        weight, bias = self.weight, self.bias
-        y = ops.convolution(x, weight, bias, op, self.split, self.team, self.followers, self.chunks)
+            src = ops.placement_of(x, self.team)
+        way = self._ways.get(id(src))
+        if way is None or way.src is not src:  # a copy of this layer has the ids of another one's layouts
+            way = self._way_of(src)
+        y = ops.convolution(x, self.weight, self.bias, way, self.team, self.followers, self.chunks)
         return y if self.output == "split" else self._result(y)
 
-    def _op(self, shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
-        if (shape, dtype) not in self._ops:
-            op = conv_op(self, shape, dtype)
-            if min(op.spec.y_shape[2:]) < 1:
-                raise HetConvError(f"an input of {shape} is smaller than the kernel {self.kernel_size} of {self}")
-            if len(self._ops) >= MOST_SHAPES:
-                self._ops.clear()
-            self._ops[shape, dtype] = op
-        return self._ops[shape, dtype]
+    def _way_of(self, src: Layout) -> ops.Way:
+        op = conv_op(self, src.shape, self.weight.dtype)
+        if min(op.spec.y_shape[2:]) < 1:
+            raise HetConvError(f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}")
+        if len(self._ways) >= MOST_LAYOUTS:
+            self._ways.clear()
+        self._ways[id(src)] = way = ops.way_of(op, src, self.split, self.team)
+        return way
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, split={self.split}"
@@ -233,7 +233,8 @@ class HetLinear(CutLayer):
         _inherit(self, linear, linear.bias is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._agree_on_input(x)
+        if SCOPE.get() is None:
+            self._agree_on_input(x)
         if x.shape[-1] != self.in_features:
             raise HetConvError(f"HetLinear expects (..., {self.in_features}), but was given {tuple(x.shape)}")
         op = Linear(tuple(x.shape), self.out_features)
@@ -241,11 +242,6 @@ class HetLinear(CutLayer):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, split={self.split}"
-
-
-def _shape(x: Tensor) -> tuple[int, ...]:
-    """Without a call through torch's functions, which takes its time."""
-    return x.placement.shape if isinstance(x, HetTensor) else tuple(x.shape)
 
 
 def cut_layers(model: nn.Module) -> list[CutLayer]:

@@ -5,7 +5,7 @@ It acts through ``__torch_function__``; `ops` installs what it does there. Autog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -28,14 +28,12 @@ class Later(Protocol):
         """The whole on every rank, where that is not computed as this part first and gathered then; collective."""
 
 
-Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
-_dispatch: list[Dispatch] = []
 _wrapper = Tensor._make_wrapper_subclass
 
 
-def install_dispatch(dispatch: Dispatch) -> None:
-    """`ops` says here how a torch function runs on parts."""
-    _dispatch[:] = [dispatch]
+def install_dispatch(dispatch: Callable[..., Any]) -> None:
+    """`ops` says here how a torch function runs on parts, in the place of ``HetTensor.__torch_function__``."""
+    HetTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[method-assign,assignment]
 
 
 class HetTensor(Tensor):
@@ -113,13 +111,23 @@ class HetTensor(Tensor):
             _forget(other)
             _waiting[id(self)] = self
 
+    # What models ask for most; through __torch_function__ each takes some microseconds.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self.placement.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.placement.shape)
+
+    def dim(self) -> int:
+        return len(self.placement.shape)
+
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if not _dispatch:  # this room alone was imported
-            import_module(".ops", __package__)
-        return _dispatch[0](func, args, kwargs or {})
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        import_module(".ops", __package__)  # this room alone was imported
+        return HetTensor.__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -31,11 +31,11 @@ from . import (
     views,
 )
 from .common import Args, Func, Kwargs, Runner, cached_step, placement_of
-from .conv import convolution
+from .conv import Way, convolution, way_of
 from .dense import linear
 from .waiting import fold
 
-__all__ = ["convolution", "dispatch", "linear"]
+__all__ = ["Way", "convolution", "dispatch", "linear", "placement_of", "way_of"]
 
 # Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
 GLOBAL: set[Any] = {
@@ -55,33 +55,40 @@ REFUSED = {Tensor.register_hook, Tensor.retain_grad}
 ASKED = GLOBAL | LOCAL | REFUSED
 
 
-def dispatch(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
     """Runs a torch function that was given a HetTensor: on parts where there is a rule, else on gathered tensors."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if func in ASKED:
+    kwargs = kwargs or {}
+    if func in ASKED:
+        with torch._C.DisableTorchFunctionSubclass():
             return _answered(func, args, kwargs)
-        known = unmoved.again(func, args, kwargs)
-        if known.__class__ is HetTensor:
-            return known
-        call = read(func, args, kwargs)
-        if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
-            return _without_values(func, args, kwargs)
-        if call is not None:
-            team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
-            step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
-            if team is not None and step is not None and runs_on_parts(call, step):
-                folded = fold(call, step, func, args, kwargs)
-                if folded is not None:
-                    return _finish(call, folded)
-                if call.in_place:
-                    compute_waiting()
-                y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
-                if isinstance(known, unmoved.Key):
-                    unmoved.remember(known, call, step, team.rank, args)
-                return y
-        if writes_in_place(func, kwargs) or kwargs.get("out") is not None:
-            compute_waiting()
-        return on_gathered(func, args, kwargs)
+    known = unmoved.again(func, args, kwargs)
+    if isinstance(known, HetTensor):
+        return known
+    with torch._C.DisableTorchFunctionSubclass():
+        return _run(func, args, kwargs, known)
+
+
+def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any:
+    """``key``: what to remember the call by, if it turns out to move nothing."""
+    call = read(func, args, kwargs)
+    if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
+        return _without_values(func, args, kwargs)
+    if call is not None:
+        team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
+        step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
+        if team is not None and step is not None and runs_on_parts(call, step):
+            folded = fold(call, step, func, args, kwargs)
+            if folded is not None:
+                return _finish(call, folded)
+            if call.in_place:
+                compute_waiting()
+            y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
+            if key is not None:
+                unmoved.remember(key, call, step, team.rank, args)
+            return y
+    if writes_in_place(func, kwargs) or kwargs.get("out") is not None:
+        compute_waiting()
+    return on_gathered(func, args, kwargs)
 
 
 def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:

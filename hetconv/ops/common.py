@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, wraps
-from typing import Any, TypeVar, TypeVarTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from ..rules import REPLICATE, Op, Split, Step
 from ..tensor import HetTensor
 from ..transport import Team
 
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
-MOST = 8192  # of what is remembered
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
@@ -40,22 +37,6 @@ def placement_of(x: Tensor, team: Team) -> Layout:
 @lru_cache(maxsize=8192)
 def _replicated(shape: Shape, world: int) -> Layout:
     return Layout.replicated(shape, world)
-
-
-def by_identity(make: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
-    """Remembers results by which objects the arguments are: layouts take long to hash, and are mostly the same ones."""
-    known: dict[tuple[int, ...], tuple[T, tuple[*Ts]]] = {}
-
-    @wraps(make)
-    def remembered(*args: *Ts) -> T:
-        key = tuple(map(id, args))
-        if key not in known:
-            if len(known) >= MOST:
-                known.clear()
-            known[key] = make(*args), args  # arguments are kept, so that their ids stay theirs
-        return known[key][0]
-
-    return remembered
 
 
 def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:

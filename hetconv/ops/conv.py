@@ -3,71 +3,118 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from .. import kernels
+from ..emulate import as_it_is
+from ..layout import Box, Layout
 from ..replicas import contributed
 from ..rules import SPACE, Conv, Split, Step
 from ..tensor import HetTensor, gather
 from ..transport import Team
-from .common import autocast, bring, by_identity, cached_step, placement_of
+from .common import autocast, bring, cached_step
 from .geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
-from .halo import LocalConv, computed, may_be_torchs
+from .halo import LocalConv, computed
 from .waiting import Waiting, may_wait, version
 
 
-def convolution(
-    x: Tensor, w: Tensor, b: Tensor | None, op: Conv, split: Split, team: Team, followers: tuple[str, ...] = (),
-    chunks: int = 1,
-) -> Tensor:  # fmt: skip
-    """A convolution of any rank under a split. ``w`` and ``b`` are this rank's slices where the split cuts them.
+class TorchsCall(NamedTuple):
+    """A call of torch's own convolution: the function, and what it is given after input, weight and bias."""
 
-    Returns a HetTensor, or for ``replicate`` a plain tensor that every rank computed. ``followers``: the functions
-    that alone will be called on the result; without autograd it waits for them, to compute them as it is stored.
-    ``chunks`` of the batch in which a result that is cut by filter is gathered, if it is asked for whole.
+    conv: Callable[..., Tensor]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How a convolution runs on inputs that lie as ``src``.
+
+    ``stays``: own parts are read as they lie, if with halos. There is no one ``geo`` where filters of a grouped
+    convolution are cut.
+    ``torchs``: one call that is all this rank computes, if it is.
     """
+
+    src: Layout
+    op: Conv
+    step: Step
+    geo: Geometry | None
+    stays: bool = False
+    torchs: TorchsCall | None = None
+
+
+def way_of(op: Conv, src: Layout, split: Split, team: Team) -> Way:
+    """All that goes by where the input of a convolution under ``split`` lies."""
+    split = op.canonical(split)
+    step = cached_step(op, (src,), split)
     if split.kind == "replicate":
         whole = Layout.replicated(op.spec.x_shape, 1)
-        return _apply(gather(x), w, b, slab_geometry(op, whole, Split("filter", (op.spec.K,)), 0), team)
-    step, geo, spatial = _prepared(op, placement_of(x, team), split, team)
-    if step.contributes:
+        geo = slab_geometry(op, whole, Split("filter", (op.spec.K,)), 0)
+        return Way(src, op, step, geo, False, _torchs(geo, whole.boxes[0]))
+    if split.kind == "filter" and op.spec.groups > 1:
+        return Way(src, op, step, None)
+    if split.kind in SPACE and src.kind == "sharded" and src.dim == op.dim(split.kind):
+        geo = spatial_geometry(op, src, split, team.rank)
+        return Way(src, op, step, geo, True, _torchs(geo, src.boxes[team.rank]))
+    geo, (read,) = slab_geometry(op, src, split, team.rank), step.reads
+    stays = src.kind == "sharded" and src.boxes == read.boxes
+    return Way(src, op, step, geo, stays, _torchs(geo, read.boxes[team.rank]))
+
+
+def _torchs(geo: Geometry, read: Box) -> TorchsCall | None:
+    """Not where something travels, is empty, or is padded on one side only."""
+    s, own = geo.op.spec, geo.own
+    if own is None or geo.held or not (geo.covers and geo.adds_bias and read.numel and prod(geo.y_shape)):
+        return None
+    whole = own.rows == (read.lo[geo.dim], read.hi[geo.dim]) and own.taps == (0, s.kernel[geo.dim - 2])
+    padding = geo.padding(own)
+    if not whole or any(lo != hi for lo, hi in padding) or geo.y_shape[-1] == 1:  # see `aten` of one column
+        return None
+    conv = (torch.conv1d, torch.conv2d, torch.conv3d)[s.spatial_dims - 1]
+    return TorchsCall(conv, (s.stride, tuple(lo for lo, _ in padding), s.dilation, geo.groups))
+
+
+def convolution(
+    x: Tensor, w: Tensor, b: Tensor | None, way: Way, team: Team, followers: tuple[str, ...] = (), chunks: int = 1
+) -> Tensor:
+    """A convolution of any rank under a split. ``w`` and ``b`` are this rank's slices where the split cuts them.
+
+    Returns a HetTensor, or a plain tensor where every rank computed the whole. ``followers``: the functions that alone
+    will be called on the result; without autograd it waits for them, to compute them as it is stored. ``chunks`` of the
+    batch in which a result that is cut by filter is gathered, if it is asked for whole.
+    """
+    step, geo = way.step, way.geo
+    if step.output.kind == "replicated":
+        assert geo is not None
+        return _apply(gather(x), w, b, geo, team, way.torchs)
+    if step.contributes and torch.is_grad_enabled():
         w, b = contributed(team, w), contributed(team, b) if b is not None else None
-    local = x.local if spatial and isinstance(x, HetTensor) else bring(x, step.reads[0], team)
+    local = x.local if way.stays and isinstance(x, HetTensor) else bring(x, step.reads[0], team)
     if geo is None:
-        return HetTensor.wrap(_grouped(local, w, b, op, step.output, team), step.output, team)
+        return HetTensor.wrap(_grouped(local, w, b, way.op, step.output, team), step.output, team)
     if (followers or chunks > 1) and step.output.kind == "sharded" and may_wait(x):
         local, w, b = autocast(local, w, b)
         waiting = Waiting(local, w, b, geo, step.output, team, followers, chunks, seen=version(local))
         return HetTensor.put_off(waiting, step.output, waiting.x.dtype, waiting.x.device, team)
-    return HetTensor.made(_apply(local, w, b, geo, team), step.output, team)
+    return HetTensor.made(_apply(local, w, b, geo, team, way.torchs), step.output, team)
 
 
-@by_identity
-def _prepared(op: Conv, src: Layout, split: Split, team: Team) -> tuple[Step, Geometry | None, bool]:
-    """How it runs on an input that lies as ``src``, and whether halos come to own rows.
-
-    There is no one geometry where filters of a grouped convolution are cut.
-    """
-    split = op.canonical(split)
-    step = cached_step(op, (src,), split)
-    if split.kind == "filter" and op.spec.groups > 1:
-        return step, None, False
-    if split.kind in SPACE and src.kind == "sharded" and src.dim == op.dim(split.kind):
-        return step, spatial_geometry(op, src, split, team.rank), True
-    return step, slab_geometry(op, src, split, team.rank), False
-
-
-def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team) -> Tensor:
+def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, torchs: TorchsCall | None) -> Tensor:
+    if torchs is not None and as_it_is() and kernels.only_aten():
+        return torchs.conv(x, w, b, *torchs.args)  # brings its backward, and casts as autocast says
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        if not torch.is_grad_enabled() or may_be_torchs(x, w, geo):
-            return computed(x, w, b, geo, team)[0]
-        return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
-    x, w, b = autocast(x, w, b)
-    with torch.autocast(kind, enabled=False):
-        return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
+    if torch.is_autocast_enabled(kind):
+        x, w, b = autocast(x, w, b)
+        with torch.autocast(kind, enabled=False):
+            return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
+    if not torch.is_grad_enabled():
+        return computed(x, w, b, geo, team)[0]
+    return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
 
 
 def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: Team) -> Tensor:
@@ -82,5 +129,5 @@ def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: 
         x_run = x[:, (g0 - first) * per_c : (g1 - first) * per_c]
         geo = group_geometry(op, z - a, max(g1 - g0, 1))
         rows = slice(a - k_lo, z - k_lo)
-        outs.append(_apply(x_run, w[rows], b[rows] if b is not None else None, geo, team))
+        outs.append(_apply(x_run, w[rows], b[rows] if b is not None else None, geo, team, None))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

@@ -48,13 +48,13 @@ def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     window, (need,) = op.spec.windows[dim - 2], step.reads
     out = step.output.boxes[rank]
     span, mine = (out.lo[dim], out.hi[dim]), x.boxes[rank]
+    travels = [(s, r, box) for s, r, box in pieces(x.boxes, need.boxes) if s != r]
     halos = tuple(
-        (s, window.segment((box.lo[dim], box.hi[dim]), span), box.lo[dim])
-        for s, r, box in pieces(x.boxes, need.boxes)
-        if r == rank and s != rank
+        (s, window.segment((box.lo[dim], box.hi[dim]), span), box.lo[dim]) for s, r, box in travels if r == rank
     )
     own = window.segment((mine.lo[dim], mine.hi[dim]), span)
-    return Geometry(op, dim, out.shape, span[0], op.spec.groups, own, mine.lo[dim], halos, x.boxes, need.boxes)
+    held, wanted = (x.boxes, need.boxes) if travels else ((), ())
+    return Geometry(op, dim, out.shape, span[0], op.spec.groups, own, mine.lo[dim], halos, held, wanted)
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import kernels
-from ..emulate import as_it_is, stretched
+from ..emulate import stretched
 from ..kernels import Route
 from ..kernels.aten import summed_pixels
 from ..kernels.finish import per_channel
@@ -65,12 +65,6 @@ def computed(
     if geo.halos or not whole:
         kernels.finish_in_place(y, after.residual, after.activation, after.slope)
     return y, got
-
-
-def may_be_torchs(x: Tensor, w: Tensor, geo: Geometry) -> bool:
-    """Whether `computed` is one call of torch's own convolution, which brings its own backward and takes less time."""
-    one = geo.covers and geo.adds_bias and not geo.held and bool(x.numel() and w.numel())
-    return one and kernels.only_aten() and as_it_is()
 
 
 def _constant(y: Tensor, bias: Tensor | None, after: After) -> Tensor:

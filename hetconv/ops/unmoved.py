@@ -40,33 +40,34 @@ _known: dict[tuple[Any, ...], _Known] = {}
 
 def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
     """The result of a call that is remembered; else what to remember it by, or None for one that never is."""
-    key: list[Any] = [func, torch.is_grad_enabled()]
-    held, local = [], []
+    graded = torch.is_grad_enabled()
+    key: list[Any] = [func, graded]
+    local = []
     for a in args:
         if a.__class__ is HetTensor:
             if a.later is not None:
                 return None
-            held.append(placement := a.placement)
-            key.append(id(placement))
+            key.append(id(a.placement))
             team, a = a.team, a._local
         elif a.__class__ in PLAIN:
             key.append((a,))
         elif isinstance(a, Tensor):
-            key += (a.shape, a.requires_grad)
+            key.append((a.shape, a.requires_grad) if graded else a.shape)
         else:
             return None
         local.append(a)
     for name, a in kwargs.items():
+        key.append(name)
         if a.__class__ in PLAIN:
-            key += (name, a)
+            key.append(a)
         elif isinstance(a, Tensor) and a.__class__ is not HetTensor:
-            key += (name, a.shape, a.requires_grad)
+            key.append((a.shape, a.requires_grad) if graded else a.shape)
         else:
             return None
     said = tuple(key)
     known = _known.get(said)
     if known is None:
-        return Key(said, held)
+        return Key(said, [a.placement for a in args if a.__class__ is HetTensor])
     target: HetTensor | None = args[0] if known.in_place else None
     if target is not None:
         if not views.may_write(target, known.output):

@@ -1,0 +1,58 @@
+"""How a convolution runs is known by the very layout that its input has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hetconv.layout import Layout
+from hetconv.modules import HetConv2d
+from hetconv.ops import way_of
+from hetconv.rules import Conv, Split
+from hetconv.spec import ConvSpec
+from hetconv.tensor import HetTensor
+from hetconv.transport import team_of
+
+from .spawn import on_ranks
+
+
+def with_the_ways_of_another() -> float:
+    """The error of a layer that knows another layout by the id of this one's, as a copy of a layer may."""
+    torch.manual_seed(0)
+    team, x = team_of(), torch.randn(2, 4, 8, 6)
+    conv = HetConv2d.from_conv(nn.Conv2d(4, 4, 3, padding=1), Split("height", (1, 1)))
+    cuts = [Layout.sharded(x.shape, 2, sizes) for sizes in ((6, 2), (4, 4))]
+    parts = [HetTensor.made(x[:, :, slice(c.boxes[team.rank].lo[2], c.boxes[team.rank].hi[2])], c, team) for c in cuts]
+    with torch.no_grad():
+        conv(parts[0])
+        conv._ways = {id(cuts[1]): conv._ways[id(cuts[0])]}
+        return float((conv(parts[1]) - conv(x)).abs().max())
+
+
+def test_another_layouts_way_is_not_taken() -> None:
+    assert max(on_ranks(2, with_the_ways_of_another)) <= 1e-6
+
+
+def ways(kind: str, sizes: tuple[int, ...], kernel: int, dim: int | None) -> tuple[bool, bool, bool]:
+    """(nothing is brought, nothing travels, one call of torch's own convolution) of a layer with the input cut so."""
+    team = team_of()
+    one, pad = (1, 1), (kernel // 2,) * 2
+    op = Conv(ConvSpec(4, 4, (8, 8), 4, (kernel, kernel), one, (pad, pad), one, 1))
+    shape = op.spec.x_shape
+    src = (
+        Layout.replicated(shape, 2)
+        if dim is None
+        else Layout.sharded(shape, dim, (3 * shape[dim] // 4, shape[dim] // 4))
+    )
+    way = way_of(op, src, Split(kind, sizes), team)  # type: ignore[arg-type]
+    assert way.geo is not None
+    return way.stays, not way.geo.held, way.torchs is not None
+
+
+def test_what_moves_nothing_is_one_call_of_torchs() -> None:
+    assert on_ranks(2, ways, "sample", (3, 1), 3, 0) == [(True, True, True)] * 2
+    assert on_ranks(2, ways, "height", (3, 1), 1, 2) == [(True, True, True)] * 2
+    assert on_ranks(2, ways, "height", (3, 1), 3, 2) == [(True, False, False)] * 2
+    assert on_ranks(2, ways, "height", (3, 1), 3, None) == [(False, True, False)] * 2  # padded on one side
+    assert on_ranks(2, ways, "filter", (3, 1), 3, None) == [(False, True, True)] * 2
+    assert on_ranks(2, ways, "channel", (3, 1), 3, 1)[1] == (True, True, False)  # adds no bias

@@ -1,5 +1,7 @@
 # Needs Python >= 3.11 with pip, and make. The first call installs everything into .venv; a later one installs nothing.
+# make test JOBS=8 runs so many tests at a time.
 PYTHON ?= python3
+JOBS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
@@ -11,7 +13,7 @@ run: $(INSTALLED)
 	$(BIN)/python examples/super_resolution.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

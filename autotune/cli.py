@@ -1,9 +1,11 @@
-"""The command line: ``hetconv autotune``, ``hetconv plan``, ``hetconv show``, ``hetconv diff``, ``hetconv devices``."""
+"""The command line: a function for each command of ``hetconv``."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import redirect_stdout
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +24,18 @@ from hetconv.rules import KINDS
 
 from .devices import show_devices
 from .diff import show_diff
+from .doctor import examine, show_report, visible
+from .figures import prepare
 from .launch import parse_devices, run_on
+from .machine import here
+from .merge import merge as merge_profiles
 from .models import build_model, parse_shape, random_input
 from .picture import draw
+from .record import Record
 from .show import show_gathers, show_layer, show_plan, show_profile
+from .stale import stale
+from .store import claimed, folder_of
+from .summary import report
 from .tracing import write_trace
 from .tune import Job, tune
 
@@ -44,6 +54,11 @@ class ModeName(StrEnum):
     infer = "infer"
 
 
+class FileKind(StrEnum):
+    profile = "profile"
+    plan = "plan"
+
+
 Model = Annotated[str, typer.Option(help="What makes the model: package.module:callable.", show_default=False)]
 ModelArgs = Annotated[str, typer.Option(help="Its arguments: a JSON object or list.")]
 Input = Annotated[str, typer.Option(help="Shape of the input, as in 1x3x256x256.", show_default=False)]
@@ -58,24 +73,53 @@ def autotune(
     input: Input,
     model_args: ModelArgs = "{}",
     mode: Mode = ModeName.train,
-    trials: Annotated[int, typer.Option(min=0, help="Split ratios to try on whole steps.")] = 12,
+    trials: Annotated[int, typer.Option(min=0, help="Of a study of whole steps, the most.")] = 12,
     budget: Annotated[
-        float, typer.Option(min=1, help="Seconds, about; for operators, ratios, and on GPUs tiles.")
+        float, typer.Option(min=1, help="Seconds, about; for operators, split ratios, plans, and on GPUs tiles.")
     ] = 120,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = DEFAULT_PROFILE,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an earlier run with the same options was interrupted.")
+    ] = False,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Database of the studies' trials, as in sqlite:///FILE or postgresql://USER@HOST/NAME.",
+            show_default="a file beside the profile",
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw trials, measured layers and links into this folder.", show_default=False)
+    ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure the devices and links, refine the split ratio, and write the cluster's profile.
+    """Measure devices, links and whole steps, and write the cluster's profile after each stage.
 
-    Starts one local rank per device, or uses torchrun's where RANK is set.
+    Starts one local rank per device, or uses torchrun's where RANK is set. What was measured is kept beside the
+    profile, whatever happens: --resume goes on from there.
     """
     named = parse_devices(devices)
     shape = parse_shape(input)
-    capture(
-        build_model(model, model_args, seed), random_input(shape, seed)
-    )  # what is wrong is said before a rank starts
-    job = Job(tuple(named), model, model_args, shape, mode.value, trials, budget, output.resolve(), seed)
-    run_on(named, tune, job)
+    with redirect_stdout(sys.stderr):  # whatever a model prints
+        capture(build_model(model, model_args, seed), random_input(shape, seed))  # what is wrong is said at once
+    if plot is not None:
+        prepare(plot)
+    job = Job(
+        tuple(named), model, model_args, shape, mode.value, trials, budget, output.resolve(), seed, resume, storage,
+        quiet,
+    )  # fmt: skip
+    if "RANK" not in os.environ:  # torchrun's ranks could find each other here; rank 0 looks again
+        with claimed(job.output):
+            pass
+    try:
+        record: Record | None = run_on(named, tune, job)
+    except KeyboardInterrupt:
+        print(f"hetconv: interrupted; what was measured is in {folder_of(job.output)}: add --resume", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if record is not None:  # this is rank 0, or the process that started it
+        report(record, job, _console(), as_json=as_json, plot=plot)
 
 
 @app.command()
@@ -132,7 +176,10 @@ def _cluster(profile: Path | None, devices: str | None, link: str | None, betwee
                 f"there is no profile at {DEFAULT_PROFILE}; measure one with hetconv autotune, give another with "
                 "--profile, or plan for devices of the catalogue with --devices"
             )
-        return ClusterProfile.load(profile or DEFAULT_PROFILE)
+        cluster = ClusterProfile.load(profile or DEFAULT_PROFILE)
+        for line in stale(cluster, here()):
+            print(f"warning: {profile or DEFAULT_PROFILE}: {line}", file=sys.stderr)
+        return cluster
     if profile is not None:
         raise ProfileError(f"--profile {profile} and --devices {devices} were given; give one, measured or catalogued")
     joined = {"link": link} if link is not None else {}
@@ -181,6 +228,50 @@ def diff(
     """Show where two plans differ. Exit status is 0 if they do not, 1 if they do, 2 if one cannot be read."""
     if show_diff(Plan.load(first), Plan.load(second), _console()):
         raise typer.Exit(1)
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Profiles that autotune wrote.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.", show_default=False)],
+    between: Annotated[
+        str | None, typer.Option(help="Joins hosts between which nothing was measured, as in ethernet-100g.")
+    ] = None,
+) -> None:
+    """Write one profile of what several measured: of the same devices the newest, and of several hosts one cluster."""
+    merged, left_out = merge_profiles({str(file): ClusterProfile.load(file) for file in files}, between)
+    merged.save(output)
+    show_profile(merged, _console())
+    for line in (*left_out, *stale(merged)):
+        print(f"warning: {line}", file=sys.stderr)
+    print(f"wrote {output}")
+
+
+@app.command()
+def doctor(
+    devices: Annotated[
+        str | None, typer.Option(help="One per rank: cpu,cuda:0,cuda:1.", show_default="the CPU and all GPUs")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each operation of a pair gets.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+) -> None:
+    """Show what there is to compute on, and try for real which backends join which pairs of devices.
+
+    Exit status is 0 if each pair has a backend that works, 1 if one has none, 2 if a device is not there.
+    """
+    report = examine(parse_devices(devices) if devices is not None else visible(), timeout)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        show_report(report, _console())
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
+def schema(kind: Annotated[FileKind, typer.Argument(help="Of which files.", show_default=False)]) -> None:
+    """Print the JSON schema of the files that autotune or plan writes."""
+    print(json.dumps((ClusterProfile if kind is FileKind.profile else Plan).schema(), indent=1))
 
 
 def _format(file: Path) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from math import log
 from statistics import median
 
-from hetconv.profile import Curve, LinkModel
+from hetconv.profile import Curve, LinkModel, OperatorModel
+
+LEAST_LATENCY_S = 1e-7
 
 
 def curve(samples: Mapping[float, Sequence[float]]) -> Curve:
@@ -25,21 +30,58 @@ def curve(samples: Mapping[float, Sequence[float]]) -> Curve:
     return Curve(tuple(shares), tuple(seconds))
 
 
-def link(samples: Mapping[int, Sequence[float]]) -> LinkModel:
-    """Latency and seconds per byte from the medians of one-way times by message size (bytes), of two sizes.
+def operator(samples: Mapping[float, tuple[Sequence[float], Sequence[float]]]) -> OperatorModel:
+    """Of an operator whose forward and backward were measured at some shares."""
+    forward, backward = ({share: passes[k] for share, passes in samples.items()} for k in (0, 1))
+    return OperatorModel(curve(forward), curve(backward))
 
-    Where noise made the large message no slower than the small one, all of its time counts as bandwidth.
+
+def called(kernels: OperatorModel, host_s: tuple[float, float], ahead: bool) -> OperatorModel:
+    """With the host's seconds of a call, forward and backward: added, unless it goes ``ahead`` while kernels run."""
+
+    def both(computing: Curve, host: float) -> Curve:
+        return replace(computing, seconds=tuple(max(s, host) if ahead else s + host for s in computing.seconds))
+
+    return replace(kernels, forward=both(kernels.forward, host_s[0]), backward=both(kernels.backward, host_s[1]))
+
+
+def whole(model: OperatorModel) -> tuple[float, float]:
+    """Seconds of both passes at the full share."""
+    return model.forward.at(1.0), model.backward.at(1.0)
+
+
+def line(samples: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """(seconds of nothing, seconds per byte) of the line that is off by the least factors, by message size.
+
+    Of medians; off by a factor, so that small messages count as large ones do, and half as much as twice; the factors'
+    logarithms are added, not squared, so that one size that was disturbed does not count. Lines are tried through two
+    of the points, and through one and the origin, for no time is negative.
     """
-    (small, quick), (large, slow) = ((size, median(times)) for size, times in sorted(samples.items()))
-    per_byte = (slow - quick) / (large - small) if slow > quick else slow / large
-    return LinkModel(max(quick - small * per_byte, 1e-7), per_byte)
+    points = [(size, median(times)) for size, times in sorted(samples.items())]
+    lines = [(0.0, seconds / size) for size, seconds in points]
+    for (small, quick), (large, slow) in combinations(points, 2):
+        slope = (slow - quick) / (large - small)
+        if slope > 0 and quick >= small * slope:
+            lines.append((quick - small * slope, slope))
+    return min(lines, key=lambda known: sum(abs(log((known[0] + size * known[1]) / s)) for size, s in points))
+
+
+def link(there: Mapping[int, Sequence[float]], back: Mapping[int, Sequence[float]]) -> LinkModel:
+    """Latency and seconds per byte each way, from one-way times by message size (bytes), see `line`."""
+    (latency, per_byte), (other, back_per_byte) = line(there), line(back)
+    return LinkModel(max((latency + other) / 2, LEAST_LATENCY_S), per_byte, back_s_per_byte=back_per_byte)
+
+
+def ratio(measured: Iterable[float], predicted: Iterable[float]) -> float:
+    """The total of some seconds over that of others."""
+    return sum(measured) / max(sum(predicted), 1e-12)
 
 
 def roofline(measured: Sequence[tuple[float, float]]) -> float:
     """Work per second from (work, seconds) pairs, weighted by seconds: total over total."""
-    return sum(work for work, _ in measured) / max(sum(seconds for _, seconds in measured), 1e-12)
+    return ratio((work for work, _ in measured), (seconds for _, seconds in measured))
 
 
 def backward_ratio(forward: Sequence[float], backward: Sequence[float]) -> float:
     """How much longer backward takes than forward, over all measured operators."""
-    return sum(backward) / max(sum(forward), 1e-12)
+    return ratio(backward, forward)

@@ -1,8 +1,11 @@
-"""The stage of the tuning job that finds in how many chunks a filter split is best gathered while it is computed."""
+"""What messages that travel while a device computes save: of halos which part is hidden; of a filter split's gathering
+in how many chunks it is best done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -10,12 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetconv import ops
 from hetconv.calls import CONVS
+from hetconv.candidates import Candidates
+from hetconv.cost import Operators
+from hetconv.graph import Graph
+from hetconv.layout import Layout, apportion
+from hetconv.movement import start_round
+from hetconv.network import Network
 from hetconv.parallel import parallelize
-from hetconv.plan import LayerPlan, Plan
-from hetconv.rules import Conv, Split
+from hetconv.plan import LayerPlan, Mode, Plan
+from hetconv.profile import ClusterProfile
+from hetconv.rules import SPACE, Conv, Split
 from hetconv.spec import ConvSpec
+from hetconv.tensor import HetTensor
+from hetconv.transport import in_turn, team_of
 from hetconv.tuned import TunedChunks
+from hetconv.walk import walk
 
 from . import measure
 from .models import channels_last, random_input
@@ -26,12 +40,76 @@ ROUNDS, FINAL_ROUNDS = 5, 9
 GAIN = 0.98  # of the time in one piece: what is not faster by more is noise
 
 
+def with_overlap(
+    profile: ClusterProfile, graph: Graph, mode: Mode, device: torch.device, say: Reporter
+) -> ClusterProfile:
+    """Collective: with the ``overlap`` that one layer shows, if there is one with halos."""
+    found = haloed_layer(graph, profile, mode)
+    if found is None:
+        return profile
+    times = haloed(*found, device)
+    overlap = measure.told(hidden(times["in turn"], times["on"], times["halos"]))
+    say.line(f"{overlap:.0%} of the shorter of computing and halos is hidden")
+    return replace(profile, overlap=overlap)
+
+
+def haloed_layer(graph: Graph, profile: ClusterProfile, mode: Mode) -> tuple[ConvSpec, Split] | None:
+    """Under balanced spatial splits, the convolution with most to hide: of the longest shorter one of both."""
+    ways, network, operators = Candidates(graph, profile, mode), Network.of(profile), Operators(graph, profile.devices)
+    found: list[tuple[float, ConvSpec, Split]] = []
+    for kind in SPACE:
+        for a in walk(graph, ways.balanced(kind), profile.world, "infer")[0]:
+            if a.hides and a.forward and isinstance(a.node.op, Conv):
+                computing = float(operators.seconds(a.node, a.split, a.step, False).max())
+                moving = sum(network.rounds_s(*t) for t in a.forward)
+                found.append((min(computing, moving), a.node.op.spec, a.split))
+    return max(found, key=lambda f: f[0])[1:] if found else None
+
+
+def hidden(in_turn_s: Sequence[float], on_s: Sequence[float], halos_s: Sequence[float]) -> float:
+    """Which part of the shorter of computing and transferring takes no time of its own, from 0 to 1: median of rounds.
+
+    Seconds of both one after the other, of both at the same time, and of the transfer alone.
+    """
+    parts = []
+    for both, on, halos in zip(in_turn_s, on_s, halos_s, strict=True):
+        shorter = min(both - halos, halos)
+        parts.append(min(max((both - on) / shorter, 0.0), 1.0) if shorter > 0 else 0.0)
+    return round(median(parts), 3)
+
+
+def haloed(spec: ConvSpec, split: Split, device: torch.device) -> dict[str, list[float]]:
+    """Collective: seconds of a convolution on own rows, with halos under way and waited for, and of these alone."""
+    op, team = Conv(spec), team_of()
+    dim = op.dim(split.kind)
+    assert dim is not None
+    src = Layout.sharded(spec.x_shape, dim, apportion(spec.x_shape[dim], split.sizes))
+    way, (need,) = ops.way_of(op, src, split, team), op.step((src,), split).reads
+    dtype = getattr(torch, spec.dtype)
+    held = src.boxes[team.rank], way.held["weight"].boxes[team.rank]
+    x, w = (random_input(box.shape, 0).to(device, dtype) for box in held)
+    parts = HetTensor.wrap(x, src, team)
+
+    def step() -> None:
+        with torch.no_grad():
+            ops.convolution(parts, w, None, way, team)
+
+    def waiting() -> None:
+        with in_turn():
+            step()
+
+    def halos() -> None:
+        start_round(team, x, src.boxes, need.boxes).wait()
+
+    return measure.paired({"on": step, "in turn": waiting, "halos": halos}, FINAL_ROUNDS, device)
+
+
 def gathered_layers(plan: Plan) -> list[tuple[ConvSpec, Split]]:
     """The distinct convolutions of a plan that chunks can help, the most work first."""
     found = {
         (layer.op.spec, layer.split)
         for layer in plan.layers.values()
-        if isinstance(layer.op, Conv) and layer.split.kind == "filter"
+        if isinstance(layer.op, Conv) and layer.split.kind == "filter" and not layer.split.nodes
         and layer.op.spec.N > 1 and layer.op.spec.groups == 1 and sum(s > 0 for s in layer.split.sizes) > 1
     }  # fmt: skip
     return sorted(found, key=lambda f: f[0].flops, reverse=True)

@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetconv.errors import HetConvError
-from hetconv.files import write
 from hetconv.plan import LayerPlan, Plan
 from hetconv.rules import SplitKind
+
+from .figures import INK, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".svg", ".png", ".pdf")
 COLOURS: dict[SplitKind, str] = {
     "replicate": "#8c8c8c", "sample": "#2f9e6e", "filter": "#2b6cb0", "channel": "#8e5bb5",
     "depth": "#7a5c3e", "height": "#dd7a26", "width": "#c2477f",
 }  # fmt: skip
-INK, BUSY, MOVING, IDLE = "#333333", "#2b6cb0", "#dd7a26", "#e6e6e6"
+BUSY, MOVING, IDLE = "#2b6cb0", "#dd7a26", "#e6e6e6"
 ROW, COLUMN, MARGIN = 0.19, 5.5, 0.75  # inches: of a row, of a column of layers, and of what is above or below an axis
 NAME, ROWS = 36, 45  # the most letters of a layer's name, rows of a column
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draws into a file of one of `FORMATS`, atomically. Raises `HetConvError` for another, and without matplotlib."""
-    if path.suffix not in FORMATS:
-        raise HetConvError(f"a picture cannot be written as {path.name!r}; name it *{', *'.join(FORMATS)}")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as e:
-        raise HetConvError(f"a picture needs matplotlib ({e}); install it with pip install matplotlib") from e
+    """Draws into a file, see `figure`."""
     columns = max(ceil(len(plan.layers) / ROWS), 1)
     rows = ceil(len(plan.layers) / columns)
     above = 0.3 * max(plan.world, len(plan.alternatives or {}), 2) + MARGIN
     below = ROW * rows + MARGIN
-    with rc_context({"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK}):
-        layout = ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.05)
-        figure = Figure(figsize=(max(COLUMN * columns, 11), above + below), layout=layout)
-        top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=(above, below), hspace=0.02)[:, 0]
+    with figure(path, max(COLUMN * columns, 11), above + below) as whole:
+        top, bottom = whole.subfigures(2, 1, squeeze=False, height_ratios=(above, below), hspace=0.02)[:, 0]
         left, right = top.subplots(1, 2)
         sheets = ", estimated from data sheets" * plan.estimated
         top.suptitle(f"{plan.model}, {plan.mode}{sheets}. Chosen: {plan.chosen}", x=0.01, ha="left", fontsize=11)
@@ -53,9 +41,6 @@ def draw(plan: Plan, path: Path) -> None:
             _layers(axis, named[k * rows : (k + 1) * rows], rows)
         order = ", ".join(f"{rank}: {name}" for rank, name in enumerate(plan.devices))
         bottom.suptitle(f"shares of every layer, from left to right of {order}", x=0.01, ha="left", fontsize=10)
-        content = BytesIO()
-        figure.savefig(content, format=path.suffix[1:], dpi=110)
-    write(path, content.getvalue())
 
 
 def _bare(axis: Axes, labels: list[str]) -> None:
@@ -102,15 +87,14 @@ def _alternatives(axis: Axes, plan: Plan) -> None:
 def _layers(axis: Axes, layers: list[tuple[str, LayerPlan]], rows: int) -> None:
     """A row per layer: its shares, and what is cut."""
     _bare(axis, [shortened(name) for name, _ in layers])
-    axis.set_xlim(0, 1.2)
+    axis.set_xlim(0, 1.35 if any(layer.split.nodes for _, layer in layers) else 1.2)
     axis.set_ylim(rows - 0.4, -0.6)
     axis.set_xticks([])
     axis.tick_params(labelsize=8)
     for row, (_, layer) in enumerate(layers):
-        colour, sizes = COLOURS[layer.split.kind], layer.split.sizes
-        start = 0.0
-        for rank, size in enumerate(sizes or (1,)):
-            width = size / sum(sizes or (1,))
+        split = layer.split
+        colour, sizes, start = COLOURS[split.kind], split.sizes, 0.0
+        for rank, (size, width) in enumerate(zip(sizes or (1,), split.shares or (1.0,), strict=True)):
             shade = 1 - 0.55 * rank / max(len(sizes) - 1, 1)
             axis.barh(row, width, 0.8, start, color=colour, alpha=shade, edgecolor="white", linewidth=0.6)
             said = str(size) if width < 1 else f"all on device {rank}" if sizes else "every device computes all"
@@ -118,7 +102,8 @@ def _layers(axis: Axes, layers: list[tuple[str, LayerPlan]], rows: int) -> None:
                 ink = "white" if shade > 0.6 else INK
                 axis.text(start + width / 2, row, said, ha="center", va="center", fontsize=7, color=ink)
             start += width
-        axis.text(1.015, row, layer.split.kind, va="center", fontsize=8, color=colour)
+        kind = f"sample x {split.kind}" if split.nodes else split.kind
+        axis.text(1.015, row, kind, va="center", fontsize=8, color=colour)
 
 
 def shortened(name: str) -> str:

@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from hetconv.candidates import ALONE
 from hetconv.errors import PlanError, few
+from hetconv.layout import spans
 from hetconv.plan import Considered, LayerPlan, Plan
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
@@ -23,14 +24,20 @@ def share_bar(split: Split) -> str:
     """The shares of a split as one bar, a fill per rank."""
     if split.kind == "replicate":
         return "every device computes all"
-    total = sum(split.sizes)
-    widths = [round(s / total * BAR) for s in split.sizes]
+    widths = [round(share * BAR) for share in split.shares]
     bar = "".join(FILLS[r % len(FILLS)] * w for r, w in enumerate(widths))
-    return f"{bar} {':'.join(map(str, split.sizes))}"
+    return f"{bar} {sizes_text(split)}"
+
+
+def sizes_text(split: Split) -> str:
+    """One size per rank; of two levels node after node, and the samples of each: ``3:1 | 2:2, samples 5:3``."""
+    nodes = spans(split.ranks or (len(split.sizes),))
+    text = " | ".join(":".join(map(str, split.sizes[a:b])) for a, b in nodes)
+    return f"{text}, samples {':'.join(str(samples) for _, samples in split.nodes)}" if split.nodes else text
 
 
 def split_text(split: Split) -> str:
-    return " ".join((split.kind, ":".join(map(str, split.sizes)))).strip()
+    return f"{split.kind} {sizes_text(split)}".strip()
 
 
 def milliseconds(seconds: float | None, decimals: int = 2) -> str:
@@ -149,12 +156,17 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
         console.print(f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s")
     for wire in profile.shared:
         console.print(f"{wire.name}: {1e-9 / wire.s_per_byte:.2f} GB/s, shared by {len(wire.pairs)} pairs of devices")
+    if profile.overlap < 1:
+        console.print(f"halos {profile.overlap:.0%} of the shorter of computing and moving them is hidden")
     for t in profile.tuned:
         weights, computed = (":".join(map(str, w)) for w in (t.weights, t.computed_weights))
         console.print(
             f"tuned {t.mode} by {t.kind}: {weights}, {t.step_s * 1e3:.1f} ms a step "
             f"(computed {computed}, {t.computed_step_s * 1e3:.1f} ms; {t.trials} trials)"
         )
+    for p in profile.plans:
+        beside = f" ({p.alone}, {p.alone_s * 1e3:.1f} ms)" if p.alone_s is not None else ""
+        console.print(f"plan for {p.mode} of {p.graph}: {p.name}, {p.step_s * 1e3:.1f} ms a step{beside}")
     for c in profile.chunks:
         s, of = c.spec, f"{c.seconds * 1e3:.2f} ms in {c.chunks} chunks" if c.chunks > 1 else "one piece"
         x, kernel = ("x".join(map(str, n)) for n in (s.x_shape, s.kernel))
@@ -165,5 +177,8 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
     for device, n in Counter(t.device for t in profile.tiles).items():
         by_aten = sum(t.choice == "aten" for t in profile.tiles if t.device == device)
         console.print(f"tiles of {device}: {n} passes tuned, {by_aten} of them left to ATen")
+    for rank, d in enumerate(profile.devices):
+        if d.identity is not None:
+            console.print(f"rank {rank}: {d.identity}{f', measured with {d.measured}' if d.measured else ''}")
     for where, text in profile.fingerprint.items():
         console.print(f"{where}: {text}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,13 +37,21 @@ def questions(step: Callable[[], Any]) -> list[Question]:
     return sorted(able, key=lambda q: q.spec.flops * found[q], reverse=True)
 
 
+class Kept(Protocol):
+    """What was measured before, and where it is kept from then on: `job.Run`."""
+
+    def known(self, stage: str, key: str, type_: type[Found], /) -> Found | None: ...
+
+    def keep(self, stage: str, key: str, value: Found, /) -> None: ...
+
+
 def tune_tiles(
-    step: Callable[[], Any], device: torch.device, team: Team, enough: Callable[[], bool], say: Reporter
+    step: Callable[[], Any], device: torch.device, team: Team, enough: Callable[[], bool], say: Reporter, kept: Kept
 ) -> tuple[TunedTile, ...]:
     """Collective: the tiles of all ranks' passes of a step, those of rank r's i-th at the same time.
 
     First the default tile of each against ATen, then the studies. A rank on a CPU has none. Stops early once ``enough``
-    says so on rank 0.
+    says so on rank 0. Each pass's study is kept as it ends, and not run again where it is known.
     """
     asked = questions(step)
     own = asked if device.type == "cuda" else []
@@ -56,13 +64,20 @@ def tune_tiles(
             if measure.told(enough()):
                 say.line(f"{stage}: {max(counts) - i} smaller passes were left out; --budget would allow more")
                 break
-            better = studied(own[i], device, trials, found.get(own[i]), enough) if i < len(own) else None
+            key, better = f"rank {team.rank}: {own[i]}" if i < len(own) else "", None
+            if key and (better := kept.known(stage, key, Found)) is None:
+                better = studied(own[i], device, trials, found.get(own[i]), enough)
             found |= {own[i]: better} if better is not None else {}
+            every: list[tuple[str, Found | None]] = [(key, better)] * team.size
+            dist.all_gather_object(every, (key, better), group=team.control)
+            for of_rank, known in every:
+                if known is not None and kept.known(stage, of_rank, Found) is None:
+                    kept.keep(stage, of_rank, known)
             say.advance(_said(own[i], better) if better is not None else "")
     mine = [entry(q, f) for q, f in found.items() if any(t.choice == "aten" for t in f.trials)]
-    every: list[Any] = [mine] * team.size
-    dist.all_gather_object(every, mine, group=team.control)
-    return merged(every)
+    of_all: list[Any] = [mine] * team.size
+    dist.all_gather_object(of_all, mine, group=team.control)
+    return merged(of_all)
 
 
 def studied(

@@ -26,6 +26,10 @@ COMMANDS = {
     "tiny models on one rank, split and plain, in turn.",
     "planner": "What a plan takes to compute, and what it is predicted to gain: "
     "known architectures on modelled devices.",
+    "autotune": "What hetconv autotune finds on pairs of this machine: "
+    "how well its profile predicts, and what its plan gains.",
+    "kills": "`hetconv autotune`, killed at random moments: "
+    "what was measured stays, every file is valid, no process is left.",
     "gpu": "Everything worth doing while a GPU is at hand, in minutes: "
     "stages in processes of their own, a table of them last.",
     "compile": "What the compiler makes of every tile that can be chosen, without a GPU: "

@@ -22,11 +22,11 @@ from bench.verdict import Demand
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.measure import paired
 from hetconv.autotune.tune import step_of
-from hetconv.candidates import whole_model
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
 from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile
+from hetconv.proportions import whole_model
 from hetconv.recorder import capture
 from hetconv.rules import SplitKind
 

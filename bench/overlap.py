@@ -26,13 +26,13 @@ from hetconv.autotune.measure import paired
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.overlap import gathering
 from hetconv.autotune.tune import step_of
-from hetconv.candidates import whole_model
 from hetconv.emulate import DeviceName
 from hetconv.layout import apportion
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
 from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile
+from hetconv.proportions import whole_model
 from hetconv.recorder import capture
 from hetconv.rules import Split, SplitKind
 from hetconv.spec import ConvSpec

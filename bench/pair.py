@@ -27,13 +27,13 @@ from hetconv.autotune.measure import paired
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.tune import Job, step_of, tune
 from hetconv.calls import conv_spec
-from hetconv.candidates import whole_model
 from hetconv.emulate import DeviceName
 from hetconv.layout import Layout, Shape, spans
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
 from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile, TunedRatio
+from hetconv.proportions import whole_model
 from hetconv.recorder import capture
 from hetconv.rules import REPLICATE, Conv, Split, cut_dim
 from hetconv.transport import team_of
@@ -100,7 +100,7 @@ def _tuned(devices: tuple[DeviceName, ...], case: Stack, mode: Mode) -> TunedRat
         args = json.dumps({"blocks": case.blocks, "channels": case.channels})
         shape, output = (1, 3, case.size, case.size), Path(folder, "cluster.json")
         job = Job(devices, "bench.cases:stack", args, shape, mode, trials=8, budget=60, output=output, seed=0)
-        profile = tune(job)
+        profile = tune(job).profile
     return profile.tuned[0]
 
 

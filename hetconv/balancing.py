@@ -13,7 +13,7 @@ from .profile import Curve
 Knots = tuple[list[float], list[float]]  # shares from 0 to 1 and seconds there; at 0 those of the smallest share
 
 
-def added(curves: Iterable[tuple[Curve, int]]) -> Curve:
+def added(curves: Iterable[tuple[Curve, float]]) -> Curve:
     """Seconds of several operators that get the same share: each curve as many times as it is given."""
     known = list(curves)
     shares = sorted({x for curve, _ in known for x in curve.shares} | {1e-9, 1.0})

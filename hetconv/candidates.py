@@ -4,22 +4,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 
 from .balancing import added, balance, balanced_sizes
 from .cost import axis_of, layer_curve
 from .errors import SplitError
 from .graph import Graph
-from .layout import apportion
 from .plan import Mode
 from .profile import Axis, ClusterProfile, Curve, TunedRatio
+from .proportions import (
+    Splits,
+    Weights,
+    aligned,
+    checked,
+    extent_of,
+    granularity,
+    is_there,
+    nodes_by,
+    split_of,
+    whole_model,
+)
 from .rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
+from .splits import INNER
+from .tuned import TunedPlan
 
-Splits = dict[str, Split]
-Weights = tuple[float, ...]
 ALONE = "fastest device alone"
 EVEN = "even split"
 TUNED = "tuned"
 PAIRS = "uneven filter and channel split"
+CLEARLY = 1.1  # times as long as another device takes one that is of a slower kind
 LONE: tuple[SplitKind, ...] = ("sample", "depth", "height", "width", "filter")  # for one device: least moved first
 
 
@@ -30,6 +44,19 @@ class Candidates:
         self.graph, self.profile, self.mode, self.kinds = graph, profile, mode, tuple(kinds)
         self._dtypes = {n.layer: graph.values[n.outputs[0]].dtype for n in graph.nodes if n.layer is not None}
         self._curves: dict[tuple[Conv | Linear, Axis], list[Curve]] = {}
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """How many ranks each node has, where samples can be cut across them and something else within."""
+        nodes = self.profile.nodes
+        in_order = [*chain(*nodes)] == [*range(self.profile.world)]
+        fit = in_order and len(nodes) > 1 and max(map(len, nodes)) > 1
+        return tuple(map(len, nodes)) if fit and "sample" in self.kinds and is_there(self.graph, "sample") else ()
+
+    @property
+    def inner(self) -> list[SplitKind]:
+        """The kinds that a node may share its samples by."""
+        return [kind for kind in INNER if self.ranks and kind in self.kinds and is_there(self.graph, kind)]
 
     def curves(self, name: str, axis: Axis) -> list[Curve]:
         """Seconds of a layer by share on each device, all passes together."""
@@ -52,13 +79,14 @@ class Candidates:
         return [added((curves[d], n) for curves, n in each) for d in range(self.profile.world)]
 
     def pool(self, *, even: bool = False) -> list[Weights]:
-        """Proportions that all layers share, so that neighbours align: of the fastest device, two, four, ... and all.
+        """Proportions that all layers share, so that neighbours align: of groups of the fastest devices, and of all.
 
         Balanced over the whole model, or even.
         """
         curves, world = self.model_curves("pixels"), self.profile.world
         order = sorted(range(world), key=lambda d: (curves[d].at(1.0), d))
-        groups = [*(order[: 1 << i] for i in range(world.bit_length()) if 1 << i < world), order]
+        counts = powers_of_two(world) if even else group_sizes([curves[d].at(1.0) for d in order])
+        groups = [order[:n] for n in (*counts, world)]
         found: list[Weights] = []
         for group in groups:
             shares = [1.0] * len(group) if even else balance([curves[d] for d in group])
@@ -69,27 +97,32 @@ class Candidates:
     def choices(self, pool: Sequence[Weights], *, own: bool = True) -> dict[str, tuple[Split, ...]]:
         """Of each layer: every kind in every proportion of the pool and, if ``own``, in those that suit it best.
 
+        With nodes that a split of two levels may have, also the last proportions of the pool in each kind within nodes.
         Equal layers get the same object.
         """
         known: dict[Conv | Linear, tuple[Split, ...]] = {}
         cuts = {k: [aligned(self.graph, k, weights) for weights in pool] for k in self.kinds if k != "replicate"}
+        nodes = nodes_by(pool[-1], self.ranks)
+        inner = {k: aligned(self.graph, k, pool[-1], self.ranks) for k in self.inner}
         for name, op in self.graph.layers.items():
             if op not in known:
                 found: list[Split] = []
                 for kind, grids in cuts.items():
                     found += [split_of(op, kind, grid, self.kinds) for grid in grids]
                     found += [self._suited(name, op, kind)] if own else []
+                found += [split_of(op, kind, grid, self.kinds, nodes) for kind, grid in inner.items()]
                 legal = [s for s in dict.fromkeys(found) if s.kind != "replicate"]
                 whole = [REPLICATE] if "replicate" in self.kinds or not legal else []
                 known[op] = (*whole, *legal)
         return {name: known[op] for name, op in self.graph.layers.items()}
 
     def _suited(self, name: str, op: Conv | Linear, kind: SplitKind) -> Split:
-        extent = _extent(op, kind)
+        extent = extent_of(op, kind)
         if extent is None or extent < 1:
             return REPLICATE
-        grain = _granularity(op, kind, extent, self.profile.world)
-        return _checked(op, kind, balanced_sizes(self.curves(name, axis_of(kind)), extent, grain), self.profile.world)
+        grain = granularity(op, kind, extent, self.profile.world)
+        curves = self._corrected(self.curves(name, axis_of(kind)), kind)
+        return checked(op, kind, balanced_sizes(curves, extent, grain), self.profile.world)
 
     def whole_models(self, limits: Sequence[float] = ()) -> dict[str, Splits]:
         """What a plan is compared with: each device alone, and each kind evenly, balanced, and as it was tuned.
@@ -98,7 +131,7 @@ class Candidates:
         """
         world = self.profile.world
         found: dict[str, Splits] = {}
-        lone = next((k for k in LONE if k in self.kinds and (k not in SPACE or _is_there(self.graph, k))), None)
+        lone = next((k for k in LONE if k in self.kinds and (k not in SPACE or is_there(self.graph, k))), None)
         known = [(device, limits[rank] if limits else None) for rank, device in enumerate(self.profile.devices)]
         for rank, device in enumerate(self.profile.devices):
             if lone is not None and known.index(known[rank]) == rank:
@@ -107,23 +140,37 @@ class Candidates:
         for kind in self.kinds:
             if kind == "replicate":
                 found.setdefault("replicated", dict.fromkeys(self.graph.layers, REPLICATE))
-            elif _is_there(self.graph, kind):
+            elif is_there(self.graph, kind):
                 found[f"{EVEN} by {kind}"] = self.whole(kind, (1.0,) * world)
                 found[f"uneven {kind} split"] = self.balanced(kind)
+        for kind in self.inner:
+            found[f"{EVEN} by sample x {kind}"] = self.whole(kind, (1.0,) * world, self.ranks)
+            found[f"uneven sample x {kind} split"] = self.whole(kind, self._balance(kind), self.ranks)
         if {"filter", "channel"} <= set(self.kinds):
             found[PAIRS] = self._pairs()
         for tuned in self.tuned():
             found[tuned_name(tuned)] = self.whole(tuned.kind, tuned.weights)
+        if (best := self.tuned_plan()) is not None:
+            found[plan_name(best)] = dict(best.splits)
         return found or {"replicated": dict.fromkeys(self.graph.layers, REPLICATE)}
 
-    def whole(self, kind: SplitKind, weights: Sequence[float]) -> Splits:
-        return whole_model(self.graph, kind, weights, self.kinds)
+    def whole(self, kind: SplitKind, weights: Sequence[float], ranks: tuple[int, ...] = ()) -> Splits:
+        return whole_model(self.graph, kind, weights, self.kinds, ranks)
 
     def balanced(self, kind: SplitKind) -> Splits:
         """Samples and space in one proportion for the whole model, so that neighbours align; the others per layer."""
         if kind in ("filter", "channel"):
             return {name: self._suited(name, op, kind) for name, op in self.graph.layers.items()}
-        return self.whole(kind, balance(self.model_curves("pixels")))
+        return self.whole(kind, self._balance(kind))
+
+    def _balance(self, kind: SplitKind) -> Weights:
+        """Of all convolutions together."""
+        return balance(self._corrected(self.model_curves("pixels"), kind))
+
+    def _corrected(self, curves: Sequence[Curve], kind: SplitKind) -> list[Curve]:
+        """By what was learnt of each device in whole steps under such splits."""
+        factors = (device.corrections.get(kind, 1.0) for device in self.profile.devices)
+        return [added([(curve, factor)]) for curve, factor in zip(curves, factors, strict=True)]
 
     def _pairs(self) -> Splits:
         """As Moreno-Alvarez et al. (2021): by filter, and by channel what reads the result of such a layer."""
@@ -146,70 +193,41 @@ class Candidates:
         own = [t for t in self.profile.tuned if (t.graph, t.mode) == (self.graph.digest, self.mode)]
         return [t for t in own if t.kind in self.kinds and len(t.weights) == self.profile.world]
 
+    def tuned_plan(self) -> TunedPlan | None:
+        """What was measured to be the fastest for this very model and mode, if it is of the kinds that are allowed."""
+        own = [t for t in self.profile.plans if (t.graph, t.mode) == (self.graph.digest, self.mode)]
+        return next((t for t in own if self._may(t)), None)
+
+    def _may(self, tuned: TunedPlan) -> bool:
+        used = {kind for s in tuned.splits.values() for kind in ((s.kind, "sample") if s.nodes else (s.kind,))}
+        if tuned.splits.keys() != self.graph.layers.keys() or not used <= {*self.kinds, "replicate"}:
+            return False
+        try:
+            for name, split in tuned.splits.items():
+                self.graph.layers[name].check(split, self.profile.world)
+        except SplitError:
+            return False
+        return True
+
+
+def powers_of_two(below: int) -> list[int]:
+    return [1 << i for i in range(below.bit_length()) if 1 << i < below]
+
+
+def group_sizes(seconds: Sequence[float]) -> list[int]:
+    """How many of the fastest devices may work without the others; ``seconds`` of the same work, ascending.
+
+    All but the slowest kinds of devices; and one, two, four, ...: less than half of them where the former are more.
+    """
+    world = len(seconds)
+    kinds = {n for n in range(1, world) if seconds[n] > CLEARLY * seconds[n - 1]}
+    enough = (world + 1) // 2 if any(2 * n >= world for n in kinds) else world
+    return sorted({*powers_of_two(enough), *kinds})
+
 
 def tuned_name(tuned: TunedRatio) -> str:
     return f"{TUNED} {tuned.kind} split"
 
 
-def _is_there(graph: Graph, kind: SplitKind) -> bool:
-    """Whether there is more than one sample; whether any layer has this spatial dimension."""
-    ops = graph.layers.values()
-    if kind == "sample":
-        return min(op.spec.N if isinstance(op, Conv) else op.x_shape[0] for op in ops) > 1
-    return kind not in SPACE or any(op.dim(kind) is not None for op in ops)
-
-
-def whole_model(graph: Graph, kind: SplitKind, weights: Sequence[float], kinds: Sequence[SplitKind]) -> Splits:
-    """Every layer cut by ``kind`` in these proportions where that is legal; a lone device stays alone if it may."""
-    grid = aligned(graph, kind, tuple(weights))
-    return {name: split_of(op, kind, grid, kinds) for name, op in graph.layers.items()}
-
-
-def aligned(graph: Graph, kind: SplitKind, weights: Weights) -> Weights:
-    """In space in units of which every cut of the model is a whole number."""
-    if kind not in SPACE or min(weights) <= 0:
-        return weights
-    return tuple(map(float, apportion(_grid(graph, kind), weights)))
-
-
-def _grid(graph: Graph, kind: SplitKind) -> int:
-    """Units in which a spatial cut is counted: the coarsest map's rows if fine enough, so that all cuts align."""
-    convs = [op for op in graph.layers.values() if isinstance(op, Conv)]
-    extents = [op.spec.y_shape[dim] for op in convs if (dim := op.dim(kind)) is not None]
-    return (min(extents) if min(extents) >= 32 else max(extents)) if extents else 1
-
-
-def split_of(op: Conv | Linear, kind: SplitKind, weights: Sequence[float], kinds: Sequence[SplitKind]) -> Split:
-    """``op`` cut by ``kind``, or replicated where that is not legal."""
-    world = len(weights)
-    lone = sum(w > 0 for w in weights) == 1
-    if kind in SPACE and op.dim(kind) is None and lone and "sample" in kinds:
-        kind = "sample"  # the device that works alone goes on alone
-    extent = _extent(op, kind)
-    if extent is None or extent < 1:
-        return REPLICATE
-    return _checked(op, kind, apportion(extent, tuple(weights), _granularity(op, kind, extent, world)), world)
-
-
-def _checked(op: Conv | Linear, kind: SplitKind, sizes: tuple[int, ...], world: int) -> Split:
-    try:
-        split = Split(kind, sizes)
-        op.check(split, world)
-    except SplitError:
-        return REPLICATE
-    return split
-
-
-def _extent(op: Conv | Linear, kind: SplitKind) -> int | None:
-    dim = op.dim(kind)
-    if isinstance(op, Conv):
-        s = op.spec
-        return s.y_shape[dim] if dim is not None else {"filter": s.K, "channel": s.C}.get(kind)
-    return op.x_shape[dim] if dim is not None else {"filter": op.features, "channel": op.x_shape[-1]}.get(kind)
-
-
-def _granularity(op: Conv | Linear, kind: SplitKind, extent: int, world: int) -> int:
-    """Kernels want slices of 16 filters or channels; whole groups of channels keep groups whole."""
-    if kind == "channel" and isinstance(op, Conv) and op.spec.groups > 1:
-        return op.spec.C // op.spec.groups
-    return 16 if kind in ("filter", "channel") and extent >= 32 * world else 1
+def plan_name(tuned: TunedPlan) -> str:
+    return tuned.name if tuned.name.startswith(ALONE) else f"{TUNED} plan"

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from .errors import HetConvError
 from .modules import team_of_model
 from .optim_state import own_optim_state, sharded_optim_state_dict
-from .state import State, agreed, check_fit, cut_parameters, own_state, sharded_state_dict, signature
+from .state import Slice, State, agreed, check_fit, own_state, sharded_state_dict, shares, signature
 from .tensor import HetTensor
 from .transport import Team, answered
 
@@ -65,7 +65,7 @@ def save_checkpoint(
         return state if optimizer is None else state | {"optimizer": sharded_optim_state_dict(model, optimizer)}
 
     state = agreed(model, "save_checkpoint", prepare, lambda s: f"{path}, extra {extra is not None}, {signature(s)}")
-    state = tree_map_only(HetTensor, _Slice.of, state)
+    state = tree_map_only(HetTensor, _own_slice, state)
     if extra is not None:
         state["extra"] = (extra,)  # DCP keeps a tuple as it is, and turns the keys of a dictionary into strings
     new, leads = _sibling(path, team), team is None or team.rank == 0
@@ -92,9 +92,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         metadata = _metadata(path)
         return metadata, _targets(metadata, model, optimizer)
 
-    metadata, flat = agreed(model, "load_checkpoint", prepare, lambda found: f"{path}, {signature(_wholes(found[1]))}")
+    metadata, flat = agreed(model, "load_checkpoint", prepare, lambda found: f"{path}, {signature(found[1])}")
     _by_dcp(team, f"loading {path}", lambda: _read(flat, path, team))
-    state = {"model": {}} | unflatten_state_dict(_wholes(flat), metadata.planner_data)  # DCP drops what is empty
+    state = {"model": {}} | unflatten_state_dict(flat, metadata.planner_data)  # DCP drops what is empty
 
     def parts() -> tuple[State, State]:
         own = own_state(model, state["model"])
@@ -107,23 +107,15 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     return state["extra"][0] if "extra" in state else None
 
 
-class _Slice(Tensor):
-    """A HetTensor as torch.distributed.checkpoint takes it (`_Checkpointable`): this rank writes or reads its box."""
-
-    het: HetTensor
-
-    @staticmethod
-    def of(het: HetTensor) -> _Slice:
-        made: _Slice = Tensor._make_wrapper_subclass(_Slice, het.placement.shape, dtype=het.dtype, device=het.device)
-        made.het = het
-        return made
+class _Slice(Slice):
+    """As torch.distributed.checkpoint takes it (`_Checkpointable`): this rank writes or reads its box."""
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        box = self.het.placement.boxes[self.het.team.rank]  # an empty one would share its offset with its neighbour
+        box = self.box  # an empty one would share its offset with its neighbour
         return [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape))] if box.numel else []
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        of = TensorProperties.create_from_tensor(self.het.local)
+        of = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
@@ -134,11 +126,11 @@ class _Slice(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.het.local
+        return self.local
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        raise HetConvError(f"{func} was called on a slice that is to be saved or loaded")
+
+def _own_slice(x: HetTensor) -> _Slice:
+    return _Slice.of(x.local, x.placement.boxes[x.team.rank], x.placement.shape)
 
 
 def _write(state: State, path: Path, team: Team | None) -> Metadata:
@@ -190,11 +182,6 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def _wholes(state: State) -> State:
-    wholes: State = tree_map_only(_Slice, lambda x: x.het, state)
-    return wholes
-
-
 def _readable(path: Path) -> Path:
     return path if path.exists() or not _aside(path).exists() else _aside(path)
 
@@ -209,7 +196,7 @@ def _metadata(path: Path) -> Metadata:
 
 
 def _targets(metadata: Metadata, model: nn.Module, optimizer: Optimizer | None) -> State:
-    """What is to be read, by key: empty tensors in host memory, of what is cut this rank's slice, None for the rest."""
+    """What is to be read, by key: empty tensors in host memory, slices where not all have the whole, else None."""
     entries = metadata.state_dict_metadata
     sizes = {key: tuple(x.size) if isinstance(x, TensorStorageMetadata) else None for key, x in entries.items()}
     places = {key: (metadata.planner_data or {}).get(key, (key,)) for key in entries}  # in the nested state
@@ -218,16 +205,15 @@ def _targets(metadata: Metadata, model: nn.Module, optimizer: Optimizer | None) 
     if optimizer is not None and all(place[0] != "optimizer" for place in places.values()):
         raise HetConvError("the checkpoint has no state of an optimizer; load it without one")
     wanted = {"model", "extra", *(["optimizer"] if optimizer is not None else [])}
-    cut = cut_parameters(model)
+    found = shares(model)
 
     def target(key: str) -> Tensor | None:
         entry, size = entries[key], sizes[key]
         if not isinstance(entry, TensorStorageMetadata) or size is None:
             return None
-        layout, team = next((cut[name] for name in places[key][1:3] if name in cut), (None, None))
-        if layout is None or team is None or size != layout.shape:
+        share = next((found[name] for name in places[key][1:3] if name in found), None)
+        if share is None or size != share.held.shape:
             return torch.empty(size, dtype=entry.properties.dtype)
-        part = torch.empty(layout.boxes[team.rank].shape, dtype=entry.properties.dtype)
-        return _Slice.of(HetTensor.wrap(part, layout, team))
+        return _Slice.of(torch.empty(share.box.shape, dtype=entry.properties.dtype), share.box, size)
 
     return {key: target(key) for key, place in places.items() if place[0] in wanted}

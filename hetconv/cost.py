@@ -7,24 +7,42 @@ from math import prod
 
 import numpy as np
 
-from .following import BatchNorm, ConvTranspose, GroupNorm, Pieces, View
+from .following import AdaptivePool, BatchNorm, Contraction, ConvTranspose, GroupNorm, Interpolate, Pieces, Pool, View
 from .graph import Graph, Node
+from .layout import Boxes
 from .network import Array
 from .plan import Mode
 from .profile import Axis, Curve, DeviceModel
-from .rules import REPLICATE, Conv, Linear, Op, Split, SplitKind, Step
-from .walk import Applied
+from .rules import REPLICATE, SPACE, Conv, Linear, Op, Split, SplitKind, Step
 
 
-def operator_key(op: Op, axis: Axis) -> str:
-    """What a profile calls an operator measured along an axis."""
+def operator_key(op: Op, axis: Axis, dtype: str) -> str:
+    """What a profile calls an operator measured along an axis. ``dtype`` is that of its result."""
     if isinstance(op, Conv):
         s = op.spec
         x, kernel = ("x".join(map(str, n)) for n in (s.x_shape, s.kernel))
         said = f"{x} k{s.K} {kernel} s{s.stride} p{s.padding} d{s.dilation} g{s.groups} {s.dtype} by {axis}"
         return f"conv{s.spatial_dims}d {said}".replace(", ", ",")
     assert isinstance(op, Linear)
-    return f"linear {'x'.join(map(str, op.x_shape))} k{op.features} by {axis}"
+    return f"linear {'x'.join(map(str, op.x_shape))} k{op.features} {dtype} by {axis}"
+
+
+def kind_of(op: Op) -> str | None:
+    """What is measured in place of an operator that is no layer: one that takes as long for as many bytes."""
+    match op:
+        case Conv() | Linear() | ConvTranspose() | Contraction() | Pieces() | View():
+            return None
+        case BatchNorm():
+            return "batch norm in training" if op.training else "batch norm"
+        case GroupNorm():
+            return "group norm"
+        case Pool(kind="max") | AdaptivePool(kind="max"):
+            return "max pool"
+        case Pool() | AdaptivePool():
+            return "average pool"
+        case Interpolate():
+            return "interpolation"
+    return "elementwise"
 
 
 def arithmetic(op: Op, dtype: str) -> str:
@@ -34,8 +52,9 @@ def arithmetic(op: Op, dtype: str) -> str:
 
 def layer_curve(device: DeviceModel, op: Conv | Linear, axis: Axis, backward: bool, dtype: str) -> Curve:
     """Seconds of a layer by share: measured along this axis, or along the other, or by the roofline."""
-    for key in (operator_key(op, axis), operator_key(op, "filters" if axis == "pixels" else "pixels")):
-        if (model := device.operators.get(key)) is not None:
+    other: Axis = "filters" if axis == "pixels" else "pixels"
+    for along in (axis, other):
+        if (model := device.operators.get(operator_key(op, along, dtype))) is not None:
             return model.backward if backward else model.forward
     if isinstance(op, Conv):
         flops, moved = op.spec.flops, op.spec.bytes
@@ -58,31 +77,92 @@ def shares_of(split: Split, step: Step) -> list[float]:
     return [box.numel / max(prod(out.shape), 1) for box in out.boxes]
 
 
+def seams_of(op: Conv | Linear, split: Split, step: Step) -> list[list[float]] | None:
+    """By rank, the shares of the layer's pixels that halos add to: each is a call of its own, see `ops.halo`.
+
+    None without halos. An input that is not cut as the layer is has none either, which is not asked here: they are
+    counted all the same.
+    """
+    dim = op.dim(split.kind) if split.kind in SPACE else None
+    if dim is None or not isinstance(op, Conv):
+        return None
+    n, m, window = op.spec.x_shape[dim], op.spec.y_shape[dim], op.spec.windows[dim - 2]
+    found = []
+    for read, out in zip(step.reads[0].boxes, step.output.boxes, strict=True):
+        rows, mine = (read.lo[dim], read.hi[dim]), (out.lo[dim], out.hi[dim])
+        own = mine[0] * n // m, -(-mine[1] * n // m)  # the rows of the input that lie where the output does
+        sides = [side for side in ((rows[0], own[0]), (own[1], rows[1])) if side[0] < side[1] and out.numel]
+        seams = [s for side in sides if (s := window.segment(side, mine)) is not None]
+        found.append([(s.out[1] - s.out[0]) / m * out.shape[0] / op.spec.N for s in seams])
+    return found if any(found) else None
+
+
+def numels(boxes: Sequence[Boxes]) -> Array:
+    """(n, P): elements of each rank's box."""
+    return np.array([[box.numel for box in one] for one in boxes], dtype=np.float64)
+
+
 class Operators:
     """Seconds that the operators of a graph take on each device; what a layer takes by share is looked up once."""
 
     def __init__(self, graph: Graph, devices: Sequence[DeviceModel]):
         self.graph, self.devices = graph, devices
+        self._measured = [rank for rank, device in enumerate(devices) if device.measured is not None]
         self._layers: dict[tuple[Op, Axis, bool, str], list[Callable[[float], float]]] = {}
+        self._bytes_per_s, self._ratio = np.array([(d.bytes_per_s, d.backward_ratio) for d in devices]).T
+        self._rates: dict[str, Array] = {}
+        self._overheads = [np.array([d.overhead(backward) for d in devices]) for backward in (False, True)]
 
     def seconds(self, node: Node, split: Split, step: Step, backward: bool) -> Array:
-        """(P,): measured for layers; nearly all others are bound by memory. Backward is of what has a gradient."""
+        """(P,): measured, or by the roofline, for which nearly all but layers are bound by memory.
+
+        Backward is of what has a gradient.
+        """
+        found: Array = self.table(node, (split,), (step,), backward)[0]
+        return found
+
+    def table(self, node: Node, splits: Sequence[Split], steps: Sequence[Step], backward: bool) -> Array:
+        """(steps, P): `seconds` of many ways to run an operator."""
+        nothing = np.zeros((len(steps), len(self.devices)))
         if not node.outputs or isinstance(node.op, Pieces | View):  # nothing is computed
-            return np.zeros(len(self.devices))
+            return nothing
         value = self.graph.values[node.outputs[0]]
         if backward and not value.requires_grad:
-            return np.zeros(len(self.devices))
+            return nothing
         if isinstance(node.op, Conv | Linear):
-            by_share = self.layer(node.op, axis_of(split.kind), backward, value.dtype)
-            return np.array([f(share) for f, share in zip(by_share, shares_of(split, step), strict=True)])
+            ways = zip(splits, steps, strict=True)
+            return np.array([self._layer_s(node.op, *way, backward, value.dtype) for way in ways])
         twice = isinstance(node.op, GroupNorm) or (isinstance(node.op, BatchNorm) and node.op.training)
-        size = value.itemsize * (1 + twice)
-        found = []
+        moved = numels([s.output.boxes for s in steps])
+        for k in range(len(steps[0].reads)):
+            moved = moved + numels([s.reads[k].boxes for s in steps])
+        flops = nothing
+        if isinstance(node.op, ConvTranspose):
+            flops = node.op.flops(1) * numels([s.reads[0].boxes for s in steps])
+        moved = moved * value.itemsize
+        seconds = self._roofline(flops, moved * (1 + twice), arithmetic(node.op, value.dtype), backward)
         for rank, device in enumerate(self.devices):
-            numel = step.output.boxes[rank].numel + sum(read.boxes[rank].numel for read in step.reads)
-            flops = node.op.flops(step.reads[0].boxes[rank].numel) if isinstance(node.op, ConvTranspose) else 0
-            found.append(device.roofline(flops, numel * size, arithmetic(node.op, value.dtype), backward))
-        return np.array(found)
+            if (model := device.others.get(f"{kind_of(node.op)} {value.dtype}")) is not None:
+                curve = model.backward if backward else model.forward
+                seconds[:, rank] = [curve.at(size) for size in moved[:, rank]]
+        return seconds
+
+    def _layer_s(self, op: Conv | Linear, split: Split, step: Step, backward: bool, dtype: str) -> list[float]:
+        """By rank. Data sheets know no seams, only what was measured does."""
+        by_share = self.layer(op, axis_of(split.kind), backward, dtype)
+        found = [seconds(share) for seconds, share in zip(by_share, shares_of(split, step), strict=True)]
+        if self._measured and (seams := seams_of(op, split, step)) is not None:
+            for rank in self._measured:
+                found[rank] += sum(by_share[rank](share) for share in seams[rank])
+        return [s * device.corrections.get(split.kind, 1.0) for s, device in zip(found, self.devices, strict=True)]
+
+    def _roofline(self, flops: Array, moved: Array, dtype: str, backward: bool) -> Array:
+        """(n, P): `DeviceModel.roofline` of many operators."""
+        if dtype not in self._rates:
+            self._rates[dtype] = np.array([d.rate(dtype) for d in self.devices])
+        once = np.maximum(flops / self._rates[dtype], moved / self._bytes_per_s)
+        called = (once * self._ratio if backward else once) + self._overheads[backward]
+        return np.where(flops + moved > 0, called, 0.0)
 
     def layer(self, op: Conv | Linear, axis: Axis, backward: bool, dtype: str) -> list[Callable[[float], float]]:
         """Seconds of a layer by share, for each device."""
@@ -107,26 +187,27 @@ def parameter_bytes(
     In training each counts four times: with its gradient and two moments of an optimizer.
     """
     op = graph.layers.get(layer) if layer is not None else None
-    along = op.weight_cut(splits.get(str(layer), REPLICATE)) if op is not None else None
-    cut = () if along is None else ("weight", "bias") if along[0] == 0 else ("weight",)
-    times = 4 if mode == "train" else 1
-    owned = graph.owned.get(layer, {})
-    part = times * sum(size for name, size in owned.items() if name in cut)
-    whole = times * sum(owned.values()) - part
-    shares = [size / max(sum(along[1]), 1) for size in along[1]] if along is not None else [0.0] * world
-    return [whole + part * share for share in shares]
+    held = op.held(splits.get(str(layer), REPLICATE), world) if op is not None else {}
+    found = [0.0] * world
+    for name, size in graph.owned.get(layer, {}).items():
+        parts = [box.numel / held[name].numel for box in held[name].boxes] if name in held else [1.0] * world
+        found = [of_rank + size * part for of_rank, part in zip(found, parts, strict=True)]
+    return [of_rank * (4 if mode == "train" else 1) for of_rank in found]
 
 
-def memory_bytes(graph: Graph, applied: Sequence[Applied], splits: Mapping[str, Split], mode: Mode) -> tuple[int, ...]:
-    """Bytes on each rank: parameters, and the results that live together, in inference the two largest in a row."""
-    world = applied[0].step.output.world
-    per_node = [result_bytes(graph, a.node, a.step) for a in applied[:-1]]
+def memory_bytes(
+    graph: Graph, results: Sequence[Sequence[int]], splits: Mapping[str, Split], world: int, mode: Mode
+) -> tuple[int, ...]:
+    """Bytes on each rank: parameters, and the results that live together, in inference the two largest in a row.
+
+    ``results``: `result_bytes` of every operator.
+    """
     held = [
         sum(sizes)
         for sizes in zip(
             *(parameter_bytes(graph, splits, world, mode, layer) for layer in (None, *graph.layers)), strict=True
         )
     ]
-    by_rank = list(zip(*per_node, strict=True)) or [(0,)] * world
-    alive = [sum(sizes) if mode == "train" else 2 * max(sizes) for sizes in by_rank]
-    return tuple(int(h + a) for h, a in zip(held, alive, strict=True))
+    by_rank = np.array(results, dtype=np.int64).reshape(-1, world)
+    alive = by_rank.sum(0) if mode == "train" else 2 * by_rank.max(0, initial=0)
+    return tuple(int(h + a) for h, a in zip(held, alive.tolist(), strict=True))

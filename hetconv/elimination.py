@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import milp
+from .contraction import Contraction, contracted
 from .dominance import pruned
 from .errors import PlanError
 from .potentials import Array, Indices, Potentials, Scope, total
@@ -57,11 +58,11 @@ def minimize(unary: Unary, pairwise: Pairwise, *, memory_bytes: int = MEMORY_BYT
     """
     potentials = Potentials.of(unary, pairwise)
     small, kept = pruned(potentials)
-    steps = elimination_order(small)
+    narrow, steps = _narrow(small, memory_bytes)
     if _bytes(steps) > memory_bytes:
-        raise PlanError(_too_wide(small, steps, memory_bytes))
-    found, _ = _least(small, steps)
-    return _as_given(potentials, kept, found)
+        raise PlanError(_too_wide(narrow.potentials, steps, memory_bytes))
+    found, _ = _least(narrow.potentials, steps)
+    return _as_given(potentials, kept, narrow.restored(found))
 
 
 def solve(
@@ -70,14 +71,25 @@ def solve(
     """As `minimize`; where that refuses the width, by HiGHS within ``time_limit`` seconds, and with its gap."""
     potentials = Potentials.of(unary, pairwise)
     small, kept = pruned(potentials)
-    steps = elimination_order(small)
+    narrow, steps = _narrow(small, memory_bytes)
     exact = _bytes(steps) <= memory_bytes
     if not exact:  # what can be eliminated without making more of it
-        largest = max(table.nbytes for table in small.tables.values())
+        largest = max(table.nbytes for table in narrow.potentials.tables.values())
         steps = list(takewhile(lambda step: step.table_bytes <= largest, steps))
-    found, slack = _least(small, steps, time_limit)
-    choice, cost = _as_given(potentials, kept, found)
+    found, slack = _least(narrow.potentials, steps, time_limit)
+    choice, cost = _as_given(potentials, kept, narrow.restored(found))
     return Solution(choice, cost, milp.gap(slack, cost), "elimination" if exact else "milp")
+
+
+def _narrow(potentials: Potentials, memory_bytes: int) -> tuple[Contraction, list[Step]]:
+    """What to eliminate, in order: with nodes merged only where that is too wide without."""
+    as_given = Contraction(potentials, tuple(range(len(potentials.names))), ())
+    steps = elimination_order(potentials)
+    if _bytes(steps) <= memory_bytes:
+        return as_given, steps
+    merged = contracted(potentials)
+    fewer = elimination_order(merged.potentials)
+    return (merged, fewer) if _bytes(fewer) < _bytes(steps) else (as_given, steps)
 
 
 def elimination_order(potentials: Potentials) -> list[Step]:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from .agreement import prepared
 from .errors import HetConvError
-from .modules import sliced_parameters, team_of_model
-from .movement import from_every_rank
+from .holding import Held
+from .modules import shared_out, team_of_model
+from .movement import from_every_rank, take
 
 
 def clip_grad_norm_(
@@ -28,12 +29,13 @@ def clip_grad_norm_(
         return whole
     said = f"max_norm {max_norm}, norm_type {norm_type}"
     prepared(team, "clip_grad_norm_", lambda: _check(norm_type), lambda _: said)
-    sliced = sliced_parameters(model)
+    held = shared_out(model)
     with torch.no_grad():
         own = [p for p in model.parameters() if p.grad is not None]
         device = next(model.parameters()).device
-        slices = from_every_rank(team, _norm((p.grad for p in own if id(p) in sliced), norm_type, device))
-        replicas = _norm((p.grad for p in own if id(p) not in sliced), norm_type, device)
+        owned = (_owned(p.grad, held[id(p)], team.rank) for p in own if id(p) in held)
+        slices = from_every_rank(team, _norm(owned, norm_type, device))
+        replicas = _norm((p.grad for p in own if id(p) not in held), norm_type, device)
         total: Tensor = torch.linalg.vector_norm(torch.cat([slices, replicas[None]]), norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise HetConvError(f"the gradients' norm is {float(total)}, so they cannot be clipped; nothing was changed")
@@ -47,6 +49,11 @@ def clip_grad_norm_(
 def _check(norm_type: float) -> None:
     if not norm_type > 0:
         raise HetConvError(f"norm_type is {norm_type}, but must be a positive number or float('inf')")
+
+
+def _owned(gradient: Tensor | None, held: Held, rank: int) -> Tensor | None:
+    """What of this rank's gradient it counts, so that every element is counted once."""
+    return take(gradient, held.boxes[rank], held.owners.boxes[rank]) if gradient is not None else None
 
 
 def _norm(gradients: Iterable[Tensor | None], norm_type: float, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ bytes sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -88,7 +88,7 @@ class Layout:
 
     @staticmethod
     def replicated(shape: Sequence[int], world: int) -> Layout:
-        return Layout(tuple(shape), "replicated", (Box.whole(tuple(shape)),) * world)
+        return _replicated(tuple(shape), world)
 
     @staticmethod
     def partial(shape: Sequence[int], world: int, shares: Sequence[int] = ()) -> Layout:
@@ -97,17 +97,7 @@ class Layout:
     @staticmethod
     def sharded(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Layout:
         """Cut along ``dim`` into one slice per rank. Raises `LayoutError` if the sizes do not add up to the extent."""
-        shape = tuple(shape)
-        if not -len(shape) <= dim < len(shape):
-            raise LayoutError(f"a layout of shape {shape} was asked to be cut along dimension {dim}, which it has not")
-        dim %= len(shape)
-        if any(s < 0 for s in sizes) or sum(sizes) != shape[dim]:
-            raise LayoutError(
-                f"sizes {tuple(sizes)} add up to {sum(sizes)}, but dimension {dim} of {shape} has {shape[dim]}; "
-                f"give one non-negative size per rank that add up to it (hetconv.apportion does so for proportions)"
-            )
-        whole = Box.whole(shape)
-        return Layout(shape, "sharded", tuple(whole.along(dim, lo, hi) for lo, hi in spans(sizes)))
+        return _sharded(tuple(shape), dim, tuple(sizes))
 
     @cached_property
     def dim(self) -> int | None:
@@ -121,10 +111,38 @@ class Layout:
         in_order = spans([b.shape[dim] for b in self.boxes])
         return dim if not cut or in_order == [(b.lo[dim], b.hi[dim]) for b in self.boxes] else None
 
+    @property
+    def inner(self) -> int | None:
+        """The dimension along which `mates` are cut in order: `dim`, where there is one level."""
+        return self.dim
+
+    def mates(self, rank: int) -> range:
+        """The ranks with parts of the same samples as this one: all, where there is one level; see `TwoLevel`."""
+        return range(self.world)
+
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The extents of the boxes along `dim`."""
         return tuple(b.shape[self.dim] for b in self.boxes) if self.dim is not None else ()
+
+
+@lru_cache(maxsize=4096)  # the planner and the runtime ask for the same ones again and again
+def _replicated(shape: Shape, world: int) -> Layout:
+    return Layout(shape, "replicated", (Box.whole(shape),) * world)
+
+
+@lru_cache(maxsize=4096)
+def _sharded(shape: Shape, dim: int, sizes: tuple[int, ...]) -> Layout:
+    if not -len(shape) <= dim < len(shape):
+        raise LayoutError(f"a layout of shape {shape} was asked to be cut along dimension {dim}, which it has not")
+    dim %= len(shape)
+    if any(s < 0 for s in sizes) or sum(sizes) != shape[dim]:
+        raise LayoutError(
+            f"sizes {sizes} add up to {sum(sizes)}, but dimension {dim} of {shape} has {shape[dim]}; "
+            f"give one non-negative size per rank that add up to it (hetconv.apportion does so for proportions)"
+        )
+    whole = Box.whole(shape)
+    return Layout(shape, "sharded", tuple(whole.along(dim, lo, hi) for lo, hi in spans(sizes)))
 
 
 def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -158,14 +176,14 @@ Exchange = tuple[Boxes, Boxes]  # every rank sends what it holds of the first bo
 def exchanges(held: Boxes, wanted: Boxes) -> tuple[Exchange, ...]:
     """The rounds in which values over ``held`` are summed into ``wanted``: one, or two for a sum of wholes.
 
-    With more than two ranks a sum of wholes is scattered first and gathered then, which moves 2(P-1)/P of the tensor
-    per rank instead of P-1.
+    With more than two ranks that hold one, a sum of wholes is scattered among them first and gathered then, which moves
+    2(P-1)/P of the tensor per rank instead of P-1.
     """
-    world = len(held)
-    box = held[0]
-    if world > 2 and box.lo and box.numel and all(b == box for b in held) and all(b == box for b in wanted):
+    holders = [b for b in held if b.numel] if held == wanted else []
+    if len(holders) > 2 and holders[0].lo and all(b == holders[0] for b in holders):
+        box, shares = holders[0], tuple(int(b.numel > 0) for b in held)
         dim = max(range(len(box.lo)), key=lambda d: box.shape[d])
-        cut = spans(apportion(box.shape[dim], (1,) * world))
+        cut = spans(apportion(box.shape[dim], shares))
         chunks = tuple(box.along(dim, box.lo[dim] + lo, box.lo[dim] + hi) for lo, hi in cut)
         return (held, chunks), (chunks, wanted)
     return ((held, wanted),)
@@ -197,11 +215,13 @@ class Move:
         return isinstance(self.dst, Layout) and self.dst.kind == "partial"
 
 
+@lru_cache(maxsize=1024)
 def summed(shape: Shape, world: int) -> Move:
     """A summand on every rank becomes the sum on every rank (all-reduce)."""
     return Move(Layout.partial(shape, world), Layout.replicated(shape, world))
 
 
+@lru_cache(maxsize=1024)
 def from_each(shape: Shape, world: int) -> Move:
     """A tensor of each rank becomes all of them, in rank order, on every rank (all-gather): (P, *shape)."""
     each = Layout.sharded((world, *shape), 0, (1,) * world)
@@ -225,14 +245,16 @@ def traffic(rounds: tuple[Exchange, ...], itemsize: int) -> dict[tuple[int, int]
     return total
 
 
-def buckets(sizes: Sequence[int], limit: int = 1 << 20) -> list[list[int]]:
-    """Indices of consecutive items, last first as backward needs them, in groups of about ``limit`` elements."""
+def buckets(sizes: Sequence[int], limit: int = 1 << 20, kinds: Sequence[Hashable] = ()) -> list[list[int]]:
+    """Indices of items, last first as backward needs them, in groups of one kind and of about ``limit`` elements."""
     groups: list[list[int]] = []
-    filled = limit
+    filling: dict[Hashable, tuple[list[int], int]] = {}  # by kind, and how many elements that group has
     for i in reversed(range(len(sizes))):
+        kind = kinds[i] if kinds else None
+        group, filled = filling.get(kind, ([], limit))
         if filled >= limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(i)
-        filled += sizes[i]
+            group, filled = [], 0
+            groups.append(group)
+        group.append(i)
+        filling[kind] = group, filled + sizes[i]
     return groups

@@ -14,7 +14,8 @@ from . import kernels, ops
 from .agreement import agree, prepared
 from .calls import CONVS, conv_spec, is_plain
 from .errors import HetConvError
-from .layout import Layout
+from .holding import Held
+from .layout import Box, Layout
 from .replicas import SCOPE
 from .rules import Conv, Linear, Split
 from .tensor import HetTensor, gather
@@ -29,44 +30,27 @@ CONV_ATTRIBUTES = (
 
 
 class CutLayer(nn.Module):
-    """A layer whose weight is cut by a split. Subclasses say which operator it is and how it runs."""
+    """A layer that a split cuts among ranks. Subclasses say which operator it is and how it runs."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     split: Split
     output: Output
     team: Team
-    _weight_shape: tuple[int, ...]
-    _cut: tuple[int, tuple[int, ...]] | None
+    held: dict[str, Held]
+    """Which ranks hold what of each parameter."""
 
-    def _allocate(self, weight_shape: tuple[int, ...], bias: bool, options: dict[str, Any]) -> None:
-        self._weight_shape = weight_shape
-        local = list(weight_shape)
-        if self._cut is not None:
-            local[self._cut[0]] = self._cut[1][self.team.rank]
-        self.weight = nn.Parameter(torch.empty(local, **options))
-        biases = local[0] if self._cut is not None and self._cut[0] == 0 else weight_shape[0]
-        self.register_parameter("bias", nn.Parameter(torch.empty(biases, **options)) if bias else None)
-
-    def layouts(self) -> dict[str, Layout]:
-        """The layout of each parameter over the ranks: both cut along filters, or the weight along input channels."""
-        shape, found = self._weight_shape, {}
-        for name, whole in (("weight", shape), ("bias", shape[:1])):
-            if getattr(self, name) is not None:
-                cut = self._cut if self._cut is not None and self._cut[0] < len(whole) else None
-                found[name] = Layout.sharded(whole, *cut) if cut else Layout.replicated(whole, self.team.size)
-        return found
-
-    def cut_parameters(self) -> dict[str, Layout]:
-        """The parameters of which this rank holds a slice."""
-        return {name: layout for name, layout in self.layouts().items() if layout.kind == "sharded"}
+    def _allocate(self, held: Mapping[str, Held], bias: bool, options: dict[str, Any]) -> None:
+        self.held = {name: of for name, of in held.items() if name == "weight" or bias}
+        for name, of in held.items():
+            local = nn.Parameter(torch.empty(of.boxes[self.team.rank].shape, **options)) if name in self.held else None
+            self.register_parameter(name, local)
 
     @torch.no_grad()
     def load_full(self, full: Mapping[str, Tensor]) -> None:
-        """Takes this rank's slices of the whole parameters; local."""
-        for name, layout in self.layouts().items():
-            box = layout.boxes[self.team.rank]
-            getattr(self, name).copy_(full[name][tuple(map(slice, box.lo, box.hi))])
+        """Takes what this rank holds of the whole parameters; local."""
+        for name, of in self.held.items():
+            getattr(self, name).copy_(full[name][of.boxes[self.team.rank].within(Box.whole(of.shape))])
 
     def _result(self, y: Tensor) -> Tensor:
         return gather(y) if self.output == "replicated" else y
@@ -159,9 +143,8 @@ class HetConv(CutLayer):
             setattr(self, name, getattr(conv, name))
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
-        self._cut = least_op(conv).weight_cut(split)
         self._ways: dict[int, ops.Way] = {}  # by the id of the input's layout
-        _inherit(self, conv, conv.bias is not None)
+        _inherit(self, conv, least_op(conv).held(split, self.team.size))
 
     def forward(self, x: Tensor) -> Tensor:
         if SCOPE.get() is None:
@@ -204,9 +187,9 @@ class HetConv2d(HetConv):
     """A 2-D convolution cut among the ranks of ``group`` as ``split`` says; otherwise as `torch.nn.Conv2d`.
 
     Input (N, C, H, W): a plain tensor, the same on every rank, or a HetTensor. Output (N, K, P, Q): a plain tensor on
-    every rank (``output="replicated"``) or a HetTensor (``"split"``). ``weight`` is this rank's slice under ``filter``
-    and ``channel`` splits. Constructing it is collective: bad arguments on one rank raise `SplitError` on all; weights
-    are rank 0's.
+    every rank (``output="replicated"``) or a HetTensor (``"split"``). ``weight`` is what this rank computes with: its
+    slice under ``filter`` and ``channel`` splits, nothing on a rank without a share. Constructing it is collective: bad
+    arguments on one rank raise `SplitError` on all; weights are rank 0's.
     """
 
     spatial_dims = 2
@@ -229,8 +212,7 @@ class HetLinear(CutLayer):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.team, self.split, self.output = team, split, output
-        self._cut = Linear((1, self.in_features), self.out_features).weight_cut(split)
-        _inherit(self, linear, linear.bias is not None)
+        _inherit(self, linear, Linear((1, self.in_features), self.out_features).held(split, team.size))
 
     def forward(self, x: Tensor) -> Tensor:
         if SCOPE.get() is None:
@@ -248,9 +230,14 @@ def cut_layers(model: nn.Module) -> list[CutLayer]:
     return [layer for layer in model.modules() if isinstance(layer, CutLayer)]
 
 
-def sliced_parameters(model: nn.Module) -> set[int]:
-    """The ids of the parameters of which a rank has a slice."""
-    return {id(getattr(layer, name)) for layer in cut_layers(model) for name in layer.cut_parameters()}
+def shared_out(model: nn.Module) -> dict[int, Held]:
+    """The parameters that are not whole on every rank, by id."""
+    return {
+        id(getattr(layer, name)): held
+        for layer in cut_layers(model)
+        for name, held in layer.held.items()
+        if not held.everywhere
+    }
 
 
 def team_of_model(model: nn.Module) -> Team | None:
@@ -277,10 +264,10 @@ def _check_output(output: str) -> None:
         raise HetConvError(f"output={output!r} is not known; give 'replicated' or 'split'")
 
 
-def _inherit(made: CutLayer, plain: PlainConv | nn.Linear, bias: bool) -> None:
+def _inherit(made: CutLayer, plain: PlainConv | nn.Linear, held: Mapping[str, Held]) -> None:
     """Parameters of the right local shapes with the plain layer's values, trainability, memory format and mode."""
     weight = plain.weight
-    made._allocate(tuple(weight.shape), bias, {"device": weight.device, "dtype": weight.dtype})
+    made._allocate(held, plain.bias is not None, {"device": weight.device, "dtype": weight.dtype})
     last = kernels.CHANNELS_LAST.get(weight.dim())
     if last is not None and weight.stride(1) == 1 != weight.stride(-1):  # a 1x1 kernel is contiguous in either format
         made.weight.data = made.weight.data.to(memory_format=last)

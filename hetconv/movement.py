@@ -19,6 +19,7 @@ from . import kernels
 from .agreement import prepared
 from .errors import LayoutError
 from .layout import Box, Boxes, Exchange, Layout, Move, Need, from_each, pieces
+from .levels import TwoLevel
 from .transport import Round, Team, team_of
 
 
@@ -171,6 +172,8 @@ def redistribute(local: Tensor, src: Layout, dst: Layout | Need, *, group: dist.
             raise LayoutError(f"layouts for {src.world} and {dst.world} ranks were given to a group of {team.size}")
         if src.shape != dst.shape:
             raise LayoutError(f"a value of shape {src.shape} cannot be moved to a layout of shape {dst.shape}")
+        if isinstance(dst, TwoLevel) and dst.kind == "partial" and (src.kind, src.boxes) != (dst.kind, dst.boxes):
+            raise LayoutError(f"a value cannot be moved to summands in each of nodes {dst.nodes}; give a sharded one")
         if tuple(local.shape) != src.boxes[team.rank].shape:
             raise LayoutError(
                 f"the local tensor has shape {tuple(local.shape)}, but rank {team.rank}'s box in the source layout has "

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from .layout import Exchange, summed, traffic
+from .holding import Ranks, summed_among
+from .layout import Boxes, Exchange
 from .profile import ClusterProfile
 
 Array = npt.NDArray[np.float64]
@@ -29,20 +32,26 @@ class Network:
     """``latency_s`` and ``s_per_byte``: (P, P), from sender to receiver, 0 from a rank to itself.
 
     ``shared``: wires that several pairs use at once, such as a host's uplink; one for each direction if it is duplex.
+    ``overlap`` and ``sum_s_per_byte``: as `ClusterProfile` has them.
     """
 
     latency_s: Array
     s_per_byte: Array
     shared: tuple[Wire, ...] = ()
+    overlap: float = 1.0
+    sum_s_per_byte: float = 0.0
     _known: dict[tuple[Exchange, int], Messages] = field(default_factory=dict)
+    _same: dict[tuple[int, int], tuple[Exchange, Messages]] = field(default_factory=dict)
+    _per_byte: dict[Ranks, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, profile: ClusterProfile) -> Network:
         latency_s, s_per_byte = np.zeros((2, profile.world, profile.world))
-        for a, b in zip(*np.triu_indices(profile.world, 1), strict=True):
-            link = profile.link(int(a), int(b))
-            latency_s[[a, b], [b, a]], s_per_byte[[a, b], [b, a]] = link.latency_s, link.s_per_byte
-        return cls(latency_s, s_per_byte, tuple((wire.pairs, wire.s_per_byte) for wire in profile.shared))
+        for a, b in permutations(range(profile.world), 2):
+            link = profile.link(a, b)
+            latency_s[a, b], s_per_byte[a, b] = link.latency_s, link.s_per_byte
+        shared = tuple((wire.pairs, wire.s_per_byte) for wire in profile.shared)
+        return cls(latency_s, s_per_byte, shared, profile.overlap, profile.sum_s_per_byte)
 
     @property
     def world(self) -> int:
@@ -76,24 +85,51 @@ class Network:
 
     def messages(self, one: Exchange, itemsize: int) -> Messages:
         """Of one round, remembered. Ranks whose messages share a wire are done when that has carried all of them."""
-        if (one, itemsize) not in self._known:
-            sent = np.zeros((self.world, self.world))
-            for pair, size in traffic((one,), itemsize).items():
-                sent[pair] = size
-            pairs = sent > 0
-            seconds = self.spent(sent)
-            for wire, load in zip(self.shared, sent.reshape(-1) @ self._loads, strict=True) if self.shared else ():
-                users = [rank for pair in wire[0] if pairs[pair] for rank in pair]
-                seconds[users] = np.maximum(seconds[users], load)
-            self._known[one, itemsize] = Messages(sent, pairs, seconds)
-        return self._known[one, itemsize]
+        key = id(one), itemsize  # equal ones are long to compare
+        if key not in self._same:
+            if (one, itemsize) not in self._known:
+                self._known[one, itemsize] = self._messages(one, itemsize)
+            self._same[key] = one, self._known[one, itemsize]  # the round is kept, so that its id stays what it is
+        return self._same[key][1]
+
+    def _messages(self, one: Exchange, itemsize: int) -> Messages:
+        sent = _common(*one) * (1.0 - np.eye(self.world)) * itemsize
+        pairs = sent > 0
+        seconds = self.spent(sent)
+        for wire, load in zip(self.shared, sent.reshape(-1) @ self._loads, strict=True) if self.shared else ():
+            users = [rank for pair in wire[0] if pairs[pair] for rank in pair]
+            seconds[users] = np.maximum(seconds[users], load)
+        return Messages(sent, pairs, seconds)
 
     def rounds_s(self, rounds: tuple[Exchange, ...], itemsize: int) -> float:
         """Seconds of rounds one after the other, each as long as its slowest rank takes."""
         return sum(float(self.messages(one, itemsize).seconds.max(initial=0.0)) for one in rounds)
 
-    @cached_property
-    def s_per_summed_byte(self) -> float:
-        """Seconds for a byte of a large sum over all ranks, as those of parameters' gradients are."""
-        numel = 1 << 20
-        return self.rounds_s(summed((numel,), self.world).forward, 4) / (4 * numel)
+    def s_per_summed_byte(self, holders: Ranks) -> float:
+        """Seconds for a byte of a large sum among some ranks, as those of parameters' gradients are; remembered."""
+        if holders not in self._per_byte:
+            size = 4 << 20
+            moving = self.rounds_s(summed_among(holders, size // 4, self.world), 4)
+            self._per_byte[holders] = moving / size + (self.sum_s_per_byte if len(holders) > 1 else 0.0)
+        return self._per_byte[holders]
+
+    def summing(self, sums: Iterable[tuple[tuple[Exchange, ...], int]]) -> Array:
+        """(P,) seconds that each rank takes for sums of gradients beside their messages."""
+        held = [[box.numel * itemsize for box in rounds[0][0]] for rounds, itemsize in sums if rounds]
+        total: Array = np.array(held, dtype=np.float64).reshape(-1, self.world).sum(0)
+        return total * self.sum_s_per_byte
+
+
+def _common(held: Boxes, wanted: Boxes) -> Array:
+    """(P, P): elements that each rank's held box and each rank's wanted one have in common, as `layout.pieces` does."""
+    common = np.ones((len(held), len(wanted)))
+    corners = (np.array([(b.lo, b.hi) for b in boxes], dtype=np.float64).transpose(2, 1, 0) for boxes in (held, wanted))
+    for ends in zip(*corners, strict=True):
+        (lo, hi), (start, end) = ends
+        common = common * np.maximum(np.minimum(hi[:, None], end) - np.maximum(lo[:, None], start), 0)
+    return common
+
+
+def both(computing: float, moving: float, overlap: float) -> float:
+    """Seconds of both, where this part of the shorter one takes no time of its own."""
+    return max(computing, moving) + (1 - overlap) * min(computing, moving)

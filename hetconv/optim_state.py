@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from .errors import HetConvError
 from .layout import Shape
-from .state import State, agreed, cut_parameters, own_part, signature, values, whole
-from .tensor import HetTensor
+from .state import State, agreed, shares, signature, values, whole
 
 
 def full_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
@@ -43,15 +42,15 @@ def load_full_optim_state_dict(model: nn.Module, optimizer: Optimizer, state: Ma
 
 
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
-    """The state by names, a HetTensor for what is kept of a slice; local, in the optimizer's memory."""
-    params, cut, own = _params_of(model, optimizer), cut_parameters(model), optimizer.state_dict()
+    """The state by names, with HetTensors as in `sharded_state_dict`; local, in the optimizer's memory."""
+    params, cut, own = _params_of(model, optimizer), shares(model), optimizer.state_dict()
     names = list(params)
     if other := own["state"].keys() - set(range(len(names))):
         raise HetConvError(f"{type(optimizer).__name__} keeps state of no parameter, under {sorted(map(str, other))}")
 
     def placed(name: str, x: Tensor) -> Tensor:
         _check(name, x, params[name].shape, optimizer, bool(cut))
-        return HetTensor.wrap(x, *cut[name]) if name in cut and x.dim() else x
+        return cut[name].owned(x) if name in cut and x.dim() else x
 
     by_name = {names[i]: own["state"][i] for i in sorted(own["state"])}
     return {
@@ -61,17 +60,17 @@ def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def own_optim_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> State:
-    """What this rank's optimizer takes of a state of whole tensors, or of HetTensors that are cut as the model is."""
-    params, cut = _params_of(model, optimizer), cut_parameters(model)
+    """What this rank's optimizer takes of a state of whole tensors, or of slices (`Slice`)."""
+    params, cut = _params_of(model, optimizer), shares(model)
     names = dict(enumerate(params)) | {name: name for name in params}  # a plain optimizer counts its parameters
     groups = [[names.get(p, str(p)) for p in group["params"]] for group in state["param_groups"]]
     _check_names(groups, [names.get(k, str(k)) for k in state["state"]], optimizer, params)
 
     def own(name: str, x: Tensor) -> Tensor:
-        _check(name, x, cut[name][0].shape if name in cut else params[name].shape, optimizer, bool(cut))
+        _check(name, x, cut[name].held.shape if name in cut else params[name].shape, optimizer, bool(cut))
         if not x.dim():
             return x.clone()
-        mine = own_part(x, *cut[name]) if name in cut else x
+        mine = cut[name].of(x) if name in cut else x
         like = params[name] if mine.shape == params[name].shape else mine  # for its device and memory format
         return torch.empty_like(like, dtype=mine.dtype).copy_(mine)
 

@@ -18,7 +18,7 @@ from .calls import is_plain
 from .drift import sync_replicated
 from .eager import EagerForward, eager
 from .errors import PlanError
-from .modules import HET_CONVS, HetLinear, PlainConv, least_op, sliced_parameters
+from .modules import HET_CONVS, HetLinear, PlainConv, least_op, shared_out
 from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split
@@ -226,7 +226,7 @@ class _Root:
             self._trained += 1
             if self._trained % self.sync_every == 0:
                 sync_replicated(module)
-        self._tokens.append(SCOPE.set(Scope(self.team, _replicas(module) if torch.is_grad_enabled() else ())))
+        self._tokens.append(SCOPE.set(_scope(module, self.team)))
 
     @eager
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -262,7 +262,8 @@ def _gathered(y: Any, channels_last: bool) -> Any:
     return gather(y) if last is None else gather(y).contiguous(memory_format=last)
 
 
-def _replicas(model: nn.Module) -> list[Tensor]:
-    """The parameters of which every rank has the whole."""
-    cut = sliced_parameters(model)
-    return [p for p in model.parameters() if id(p) not in cut]
+def _scope(model: nn.Module, team: Team) -> Scope:
+    """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
+    held = shared_out(model) if torch.is_grad_enabled() else {}
+    params = model.parameters() if torch.is_grad_enabled() else ()
+    return Scope(team, [p for p in params if id(p) not in held or held[id(p)].repeated], held)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from . import files
+from . import files, migrations
 from .errors import PlanError, few
+from .files import STRICT
 from .rules import Conv, Linear, Split
 from .tuned import TunedTile
 
-VERSION = 2
+VERSION = 3
 Mode = Literal["train", "infer"]
-STRICT = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,16 @@ class Gathered:
     __pydantic_config__ = STRICT
 
 
+def _makes_sense(op: Conv | Linear) -> bool:
+    """Whether the numbers that a file gives for an operator are such as a layer has."""
+    if isinstance(op, Linear):
+        return min(op.x_shape, default=-1) >= 0 and op.features >= 0
+    s = op.spec
+    by_dim = (s.size, s.kernel, s.stride, s.padding, s.dilation)
+    alike = len(s.size) >= 1 and len({len(numbers) for numbers in by_dim}) == 1
+    return alike and min(s.N, *s.size) >= 0 and min(s.C, s.K, *s.kernel, *s.stride, *s.dilation) >= 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """``layers`` by module name. ``alternatives`` has the predicted seconds of what else could have been done.
@@ -107,9 +117,19 @@ class Plan:
     def __post_init__(self) -> None:
         for name, layer in self.layers.items():
             try:
+                if not _makes_sense(layer.op):
+                    raise ValueError(f"{layer.op} is no operator: its shapes do not fit together")
                 layer.op.check(layer.split, self.world)
             except ValueError as e:
                 raise PlanError(f"layer {name!r}: {e}") from e
+            self._check_length(f"layer {name!r}", layer.forward_s, layer.backward_s, empty=True)
+        if (p := self.predicted) is not None:
+            self._check_length("predicted", p.busy_s, p.memory_bytes, p.sent_bytes, *p.sent_bytes)
+            self._check_length("predicted", p.moving_s, empty=True)
+
+    def _check_length(self, what: str, *by_rank: Sized, empty: bool = False) -> None:
+        if wrong := {len(x) for x in by_rank} - ({self.world} | ({0} if empty else set())):
+            raise PlanError(f"{what} has {min(wrong)} numbers for {self.world} devices; give one for each")
 
     @property
     def world(self) -> int:
@@ -123,7 +143,7 @@ class Plan:
     def digest(self) -> str:
         """What ranks compare before they act on a plan: the number of ranks, and all that decides what moves when."""
         layers = ((n, x.split, (x.followers, x.chunks)) for n, x in sorted(self.layers.items()))
-        said = [str(self.world), *(f"{n}={s.kind}{s.sizes}{rest}" for n, s, rest in layers)]
+        said = [str(self.world), *(f"{n}={s.kind}{s.sizes}{s.nodes}{rest}" for n, s, rest in layers)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
     def with_splits(self, splits: Mapping[str, Split]) -> Plan:
@@ -143,5 +163,10 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Raises `PlanError`, naming the key, for a file that is not a plan of this version."""
-        return files.load(path, "plan", VERSION, Plan, PlanError)
+        """Raises `PlanError`, naming the key, for a file that is not a plan of this version or an older one."""
+        return files.load(path, "plan", VERSION, Plan, PlanError, migrations.PLAN)
+
+    @staticmethod
+    def schema() -> files.Document:
+        """The JSON schema of a plan file."""
+        return files.schema("plan", VERSION, Plan)

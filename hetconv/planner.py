@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from .candidates import ALONE, EVEN, TUNED, Candidates, Splits, split_of, tuned_name
+from .candidates import ALONE, EVEN, TUNED, Candidates, plan_name, tuned_name
 from .errors import PlanError
 from .fusing import followers
 from .graph import Graph
@@ -18,6 +19,7 @@ from .memory import Limits, least_memory
 from .plan import Considered, LayerPlan, Mode, Plan, Prediction
 from .pricing import LayerCost, Pricer, gathers
 from .profile import ClusterProfile
+from .proportions import Splits, split_of
 from .rules import KINDS, Conv, Split, SplitKind
 from .search import Search
 
@@ -42,45 +44,96 @@ def make_plan(
     be chosen; an operator for which none of them is legal is replicated. Raises `PlanError` if nothing fits the memory,
     with the least that would do, and `SplitError` for a kind that is not known. The same input gives the same plan.
     """
-    if not graph.layers:
-        raise PlanError(f"{graph.model} has no convolution or linear layer that could be split")
-    allowed = tuple(kinds) if kinds is not None else KINDS
-    for kind in allowed:
-        Split("replicate") if kind == "replicate" else Split(kind, (1,))
-    limits = _limits(profile, memory_limit)
-    ways, pricer = Candidates(graph, profile, mode, allowed), Pricer(graph, profile, mode)
-    found = ways.whole_models(limits)
-    priced = {name: pricer.price(splits) for name, splits in found.items()}
-    search = Search(ways, pricer, ways.choices(ways.pool()))
-    even = Search(ways, pricer, ways.choices(ways.pool(even=True), own=False))
-    for name, one in ((PLANNED, search), (EVEN_PLAN, even)):
-        splits = one.best(limits)
-        if splits is not None:
-            found[name], priced[name] = splits, pricer.price(splits)
-    _correct(priced, ways, pricer)
-    fitting = {name: p for name, (p, _) in priced.items() if _fits(p, limits)}
-    if not fitting:
-        least = least_memory(search.tables, limits, search.memory)
-        raise PlanError(f"no split fits: the leanest needs {_gb(least)} GB per device, but there are {_gb(limits)} GB")
-    chosen = min(fitting, key=lambda n: (fitting[n].step_s, not n.startswith(ALONE), not n.startswith(TUNED)))
-    if not chosen.startswith((ALONE, TUNED)):
-        refined, price = _refined(ways, pricer, found[chosen], priced[chosen], limits)
-        if refined is not found[chosen]:
-            chosen, found[PLANNED], priced[PLANNED] = PLANNED, refined, price
-    prediction, costs = priced[chosen]
-    others = search.considered(found[chosen]) if not chosen.startswith(ALONE) else {}  # alone, no layer has a say
-    layers = _layers(graph, profile, found[chosen], costs, others)
+    compared = _Compared(graph, profile, mode, memory_limit, kinds)
+    chosen = compared.chosen
+    prediction, costs = compared.priced[chosen]
+    splits = compared.found[chosen]
+    others = compared.search.considered(splits) if not chosen.startswith(ALONE) else {}  # alone, no layer has a say
+    layers = _layers(graph, profile, splits, costs, others)
     return Plan(
         profile.names, mode, graph.model, graph.input_shapes, layers, chosen, prediction,
-        _alternatives({n: p for n, (p, _) in priced.items()}), profile.estimated, profile.tiles,
-        gathers(graph, found[chosen], profile.world, mode),
+        _alternatives({n: p for n, (p, _) in compared.priced.items()}), profile.estimated, profile.tiles,
+        gathers(graph, splits, profile.world, mode),
     )  # fmt: skip
+
+
+class Contender(NamedTuple):
+    """A way to split the whole model that fits the memory, what it is predicted to take, and each layer of it."""
+
+    name: str
+    splits: Splits
+    predicted: Prediction
+    costs: Mapping[str, LayerCost]
+
+
+def contenders(graph: Graph, profile: ClusterProfile, *, mode: Mode = "train") -> list[Contender]:
+    """What `make_plan` chooses among: first what it chooses, then the fastest by prediction; none twice."""
+    compared = _Compared(graph, profile, mode, None, None)
+    order = sorted(compared.fitting, key=lambda name: (name != compared.chosen, compared.fitting[name].step_s))
+    found: list[Contender] = []
+    for name in order:
+        splits = compared.found[name]
+        if all(splits != other.splits for other in found):
+            found.append(Contender(name, splits, *compared.priced[name]))
+    return found
+
+
+class _Compared:
+    """Whole-model splits, searched ones and tuned ones, what each is predicted to take, and the best of them."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        profile: ClusterProfile,
+        mode: Mode,
+        memory_limit: float | Sequence[float] | None,
+        kinds: Sequence[SplitKind] | None,
+    ):
+        if not graph.layers:
+            raise PlanError(f"{graph.model} has no convolution or linear layer that could be split")
+        allowed = tuple(kinds) if kinds is not None else KINDS
+        for kind in allowed:
+            Split("replicate") if kind == "replicate" else Split(kind, (1,))
+        limits = _limits(profile, memory_limit)
+        ways, pricer = Candidates(graph, profile, mode, allowed), Pricer(graph, profile, mode)
+        self.found = ways.whole_models(limits)
+        lone = Pricer(graph, profile.alone(), mode) if any(d.alone for d in profile.devices) else pricer
+        pricers = {name: lone if name.startswith(ALONE) else pricer for name in self.found}
+        self.priced: Priced = {name: pricers[name].price(splits) for name, splits in self.found.items()}
+        self.search = Search(ways, pricer, ways.choices(ways.pool()))
+        even = Search(ways, pricer, ways.choices(ways.pool(even=True), own=False))
+        for name, one in ((PLANNED, self.search), (EVEN_PLAN, even)):
+            splits = one.best(limits)
+            if splits is not None:
+                self.found[name], self.priced[name] = splits, pricer.price(splits)
+        _correct(self.priced, ways, pricer)
+        if not self._fitting(limits):
+            least, there = _gb(least_memory(self.search.tables, limits, self.search.memory)), _gb(limits)
+            raise PlanError(f"no split fits: the leanest needs {least} GB per device, but there are {there} GB")
+        self.chosen = self._choose(ways, pricer, limits)
+        self.fitting = self._fitting(limits)
+
+    def _fitting(self, limits: Limits) -> dict[str, Prediction]:
+        return {name: p for name, (p, _) in self.priced.items() if _fits(p, limits)}
+
+    def _choose(self, ways: Candidates, pricer: Pricer, limits: Limits) -> str:
+        """What was measured to be the fastest; otherwise what is predicted to be, refined."""
+        fitting, tuned = self._fitting(limits), ways.tuned_plan()
+        if tuned is not None and plan_name(tuned) in fitting:
+            return plan_name(tuned)
+        chosen = min(fitting, key=lambda n: (fitting[n].step_s, not n.startswith(ALONE), not n.startswith(TUNED)))
+        if not chosen.startswith((ALONE, TUNED)):
+            refined, price = _refined(ways, pricer, self.found[chosen], self.priced[chosen], limits)
+            if refined is not self.found[chosen]:
+                chosen, self.found[PLANNED], self.priced[PLANNED] = PLANNED, refined, price
+        return chosen
 
 
 def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
     """A device alone tells no other what it computed, so that a plan must beat its computing.
 
-    A tuned ratio was measured beside the computed one: what it gained is believed; a worse one is not kept.
+    A tuned ratio was measured beside the computed one: what it gained is believed; a worse one is not kept. What whole
+    steps of a tuned plan, of the device alone and of the even split beside it, took is not predicted any more.
     """
     for name, (prediction, costs) in priced.items():
         if name.startswith(ALONE):
@@ -93,6 +146,12 @@ def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
         computed, _ = pricer.price(ways.whole(tuned.kind, tuned.computed_weights))
         gain = min(tuned.step_s / tuned.computed_step_s, 1.0)
         priced[tuned_name(tuned)] = replace(prediction, step_s=computed.step_s * gain), costs
+    if (best := ways.tuned_plan()) is not None:
+        measured = {plan_name(best): best.step_s, best.alone: best.alone_s, best.even: best.even_s}
+        for way, seconds in measured.items():
+            if way in priced and seconds is not None:
+                prediction, costs = priced[way]
+                priced[way] = replace(prediction, step_s=seconds), costs
 
 
 def _refined(ways: Candidates, pricer: Pricer, splits: Splits, price: Price, limits: Limits) -> tuple[Splits, Price]:
@@ -104,14 +163,14 @@ def _refined(ways: Candidates, pricer: Pricer, splits: Splits, price: Price, lim
     for _ in range(MOVES):
         busy = prediction.busy_s
         slowest, idlest = max(range(len(busy)), key=busy.__getitem__), min(range(len(busy)), key=busy.__getitem__)
-        weights: dict[tuple[str, tuple[int, ...]], float] = {}
+        weights: dict[Split, float] = {}
         for name, split in best.items():
-            if split.sizes and split.sizes[slowest] and split.sizes[idlest]:
-                group = split.kind, split.sizes
-                weights[group] = weights.get(group, 0.0) + max(costs[name].forward_s)
+            if split.sizes and split.sizes[slowest] and split.sizes[idlest] and idlest in split.mates(slowest):
+                weights[split] = weights.get(split, 0.0) + max(costs[name].forward_s)
         if not weights:
             break
-        tried = _nudged(ways, best, max(weights, key=lambda group: (weights[group], group)), slowest, idlest)
+        group = max(weights, key=lambda split: (weights[split], split.kind, split.sizes, split.nodes))
+        tried = _nudged(ways, best, group, slowest, idlest)
         after, after_costs = pricer.price(tried)
         if after.step_s >= prediction.step_s * (1 - 1e-4) or not _fits(after, limits):
             break
@@ -119,16 +178,15 @@ def _refined(ways: Candidates, pricer: Pricer, splits: Splits, price: Price, lim
     return best, (prediction, costs)
 
 
-def _nudged(ways: Candidates, splits: Splits, group: tuple[str, tuple[int, ...]], source: int, target: int) -> Splits:
-    total = sum(group[1])
-    moved = max(total * NUDGE, 1.0)
-    weights = [float(size) for size in group[1]]
+def _nudged(ways: Candidates, splits: Splits, group: Split, source: int, target: int) -> Splits:
+    weights = [float(size) for size in group.sizes]
+    moved = max(sum(weights[rank] for rank in group.mates(source)) * NUDGE, 1.0)
     moved = min(moved, weights[source])
     weights[source] -= moved
     weights[target] += moved
     return {
-        name: split_of(ways.graph.layers[name], split.kind, weights, ways.kinds)
-        if (split.kind, split.sizes) == group
+        name: split_of(ways.graph.layers[name], split.kind, weights, ways.kinds, split.nodes)
+        if split == group
         else split
         for name, split in splits.items()
     }

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
-from .cost import Operators, memory_bytes
+from .cost import Operators, memory_bytes, result_bytes
 from .errors import PlanError
 from .graph import Graph
 from .layout import traffic
-from .network import Array, Network
+from .network import Messages, Network, both
 from .plan import Gathered, Mode, Prediction
 from .profile import ClusterProfile
 from .rules import Split
-from .simulate import Clocks, Listener, run
-from .walk import Applied, Transfers, walk
+from .simulate import Clocks, Listener, Pass
+from .walk import Applied, Transfers, Walk, walk
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,34 @@ class LayerCost:
     sent_bytes: int
 
 
+class _Known(NamedTuple):
+    """What an operator under a plan takes: forward and, in training, backward.
+
+    ``summed_s``: seconds of each pass alone, as `Prediction` has them; ``messages``: of all passes; ``held``: bytes of
+    its results on each rank.
+    """
+
+    applied: Applied
+    passes: tuple[Pass, ...]
+    summed_s: tuple[float, ...]
+    messages: tuple[Messages, ...]
+    held: list[int]
+
+    @property
+    def layer_cost(self) -> LayerCost:
+        forward, *backward = (tuple(one.seconds.tolist()) for one in self.passes)
+        return LayerCost(forward, backward[0] if backward else (), int(sum(m.sent_bytes.sum() for m in self.messages)))
+
+
 class Pricer:
-    """Prices many plans of one model on one cluster."""
+    """Prices many plans of one model on one cluster; what an operator takes is remembered from plan to plan."""
 
     def __init__(self, graph: Graph, profile: ClusterProfile, mode: Mode):
         self.graph, self.profile, self.mode = graph, profile, mode
         self.network = Network.of(profile)
         self.operators = Operators(graph, profile.devices)
+        self.walk = Walk(graph, profile.world, mode)
+        self._known: dict[int, _Known] = {}
 
     def price(
         self, splits: Mapping[str, Split], listener: Listener | None = None
@@ -42,51 +65,60 @@ class Pricer:
         ``listener`` is told what every device does when. Raises `PlanError` for splits into another number of parts
         than the profile has devices.
         """
-        world, train = self.profile.world, self.mode == "train"
+        world = self.profile.world
         for name, split in splits.items():
             if split.kind != "replicate" and len(split.sizes) != world:
                 raise PlanError(f"{name!r} is split into {len(split.sizes)} parts, but the profile has {world} devices")
-        applied, sums = walk(self.graph, splits, world, self.mode)
-        forward = [self.operators.seconds(a.node, a.split, a.step, False) for a in applied]
-        backward = [self.operators.seconds(a.node, a.split, a.step, True) for a in applied] if train else None
-        clocks = Clocks(self.network, listener)
-        run(clocks, applied, forward, backward, sums)
-        sent, layers = self._sent(sums) if train else np.zeros((world, world)), {}
-        for k, a in enumerate(applied):
-            own = self._sent(a.forward) + (self._sent(a.backward) if train else 0)
-            sent = sent + own
-            if a.node.layer is not None:
-                spent = tuple(backward[k].tolist()) if backward is not None else ()
-                layers[a.node.layer] = LayerCost(tuple(forward[k].tolist()), spent, int(own.sum()))
-        step_s, summed_s = float(clocks.now.max()), self._summed(applied, forward, backward, sums)
+        applied, sums = self.walk(splits)
+        known = [self._of(a) for a in applied]
+        rounds = [(self.network.messages(one, itemsize)) for rounds, itemsize in sums for one in rounds]
+        clocks = Clocks(world, listener, self.network.overlap)
+        for one in chain((k.passes[0] for k in known), *(k.passes[1:] for k in reversed(known))):
+            clocks.step(one)
+        if self.mode == "train":
+            clocks.step(Pass("sums of gradients", True, self.network.summing(sums), rounds))
+        layers = {k.applied.node.layer: k.layer_cost for k in known if k.applied.node.layer is not None}
+        step_s, summed_s = float(clocks.now.max()), self._summed(known, sums)
         busy, moving = tuple(clocks.busy.tolist()), tuple(clocks.moving.tolist())
-        matrix = tuple(tuple(int(b) for b in row) for row in sent)
-        memory = memory_bytes(self.graph, applied, splits, self.mode)
-        return Prediction(step_s, step_s - max(busy), busy, matrix, memory, summed_s, moving), layers
+        messages = chain(rounds, *(k.messages for k in known))
+        matrix = sum((m.sent_bytes for m in messages), np.zeros((world, world))).astype(int).tolist()
+        memory = self._memory(splits, known)
+        return Prediction(step_s, step_s - max(busy), busy, tuple(map(tuple, matrix)), memory, summed_s, moving), layers
 
     def memory(self, splits: Mapping[str, Split]) -> tuple[int, ...]:
         """Bytes on each device, as `price` predicts them, without the seconds."""
-        applied, _ = walk(self.graph, splits, self.profile.world, self.mode)
-        return memory_bytes(self.graph, applied, splits, self.mode)
+        return self._memory(splits, [self._of(a) for a in self.walk(splits)[0]])
 
-    def _sent(self, transfers: Transfers) -> Array:
-        """(P, P): bytes from sender to receiver."""
-        world = self.profile.world
-        rounds = (self.network.messages(one, itemsize).sent_bytes for rounds, itemsize in transfers for one in rounds)
-        return sum(rounds, np.zeros((world, world)))
+    def _memory(self, splits: Mapping[str, Split], known: Sequence[_Known]) -> tuple[int, ...]:
+        return memory_bytes(self.graph, [k.held for k in known], splits, self.profile.world, self.mode)
 
-    def _summed(
-        self, applied: list[Applied], forward: list[Array], backward: list[Array] | None, sums: Transfers
-    ) -> float:
+    def _of(self, applied: Applied) -> _Known:
+        """By identity: `Walk` gives the same object again."""
+        if id(applied) not in self._known:
+            self._known[id(applied)] = self._priced(applied)
+        return self._known[id(applied)]
+
+    def _priced(self, a: Applied) -> _Known:
+        passes, summed, sent = [], [], []
+        for transfers, backward in ((a.forward, False), (a.backward, True))[: 1 + (self.mode == "train")]:
+            messages = [self.network.messages(one, itemsize) for rounds, itemsize in transfers for one in rounds]
+            seconds = self.operators.seconds(a.node, a.split, a.step, backward)
+            waited = tuple(m for m in messages if m.seconds.any())
+            passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
+            moving = sum(self.network.rounds_s(*t) for t in transfers)
+            summed.append(both(float(seconds.max()), moving, self.network.overlap if a.hides else 0.0))
+            sent += messages
+        held = result_bytes(self.graph, a.node, a.step)
+        return _Known(a, tuple(passes), tuple(summed), tuple(sent), held)
+
+    def _summed(self, known: Sequence[_Known], sums: Transfers) -> float:
         """What every operator and movement takes alone, added up; halos are hidden by what is computed meanwhile."""
-        total = 0.0
-        for k, a in enumerate(applied):
-            passes = [(forward[k], a.forward)] + ([(backward[k], a.backward)] if backward is not None else [])
-            for seconds, transfers in passes:
-                computing, moving = float(seconds.max()), sum(self.network.rounds_s(*t) for t in transfers)
-                total += max(computing, moving) if a.hides else computing + moving
-        moved = sum(one[0][0][0].numel * itemsize for one, itemsize in sums)
-        return total + moved * self.network.s_per_summed_byte
+        total = sum(chain(*(k.summed_s for k in known)), 0.0)
+        for rounds, itemsize in sums:
+            (held, _), *_ = rounds
+            holders = tuple(rank for rank, box in enumerate(held) if box.numel)
+            total += held[holders[0]].numel * itemsize * self.network.s_per_summed_byte(holders)
+        return total
 
 
 def price(
@@ -100,8 +132,8 @@ def gathers(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -
     """The operators, but for layers that ``splits`` replicates, that run on the whole; those that send most first."""
     found = []
     for a in walk(graph, splits, world, mode)[0]:
-        sent = sum(sum(traffic(rounds, itemsize).values()) for rounds, itemsize in a.forward + a.backward)
-        if a.node.layer is None and a.node.outputs and a.step.output.kind == "replicated" and sent:
-            function = a.node.function or a.node.name
-            found.append(Gathered(a.node.name, function, graph.values[a.node.outputs[0]].shape, sent))
+        if a.node.layer is None and a.node.outputs and a.step.output.kind == "replicated":
+            sent = sum(sum(traffic(rounds, itemsize).values()) for rounds, itemsize in a.forward + a.backward)
+            known = a.node.name, a.node.function or a.node.name, graph.values[a.node.outputs[0]].shape
+            found += [Gathered(*known, sent)] if sent else []
     return tuple(sorted(found, key=lambda g: -g.sent_bytes))

@@ -7,52 +7,37 @@ follow different layers. The tables hold what `Pricer` adds up as ``summed_s``, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from math import prod
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from .contributions import Contributions
 from .cost import Operators, parameter_bytes, result_bytes
-from .following import Pieces
-from .graph import Graph, Node
-from .layout import Layout, Move, Need, Shape
+from .following import Reshape
+from .graph import Graph, Memory, Node
+from .layout import Layout, Need, Shape
 from .ledger import Tables
 from .network import Array, Network
 from .plan import Mode
 from .profile import ClusterProfile
-from .rules import REPLICATE, SPACE, Conv, Gather, Split, Step
-from .tables import movement
+from .rules import REPLICATE, Gather, Split, halos_travel
+from .tables import Moved, movements
+from .ways import Lies, Link, Said, Ways, ended, followed, joined, leads, linked, nested, retold, says
 
 T = TypeVar("T")
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False)
-class Ways:
-    """How an operator may run, by a node's choice. ``reads`` of each input, and ``outputs``, by choice."""
-
-    splits: tuple[Split, ...]
-    steps: tuple[Step, ...]
-    reads: tuple[tuple[Layout | Need, ...], ...]
-    outputs: tuple[tuple[Layout, ...], ...]
-
-    @staticmethod
-    def of(node: Node, splits: tuple[Split, ...], steps: tuple[Step, ...]) -> Ways:
-        reads = tuple(zip(*(s.reads for s in steps), strict=True))
-        outputs = [tuple(s.output for s in steps)] * len(node.outputs)
-        if isinstance(node.op, Pieces):
-            outputs = list(zip(*([y.output for y in node.op.steps(s.reads)] for s in steps), strict=True))  # type: ignore[arg-type]
-        return Ways(splits, steps, reads, tuple(outputs))
-
-
-class Lies(NamedTuple):
-    """Where a value lies, by the choice of ``node``; what lies in one way whatever is chosen has no node."""
+class _Movement(NamedTuple):
+    """Between the choices of two nodes. ``hidden``: where, (sources, reads), computing of these seconds hides it."""
 
     node: str | None
-    layouts: tuple[Layout, ...]
+    reader: str | None
+    moved: Moved
+    hidden: tuple[Mask, Array] | None
 
 
 def tables(graph: Graph, profile: ClusterProfile, choices: Mapping[str, tuple[Split, ...]], mode: Mode) -> Tables:
@@ -70,6 +55,8 @@ def tables(graph: Graph, profile: ClusterProfile, choices: Mapping[str, tuple[Sp
         held = np.array([parameter_bytes(graph, cut, profile.world, mode, name) for cut in cuts])
         builder.tables.hold(name if choices.get(name) else None, held)
     builder.tables.hold(None, np.array([parameter_bytes(graph, {}, profile.world, mode, None)]))
+    builder.charge_moves()
+    builder.contributions.charge(builder.tables)
     return builder.tables
 
 
@@ -80,16 +67,21 @@ class _Builder:
         self.graph, self.choices, self.world = graph, choices, profile.world
         self.network, self.operators = Network.of(profile), Operators(graph, profile.devices)
         self.passes = (False, True) if mode == "train" else (False,)
-        self.tables = Tables()
+        self.tables, self.contributions = Tables(), Contributions(graph, self.network, choices)
         self._wholes: dict[Shape, tuple[Layout, ...]] = {}
         self._once: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-        self._contributed: dict[tuple[str | None, int], Mask] = {}
         self._equal: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}  # an object for all equal ones
+        self._movements: list[_Movement] = []
+        self._statistics: list[tuple[str | None, list[list[Moved]]]] = []  # by choice of a node
         self.lies = {i: Lies(None, (self.whole(i),)) for i in range(len(graph.values))}
+        self.memory = Memory({})  # families of all that may be views on parts
+        self._nested = nested(graph)
+        self._begun: dict[Hashable, tuple[str, list[Said]]] = {}  # by values and how they lie
+        self._copies: set[int] = set()  # what may be a copy of what it is a view of
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What was made for an equal key. Tuples of layouts count as equal if they are the same object."""
-        said = tuple(id(k) if isinstance(k, tuple | Ways) else k for k in key)
+        """What was made for an equal key. Layouts, and tuples of them, count as equal if they are the same object."""
+        said = tuple(id(k) if isinstance(k, tuple | Ways | Layout | Need) else k for k in key)
         if said not in self._once:
             self._once[said] = make(), key  # the key is kept, so that ids stay what they are
         found: T = self._once[said][0]
@@ -107,31 +99,30 @@ class _Builder:
         if node.layer is not None and self.choices.get(node.layer):
             self._add_layer(node, node.layer)
         elif isinstance(node.op, Gather):
-            self._add_ways(node, None, Ways.of(node, (REPLICATE,), (node.op.step(self._wholes_of(node), REPLICATE),)))
+            self._add_ways(node, None, Ways.unsplit(node, [node.op.step(self._wholes_of(node), REPLICATE)]))
         elif len(free) > 1 and not node.writes:
             self._add_join(node, inputs)
         elif node.writes and inputs and node.views[:1] == node.inputs[:1]:
-            others = (self._whole(self.graph.values[i].shape) for i in node.inputs[1:])
-            ways = self.once((node.op, "writes", inputs[0].layouts, *others), lambda: self._written(node, inputs))
+            ways = self._written(node, inputs)
+            self._gather_families(node, inputs[0].node, [s.output.kind == "replicated" for s in ways.steps])
             self._add_ways(node, inputs[0].node, ways)
         else:
-            ways = self.once((node.op, *(x.layouts for x in inputs)), lambda: self._followed(node, inputs))
+            wholes = self._wholes_of(node)
+            ways = self.once((node.op, *(x.layouts for x in inputs)), lambda: followed(node, wholes, inputs))
             self._add_ways(node, free[0] if free else None, ways)
 
     def _wholes_of(self, node: Node) -> tuple[Layout, ...]:
         return tuple(map(self.whole, node.inputs)) or self._whole(())
 
-    def _followed(self, node: Node, inputs: Sequence[Lies]) -> Ways:
-        count = max((len(x.layouts) for x in inputs), default=1)
-        rows = list(zip(*(x.layouts if x.node is not None else x.layouts * count for x in inputs), strict=True))
-        steps = tuple(node.op.step(row, REPLICATE) for row in rows or [self._wholes_of(node)])
-        return Ways.of(node, (REPLICATE,) * len(steps), steps)
-
     def _written(self, node: Node, inputs: Sequence[Lies]) -> Ways:
-        """A call in place runs on parts where what it writes to lies on parts, and lies as that."""
-        gathered = node.op.step(self._wholes_of(node), REPLICATE)
-        steps = tuple(s if s is not None else gathered for s in self._leads(node, inputs, 0))
-        return Ways.of(node, (REPLICATE,) * len(steps), steps)
+        """A call in place runs on parts where what it writes to lies on parts, and lies as that; see `Memory`."""
+        wholes, (i, *_) = self._wholes_of(node), node.views
+        gathered, steps = node.op.step(wholes, REPLICATE), []
+        for k, (x, step) in enumerate(zip(inputs[0].layouts, leads(node, wholes, inputs, 0), strict=True)):
+            family = self._family(i, k)
+            alike = step is not None and step.output == x and self._copies.isdisjoint(family)
+            steps.append(step if step is not None and (alike or not family) else gathered)
+        return Ways.unsplit(node, steps)
 
     def _add_layer(self, node: Node, name: str) -> None:
         """What a layer reads and how its result lies goes by its split alone."""
@@ -140,8 +131,7 @@ class _Builder:
             (node.op, splits),
             lambda: Ways.of(node, splits, tuple(node.op.step((self.whole(i),), split) for split in splits)),
         )
-        dims = [node.op.dim(s.kind) if isinstance(node.op, Conv) and s.kind in SPACE else None for s in splits]
-        hides = np.array([[d is not None and x.dim == d for d in dims] for x in self.lies[i].layouts])
+        hides = np.array([[halos_travel(node.op, x, split) for split in splits] for x in self.lies[i].layouts])
         computing = self._own(node, name, ways)
         self.move(i, ways.reads[0], name, hides=hides, computing=computing, gradient=self._differentiable(node))
 
@@ -154,7 +144,11 @@ class _Builder:
         for i, reads in zip(node.inputs, ways.reads, strict=False):
             if self.graph.values[i].param is None:
                 self.move(i, reads, name, gradient=self._differentiable(node))
-        self._share(node, name, [s.output.kind == "replicated" for s in ways.steps])
+        whole = [s.output.kind == "replicated" for s in ways.steps]
+        self._share(node, name, whole)
+        if not all(whole):
+            self.memory.join(node)
+            self._copies |= set(node.outputs) if isinstance(node.op, Reshape) else set()
 
     def _add_join(self, node: Node, inputs: Sequence[Lies]) -> None:
         """The result lies as the first input suggests that is cut so that the operator can follow it.
@@ -162,36 +156,39 @@ class _Builder:
         For each input after the first there is a node of the tables, whose state says which way of running the inputs
         so far lead to, if any, and whether it was an earlier one.
         """
-        links, ways = self.once((node.op, "joins", *(x.layouts for x in inputs)), lambda: self._joined(node, inputs))
+        if node in self._nested:
+            self._add_nested(node, inputs)
+            return
+        wholes, layouts = self._wholes_of(node), [x.layouts for x in inputs]
+        links, ways = self.once((node.op, "joins", *layouts), lambda: joined(node, wholes, inputs))
         last = inputs[0].node
-        for k, (goes_on, agrees) in enumerate(links, 1):
-            name = f"{node.name}: {node.outputs[0]}: {k}"
-            self.tables.charge(name, np.zeros(goes_on.shape[1]))
-            self.tables.relate(last, name, goes_on)
-            self.tables.relate(inputs[k].node, name, agrees)
-            last = name
+        for k, link in enumerate(links, 1):
+            last = self._link(f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link)
         self._add_ways(node, last, ways)
 
-    def _joined(self, node: Node, inputs: Sequence[Lies]) -> tuple[list[tuple[Array, Array]], Ways]:
-        """Of every input after the first, which states fit those before and which fit how it lies; the last states."""
-        links, before = [], self._leads(node, inputs, 0)
-        for k in range(1, len(inputs)):
-            leads = self._leads(node, inputs, k)
-            earlier, own = ([s for s in dict.fromkeys(ways) if s is not None] for ways in (before, leads))
-            states = [*((True, s) for s in earlier), *((False, s) for s in (*own, None))]
-            goes_on = [[(early, t) == (True, s) if s is not None else not early for early, t in states] for s in before]
-            agrees = [[early or s == t for early, t in states] for s in leads]
-            links.append((np.where(goes_on, 0.0, np.inf), np.where(agrees, 0.0, np.inf)))
-            before = [s for _, s in states]
-        gathered = node.op.step(self._wholes_of(node), REPLICATE)
-        steps = tuple(s if s is not None else gathered for s in before)
-        return links, Ways.of(node, (REPLICATE,) * len(steps), steps)
-
-    def _leads(self, node: Node, inputs: Sequence[Lies], k: int) -> list[Step | None]:
-        """By how input ``k`` lies: how the operator runs if this input leads it, or None if it does not."""
+    def _add_nested(self, node: Node, inputs: Sequence[Lies]) -> None:
+        """Concatenations that begin alike share nodes, each state of which says from which one it goes on."""
         wholes = self._wholes_of(node)
-        steps = (node.op.step((*wholes[:k], x, *wholes[k + 1 :]), REPLICATE) for x in inputs[k].layouts)
-        return [s if s.output.kind == "sharded" else None for s in steps]
+        last, before = inputs[0].node, says(node, wholes, inputs, 0, False)
+        marks: Sequence[Hashable] = before
+        for k in range(1, len(inputs)):
+            begun = tuple(zip(node.inputs, (id(x.layouts) for x in inputs[: k + 1]), strict=False))
+            if begun not in self._begun:
+                link, before = linked(before, says(node, wholes, inputs, k, False), marks)
+                last = self._link(f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link)
+                self._begun[begun] = last, before
+            last, known = self._begun[begun]
+            before = retold(known, node, wholes)
+            marks = range(len(before))
+        self._add_ways(node, last, ended(node, wholes, before))
+
+    def _link(self, name: str, last: str | None, other: str | None, link: Link) -> str:
+        """A state of a join, by the one before and by how another input lies."""
+        goes_on, agrees = link
+        self.tables.charge(name, np.zeros(goes_on.shape[1]))
+        self.tables.relate(last, name, goes_on)
+        self.tables.relate(other, name, agrees)
+        return name
 
     def _own(self, node: Node, name: str | None, ways: Ways) -> tuple[Array, ...]:
         """Charges what does not depend on how the inputs lie; places the results. Seconds of each pass, (choices,)."""
@@ -203,11 +200,11 @@ class _Builder:
         self.tables.computing[name] = self.tables.computing.get(name, 0.0) + cost
         if out is not None and any(s.forward or s.backward for s in ways.steps):
             back = train and out.requires_grad
-            cost = cost + self.once((ways, out.itemsize, back), lambda: self._further(ways, out.itemsize, back))
-        if train:
-            cost = cost + self._sums_s(node, name, np.array([s.contributes for s in ways.steps]))
+            further = self.once((ways, out.itemsize, back), lambda: self._further(ways, out.itemsize, back))
+            self._statistics.append((name, further))
         self.tables.charge(name, cost)
         if train:
+            self.contributions.note(node, name, ways.steps)
             self.tables.hold(name, np.array([result_bytes(self.graph, node, s) for s in ways.steps], dtype=float))
         for i, outputs in zip(node.outputs, ways.outputs, strict=False):
             self.lies[i] = Lies(name, self.once((outputs,), partial(self._equal.setdefault, outputs, outputs)))
@@ -215,51 +212,79 @@ class _Builder:
 
     def _seconds(self, node: Node, ways: Ways, backward: bool) -> Array:
         """(choices,): of the slowest device."""
-        both = zip(ways.splits, ways.steps, strict=True)
-        return np.array([self.operators.seconds(node, split, s, backward).max() for split, s in both])
+        slowest: Array = self.operators.table(node, ways.splits, ways.steps, backward).max(-1)
+        return slowest
 
-    def _sums_s(self, node: Node, name: str | None, contributes: Mask) -> Array:
-        """(choices,): of summing the gradients of parameters over ranks, once for all that this node's choice runs."""
-        cost = np.zeros(len(contributes))
-        for i in dict.fromkeys((*node.params, *node.inputs)):
-            value = self.graph.values[i]
-            if value.param is not None and value.requires_grad:
-                before = self._contributed.get((name, i), np.zeros_like(contributes))
-                self._contributed[name, i] = before | contributes
-                cost = cost + prod(value.shape) * value.itemsize * (contributes & ~before)
-        return cost * self.network.s_per_summed_byte
-
-    def _further(self, ways: Ways, itemsize: int, backward: bool) -> Array:
-        """(choices,): of the further movements of an operator, such as sums of statistics."""
+    def _further(self, ways: Ways, itemsize: int, backward: bool) -> list[list[Moved]]:
+        """By choice, the further movements of an operator, such as sums of statistics."""
         exact = max(itemsize, 4)
         moves = [(*s.forward, *(s.backward if backward else ())) for s in ways.steps]
-
-        def seconds(move: Move) -> float:
-            return self.once((move, exact), lambda: self.network.rounds_s(move.forward, exact))
-
-        return np.array([sum(map(seconds, ms)) for ms in moves])
+        own = partial(Moved, itemsize=exact, adjoint=False)
+        return [[self.once((m.src, m.dst, exact), partial(own, (m.src,), (m.dst,))) for m in ms] for ms in moves]
 
     def _share(self, node: Node, name: str | None, whole: Sequence[bool]) -> None:
         """What shares memory with a result that every rank has whole is whole from then on."""
-        for i in node.views if any(whole) else ():
-            lies = self.lies[i]
+        if not any(whole):
+            return
+        self._gather_families(node, name, whole)
+        for i in node.views:
             if all(whole):
                 self.lies[i] = Lies(None, self._whole(self.graph.values[i].shape))
-            elif lies.node == name:
-                now = (self.whole(i) if w else x for w, x in zip(whole, lies.layouts, strict=True))
-                self.lies[i] = Lies(name, tuple(now))
+            elif self.lies[i].node == name:
+                self._make_whole(i, whole)
+
+    def _gather_families(self, node: Node, name: str | None, whole: Sequence[bool]) -> None:
+        """As `Memory.make_whole`: where a view is made whole, the first value is gathered, and all views with it."""
+        for i in node.views:
+            by, layouts = self.lies[i]
+            if by is None or (by != name and not all(whole)):
+                continue
+            chosen = whole if by == name else [True] * len(layouts)
+            families = [self._family(i, k) if w else [] for k, w in enumerate(chosen)]
+            if any(families):
+                first = self.memory.family[i][0]
+                lay = zip(families, self.lies[first].layouts, strict=True)
+                self.move(first, tuple(self.whole(first) if f else x for f, x in lay), by, gradient=False)
+                for j in set(chain(*families)):
+                    self._make_whole(j, [j in f for f in families])
+
+    def _family(self, value: int, choice: int) -> list[int]:
+        """By a choice of the node that it lies by: what is on parts and shares memory with a value, itself included."""
+        by = self.lies[value].node
+        lie = ((j, self.lies[j]) for j in self.memory.family.get(value, ()))
+        family = [j for j, (node, layouts) in lie if node == by and layouts[choice].kind != "replicated"]
+        return family if value in family and len(family) > 1 else []
+
+    def _make_whole(self, value: int, where: Sequence[bool]) -> None:
+        node, layouts = self.lies[value]
+        now = tuple(self.whole(value) if w else x for w, x in zip(where, layouts, strict=True))
+        self.lies[value] = Lies(node, self._equal.setdefault(now, now))
 
     def move(
         self, value: int, reads: tuple[Layout | Need, ...], reader: str | None, *,
         hides: Mask | None = None, computing: Sequence[Array] = (), gradient: bool = True,
     ) -> None:  # fmt: skip
-        """Charges bringing a value to the reads, by the reader's choice, and its gradient back."""
+        """Notes bringing a value to the reads, by the reader's choice, and its gradient back; see `charge_moves`."""
         (node, layouts), known = self.lies[value], self.graph.values[value]
         if node == reader and all(x is r for x, r in zip(layouts, reads, strict=True)):
             return
         for k, backward in enumerate(self.passes if gradient and known.requires_grad else (False,)):
-            moving = partial(movement, layouts, reads, known.itemsize, self.network, backward)
-            seconds = self.once((layouts, reads, known.itemsize, backward), moving)
-            if hides is not None and hides.any():
-                seconds = seconds - hides * np.minimum(seconds, computing[k])
-            self.tables.relate(node, reader, seconds)
+            key = layouts, reads, known.itemsize, backward
+            moved = self.once(key, partial(Moved, *key))
+            hidden = None if hides is None or not hides.any() else (hides, computing[k])
+            self._movements.append(_Movement(node, reader, moved, hidden))
+
+    def charge_moves(self) -> None:
+        """All at once, which takes a fraction of what it takes one by one."""
+        further = (moved for _, by_choice in self._statistics for moved in chain(*by_choice))
+        values = list({id(moved): moved for moved in chain((one.moved for one in self._movements), further)}.values())
+        seconds = dict(zip(map(id, values), movements(values, self.network), strict=True))
+        for name, by_choice in self._statistics:
+            each = (sum(float(seconds[id(moved)][0, 0]) for moved in some) for some in by_choice)
+            self.tables.charge(name, np.array([*each]))
+        for node, reader, moved, hidden in self._movements:
+            moving = seconds[id(moved)]
+            if hidden is not None:
+                where, computing = hidden
+                moving = moving - self.network.overlap * where * np.minimum(moving, computing)
+            self.tables.relate(node, reader, moving)

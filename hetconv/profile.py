@@ -2,106 +2,38 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, permutations
 from pathlib import Path
 from typing import Literal
 
-from . import files
+from . import files, migrations
 from .catalogue import find_device, find_link, parse_nodes
 from .errors import ProfileError
+from .files import STRICT, AtLeastZero, Fraction, Positive
+from .performance import Alone, Axis, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
+from .provenance import Conditions
 from .spec import ConvSpec
-from .tuned import TunedChunks, TunedTile
+from .tuned import TunedChunks, TunedPlan, TunedTile
 
-VERSION = 2
-STRICT = {"extra": "forbid"}
-Axis = Literal["pixels", "filters"]  # what a share is a share of: rows, columns or samples; filters or input channels
+__all__ = [
+    "Alone",
+    "Axis",
+    "ClusterProfile",
+    "Curve",
+    "DeviceModel",
+    "LinkModel",
+    "OperatorModel",
+    "SharedWire",
+    "TunedRatio",
+    "between_nodes",
+    "nodes_of",
+]
+
+VERSION = 3
 ACHIEVED = 0.5  # of a data sheet's peak, in a convolution; an estimate until something is measured
 CALL_S = 5e-6  # that an operator takes however little it computes; an estimate too
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Seconds as a piecewise-linear, non-decreasing function of the share in (0, 1]; nothing costs nothing."""
-
-    shares: tuple[float, ...]
-    seconds: tuple[float, ...]
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        rising = all(a < b for a, b in zip(self.shares, self.shares[1:], strict=False))
-        if not self.shares or len(self.shares) != len(self.seconds) or not rising or self.shares[0] <= 0:
-            raise ProfileError("a curve needs rising positive shares and as many seconds")
-
-    def at(self, share: float) -> float:
-        if share <= 0:
-            return 0.0
-        x, y = self.shares, self.seconds
-        if len(x) == 1:
-            return y[0] * share / x[0]
-        i = min(max(bisect_left(x, share), 1), len(x) - 1)
-        slope = max((y[i] - y[i - 1]) / (x[i] - x[i - 1]), 0.0)
-        return max(y[i - 1] + slope * (share - x[i - 1]), 0.0)
-
-
-@dataclass(frozen=True)
-class OperatorModel:
-    """Measured seconds of one operator along one axis, forward and backward apart."""
-
-    forward: Curve
-    backward: Curve
-    __pydantic_config__ = STRICT
-
-
-@dataclass(frozen=True)
-class DeviceModel:
-    """One device. ``operators`` by operator and axis; what was not measured takes the roofline fitted to what was.
-
-    ``flops_per_s`` by dtype, with ``tf32`` beside ``float32`` where convolutions of float32 run on tensor cores.
-    """
-
-    name: str
-    kind: Literal["cpu", "cuda"]
-    memory_bytes: float
-    flops_per_s: Mapping[str, float]
-    bytes_per_s: float
-    overhead_s: float = 0.0
-    backward_ratio: float = 2.0
-    emulated: bool = False
-    operators: Mapping[str, OperatorModel] = field(default_factory=dict)
-    __pydantic_config__ = STRICT
-
-    def roofline(self, flops: float, moved_bytes: float, dtype: str, backward: bool) -> float:
-        """Seconds of an unmeasured operator: the longer of computing and moving, and what a call costs.
-
-        A ``dtype`` of unknown rate takes that of float32.
-        """
-        if flops + moved_bytes <= 0:
-            return 0.0
-        rate = self.flops_per_s.get(dtype) or self.flops_per_s.get("float32") or max(self.flops_per_s.values())
-        once = max(flops / rate, moved_bytes / self.bytes_per_s) + self.overhead_s
-        return once * (self.backward_ratio if backward else 1.0)
-
-
-@dataclass(frozen=True)
-class LinkModel:
-    """A pair of devices: seconds = latency + bytes * seconds per byte."""
-
-    latency_s: float
-    s_per_byte: float
-    __pydantic_config__ = STRICT
-
-
-@dataclass(frozen=True)
-class SharedWire:
-    """What the messages of several (sender, receiver) pairs share, such as a network card in one direction."""
-
-    name: str
-    pairs: tuple[tuple[int, int], ...]
-    s_per_byte: float
-    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
@@ -112,20 +44,24 @@ class TunedRatio:
     mode: Literal["train", "infer"]
     kind: Literal["sample", "depth", "height", "width"]
     weights: tuple[int, ...]
-    step_s: float
+    step_s: Positive
     computed_weights: tuple[int, ...]
-    computed_step_s: float
+    computed_step_s: Positive
     trials: int
+    measured: Conditions | None = None
     __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
 class ClusterProfile:
-    """Devices in rank order, links by "low-high" ranks, tuned ratios, and the fingerprint of where it was measured.
+    """Devices in rank order, links by "low-high" ranks, and tuned ratios and ``plans``.
 
     ``tiles``: of the kernels on its GPUs, for the shares that the tuned ratio gives them. ``chunks``: in how many a
     filter split is gathered while it is computed, where that was measured. ``shared``: wires that several pairs use,
     beside the link of each pair. ``nodes``: the ranks in each host; all in one, unless something else is said.
+    ``overlap``: while halos travel and the device computes, which part of the shorter one takes no time of its own.
+    ``sum_s_per_byte``: what each rank takes, beside its messages, for a byte of the sums of gradients that it holds.
+    ``fingerprint``: the names of the links that were taken from the catalogue.
     """
 
     devices: tuple[DeviceModel, ...]
@@ -137,6 +73,9 @@ class ClusterProfile:
     chunks: tuple[TunedChunks, ...] = ()
     shared: tuple[SharedWire, ...] = ()
     nodes: tuple[tuple[int, ...], ...] = ()
+    overlap: Fraction = 1.0
+    sum_s_per_byte: AtLeastZero = 0.0
+    plans: tuple[TunedPlan, ...] = ()
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
@@ -166,7 +105,12 @@ class ClusterProfile:
         return tuple(d.name for d in self.devices)
 
     def link(self, a: int, b: int) -> LinkModel:
-        return self.links[f"{min(a, b)}-{max(a, b)}"]
+        """From a to b."""
+        return self.links[f"{a}-{b}"] if a < b else self.links[f"{b}-{a}"].turned()
+
+    def alone(self) -> ClusterProfile:
+        """Of devices as they are while all others rest."""
+        return replace(self, devices=tuple(device.by_itself() for device in self.devices))
 
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
         """Of the batch, for a convolution cut by filter in these sizes: one unless more were measured to be faster."""
@@ -178,8 +122,13 @@ class ClusterProfile:
 
     @staticmethod
     def load(path: str | Path) -> ClusterProfile:
-        """Raises `ProfileError`, naming the key, for a file that is not a profile of this version."""
-        return files.load(path, "profile", VERSION, ClusterProfile, ProfileError)
+        """Raises `ProfileError`, naming the key, for a file that is not a profile of this version or an older one."""
+        return files.load(path, "profile", VERSION, ClusterProfile, ProfileError, migrations.PROFILE)
+
+    @staticmethod
+    def schema() -> files.Document:
+        """The JSON schema of a profile file."""
+        return files.schema("profile", VERSION, ClusterProfile)
 
     @staticmethod
     def from_devices(
@@ -201,9 +150,15 @@ class ClusterProfile:
         ranks = iter(range(sum(map(len, names))))
         nodes = tuple(tuple(next(ranks) for _ in node) for node in names)
         models = tuple(_device(name) for node in names for name in node)
-        (inside, hosts), (outside, cards) = _within(nodes, link), _between(nodes, between)
+        (inside, hosts), (outside, cards) = _within(nodes, link), between_nodes(nodes, between)
         said = {"link": link} | ({"between": between} if between is not None else {})
         return ClusterProfile(models, inside | outside, (), said, estimated=True, shared=hosts + cards, nodes=nodes)
+
+
+def nodes_of(devices: Sequence[DeviceModel]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host; a device that does not say which it is counts as one of a host without a name."""
+    hosts = [device.identity.host if device.identity else "" for device in devices]
+    return tuple(tuple(rank for rank, at in enumerate(hosts) if at == host) for host in dict.fromkeys(hosts))
 
 
 def _device(name: str) -> DeviceModel:
@@ -232,8 +187,8 @@ def _within(nodes: Sequence[Sequence[int]], link: str) -> Wiring:
     return links, tuple(shared)
 
 
-def _between(nodes: Sequence[Sequence[int]], between: str | None) -> Wiring:
-    """The links from node to node, and the card of each node, out and in."""
+def between_nodes(nodes: Sequence[Sequence[int]], between: str | None, names: Sequence[str] = ()) -> Wiring:
+    """The links from node to node, and the card of each node, out and in, by the nodes' ``names`` or numbers."""
     if len(nodes) == 1 and between is None:
         return {}, ()
     if between is None:
@@ -245,8 +200,9 @@ def _between(nodes: Sequence[Sequence[int]], between: str | None) -> Wiring:
     links: dict[str, LinkModel] = {}
     shared: list[SharedWire] = []
     for i, node in enumerate(nodes):
+        name = names[i] if names else f"node {i}"
         others = [rank for other in nodes if other != node for rank in other]
         links |= {f"{a}-{b}": LinkModel(sheet.latency_s, s_per_byte) for a in node for b in others if a < b}
-        shared.append(SharedWire(f"card of node {i}, out", tuple((a, b) for a in node for b in others), s_per_byte))
-        shared.append(SharedWire(f"card of node {i}, in", tuple((b, a) for a in node for b in others), s_per_byte))
+        shared.append(SharedWire(f"card of {name}, out", tuple((a, b) for a in node for b in others), s_per_byte))
+        shared.append(SharedWire(f"card of {name}, in", tuple((b, a) for a in node for b in others), s_per_byte))
     return links, tuple(shared)

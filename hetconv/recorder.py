@@ -91,10 +91,14 @@ class _Recorder(TorchFunctionMode):
 @contextmanager
 def _named_layers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """While a convolution or linear runs, the recorder knows its name."""
+
+    def done(*_: Any) -> None:  # what a hook returns would be the layer's result, be it an empty name
+        recorder.layer.pop()
+
     handles = []
     for name, layer in plannable_layers(model).items():
         handles.append(layer.register_forward_pre_hook(lambda *_, name=name: recorder.layer.append(name)))
-        handles.append(layer.register_forward_hook(lambda *_: recorder.layer.pop() and None))
+        handles.append(layer.register_forward_hook(done))
     try:
         yield
     finally:

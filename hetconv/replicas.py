@@ -1,4 +1,6 @@
-"""Replicated parameters that each rank uses on its own parts: their gradients are contributions, summed in buckets.
+"""Parameters that several ranks use on their own parts: their gradients are contributions, summed in buckets.
+
+Each sum runs among the ranks that hold the same elements; all others have nothing in it, and call it all the same.
 
 While a model's forward runs, every such use takes an alias of the parameter from the scope. A bucket's aliases come
 through two autograd nodes. `_Start` is made where the first of them is used: backward, which of those nodes that are
@@ -9,7 +11,7 @@ graph, accumulation, hooks and ``torch.autograd.grad`` see only whole gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,51 +19,75 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .layout import buckets, summed
-from .movement import Sum
+from .holding import Atom, Held, Ranks, summed_among
+from .layout import Box, buckets
+from .movement import Sum, take
 from .transport import Team
 
 Grads = tuple[Tensor | None, ...]
 
 
 class _Bucket:
-    """The sum of the gradients of some parameters, in one message; of these themselves it knows shapes and strides.
+    """The sums of the gradients of some parameters; of these themselves it knows shapes, strides and who holds what.
 
-    ``before``: buckets that may be under way when this one starts.
+    One sum for each set of ranks that hold the same slices: its message has their contributions one after the other.
+    ``held`` is None for a parameter that is whole on every rank. ``before``: buckets that may be under way when this
+    one starts.
     """
 
-    def __init__(self, team: Team, params: Sequence[Tensor], before: Sequence[_Bucket] = ()):
-        self._team, self._before = team, tuple(before)
-        self._formats = [(p.shape, p.stride()) for p in params]
-        self._given: list[bool] = []
-        self._sum: Sum | None = None
+    def __init__(
+        self, team: Team, params: Sequence[Tensor], held: Sequence[Held | None], before: Sequence[_Bucket] = ()
+    ):
+        self._team, self._before, self._held = team, tuple(before), held
+        self._formats = [(tuple(p.shape), p.stride()) for p in params]
+        self._found: list[Tensor | None] = []
+        self._sums: list[tuple[Ranks, list[tuple[int, Box]], Sum]] = []
 
     def start(self, grads: Grads) -> None:
-        self._given = [g is not None for g in grads]
-        own = [g.flatten() for g in grads if g is not None]
         for bucket in self._before:
-            if bucket._sum is not None:
-                bucket._sum.advance()
-        if own:
-            flat = torch.cat(own)
-            self._sum = Sum(self._team, flat, summed(tuple(flat.shape), self._team.size).forward)
+            for _, _, under_way in bucket._sums:
+                under_way.advance()
+        self._found = [g if g is not None and not g.numel() else None for g in grads]  # what is empty is its own sum
+        given = {i: g for i, g in enumerate(grads) if g is not None}
+        cuts: dict[Ranks, list[tuple[int, Box]]] = {}
+        for i in given:
+            for box, holders in self._atoms(i):
+                cuts.setdefault(holders, []).append((i, box))
+        for holders, cut in cuts.items():
+            if self._team.rank in holders:
+                own = torch.cat([take(given[i], self._own(i), box).flatten() for i, box in cut])
+            else:
+                own = given[cut[0][0]].new_empty(0)
+            rounds = summed_among(holders, sum(box.numel for _, box in cut), self._team.size)
+            self._sums.append((holders, cut, Sum(self._team, own, rounds)))
 
     def end(self) -> Grads:
-        if self._sum is None:
-            return (None,) * len(self._formats)
-        found: list[Tensor | None] = [None] * len(self._formats)
-        given = [i for i, there in enumerate(self._given) if there]
-        totals = self._sum.result().split([self._formats[i][0].numel() for i in given])
-        for i, total in zip(given, totals, strict=True):
-            shape, stride = self._formats[i]
-            found[i] = _with_strides(total.view(shape), stride)
-        self._sum = None
+        found = self._found or [None] * len(self._formats)
+        for holders, cut, under_way in self._sums:
+            total = under_way.result()
+            if self._team.rank in holders:
+                for (i, box), part in zip(cut, total.split([box.numel for _, box in cut]), strict=True):
+                    found[i] = self._filled(found[i], i, box, part.view(box.shape))
+        self._found, self._sums = [], []
         return tuple(found)
 
+    def _filled(self, found: Tensor | None, i: int, box: Box, part: Tensor) -> Tensor:
+        """A parameter's gradient with a part of it, in memory as the parameter is, which is how torch's own lie."""
+        (shape, stride), own = self._formats[i], self._own(i)
+        if box == own and part.stride() == stride:
+            return part
+        if found is None:
+            found = torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+        take(found, own, box).copy_(part)
+        return found
 
-def _with_strides(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """As the parameter lies in memory, which is how torch's own gradients lie."""
-    return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+    def _own(self, i: int) -> Box:
+        held = self._held[i]
+        return held.boxes[self._team.rank] if held is not None else Box.whole(self._formats[i][0])
+
+    def _atoms(self, i: int) -> tuple[Atom, ...]:
+        held = self._held[i]
+        return held.atoms if held is not None else (Atom(self._own(i), tuple(range(self._team.size))),)
 
 
 class _Aliases(torch.autograd.Function):
@@ -90,23 +116,24 @@ class _End(_Aliases):
 
 
 class Scope:
-    """The aliases of a model's replicated parameters during one forward pass."""
+    """The aliases of a model's parameters, of which several ranks hold the same elements, during one forward pass.
 
-    def __init__(self, team: Team, params: Iterable[Tensor]):
+    ``held``: by id, of those that are not whole on every rank.
+    """
+
+    def __init__(self, team: Team, params: Iterable[Tensor], held: Mapping[int, Held]):
         self.team = team
         self._bucket_of: dict[int, tuple[_Bucket, dict[int, Tensor]]] = {}
         self._aliases: dict[int, Tensor] = {}
         made: list[_Bucket] = []
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for p in params:
-            if p.requires_grad and torch.is_grad_enabled():
-                by_dtype.setdefault(p.dtype, []).append(p)
-        for group in by_dtype.values():
-            for indices in buckets([p.numel() for p in group]):
-                own = [group[i] for i in indices]
-                made.append(_Bucket(team, own, made))
-                ended = dict(zip(map(id, own), _End.apply(made[-1], *own), strict=True))
-                self._bucket_of |= dict.fromkeys(ended, (made[-1], ended))
+        trained = [(p, held.get(id(p))) for p in params if p.requires_grad] if torch.is_grad_enabled() else []
+        sizes = [p.numel() if of is None else of.numel for p, of in trained]
+        kinds = [(p.dtype, of.sharing if of is not None else None) for p, of in trained]
+        for indices in buckets(sizes, kinds=kinds):
+            own = [trained[i][0] for i in indices]
+            made.append(_Bucket(team, own, [trained[i][1] for i in indices], made))
+            ended = dict(zip(map(id, own), _End.apply(made[-1], *own), strict=True))
+            self._bucket_of |= dict.fromkeys(ended, (made[-1], ended))
 
     def holds(self, param: Tensor) -> bool:
         return id(param) in self._bucket_of
@@ -121,13 +148,16 @@ class Scope:
 SCOPE: ContextVar[Scope | None] = ContextVar("hetconv_scope", default=None)
 
 
-def contributed(team: Team, param: Tensor) -> Tensor:
-    """``param`` for a use on own parts: this rank's gradient of it is a contribution."""
-    if not (param.requires_grad and torch.is_grad_enabled()):
+def contributed(team: Team, param: Tensor, held: Held | None = None) -> Tensor:
+    """``param`` for a use on own parts: this rank's gradient of it is a contribution.
+
+    ``held``: who holds what of it; None: every rank the whole.
+    """
+    if not (param.requires_grad and torch.is_grad_enabled()) or (held is not None and not held.repeated):
         return param
     scope = SCOPE.get()
     if scope is None or scope.team is not team or not scope.holds(param):
-        scope = Scope(team, [param])
+        scope = Scope(team, [param], {id(param): held} if held is not None and not held.everywhere else {})
     return scope.alias(param)
 
 

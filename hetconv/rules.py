@@ -6,43 +6,33 @@ Here are the layers that a plan names; operators that follow their inputs are in
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import lru_cache
+from typing import Protocol
 
 from .errors import SplitError
+from .holding import Held
 from .layout import Box, Layout, Move, Need, Shape, apportion, spans
+from .levels import TwoLevel, in_nodes
 from .spec import ConvSpec, Window
+from .splits import KINDS, REPLICATE, SPACE, Split, SplitKind
 
-SplitKind = Literal["replicate", "sample", "filter", "channel", "depth", "height", "width"]
-KINDS: tuple[SplitKind, ...] = ("replicate", "sample", "filter", "channel", "depth", "height", "width")
-SPACE: dict[SplitKind, int] = {"depth": 3, "height": 2, "width": 1}
-"""The spatial kinds, and which of a layer's spatial dimensions each cuts, counted from the last one."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """How one operator is cut: a kind and one size per rank (none for ``replicate``).
-
-    ``filter`` and ``channel`` sizes add up to the filters or input channels; the others are proportions.
-    """
-
-    kind: SplitKind
-    sizes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", tuple(self.sizes))
-        if self.kind not in KINDS:
-            raise SplitError(f"split kind {self.kind!r} is not known; choose one of {', '.join(KINDS)}")
-        fits = not self.sizes if self.kind == "replicate" else any(self.sizes)
-        if not fits or not all(type(s) is int and s >= 0 for s in self.sizes):
-            raise SplitError(
-                f"Split({self.kind!r}, {self.sizes}) has no valid sizes; give one non-negative integer per rank, "
-                f"at least one of them positive (and none at all for 'replicate')"
-            )
-
-
-REPLICATE = Split("replicate")
+__all__ = [
+    "KINDS",
+    "REPLICATE",
+    "SPACE",
+    "Conv",
+    "Gather",
+    "Linear",
+    "Op",
+    "Split",
+    "SplitKind",
+    "Step",
+    "cut_dim",
+    "halos_travel",
+    "window_need",
+]
 
 
 @dataclass(frozen=True)
@@ -89,16 +79,63 @@ def cut_dim(kind: SplitKind, space: range) -> int | None:
 def _check_fit(op: Conv | Linear, split: Split, world: int, said: str) -> None:
     """What both layers refuse: a kind for which there is no dimension, another number of sizes than ranks."""
     where: tuple[SplitKind, ...] = ("sample", *SPACE)
-    if split.kind in where and op.dim(split.kind) is None:
-        others = [kind for kind in where if op.dim(kind) is not None]
-        raise SplitError(f"{said} has no {split.kind} to split; use {', '.join([*others, 'filter'])} or channel")
+    kinds: tuple[SplitKind, ...] = ("sample", split.kind) if split.nodes else (split.kind,)
+    for kind in kinds:
+        if kind in where and op.dim(kind) is None:
+            others = [kind for kind in where if op.dim(kind) is not None]
+            raise SplitError(f"{said} has no {kind} to split; use {', '.join([*others, 'filter'])} or channel")
     if len(split.sizes) != world:
         raise SplitError(f"{split} has {len(split.sizes)} sizes for {world} ranks; give one size per rank")
 
 
+def _other_sum(split: Split, extent: int) -> str | None:
+    """What the sizes add up to, in all or in the first node where that is not ``extent``; None where it is."""
+    sums = enumerate(sum(part.sizes) for part in split.parts)
+    return next((f"{n}{f' in node {k}' if split.nodes else ''}" for k, n in sums if n != extent), None)
+
+
+def _in_nodes(op: Conv | Linear, shape: Shape, x: Layout, split: Split) -> Step:
+    """Each node's step, on its own samples, with a result of ``shape``."""
+    steps = [op.step((Layout.replicated(x.shape, len(part.sizes)),), part) for part in split.parts]
+    reads, outputs = [[step.reads[0] for step in steps]], [step.output for step in steps]
+    found = in_nodes(split.ranks, split.samples(x.shape[0]), reads, outputs, (True,))
+    return Step(*found, contributes=True) if found is not None else Gather(shape).step((x,))
+
+
+def halos_travel(op: Op, x: Layout, split: Split) -> bool:
+    """Whether a convolution's input is cut as a spatial split cuts it, so that own rows stay and halos come to them."""
+    if not isinstance(op, Conv) or split.kind not in SPACE or x.kind != "sharded" or x.inner != op.dim(split.kind):
+        return False
+    levels = (x.nodes, x.samples) if isinstance(x, TwoLevel) else ()
+    return levels == ((split.ranks, split.samples(x.shape[0])) if split.nodes else ())
+
+
+@lru_cache(maxsize=4096)
+def _held(shape: Shape, split: Split, world: int) -> Mapping[str, Held]:
+    """Of a weight of this shape and its bias: own slices of what is cut, of the rest the whole where there is work."""
+    bias, everyone = shape[:1], (1,) * world
+    if split.nodes:
+        return {"weight": _held_in_nodes(shape, split), "bias": _held_in_nodes(bias, split)}
+    if split.kind == "filter":
+        return {"weight": Held.cut(shape, 0, split.sizes), "bias": Held.cut(bias, 0, split.sizes)}
+    if split.kind == "channel":
+        return {"weight": Held.cut(shape, 1, split.sizes), "bias": Held.by(bias, everyone)}
+    shares = split.sizes or everyone
+    return {"weight": Held.by(shape, shares), "bias": Held.by(bias, shares)}
+
+
+def _held_in_nodes(shape: Shape, split: Split) -> Held:
+    """Cut by filter in every node that has samples, or the whole on every rank that has work."""
+    boxes: list[Box] = []
+    for (ranks, samples), part in zip(split.nodes, split.parts, strict=True):
+        cut = Held.cut(shape, 0, part.sizes) if split.kind == "filter" else Held.by(shape, part.sizes)
+        boxes += (cut if samples else Held.by(shape, (0,) * len(part.sizes))).boxes[:ranks]
+    return Held(shape, tuple(boxes))
+
+
 @dataclass(frozen=True)
 class Conv:
-    """A convolution of any rank; its weights are cut by `weight_cut`."""
+    """A convolution of any rank."""
 
     spec: ConvSpec
 
@@ -108,9 +145,9 @@ class Conv:
             return
         s, extent = self.spec, {"filter": self.spec.K, "channel": self.spec.C}.get(split.kind)
         _check_fit(self, split, world, f"a {s.spatial_dims}-D convolution")
-        if extent is not None and sum(split.sizes) != extent:
+        if extent is not None and (found := _other_sum(split, extent)) is not None:
             what = "filters" if split.kind == "filter" else "input channels"
-            raise SplitError(f"{split} adds up to {sum(split.sizes)}, but the convolution has {extent} {what}")
+            raise SplitError(f"{split} adds up to {found}, but the convolution has {extent} {what}")
         per_group = s.C // s.groups
         if split.kind == "channel" and s.groups > 1 and any(size % per_group for size in split.sizes):
             raise SplitError(
@@ -129,10 +166,9 @@ class Conv:
         s = self.spec
         return Split("filter", tuple(size * s.K // s.C for size in split.sizes))
 
-    def weight_cut(self, split: Split) -> tuple[int, tuple[int, ...]] | None:
-        """(dimension of the weight, sizes) of a split that cuts the weights, else None."""
-        split = self.canonical(split)
-        return {"filter": (0, split.sizes), "channel": (1, split.sizes)}.get(split.kind)
+    def held(self, split: Split, world: int) -> Mapping[str, Held]:
+        """Which ranks hold what of the parameters."""
+        return _held(self.spec.w_shape, self.canonical(split), world)
 
     def group_span(self, filters: tuple[int, int]) -> tuple[int, int]:
         """The groups that a span of filters belongs to."""
@@ -141,6 +177,8 @@ class Conv:
 
     def step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
         (x,), s, split = inputs, self.spec, self.canonical(split)
+        if split.nodes:
+            return _in_nodes(self, s.y_shape, x, split)
         if split.kind == "replicate":
             return Gather(s.y_shape).step(inputs)
         if split.kind == "channel":
@@ -186,12 +224,12 @@ class Linear:
             return
         _check_fit(self, split, world, f"a linear layer on {self.x_shape}")
         extent = {"filter": self.features, "channel": self.x_shape[-1]}.get(split.kind)
-        if extent is not None and sum(split.sizes) != extent:
-            raise SplitError(f"{split} adds up to {sum(split.sizes)}, but the linear layer has {extent} features there")
+        if extent is not None and (found := _other_sum(split, extent)) is not None:
+            raise SplitError(f"{split} adds up to {found}, but the linear layer has {extent} features there")
 
-    def weight_cut(self, split: Split) -> tuple[int, tuple[int, ...]] | None:
-        """(dimension of the weight, sizes) of a split that cuts the weights, else None."""
-        return {"filter": (0, split.sizes), "channel": (1, split.sizes)}.get(split.kind)
+    def held(self, split: Split, world: int) -> Mapping[str, Held]:
+        """Which ranks hold what of the parameters."""
+        return _held((self.features, self.x_shape[-1]), split, world)
 
     def dim(self, kind: SplitKind) -> int | None:
         """The dimension of the input that samples, depth, height or width are, if it has it."""
@@ -202,6 +240,8 @@ class Linear:
 
     def step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
         (x,) = inputs
+        if split.nodes:
+            return _in_nodes(self, self.y_shape, x, split)
         last = len(x.shape) - 1
         if split.kind == "filter":
             return Step((Need.everything(x.shape, x.world),), Layout.sharded(self.y_shape, last, split.sizes))

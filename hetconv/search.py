@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .candidates import Candidates, Splits
+from .candidates import Candidates
 from .elimination import solve
 from .explain import considered
 from .memory import Limits, solve_within
 from .plan import Considered
 from .pricing import Pricer
 from .problem import tables
+from .proportions import Splits
 from .rules import Split
 
 Choices = Mapping[str, tuple[Split, ...]]

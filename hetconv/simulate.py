@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .network import Array, Network
-from .walk import Applied, Transfers
+from .network import Array, Messages
 
 Thread = Literal["compute", "transfer"]
 
@@ -37,62 +36,69 @@ class Event(NamedTuple):
 Listener = Callable[[Event], None]
 
 
+class Pass(NamedTuple):
+    """An operator forward, or backward: (P,) seconds of computing, and the rounds of messages for it.
+
+    ``hides``: the messages travel while it is computed.
+    """
+
+    name: str
+    backward: bool
+    seconds: Array
+    rounds: Sequence[Messages]
+    hides: bool = False
+
+
 class Clocks:
     """(P,) seconds: when each device is done, from the start of the step; for how long it has computed, or only moved.
 
-    What is left it has waited.
+    What is left it has waited. ``overlap``: as `ClusterProfile` has it.
     """
 
-    def __init__(self, network: Network, listener: Listener | None = None):
-        self.network, self.listener = network, listener
-        self.now, self.busy, self.moving = np.zeros((3, network.world))
+    def __init__(self, world: int, listener: Listener | None = None, overlap: float = 1.0):
+        self.listener, self.overlap = listener, overlap
+        self.now, self.busy, self.moving = np.zeros((3, world))
 
-    def step(self, name: str, transfers: Transfers, seconds: Array, hides: bool, backward: bool) -> None:
-        """An operator: what it needs arrives, unless computing hides it while it travels, and it is computed."""
-        before = self.now
-        arrived = self._arrivals(name, transfers, backward, before + seconds if hides else before)
-        starts = before if hides else arrived
-        computed = starts + seconds
-        self.now = np.maximum(computed, arrived)
-        self.busy = self.busy + seconds
-        self._tell("compute", name, backward, False, starts, computed)
-        if hides:
-            self._tell("compute", name, backward, True, computed, self.now)
+    def step(self, one: Pass) -> None:
+        """What the operator needs arrives, unless computing hides it while it travels, and it is computed.
 
-    def _arrivals(self, name: str, transfers: Transfers, backward: bool, idle: Array) -> Array:
-        """When every rank has what was sent to it, if all start now. From ``idle`` on they do nothing else."""
-        now = self.now
-        for rounds, itemsize in transfers:
-            for one in rounds:
-                messages = self.network.messages(one, itemsize)
-                if not messages.seconds.any():
-                    continue
-                ready = np.maximum(now, np.where(messages.pairs, now[:, None], 0.0).max(0))
-                self._tell("transfer", name, backward, True, now, ready)
-                now = ready + messages.seconds
-                self._tell("transfer", name, backward, False, ready, now)
-                self.moving = self.moving + np.maximum(now - np.maximum(ready, idle), 0.0)
+        Of what hides and is hidden, the longer one begins later by as much of the shorter one as is not hidden.
+        """
+        starts = leaves = self.now
+        if one.hides and self.overlap < 1:
+            travels = sum((messages.seconds for messages in one.rounds), np.zeros(len(starts)))
+            later = (1 - self.overlap) * np.minimum(one.seconds, travels)
+            longer = one.seconds >= travels
+            starts, leaves = starts + later * longer, leaves + later * ~longer
+        computed = starts + one.seconds
+        if one.rounds:
+            arrived = self._arrivals(one, leaves, (starts, computed) if one.hides else (starts, starts))
+            if not one.hides:
+                starts, computed = arrived, arrived + one.seconds
+            self.now = np.maximum(computed, arrived)
+        else:
+            self.now = computed
+        self.busy = self.busy + one.seconds
+        if self.listener is not None:
+            self._tell("compute", one, False, starts, computed)
+            if one.hides:
+                self._tell("compute", one, True, computed, self.now)
+
+    def _arrivals(self, one: Pass, now: Array, computing: tuple[Array, Array]) -> Array:
+        """When every rank has what was sent to it, if each starts ``now``; when it computes, it is not only moving."""
+        starts, computed = computing
+        for messages in one.rounds:
+            ready = np.maximum(now, np.where(messages.pairs, now[:, None], 0.0).max(0))
+            before, now = now, ready + messages.seconds
+            if self.listener is not None:
+                self._tell("transfer", one, True, before, ready)
+                self._tell("transfer", one, False, ready, now)
+            alone = np.maximum(now - np.maximum(ready, computed), 0.0)
+            self.moving = self.moving + (alone + np.maximum(np.minimum(now, starts) - ready, 0.0))
         return now
 
-    def _tell(self, thread: Thread, name: str, backward: bool, waits: bool, starts: Array, ends: Array) -> None:
-        if self.listener is not None:
-            for device in np.flatnonzero(ends > starts):
-                span = float(starts[device]), float(ends[device])
-                self.listener(Event(int(device), thread, name, backward, waits, *span))
-
-
-def run(
-    clocks: Clocks,
-    applied: Sequence[Applied],
-    forward: Sequence[Array],
-    backward: Sequence[Array] | None,
-    sums: Transfers,
-) -> None:
-    """A step of operators that take these seconds on each device: forward and, unless that is None, backward."""
-    for a, seconds in zip(applied, forward, strict=True):
-        clocks.step(a.node.name, a.forward, seconds, a.hides, False)
-    if backward is None:
-        return
-    for a, seconds in zip(reversed(applied), reversed(backward), strict=True):
-        clocks.step(a.node.name, a.backward, seconds, a.hides, True)
-    clocks.step("sums of gradients", sums, np.zeros(clocks.network.world), False, True)
+    def _tell(self, thread: Thread, one: Pass, waits: bool, starts: Array, ends: Array) -> None:
+        assert self.listener is not None
+        for device in np.flatnonzero(ends > starts):
+            span = float(starts[device]), float(ends[device])
+            self.listener(Event(int(device), thread, one.name, one.backward, waits, *span))

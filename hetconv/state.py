@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from .agreement import checksum, prepared
 from .errors import HetConvError
-from .layout import Box, Layout, Shape
+from .holding import Held
+from .layout import Box, Shape
 from .modules import CutLayer, cut_layers
+from .movement import take
 from .tensor import HetTensor, gather
 from .transport import Team
 
@@ -40,16 +42,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def sharded_state_dict(model: nn.Module) -> State:
-    """The state with the original keys, a HetTensor for each parameter that is cut; local, in the model's memory."""
+    """The state with the original keys, HetTensors where not every rank has the whole; local, in the model's memory."""
     state = dict(model.state_dict())
-    return state | {key: HetTensor.wrap(state[key], *cut) for key, cut in cut_parameters(model).items()}
+    return state | {key: share.owned(state[key]) for key, share in shares(model).items()}
 
 
 def own_state(model: nn.Module, state: Mapping[str, Any]) -> State:
-    """What this rank's model takes of a state of whole tensors, or of HetTensors that are cut as the model is."""
+    """What this rank's model takes of a state of whole tensors, or of slices (`Slice`)."""
     check_fit(model, {k: shape_of(v) for k, v in state.items()})
-    cut = cut_parameters(model)
-    return {k: own_part(v, *cut[k]) if k in cut else v for k, v in state.items()}
+    found = shares(model)
+    return {k: found[k].of(v) if k in found else v for k, v in state.items()}
 
 
 def check_fit(model: nn.Module, shapes: Mapping[str, Shape | None]) -> None:
@@ -63,19 +65,53 @@ def check_fit(model: nn.Module, shapes: Mapping[str, Shape | None]) -> None:
         )
 
 
-def cut_parameters(model: nn.Module) -> dict[str, tuple[Layout, Team]]:
-    """How every parameter of which a rank has a slice is cut, and among whom, by its key in the state."""
+class Slice(Tensor):
+    """What a rank holds of a tensor, which gives it its shape; for states alone, nothing can be computed with it."""
+
+    local: Tensor
+    box: Box
+
+    @classmethod
+    def of(cls, local: Tensor, box: Box, shape: Shape) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made.local, made.box = local, box
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise HetConvError(f"{func} was called on a slice of a tensor that is to be saved or loaded")
+
+
+class Share(NamedTuple):
+    """How a tensor that is not whole on every rank is held, and among whom."""
+
+    held: Held
+    team: Team
+
+    @property
+    def box(self) -> Box:
+        """What this rank holds."""
+        return self.held.boxes[self.team.rank]
+
+    def owned(self, local: Tensor) -> HetTensor:
+        """Of what this rank holds the part that is its to give, so that every element is given once; a view."""
+        own = self.held.owners.boxes[self.team.rank]
+        return HetTensor.wrap(take(local, self.box, own), self.held.owners, self.team)
+
+    def of(self, x: Tensor) -> Tensor:
+        """What this rank holds of a whole tensor; a view."""
+        return x.local if isinstance(x, Slice) else take(x, Box.whole(self.held.shape), self.box)
+
+
+def shares(model: nn.Module) -> dict[str, Share]:
+    """The parameters that are not whole on every rank, by their keys in the state."""
     return {
-        f"{path}.{name}" if path else name: (layout, layer.team)
+        f"{path}.{name}" if path else name: Share(held, layer.team)
         for path, layer in model.named_modules(remove_duplicate=False)
         if isinstance(layer, CutLayer)
-        for name, layout in layer.cut_parameters().items()
+        for name, held in layer.held.items()
+        if not held.everywhere
     }
-
-
-def own_part(x: Tensor, layout: Layout, team: Team) -> Tensor:
-    """This rank's slice of a whole tensor; a view."""
-    return x.local if isinstance(x, HetTensor) else x[layout.boxes[team.rank].within(Box.whole(layout.shape))]
 
 
 def agreed(model: nn.Module, what: str, prepare: Callable[[], T], saying: Callable[[T], str]) -> T:

@@ -6,8 +6,9 @@ to what `Move` and `traffic` say of its pair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,95 +20,147 @@ from .network import Array, Network
 # Numbers of an intermediate result: 120 KB stay in a core's cache. Above 128 KB malloc may hand pages back to the
 # system and take fresh ones at every step, which takes longer than filling them.
 BLOCK = 15_000
+MOST_BOXES = 1 << 24  # whose pairs, with the bytes of an element, are counted in 64 bits
 
 Ints = npt.NDArray[np.intp]
 Measure = Callable[[Array], Array]  # of the bytes that ranks send each other in a round, (n, P, P) -> (n,)
 
 
+class Moved(NamedTuple):
+    """A value that is moved from each of these layouts to each of these reads, ``itemsize`` bytes per element.
+
+    ``adjoint``: its gradient is moved back.
+    """
+
+    sources: Sequence[Layout]
+    reads: Sequence[Layout | Need]
+    itemsize: int
+    adjoint: bool
+
+
+def movements(values: Sequence[Moved], network: Network) -> list[Array]:
+    """(sources, reads) of each value: seconds of moving it, round after round. What values share is computed once.
+
+    Raises `LayoutError` for layouts and reads that are not of one shape and of as many ranks as the network.
+    """
+    for one in values:
+        if others := {x.world for x in (*one.sources, *one.reads)} - {network.world}:
+            raise LayoutError(
+                f"layouts for {sorted(others)} ranks were given for a network of {network.world}; "
+                f"give those for its ranks"
+            )
+    return _tables(values, network.seconds)
+
+
 def movement(
     sources: Sequence[Layout], reads: Sequence[Layout | Need], itemsize: int, network: Network, adjoint: bool
 ) -> Array:
-    """(sources, reads): seconds of moving a value from each layout to each read, round after round.
-
-    ``adjoint``: of moving its gradient back. ``itemsize``: bytes per element. Raises `LayoutError` for layouts and
-    reads that are not of one shape and of as many ranks as the network.
-    """
-    if others := {x.world for x in (*sources, *reads)} - {network.world}:
-        raise LayoutError(
-            f"layouts for {sorted(others)} ranks were given for a network of {network.world}; give those for its ranks"
-        )
-    return _table(sources, reads, itemsize, adjoint, network.seconds)
+    """`movements` of one value."""
+    return movements([Moved(sources, reads, itemsize, adjoint)], network)[0]
 
 
 def sent_bytes(sources: Sequence[Layout], reads: Sequence[Layout | Need], itemsize: int, adjoint: bool) -> Array:
     """(sources, reads): bytes that all ranks send together for what `movement` has the seconds of. Raises alike."""
-    return _table(sources, reads, itemsize, adjoint, lambda sent: sent.sum((-2, -1)))
+    return _tables([Moved(sources, reads, itemsize, adjoint)], lambda sent: sent.sum((-2, -1)))[0]
 
 
-def _table(
-    sources: Sequence[Layout], reads: Sequence[Layout | Need], itemsize: int, adjoint: bool, measure: Measure
-) -> Array:
-    both = (*sources, *reads)
+def _tables(values: Sequence[Moved], measure: Measure) -> list[Array]:
+    boxes = _Numbered()
+    coded = [_coded(one, boxes) for one in values]
+    if not coded:
+        return []
+    codes, at = np.unique(np.concatenate([code.ravel() for code in coded]), return_inverse=True)
+    moving = codes[codes >= 0]
+    ends, itemsizes = np.divmod(moving, 1 << 8)
+    took = np.zeros(len(codes))
+    took[codes >= 0] = _exchanged(boxes.given, *np.divmod(ends, MOST_BOXES), itemsizes, measure)
+    parts = np.split(took[at], np.cumsum([code.size for code in coded])[:-1])
+    return [part.reshape(code.shape) for part, code in zip(parts, coded, strict=True)]
+
+
+class _Numbered:
+    """Boxes by number: equal ones have the same. They are looked up by identity, for they are long to compare."""
+
+    def __init__(self) -> None:
+        self.given: list[Boxes] = []
+        self._equal: dict[Boxes, int] = {}
+        self._same: dict[int, int] = {}
+
+    def of(self, values: Iterable[Layout | Need]) -> Ints:
+        return np.array([self._number(x.boxes) for x in values], dtype=np.intp)
+
+    def _number(self, boxes: Boxes) -> int:
+        found = self._same.get(id(boxes))
+        if found is None:
+            found = self._same[id(boxes)] = self._equal.setdefault(boxes, len(self.given))
+            if found == len(self.given):
+                self.given.append(boxes)
+        return found
+
+
+def _coded(one: Moved, boxes: _Numbered) -> Ints:
+    """(sources, reads): which boxes are exchanged, and the bytes of an element, in one number; -1 for nothing."""
+    both = (*one.sources, *one.reads)
     if len({(x.shape, x.world) for x in both}) > 1:
         shapes, worlds = sorted({x.shape for x in both}), sorted({x.world for x in both})
         raise LayoutError(
             f"layouts and reads of shapes {shapes} for {worlds} ranks were given; give those of one value"
         )
-    moves = _moves(sources, reads, adjoint)
-    table = np.zeros(moves.shape)
-    if not moves.any():
-        return table
-    index: dict[Boxes, int] = {}
-    numbers = np.array([index.setdefault(x.boxes, len(index)) for x in both])
-    row, column = np.nonzero(moves)
-    held, wanted = numbers[: len(sources)][row], numbers[len(sources) :][column]
-    if adjoint:
+    held, wanted = boxes.of(one.sources)[:, None], boxes.of(one.reads)[None]
+    if one.adjoint:
         held, wanted = wanted, held
-    pairs, at = np.unique(held * len(index) + wanted, return_inverse=True)
-    table[moves] = _exchanged(tuple(index), *np.divmod(pairs, len(index)), itemsize, measure)[at]
-    return table
+    codes: Ints = np.where(_moves(one), (held * MOST_BOXES + wanted) << 8 | one.itemsize, -1)
+    return codes
 
 
-def _moves(sources: Sequence[Layout], reads: Sequence[Layout | Need], adjoint: bool) -> npt.NDArray[np.bool_]:
+def _moves(one: Moved) -> npt.NDArray[np.bool_]:
     """(sources, reads): where `Move` has rounds. What counts once stays, and what becomes partial is embedded."""
-    kinds = [read.kind if isinstance(read, Layout) else "need" for read in reads]
-    asked = np.array([kind != "partial" and not (adjoint and kind == "replicated") for kind in kinds], dtype=bool)
-    given = np.array([adjoint or source.kind != "replicated" for source in sources], dtype=bool)
+    kinds = [read.kind if isinstance(read, Layout) else "need" for read in one.reads]
+    asked = np.array([kind != "partial" and not (one.adjoint and kind == "replicated") for kind in kinds], dtype=bool)
+    given = np.array([one.adjoint or source.kind != "replicated" for source in one.sources], dtype=bool)
     both: npt.NDArray[np.bool_] = given[:, None] & asked
     return both
 
 
-def _exchanged(boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsize: int, measure: Measure) -> Array:
+def _exchanged(boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsizes: Ints, measure: Measure) -> Array:
     """(n,): of the `exchanges` between ``boxes[held]`` and ``boxes[wanted]``; no two of ``boxes`` are the same."""
-    result = _in_one_round(boxes, held, wanted, itemsize, measure)
+    result = _in_one_round(boxes, held, wanted, itemsizes, measure)
     for k in np.flatnonzero(held == wanted):  # only a sum of wholes into wholes takes more rounds
         rounds = exchanges(boxes[held[k]], boxes[held[k]])
         if len(rounds) > 1:
             ends = np.arange(2 * len(rounds)).reshape(-1, 2)
-            result[k] = _in_one_round(tuple(chain(*rounds)), ends[:, 0], ends[:, 1], itemsize, measure).sum()
+            each = itemsizes[[k] * len(rounds)]
+            result[k] = _in_one_round(tuple(chain(*rounds)), ends[:, 0], ends[:, 1], each, measure).sum()
     return result
 
 
-def _in_one_round(boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsize: int, measure: Measure) -> Array:
+def _in_one_round(boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsizes: Ints, measure: Measure) -> Array:
     """(n,): block by block, each of pairs whose ranks differ in the same dimensions."""
+    result = np.zeros(len(held))
+    if not len(held):
+        return result
     lo, hi = _corners(boxes)
     cut = ((lo != lo[..., :1]) | (hi != hi[..., :1])).any(-1)  # (dimensions, boxes): whether ranks differ
     rank, _, world = lo.shape
     code = (1 << np.arange(rank)) @ cut
     groups = code[held] << rank | code[wanted]
-    to_others, step = itemsize * (1 - np.eye(world)), max(BLOCK // world**2, 1)
-    result = np.empty(len(held))
-    for group in np.unique(groups):
-        members = np.flatnonzero(groups == group)
+    to_others, step = 1.0 - np.eye(world), max(BLOCK // world**2, 1)
+    order = np.argsort(groups, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         for block in np.split(members, range(step, len(members), step)):
-            result[block] = measure(_common(lo, hi, cut, held[block], wanted[block]) * to_others)
+            sent = _common(lo, hi, cut, held[block], wanted[block]) * to_others
+            result[block] = measure(sent * itemsizes[block, None, None])
     return result
 
 
 def _corners(boxes: Sequence[Boxes]) -> Array:
-    """(2, dimensions, boxes, ranks): lo and hi."""
-    corners = np.array([[(b.lo, b.hi) for b in one] for one in boxes], dtype=np.float64)
-    return corners.transpose(2, 3, 0, 1)
+    """(2, dimensions, boxes, ranks): lo and hi; with fewer dimensions than others have, further ones from 0 to 1."""
+    rank = max(len(one[0].lo) for one in boxes)
+    zeros, ones = ([(n,) * (rank - r) for r in range(rank + 1)] for n in (0, 1))
+    ends = ((b.lo, zeros[len(b.lo)], b.hi, ones[len(b.lo)]) for one in boxes for b in one)
+    flat = np.fromiter(chain.from_iterable(chain.from_iterable(ends)), dtype=np.float64)
+    corners: Array = np.ascontiguousarray(flat.reshape(len(boxes), len(boxes[0]), 2, rank).transpose(2, 3, 0, 1))
+    return corners
 
 
 def _common(lo: Array, hi: Array, cut: npt.NDArray[np.bool_], held: Ints, wanted: Ints) -> Array:

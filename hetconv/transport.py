@@ -58,6 +58,13 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
     return _teams[group]
 
 
+def disband(team: Team) -> None:
+    """Ends a team's connections once nothing uses them any more: whoever waits for this rank on them gets an error."""
+    _teams.pop(team.group, None)
+    for group in {team.group, team.control}:
+        dist.destroy_process_group(group)
+
+
 @contextmanager
 def count_sent() -> Iterator[Counter[int]]:
     """Counts the payload bytes that this rank sends, per receiving rank, while the context lasts."""

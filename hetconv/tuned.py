@@ -1,13 +1,15 @@
-"""What tuning found for single convolutions: tiles, in words, for no kernel is known here; and chunks of the batch."""
+"""What tuning found: of convolutions tiles, in words, for no kernel is known here, and chunks; of models, plans."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from .files import STRICT, Positive
+from .provenance import Conditions
 from .spec import Conv2dSpec, ConvSpec
-
-STRICT = {"extra": "forbid"}
+from .splits import Split
 
 
 @dataclass(frozen=True)
@@ -41,4 +43,30 @@ class TunedChunks:
     chunks: int
     seconds: float
     unchunked_s: float
+    measured: Conditions | None = None
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """The fastest plan of those that were measured on whole steps of one model and mode; a device alone, if none was.
+
+    ``name``: what the planner calls it. ``predicted_s``: what it said. ``trials``: plans that were measured. ``alone``
+    is the name of the device that is fastest by itself, and ``alone_s`` are seconds of the plain model's steps there,
+    in its faster memory format, beside which ``step_s`` were measured; none where the model fits no device. ``even``
+    and ``even_s``: likewise of the even split that was predicted to be the fastest; none where it did not run.
+    """
+
+    graph: str
+    mode: Literal["train", "infer"]
+    name: str
+    splits: Mapping[str, Split]
+    step_s: Positive
+    predicted_s: Positive
+    trials: int
+    alone: str | None = None
+    alone_s: Positive | None = None
+    measured: Conditions | None = None
+    even: str | None = None
+    even_s: Positive | None = None
     __pydantic_config__ = STRICT

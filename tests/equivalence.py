@@ -13,6 +13,7 @@ import hetconv
 from hetconv.layout import Layout
 from hetconv.modules import CutLayer
 from hetconv.rules import Split
+from hetconv.state import Share
 
 from .nets import plan_of
 
@@ -54,11 +55,12 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     found = {name: p.grad for name, p in model.named_parameters()}
     for path, layer in model.named_modules():
         if isinstance(layer, CutLayer):
-            for name, layout in layer.layouts().items():
+            for name, held in layer.held.items():
                 key, grad = f"{path}.{name}".lstrip("."), getattr(layer, name).grad
-                if layout.kind == "sharded" and grad is not None:
-                    whole = Layout.replicated(layout.shape, layout.world)
-                    found[key] = hetconv.redistribute(grad, layout, whole, group=layer.team.group)
+                if not held.everywhere and grad is not None:
+                    owned = Share(held, layer.team).owned(grad)
+                    whole = Layout.replicated(held.shape, layer.team.size)
+                    found[key] = hetconv.redistribute(owned.local, owned.placement, whole, group=layer.team.group)
     return found
 
 

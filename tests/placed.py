@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.layout import Box, Layout
+from hetconv.layout import Box, Layout, spans
+from hetconv.levels import TwoLevel
 from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
 
@@ -20,6 +22,14 @@ from .equivalence import Differences, apart, leaves
 SHAPE = (4, 8, 6, 5)
 WORLD = 3
 Fn = Callable[..., Any]  # of (x, z, p): a tensor, a second one placed otherwise, and plain tensors of many shapes
+
+
+def in_nodes(nodes: tuple[int, ...], samples: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> TwoLevel:
+    """Each node's ranks cut its samples along ``dim`` in the sizes of its own."""
+    parts = [Layout.sharded(SHAPE, dim, sizes[a:b]) for a, b in spans(nodes)]
+    return TwoLevel.of(nodes, samples, parts)
+
+
 PLACEMENTS: dict[str, Layout] = {
     "replicated": Layout.replicated(SHAPE, WORLD),
     "partial": Layout.partial(SHAPE, WORLD, (5, 2, 1)),
@@ -33,6 +43,9 @@ PLACEMENTS: dict[str, Layout] = {
     "columns": Layout.sharded(SHAPE, 3, (2, 1, 2)),
     "columns on two ranks": Layout.sharded(SHAPE, 3, (0, 1, 4)),
     "rows in another order": Layout(SHAPE, "sharded", Layout.sharded(SHAPE, 2, (1, 2, 3)).boxes[::-1]),
+    "rows in nodes": in_nodes((2, 1), (3, 1), 2, (4, 2, 6)),
+    "columns in nodes, one rank without": in_nodes((1, 2), (1, 3), 3, (5, 0, 5)),
+    "partial in nodes": TwoLevel.of((2, 1), (1, 3), (Layout.partial(SHAPE, 2, (3, 1)), Layout.partial(SHAPE, 1))),
 }
 PARAMS = {
     "full": SHAPE, "nc11": (4, 8, 1, 1), "1c11": (1, 8, 1, 1), "c11": (8, 1, 1), "n111": (4, 1, 1, 1), "hw": (6, 5),
@@ -44,8 +57,21 @@ def summands(whole: Tensor, layout: Layout) -> list[Tensor]:
     """Parts whose sum in rank order is ``whole``, for a partial layout; else slices of it."""
     if layout.kind != "partial":
         return [whole[box.within(Box.whole(layout.shape))].clone() for box in layout.boxes]
-    quarters = [(whole * f).round(decimals=3) for f in (0.25, 0.5)]
-    return [*quarters, whole - quarters[0] - quarters[1]]
+    parts: list[Tensor] = []
+    for rank, box in enumerate(layout.boxes):
+        own, mates = whole[box.within(Box.whole(layout.shape))], layout.mates(rank)
+        last = rank == mates.stop - 1
+        rounded = (own * (rank - mates.start + 1) / 4).round(decimals=3)
+        parts.append(own - sum(parts[mates.start :]) if last else rounded)
+    return parts
+
+
+def value(parts: list[Tensor], layout: Layout) -> Tensor:
+    """What the parts add up to, added in rank order."""
+    whole = torch.zeros(layout.shape, dtype=parts[0].dtype)
+    for box, part in zip(layout.boxes, parts, strict=True):
+        whole[box.within(Box.whole(layout.shape))] += part
+    return whole
 
 
 def placed(whole: Tensor, layout: Layout) -> tuple[HetTensor, Tensor]:
@@ -57,8 +83,14 @@ def placed(whole: Tensor, layout: Layout) -> tuple[HetTensor, Tensor]:
 def full_gradient(local: Tensor, layout: Layout) -> Tensor | None:
     if local.grad is None:
         return None
-    held = Layout.replicated(layout.shape, layout.world) if layout.kind == "partial" else layout
-    return hetconv.redistribute(local.grad, held, Layout.replicated(layout.shape, layout.world))
+    whole, held, grad = Layout.replicated(layout.shape, layout.world), layout, local.grad
+    if isinstance(layout, TwoLevel) and layout.kind == "partial":  # that of each node's first rank
+        first = [rank == layout.mates(rank).start for rank in range(layout.world)]
+        boxes = (box if own else box.along(0, 0, 0) for box, own in zip(layout.boxes, first, strict=True))
+        held, grad = Layout(layout.shape, "sharded", tuple(boxes)), grad if first[dist.get_rank()] else grad[:0]
+    elif layout.kind == "partial":
+        held = whole
+    return hetconv.redistribute(grad, held, whole)
 
 
 def on_parts(
@@ -75,7 +107,7 @@ def on_parts(
     p_parts = {k: v.detach().clone().requires_grad_() for k, v in p_true.items()}
     layout, z_layout = PLACEMENTS[name], PLACEMENTS[other]
     (x, x_local), (z, z_local) = placed(x_true, layout), placed(z_true, z_layout)
-    x_true, z_true = sum(summands(x_true, layout)) if layout.kind == "partial" else x_true, z_true
+    x_true = value(summands(x_true, layout), layout) if layout.kind == "partial" else x_true
     x_true, z_true = x_true.detach().requires_grad_(), z_true.detach().requires_grad_()
     extra, extra_parts = (module, copy.deepcopy(module)) if module is not None else (None, None)
     expected = leaves(fn(x_true, z_true, p_true) if extra is None else extra(x_true))
@@ -118,7 +150,7 @@ def volume(fn: Fn) -> Fn:
             return fn(deep(x), z, p)
         own = x.placement
         boxes = tuple(Box((*b.lo, 0), (*b.hi, 4)) for b in own.boxes)
-        layout = Layout((*own.shape, 4), own.kind, boxes, own.shares)
+        layout = dataclasses.replace(own, shape=(*own.shape, 4), boxes=boxes)
         return fn(HetTensor.wrap(deep(x.local), layout, x.team), z, p)
 
     return of

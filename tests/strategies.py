@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hetconv.kernels.channels import MOST_PARTS
 from hetconv.kernels.finish import ACTIVATIONS
 from hetconv.layout import Box, Layout, Need
+from hetconv.levels import TwoLevel
 from hetconv.spec import Conv2dSpec, Window
 
 worlds = st.integers(1, 4)
@@ -52,10 +53,26 @@ def sharded(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Layout:
     return Layout(shape, "sharded", tuple(draw(st.permutations(layout.boxes)))) if draw(st.booleans()) else layout
 
 
+@st.composite
+def two_level(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> TwoLevel:
+    """Samples across two nodes; in each, parts along another dimension, or summands."""
+    ranks = draw(st.integers(1, world - 1))
+    nodes, samples = (ranks, world - ranks), draw(sizes(shape[0], 2))
+    dim, partial = draw(st.integers(1, len(shape) - 1)), draw(st.booleans())
+
+    def part(ranks: int) -> Layout:
+        return Layout.partial(shape, ranks) if partial else Layout.sharded(shape, dim, draw(sizes(shape[dim], ranks)))
+
+    return TwoLevel.of(nodes, samples, list(map(part, nodes)))
+
+
 def layouts(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Layout]:
-    return st.one_of(
-        st.just(Layout.replicated(shape, world)), st.just(Layout.partial(shape, world)), sharded(shape, world)
-    )
+    ways: list[st.SearchStrategy[Layout]] = [
+        st.just(Layout.replicated(shape, world)),
+        st.just(Layout.partial(shape, world)),
+        sharded(shape, world),
+    ]
+    return st.one_of(*ways, two_level(shape, world)) if world > 2 and len(shape) > 1 else st.one_of(*ways)
 
 
 @st.composite

@@ -51,17 +51,21 @@ def saved_serially(path: Path, kind: str, steps: int) -> None:
     hetconv.save_checkpoint(path, *trained(plain(0), kind, steps))
 
 
+@pytest.mark.parametrize("worlds", [(3, 2), (4, 3), (2, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("before", [0, 2])
-def test_a_run_goes_on_under_another_plan_and_under_none(kind: str, before: int, tmp_path: Path) -> None:
-    assert on_ranks(3, saving, tmp_path / "run", 3, kind, before) == [0] * 3
+def test_a_run_goes_on_under_another_plan_and_under_none(
+    worlds: tuple[int, int], kind: str, before: int, tmp_path: Path
+) -> None:
+    first, second = worlds
+    assert on_ranks(first, saving, tmp_path / "run", first, kind, before) == [0] * first
     expected = serial(kind, 4)
     net = plain(1)
     optimizer = fresh(net, kind)
     hetconv.load_checkpoint(tmp_path / "run", net, optimizer)
     train(net, optimizer, range(before, 4))
     alone = dict(net.state_dict()), hetconv.full_optim_state_dict(net, optimizer)
-    for found in (alone, *on_ranks(2, going_on, tmp_path / "run", 2, kind, range(before, 4))):
+    for found in (alone, *on_ranks(second, going_on, tmp_path / "run", second, kind, range(before, 4))):
         assert difference(found[0], expected[0]) <= 1e-9
         assert difference(found[1], expected[1]) <= 1e-9
 
@@ -104,6 +108,13 @@ def test_each_rank_writes_its_slices_and_rank_0_what_is_replicated(tmp_path: Pat
     assert sorted(files["model.two.weight"]) == [("__0", (0, 0, 0, 0)), ("__1", (0, 1, 0, 0))]
     assert files["model.norm.weight"] == files["model.two.bias"] == [("__0", (0,))]
     assert files["optimizer.state.one.weight.step"] == [("__0", ())]
+
+
+def test_the_first_rank_that_holds_the_whole_writes_it(tmp_path: Path) -> None:
+    on_ranks(4, saving, tmp_path / "run", 4, "adam", 1)
+    storage = dcp.FileSystemReader(tmp_path / "run").read_metadata().storage_data
+    wrote = {index.fqn: info.relative_path[:3] for index, info in storage.items() if "optimizer" not in index.fqn}
+    assert [wrote[f"model.{name}.weight"] for name in ("one", "two", "head")] == ["__0", "__1", "__2"]
 
 
 def with_extra(path: Path) -> Any:

@@ -7,11 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import hetconv
+from hetconv.autotune import cli, store
+from hetconv.autotune.launch import parse_devices
 from hetconv.autotune.models import build_model, parse_shape
+from hetconv.autotune.store import claimed
+from hetconv.autotune.tune import tune
 from hetconv.profile import ClusterProfile
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +35,7 @@ def hetconv_command(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
     tuned = hetconv_command(
-        "autotune", *PAIR, *NET, "--trials", "2", "--budget", "30", "-o", "cluster.json", cwd=tmp_path
+        "autotune", *PAIR, *NET, "--trials", "2", "--budget", "100", "-o", "cluster.json", cwd=tmp_path
     )
     assert tuned.returncode == 0, tuned.stderr
     assert "cpu@0.5 (emulated)" in tuned.stderr
@@ -38,6 +44,8 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path) -> None:
     assert profile.names == ("cpu", "cpu@0.5")
     assert not profile.estimated
     assert profile.devices[1].emulated
+    assert all(x.measured for x in (*profile.devices, *profile.links.values(), *profile.tuned))
+    assert [d.identity.speed for d in profile.devices if d.identity] == [1, 0.5]
     assert len(profile.devices[0].operators) == 6  # three convolutions along two axes
     # On a busy machine one device alone may measure fastest; either way the command says what came of it.
     assert [t.mode for t in profile.tuned] == (["train"] if "ms a step" in tuned.stderr else [])
@@ -116,6 +124,43 @@ def test_what_is_wrong_is_said_in_one_line(args: tuple[str, ...], said: str, tmp
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any) -> Any:
+    """What comes of ``hetconv autotune`` where these are the ranks."""
+    monkeypatch.setattr(cli, "run_on", ranks)
+    monkeypatch.delenv("RANK", raising=False)
+    args = [*PAIR, *NET, "-o", str(folder / "cluster.json"), "--resume", "--storage", "sqlite:///trials.db"]
+    return CliRunner().invoke(cli.app, ["autotune", *args])
+
+
+def test_the_job_is_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    assert in_process(tmp_path, monkeypatch, lambda *of: asked.append(of)).exit_code == 0
+    ((devices, fn, job),) = asked
+    assert fn is tune
+    assert devices == list(job.devices) == parse_devices("cpu,cpu@0.5")
+    assert (job.resume, job.storage, job.mode) == (True, "sqlite:///trials.db", "train")
+
+
+def test_ctrl_c_says_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    done = in_process(tmp_path, monkeypatch, interrupted)
+    assert done.exit_code == 130
+    (line,) = done.stderr.splitlines()
+    assert line == f"hetconv: interrupted; what was measured is in {tmp_path}/cluster.json.study: add --resume"
+
+
+def test_a_second_autotune_of_a_profile_is_refused_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "PATIENCE", 0.0)
+    with claimed(tmp_path / "cluster.json"):
+        done = in_process(tmp_path, monkeypatch, lambda *_: pytest.fail("it starts"))
+    assert isinstance(done.exception, hetconv.HetConvError)
+    assert f"is being written by another hetconv autotune (process {os.getpid()})" in str(done.exception)
 
 
 def test_shapes_and_models_are_read() -> None:

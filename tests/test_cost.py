@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.candidates import whole_model
-from hetconv.cost import Operators, layer_curve, operator_key
+from hetconv.cost import Operators, layer_curve, operator_key, seams_of
+from hetconv.graph import Node
 from hetconv.layout import Layout
+from hetconv.ops.geometry import spatial_geometry
 from hetconv.plan import Mode
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
+from hetconv.proportions import whole_model
+from hetconv.provenance import Conditions
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split, SplitKind
 from hetconv.spec import ConvSpec
 from hetconv.walk import walk
@@ -53,8 +59,11 @@ def sent_and_predicted(
     return dict(sent), {r: size for r, size in enumerate(predicted.sent_bytes[rank]) if size}
 
 
-@pytest.mark.parametrize("weights", [(3, 1), (5, 2, 1), (1, 0, 2)])
-@pytest.mark.parametrize(("case", "kind"), CUTS)
+@pytest.mark.parametrize(
+    ("case", "kind", "weights"),
+    [(*cut, weights) for cut in CUTS for weights in ((3, 1), (5, 2, 1), (1, 0, 2))]
+    + [("resnet", kind, (2, 1, 1, 0)) for kind in ("sample", "height", "width")],
+)
 def test_predicted_bytes_are_sent_bytes(case: str, kind: SplitKind, weights: tuple[int, ...]) -> None:
     modes: list[tuple[Mode, bool]] = [("train", False), ("train", True), ("infer", False)]
     for mode, input_gradient in modes:
@@ -67,7 +76,7 @@ def toy(speeds: tuple[float, ...], seconds_of_whole: float, op: Conv | Linear) -
 
     def device(speed: float) -> DeviceModel:
         curve = Curve((0.5, 1.0), (seconds_of_whole / speed / 2, seconds_of_whole / speed))
-        model = {operator_key(op, "pixels"): OperatorModel(curve, curve)}
+        model = {operator_key(op, "pixels", "float32"): OperatorModel(curve, curve)}
         return DeviceModel("toy", "cpu", 1e12, {"float32": 1e30}, 1e30, operators=model)
 
     pairs = {f"{a}-{b}": LinkModel(0.0, 0.0) for b in range(len(speeds)) for a in range(b)}
@@ -90,7 +99,12 @@ def test_what_was_not_measured_takes_the_other_axis_and_then_the_roofline() -> N
     curve = Curve((1.0,), (3.0,))
     bare = DeviceModel("d", "cpu", 1e9, {"float32": op.spec.flops / 2.0}, 1e30, backward_ratio=3.0)
     measured = DeviceModel(
-        "d", "cpu", 1e9, {"float32": 1.0}, 1.0, operators={operator_key(op, "pixels"): OperatorModel(curve, curve)}
+        "d",
+        "cpu",
+        1e9,
+        {"float32": 1.0},
+        1.0,
+        operators={operator_key(op, "pixels", "float32"): OperatorModel(curve, curve)},
     )
     assert layer_curve(measured, op, "filters", False, "float32").at(0.5) == pytest.approx(1.5)
     assert layer_curve(bare, op, "filters", False, "float32").at(0.5) == pytest.approx(1.0)
@@ -127,6 +141,75 @@ def test_a_transposed_convolution_costs_its_products(up: nn.Module, shape: tuple
         expected = 6.0 * read.numel / prod(shape)
         assert 0 < expected <= 6.0
         assert seconds == pytest.approx(expected)
+
+
+@st.composite
+def cut_along(draw: st.DrawFn) -> tuple[Conv, Split]:
+    """A convolution of rows, cut so that the rows of its input are cut where those of its output are."""
+    kernel, stride = draw(st.integers(1, 5)), draw(st.integers(1, 3))  # halos come from one rank on each side
+    before = draw(st.integers(0, kernel - 1))
+    sizes = draw(st.lists(st.sampled_from([0, 4, 5, 9]), min_size=2, max_size=4).filter(sum))
+    rows = sum(sizes)  # as many as padding "same" gives
+    after = max((rows - 1) * stride + kernel - before - rows * stride, 0)
+    spec = ConvSpec(1, 2, (rows * stride, 5), 3, (kernel, 1), (stride, 1), ((before, after), (0, 0)), (1, 1))
+    return Conv(spec), Split("height", tuple(sizes))
+
+
+@given(cut_along())
+def test_seams_are_what_halos_add_to(cut: tuple[Conv, Split]) -> None:
+    """As many calls of a convolution as the runtime makes for halos, on as many rows."""
+    op, split = cut
+    s, world = op.spec, len(split.sizes)
+    assume(s.y_shape[2] == sum(split.sizes))
+    x = Layout.sharded(s.x_shape, 2, [n * s.stride[0] for n in split.sizes])
+    found = seams_of(op, split, op.step((x,), split)) or [[] for _ in range(world)]
+    for rank, seams in enumerate(found):
+        halos = [segment for _, segment, _ in spatial_geometry(op, x, split, rank).halos if segment is not None]
+        rows = [(segment.out[1] - segment.out[0]) / s.y_shape[2] for segment in halos]
+        assert seams == pytest.approx(rows)
+
+
+def test_only_cuts_of_space_have_seams_and_only_what_was_measured_pays_for_them() -> None:
+    graph = hetconv.capture(nn.Conv2d(3, 8, 3, padding=1), torch.randn(1, 3, 12, 12))
+    (op,), height = graph.layers.values(), Split("height", (8, 4))
+    step = op.step((Layout.replicated((1, 3, 12, 12), 2),), height)
+    assert seams_of(op, height, step) == [[1 / 12], [1 / 12]]
+    for split in (Split("filter", (6, 2)), Split("width", (12, 0))):
+        assert seams_of(op, split, op.step((Layout.replicated((1, 3, 12, 12), 2),), split)) is None
+    profile = toy((1.0, 0.5), 6.0, op)
+    measured = replace(profile, devices=tuple(replace(d, measured=Conditions("", "")) for d in profile.devices))
+    assert price(graph, profile, {"": height}, "infer")[0].busy_s == pytest.approx((4.0, 4.0))
+    assert price(graph, measured, {"": height}, "infer")[0].busy_s == pytest.approx((4.5, 5.0))
+
+
+def test_other_operators_take_what_their_kind_was_measured_to_take() -> None:
+    net = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Sigmoid())
+    graph = hetconv.capture(net, torch.zeros(1, 4, 8, 8, requires_grad=True))
+    numel, line = 4 * 64, lambda slope: Curve((10.0, 20.0), (10 * slope, 20 * slope))
+    others = {
+        "batch norm in training float32": OperatorModel(line(1.0), line(10.0)),
+        "max pool float32": OperatorModel(line(100.0), line(1000.0)),
+        "elementwise float64": OperatorModel(line(7.0), line(7.0)),
+    }
+    device = DeviceModel("d", "cpu", 1e9, {"float32": 1e30}, 1.0, 3.0, backward_overhead_s=5.0, others=others)
+    _, norm, pool, last = graph.nodes
+    operators, whole = Operators(graph, [device]), Layout.replicated
+
+    def seconds(node: Node, shape: tuple[int, ...], backward: bool) -> float:
+        (found,) = operators.seconds(node, REPLICATE, node.op.step((whole(shape, 1),), REPLICATE), backward)
+        return float(found)
+
+    image, half = (1, 4, 8, 8), (1, 4, 4, 4)
+    assert [seconds(norm, image, b) for b in (False, True)] == [4 * 2 * numel, 40 * 2 * numel]
+    assert [seconds(pool, image, b) for b in (False, True)] == [400 * numel * 5 / 4, 4000 * numel * 5 / 4]
+    assert [seconds(last, half, b) for b in (False, True)] == [numel * 2 + 3, (numel * 2) * 2 + 5]  # by the roofline
+
+
+def test_what_training_adds_to_a_call_is_the_first_pass_s_ratio_unless_it_is_known() -> None:
+    device = DeviceModel("d", "cpu", 1e9, {"float32": 1.0}, 1.0, 3.0, backward_ratio=2.0)
+    assert [device.roofline(10, 1, "float32", b) for b in (False, True)] == [13.0, 26.0]
+    known = replace(device, backward_overhead_s=5.0)
+    assert [known.roofline(10, 1, "float32", b) for b in (False, True)] == [13.0, 25.0]
 
 
 @pytest.mark.parametrize(("second", "hides"), [("depth", True), ("height", False), ("filter", False)])

@@ -24,7 +24,7 @@ STEPS = 200
 def spread(model: nn.Module) -> float:
     """The largest difference of any replicated number from rank 0's."""
     worst = 0.0
-    for t in replicated(model):
+    for t, *_ in replicated(model, team_of()):
         every = from_every_rank(team_of(), t)
         worst = max(worst, float((every - every[0]).abs().max()))
     return worst

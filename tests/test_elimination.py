@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetconv.contraction import contracted
 from hetconv.dominance import pruned, undominated
 from hetconv.elimination import BLOCK, Solution, elimination_order, min_plus, minimize, solve
 from hetconv.errors import PlanError
 from hetconv.milp import minimize_milp
 from hetconv.potentials import Potentials
 
-from .random_tables import CLIQUE, KINDS, Array, brute, check, drawn, tables
+from .random_tables import CLIQUE, KINDS, Array, brute, check, drawn, price, tables
 
 
 def test_a_thousand_small_graphs_as_by_brute_force() -> None:
@@ -50,6 +51,50 @@ def test_graphs_of_every_form(graph: str, kind: Callable[..., Array]) -> None:
     for seed in range(10):
         found = tables(np.random.default_rng(seed), [1 + (seed + v) % 5 for v in range(n)], edges, kind)
         check(found, brute(*found))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_merging_what_another_node_decides_leaves_the_least(seed: int) -> None:
+    """Of random tables with some nodes more, each decided by another one, and tied to others."""
+    rng = np.random.default_rng(seed)
+    unary, pairs = drawn(seed, nodes=4, choices=3)
+    for k in range(int(rng.integers(1, 4))):
+        by, name, choices = str(rng.choice(list(unary))), f"w{k}", int(rng.integers(1, 4))
+        decided = np.where(np.arange(choices) == rng.integers(0, choices, (len(unary[by]), 1)), rng.random(), np.inf)
+        others = [other for other in unary if other != by and rng.random() < 0.7]
+        pairs |= {(by, name): decided}
+        pairs |= {(name, other): KINDS[seed % 3](rng, (choices, len(unary[other]))) for other in others}
+        unary[name] = rng.random(choices)
+    potentials = Potentials.of(unary, pairs)
+    merged = contracted(potentials)
+    assert {m.node for m in merged.merges} >= {v for v, name in enumerate(potentials.names) if name.startswith("w")}
+    rest = merged.potentials
+    alone = {rest.names[v]: table for (v, *more), table in rest.tables.items() if not more}
+    beside = {(rest.names[s[0]], rest.names[s[1]]): table for s, table in rest.tables.items() if len(s) == 2}
+    least = brute(unary, pairs)
+    assert brute(alone, beside) == pytest.approx(least)
+    if np.isfinite(least):
+        left, _ = minimize(alone, beside)
+        found = merged.restored({v: left[name] for v, name in enumerate(rest.names)})
+        assert price({potentials.names[v]: k for v, k in found.items()}, unary, pairs) == pytest.approx(least)
+
+
+def test_a_wide_graph_of_nodes_that_one_decides_is_eliminated() -> None:
+    """Each of twelve nodes is decided by one, and tied to every one of twelve others: merged, a star is left."""
+    rng, n = np.random.default_rng(0), 12
+    chosen = np.where(np.eye(4), 0.0, np.inf)
+    unary = {name: rng.random(4) for name in ["hub", *(f"{side}{k}" for side in "ab" for k in range(n))]}
+    pairs = {("hub", f"a{k}"): chosen for k in range(n)}
+    pairs |= {(f"a{k}", f"b{j}"): rng.random((4, 4)) for k in range(n) for j in range(n)}
+    found = solve(unary, pairs, memory_bytes=10_000)
+    assert found.how == "elimination"
+    costs = []
+    for hub in range(4):
+        own = sum(unary[name][hub] for name in ["hub", *(f"a{k}" for k in range(n))])
+        tied = (unary[f"b{j}"] + sum(pairs[f"a{k}", f"b{j}"][hub] for k in range(n)) for j in range(n))
+        costs.append(own + sum(both.min() for both in tied))
+    assert found.cost == pytest.approx(min(costs))
+    assert price(found.choice, unary, pairs) == pytest.approx(min(costs))
 
 
 def test_nothing_costs_nothing() -> None:

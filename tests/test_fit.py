@@ -32,16 +32,56 @@ def test_curves_never_fall_and_keep_their_range(samples: dict[float, list[float]
     assert seconds[-1] <= max(everything) * (1 + 1e-12)
 
 
-def test_a_link_is_a_line() -> None:
-    link = fit.link({64: [1e-4 + 64e-9] * 3, 1 << 20: [1e-4 + (1 << 20) * 1e-9] * 3})
+SIZES = tuple(1 << n for n in (10, 13, 16, 19, 22, 26))
+seconds_of_nothing, seconds_per_byte = st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-7)
+
+
+@given(seconds_of_nothing, seconds_per_byte)
+def test_a_line_without_noise_is_found(latency: float, slope: float) -> None:
+    found = fit.line({size: [latency + size * slope] * 3 for size in SIZES})
+    assert [found[0] + size * found[1] for size in SIZES] == pytest.approx([latency + size * slope for size in SIZES])
+
+
+@given(seconds_per_byte, st.floats(1 << 16, 1 << 19), st.sampled_from(SIZES), st.floats(2.0, 50.0))
+def test_one_size_that_was_disturbed_does_not_count(slope: float, half: float, where: int, factor: float) -> None:
+    """Messages of ``half`` bytes take twice the latency, so that several sizes tell of each of both."""
+    latency = slope * half
+    samples = {size: [(latency + size * slope) * (factor if size == where else 1)] for size in SIZES}
+    start, per_byte = fit.line(samples)
+    assert [start + size * per_byte for size in SIZES if size != where] == pytest.approx(
+        [latency + size * slope for size in SIZES if size != where]
+    )
+
+
+@given(st.dictionaries(st.sampled_from(SIZES), st.lists(st.floats(1e-7, 10), min_size=1, max_size=3), min_size=1))
+def test_a_line_is_never_negative_and_rises(samples: dict[int, list[float]]) -> None:
+    start, slope = fit.line(samples)
+    assert start >= 0
+    assert slope > 0
+
+
+def test_small_messages_count_as_large_ones_do() -> None:
+    """A line through the large ones alone would say a second for nothing."""
+    start, slope = fit.line({1: [1e-4], 10: [1e-4 + 9e-9], 1 << 20: [2.0], 1 << 21: [3.0]})
+    assert start == pytest.approx(1e-4, rel=0.05)
+    assert slope > 1e-9
+
+
+def test_a_link_has_one_latency_and_a_bandwidth_each_way() -> None:
+    there, back = ({size: [1e-4 + size * slope] for size in SIZES} for slope in (1e-9, 3e-9))
+    link = fit.link(there, back)
     assert link.latency_s == pytest.approx(1e-4)
     assert link.s_per_byte == pytest.approx(1e-9)
+    assert link.back_s_per_byte == pytest.approx(3e-9)
+    assert fit.link({8: [1e-9]}, {8: [1e-9]}).latency_s == fit.LEAST_LATENCY_S
 
 
-def test_a_link_is_never_negative() -> None:
-    link = fit.link({64: [2e-4], 1 << 20: [1e-4]})
-    assert link.latency_s == pytest.approx(2e-4, rel=1e-3)
-    assert link.s_per_byte == pytest.approx(1e-4 / (1 << 20))
+def test_calls_are_added_where_the_host_computes_and_hidden_where_it_goes_ahead() -> None:
+    kernels = fit.operator({0.5: ([1.0], [2.0]), 1.0: ([4.0], [5.0])})
+    assert fit.whole(kernels) == (4.0, 5.0)
+    added, ahead = (fit.called(kernels, (2.0, 3.0), host) for host in (False, True))
+    assert (added.forward.seconds, added.backward.seconds) == ((3.0, 6.0), (5.0, 8.0))
+    assert (ahead.forward.seconds, ahead.backward.seconds) == ((2.0, 4.0), (3.0, 5.0))
 
 
 def test_rates_are_totals_over_totals() -> None:

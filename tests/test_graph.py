@@ -85,6 +85,12 @@ class Doubled(nn.Conv2d):
         return 2 * super().forward(input)
 
 
+def test_a_model_that_is_one_layer_has_its_result() -> None:
+    graph = hetconv.capture(nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 8))
+    assert list(graph.layers) == [""]
+    assert [graph.values[i].shape for i in graph.outputs] == [(1, 4, 6, 6)]
+
+
 def test_layers_that_cannot_be_swapped_are_not_named() -> None:
     tied, other = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
     other.weight = tied.weight

@@ -226,5 +226,15 @@ def test_a_bucket_is_closed_by_the_item_that_fills_it(numels: list[int], limit: 
     assert all(sum(numels[i] for i in group) >= limit for group in groups[:-1])
 
 
+@given(st.lists(st.tuples(st.integers(1, 50), st.sampled_from("ab")), max_size=20), st.integers(1, 100))
+def test_a_bucket_is_of_one_kind_and_filled_as_if_there_were_no_other(items: list[tuple[int, str]], limit: int) -> None:
+    groups = buckets([size for size, _ in items], limit, [kind for _, kind in items])
+    assert [group[0] for group in groups] == sorted((group[0] for group in groups), reverse=True)
+    for kind in "ab":
+        of_kind = [i for i, (_, k) in enumerate(items) if k == kind]
+        alone = [[of_kind[i] for i in group] for group in buckets([items[i][0] for i in of_kind], limit)]
+        assert [group for group in groups if items[group[0]][1] == kind] == alone
+
+
 def test_everything_is_needed_by_every_rank() -> None:
     assert Need.everything((2, 3), 2) == Need((2, 3), (Box.whole((2, 3)),) * 2)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.candidates import whole_model
 from hetconv.plan import Plan
+from hetconv.proportions import whole_model
 from hetconv.rules import Gather
 
-from .equivalence import Differences, apart, leaves, loss_of, one_step, relative, same_state
+from .equivalence import Differences, apart, full_gradients, leaves, loss_of, one_step, relative, same_state
 from .spawn import on_ranks
 from .zoo import ZOO
 
@@ -93,7 +93,8 @@ def in_single_precision(name: str) -> tuple[float, float]:
     for y in results:
         loss_of(y).backward()
     outputs = [torch.cat([y.detach().flatten() for y in leaves(r)]) for r in results]
-    gradients = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (serial, cut)]
+    both = {name: p.grad for name, p in serial.named_parameters()}, full_gradients(cut)
+    gradients = [torch.cat([g.flatten() for g in by_name.values() if g is not None]) for by_name in both]
     return relative(outputs[1], outputs[0]), relative(gradients[1], gradients[0])
 
 

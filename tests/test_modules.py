@@ -139,9 +139,8 @@ def gradients_of_some(kind: SplitKind) -> Differences:
     x = torch.randn(2, 4, 16, 16)
     wanted = [(m, [m.two.bias, m.head.bias, m.one.bias]) for m in (serial, cut)]
     expected, found = (torch.autograd.grad(loss_of(m(x)), params) for m, params in wanted)
-    layouts = [cut.two.layouts()["bias"], cut.head.layouts()["bias"], cut.one.layouts()["bias"]]
-    rank = torch.distributed.get_rank()
-    slices = [tuple(map(slice, y.boxes[rank].lo, y.boxes[rank].hi)) for y in layouts]
+    boxes = [layer.held["bias"].boxes[torch.distributed.get_rank()] for layer in (cut.two, cut.head, cut.one)]
+    slices = [tuple(map(slice, box.lo, box.hi)) for box in boxes]
     return {str(i): apart(a, b[own]) for i, (a, b, own) in enumerate(zip(found, expected, slices, strict=True))}
 
 

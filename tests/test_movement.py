@@ -19,6 +19,7 @@ from torch import Tensor
 import hetconv
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.layout import Box, Layout, Move, Need, summed, traffic
+from hetconv.levels import TwoLevel
 from hetconv.movement import redistribute
 from hetconv.replicas import contributed
 from hetconv.transport import Round, count_sent, team_of
@@ -34,7 +35,8 @@ def drawn(seed: int, place: Place, cotangent: bool = False) -> list[Tensor]:
     """A random value over ``place``, one part per rank. The cotangent of a partial value is replicated."""
     generator = torch.Generator().manual_seed(seed)
     kind = place.kind if isinstance(place, Layout) else "need"
-    if kind == "replicated" or (kind == "partial" and cotangent):
+    whole = {box.shape for box in place.boxes} == {place.shape}  # of summands within nodes each has its own part
+    if kind == "replicated" or (kind == "partial" and cotangent and whole):
         return [torch.randn(place.shape, dtype=torch.float64, generator=generator)] * place.world
     return [torch.randn(box.shape, dtype=torch.float64, generator=generator) for box in place.boxes]
 
@@ -88,7 +90,13 @@ def places(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Place]:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     shape, world = draw(shapes), draw(worlds)
-    return draw(layouts(shape, world)), draw(places(shape, world))
+    src = draw(layouts(shape, world))
+    return src, draw(places(shape, world).filter(lambda dst: not _in_nodes(dst) or dst == src))
+
+
+def _in_nodes(dst: Place) -> bool:
+    """Whether it is summands in each node, which nothing can be moved to."""
+    return isinstance(dst, TwoLevel) and dst.kind == "partial"
 
 
 @st.composite

@@ -6,13 +6,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import hetconv
+from hetconv.holding import summed_among
 from hetconv.layout import Layout, exchanges, traffic
 from hetconv.network import Network
+from hetconv.pricing import price
 from hetconv.profile import ClusterProfile, DeviceModel, LinkModel, SharedWire
-from hetconv.simulate import Clocks
+from hetconv.rules import Split
+from hetconv.simulate import Clocks, Pass
 
 from .strategies import layouts, needs, shapes
 
@@ -43,8 +49,9 @@ def test_a_round_takes_what_clocks_that_start_together_say(
     sent = np.zeros((world, world))
     for pair, size in traffic(one, itemsize).items():
         sent[pair] = size
-    clocks = Clocks(Network.of(profile))
-    clocks.step("", ((one, itemsize),), np.zeros(world), False, False)
+    clocks, rounds = Clocks(world), [Network.of(profile).messages(r, itemsize) for r in one]
+    assert all((r.sent_bytes == sent).all() for r in rounds)
+    clocks.step(Pass("", False, np.zeros(world), rounds))
     arrivals = clocks.now
     assert Network.of(profile).spent(sent) == pytest.approx(arrivals, rel=1e-12, abs=0)
     assert Network.of(profile).seconds(sent) == pytest.approx(max(arrivals), rel=1e-12, abs=0)
@@ -95,6 +102,28 @@ def test_what_all_devices_send_to_another_node_goes_through_its_card() -> None:
     assert everyone_to_everyone(profile, 10**9, across=True) == pytest.approx(4 * 2 * 1e9 / 12.5e9)
     three = ClusterProfile.from_devices("2xT4 / T4 / T4", between="ethernet-100g")
     assert everyone_to_everyone(three, 10**9, across=True) == pytest.approx(2 * 2 * 1e9 / 12.5e9)  # out of the first
+
+
+def test_sums_of_gradients_take_their_holders_more_than_messages() -> None:
+    net = network()
+    slow = Network(net.latency_s, net.s_per_byte, sum_s_per_byte=7.0)
+    assert slow.s_per_summed_byte((0, 1)) == net.s_per_summed_byte((0, 1)) + 7
+    assert slow.s_per_summed_byte((1,)) == net.s_per_summed_byte((1,)) == 0
+    sums = [(summed_among((0, 2), 5, 3), 4), (summed_among((0, 1, 2), 2, 3), 8), ((), 4)]
+    assert slow.summing(sums).tolist() == [7 * (20 + 16), 7 * 16, 7 * (20 + 16)]
+    assert slow.summing([]).tolist() == net.summing(sums).tolist() == [0, 0, 0]
+
+
+def test_a_step_counts_what_sums_take_beside_their_messages() -> None:
+    graph = hetconv.capture(nn.Conv2d(2, 4, 3, bias=False), torch.zeros(2, 2, 5, 5))
+    profile = ClusterProfile((DEVICE,) * 2, {"0-1": LinkModel(0.0, 0.0)})
+    first, second = (
+        price(graph, replace(profile, sum_s_per_byte=s), {"": Split("sample", (1, 1))}, "train")[0] for s in (0.0, 1.0)
+    )
+    added = 4 * 4 * 2 * 9  # bytes of the weight
+    assert second.step_s == pytest.approx(first.step_s + added)
+    assert second.busy_s == pytest.approx([busy + added for busy in first.busy_s])
+    assert second.summed_s == pytest.approx((first.summed_s or 0) + added)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

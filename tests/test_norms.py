@@ -276,9 +276,10 @@ def test_shares_of_groups_are_counts_of_their_elements(data: st.DataObject, worl
         owner[box.within(Box.whole(op.shape))] = rank
     of_a_group = owner.reshape(3, groups, -1)
     for rank, shares in enumerate(op.shares(step.output)):
+        box = step.output.boxes[rank]
         for group, share in enumerate(shares):
-            held = {int((of_a_group[n, group] == rank).sum()) for n in range(3)}
-            assert held == {round(share * of_a_group.shape[2], 9)}
+            held = {int((of_a_group[n, group] == rank).sum()) for n in range(box.lo[0], box.hi[0])}
+            assert held <= {round(share * of_a_group.shape[2], 9)}
 
 
 @pytest.mark.parametrize(

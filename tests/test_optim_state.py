@@ -21,7 +21,9 @@ from .nets import Twice, plan_of
 from .spawn import on_ranks
 
 Params = list[dict[str, Any]]
-SPLITS = {  # by number of ranks
+ALONE = Split("sample", (0, 0, 1, 0))
+SPLITS = {  # by number of ranks; of four, one holds no weight
+    4: {"one": Split("height", (1, 2, 0, 0)), "two": Split("width", (0, 1, 1, 0)), "head": ALONE},
     3: {"one": Split("filter", (4, 0, 2)), "two": Split("channel", (1, 5, 0)), "head": Split("filter", (0, 1, 2))},
     2: {"one": Split("channel", (0, 3)), "two": Split("filter", (3, 1)), "head": Split("channel", (50, 14))},
 }
@@ -103,13 +105,14 @@ def given(world: int, kind: str, steps: int) -> Any:
     return hetconv.full_state_dict(model), hetconv.full_optim_state_dict(model, optimizer)
 
 
+@pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_the_whole_state_of_an_optimizer_is_the_unsplit_ones(kind: str, steps: int) -> None:
+def test_the_whole_state_of_an_optimizer_is_the_unsplit_ones(world: int, kind: str, steps: int) -> None:
     """As torch.distributed.checkpoint gives it of the unsplit model."""
     net, optimizer = trained(plain(0), kind, steps)
     expected = get_optimizer_state_dict(net, optimizer) | ({} if steps else {"state": {}})  # torch makes a step
-    for state, optim in on_ranks(3, given, 3, kind, steps):
+    for state, optim in on_ranks(world, given, world, kind, steps):
         assert difference(state, dict(net.state_dict())) <= 1e-9
         assert difference(optim, expected) <= 1e-9
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -10,10 +12,13 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.candidates import Candidates
+from hetconv.candidates import ALONE, Candidates, group_sizes
+from hetconv.cost import layer_curve, operator_key
+from hetconv.planner import contenders
 from hetconv.pricing import price
-from hetconv.profile import ClusterProfile, TunedRatio
+from hetconv.profile import Alone, ClusterProfile, DeviceModel, TunedRatio
 from hetconv.rules import Linear, Split, SplitKind
+from hetconv.tuned import TunedPlan
 
 from .nets import IMAGE_KINDS, MobileBlock, ResNet, UNet
 
@@ -60,6 +65,23 @@ def test_where_one_device_is_fastest_the_plan_says_so_and_uses_it_alone() -> Non
     assert all(s.sizes[1] == 0 for s in plan.splits.values())
 
 
+@pytest.mark.parametrize(
+    ("seconds", "sizes"),
+    [
+        ((1, 2, 2, 5), [1, 3]),  # as 10, 5, 5 and 2 TFLOPS
+        ((1, 1, 2, 2, 2, 2, 5, 5), [1, 2, 6]),
+        ((1, 1, 1.05, 3, 3, 3.1), [1, 2, 3]),
+        ((1, 1, 1, 1, 2, 2, 2, 2), [1, 2, 4]),
+        ((1, 2, 2, 2, 2, 2, 2, 2), [1, 2, 4]),
+        ((1, 1.01, 1.02, 1.03, 1.04), [1, 2, 4]),
+        ((1, 2), [1]),
+        ((1,), []),
+    ],
+)
+def test_groups_of_devices_leave_out_slower_kinds(seconds: tuple[float, ...], sizes: list[int]) -> None:
+    assert group_sizes(seconds) == sizes
+
+
 def test_the_chosen_candidate_is_the_fastest_that_fits() -> None:
     graph = hetconv.capture(UNet(), torch.randn(2, 3, 64, 64))
     profile = ClusterProfile.from_devices(PAIR)
@@ -69,6 +91,28 @@ def test_the_chosen_candidate_is_the_fastest_that_fits() -> None:
     assert plan.alternatives is not None
     assert plan.predicted.step_s <= min(plan.alternatives.values())
     assert plan.predicted.step_s <= min(price(graph, profile, s, "train")[0].step_s for s in found.values())
+
+
+def test_a_device_alone_takes_what_it_was_measured_to_take_alone() -> None:
+    """Without the others it is more than twice as fast, so that a plan gains less by them."""
+    graph = hetconv.capture(big_stack()[0], big_stack()[1])
+    profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
+    before = hetconv.make_plan(graph, profile)
+    assert before.alternatives is not None
+    assert not before.chosen.startswith(ALONE)
+
+    def faster(device: DeviceModel) -> Alone:
+        seconds = {}
+        for op in set(graph.layers.values()):
+            forward, backward = (layer_curve(device, op, "pixels", b, "float32").at(0.4) for b in (False, True))
+            seconds[operator_key(op, "pixels", "float32")] = forward, backward
+        return Alone(seconds, overhead_s=device.overhead_s)
+
+    devices = tuple(replace(device, alone=faster(device)) for device in profile.devices)
+    after = hetconv.make_plan(graph, replace(profile, devices=devices))
+    assert after.alternatives is not None
+    assert after.alternatives[ALONE] < 0.7 * before.alternatives[ALONE]
+    assert after.chosen.startswith(ALONE)
 
 
 def test_memory_limits_hold_or_are_refused() -> None:
@@ -108,6 +152,85 @@ def test_a_ratio_tuned_on_anything_else_is_not_used(change: dict[str, Any]) -> N
     tuned = TunedRatio(graph.digest, "train", "height", (300, 212), 0.9, (256, 256), 1.0, 5)
     found = Candidates(graph, replace(profile, tuned=(replace(tuned, **change),)), "train").whole_models()
     assert "tuned height split" not in found
+
+
+def tuned_plan(graph: hetconv.Graph, name: str, splits: Mapping[str, Split], **changed: Any) -> TunedPlan:
+    """Two seconds a step, beside three alone on the second device."""
+    alone = "fastest device alone (1: cpu@0.5)"
+    return replace(TunedPlan(graph.digest, "train", name, splits, 2.0, 1.0, 4, alone, 3.0), **changed)
+
+
+def test_the_plan_that_was_measured_to_be_the_fastest_is_the_plan() -> None:
+    graph = hetconv.capture(*big_stack())
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3")
+    splits = dict.fromkeys(graph.layers, Split("width", (100, 412)))
+    plan = hetconv.make_plan(graph, replace(profile, plans=(tuned_plan(graph, "planned", splits),)))
+    assert plan.chosen == "tuned plan"
+    assert plan.splits == splits
+    assert plan.predicted is not None
+    assert plan.predicted.step_s == 2.0
+    assert plan.alternatives is not None
+    assert plan.alternatives["tuned plan"] == 2.0
+    assert plan.alternatives["planned"] < 2.0, "what is only predicted does not count"
+
+
+def test_a_device_that_was_measured_to_be_fastest_alone_is_the_plan() -> None:
+    graph = hetconv.capture(*big_stack())
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3")
+    splits, name = dict.fromkeys(graph.layers, Split("sample", (0, 1))), "fastest device alone (1: cpu@0.5)"
+    plan = hetconv.make_plan(graph, replace(profile, plans=(tuned_plan(graph, name, splits, step_s=3.0),)))
+    assert plan.chosen == name
+    assert plan.splits == splits
+    assert plan.predicted is not None
+    assert plan.predicted.step_s == 3.0
+
+
+def test_what_the_device_alone_took_is_known_beside_the_plan() -> None:
+    graph = hetconv.capture(*big_stack())
+    profile = ClusterProfile.from_devices(["cpu@0.1", "cpu@0.5"], link="nvlink3")
+    tuned = tuned_plan(graph, "planned", dict.fromkeys(graph.layers, Split("width", (100, 412))), alone_s=1e-6)
+    plan = hetconv.make_plan(graph, replace(profile, plans=(tuned,)))
+    assert plan.alternatives is not None
+    assert plan.alternatives["fastest device alone"] == 1e-6
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"graph": "another"},
+        {"mode": "infer"},
+        {"splits": {}},
+        {"splits": {"0": Split("width", (100, 412)), "2": Split("filter", (60, 5))}},
+    ],
+)
+def test_a_plan_measured_on_anything_else_or_that_does_not_fit_is_not_used(changed: dict[str, Any]) -> None:
+    graph = hetconv.capture(*big_stack())
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3")
+    tuned = replace(tuned_plan(graph, "planned", dict.fromkeys(graph.layers, Split("width", (100, 412)))), **changed)
+    assert hetconv.make_plan(graph, replace(profile, plans=(tuned,))).chosen != "tuned plan"
+
+
+def test_limits_come_before_what_was_measured() -> None:
+    graph = hetconv.capture(*big_stack())
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3")
+    splits = dict.fromkeys(graph.layers, Split("width", (1, 511)))
+    known = replace(profile, plans=(tuned_plan(graph, "planned", splits),))
+    assert hetconv.make_plan(graph, known).chosen == "tuned plan"
+    assert hetconv.make_plan(graph, known, kinds=("height", "replicate")).chosen != "tuned plan"
+    most = max(hetconv.make_plan(graph, known).predicted.memory_bytes)  # type: ignore[union-attr]
+    assert hetconv.make_plan(graph, known, memory_limit=0.9 * most).chosen != "tuned plan"
+
+
+def test_contenders_are_the_plan_and_then_the_fastest_none_twice() -> None:
+    graph = hetconv.capture(*big_stack())
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3")
+    found = contenders(graph, profile, mode="infer")
+    plan = hetconv.make_plan(graph, profile, mode="infer")
+    assert (found[0].name, found[0].splits) == (plan.chosen, plan.splits)
+    seconds = [c.predicted.step_s for c in found]
+    assert seconds[1:] == sorted(seconds[1:])
+    assert {"fastest device alone (0: cpu)", "fastest device alone (1: cpu@0.5)"} < {c.name for c in found}
+    assert all(a.splits != b.splits for a, b in combinations(found, 2))
 
 
 def test_bad_arguments_are_refused() -> None:

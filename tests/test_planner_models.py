@@ -58,7 +58,7 @@ def test_meta_tensors_give_the_graph_that_others_give() -> None:
 def test_uneven_plans_gain_on_sample_splits_and_on_even_plans() -> None:
     """On the model profile: devices of 10, 5, 5 and 2 TFLOPS that share a wire of 10 GB/s, a batch of 64."""
     residual, fully_connected = planned("ResNet-50", 4), planned("AlexNet", 4)
-    assert gain(residual, SAMPLE) >= 1.14
+    assert gain(residual, SAMPLE) >= 1.15
     assert gain(fully_connected, SAMPLE) >= 2.0
     assert gain(residual, EVEN) >= 1.2
     assert gain(fully_connected, EVEN) >= 1.2

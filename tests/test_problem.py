@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,20 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.candidates import aligned, split_of
-from hetconv.elimination import minimize
+from hetconv.elimination import minimize, solve
 from hetconv.graph import Graph
 from hetconv.ledger import Tables
+from hetconv.milp import minimize_milp
 from hetconv.plan import Mode
 from hetconv.pricing import Pricer
 from hetconv.problem import tables
-from hetconv.profile import ClusterProfile
+from hetconv.profile import ClusterProfile, Curve, OperatorModel
+from hetconv.proportions import aligned, split_of
+from hetconv.provenance import Conditions
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split
+from hetconv.splits import INNER
 
 from .nets import Chain, MobileBlock, ResNet, Twice, UNet, Volumes, Waves
 
-PROFILE = ClusterProfile.from_devices("A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16")
+SHEETS = ClusterProfile.from_devices("A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16")
+RELU = {"elementwise float32": OperatorModel(Curve((1e4, 1e6), (1e-5, 1e-3)), Curve((1e4, 1e6), (2e-5, 3e-3)))}
+FIRST, *REST = SHEETS.devices
+MEASURED = replace(FIRST, measured=Conditions("", ""), backward_overhead_s=1e-4, others=RELU)
+PROFILE = replace(SHEETS, devices=(MEASURED, *REST), overlap=0.7, sum_s_per_byte=1e-11)
 RATIOS = (1.0, 1.0, 1.0), (5.0, 2.0, 1.0), (0.0, 1.0, 3.0), (1.0, 0.0, 0.0)
+NODES = ((2, 3.0), (1, 1.0)), ((1, 2.0), (2, 2.0))
 
 
 class Dense(nn.Module):
@@ -60,8 +69,79 @@ class InPlace(nn.Module):
         return (c + b).sub_(a).relu_()
 
 
+class Attends(nn.Module):
+    """Views of views, some of which no cut passes; products of what follows different layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 8)
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], -1, 2, 4).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        y = x.flatten(2).transpose(1, 2)
+        q, k, v = self.heads(self.query(y)), self.heads(self.key(y)), self.heads(self.value(y))
+        z = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        z = F.scaled_dot_product_attention(z, k, v).transpose(1, 2).reshape(y.shape)
+        z = self.last(z)
+        return z.transpose(1, 2).reshape(x.shape) + x, y.transpose(1, 2) @ z
+
+
+class WritesViews(nn.Module):
+    """In place on views, of a copy among them, and what shares their memory read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        turned = a.transpose(2, 3)
+        turned.mul_(2.0)
+        flat = self.second(a * 1.0).reshape(x.shape[0], 8, -1)
+        flat.add_(1.0)
+        b = self.third(a + flat.reshape(a.shape))
+        b.transpose(1, 2).reshape(x.shape[0], -1)[:, ::2].neg_()
+        return b + a
+
+
+class Shares(nn.Module):
+    """One slope and one norm after layers that may be split differently; the weight of a layer used once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+        self.slope, self.norm = nn.PReLU(8), nn.GroupNorm(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = self.norm(self.slope(conv(x)))
+        return x + x * self.convs[1].bias.view(1, 8, 1, 1) * self.convs[1].bias.view(1, 8, 1, 1)
+
+
+class Tiled(nn.Module):
+    """Images side by side, along dimensions that each may be cut along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 4, 3, padding=1) for _ in range(3))
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = (conv(x) for conv in self.convs)
+        rows = torch.cat([a, F.relu(b), c], 2)
+        return self.last(rows)[:, :, : a.shape[2]] + torch.cat([b[:1], c[1:]], 0)
+
+
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dense": (Dense, (4, 3, 16, 16)),
+    "attention": (Attends, (2, 3, 8, 8)),
+    "shared parameters": (Shares, (4, 3, 12, 10)),
+    "tiled": (Tiled, (4, 3, 12, 10)),
+    "views in place": (WritesViews, (4, 3, 12, 10)),
     "in place": (InPlace, (4, 3, 12, 10)),
     "residual": (ResNet, (4, 3, 45, 40)),
     "U-Net": (UNet, (2, 3, 20, 24)),
@@ -74,12 +154,14 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def choices_of(graph: Graph) -> dict[str, tuple[Split, ...]]:
-    """Every kind in every ratio: of equal operators the same object."""
+    """Every kind in every ratio, and within nodes: of equal operators the same object."""
     known: dict[Conv | Linear, tuple[Split, ...]] = {}
     for op in graph.layers.values():
         if op not in known:
             grids = [(kind, aligned(graph, kind, ratio)) for kind in KINDS if kind != "replicate" for ratio in RATIOS]
-            known[op] = tuple(dict.fromkeys((REPLICATE, *(split_of(op, kind, grid, KINDS) for kind, grid in grids))))
+            splits = [split_of(op, kind, grid, KINDS) for kind, grid in grids]
+            splits += [split_of(op, kind, RATIOS[1], KINDS, nodes) for kind in INNER for nodes in NODES]
+            known[op] = tuple(dict.fromkeys((REPLICATE, *splits)))
     return {name: known[op] for name, op in graph.layers.items()}
 
 
@@ -125,6 +207,44 @@ def test_tables_hold_the_priced_bytes_of_training(net: str) -> None:
         held = sum(table[states[name] if name is not None else 0] for name, table in known.held.items())
         memory = pricer.price({name: choices[name][k] for name, k in picked.items()})[0].memory_bytes
         assert held == pytest.approx(memory, abs=1)
+
+
+class DenseBlock(nn.Module):
+    """As DenseNets have them: every layer reads the results of all before it."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4 * k, 4, 3, padding=1) for k in range(1, depth + 1))
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4 * (depth + 1), 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [self.first(x)]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, 1)))
+        y: Tensor = self.last(torch.cat(found, 1))
+        return y
+
+
+def dense_block(depth: int) -> tuple[Graph, dict[str, tuple[Split, ...]]]:
+    graph = hetconv.capture(DenseBlock(depth), torch.randn(4, 3, 16, 16))
+    return graph, choices_of(graph)
+
+
+def test_a_dense_block_is_planned_as_by_highs() -> None:
+    graph, choices = dense_block(3)
+    few = {name: splits[:: 1 + len(splits) // 5] for name, splits in choices.items()}
+    known = tables(graph, PROFILE, few, "train")
+    _, cost, _ = minimize_milp(known.unary, known.pairwise)
+    assert solve(known.unary, known.pairwise, memory_bytes=100_000).cost == pytest.approx(cost, rel=1e-6)
+
+
+def test_deep_dense_blocks_are_eliminated_and_add_up() -> None:
+    graph, choices = dense_block(14)
+    known = tables(graph, PROFILE, choices, "train")
+    found = solve(known.unary, known.pairwise)
+    assert found.how == "elimination"
+    priced, _ = Pricer(graph, PROFILE, "train").price({name: choices[name][found.choice[name]] for name in choices})
+    assert known.constant + found.cost == pytest.approx(priced.summed_s, rel=1e-9)
 
 
 def test_layers_without_choices_are_replicated() -> None:

@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.autotune import measure, overlap, tune
+from hetconv.autotune import overlap, stages
 from hetconv.calls import CONVS
-from hetconv.candidates import whole_model
 from hetconv.errors import HetConvError, PlanError, SplitError
 from hetconv.modules import HET_CONVS, HetConv1d, HetConv2d, HetConv3d
 from hetconv.plan import Plan
-from hetconv.profile import Axis
-from hetconv.rules import KINDS, Conv, Gather, Split, SplitKind
+from hetconv.proportions import whole_model
+from hetconv.rules import KINDS, Gather, Split, SplitKind
 from hetconv.spec import ConvSpec
 
 from .equivalence import Differences, apart, assert_same, leaves, one_step, pair, train
@@ -97,7 +96,7 @@ def test_kinds_that_a_model_lacks_are_no_candidates() -> None:
 
 def test_a_model_without_space_or_samples_has_no_ratio_to_tune() -> None:
     graph = hetconv.capture(nn.Linear(4, 4), torch.zeros(1, 4))
-    assert tune._start(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu"]), "infer") is None
+    assert stages.computed_ratio(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu"]), "infer") is None
 
 
 def refused(layer: int, kind: SplitKind) -> str:
@@ -191,33 +190,6 @@ def test_half_precision_of_volumes(kind: SplitKind) -> None:
 
 def test_half_precision_of_sequences() -> None:
     assert max(on_ranks(2, in_half, 1, "width")) <= 3e-2
-
-
-def measured() -> dict[str, list[float]]:
-    """Shares that were timed, by operator."""
-    graphs = (hetconv.capture(make(), torch.zeros(shape)) for make, shape in OTHER_RANKS.values())
-    ops = [op for graph in graphs for op in graph.layers.values() if isinstance(op, Conv)]
-    axes: tuple[Axis, Axis] = ("pixels", "filters")
-    asked = [(op, axis) for op in ops for axis in axes]
-    found = measure.operator_samples(asked, torch.device("cpu"), lambda: False)
-    return {key: sorted(samples) for key, samples in found if all(min(f + b) > 0 for f, b in samples.values())}
-
-
-def test_every_layer_is_measured_along_both_axes() -> None:
-    (found,) = on_ranks(1, measured)
-    stem, deep = (
-        "conv1d 2x2x38 k6 7 s(2,) p((3,3),) d(1,) g1 float32",
-        "k6 3x3x3 s(1,1,1) p((2,2),(2,2),(2,2)) d(2,2,2) g2",
-    )
-    assert found[f"{stem} by pixels"] == pytest.approx([2 / 19, 5 / 19, 10 / 19, 14 / 19, 1])
-    assert found[f"{stem} by filters"] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 1])
-    assert [key for key in found if deep in key]
-    assert len(found) == 2 * 8
-
-
-def test_a_share_of_the_pixels_is_one_of_the_first_dimension() -> None:
-    spec = ConvSpec(2, 3, (9, 8, 7), 4, (2, 3, 1), (2, 1, 3), ((1, 0), (1, 1), (0, 0)), (1, 2, 1))
-    assert [measure._rows(spec, n).y_shape for n in (1, 3)] == [(2, 4, n, *spec.y_shape[3:]) for n in (1, 3)]
 
 
 def chunked() -> bool:

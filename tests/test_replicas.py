@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from hetconv import emulate, replicas
 from hetconv.layout import buckets
 from hetconv.ops.halo import LocalConv
 
-from .equivalence import Differences, apart, assert_same, loss_of, one_step, pair
+from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair
 from .nets import NETS, plan_of, splits_of
 from .spawn import on_ranks
 
@@ -104,7 +105,8 @@ def branches() -> tuple[nn.Module, nn.Module, Tensor]:
 
 
 def compared(serial: nn.Module, cut: nn.Module) -> Differences:
-    return {k: apart(cut.get_parameter(k).grad, p.grad) for k, p in serial.named_parameters()}
+    gradients = full_gradients(cut)
+    return {k: apart(gradients[k], p.grad) for k, p in serial.named_parameters()}
 
 
 def backward_in_parts(numbers: int) -> Differences:
@@ -133,8 +135,9 @@ def two_graphs_at_once(numbers: int) -> Differences:
 
 
 def gradients_by_name(numbers: int) -> Differences:
-    """What `torch.autograd.grad` and hooks are given."""
+    """What `torch.autograd.grad` and hooks are given: all of what this rank holds, be it nothing."""
     serial, cut, x = branches()
+    box = cut.one.held["bias"].boxes[dist.get_rank()]
     found: Differences = {}
     seen: list[list[Tensor]] = [[], []]
     with small_buckets(numbers):
@@ -145,8 +148,9 @@ def gradients_by_name(numbers: int) -> Differences:
             loss = loss_of(model(x)[0])
             both.append(torch.autograd.grad(loss, [model.scale, model.one.bias], retain_graph=True))
             loss.backward()
-    found |= {f"grad {i}": apart(b, a) for i, (a, b) in enumerate(zip(*both, strict=True))}
-    found |= {f"hook {i}": apart(b, a) for i, (a, b) in enumerate(zip(*seen, strict=True))}
+    (scale, bias), (its_scale, its_bias) = both
+    found |= {"grad scale": apart(its_scale, scale), "grad bias": apart(its_bias, bias[: box.numel])}
+    found |= {f"hook {i}": apart(b, a[: box.numel]) for i, (a, b) in enumerate(zip(*seen, strict=True))}
     return found | compared(serial, cut)
 
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.candidates import whole_model
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
+from hetconv.proportions import whole_model
 from hetconv.rules import KINDS, SplitKind
 
 from .equivalence import TOLERANCE, Differences, loss_of, one_step, pair

@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetconv.errors import HetConvError, SplitError
+from hetconv.holding import Held
 from hetconv.layout import Box, Layout, apportion, spans
 from hetconv.rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind, Step
 from hetconv.spec import ConvSpec
@@ -22,10 +23,14 @@ TONE = ConvSpec(2, 4, (9,), 6, (3,), (1,), ((1, 1),), (1,))
 
 
 def covers_once(layout: Layout) -> bool:
-    count = np.zeros(layout.shape, dtype=int)
-    for box in layout.boxes:
-        count[box.within(Box.whole(layout.shape))] += 1
-    return bool((count == (1 if layout.kind == "sharded" else layout.world)).all())
+    """Every element is on one rank; on all ranks, or all of a node, if that is what the kind says."""
+    count, holders = np.zeros(layout.shape, dtype=int), np.ones(layout.shape, dtype=int)
+    for rank, box in enumerate(layout.boxes):
+        own = box.within(Box.whole(layout.shape))
+        count[own] += 1
+        if layout.kind != "sharded":
+            holders[own] = len(layout.mates(rank))
+    return bool((count == holders).all())
 
 
 def assert_fits(step: Step, inputs: tuple[Layout, ...], shape: tuple[int, ...]) -> None:
@@ -88,26 +93,27 @@ def test_whole_groups_of_channels_are_cut_by_their_filters(data: st.DataObject, 
     groups = data.draw(sizes(3, world))
     split = Split("channel", tuple(2 * g for g in groups))
     assert op.canonical(split) == Split("filter", tuple(4 * g for g in groups))
-    assert op.weight_cut(split) == (0, tuple(4 * g for g in groups))
+    assert op.held(split, world)["weight"] == Held.cut(op.spec.w_shape, 0, tuple(4 * g for g in groups))
     assert op.step((Layout.replicated(op.spec.x_shape, world),), split).output.kind == "sharded"
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut"),
+    ("kind", "weight", "bias"),
     [
-        ("filter", (0, (9, 3))),
-        ("channel", (1, (9, 3))),
-        ("depth", None),
-        ("height", None),
-        ("width", None),
-        ("sample", None),
-        ("replicate", None),
+        ("filter", Held.cut((12, 12), 0, (9, 0, 3)), Held.cut((12,), 0, (9, 0, 3))),
+        ("channel", Held.cut((12, 12), 1, (9, 0, 3)), Held.by((12,), (1, 1, 1))),
+        ("replicate", Held.by((12, 12), (1, 1, 1)), Held.by((12,), (1, 1, 1))),
+        *((kind, Held.by((12, 12), (9, 0, 3)), Held.by((12,), (9, 0, 3))) for kind in ("sample", *SPACE)),
     ],
 )
-def test_weights_are_cut_by_filters_and_channels(kind: SplitKind, cut: tuple[int, tuple[int, ...]] | None) -> None:
-    split = Split(kind, () if kind == "replicate" else (9, 3))
-    assert Conv(replace(SPEC, C=12)).weight_cut(split) == cut
-    assert Linear((4, 12), 12).weight_cut(split) == cut
+def test_ranks_hold_their_slices_of_what_is_cut_and_the_whole_where_they_work(
+    kind: SplitKind, weight: Held, bias: Held
+) -> None:
+    split = Split(kind, () if kind == "replicate" else (9, 0, 3))
+    assert Linear((4, 12), 12).held(split, 3) == {"weight": weight, "bias": bias}
+    held = Conv(replace(SPEC, C=12)).held(split, 3)
+    of_conv = [Box((*box.lo, 0, 0), (*box.hi, *SPEC.kernel)) for box in weight.boxes]
+    assert held == {"weight": Held((12, 12, *SPEC.kernel), tuple(of_conv)), "bias": bias}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch import nn
 
 import hetconv
 from hetconv.layout import Layout, exchanges
-from hetconv.network import Network
+from hetconv.network import Messages, Network, both
 from hetconv.plan import Mode, Prediction
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
-from hetconv.simulate import Clocks, Event
+from hetconv.simulate import Clocks, Event, Pass
 from hetconv.trace import document
 
 from .nets import NETS, splits_of
@@ -27,13 +28,14 @@ CLUSTER = ClusterProfile.from_devices(["A100-SXM4-80GB", "V100-SXM2-32GB", "T4"]
 MIXES: list[Any] = [("height",), ("filter",), ("sample", "channel", "height"), ("width", "replicate", "filter")]
 
 
-def simulated(net: str, kinds: Any, mode: Mode) -> tuple[Prediction, list[Event]]:
+def simulated(net: str, kinds: Any, mode: Mode, overlap: float = 1.0) -> tuple[Prediction, list[Event]]:
     make, shape = NETS[net]
     model: nn.Module = make().train(mode == "train")
     with torch.set_grad_enabled(mode == "train"):
         graph = hetconv.capture(model, torch.zeros(shape))
     events: list[Event] = []
-    prediction, _ = Pricer(graph, CLUSTER, mode).price(splits_of(model, kinds, (4, 2, 1)), events.append)
+    cluster = replace(CLUSTER, overlap=overlap)
+    prediction, _ = Pricer(graph, cluster, mode).price(splits_of(model, kinds, (4, 2, 1)), events.append)
     return prediction, events
 
 
@@ -48,7 +50,7 @@ CASES = pytest.mark.parametrize(
 
 @CASES
 def test_events_are_what_is_predicted(net: str, kinds: Any, mode: Mode) -> None:
-    p, events = simulated(net, kinds, mode)
+    p, events = simulated(net, kinds, mode, overlap=0.7)
     assert max(e.end_s for e in events) == p.step_s
     assert {e.backward for e in events} == ({False, True} if mode == "train" else {False})
     for device, (busy, moving) in enumerate(zip(p.busy_s, p.moving_s, strict=True)):
@@ -64,21 +66,45 @@ def test_events_are_what_is_predicted(net: str, kinds: Any, mode: Mode) -> None:
             assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
+@pytest.mark.parametrize("overlap", [1.0, 0.7])
 @CASES
-def test_a_step_takes_no_longer_than_its_operators_one_by_one(net: str, kinds: Any, mode: Mode) -> None:
+def test_a_step_takes_no_longer_than_its_operators_one_by_one(net: str, kinds: Any, mode: Mode, overlap: float) -> None:
     """But for the sums of gradients, whose latency the sum leaves out."""
-    p, events = simulated(net, kinds, mode)
+    p, events = simulated(net, kinds, mode, overlap)
     before = max(e.end_s for e in events if e.name != "sums of gradients")
     assert before <= p.summed_s * (1 + 1e-9)
+
+
+def eight_bytes() -> tuple[list[Messages], list[Messages]]:
+    """Eight bytes from 0 to 1, and back, a byte a second."""
+    network = Network(np.zeros((2, 2)), np.ones((2, 2)) - np.eye(2))
+    left, halves = (Layout.sharded((4,), 0, sizes).boxes for sizes in ((4, 0), (2, 2)))
+    both = exchanges(left, halves), exchanges(halves, left)
+    there, back = ([network.messages(one, 4) for one in rounds] for rounds in both)
+    return there, back
+
+
+@pytest.mark.parametrize(
+    ("overlap", "done", "moving"),
+    [(1.0, [8, 10], [5, 0]), (0.5, [9.5, 14], [6.5, 2.5]), (0.0, [11, 18], [8, 5])],
+)
+def test_of_halos_and_computing_a_part_of_the_shorter_one_is_hidden(
+    overlap: float, done: list[float], moving: list[float]
+) -> None:
+    """8 seconds of messages beside 3 and 10 of computing."""
+    clocks, (there, _) = Clocks(2, overlap=overlap), eight_bytes()
+    clocks.step(Pass("", False, np.array([3.0, 10.0]), there, hides=True))
+    assert clocks.now.tolist() == done
+    assert clocks.moving.tolist() == moving
+    assert max(done) == both(10, 8, overlap)
 
 
 def test_halos_travel_while_devices_compute_and_late_senders_are_waited_for() -> None:
     """A byte a second: 8 go from 0 to 1 while they compute for 3 and 10 seconds; 8 come back before a second each."""
     events: list[Event] = []
-    clocks = Clocks(Network(np.zeros((2, 2)), np.ones((2, 2)) - np.eye(2)), events.append)
-    left, halves = (Layout.sharded((4,), 0, sizes).boxes for sizes in ((4, 0), (2, 2)))
-    clocks.step("first", ((exchanges(left, halves), 4),), np.array([3.0, 10.0]), hides=True, backward=False)
-    clocks.step("second", ((exchanges(halves, left), 4),), np.ones(2), hides=False, backward=True)
+    clocks, there, back = Clocks(2, events.append), *eight_bytes()
+    clocks.step(Pass("first", False, np.array([3.0, 10.0]), there, hides=True))
+    clocks.step(Pass("second", True, np.ones(2), back))
     told = [(e.device, e.thread, e.name, e.waits, e.start_s, e.end_s) for e in events]
     assert sorted(told) == [
         (0, "compute", "first", False, 0, 3),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 import hetconv
@@ -126,8 +127,20 @@ def test_the_passes_of_a_step_are_noted_with_the_most_work_first() -> None:
     assert not passes.listeners
 
 
-def staged(most: int) -> tuple[list[tuple[int, int]], list[int], int]:
+class Memory(dict[tuple[str, str], Found]):
+    """What a stage keeps."""
+
+    def known(self, stage: str, key: str, _: type[Found]) -> Found | None:
+        return self.get((stage, key))
+
+    def keep(self, stage: str, key: str, value: Found) -> None:
+        assert (stage, key) not in self, "it is kept twice"
+        self[stage, key] = TypeAdapter(Found).validate_json(TypeAdapter(Found).dump_json(value))
+
+
+def staged(most: int, kept: Memory | None = None) -> tuple[list[tuple[int, int]], list[int], int]:
     """The stage, where rank 0 is taken for a GPU: (K and trials on a rank, K of all entries, how often it was told)."""
+    kept = kept if kept is not None else Memory()
     team, asked, rounds = team_of(), [], 0
 
     def step() -> None:
@@ -149,7 +162,7 @@ def staged(most: int) -> tuple[list[tuple[int, int]], list[int], int]:
     with pytest.MonkeyPatch.context() as patch, Reporter("test") as say:
         patch.setattr(tiling, "studied", studied)
         device = torch.device("cuda" if team.rank == 0 else "cpu")
-        found = tiling.tune_tiles(step, device, team, enough, say)
+        found = tiling.tune_tiles(step, device, team, enough, say, kept)
     return asked, [t.spec.K for t in found], rounds
 
 
@@ -159,6 +172,22 @@ def test_every_rank_learns_what_the_gpus_among_them_tuned() -> None:
     assert first == ([(k, trials) for trials in (2, TRIALS) for k in (48, 32, 16)], [48, 32], 6)
     assert second == ([], [48, 32], 6)
     assert [found for _, found, _ in on_ranks(2, staged, 1)] == [[48], [48]]
+
+
+def resumed() -> tuple[list[tuple[int, int]], list[tuple[int, int]], bool]:
+    """What is measured where it was interrupted after two of three default tiles, and again after that; the entries."""
+    kept = Memory()
+    staged(2, kept)
+    again, entries, _ = staged(10, kept)
+    none, same, _ = staged(10, kept)
+    return again, none, same == entries == [48, 32]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter")
+def test_a_pass_is_not_studied_again_by_who_resumes() -> None:
+    first, second = on_ranks(2, resumed)
+    assert first == ([(16, 2), *((k, TRIALS) for k in (48, 32, 16))], [], True)
+    assert second == ([], [], True)
 
 
 def test_of_two_like_gpus_the_faster_choice_stays() -> None:

@@ -6,9 +6,16 @@ from dataclasses import dataclass
 
 from ..layout import Layout, Need, Shape
 from ..rules import REPLICATE, Gather, Split, Step
-from .base import on_parts
+from .base import on_parts, per_sample
 
 Labels = tuple[str | None, ...]
+
+
+def _by_label(op: Contraction, inputs: tuple[Layout, ...]) -> list[bool] | None:
+    """The inputs that begin with the label that the result begins with, if it is nowhere else."""
+    label = op.result[0] if op.result else None
+    once = label is not None and not any(label in named[1:] for named in op.labels)
+    return [named[:1] == (label,) for named in op.labels] if once else None
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,7 @@ class Contraction:
     labels: tuple[Labels, ...]
     result: Labels
 
+    @per_sample(_by_label)
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         parts = zip(map(on_parts, inputs), self.labels, strict=True)
         cuts = ((named[x.dim], x.sizes) for x, named in parts if x.dim is not None)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..layout import Box, Layout, Need, Shape, apportion
 from ..rules import REPLICATE, Gather, Split, Step
 from ..spec import Span
-from .base import on_parts, recut
+from .base import on_parts, per_sample, recut
 
 
 class TransposedWindow(NamedTuple):
@@ -52,6 +52,7 @@ class ConvTranspose:
         """Multiplications and additions for this many elements of the input, cut-off outputs included."""
         return 2 * inputs * (self.shape[1] // self.groups) * prod(v.kernel for v in self.windows)
 
+    @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
         if x.kind != "sharded" or x.dim is None or x.dim == 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..layout import Layout, Move, Shape, from_each, summed
+from ..layout import Box, Layout, Move, Need, Shape, from_each, summed
 from ..rules import REPLICATE, Gather, Split, Step
-from .base import on_parts
+from .base import cut_dims, on_parts
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class BatchNorm:
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
-        if x.kind != "sharded" or x.dim is None:
+        if x.kind != "sharded" or x.inner is None:
             return Gather(self.shape).step(inputs)
         channels, world = self.shape[1], x.world
         if not self.training:
@@ -49,14 +49,31 @@ class GroupNorm:
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
-        if x.kind != "sharded" or x.dim is None:
+        if x.kind != "sharded" or x.inner is None:
             return Gather(self.shape).step(inputs)
-        if x.dim == 0 or (x.dim == 1 and not any(b.lo[1] % self.channels for b in x.boxes)):
+        if x.inner == 0 or (x.inner == 1 and not any(b.lo[1] % self.channels for b in x.boxes)):
             return Step((x,), x, contributes=True)
         if len(self.shape) == 2:
             return Gather(self.shape).step(inputs)
-        two = (2, self.shape[0] * self.groups)
-        return Step((x,), x, contributes=True, forward=(from_each(two, x.world),), backward=(summed(two, x.world),))
+        return Step((x,), x, contributes=True, forward=(self._from_mates(x),), backward=(self._summed(x),))
+
+    def _from_mates(self, x: Layout) -> Move:
+        """Two numbers of each sample and group, by rank, to all ranks that have parts of these samples."""
+        shape, own = (x.world, 2, self.shape[0] * self.groups), [self._spans(b) for b in x.boxes]
+        given = tuple(Box((r, 0, lo), (r + 1, 2, hi)) for r, (lo, hi) in enumerate(own))
+        mates = [x.mates(rank) for rank in range(x.world)]
+        asked = tuple(Box((m.start, 0, lo), (m.stop, 2, hi)) for m, (lo, hi) in zip(mates, own, strict=True))
+        return Move(Layout(shape, "sharded", given), Need(shape, asked))
+
+    def _summed(self, x: Layout) -> Move:
+        """The sum of two numbers of each sample and group over the ranks that have parts of the sample."""
+        shape = (2, self.shape[0] * self.groups)
+        boxes = tuple(Box((0, lo), (2, hi)) for lo, hi in map(self._spans, x.boxes))
+        return Move(Layout(shape, "partial", boxes), Need(shape, boxes))
+
+    def _spans(self, box: Box) -> tuple[int, int]:
+        """Which of all groups of all samples those of a box are."""
+        return box.lo[0] * self.groups, box.hi[0] * self.groups
 
     def shares(self, x: Layout) -> tuple[tuple[float, ...], ...]:
         """By rank and group: the share of a group's elements, in any sample, that the rank holds."""
@@ -77,6 +94,6 @@ class OwnNorm:
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
-        if x.kind != "sharded" or x.dim is None or x.dim in self.dims:
+        if x.kind != "sharded" or cut_dims(x) & set(self.dims):
             return Gather(self.shape).step(inputs)
         return Step((x,), x, contributes=True)

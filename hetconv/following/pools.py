@@ -8,7 +8,7 @@ from typing import Literal
 from ..layout import Layout, Shape, apportion
 from ..rules import REPLICATE, Gather, Split, Step, window_need
 from ..spec import Span, Window
-from .base import on_parts, recut, slabs
+from .base import on_parts, per_sample, recut, slabs
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Pool:
     windows: tuple[Window, ...] = ()
     count_padding: bool = True
 
+    @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
         if x.kind != "sharded" or x.dim is None or (x.dim > 1 and not self.windows):
@@ -40,6 +41,7 @@ class AdaptivePool:
     kind: Literal["max", "average"]
     shape: Shape
 
+    @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
         if x.kind != "sharded" or x.dim is None:
@@ -62,6 +64,7 @@ class GlobalAveragePool:
 
     shape: Shape
 
+    @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = inputs[0]
         if x.kind == "partial":

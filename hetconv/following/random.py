@@ -22,13 +22,14 @@ class Drawn:
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
-        if x.kind != "sharded" or x.dim is None:
+        if x.kind != "sharded" or x.inner is None:
             return Gather(self.shape).step(inputs)
         return Step((x,), x)
 
-    def apart(self, x: Layout) -> bool:
-        """Whether parts need different numbers; else they are the same ones for all parts."""
-        return x.dim is not None and x.dim < self.dims
+    def drawn_by(self, x: Layout, rank: int) -> int:
+        """The first of the ranks whose parts have the same numbers as this one's: itself where each needs its own."""
+        apart = x.inner is not None and x.inner < self.dims
+        return rank if apart else x.mates(rank).start
 
 
 @dataclass(frozen=True)

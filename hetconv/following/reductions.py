@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..layout import Layout, Shape
 from ..rules import REPLICATE, Gather, Split, Step
-from .base import on_parts, recut
+from .base import on_parts, per_sample, recut, unless
 
 
 def _cut_elsewhere(inputs: tuple[Layout, ...], dims: tuple[int, ...]) -> Layout | None:
@@ -27,6 +27,7 @@ class Reduction:
     keepdim: bool
     linear: bool
 
+    @per_sample(unless(lambda op: 0 in op.dims))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = inputs[0]
         if self.linear and x.kind == "partial":
@@ -47,6 +48,7 @@ class Along:
     shape: Shape
     dims: tuple[int, ...]
 
+    @per_sample(unless(lambda op: 0 in op.dims))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         lead = _cut_elsewhere(inputs, self.dims)
         if lead is None or lead.dim is None:

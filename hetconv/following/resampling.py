@@ -11,7 +11,7 @@ from typing import Literal
 from ..layout import Layout, Shape, apportion, spans
 from ..rules import REPLICATE, Gather, Split, Step
 from ..spec import Span
-from .base import on_parts, recut, slabs
+from .base import on_parts, per_sample, recut, slabs, unless
 
 Filter = Literal["nearest", "nearest-exact", "linear", "cubic"]
 PadMode = Literal["constant", "reflect", "replicate", "circular"]
@@ -31,6 +31,7 @@ class Interpolate:
     align_corners: bool
     scales: tuple[float | None, ...]
 
+    @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
         if x.kind != "sharded" or x.dim is None or (x.dim > 1 and self.filter is None):
@@ -111,6 +112,7 @@ class Pad:
     pads: tuple[Span, ...]
     mode: PadMode
 
+    @per_sample(unless(lambda op: op.pads[0] != (0, 0)))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
         sizes = self._sizes(x) if x.kind == "sharded" and x.dim is not None else None
@@ -125,9 +127,10 @@ class Pad:
 
     def sources(self, y: Layout) -> list[Span]:
         """What each rank's part of the result shows along the cut, counted from the first entry of the input."""
-        assert y.dim is not None
-        before = self.pads[y.dim][0]
-        return [(b.lo[y.dim] - before, b.hi[y.dim] - before) for b in y.boxes]
+        dim = y.inner
+        assert dim is not None
+        before = self.pads[dim][0]
+        return [(b.lo[dim] - before, b.hi[dim] - before) for b in y.boxes]
 
     def _sizes(self, x: Layout) -> list[int] | None:
         """Each rank keeps what is not cropped of its own; the first and the last with any take the padding."""
@@ -158,6 +161,7 @@ class CircularPad(Pad):
     What is cropped at one end is not found there by the other: where a crop meets the cut, torch does it.
     """
 
+    @per_sample(unless(lambda op: op.pads[0] != (0, 0)))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         step, x = super().step(inputs[:1]), inputs[0]
         if step.output.dim is not None and min(self.pads[step.output.dim]) < 0:
@@ -177,6 +181,7 @@ class PixelUnshuffle:
     shape: Shape
     factor: int
 
+    @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x, r = inputs[0], self.factor
         if x.kind == "partial":

@@ -8,7 +8,7 @@ from math import prod
 
 from ..layout import Layout, Need, Shape, apportion, spans
 from ..rules import REPLICATE, Gather, Split, Step
-from .base import on_parts, recut, slabs
+from .base import on_parts, per_sample, recut, slabs, unless
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class PixelShuffle:
     shape: Shape
     factor: int
 
+    @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x, r = inputs[0], self.factor
         if x.kind == "partial":
@@ -36,6 +37,7 @@ class Reshape:
 
     shape: Shape
 
+    @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = inputs[0]
         if x.kind == "partial":
@@ -60,6 +62,7 @@ class Stack:
     shape: Shape
     dim: int
 
+    @per_sample(unless(lambda op: op.dim == 0))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         lead = next((x for x in map(on_parts, inputs) if x.kind == "sharded" and x.dim is not None), None)
         if lead is None or lead.dim is None:
@@ -79,6 +82,7 @@ class Cat:
     shape: Shape
     dim: int
 
+    @per_sample(unless(lambda op: op.dim == 0))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         parts = [x for x in map(on_parts, inputs) if x.kind == "sharded" and x.dim is not None]
         lead = next((x for x in parts if x.dim != self.dim), None)

@@ -8,11 +8,7 @@ from math import prod
 from ..layout import Box, Layout, Shape
 from ..rules import REPLICATE, Gather, Split, Step
 from ..spec import Span
-
-
-def cut_dims(x: Layout) -> set[int]:
-    """The dimensions that some rank does not hold whole."""
-    return {d for d, n in enumerate(x.shape) if any((b.lo[d], b.hi[d]) != (0, n) for b in x.boxes)}
+from .base import cut_dims, per_sample, unless
 
 
 @dataclass(frozen=True)
@@ -28,6 +24,7 @@ class View:
     dims: tuple[int | None, ...]
     steps: tuple[int, ...] = ()
 
+    @per_sample(unless(lambda op: op.dims[:1] != (0,)))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = inputs[0]
         if x.kind == "partial" and prod(self.shape) <= prod(x.shape):  # else a sum of many more numbers would follow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..emulate import as_it_is
+from ..holding import Held
 from ..layout import Box, Layout
 from ..replicas import contributed
-from ..rules import SPACE, Conv, Split, Step
+from ..rules import Conv, Split, Step, halos_travel
 from ..tensor import HetTensor, gather
 from ..transport import Team
 from .common import autocast, bring, cached_step
@@ -43,6 +44,7 @@ class Way:
     src: Layout
     op: Conv
     step: Step
+    held: Mapping[str, Held]
     geo: Geometry | None
     stays: bool = False
     torchs: TorchsCall | None = None
@@ -51,19 +53,19 @@ class Way:
 def way_of(op: Conv, src: Layout, split: Split, team: Team) -> Way:
     """All that goes by where the input of a convolution under ``split`` lies."""
     split = op.canonical(split)
-    step = cached_step(op, (src,), split)
+    step, held = cached_step(op, (src,), split), op.held(split, team.size)
     if split.kind == "replicate":
         whole = Layout.replicated(op.spec.x_shape, 1)
         geo = slab_geometry(op, whole, Split("filter", (op.spec.K,)), 0)
-        return Way(src, op, step, geo, False, _torchs(geo, whole.boxes[0]))
+        return Way(src, op, step, held, geo, False, _torchs(geo, whole.boxes[0]))
     if split.kind == "filter" and op.spec.groups > 1:
-        return Way(src, op, step, None)
-    if split.kind in SPACE and src.kind == "sharded" and src.dim == op.dim(split.kind):
+        return Way(src, op, step, held, None)
+    if halos_travel(op, src, split):
         geo = spatial_geometry(op, src, split, team.rank)
-        return Way(src, op, step, geo, True, _torchs(geo, src.boxes[team.rank]))
+        return Way(src, op, step, held, geo, True, _torchs(geo, src.boxes[team.rank]))
     geo, (read,) = slab_geometry(op, src, split, team.rank), step.reads
     stays = src.kind == "sharded" and src.boxes == read.boxes
-    return Way(src, op, step, geo, stays, _torchs(geo, read.boxes[team.rank]))
+    return Way(src, op, step, held, geo, stays, _torchs(geo, read.boxes[team.rank]))
 
 
 def _torchs(geo: Geometry, read: Box) -> TorchsCall | None:
@@ -82,7 +84,7 @@ def _torchs(geo: Geometry, read: Box) -> TorchsCall | None:
 def convolution(
     x: Tensor, w: Tensor, b: Tensor | None, way: Way, team: Team, followers: tuple[str, ...] = (), chunks: int = 1
 ) -> Tensor:
-    """A convolution of any rank under a split. ``w`` and ``b`` are this rank's slices where the split cuts them.
+    """A convolution of any rank under a split. ``w`` and ``b`` are what this rank holds of them.
 
     Returns a HetTensor, or a plain tensor where every rank computed the whole. ``followers``: the functions that alone
     will be called on the result; without autograd it waits for them, to compute them as it is stored. ``chunks`` of the
@@ -93,7 +95,8 @@ def convolution(
         assert geo is not None
         return _apply(gather(x), w, b, geo, team, way.torchs)
     if step.contributes and torch.is_grad_enabled():
-        w, b = contributed(team, w), contributed(team, b) if b is not None else None
+        w = contributed(team, w, way.held["weight"])
+        b = contributed(team, b, way.held["bias"]) if b is not None else None
     local = x.local if way.stays and isinstance(x, HetTensor) else bring(x, step.reads[0], team)
     if geo is None:
         return HetTensor.wrap(_grouped(local, w, b, way.op, step.output, team), step.output, team)
@@ -127,7 +130,7 @@ def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: 
     for a, z in itertools.pairwise(cuts) if k_lo < k_hi else [(k_lo, k_hi)]:
         g0, g1 = op.group_span((a, z))
         x_run = x[:, (g0 - first) * per_c : (g1 - first) * per_c]
-        geo = group_geometry(op, z - a, max(g1 - g0, 1))
+        geo = group_geometry(op, len(x), z - a, max(g1 - g0, 1))
         rows = slice(a - k_lo, z - k_lo)
         outs.append(_apply(x_run, w[rows], b[rows] if b is not None else None, geo, team, None))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

@@ -31,7 +31,7 @@ def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, k
     if not (x.numel() and own.numel):  # the graph still reaches every tensor
         y = ((x.sum() + w.sum()) * 0).to(x.dtype).expand(own.shape)
         return HetTensor.wrap(y if b is None else y + per_channel(b, y), step.output, team)
-    dim, need = step.output.dim, step.reads[0].boxes[team.rank]
+    dim, need = step.output.inner, step.reads[0].boxes[team.rank]
     assert dim is not None
     y = stretched(lambda: _own_outputs(op, func, x, w, b, dim, need.lo[dim], (own.lo[dim], own.hi[dim])), x.device)
     return HetTensor.wrap(y, step.output, team)
@@ -50,9 +50,9 @@ def _own_outputs(
         return y
     first = windows[dim - 2].first(x_lo)
     lo, hi = own[0] - first, own[1] - first
-    beyond = max(hi - y.shape[dim], 0)
-    y = F.pad(y, (*(0, 0) * (y.dim() - 1 - dim), 0, beyond)) if beyond else y
-    y = y.narrow(dim, lo, hi - lo)
+    before, beyond = max(-lo, 0), max(hi - y.shape[dim], 0)  # outputs to which no input adds
+    y = F.pad(y, (*(0, 0) * (y.dim() - 1 - dim), before, beyond)) if before or beyond else y
+    y = y.narrow(dim, lo + before, hi - lo)
     return y if b is None else y + per_channel(b, y).to(y.dtype)
 
 

@@ -20,8 +20,10 @@ from .common import autocast, bring, placement_of
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, adds_bias: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bool) -> Tensor:
         ctx.save_for_backward(x, w)
+        if len(w) < features:  # no rows, of which the rank needs no weight
+            return x.new_empty((*x.shape[:-1], features))
         return stretched(lambda: F.linear(x, w, b if adds_bias else None), x.device)
 
     @staticmethod
@@ -33,9 +35,10 @@ class _Linear(torch.autograd.Function):
         def gradients() -> tuple[Tensor | None, ...]:
             rows = prod(x.shape[:-1])
             g_rows, x_rows = g.reshape(rows, g.shape[-1]), x.reshape(rows, x.shape[-1])
-            gx = g @ w if wants[0] else None
-            gw = g_rows.t() @ x_rows if wants[1] else None
-            return gx, gw, g_rows.sum(0) if wants[2] else None, None
+            held = slice(len(w))  # of the features
+            gx = g[..., held] @ w if wants[0] else None
+            gw = g_rows.t()[held] @ x_rows if wants[1] else None
+            return gx, gw, g_rows.sum(0)[held] if wants[2] else None, None, None
 
         return stretched(gradients, x.device)
 
@@ -43,16 +46,20 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, team: Team) -> Tensor:
     """A linear layer under a split: a HetTensor, or for ``replicate`` a plain tensor."""
     if split.kind == "replicate":
-        return _linear(gather(x), w, b)
-    step = op.step((placement_of(x, team),), split)
+        return _linear(gather(x), w, b, op.features)
+    step, held = op.step((placement_of(x, team),), split), op.held(split, team.size)
     if step.contributes:
-        w, b = contributed(team, w), contributed(team, b) if b is not None else None
+        w = contributed(team, w, held["weight"])
+        b = contributed(team, b, held["bias"]) if b is not None else None
+    elif step.output.kind == "replicated" and not held["weight"].everywhere:
+        op.check(split, team.size)  # refuses an input without the dimension that is cut: all would need the weight
     # Of a partial output one summand holds the bias; every rank computes its gradient, for the cotangent is replicated.
-    y = _linear(bring(x, step.reads[0], team), w, b, adds_bias=split.kind != "channel" or team.rank == 0)
+    features, adds_bias = step.output.boxes[team.rank].shape[-1], split.kind != "channel" or team.rank == 0
+    y = _linear(bring(x, step.reads[0], team), w, b, features, adds_bias)
     return HetTensor.wrap(y, step.output, team)
 
 
-def _linear(x: Tensor, w: Tensor, b: Tensor | None, adds_bias: bool = True) -> Tensor:
+def _linear(x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bool = True) -> Tensor:
     x, w, b = autocast(x, w, b)
     with torch.autocast(x.device.type, enabled=False):
-        return _Linear.apply(x, w, b, adds_bias)  # type: ignore[no-any-return]
+        return _Linear.apply(x, w, b, features, adds_bias)  # type: ignore[no-any-return]

@@ -71,8 +71,8 @@ def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
 
 
 @lru_cache(maxsize=4096)
-def group_geometry(op: Conv, filters: int, groups: int) -> Geometry:
+def group_geometry(op: Conv, samples: int, filters: int, groups: int) -> Geometry:
     """Some filters of a grouped convolution, which read whole images of their own groups."""
     s = op.spec
     whole = slab_geometry(op, Layout.replicated(s.x_shape, 1), Split("filter", (s.K,)), 0)
-    return replace(whole, y_shape=(s.N, filters, *s.y_shape[2:]), groups=groups)
+    return replace(whole, y_shape=(samples, filters, *s.y_shape[2:]), groups=groups)

@@ -68,7 +68,9 @@ def computed(
 
 
 def _constant(y: Tensor, bias: Tensor | None, after: After) -> Tensor:
-    """What a convolution of zeros gives, added to ``y``."""
+    """What a convolution of zeros gives, added to ``y``; a rank that has none of it need not hold the bias."""
+    if not y.numel():
+        return y
     if bias is not None:
         y += per_channel(bias if after.scale is None else bias * after.scale, y)
     if after.shift is not None:
@@ -107,7 +109,7 @@ class LocalConv(torch.autograd.Function):
             gx = _placed(gx, x, geo, geo.own, geo.own_lo) if want_x else None
             partial_w[:0] = [(geo.own, gw)] if want_w else []
         if want_b and gb is None:
-            gb = summed_pixels(g)
+            gb = summed_pixels(g)[: len(w)]  # of which a rank without a share holds none
         gx = x.new_zeros(x.shape) if want_x and gx is None else gx
         if under_way is not None:
             _add_home(gx, under_way.wait(), geo, team)

@@ -23,7 +23,7 @@ from .common import Args, Func, Kwargs, Runner, as_called, bring, called_on
 
 
 def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """x of any rank >= 2, cut over samples or space (statistics are combined) or over channels (they are local)."""
+    """x of any rank >= 2, cut over channels alone (statistics are local) or in any other way (they are combined)."""
     assert isinstance(call, BatchNormCall)
     assert isinstance(call.op, BatchNorm)
     op, layout = call.op, step.output
@@ -37,9 +37,8 @@ def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwarg
 
 def _own_channels(call: BatchNormCall, x: Tensor, step: Step, team: Team) -> Tensor:
     """Every statistic that this rank uses is its own: evaluation, or a cut over channels."""
-    op, box = call.op, step.output.boxes[team.rank]
+    op, own = call.op, _own_slice(step, team)
     assert isinstance(op, BatchNorm)
-    own = slice(box.lo[1], box.hi[1]) if box.shape[1] < op.shape[1] else None
     weight, bias = (contributed(team, p) if p is not None else None for p in (call.weight, call.bias))
     weight, bias = _sliced(weight, own), _sliced(bias, own)
     if op.tracks:
@@ -49,6 +48,12 @@ def _own_channels(call: BatchNormCall, x: Tensor, step: Step, team: Team) -> Ten
     if not op.training:
         return F.batch_norm(x, _sliced(call.mean, own), _sliced(call.var, own), weight, bias, False, 0.0, call.eps)
     return F.batch_norm(x, None, None, weight, bias, True, 0.0, call.eps)
+
+
+def _own_slice(step: Step, team: Team) -> slice | None:
+    """This rank's channels, unless it has all."""
+    box, channels = step.output.boxes[team.rank], step.output.shape[1]
+    return slice(box.lo[1], box.hi[1]) if box.shape[1] < channels else None
 
 
 def _sliced(t: Tensor | None, own: slice | None) -> Tensor | None:
@@ -73,14 +78,18 @@ def _track(call: BatchNormCall, mean: Tensor, var: Tensor, count: int) -> None:
 
 
 def _moments(x: Tensor, exact: torch.dtype) -> Tensor:
-    """(2, C): variance and mean of the own part; zero of an empty one, which weighs nothing."""
+    """(2, c): variance and mean of the own part; zero of an empty one, which weighs nothing."""
     if not x.numel():
         return x.new_zeros((2, x.shape[1]), dtype=exact)
-    return torch.stack(torch.var_mean(x.to(exact), [d for d in range(x.dim()) if d != 1], correction=0))
+    mean, var = torch.batch_norm_update_stats(x.to(exact), None, None, 0.0)  # on a CPU many times var_mean's speed
+    return torch.stack((var, mean))
 
 
 class _SplitBatchNorm(torch.autograd.Function):
-    """Training over parts of the batch or of space. Gradients of weight and bias, from global sums, are whole."""
+    """Training over parts of the batch or of space. Gradients of weight and bias, from global sums, are whole.
+
+    Letters: C channels, of which this rank has c.
+    """
 
     @staticmethod
     def forward(
@@ -88,7 +97,8 @@ class _SplitBatchNorm(torch.autograd.Function):
     ) -> Tensor:
         count = prod(step.output.shape) // step.output.shape[1]
         exact = x.dtype if x.dtype == torch.float64 else torch.float32
-        own = _moments(x, exact)
+        held = _own_slice(step, team)
+        own = _among_all(_moments(x, exact), held, step)
         (move,) = step.forward
         each = perform(team, own[None], move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
         variances, means = each.unbind(1)
@@ -96,11 +106,15 @@ class _SplitBatchNorm(torch.autograd.Function):
         mean = (share * means).sum(0)
         var = (share * (variances + (means - mean) ** 2)).sum(0)
         # One fused pass, in the input's own precision outside (x, y) and in `exact` inside.
-        y = F.batch_norm(x, mean, var, _as(weight, exact, x), _as(bias, exact, x), False, 0.0, call.eps)
+        gain, shift = (_sliced(_as(p, exact, x), held) for p in (weight, bias))
+        if x.numel():
+            y = F.batch_norm(x, _sliced(mean, held), _sliced(var, held), gain, shift, False, 0.0, call.eps)
+        else:
+            y = x.clone()  # torch refuses one without channels
         if call.mean is not None:  # before anything is saved: by that a checkpoint knows how far to compute again
             _track(call, mean, var, count)
-        ctx.save_for_backward(x, weight, mean, (var + call.eps).rsqrt())
-        ctx.step, ctx.team, ctx.count = step, team, count
+        ctx.save_for_backward(x, weight, _sliced(mean, held), _sliced((var + call.eps).rsqrt(), held))
+        ctx.step, ctx.team, ctx.count, ctx.held = step, team, count, held
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return y
 
@@ -108,14 +122,14 @@ class _SplitBatchNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
-        own = _sums(g, x, mean, invstd)
-        (move,) = ctx.step.backward
+        held, (move,) = ctx.held, ctx.step.backward
+        own = _among_all(_sums(g, x, mean, invstd), held, ctx.step)
         whole = Box.whole(tuple(own.shape))
         sums = perform(ctx.team, own, move.forward, whole, whole)
         gx = None
         if ctx.needs_input_grad[0]:
-            scale = invstd if weight is None else invstd * weight
-            along, shift = sums * (-scale / ctx.count)
+            scale = invstd if weight is None else invstd * _sliced(weight, held)
+            along, shift = (sums if held is None else sums[:, held]) * (-scale / ctx.count)
             by_channel = [t.view(-1, *[1] * (x.dim() - 2)) for t in (scale, along * invstd, shift, mean)]
             scale, along, shift, mean = by_channel
             gx = torch.addcmul(shift, g, scale).addcmul_(x - mean, along).to(x.dtype)
@@ -126,13 +140,20 @@ class _SplitBatchNorm(torch.autograd.Function):
 
 @lru_cache(1024)
 def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(P, 1): what part of the numbers of every channel each rank has."""
-    numel = [b.numel for b in layout.boxes]
-    return torch.tensor(numel, dtype=dtype, device=device)[:, None] / sum(numel)
+    """(P, C): what part of the numbers of each channel each rank has."""
+    shares, count = torch.zeros((layout.world, layout.shape[1]), dtype=dtype), prod(layout.shape) // layout.shape[1]
+    for of_rank, box in zip(shares, layout.boxes, strict=True):
+        of_rank[box.lo[1] : box.hi[1]] = box.numel // max(box.shape[1], 1) / max(count, 1)
+    return shares.to(device)
+
+
+def _among_all(own: Tensor, held: slice | None, step: Step) -> Tensor:
+    """(2, c) of own channels to (2, C) of all, zero of the others."""
+    return own if held is None else F.pad(own, (held.start, step.output.shape[1] - held.stop))
 
 
 def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    """(2, C): over the own part, the sums of g times normalized x, and of g."""
+    """(2, c): over the own part, the sums of g times normalized x, and of g."""
     if not x.numel():
         return torch.zeros((2, x.shape[1]), dtype=mean.dtype, device=mean.device)
     _, along, _ = torch.ops.aten.native_batch_norm_backward(
@@ -175,7 +196,7 @@ def group_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwarg
 class _SplitGroupNorm(torch.autograd.Function):
     """Ranks hold parts of the same groups. Of weight and bias they are given their own channels.
 
-    Letters: x (N, c, ...) of the own channels; mean, invstd (N, G) of the groups.
+    Letters: x (n, c, ...) of own samples and channels; mean, invstd (n, G) of the groups.
     """
 
     @staticmethod
@@ -188,8 +209,9 @@ class _SplitGroupNorm(torch.autograd.Function):
         own = _group_moments(x.to(exact), op, lo)
         (move,) = step.forward
         each = perform(team, own[None], move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
-        variances, means = each.view(team.size, 2, -1, op.groups).unbind(1)
-        share = each.new_tensor(op.shares(layout))[:, None]
+        variances, means = each.view(len(each), 2, -1, op.groups).unbind(1)
+        mates = layout.mates(team.rank)
+        share = each.new_tensor(op.shares(layout)[mates.start : mates.stop])[:, None]
         mean = (share * means).sum(0)
         invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
         scale, centre = _to_channels(invstd, op, lo, x), _to_channels(mean, op, lo, x)
@@ -225,9 +247,9 @@ class _SplitGroupNorm(torch.autograd.Function):
 
 
 def _group_moments(x: Tensor, op: GroupNorm, lo: int) -> Tensor:
-    """(2, N G): variance and mean of the own part of every group; zero of an empty one, which weighs nothing."""
+    """(2, n G): variance and mean of the own part of every group; zero of an empty one, which weighs nothing."""
     if not x.numel():
-        return x.new_zeros((2, op.shape[0] * op.groups))
+        return x.new_zeros((2, len(x) * op.groups))
     var, mean = torch.var_mean(x, list(range(2, x.dim())), correction=0)
     held = _to_groups(torch.ones_like(mean), op, lo).clamp(min=1)
     centre = _to_groups(mean, op, lo) / held

@@ -51,14 +51,14 @@ def own_outputs(
     That is given this rank's slab of the input, the dimension of the cut, and its box of the output.
     """
     layout = step.output
-    assert layout.dim is not None
+    assert layout.inner is not None
     x, box = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank]
     if not box.numel:
         y = empty_part(x, call, box.shape, func, args, kwargs)
-    elif layout.dim < 2:
+    elif layout.inner < 2:
         y = as_called(func, args, kwargs)(x)
     else:
-        y = over_space(x, layout.dim, box)
+        y = over_space(x, layout.inner, box)
     return HetTensor.wrap(y, layout, team)
 
 

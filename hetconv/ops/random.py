@@ -24,23 +24,23 @@ from .creation import like
 def drawn(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     assert isinstance(call.op, Drawn)
     x = bring(call.inputs[0], step.reads[0], team)
-    with _seeded(x.device, team, call.op.apart(step.output)):
+    with _seeded(x.device, team, call.op.drawn_by(step.output, team.rank)):
         y = as_called(func, args, kwargs)(x)
     return HetTensor.wrap(y, step.output, team)
 
 
 def noise_like(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    with _seeded(call.inputs[0].device, team, apart=True):
+    with _seeded(call.inputs[0].device, team, team.rank):
         return like(call, step, team, func, args, kwargs)
 
 
 @contextmanager
-def _seeded(device: torch.device, team: Team, apart: bool) -> Iterator[None]:
-    """While the context lasts, the device's generator draws by a seed of this rank's own, or by one of all ranks."""
+def _seeded(device: torch.device, team: Team, by: int) -> Iterator[None]:
+    """While the context lasts, the device's generator draws by the seed of rank ``by``."""
     seeds = torch.randint(2**62, (team.size,), device="cpu").tolist()
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     state = generator.get_state()
-    generator.manual_seed(seeds[team.rank if apart else 0])
+    generator.manual_seed(seeds[by])
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -26,8 +27,9 @@ def along(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kw
         y: Any = (nothing, nothing) if name.endswith("_mean") else nothing
     else:
         y = called_on(local, func, args, kwargs)
-        if name == "mean" and step.output.kind == "partial":
-            y = y * (x.numel() / call.inputs[0].numel())  # after it: a sum of half precision may be beyond its range
+        if isinstance(op, Reduction) and name == "mean" and step.output.kind == "partial":
+            own, whole = (prod(t.shape[d] for d in op.dims) for t in (x, call.inputs[0]))
+            y = y * (own / whole)  # after it: a sum of half precision may be beyond its range
     if isinstance(y, Tensor):
         return HetTensor.wrap(y, step.output, team)
     return type(y)(tuple(HetTensor.wrap(each, step.output, team) for each in y))  # a named tuple, as torch's

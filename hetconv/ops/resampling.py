@@ -100,8 +100,8 @@ def pad(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwar
     """As called, but that a side of the cut dimension is padded, or cropped, by the rank that has it."""
     op, layout = call.op, step.output
     assert isinstance(op, Pad)
-    assert layout.dim is not None
-    x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.dim
+    assert layout.inner is not None
+    x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.inner
     pads, (a, b), held = list(op.pads), op.sources(layout)[team.rank], step.reads[0].boxes[team.rank]
     if pads[dim] != (0, 0) and isinstance(op, CircularPad):
         before, after = (bring(y, read, team) for y, read in zip(call.inputs[1:], step.reads[1:], strict=True))

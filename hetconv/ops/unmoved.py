@@ -85,7 +85,7 @@ def remember(key: Key, call: Call, step: Step, rank: int, args: Args) -> None:
     op, output = call.op, step.output
     given = [id(x) for x in args if isinstance(x, HetTensor)]
     as_called = isinstance(op, Pointwise) or (
-        isinstance(op, BatchNorm) and not op.training and output.dim != 1 and output.boxes[rank].numel
+        isinstance(op, BatchNorm) and not op.training and output.inner != 1 and output.boxes[rank].numel
     )
     placed = dict(zip(given, key.held, strict=True))  # before the call, which in place may have changed it
     changes = call.in_place and placed.get(id(call.inputs[0])) != output

@@ -1,0 +1,40 @@
+"""What whole steps teach of the models that were fitted to operators one by one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hetconv.performance import DeviceModel
+
+MOST = 2.0  # a factor that is believed, up and down
+Seconds = Mapping[str, float]  # by kind of split
+
+
+class Observed(NamedTuple):
+    """A plan's step: by rank, the seconds of layers as predicted, by kind of split, and all together as measured."""
+
+    predicted: Sequence[Seconds]
+    measured: Sequence[float]
+
+
+def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> list[dict[str, float]]:
+    """Each device's `DeviceModel.corrections` by which it would have been predicted what was measured.
+
+    What a plan took on a device, of what was predicted, counts for every kind that the plan has there, as much as was
+    predicted for that kind. Kinds of which nothing was observed stay as they were.
+    """
+    found = []
+    for rank, device in enumerate(devices):
+        weights: dict[str, float] = {}
+        weighted: dict[str, float] = {}
+        for plan in observed:
+            total = sum(plan.predicted[rank].values())
+            if total > 0 and plan.measured[rank] > 0:
+                for kind, seconds in plan.predicted[rank].items():
+                    weights[kind] = weights.get(kind, 0.0) + seconds
+                    weighted[kind] = weighted.get(kind, 0.0) + seconds * plan.measured[rank] / total
+        learnt = {kind: weighted[kind] / weight for kind, weight in weights.items() if weight > 0}
+        was = device.corrections
+        found.append({**was, **{k: min(max(was.get(k, 1.0) * f, 1 / MOST), MOST) for k, f in learnt.items()}})
+    return found

@@ -1,0 +1,173 @@
+"""How fast messages travel: every link alone, each way, and what is left of it when all ranks send at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations, permutations
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hetconv.layout import Box
+from hetconv.movement import sum_pieces
+from hetconv.network import Network
+from hetconv.profile import ClusterProfile, LinkModel, SharedWire
+from hetconv.replicas import contributed
+from hetconv.transport import Round, Team
+
+from . import fit
+from .machine import conditions
+from .measure import timed
+
+TINY = 4  # bytes
+SIZES = tuple(1 << n for n in (10, 13, 16, 19, 22, 26))  # bytes
+PARTS = tuple(1 << n for n in (16, 19, 22))  # bytes that a rank sends to each, when all do
+SUMS = tuple(1 << n for n in (18, 20, 23))  # bytes of a parameter
+CHANNELS, WIDTH = 16, 16  # of the images that are gathered
+ROW = 4 * CHANNELS * WIDTH  # bytes of a row of one
+SLOWER = 1.05  # than what the links alone say: what is measured to be less so is noise
+OneWay = dict[int, list[float]]  # seconds by bytes
+
+
+def link_models(team: Team, device: torch.device, sizes: Sequence[int] = SIZES) -> dict[str, LinkModel]:
+    """Latency and bandwidth of every pair each way, one pair at a time while the other ranks wait. Collective."""
+    mine: dict[tuple[int, int], OneWay] = {}
+    for sender, receiver in permutations(range(team.size), 2):
+        echoes = _echoes(team, sender, receiver, TINY, device)
+        times = {size: _echoes(team, sender, receiver, size, device) for size in sizes}
+        if team.rank == sender:
+            mine[sender, receiver] = {size: _one_way(seconds, echoes) for size, seconds in times.items()}
+    found = {pair: one_way for known in _of_all(team, mine) for pair, one_way in known.items()}
+    return {
+        f"{a}-{b}": replace(fit.link(found[a, b], found[b, a]), measured=conditions(device))
+        for a, b in combinations(range(team.size), 2)
+    }
+
+
+def _one_way(seconds: Sequence[float], echoes: Sequence[float]) -> list[float]:
+    """Of messages that a tiny one answered: less what that took, which is half of there and back."""
+    back = median(echoes) / 2
+    return [max(s - back, back) for s in seconds]
+
+
+def _echoes(team: Team, sender: int, receiver: int, size: int, device: torch.device) -> list[float]:
+    """Seconds until a message of ``size`` bytes was answered by a tiny one. Every rank joins every round."""
+    message, tiny = torch.zeros(size // 4, device=device), torch.zeros(TINY // 4, device=device)
+
+    def there_and_back() -> None:
+        for source, target, sent in ((sender, receiver, message), (receiver, sender, tiny)):
+            out = {target: sent} if team.rank == source else {}
+            into = {source: tuple(sent.shape)} if team.rank == target else {}
+            Round(team, sent, out, into).wait()
+
+    return [timed(there_and_back, device) for _ in range(_repeats(size))][1:]
+
+
+def _repeats(size: int) -> int:
+    """A number that all ranks know, and one more to warm up."""
+    return 25 if size < 1 << 20 else 6
+
+
+def with_contention(profile: ClusterProfile, team: Team, device: torch.device) -> ClusterProfile:
+    """The profile with what only shows when all ranks send at once: shared wires, and what sums take. Collective."""
+    if team.size < 2:
+        return profile
+    links_alone = replace(profile, shared=(), sum_s_per_byte=0.0)
+    wires = (*_hosts(links_alone, team, device), *_cards(links_alone, team, device))
+    measured = replace(links_alone, shared=tuple(w for w in wires if _matters(w, Network.of(links_alone))))
+    everyone = tuple(range(team.size))
+    sums = {size: _slowest(_at_once(team, _sum(team, size, device), size, device), everyone) for size in SUMS}
+    expected = Network.of(measured).s_per_summed_byte(everyone)
+    return replace(measured, sum_s_per_byte=max(fit.line(sums)[1] - expected, 0.0))
+
+
+def _hosts(profile: ClusterProfile, team: Team, device: torch.device) -> list[SharedWire]:
+    """The ranks of every host gather an image of their own, with all the copying that the runtime does for it."""
+    times = {part: _at_once(team, _gather(profile.nodes, team, part, device), part, device) for part in PARTS}
+    found = []
+    for ranks in profile.nodes:
+        if pairs := tuple(permutations(ranks, 2)):
+            of_host = {part * len(pairs): _slowest(repeats, ranks) for part, repeats in times.items()}
+            name = f"host {_host(profile, ranks)}"
+            found.append(SharedWire(name, pairs, fit.line(of_host)[1], conditions(device)))
+    return found
+
+
+def _gather(nodes: Sequence[Sequence[int]], team: Team, part: int, device: torch.device) -> Callable[[], Any]:
+    """Of an image per host, cut into rows, of ``part`` bytes on each of its ranks."""
+    rows, most = part // ROW, max(map(len, nodes))
+    images = Box.whole((len(nodes), CHANNELS, most * rows, WIDTH))
+    held, wanted = [images] * team.size, [images] * team.size
+    for n, ranks in enumerate(nodes):
+        for k, rank in enumerate(ranks):
+            own = images.along(0, n, n + 1)
+            held[rank], wanted[rank] = own.along(2, k * rows, (k + 1) * rows), own.along(2, 0, len(ranks) * rows)
+    local = torch.zeros(held[team.rank].shape, device=device).contiguous(memory_format=torch.channels_last)
+    return lambda: sum_pieces(team, local, tuple(held), tuple(wanted))
+
+
+def _cards(profile: ClusterProfile, team: Team, device: torch.device) -> list[SharedWire]:
+    """Every rank sends to, and receives from, every rank of another host."""
+    nodes, found = profile.nodes, []
+    if len(nodes) < 2:
+        return []
+    own = next(ranks for ranks in nodes if team.rank in ranks)
+    others = [rank for rank in range(team.size) if rank not in own]
+
+    def exchange(part: int) -> Callable[[], Any]:
+        message = torch.zeros(part // 4, device=device)
+        return lambda: Round(team, message, dict.fromkeys(others, message), dict.fromkeys(others, (part // 4,))).wait()
+
+    times = {part: _at_once(team, exchange(part), part, device) for part in PARTS}
+    for ranks in nodes:
+        out = tuple((a, b) for a in ranks for b in range(team.size) if b not in ranks)
+        of_card = {part * len(out): _slowest(repeats, ranks) for part, repeats in times.items()}
+        for way, pairs in (("out", out), ("in", tuple((b, a) for a, b in out))):
+            name = f"card of {_host(profile, ranks)}, {way}"
+            found.append(SharedWire(name, pairs, fit.line(of_card)[1], conditions(device)))
+    return found
+
+
+def _sum(team: Team, size: int, device: torch.device) -> Callable[[], Any]:
+    """Of the gradients of a parameter, as at the end of a step."""
+    weight = torch.zeros((size // ROW, CHANNELS, 1, WIDTH), device=device)
+    parameter = weight.contiguous(memory_format=torch.channels_last).requires_grad_()
+    gradient = torch.ones_like(parameter)
+    return lambda: torch.autograd.grad(contributed(team, parameter), parameter, gradient)
+
+
+def _matters(wire: SharedWire, links_alone: Network) -> bool:
+    """Whether its pairs, all at once, are slower than each alone would let them be."""
+    sent = np.zeros_like(links_alone.s_per_byte)
+    for pair in wire.pairs:
+        sent[pair] = PARTS[-1]
+    return wire.s_per_byte * float(sent.sum()) > SLOWER * float(links_alone.seconds(sent))
+
+
+def _at_once(team: Team, action: Callable[[], Any], size: int, device: torch.device) -> list[list[float]]:
+    """Seconds of every repeat, of all ranks in their order, which begin together."""
+    mine = []
+    for _ in range(_repeats(size)):
+        dist.barrier(group=team.control)
+        mine.append(timed(action, device))
+    return [list(repeat) for repeat in zip(*_of_all(team, mine[1:]), strict=True)]
+
+
+def _slowest(repeats: Sequence[Sequence[float]], ranks: Sequence[int]) -> list[float]:
+    return [max(seconds[rank] for rank in ranks) for seconds in repeats]
+
+
+def _of_all(team: Team, mine: Any) -> list[Any]:
+    """What every rank has, in rank order."""
+    found = [mine] * team.size
+    dist.all_gather_object(found, mine, group=team.control)
+    return found
+
+
+def _host(profile: ClusterProfile, ranks: Sequence[int]) -> str:
+    identity = profile.devices[ranks[0]].identity
+    return identity.host if identity is not None else str(profile.nodes.index(tuple(ranks)))

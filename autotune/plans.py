@@ -1,0 +1,228 @@
+"""The stage that measures whole plans beside the fastest device alone: what it finds fastest is the plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+from torch import Tensor
+
+from hetconv.candidates import ALONE, EVEN, Candidates
+from hetconv.kernels import CHANNELS_LAST
+from hetconv.plan import Plan
+from hetconv.planner import Contender, contenders, make_plan
+from hetconv.profile import ClusterProfile
+from hetconv.proportions import Splits
+from hetconv.tuned import TunedPlan
+
+from .job import Run
+from .learn import Observed, corrected
+from .machine import conditions
+from .race import Alone, Order, Seconds, Way
+from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
+from .stages import FINAL_ROUNDS, PLANS_PART, part_of
+
+ERROR = 0.25  # by which a prediction may be off: who is predicted to take so much longer may yet be faster
+MOST = 6  # plans that are measured, and as many again after what is learnt from them
+FAR = 2.0  # times as long as another: who is predicted to take that is not measured
+WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
+REFERENCE = "alone"
+Tried = tuple[Contender, FrozenTrial]
+
+
+def plans(run: Run, profile: ClusterProfile) -> ClusterProfile:
+    """The tuned plan, and of each device what was learnt on the way."""
+    found, factors = run.led(lambda: _Plans(run, profile).tuned())
+    devices = tuple(replace(d, corrections=f) for d, f in zip(profile.devices, factors, strict=True))
+    return replace(profile, devices=devices, plans=(found,) if found is not None else ())
+
+
+class _Plans:
+    """Rank 0's study."""
+
+    def __init__(self, run: Run, profile: ClusterProfile):
+        self.run, self.profile = run, profile
+        self.base = make_plan(run.graph, profile, mode=run.job.mode)
+        self.enough = run.passed(part_of(run, PLANS_PART))
+        self.reference: Way | None = None
+        self.alone_name: str | None = None
+        self.even: tuple[str, Contender] | None = None
+
+    def tuned(self) -> tuple[TunedPlan | None, list[dict[str, float]]]:
+        """What is fastest, if anything ran, and the devices' corrections."""
+        before = contenders(self.run.graph, self.profile, mode=self.run.job.mode)
+        self.find_reference(before)
+        field = near(before)
+        tried = self.measured(field, "plans")
+        factors = corrected(self.profile.devices, [observed(c, t) for c, t in tried])
+        devices = tuple(replace(d, corrections=f) for d, f in zip(self.profile.devices, factors, strict=True))
+        after = contenders(self.run.graph, replace(self.profile, devices=devices), mode=self.run.job.mode)
+        new = [c for c in near(after) if all(c.splits != other.splits for other in field)]
+        tried = self.measured(new, "plans, corrected", tried)
+        return self.final(before, tried) if field or new else self.undisputed(before), factors
+
+    def find_reference(self, found: Sequence[Contender]) -> None:
+        """The fastest of the devices alone that may be, and of memory formats; a plan, where the model fits none."""
+        run, alone = self.run, [c for c in found if c.name.startswith(ALONE)]
+        likely = min((FAR * c.predicted.step_s for c in alone), default=0.0)
+        ways: dict[str, tuple[Contender, Alone]] = {}
+        for c in alone:
+            if c.predicted.step_s <= likely:
+                rank = int(c.name.removeprefix(f"{ALONE} (").partition(":")[0])
+                ways |= {f"{c.name}, {way.memory_format}": (c, way) for way in formats(rank, run.x)}
+        best = run.known("plans", REFERENCE, str)  # of those that were measured beside it
+        if best not in ways:
+            able = {name: way for name, (_, way) in ways.items() if self.runs(name, way)}
+            if not able:
+                self.reference = next((self.plan(c) for c in near(found) if self.runs(c.name, self.plan(c))), None)
+                run.say.line("the model runs on no device alone; plans are measured beside the one planned first")
+                return
+            seconds = run.race.lead(Order("devices alone", able, 3)).rounds
+            took = {name: median(s[name] for s in seconds) for name in able}
+            best = min(took, key=lambda name: took[name])
+            run.keep("plans", REFERENCE, best)
+            run.say.line(f"{best}: {took[best] * 1e3:.1f} ms")
+        self.reference, self.alone_name = ways[best][1], ways[best][0].name
+
+    def runs(self, name: str, way: Way) -> bool:
+        try:
+            self.run.race.lead(Order(name, {name: way}, 0))
+        except TrialFailedError as e:
+            self.run.say.line(f"{name} failed {e}")
+            return False
+        return True
+
+    def measured(self, field: Sequence[Contender], name: str, tried: Sequence[Tried] = ()) -> list[Tried]:
+        """Those ``tried``, and the contenders that ran, beside the fastest device alone, or the first contender."""
+        run = self.run
+        assert run.store is not None  # this is rank 0
+        if not field or self.reference is None:
+            return [*tried]
+        run.say.stage(name, len(field))
+        study = run.store.study(f"{name} {digest(field)}", name, self.beside)
+        for k in range(len(field)):
+            study.enqueue_trial({"plan": k}, skip_if_exists=True)
+
+        def objective(trial: optuna.Trial) -> float:
+            contender = field[trial.suggest_int("plan", 0, len(field) - 1)]
+            trial.set_user_attr(NAME, contender.name)
+            return judged(trial, lambda hopeless: self.rounds(contender, trial, hopeless))
+
+        def told(trial: FrozenTrial) -> None:
+            how = f"{trial.value:.3f}x of {self.beside}" if trial.value is not None else "failed"
+            said = f"{field[trial.params['plan']].name} {how} {trial.user_attrs.get(WHY, '')}".strip()
+            run.say.advance(said, trial.value)
+
+        def enough() -> bool:  # one is measured whatever is left of the budget: whether to split at all hangs on it
+            return self.enough() and bool(tried or study.get_trials(states=(TrialState.COMPLETE, TrialState.FAIL)))
+
+        explore(study, objective, len(field), run.job.seed, enough, told)
+        ran = study.get_trials(states=(TrialState.COMPLETE,))
+        return [*tried, *((field[t.params["plan"]], t) for t in ran)]
+
+    def rounds(self, contender: Contender, trial: optuna.Trial, hopeless: Hopeless) -> list[float]:
+        """Of the steps alone."""
+        assert self.reference is not None
+
+        def enough(seconds: Seconds) -> bool:
+            return hopeless(seconds["trial"] / seconds[REFERENCE])
+
+        ways = {REFERENCE: self.reference, "trial": self.plan(contender)}
+        order = Order(contender.name, ways, ROUNDS, "trial")
+        found = self.run.race.lead(order, enough)
+        trial.set_user_attr("computing", found.computing)
+        return [s["trial"] / s[REFERENCE] for s in found.rounds]
+
+    @property
+    def beside(self) -> str:
+        return self.alone_name or "the plan planned first"
+
+    def plan(self, contender: Contender) -> Plan:
+        return self.base.with_splits(contender.splits)
+
+    def final(self, before: Sequence[Contender], tried: Sequence[Tried]) -> TunedPlan | None:
+        """The fastest one once more; a device alone, if that does not beat it clearly."""
+        if not tried or self.reference is None:
+            return None
+        best, _ = min(tried, key=lambda of: of[1].value or 0.0)
+        found = self.again(best.name, {REFERENCE: self.reference, "trial": self.plan(best)}, before)
+        if not found:
+            return None
+        step_s, alone_s = (median(s[way] for s in found) for way in ("trial", REFERENCE))
+        pays = median(s["trial"] / s[REFERENCE] for s in found) <= WORTH
+        if self.alone_name is not None and not pays:
+            best, step_s = next(c for c in before if c.name == self.alone_name), alone_s
+        self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms, {step_s / alone_s:.3f}x of {self.beside}")
+        return self.entry(best, step_s, len(tried), found)
+
+    def undisputed(self, before: Sequence[Contender]) -> TunedPlan | None:
+        """The fastest device alone, which nothing that splits is predicted to come near."""
+        alone = next((c for c in before if c.name == self.alone_name), None)
+        found = self.again(alone.name, {REFERENCE: self.reference}, before) if alone and self.reference else []
+        if alone is None or not found:
+            return None
+        alone_s = median(s[REFERENCE] for s in found)
+        self.run.say.line(f"the plan is {alone.name}: {alone_s * 1e3:.1f} ms; no split is predicted to come near it")
+        return self.entry(alone, alone_s, 0, found)
+
+    def again(self, name: str, ways: Mapping[str, Way], before: Sequence[Contender]) -> list[Seconds]:
+        """More rounds of these, beside the even split that is predicted to be the fastest where it runs; or none."""
+        self.even = even_split(Candidates(self.run.graph, self.profile, self.run.job.mode).whole_models(), before)
+        for more in ({EVEN: self.plan(self.even[1])}, {}) if self.even else ({},):
+            try:
+                return self.run.race.lead(Order(f"{name} again", {**ways, **more}, FINAL_ROUNDS)).rounds
+            except TrialFailedError as e:
+                self.run.say.line(f"{name}{f' beside an {EVEN}' * bool(more)} failed {e}")
+        return []
+
+    def entry(self, best: Contender, step_s: float, trials: int, found: Sequence[Seconds]) -> TunedPlan:
+        alone_s = median(s[REFERENCE] for s in found) if self.alone_name is not None else None
+        even = (self.even[0], median(s[EVEN] for s in found)) if self.even and EVEN in found[0] else (None, None)
+        return TunedPlan(
+            self.run.graph.digest, self.run.job.mode, best.name, best.splits, step_s, best.predicted.step_s, trials,
+            self.alone_name, alone_s, conditions(self.run.device), *even,
+        )  # fmt: skip
+
+
+def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -> tuple[str, Contender] | None:
+    """The one that is predicted to be the fastest of those that fit, by its name: what it equals may have another."""
+    even = {name: splits for name, splits in whole_models.items() if name.startswith(EVEN)}
+    fitting = [(name, c) for name, splits in even.items() for c in found if c.splits == splits]
+    return min(fitting, key=lambda known: known[1].predicted.step_s, default=None)
+
+
+def near(found: Sequence[Contender]) -> list[Contender]:
+    """Who may be the fastest of those that split, as predictions err; nobody, if none comes near a device alone."""
+    split = sorted((c for c in found if not c.name.startswith(ALONE)), key=lambda c: c.predicted.step_s)
+    least = min((c.predicted.step_s for c in found), default=0.0)
+    first = split[:1] if split and split[0].predicted.step_s <= FAR * least else []
+    return first + [c for c in split[1:MOST] if c.predicted.step_s <= (1 + ERROR) * split[0].predicted.step_s]
+
+
+def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:
+    """The ways to run the plain model on a rank's device."""
+    contiguous = Alone(rank, "contiguous")
+    return (contiguous, Alone(rank, "channels_last")) if x.dim() in CHANNELS_LAST else (contiguous,)
+
+
+def digest(field: Sequence[Contender]) -> str:
+    """Of the plans, in order: a study's trials name them by their place."""
+    said = [[(name, s.kind, s.sizes, s.nodes) for name, s in c.splits.items()] for c in field]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def observed(contender: Contender, trial: FrozenTrial) -> Observed:
+    """What was predicted of each rank's layers, and what they took."""
+    world = len(contender.predicted.busy_s)
+    predicted: list[dict[str, float]] = [{} for _ in range(world)]
+    for name, split in contender.splits.items():
+        cost = contender.costs[name]
+        for rank in range(world):
+            seconds = sum(by_rank[rank] for by_rank in (cost.forward_s, cost.backward_s) if by_rank)
+            predicted[rank][split.kind] = predicted[rank].get(split.kind, 0.0) + seconds
+    return Observed(predicted, trial.user_attrs["computing"])

@@ -1,0 +1,198 @@
+"""Whole steps of a model, run in several ways side by side. One that fails on any rank fails on all, and no more."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from hetconv import emulate
+from hetconv.emulate import stretched
+from hetconv.parallel import parallelize
+from hetconv.plan import Mode, Plan
+from hetconv.transport import Team, disband, team_of
+
+from . import measure
+from .launch import did
+from .models import channels_last
+from .shares import TrialFailedError
+
+Step = Callable[[], Any]
+Seconds = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The plain model on one rank's device, in one memory format; the others wait."""
+
+    rank: int
+    memory_format: Literal["channels_last", "contiguous"]
+
+
+Way = Plan | Alone
+
+
+class Order(NamedTuple):
+    """``what`` rank 0 has all ranks do. ``listen``: of which way the time in which each rank computes is wanted too."""
+
+    what: str
+    ways: Mapping[str, Way]
+    rounds: int
+    listen: str | None = None
+
+
+class Outcome(NamedTuple):
+    """Seconds of each way in each round, until the last rank was done, and in which each rank computed layers."""
+
+    rounds: list[Seconds]
+    computing: tuple[float, ...] = ()
+
+
+def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
+    """One inference, or one forward and backward with the mean square of the outputs as loss."""
+
+    def infer() -> None:
+        with torch.no_grad():
+            model(x)
+
+    def train() -> None:
+        model.zero_grad()
+        outputs = [y for y in tree_iter(model(x)) if isinstance(y, Tensor) and y.is_floating_point()]
+        sum(y.square().mean() for y in outputs).backward()  # type: ignore[union-attr]
+
+    return train if mode == "train" else infer
+
+
+class Race:
+    """Rank 0 leads, the others follow. ``limit``: seconds that a rank waits for another in the middle of a step."""
+
+    def __init__(self, model: nn.Module, x: Tensor, mode: Mode, limit: float):
+        self._model, self._x, self._mode, self._limit = model, x, mode, timedelta(seconds=limit)
+        self._team: Team | None = None
+        self._steps: dict[str, tuple[Way, Step]] = {}
+
+    def lead(self, order: Order, enough: Callable[[Seconds], bool] = lambda _: False) -> Outcome:
+        """Collective with `follow`. Stops early after a round of which ``enough`` says so.
+
+        Raises `TrialFailedError` if a way raised an error on any rank, or one waited too long; all are past it then.
+        """
+        measure.told(order)
+        return self._run(order, enough)
+
+    def end(self) -> None:
+        """Lets the others off."""
+        measure.told(None)
+        self._clear()
+
+    def follow(self) -> None:
+        while (order := measure.told(None)) is not None:
+            try:
+                self._run(order, lambda _: False)
+            except TrialFailedError:  # rank 0 says what comes of it
+                continue
+        self._clear()
+
+    def _run(self, order: Order, enough: Callable[[Seconds], bool]) -> Outcome:
+        did(f"began to time {order.what}")
+        found, why = Outcome([]), None
+        try:
+            if self._team is None:  # connections of its own, which can be given up
+                self._team = team_of(dist.new_group(timeout=self._limit))
+            found = self._ran(order, enough, self._team)
+        except Exception as e:  # whatever a model may raise
+            why = time.time(), f"{type(e).__name__}: {e}".strip()
+        if why is not None:
+            self._clear()  # closes this rank's connections: others that wait for it learn of it
+        everyone = team_of()
+        said: list[Any] = [why] * everyone.size
+        dist.all_gather_object(said, why, group=everyone.control)
+        failed = [(*of_rank, rank) for rank, of_rank in enumerate(said) if of_rank is not None]
+        if failed:
+            self._clear()
+            _, first, rank = min(failed)
+            raise TrialFailedError(f"on rank {rank}: {first.splitlines()[0]}")
+        return found
+
+    def _ran(self, order: Order, enough: Callable[[Seconds], bool], team: Team) -> Outcome:
+        self._steps = {n: old for n, old in self._steps.items() if order.ways.get(n) == old[0]}
+        for name, way in order.ways.items():
+            if name not in self._steps:
+                self._steps[name] = way, self._step(way, team)
+        steps = {name: self._steps[name][1] for name in order.ways}
+        for step in steps.values():
+            step()
+        rounds = []
+        for _ in range(order.rounds):
+            rounds.append(_round(steps, self._x.device, team))
+            stop = [enough(rounds[-1])]
+            dist.broadcast_object_list(stop, group=team.control, group_src=0)
+            if stop[0]:
+                break
+        computing = _computing(steps[order.listen], team) if order.listen is not None else ()
+        return Outcome(rounds, computing)
+
+    def _step(self, way: Way, team: Team) -> Step:
+        if isinstance(way, Plan):
+            return step_of(parallelize(copy.deepcopy(self._model), way, group=team.group), self._x, self._mode)
+        if way.rank != team.rank:
+            return lambda: None
+        model, x = copy.deepcopy(self._model), self._x
+        if way.memory_format == "channels_last":
+            model, x = channels_last(model, x)
+        else:
+            model, x = model.to(memory_format=torch.contiguous_format), x.contiguous()  # type: ignore[call-overload]
+        step = step_of(model, x, self._mode)
+        return lambda: stretched(step, x.device)  # all of it, where the device is emulated
+
+    def _clear(self) -> None:
+        """Frees what ways hold, memory above all, and ends the connections that they used."""
+        self._steps = {}
+        team, self._team = self._team, None
+        if team is not None:
+            disband(team)
+        del team
+        gc.collect()
+        if self._x.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _round(steps: Mapping[str, Step], device: torch.device, team: Team) -> Seconds:
+    """Seconds of each step, one after the other, on every rank alike: until the last rank is done."""
+    found = {}
+    for name, step in steps.items():
+
+        def together(step: Step = step) -> None:
+            measure.timed(step, device)
+            dist.barrier(team.group)
+
+        dist.barrier(team.group)
+        found[name] = measure.timed(together, device)
+    every: list[Any] = [found] * team.size
+    dist.all_gather_object(every, found, group=team.control)
+    return {name: max(of_rank[name] for of_rank in every) for name in steps}
+
+
+def _computing(step: Step, team: Team) -> tuple[float, ...]:
+    """Seconds of one step in which each rank computed convolutions and linears."""
+    spent: list[float] = []
+
+    def note(start: float, end: float) -> None:
+        spent.append(end - start)
+
+    emulate.listeners.append(note)
+    try:
+        step()
+    finally:
+        emulate.listeners.remove(note)
+    every: list[Any] = [0.0] * team.size
+    dist.all_gather_object(every, sum(spent), group=team.control)
+    return tuple(every)

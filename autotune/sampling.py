@@ -1,0 +1,89 @@
+"""How often to measure, and at which shares: decisions on lists of seconds. No clock, no tensor, no rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from math import ceil, comb, inf
+from statistics import median
+
+CONFIDENCE = 0.95
+PRECISION = 0.03  # of the median: how far the ends of its interval may be off it
+TOLERANCE = 0.05  # of the seconds at a share: how far a line between two others may be off them
+MOST_SHARES = 8
+LEAST, MOST = 3, 50  # repeats
+LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
+Passes = tuple[list[float], list[float]]
+"""Seconds of each repeat, forward and backward."""
+
+
+@cache
+def _rank(n: int) -> int | None:
+    """k, so that the median lies from the kth smallest to the kth largest of n samples with `CONFIDENCE`, or None.
+
+    Whatever the samples' distribution, their number below its median is binomial (Conover, 1999, section 3.2).
+    """
+    tail, k = 0.0, 0
+    while (tail := tail + comb(n, k) / 2**n) <= (1 - CONFIDENCE) / 2:
+        k += 1
+    return k or None
+
+
+def interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Ends of the confidence interval of the median; without end for fewer than six samples."""
+    k = _rank(len(samples))
+    if k is None:
+        return -inf, inf
+    ordered = sorted(samples)
+    return ordered[k - 1], ordered[-k]
+
+
+def settled(samples: Sequence[float]) -> bool:
+    """Whether the median is known to within `PRECISION` of it. A few slow outliers do not matter."""
+    lo, hi = interval(samples)
+    middle = median(samples)
+    return max(hi - middle, middle - lo) <= PRECISION * middle
+
+
+def sampled(seconds: Callable[[], float], longest: float = LONGEST) -> list[float]:
+    """Seconds of as many calls as it takes until they have settled, or have together taken longer than ``longest``.
+
+    The first call warms up and counts only as time.
+    """
+    spent, found = seconds(), [seconds()]
+    while len(found) < LEAST or (len(found) < MOST and spent + sum(found) < longest and not settled(found)):
+        found.append(seconds())
+    return found
+
+
+def explored(passes: Callable[[int], Passes], extent: int, grain: int = 1) -> dict[int, Passes]:
+    """Of some parts of ``extent``, the smallest and the whole among them, what ``passes`` measured.
+
+    Starts with three, and measures the middle of the interval in which a straight line was furthest off where it was
+    last tried, until no line is by more than `TOLERANCE`. Parts are multiples of ``grain``, or the whole.
+    """
+    units = max(extent // grain, 1)
+    found: dict[int, Passes] = {}
+
+    def measure(unit: int) -> None:
+        found[unit] = passes(extent if unit == units else unit * grain)
+
+    for unit in sorted({1, ceil(units / 4), units}):
+        measure(unit)
+    errors = dict.fromkeys(pairwise(sorted(found)), inf)
+    while errors and len(found) < MOST_SHARES:
+        a, b = max(errors, key=lambda gap: (errors[gap], gap[1] - gap[0]))
+        if errors.pop((a, b)) <= TOLERANCE:
+            break
+        if (middle := (a + b) // 2) > a:
+            measure(middle)
+            off = _off_line(found[a], found[middle], found[b], (middle - a) / (b - a))
+            errors |= {(a, middle): off, (middle, b): off}
+    return {extent if unit == units else unit * grain: found[unit] for unit in sorted(found)}
+
+
+def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:
+    """How far off the line between two others what was measured in the middle is, of what it was: the worse pass."""
+    known = [tuple(map(median, passes)) for passes in zip(first, middle, last, strict=True)]
+    return max(abs(a + (b - a) * at - m) / max(m, 1e-12) for a, m, b in known)

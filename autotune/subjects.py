@@ -1,0 +1,289 @@
+"""What is measured: layers, other kinds of operators, calls; on parts as the runtime runs them, or whole and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import cycle
+from math import ceil, prod
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetconv import kernels, ops
+from hetconv.cost import kind_of, operator_key
+from hetconv.emulate import stretched
+from hetconv.graph import Graph
+from hetconv.layout import Layout
+from hetconv.profile import Axis
+from hetconv.rules import Conv, Linear, Split
+from hetconv.spec import ConvSpec
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team, team_of
+
+from .sampling import Passes, explored
+
+AXES: tuple[Axis, ...] = ("pixels", "filters")
+OUTGROWN = 1 << 26  # bytes, of which caches keep little
+MOST_SETS = 32
+GRAIN = 16  # filters of which kernels compute whole multiples
+CHANNELS, SIDES = 64, (4, 16, 64, 128, 256)  # of the images on which other operators are measured
+
+
+class Run(NamedTuple):
+    """Two calls to be timed. ``both``: the second one runs the first one's work too."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+    both: bool = False
+
+
+Time = Callable[[Run], Passes]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a plan, by share along ``axis`` while all ranks are at work, or ``alone`` and whole.
+
+    ``dtype`` of its result. ``between``: bytes that a step reads and writes until it comes to this layer again.
+    """
+
+    op: Conv | Linear
+    axis: Axis
+    dtype: str
+    bias: bool = True
+    between: int = 0
+    alone: bool = False
+
+    @property
+    def key(self) -> str:
+        return operator_key(self.op, self.axis, self.dtype) + " alone" * self.alone
+
+    def samples(self, time: Time, device: torch.device) -> dict[float, Passes]:
+        """By share."""
+        extent = self.extent
+        if self.alone:
+            return {1.0: time(self.run(extent, device))}
+        grain = GRAIN if self.axis == "filters" and extent >= 4 * GRAIN else 1
+        found = explored(lambda part: time(self.run(part, device)), extent, grain)
+        return {part / extent: passes for part, passes in found.items()}
+
+    @property
+    def extent(self) -> int:
+        if isinstance(self.op, Linear):
+            return self.op.features if self.axis == "filters" else prod(self.op.x_shape[:-1])
+        s = self.op.spec
+        return s.K // s.groups if self.axis == "filters" else s.y_shape[2]
+
+    def run(self, part: int, device: torch.device) -> Run:
+        return self._conv(self.op.spec, part, device) if isinstance(self.op, Conv) else self._linear(part, device)
+
+    def _conv(self, s: ConvSpec, part: int, device: torch.device) -> Run:
+        local = replace(s, K=part * s.groups) if self.axis == "filters" else of_rows(s, part)
+        args = (s.stride, local.padding, s.dilation, s.groups)
+        wanted = (s.C > 4, True, self.bias)  # nobody asks for the gradient of an image
+        x, g, sets = self._tensors(local.x_shape, local.w_shape, local.y_shape, device)
+
+        def forward() -> Any:
+            _, w = next(sets)
+            return stretched(lambda: kernels.conv_forward(x, w, None, *args), device)
+
+        def backward() -> Any:
+            x, w = next(sets)
+            return stretched(lambda: kernels.conv_backward(g, x, w, *args, wanted), device)
+
+        return Run(forward, backward)
+
+    def _linear(self, part: int, device: torch.device) -> Run:
+        op = self.op
+        assert isinstance(op, Linear)
+        rows, features = (prod(op.x_shape[:-1]), part) if self.axis == "filters" else (part, op.features)
+        inner = op.x_shape[-1]
+        x, g, sets = self._tensors((rows, inner), (features, inner), (rows, features), device)
+
+        def forward() -> Any:
+            _, w = next(sets)
+            return stretched(lambda: F.linear(x, w), device)
+
+        def backward() -> Any:
+            x, w = next(sets)
+            return stretched(lambda: (g @ w, g.t() @ x, g.sum(0) if self.bias else None), device)
+
+        return Run(forward, backward)
+
+    def _tensors(
+        self, x: Sequence[int], w: Sequence[int], y: Sequence[int], device: torch.device
+    ) -> tuple[Tensor, Tensor, Iterator[tuple[Tensor, Tensor]]]:
+        """Input, output's gradient, and (input, weight) in turn from sets that caches cannot keep if a step's data is
+        more than they hold: a layer finds in them what the one before wrote, and nothing of its own last step.
+        """
+        dtype = getattr(torch, self.op.spec.dtype if isinstance(self.op, Conv) else self.dtype)
+        memory = kernels.CHANNELS_LAST.get(len(x), torch.contiguous_format)
+        first, weight, g = (torch.randn(n, dtype=dtype, device=device).to(memory_format=memory) for n in (x, w, y))
+        own = first.nbytes + weight.nbytes
+        count = min(max(ceil(min(self.between, OUTGROWN) / own), 1), MOST_SETS)
+        return first, g, cycle([(first, weight), *((first.clone(), weight.clone()) for _ in range(count - 1))])
+
+
+def of_rows(s: ConvSpec, rows: int) -> ConvSpec:
+    """The convolution that gives this many output rows (of the first spatial dimension), padded as the whole one is."""
+    (top, bottom), reach = s.padding[0], s.dilation[0] * (s.kernel[0] - 1) + 1
+    return replace(s, size=(max((rows - 1) * s.stride[0] + reach - top - bottom, 1), *s.size[1:]))
+
+
+@dataclass(frozen=True)
+class Other:
+    """A kind of operator that no plan names, on parts while all are at work, or ``alone`` on plain tensors."""
+
+    kind: str
+    dtype: str
+    alone: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind} {self.dtype}" + " alone" * self.alone
+
+    def samples(self, time: Time, device: torch.device) -> dict[float, Passes]:
+        """By bytes read and written."""
+        return dict(self._at(side, time, device) for side in SIDES)
+
+    def _at(self, side: int, time: Time, device: torch.device) -> tuple[float, Passes]:
+        dtype = getattr(torch, self.dtype)
+        x = torch.randn((1, CHANNELS, side, side), dtype=dtype, device=device)
+        x = x.to(memory_format=torch.channels_last).requires_grad_()
+        weight, bias, mean, var = (torch.ones(CHANNELS, dtype=dtype, device=device) for _ in range(4))
+        weights = weight.requires_grad_(), bias.requires_grad_()
+        given, compute = x if self.alone else held_alone(x, 2), KINDS[self.kind]
+
+        def infer() -> Any:
+            with torch.no_grad():
+                return local(compute(given, *weights, mean, var))
+
+        y = infer()
+        g = torch.randn_like(y)
+        wanted = (x, *weights) if "norm" in self.kind else (x,)
+
+        def train() -> Any:
+            return torch.autograd.grad(local(compute(given, *weights, mean, var)), wanted, g)
+
+        return float(x.nbytes + y.nbytes), time(Run(infer, train, both=True))
+
+
+KINDS: dict[str, Callable[..., Tensor]] = {
+    "elementwise": lambda x, *_: torch.relu(x),
+    "batch norm": lambda x, weight, bias, mean, var: F.batch_norm(x, mean, var, weight, bias),
+    "batch norm in training": lambda x, weight, bias, mean, var: F.batch_norm(x, mean, var, weight, bias, True),
+    "group norm": lambda x, weight, bias, *_: F.group_norm(x, CHANNELS // 4, weight, bias),
+    "max pool": lambda x, *_: F.max_pool2d(x, 3, 2, 1),
+    "average pool": lambda x, *_: F.avg_pool2d(x, 3, 2, 1),
+    "interpolation": lambda x, *_: F.interpolate(x, scale_factor=2, mode="bilinear"),
+}
+"""What stands for each of `cost.kind_of`: of an image, and of weight, bias, mean and variance per channel."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the host takes for a layer beside its kernels: a small convolution on parts, or ``alone`` by torch."""
+
+    alone: bool = False
+
+    @property
+    def key(self) -> str:
+        return "call" + " alone" * self.alone
+
+    def samples(self, time: Time, device: torch.device) -> dict[float, Passes]:
+        """Under 1.0. On a GPU, where kernels do not keep the host waiting, the whole time of a call."""
+        op = Conv(ConvSpec(1, 8, (8, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+        s = op.spec
+        x, w, g = (torch.randn(shape, device=device) for shape in (s.x_shape, s.w_shape, s.y_shape))
+        geometry: Any = (s.stride, s.padding, s.dilation, s.groups)
+        kernels_alone = Run(
+            lambda: stretched(lambda: kernels.conv_forward(x, w, None, *geometry), device),
+            lambda: stretched(lambda: kernels.conv_backward(g, x, w, *geometry), device),
+        )
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        run = partial(F.conv2d, *leaves, padding=1) if self.alone else _on_a_part(op, *leaves)
+
+        def infer() -> Any:
+            with torch.no_grad():
+                return run()
+
+        calls = time(Run(infer, lambda: torch.autograd.grad(run(), leaves, g), both=True))
+        if device.type == "cuda":
+            return {1.0: calls}
+        forward, backward = (
+            [max(s - median(own), 0.0) for s in seconds]
+            for seconds, own in zip(calls, time(kernels_alone), strict=True)
+        )
+        return {1.0: (forward, backward)}
+
+
+def _on_a_part(op: Conv, x: Tensor, w: Tensor) -> Callable[[], Tensor]:
+    given = held_alone(x, 0)
+    way = ops.way_of(op, given.placement, Split("sample", (len(x),)), given.team)
+    return lambda: local(ops.convolution(given, w, None, way, given.team))
+
+
+Subject = Layer | Other | Call
+
+
+def local(y: Tensor) -> Tensor:
+    return y.local if isinstance(y, HetTensor) else y
+
+
+def held_alone(x: Tensor, dim: int) -> HetTensor:
+    """A tensor cut along ``dim`` into one part, this rank's: nothing that is done to it waits for another rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    return HetTensor.wrap(x, Layout.sharded(tuple(x.shape), dim, (x.shape[dim],)), _team_of_one(world))
+
+
+@cache
+def _team_of_one(world: dist.ProcessGroup) -> Team:
+    """Of this rank, among the ranks of ``world``."""
+    return team_of(dist.new_group([dist.get_rank(world)], use_local_synchronization=True))
+
+
+def work(op: Conv | Linear) -> float:
+    """Floating-point operations of the forward pass."""
+    return float(op.spec.flops if isinstance(op, Conv) else 2 * prod(op.x_shape) * op.features)
+
+
+def subjects_of(graph: Graph) -> list[Subject]:
+    """All there is to measure of a model: its layers, those with the most work first, what else it runs, and calls.
+
+    Equal ones are one, and their order is the same on every rank. The smallest layers come last: time may be short.
+    """
+    layers: dict[tuple[Conv | Linear, str], bool] = {}
+    others: dict[tuple[str, str], None] = {}
+    for node in graph.nodes:
+        if not node.outputs:
+            continue
+        dtype, kind = graph.values[node.outputs[0]].dtype, kind_of(node.op)
+        if isinstance(node.op, Conv | Linear) and node.layer is not None:
+            biased = any(str(graph.values[i].param).endswith("bias") for i in node.params)
+            layers.setdefault((node.op, dtype), biased)
+        elif kind is not None and getattr(torch, dtype).is_floating_point:
+            others.setdefault((kind, dtype))
+    between = sum(_bytes(op, dtype) for op, dtype in layers)
+    found: list[Subject] = []
+    for (op, dtype), bias in sorted(layers.items(), key=lambda known: work(known[0][0]), reverse=True):
+        depthwise = isinstance(op, Conv) and op.spec.groups == op.spec.K
+        axes = AXES[:1] if depthwise else AXES
+        found += [Layer(op, axis, dtype, bias, between) for axis in axes]
+        found.append(Layer(op, AXES[0], dtype, bias, between, alone=True))
+    rest: list[Subject] = [Call(alone) for alone in (False, True)]
+    rest += [Other(kind, dtype, alone) for kind, dtype in others for alone in (False, True)]
+    return [*found[:3], *rest, *found[3:]]
+
+
+def _bytes(op: Conv | Linear, dtype: str) -> int:
+    if isinstance(op, Conv):
+        return op.spec.bytes
+    numel = prod(op.x_shape) + prod(op.y_shape) + op.features * op.x_shape[-1]
+    return numel * int(getattr(torch, dtype).itemsize)

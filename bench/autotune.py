@@ -1,0 +1,194 @@
+"""What hetconv autotune finds on pairs of this machine: how well its profile predicts, and what its plan gains.
+
+For each case the profile is made as ``hetconv autotune`` makes it; then about twenty plans, predicted from it, run in
+turn within each round, with the plain model on each device alone among them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.machine import commit
+from bench.verdict import Demand
+from hetconv.autotune.check import Check, predicted_and_measured
+from hetconv.autotune.launch import parse_devices, run_on
+from hetconv.autotune.models import build_model, channels_last, random_input
+from hetconv.autotune.tune import Job, tune
+from hetconv.candidates import ALONE, EVEN, Candidates
+from hetconv.emulate import DeviceName
+from hetconv.graph import Graph
+from hetconv.plan import Mode
+from hetconv.planner import PLANNED, make_plan
+from hetconv.profile import ClusterProfile
+from hetconv.proportions import Splits
+from hetconv.recorder import capture
+from hetconv.transport import team_of
+
+MODES: tuple[Mode, ...] = ("infer", "train")
+BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
+PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
+ROUNDS, PLANS = 7, 20
+RATIOS = ((1, 1), (4, 3), (3, 2), (2, 1), (5, 2), (3, 1), (4, 1))  # of the first device to all others
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model by its name for ``hetconv autotune``, and the input's shape."""
+
+    name: str
+    model: str
+    arguments: str
+    input: tuple[int, ...]
+
+
+CASES = (
+    Case("super-resolution", "bench.cases:stack", '{"blocks": 4, "channels": 48}', (1, 3, 192, 192)),
+    Case("U-Net", "bench.planner_models:UNet", '{"width": 16, "depth": 3}', (1, 3, 192, 192)),
+    Case("ResNet-18", "bench.cases:resnet18", "{}", (1, 3, 224, 224)),
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--pairs", default=";".join(PAIRS), help="with semicolons between (default: %(default)s)")
+    parser.add_argument("--models", type=_some(c.name for c in CASES), help="only these, with commas between")
+    parser.add_argument("--modes", type=_some(MODES), help="only this one")
+    parser.add_argument(
+        "--budget", type=float, default=90, help="seconds of tuning, for each case (default: %(default)s)"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+
+
+def _some(known: Iterable[str]) -> Callable[[str], list[str]]:
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - set(names):
+            raise ArgumentTypeError(f"{', '.join(sorted(unknown))} is not known; there are {', '.join(names)}")
+        return text.split(",")
+
+    return parse
+
+
+def run(args: Namespace) -> None:
+    """Prints a line per case, what must hold, and the results as one JSON document last."""
+    rows: list[dict[str, Any]] = []
+    asked = [c for c in CASES if args.models is None or c.name in args.models]
+    pairs = {pair: parse_devices(pair.removesuffix(BUSY).strip()) for pair in args.pairs.split(";")}
+    for (pair, devices), case, mode in product(pairs.items(), asked, args.modes or MODES):
+        found = run_on(devices, measure, tuple(devices), case, mode, args.budget, pair.endswith(BUSY))
+        rows.append({"pair": pair, "model": case.name, "mode": mode} | found)
+        print(line(rows[-1]), flush=True)
+        if args.output is not None:  # after each: a run of all takes an hour
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(document(rows), indent=1) + "\n", encoding="utf-8")
+    print("must hold:", *demands(rows), sep="\n  ")
+    print(json.dumps(document(rows)))
+
+
+def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    setup = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    return {"suite": "autotune", "setup": setup | commit(), "cases": rows}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {row['vs_alone']:.2f}x alone, "
+        f"{row['vs_even']:.2f}x even, regret {row['regret']:.1%}; predicted steps off by {row['median error']:.1%} "
+        f"({row['p90 error']:.1%} for nine of ten), tau {row['tau']:.2f}"
+    )
+
+
+def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: float, busy: bool) -> dict[str, Any]:
+    """On every rank: the figures of a case."""
+    with beside_a_busy_process(busy and team_of().rank == len(devices) - 1), tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "cluster.json")
+        job = Job(
+            devices, case.model, case.arguments, case.input, mode, trials=12, budget=budget, output=output, seed=0
+        )
+        profile = tune(job).profile
+        model = build_model(case.model, case.arguments, 0).train(mode == "train")
+        model, x = channels_last(model, random_input(case.input, 0))
+        with torch.set_grad_enabled(mode == "train"):
+            graph = capture(model, x)
+        plan = make_plan(graph, profile, mode=mode)
+        plans = compared(graph, profile, mode) | {PLANNED: dict(plan.splits)}
+        check = predicted_and_measured(model, x, graph, profile, mode, plans, ROUNDS)
+    return {"chosen": plan.chosen} | figures(check, plan.chosen)
+
+
+def compared(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, Splits]:
+    """Whole models cut in every kind, evenly and balanced, by each device alone, and by height in other ratios."""
+    ways = Candidates(graph, profile, mode)
+    found = {name: splits for name, splits in ways.whole_models().items() if "replicated" not in name}
+    for first, others in RATIOS:
+        weights = (float(first), *(float(others),) * (profile.world - 1))
+        found[f"height {first}:{others}"] = ways.whole("height", weights)
+    return dict(list(found.items())[: PLANS - 1])
+
+
+def figures(check: Check, chosen: str) -> dict[str, Any]:
+    """``chosen``: the name that the plan's splits have in itself; a device alone is measured as the plain model."""
+    measured = {name: seconds for name, (_, seconds) in check.steps.items()}
+    own = measured[chosen] if chosen.startswith(ALONE) else measured[PLANNED]
+    alone = min(s for name, s in measured.items() if name.startswith(ALONE))
+    even = min(s for name, s in measured.items() if name.startswith(EVEN))
+    steps = {n: [round(p * 1e3, 3), round(m * 1e3, 3)] for n, (p, m) in check.steps.items()}
+    found = {"vs_alone": alone / own, "vs_even": even / own, "regret": own / min(measured.values()) - 1}
+    return {n: round(v, 4) for n, v in (found | check.figures).items()} | {"predicted and measured ms": steps}
+
+
+@contextmanager
+def beside_a_busy_process(wanted: bool) -> Iterator[None]:
+    """Binds this process to one core, the last, with a process that never rests; another device for real."""
+    if not wanted:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    core = {max(before)}
+    os.sched_setaffinity(0, core)
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.sched_setaffinity(rival.pid, core)
+    try:
+        yield
+    finally:
+        rival.kill()
+        rival.wait()
+        os.sched_setaffinity(0, before)
+
+
+def demands(rows: list[dict[str, Any]]) -> list[Demand]:
+    def worst(figure: str, where: Mapping[str, str] | None = None) -> float | None:
+        found = [r[figure] for r in rows if all(r[k] == v for k, v in (where or {}).items())]
+        return min(found) if found else None
+
+    def most(figure: str) -> float:
+        return max(1e-9, *(float(r[figure]) for r in rows))
+
+    return [
+        Demand(
+            "10 % over the median error of predicted steps",
+            1.0,
+            0.1 / max(median(r["median error"] for r in rows), 1e-9),
+        ),
+        Demand("20 % over the error of nine steps in ten", 1.0, 0.2 / most("p90 error")),
+        Demand("Kendall's tau of predicted and measured order", 0.9, worst("tau")),
+        Demand("5 % over the regret", 1.0, 0.05 / most("regret")),
+        Demand("against the fastest alone, anywhere", 0.98, worst("vs_alone")),
+        Demand("against even on cpu,cpu@0.5", 1.35, worst("vs_even", {"pair": PAIRS[0]})),
+        Demand("against even on cpu,cpu@0.25", 1.8, worst("vs_even", {"pair": PAIRS[1]})),
+    ]

@@ -1,0 +1,48 @@
+"""Predicted and measured steps, side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hetconv
+from hetconv.autotune.check import Check, predicted_and_measured
+from hetconv.candidates import ALONE, Candidates
+from hetconv.pricing import price
+from hetconv.profile import ClusterProfile
+
+from .nets import Chain
+from .spawn import on_ranks
+
+
+def test_figures_are_of_errors_and_of_the_order() -> None:
+    steps = {str(i): (float(i), float(i)) for i in range(1, 10)} | {"off": (12.0, 10.0)}
+    found = Check(steps)
+    assert found.errors == [0.0] * 9 + [pytest.approx(0.2)]
+    assert found.figures == pytest.approx({"median error": 0.0, "p90 error": 0.02, "tau": 1.0})
+    turned = Check({"a": (1.0, 4.0), "b": (2.0, 1.0)})
+    assert turned.figures == pytest.approx({"median error": (0.75 + 1.0) / 2, "p90 error": 0.975, "tau": -1.0})
+
+
+def checked() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(2, 4, 16, 16)
+    graph = hetconv.capture(model, x)
+    profile = ClusterProfile.from_devices(["cpu", "cpu"])
+    plans = {n: s for n, s in Candidates(graph, profile, "train").whole_models().items() if "channel" not in n}
+    found = predicted_and_measured(model, x, graph, profile, "train", plans, 3)
+    predicted = {}
+    for name, splits in plans.items():
+        prediction, _ = price(graph, profile, splits, "train")
+        predicted[name] = max(prediction.busy_s) if name.startswith(ALONE) else prediction.step_s
+    return dict(found.steps), predicted
+
+
+def test_every_plan_is_predicted_and_runs() -> None:
+    first, second = on_ranks(2, checked)
+    steps, predicted = first
+    assert {name: p for name, (p, _) in steps.items()} == predicted
+    assert all(seconds > 0 for _, seconds in steps.values())
+    assert second[0] == steps  # every rank knows when the last one was done
+    assert any(name.startswith(ALONE) for name in steps)
+    assert any(not name.startswith(ALONE) for name in steps)

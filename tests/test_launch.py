@@ -1,0 +1,93 @@
+"""Local ranks: what comes back, and how the others and the caller learn of one that fails or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import hetconv
+from hetconv.autotune.launch import GRACE, did, parse_devices, run_on
+
+ROOT = Path(__file__).parent.parent
+PAIR = parse_devices("cpu,cpu@0.5")
+
+
+def behaving(how: str) -> Any:
+    """On rank 1 as said, while rank 0 waits for it, or computes."""
+    did("began")
+    if dist.get_rank() == 1:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            os._exit(7)
+        if how == "refuses":
+            raise hetconv.PlanError("no such plan")
+        if how != "is right":
+            raise ValueError("of\ntwo lines")
+    elif how == "raises meanwhile":
+        time.sleep(60)
+    dist.barrier()
+    return {"rank": dist.get_rank()}
+
+
+def test_rank_0_s_result_comes_back() -> None:
+    assert run_on(PAIR, behaving, "is right") == {"rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("is killed", r"rank 1 \(cpu@0.5\) was killed by SIGKILL; the last it did: began"),
+        ("exits", r"rank 1 \(cpu@0.5\) ended with status 7; the last it did: began"),
+        ("refuses", r"rank 1 \(cpu@0.5\) failed: no such plan"),
+        ("raises", r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began"),
+        ("raises meanwhile", r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began"),
+    ],
+)
+def test_the_first_that_fails_is_named_and_nobody_waits_for_it(how: str, said: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(hetconv.HetConvError, match=f"^{said}$"):
+        run_on(PAIR, behaving, how)
+    assert time.monotonic() - start < GRACE + 30
+
+
+SLEEPING = """
+import os, sys, time
+from hetconv.autotune.launch import parse_devices, run_on
+
+def sleep(folder):
+    open(f"{folder}/{os.environ['RANK']}", "w").write(str(os.getpid()))
+    time.sleep(100)
+
+if __name__ == "__main__":
+    run_on(parse_devices("cpu,cpu"), sleep, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_ranks_end_with_the_process_that_started_them(how: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "sleeping.py").write_text(SLEEPING)
+    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(tmp_path / "sleeping.py"), str(tmp_path)]
+    launcher = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    files = [tmp_path / "0", tmp_path / "1"]
+    _until(lambda: all(f.exists() and f.read_text() for f in files))
+    launcher.send_signal(how)
+    _until(lambda: not any(Path("/proc", f.read_text()).exists() for f in files))
+    launcher.communicate()
+    _until(lambda: not list(tmp_path.glob("hetconv-ranks-*")))
+
+
+def _until(done: Any) -> None:
+    latest = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < latest
+        time.sleep(0.05)

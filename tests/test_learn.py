@@ -1,0 +1,95 @@
+"""What whole steps teach of models of operators: plain numbers, and what the planner makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from optuna.trial import create_trial
+from torch import nn
+
+import hetconv
+from hetconv.autotune.learn import MOST, Observed, corrected
+from hetconv.autotune.plans import observed
+from hetconv.candidates import Candidates
+from hetconv.plan import Mode
+from hetconv.planner import Contender, contenders
+from hetconv.pricing import LayerCost, price
+from hetconv.profile import ClusterProfile, DeviceModel
+from hetconv.rules import SplitKind
+
+from .nets import SuperResolution
+
+FAST, SLOW = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3").devices
+
+
+def taught(device: DeviceModel, *plans: tuple[dict[str, float], float]) -> dict[str, float]:
+    return corrected([device], [Observed([predicted], [measured]) for predicted, measured in plans])[0]
+
+
+def test_nothing_is_learnt_from_nothing() -> None:
+    assert corrected([FAST, SLOW], []) == [{}, {}]
+    assert taught(FAST, ({}, 1.0)) == taught(FAST, ({"height": 0.0}, 1.0)) == taught(FAST, ({"height": 1.0}, 0.0)) == {}
+
+
+def test_a_kind_is_corrected_by_what_it_took_on_each_device_for_itself() -> None:
+    one = Observed([{"height": 1.0}, {"height": 2.0}], [1.2, 1.8])
+    assert corrected([FAST, SLOW], [one]) == [{"height": pytest.approx(1.2)}, {"height": pytest.approx(0.9)}]
+
+
+def test_plans_count_as_much_as_they_have_of_a_kind() -> None:
+    found = taught(FAST, ({"height": 3.0, "filter": 1.0}, 4.8), ({"filter": 1.0}, 0.8))
+    assert found == {"height": pytest.approx(1.2), "filter": pytest.approx(1.0)}
+
+
+def test_what_is_learnt_again_comes_on_top_and_the_rest_stays() -> None:
+    known = replace(FAST, corrections={"height": 1.5, "width": 1.1})
+    assert taught(known, ({"height": 3.0}, 2.0)) == {"height": pytest.approx(1.0), "width": 1.1}
+
+
+@pytest.mark.parametrize(("measured", "factor"), [(100.0, MOST), (0.001, 1 / MOST)])
+def test_a_factor_is_not_believed_beyond_reason(measured: float, factor: float) -> None:
+    assert taught(FAST, ({"height": 1.0}, measured)) == {"height": factor}
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_a_corrected_profile_predicts_what_was_measured(mode: Mode) -> None:
+    """Of layers, of plans of one kind, on each device."""
+    profile = ClusterProfile((FAST, SLOW), {"0-1": ClusterProfile.from_devices(["T4", "T4"]).links["0-1"]})
+    graph = hetconv.capture(SuperResolution(), torch.ones(1, 3, 64, 64))
+    plan = next(c for c in contenders(graph, profile, mode=mode) if c.name == "uneven height split")
+    kinds = {split.kind for split in plan.splits.values()}
+    world, factors = range(2), (1.3, 0.8)
+    before = [sum(s for c in plan.costs.values() for s in _of(c, rank)) for rank in world]
+    seen = Observed(_observed(plan), [before[rank] * factors[rank] for rank in world])
+    devices = [
+        replace(d, corrections=c)
+        for d, c in zip(profile.devices, corrected(profile.devices, [seen]), strict=True)
+    ]  # fmt: skip
+    assert [d.corrections for d in devices] == [dict.fromkeys(kinds, pytest.approx(f)) for f in factors]
+    _, costs = price(graph, replace(profile, devices=tuple(devices)), plan.splits, mode)
+    after = [sum(s for c in costs.values() for s in _of(c, rank)) for rank in world]
+    assert after == [pytest.approx(before[rank] * factors[rank]) for rank in world]
+
+
+def _of(cost: LayerCost, rank: int) -> tuple[float, ...]:
+    return tuple(by_rank[rank] for by_rank in (cost.forward_s, cost.backward_s) if by_rank)
+
+
+def _observed(plan: Contender) -> list[dict[str, float]]:
+    trial = create_trial(value=1.0, user_attrs={"computing": [1.0, 1.0]})
+    return [dict(predicted) for predicted in observed(plan, trial).predicted]
+
+
+@pytest.mark.parametrize("kind", ["height", "filter"])
+def test_shares_are_balanced_by_corrected_seconds(kind: SplitKind) -> None:
+    graph = hetconv.capture(nn.Conv2d(256, 96, 3, padding=1), torch.ones(1, 256, 96, 96))
+    profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
+    slower = replace(profile.devices[1], corrections={kind: 2.0})
+    even, uneven = (
+        Candidates(graph, p, "train").balanced(kind)[""].sizes
+        for p in (profile, replace(profile, devices=(profile.devices[0], slower)))
+    )
+    assert even == (48, 48)
+    assert uneven == (64, 32)

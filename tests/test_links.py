@@ -1,0 +1,158 @@
+"""Links between ranks: every message of both ways and what is left when all send at once, on ranks and on numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetconv.autotune import links
+from hetconv.network import Network
+from hetconv.profile import ClusterProfile, DeviceModel, LinkModel, SharedWire
+from hetconv.provenance import Identity
+from hetconv.transport import count_sent, team_of
+
+from .spawn import on_ranks
+
+CPU = torch.device("cpu")
+DEVICE = DeviceModel("cpu", "cpu", 8e9, {"float32": 1e11}, 1e10)
+KILOBYTE = 1 << 10
+
+
+def cluster(hosts: str, s_per_byte: float = 1e-9) -> ClusterProfile:
+    """A rank per letter, which names its host."""
+    devices = tuple(replace(DEVICE, identity=Identity(host, "cpu", "1 thread")) for host in hosts)
+    nodes = tuple(tuple(r for r, at in enumerate(hosts) if at == host) for host in dict.fromkeys(hosts))
+    pairs = {f"{a}-{b}": LinkModel(0.0, s_per_byte) for b in range(len(hosts)) for a in range(b)}
+    return ClusterProfile(devices, pairs, nodes=nodes)
+
+
+def every_link(sizes: tuple[int, ...]) -> tuple[dict[str, LinkModel], dict[int, int]]:
+    with count_sent() as sent:
+        found = links.link_models(team_of(), CPU, sizes)
+    return found, dict(sent)
+
+
+def test_every_link_is_measured_each_way_and_known_to_all() -> None:
+    sizes = KILOBYTE, 64 * KILOBYTE
+    found = on_ranks(3, every_link, sizes)
+    models = found[0][0]
+    assert all(known == models for known, _ in found)
+    assert list(models) == ["0-1", "0-2", "1-2"]
+    assert all(0 < m.latency_s < 1 and 0 < m.s_per_byte < 1e-3 and m.back_s_per_byte for m in models.values())
+    assert all(m.measured is not None for m in models.values())
+    # A message of each size and of nothing, each of which a tiny one answers: as often to every other rank.
+    repeats = links._repeats(0)
+    expected = repeats * (sum(sizes) + links.TINY * (1 + 3))
+    assert [sent for _, sent in found] == [{other: expected for other in range(3) if other != r} for r in range(3)]
+
+
+def lopsided() -> LinkModel:
+    """A byte takes two seconds from rank 0 and three from rank 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_echoes", lambda _, sender, __, size, ___: [100.0 + (2 + sender) * (size - links.TINY)])
+        return links.link_models(team_of(), CPU, (100, 1000))["0-1"]
+
+
+def test_each_way_is_the_sender_s() -> None:
+    for link in on_ranks(2, lopsided):
+        assert (link.s_per_byte, link.back_s_per_byte) == (pytest.approx(2.0), pytest.approx(3.0))
+
+
+def test_a_message_takes_what_its_answer_did_not() -> None:
+    assert links._one_way([5.0, 3.0, 1.0], [2.0, 2.0, 9.0]) == [4.0, 2.0, 1.0]
+
+
+def at_once(hosts: str, slow: bool) -> ClusterProfile:
+    """With links that are said to be so fast, or so slow, that contention shows, or does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "PARTS", (KILOBYTE, 64 * KILOBYTE))
+        patch.setattr(links, "SUMS", (KILOBYTE, 64 * KILOBYTE))
+        return links.with_contention(cluster(hosts, 1.0 if slow else 1e-15), team_of(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [
+        ("a", []),
+        ("aa", ["host a"]),
+        ("aba", ["host a", "card of a, out", "card of a, in", "card of b, out", "card of b, in"]),
+    ],
+)
+def test_what_ranks_share_shows_when_all_send(hosts: str, names: list[str]) -> None:
+    found = on_ranks(len(hosts), at_once, hosts, False)
+    assert all(profile == found[0] for profile in found)
+    wires = {wire.name: wire for wire in found[0].shared}
+    assert list(wires) == names
+    assert all(0 < wire.s_per_byte < 1e-3 and wire.measured is not None for wire in wires.values())
+    if hosts == "aba":
+        assert wires["host a"].pairs == ((0, 2), (2, 0))
+        assert wires["card of a, out"].pairs == wires["card of b, in"].pairs == ((0, 1), (2, 1))
+        assert wires["card of b, out"].pairs == ((1, 0), (1, 2))
+    slow = on_ranks(len(hosts), at_once, hosts, True)
+    assert slow[0].shared == ()
+    assert slow[0].sum_s_per_byte == 0.0
+
+
+def gathered(hosts: str) -> tuple[tuple[int, ...], dict[int, int]]:
+    profile = cluster(hosts)
+    with count_sent() as sent:
+        whole = links._gather(profile.nodes, team_of(), 2 * links.ROW, CPU)()
+    return tuple(whole.shape), dict(sent)
+
+
+def test_every_host_gathers_an_image_of_its_own() -> None:
+    part, shape = 2 * links.ROW, (1, links.CHANNELS, 4, links.WIDTH)
+    found = on_ranks(4, gathered, "abba")
+    assert [sent for _, sent in found] == [{3: part}, {2: part}, {1: part}, {0: part}]
+    assert {s for s, _ in found} == {shape}
+    assert on_ranks(3, gathered, "aba")[1] == ((1, links.CHANNELS, 2, links.WIDTH), {})
+
+
+def summed() -> int:
+    with count_sent() as sent:
+        (gradient,) = links._sum(team_of(), 8 * links.ROW, CPU)()
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+    assert set(gradient.flatten().tolist()) == {2.0}
+    return sum(sent.values())
+
+
+def test_sums_are_those_of_a_parameter_s_gradients() -> None:
+    assert on_ranks(2, summed) == [8 * links.ROW] * 2
+
+
+def test_what_sums_take_beside_their_messages_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second for nothing and three nanoseconds for a byte, of which the link takes one; gathers are as fast."""
+
+    def told(team: Any, action: Any, size: int, device: Any) -> list[list[float]]:
+        return [[seconds[action] + size * per_byte[action]] * 2] * 3
+
+    seconds, per_byte = {"gather": 0.0, "sum": 0.5}, {"gather": 1e-9, "sum": 3e-9}
+    monkeypatch.setattr(links, "_at_once", told)
+    monkeypatch.setattr(links, "_gather", lambda *_: "gather")
+    monkeypatch.setattr(links, "_sum", lambda *_: "sum")
+    two: Any = SimpleNamespace(rank=0, size=2)
+    found = links.with_contention(cluster("aa"), two, CPU)
+    assert found.shared == ()
+    assert found.sum_s_per_byte == pytest.approx(2e-9, rel=0.05)
+
+
+@pytest.mark.parametrize(("s_per_byte", "matters"), [(0.51e-9, False), (0.6e-9, True)])
+def test_a_wire_matters_that_is_slower_than_its_links(s_per_byte: float, matters: bool) -> None:
+    """Both ways at once through one wire: alone each byte takes a nanosecond, so together two take as long."""
+    wire = SharedWire("host", ((0, 1), (1, 0)), s_per_byte)
+    assert links._matters(wire, Network.of(cluster("aa"))) is matters
+
+
+def test_a_network_knows_both_ways_of_a_link() -> None:
+    link = LinkModel(1.0, 2.0, back_s_per_byte=3.0)
+    profile = ClusterProfile((DEVICE,) * 2, {"0-1": link})
+    assert profile.link(0, 1) == link
+    assert profile.link(1, 0) == LinkModel(1.0, 3.0, back_s_per_byte=2.0)
+    assert Network.of(profile).s_per_byte.tolist() == [[0, 2], [3, 0]]
+    assert profile.link(1, 0).turned() == link
+    assert np.array_equal(Network.of(cluster("aa")).s_per_byte, [[0, 1e-9], [1e-9, 0]])

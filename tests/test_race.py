@@ -1,0 +1,116 @@
+"""Whole steps side by side on ranks, some of which fail."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetconv import emulate
+from hetconv.autotune.race import Alone, Order, Outcome, Race, Seconds
+from hetconv.autotune.shares import TrialFailedError
+from hetconv.plan import Plan
+
+from .nets import Chain, plan_of, splits_of
+from .spawn import on_ranks
+
+LIMIT = 60.0  # seconds; a rank that failed is noticed long before
+X = torch.ones(2, 4, 16, 16)
+
+
+def plan(sizes: tuple[int, ...]) -> Plan:
+    return plan_of(Chain(), splits_of(Chain(), ("filter",), sizes), 2)
+
+
+class Failing(nn.Module):
+    """A net that runs out of memory on one rank in its nth step, after the others began to wait for it."""
+
+    def __init__(self, rank: int, nth: int):
+        super().__init__()
+        self.net, self.rank, self.left = Chain(), rank, nth
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0 and dist.get_rank() == self.rank:
+            raise torch.OutOfMemoryError("there is no\nmore memory")
+        return self.net(x)
+
+
+def raced(model: nn.Module, *orders: Order) -> tuple[list[Outcome | str], float]:
+    """What comes of each order, on rank 0, and the seconds that all took."""
+    race, found = Race(model, X, "train", LIMIT), list[Outcome | str]()
+    start = time.monotonic()
+    if dist.get_rank():
+        race.follow()
+    else:
+        for order in orders:
+            try:
+                found.append(race.lead(order))
+            except TrialFailedError as e:
+                found.append(str(e))
+        race.end()
+    return found, time.monotonic() - start
+
+
+def test_every_way_is_timed_in_every_round() -> None:
+    ways = {"alone": Alone(0, "contiguous"), "other": Alone(1, "channels_last"), "trial": plan((3, 1))}
+    (first, _), (none, _) = on_ranks(2, raced, Chain(), Order("all", ways, 3, "trial"), Order("all", ways, 1))
+    assert none == []
+    assert [len(outcome.rounds) for outcome in first] == [3, 1]
+    assert all(r.keys() == ways.keys() and min(r.values()) > 0 for outcome in first for r in outcome.rounds)
+    assert [len(outcome.computing) for outcome in first] == [2, 0]
+    assert min(first[0].computing) > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("nth", [0, 3])
+def test_what_fails_on_one_rank_fails_on_all_and_the_next_trial_runs(rank: int, nth: int) -> None:
+    """In the first step, which no round times, and in the middle of a round."""
+    prefixed = {f"net.{name}": split for name, split in splits_of(Chain(), ("filter",), (3, 1)).items()}
+    failing = Order("it", {"trial": plan_of(Failing(rank, nth), prefixed, 2)}, 5)
+    on_other = Order("it", {"alone": Alone(1 - rank, "contiguous")}, 2)
+    (first, took), _ = on_ranks(2, raced, Failing(rank, nth), failing, on_other, failing)
+    assert first[0] == first[2] == f"on rank {rank}: OutOfMemoryError: there is no"
+    assert isinstance(first[1], Outcome)
+    assert took < LIMIT / 4
+
+
+def stopped() -> list[int]:
+    race, asked = Race(Chain(), X, "infer", LIMIT), list[Seconds]()
+
+    def enough(seconds: Seconds) -> bool:
+        asked.append(seconds)
+        return len(asked) == 2
+
+    if dist.get_rank():
+        race.follow()
+        return []
+    found = race.lead(Order("it", {"trial": plan((3, 1))}, 9), enough).rounds
+    race.end()
+    return [len(found), len(asked)]
+
+
+def test_a_race_ends_early_when_told() -> None:
+    assert on_ranks(2, stopped) == [[2, 2], []]
+
+
+def alone_at(speed: float) -> float:
+    """Seconds of a round of the plain model, of a device at this speed."""
+    emulate.set_speed(speed)
+    try:
+        (found,), _ = raced(nn.Conv2d(4, 64, 5), Order("it", {"alone": Alone(0, "contiguous")}, 9))
+    finally:
+        emulate.set_speed(1.0)
+    return min(r["alone"] for r in found.rounds)
+
+
+def test_an_emulated_device_is_as_slow_alone() -> None:
+    fast, slow = (on_one(speed) for speed in (1.0, 0.2))
+    assert slow > 2 * fast
+
+
+def on_one(speed: float) -> float:
+    return on_ranks(1, alone_at, speed)[0]

@@ -1,0 +1,158 @@
+"""The tuning job on two ranks: its stages, what it keeps, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetconv import emulate
+from hetconv.autotune import measure, race, stages
+from hetconv.autotune.launch import parse_devices
+from hetconv.autotune.links import link_models
+from hetconv.autotune.store import folder_of
+from hetconv.autotune.subjects import Layer, subjects_of
+from hetconv.autotune.tune import REFINING, Job, tune
+from hetconv.candidates import ALONE
+from hetconv.errors import HetConvError
+from hetconv.planner import make_plan
+from hetconv.profile import ClusterProfile
+from hetconv.recorder import capture
+
+from .spawn import on_ranks
+
+DEVICES = tuple(parse_devices("cpu,cpu@0.5"))
+
+
+class Net(nn.Module):
+    """Two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(torch.relu(self.one(x)))
+        return y
+
+
+def job(folder: Path, **changed: Any) -> Job:
+    usual = Job(DEVICES, "tests.test_tune:Net", "{}", (1, 3, 32, 32), "train", 3, 600.0, folder / "cluster.json", 0)
+    return replace(usual, **changed)
+
+
+class StoppedError(Exception):
+    """In place of a signal."""
+
+
+def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, int]:
+    """The profile, or what was raised; and how often this rank measured an operator or ways of whole steps.
+
+    ``stop_in``: the stage that does not come to its end.
+    """
+    counted, samples, raced = 0, measure.operator_samples, race.Race._run
+
+    def counting(subjects: Any, *rest: Any) -> Any:
+        nonlocal counted
+        for found in samples(subjects, *rest):
+            counted += 1
+            yield found
+            if stop_in == "operators" and counted == 3:
+                raise StoppedError
+
+    def racing(*args: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return raced(*args)
+
+    def stopping(run: Any, profile: Any) -> Any:
+        raise StoppedError
+
+    emulate.set_speed(DEVICES[dist.get_rank()].speed)
+    with pytest.MonkeyPatch.context() as patch:  # layers, short messages, and nothing else, which takes seconds
+        patch.setattr(stages, "subjects_of", lambda graph: [s for s in subjects_of(graph) if isinstance(s, Layer)])
+        patch.setattr(stages, "link_models", partial(link_models, sizes=(1 << 10, 1 << 14)))
+        patch.setattr(stages, "with_contention", lambda profile, *rest: profile)
+        patch.setattr(measure, "operator_samples", counting)
+        patch.setattr(race.Race, "_run", racing)
+        if stop_in in REFINING:
+            patch.setitem(REFINING, stop_in, stopping)
+        try:
+            return tune(asked).profile, counted
+        except (StoppedError, HetConvError) as e:
+            return f"{type(e).__name__}: {e}", counted
+        finally:
+            emulate.set_speed(1.0)
+
+
+def test_every_stage_is_written_and_nothing_is_measured_twice(tmp_path: Path) -> None:
+    asked = job(tmp_path)
+    found = on_ranks(2, tuned, asked, "operators")
+    assert found == [("StoppedError: ", 3)] * 2
+    assert not asked.output.exists()
+    assert [line["stage"] for line in _lines(asked)] == ["operators"] * 3
+
+    found = on_ranks(2, tuned, replace(asked, resume=True), "plans")
+    assert {said for said, _ in found} == {"StoppedError: "}
+    profile = ClusterProfile.load(asked.output)
+    assert len(profile.devices[0].operators) == 4
+    assert not profile.plans
+    kept = _lines(asked)
+    keys = [line["key"] for line in kept if line["stage"] == "operators"]
+    assert len(keys) == len(set(keys)) > 3
+
+    (whole, counted), (same, _) = on_ranks(2, tuned, replace(asked, resume=True))
+    assert whole == same == ClusterProfile.load(asked.output)
+    assert (whole.tuned, whole.links) == (profile.tuned, profile.links)
+    assert len(whole.plans) == 1
+    assert counted > 0
+    assert _lines(asked)[: len(kept)] == kept
+
+    asked.output.unlink()
+    assert on_ranks(2, tuned, replace(asked, resume=True)) == [(whole, 0)] * 2
+    assert ClusterProfile.load(asked.output) == whole
+
+
+def _lines(asked: Job) -> list[dict[str, Any]]:
+    lines = (folder_of(asked.output) / "measured.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][1:]
+
+
+def test_what_is_asked_for_decides_whether_anything_is_measured_again(tmp_path: Path) -> None:
+    asked = job(tmp_path, trials=0)
+    (first, counted), _ = on_ranks(2, tuned, asked)
+    assert counted > 0
+
+    found = on_ranks(2, tuned, replace(asked, resume=True, seed=5))
+    assert {said for said, _ in found} == {found[0][0]}, "one rank refuses, and the other does not know it"
+    assert "seed is 0 there, 5 here" in found[0][0]
+
+    (_, more), _ = on_ranks(2, tuned, replace(asked, resume=True, budget=700.0))
+    assert 0 < more < counted
+
+    (second, again), _ = on_ranks(2, tuned, asked)
+    assert again > more  # shares are chosen by what was measured, so that their number varies
+    assert first != second
+
+
+def test_the_plan_is_what_was_measured_to_be_fastest(tmp_path: Path) -> None:
+    (profile, _), _ = on_ranks(2, tuned, job(tmp_path))
+    (found,) = profile.plans
+    with torch.enable_grad():
+        graph = capture(Net().to(memory_format=torch.channels_last), torch.ones(1, 3, 32, 32))
+    plan = make_plan(graph, profile)
+    assert plan.splits == found.splits
+    assert plan.chosen == (found.name if found.name.startswith(ALONE) else "tuned plan")
+    assert plan.predicted is not None
+    assert plan.predicted.step_s == found.step_s
+    assert found.alone is not None
+    assert found.alone_s is not None
+    assert found.trials or found.name.startswith(ALONE)  # on a busy machine nothing may come near a device alone
+    assert not found.trials or all(d.corrections for d in profile.devices)

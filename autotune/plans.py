@@ -64,7 +64,8 @@ class _Plans:
         after = contenders(self.run.graph, replace(self.profile, devices=devices), mode=self.run.job.mode)
         new = [c for c in near(after) if all(c.splits != other.splits for other in field)]
         tried = self.measured(new, "plans, corrected", tried)
-        return self.final(before, tried) if field or new else self.undisputed(before), factors
+        why = "no split ran" if field or new else "no split is predicted to come near it"
+        return self.final(before, tried) if tried else self.undisputed(before, why), factors
 
     def find_reference(self, found: Sequence[Contender]) -> None:
         """The fastest of the devices alone that may be, and of memory formats; a plan, where the model fits none."""
@@ -147,8 +148,7 @@ class _Plans:
 
     def final(self, before: Sequence[Contender], tried: Sequence[Tried]) -> TunedPlan | None:
         """The fastest one once more; a device alone, if that does not beat it clearly."""
-        if not tried or self.reference is None:
-            return None
+        assert self.reference is not None  # or nothing was tried
         best, _ = min(tried, key=lambda of: of[1].value or 0.0)
         found = self.again(best.name, {REFERENCE: self.reference, "trial": self.plan(best)}, before)
         if not found:
@@ -160,14 +160,14 @@ class _Plans:
         self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms, {step_s / alone_s:.3f}x of {self.beside}")
         return self.entry(best, step_s, len(tried), found)
 
-    def undisputed(self, before: Sequence[Contender]) -> TunedPlan | None:
-        """The fastest device alone, which nothing that splits is predicted to come near."""
+    def undisputed(self, before: Sequence[Contender], why: str) -> TunedPlan | None:
+        """The fastest device alone, if the model runs on any."""
         alone = next((c for c in before if c.name == self.alone_name), None)
         found = self.again(alone.name, {REFERENCE: self.reference}, before) if alone and self.reference else []
         if alone is None or not found:
             return None
         alone_s = median(s[REFERENCE] for s in found)
-        self.run.say.line(f"the plan is {alone.name}: {alone_s * 1e3:.1f} ms; no split is predicted to come near it")
+        self.run.say.line(f"the plan is {alone.name}: {alone_s * 1e3:.1f} ms; {why}")
         return self.entry(alone, alone_s, 0, found)
 
     def again(self, name: str, ways: Mapping[str, Way], before: Sequence[Contender]) -> list[Seconds]:
@@ -199,9 +199,9 @@ def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -
 def near(found: Sequence[Contender]) -> list[Contender]:
     """Who may be the fastest of those that split, as predictions err; nobody, if none comes near a device alone."""
     split = sorted((c for c in found if not c.name.startswith(ALONE)), key=lambda c: c.predicted.step_s)
-    least = min((c.predicted.step_s for c in found), default=0.0)
-    first = split[:1] if split and split[0].predicted.step_s <= FAR * least else []
-    return first + [c for c in split[1:MOST] if c.predicted.step_s <= (1 + ERROR) * split[0].predicted.step_s]
+    if not split or split[0].predicted.step_s > FAR * min(c.predicted.step_s for c in found):
+        return []
+    return [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * split[0].predicted.step_s]
 
 
 def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,7 +43,7 @@ def claimed(output: Path) -> Iterator[Path]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        for left in output.parent.glob(f".{output.name}.*"):  # of a process that was killed while it wrote
+        for left in output.parent.glob(f".{escape(output.name)}.*"):  # of a process that was killed while it wrote
             left.unlink()
         yield folder
 

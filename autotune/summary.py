@@ -167,7 +167,8 @@ def show_summary(summary: Summary, console: Console) -> None:
     else:
         cut = ", ".join(f"{n} by {kind}" if kind != "replicate" else f"{n} not cut" for kind, n in s.layers.items())
         shares = " : ".join(f"{share:.0%}" for share in s.shares) or "all by every device"
-        console.print(f"layers: {cut or 'none is cut'}; work: {shares}; {s.trials} plans measured", highlight=False)
+        tried = f"{s.trials} plan{'s' * (s.trials != 1)} measured"
+        console.print(f"layers: {cut or 'none is cut'}; work: {shares}; {tried}", highlight=False)
     console.print(_table(s))
 
 

@@ -238,6 +238,7 @@ def studied(
     run: Any = SimpleNamespace(
         graph=graph, job=SimpleNamespace(mode="train", seed=0), store=store, say=say, race=Raced(seconds),
         x=torch.zeros(2, 4, 16, 16), device=torch.device("cpu"), on_gpu=False, passed=lambda part: lambda: False,
+        known=lambda *_: None, keep=lambda *_: None,
     )  # fmt: skip
     found, _ = _Plans(run, ClusterProfile.from_devices(PAIR, link=link)).tuned()
     return found, studies_of(store), lines

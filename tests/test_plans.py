@@ -1,0 +1,94 @@
+"""The stage of whole plans: who is measured, and that a device alone is the plan where no split beats it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetconv.autotune import plans
+from hetconv.autotune.job import Run
+from hetconv.autotune.plans import Alone, digest, formats, near
+from hetconv.autotune.progress import Reporter
+from hetconv.autotune.race import Order, Outcome, Race
+from hetconv.autotune.shares import TrialFailedError
+from hetconv.plan import Plan, Prediction
+from hetconv.planner import Contender
+from hetconv.profile import ClusterProfile
+from hetconv.rules import Split
+
+from .spawn import on_ranks
+from .test_tune import job
+
+ALONE = "fastest device alone (0: cpu)"
+
+
+def contender(name: str, step_s: float, sizes: tuple[int, int] = (1, 1)) -> Contender:
+    return Contender(name, {"conv": Split("height", sizes)}, Prediction(step_s, 0.0, (0.0,) * 2, (), (0, 0)), {})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "names"),
+    [
+        ({ALONE: 1.0, "a": 1.4, "b": 1.2, "c": 1.51}, ["b", "a"]),
+        ({ALONE: 1.0, "a": 2.1, "b": 2.2}, []),
+        ({"a": 3.0, "b": 1.0, "c": 1.3}, ["b"]),
+        ({ALONE: 1.0}, []),
+        ({ALONE: 1.0} | {f"{k}": 0.5 + k / 1000 for k in range(9)}, ["0", "1", "2", "3", "4", "5"]),
+    ],
+)
+def test_who_may_be_the_fastest_is_measured(seconds: Mapping[str, float], names: list[str]) -> None:
+    assert [c.name for c in near([contender(*of) for of in seconds.items()])] == names
+
+
+def test_images_have_two_formats_and_a_field_has_an_order() -> None:
+    assert formats(1, torch.ones(1, 2, 3, 4)) == (Alone(1, "contiguous"), Alone(1, "channels_last"))
+    assert formats(1, torch.ones(1, 2, 3)) == (Alone(1, "contiguous"),)
+    a, b = contender("a", 1.0), contender("b", 1.0, (2, 1))
+    assert len({digest([a]), digest([b]), digest([a, b]), digest([b, a])}) == 4
+    assert digest([a, b]) == digest([a, b])
+
+
+def decided(folder: Path, faster: float | None) -> tuple[Any, int, list[str]]:
+    """The tuned plan, how many were raced, and what the devices learnt, where each split takes ``faster`` of one alone.
+
+    None: where they fail.
+    """
+    raced: list[Any] = []
+
+    def lead(self: Race, order: Order, enough: Any = lambda _: False) -> Outcome:
+        rounds = []
+        for _ in range(order.rounds):
+            split = {name for name, way in order.ways.items() if isinstance(way, Plan)}
+            if split and faster is None:
+                raise TrialFailedError("on rank 1: there is no memory")
+            rounds.append({name: faster if name in split else 1.0 for name in order.ways})
+            if enough(rounds[-1]):
+                break
+        raced.append(order)
+        return Outcome(rounds, (1.0, 1.0))  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, Reporter("test") as say:
+        patch.setattr(Race, "lead", lead)
+        patch.setattr(plans, "FAR", 1e9)
+        run = Run(job(folder), say, stack)
+        found = plans.plans(run, ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host"))
+    return found.plans, len(raced), [*found.devices[1].corrections]
+
+
+@pytest.mark.parametrize(("faster", "alone"), [(0.97, False), (0.985, True), (1.5, True), (None, True)])
+def test_a_plan_must_beat_a_device_alone_by_2_percent(tmp_path: Path, faster: float | None, alone: bool) -> None:
+    ((found,), raced, learnt), (same, none, _) = on_ranks(2, decided, tmp_path, faster)
+    assert same == (found,)
+    assert none == 0
+    assert raced > 2
+    assert (found.name == found.alone) is alone
+    assert found.name.startswith("fastest device alone") is alone
+    assert found.alone_s == 1.0
+    assert found.step_s == (1.0 if alone else faster)
+    assert (found.trials > 0) is (faster is not None)
+    assert bool(learnt) is (faster is not None)

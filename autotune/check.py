@@ -12,6 +12,7 @@ from scipy.stats import kendalltau
 from torch import Tensor, nn
 
 from hetconv.candidates import ALONE
+from hetconv.emulate import stretched
 from hetconv.graph import Graph
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
@@ -70,9 +71,14 @@ def predicted_and_measured(
             busy = lone.price(splits)[0].busy_s
             predicted[name] = max(busy)
             works = team_of().rank == busy.index(max(busy))
-            steps[name] = step_of(model, x, mode) if works else lambda: None
+            steps[name] = _slowed(step_of(model, x, mode), x) if works else lambda: None
         else:
             predicted[name] = pricer.price(splits)[0].step_s
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
     times = paired(steps, rounds, x.device)
     return Check({name: (predicted[name], median(times[name])) for name in plans})
+
+
+def _slowed(step: Callable[[], None], x: Tensor) -> Callable[[], None]:
+    """All of the plain model's step takes longer where ``x``'s device is emulated."""
+    return lambda: stretched(step, x.device)

@@ -127,14 +127,18 @@ def embed(team: Team, local: Tensor, src: Layout) -> Tensor:
 _SAVED = torch.empty(0)
 
 
+def _forward(local: Tensor, move: Move, team: Team) -> Tensor:
+    if move.embeds:
+        return embed(team, local, move.src)
+    return perform(team, local, move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
+
+
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
         ctx.move, ctx.team = move, team
         ctx.save_for_backward(_SAVED)
-        if move.embeds:
-            return embed(team, local, move.src)
-        return perform(team, local, move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
+        return _forward(local, move, team)
 
     @staticmethod
     @once_differentiable
@@ -148,7 +152,10 @@ class _Moved(torch.autograd.Function):
 def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
     """`redistribute` without its checks, for callers that agree already. May return a view of ``local``."""
     kind = dst.kind if isinstance(dst, Layout) else "sharded"  # a need of every rank's own box, and of nothing else
-    return local if (src.kind, src.boxes) == (kind, dst.boxes) else _Moved.apply(local, Move(src, dst), team)
+    if (src.kind, src.boxes) == (kind, dst.boxes):
+        return local
+    move = Move(src, dst)
+    return _Moved.apply(local, move, team) if torch.is_grad_enabled() else _forward(local, move, team)
 
 
 def from_every_rank(team: Team, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from .calls import is_plain
 from .drift import sync_replicated
 from .eager import EagerForward, eager
 from .errors import PlanError
+from .leaves import run_on_own_parts
 from .modules import HET_CONVS, HetLinear, PlainConv, least_op, shared_out
 from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope
@@ -85,6 +86,7 @@ def parallelize(
         if id(layer) in swapped and path:
             setattr(model.get_submodule(parent), child, swapped[id(layer)])
     model = swapped.get(id(model), model)
+    run_on_own_parts(model)
     _Root(model, team, sync_every).attach()
     return model
 

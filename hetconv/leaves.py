@@ -1,0 +1,52 @@
+"""Modules of torch's own that need nothing from other ranks: they run on own parts without a torch function between.
+
+A norm or an activation comes to `ops.dispatch` through several functions of torch in Python, which on small parts take
+longer than it does. What is done here is what would be done there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .tensor import HetTensor
+
+ELEMENTWISE: set[type[nn.Module]] = {
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardsigmoid,
+    nn.Hardswish, nn.Softplus,
+}  # fmt: skip
+BATCH_NORMS: set[type[nn.Module]] = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
+
+
+class OnOwnPart:
+    """A module's forward, to stand in its place. A copy of the module gets one of its own."""
+
+    def __init__(self, module: nn.Module):
+        self._module, self._forward = module, module.forward
+        self._normalizes = type(module) in BATCH_NORMS
+
+    def __call__(self, x: Any) -> Any:
+        if x.__class__ is HetTensor and self._is_local(x):
+            return HetTensor.made(self._forward(x._local), x.placement, x.team)
+        return self._forward(x)
+
+    def _is_local(self, x: HetTensor) -> bool:
+        """Elementwise, or a norm in evaluation of parts that have all channels, whose parameters want no gradient."""
+        if x.later is not None or x.placement.kind != "sharded":
+            return False
+        if not self._normalizes:
+            return True
+        norm: Any = self._module
+        if norm.training or norm.running_mean is None or x.placement.inner in (None, 1) or not x._local.numel():
+            return False
+        return not (torch.is_grad_enabled() and any(p.requires_grad for p in norm.parameters(recurse=False)))
+
+
+def run_on_own_parts(model: nn.Module) -> None:
+    """Leaves every module that is not exactly torch's own as it is, and those that write in place."""
+    for module in model.modules():
+        known = type(module) in ELEMENTWISE or type(module) in BATCH_NORMS
+        if known and "forward" not in vars(module) and not getattr(module, "inplace", False):
+            module.forward = OnOwnPart(module)

@@ -1,0 +1,123 @@
+"""Norms and activations of torch's own run on own parts without being read as calls, and as they would otherwise."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hetconv
+import hetconv.ops as ops
+from hetconv.leaves import ELEMENTWISE, OnOwnPart, run_on_own_parts
+
+from .equivalence import Differences, assert_same
+from .placed import PLACEMENTS, WORLD, on_parts, placed
+from .spawn import on_ranks
+
+
+def norm(**options: Any) -> nn.BatchNorm2d:
+    made = nn.BatchNorm2d(8, **options).double()
+    with torch.no_grad():
+        for t in (*made.parameters(), *made.buffers()):
+            if t.is_floating_point():
+                t.copy_(torch.linspace(0.5, 2, 8))
+    return made
+
+
+def frozen() -> nn.Module:
+    return norm().eval().requires_grad_(False)
+
+
+MODULES = {
+    "batch norm in evaluation": lambda: norm().eval(),
+    "batch norm, frozen": frozen,
+    "batch norm in training": lambda: norm(),
+    "batch norm without running statistics": lambda: norm(track_running_stats=False).eval(),
+    "batch norm without parameters": lambda: norm(affine=False).eval(),
+    "batch norm and ReLU": lambda: nn.Sequential(frozen(), nn.ReLU()),
+    "ReLU in place": lambda: nn.Sequential(nn.Softplus(), nn.ReLU(inplace=True)),
+    **{kind.__name__: kind for kind in ELEMENTWISE},
+}
+
+
+def ready(name: str) -> nn.Module:
+    module = nn.Sequential(MODULES[name]())
+    run_on_own_parts(module)
+    return module
+
+
+def no_function(*_: Any) -> Any:
+    raise AssertionError
+
+
+def as_modules(name: str) -> dict[str, Differences]:
+    return {place: on_parts(no_function, place, module=ready(name)) for place in PLACEMENTS}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_give_what_they_give_on_one_device(name: str) -> None:
+    for found in on_ranks(WORLD, as_modules, name):
+        assert_same(list(found.values()))
+
+
+def dispatched(name: str, placement: str) -> list[str]:
+    """The torch functions of a module that were looked at, of which some may be remembered."""
+    layout, seen, module = PLACEMENTS[placement], [], ready(name)
+    x, _ = placed(torch.ones(layout.shape, dtype=torch.float64), layout)
+    again = ops.unmoved.again
+
+    def watching(func: Any, *args: Any) -> Any:
+        seen.append(func.__name__)
+        return again(func, *args)
+
+    ops.unmoved.again = watching  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            hetconv.gather(module(x))
+    finally:
+        ops.unmoved.again = again
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "expected"),
+    [
+        ("batch norm and ReLU", "rows", []),
+        ("batch norm in evaluation", "rows", []),
+        ("GELU", "channels", []),
+        ("batch norm in evaluation", "channels", ["batch_norm"]),
+        ("batch norm in training", "rows", ["batch_norm"]),
+        ("batch norm without running statistics", "rows", ["batch_norm"]),
+        ("ReLU in place", "rows", ["relu"]),
+    ],
+)
+def test_only_what_needs_nothing_of_others_skips_the_dispatch(name: str, placement: str, expected: list[str]) -> None:
+    assert all(seen == expected for seen in on_ranks(WORLD, dispatched, name, placement))
+
+
+def test_a_copy_runs_its_own_module() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(2).eval())
+    run_on_own_parts(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin[0].weight.fill_(3)
+        x = torch.ones(1, 2, 1, 1)
+        assert not torch.equal(twin(x), model(x))
+    assert isinstance(twin[0].forward, OnOwnPart)
+
+
+class Louder(nn.ReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_modules_of_others_are_left_alone() -> None:
+    patched = nn.ReLU()
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    model = nn.Sequential(Louder(), patched, nn.ReLU(inplace=True), nn.Dropout())
+    before = [vars(m).get("forward") for m in model]
+    run_on_own_parts(model)
+    assert [vars(m).get("forward") for m in model] == before

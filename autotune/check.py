@@ -1,17 +1,20 @@
-"""What a profile predicts of whole steps, beside what they take."""
+"""What a profile predicts of layers and of whole steps, beside what they take."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from scipy.stats import kendalltau
 from torch import Tensor, nn
 
 from hetconv.candidates import ALONE
+from hetconv.cost import layer_curve
 from hetconv.emulate import stretched
 from hetconv.graph import Graph
 from hetconv.parallel import parallelize
@@ -22,8 +25,14 @@ from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
 from hetconv.transport import team_of
 
-from .measure import paired
+from . import fit
+from .measure import operator_samples, paired
 from .race import step_of
+from .sampling import Passes
+from .subjects import Layer, Time, subjects_of
+
+MOST_LAYERS = 16  # of which errors are asked for, along one axis each
+SHARES = 0.3, 0.7
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,63 @@ class Check:
     @property
     def figures(self) -> dict[str, float]:
         """Median and 90 % quantile of the errors, and Kendall's tau of the two orders, 1 if they are the same."""
-        errors = self.errors
-        ninetieth = quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
         tau = kendalltau(*zip(*self.steps.values(), strict=True)).statistic
-        return {"median error": median(errors), "p90 error": ninetieth, "tau": float(tau)}
+        return {"median error": median(self.errors), "p90 error": ninetieth(self.errors), "tau": float(tau)}
+
+    @property
+    def at_one_speed(self) -> Check:
+        """With predictions for a machine as much slower than when it was tuned as its fastest device alone was."""
+        alone = [of for name, of in self.steps.items() if name.startswith(ALONE)]
+        predicted, measured = min(alone, key=lambda of: of[1])
+        return Check({name: (p * measured / predicted, m) for name, (p, m) in self.steps.items()})
+
+
+def ninetieth(errors: Sequence[float]) -> float:
+    """The 90 % quantile."""
+    return quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
+
+
+@dataclass(frozen=True)
+class Spot(Layer):
+    """A layer at one share, measured as the tuner measures it."""
+
+    part: int = 1
+
+    @property
+    def key(self) -> str:
+        return f"{super().key} {self.part}"
+
+    @property
+    def share(self) -> float:
+        return self.part / self.extent
+
+    def samples(self, time: Time, device: torch.device) -> dict[float, Passes]:
+        return {self.share: time(self.run(self.part, device))}
+
+
+def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torch.device) -> list[float]:
+    """Of the layers with the most work at some shares, along both axes, on every rank; as parts of what was measured.
+
+    Collective. They are measured anew, most at shares that the profile has no point for.
+    """
+    layers = [s for s in subjects_of(graph) if isinstance(s, Layer) and not s.alone][:MOST_LAYERS]
+    spots = [
+        Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=max(round(share * s.extent), 1))
+        for s in layers for share in SHARES
+    ]  # fmt: skip
+    own, found = profile.devices[team_of().rank], []
+    host_s = own.overhead(False), own.overhead(True)
+    by_key = {spot.key: spot for spot in spots}
+    for key, samples in operator_samples([*by_key.values()], device, lambda: False):
+        spot, share = by_key[key], by_key[key].share
+        measured = fit.called(fit.operator(samples), host_s, device.type == "cuda") if samples else None
+        for curve, backward in ((measured.forward, False), (measured.backward, True)) if measured else ():
+            if mode == "train" or not backward:
+                predicted = layer_curve(own, spot.op, spot.axis, backward, spot.dtype).at(share)
+                found.append(abs(predicted - curve.at(share)) / curve.at(share))
+    every = [found] * team_of().size
+    dist.all_gather_object(every, found, group=team_of().control)
+    return sorted(error for of_rank in every for error in of_rank)
 
 
 def predicted_and_measured(

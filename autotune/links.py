@@ -28,7 +28,7 @@ SIZES = tuple(1 << n for n in (10, 13, 16, 19, 22, 26))  # bytes
 PARTS = tuple(1 << n for n in (16, 19, 22))  # bytes that a rank sends to each, when all do
 SUMS = tuple(1 << n for n in (18, 20, 23))  # bytes of a parameter
 CHANNELS, WIDTH = 16, 16  # of the images that are gathered
-ROW = 4 * CHANNELS * WIDTH  # bytes of a row of one
+ROW = 4 * CHANNELS * WIDTH  # bytes of a row of a rank's own
 SLOWER = 1.05  # than what the links alone say: what is measured to be less so is noise
 OneWay = dict[int, list[float]]  # seconds by bytes
 
@@ -98,14 +98,14 @@ def _hosts(profile: ClusterProfile, team: Team, device: torch.device) -> list[Sh
 
 
 def _gather(nodes: Sequence[Sequence[int]], team: Team, part: int, device: torch.device) -> Callable[[], Any]:
-    """Of an image per host, cut into rows, of ``part`` bytes on each of its ranks."""
-    rows, most = part // ROW, max(map(len, nodes))
-    images = Box.whole((len(nodes), CHANNELS, most * rows, WIDTH))
+    """Of an image per host, cut by channels as filters leave it, of ``part`` bytes on each of its ranks."""
+    images = Box.whole((len(nodes), max(map(len, nodes)) * CHANNELS, part // ROW, WIDTH))
     held, wanted = [images] * team.size, [images] * team.size
     for n, ranks in enumerate(nodes):
         for k, rank in enumerate(ranks):
             own = images.along(0, n, n + 1)
-            held[rank], wanted[rank] = own.along(2, k * rows, (k + 1) * rows), own.along(2, 0, len(ranks) * rows)
+            held[rank] = own.along(1, k * CHANNELS, (k + 1) * CHANNELS)
+            wanted[rank] = own.along(1, 0, len(ranks) * CHANNELS)
     local = torch.zeros(held[team.rank].shape, device=device).contiguous(memory_format=torch.channels_last)
     return lambda: sum_pieces(team, local, tuple(held), tuple(wanted))
 

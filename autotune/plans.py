@@ -18,6 +18,7 @@ from hetconv.plan import Plan
 from hetconv.planner import Contender, contenders, make_plan
 from hetconv.profile import ClusterProfile
 from hetconv.proportions import Splits
+from hetconv.rules import SplitKind
 from hetconv.tuned import TunedPlan
 
 from .job import Run
@@ -197,11 +198,25 @@ def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -
 
 
 def near(found: Sequence[Contender]) -> list[Contender]:
-    """Who may be the fastest of those that split, as predictions err; nobody, if none comes near a device alone."""
+    """Who may be the fastest of those that split, as predictions err, and who shows how whole steps take other kinds.
+
+    Nobody, if none comes near a device alone.
+    """
     split = sorted((c for c in found if not c.name.startswith(ALONE)), key=lambda c: c.predicted.step_s)
     if not split or split[0].predicted.step_s > FAR * min(c.predicted.step_s for c in found):
         return []
-    return [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * split[0].predicted.step_s]
+    best_s = split[0].predicted.step_s
+    close = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
+    seen = {kind for c in close for kind in kinds(c)}
+    for c in split:
+        if c.predicted.step_s <= FAR * best_s and kinds(c) - seen:
+            close.append(c)
+            seen |= kinds(c)
+    return close
+
+
+def kinds(contender: Contender) -> set[SplitKind]:
+    return {split.kind for split in contender.splits.values()} - {"replicate"}
 
 
 def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:

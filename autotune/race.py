@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from .launch import did
 from .models import channels_last
 from .shares import TrialFailedError
 
+LISTENED = 3  # steps
 Step = Callable[[], Any]
 Seconds = dict[str, float]
 
@@ -182,17 +184,19 @@ def _round(steps: Mapping[str, Step], device: torch.device, team: Team) -> Secon
 
 
 def _computing(step: Step, team: Team) -> tuple[float, ...]:
-    """Seconds of one step in which each rank computed convolutions and linears."""
-    spent: list[float] = []
+    """Seconds of a step in which each rank computed convolutions and linears: the median of a few."""
+    spent = [0.0]
 
     def note(start: float, end: float) -> None:
-        spent.append(end - start)
+        spent[-1] += end - start
 
     emulate.listeners.append(note)
     try:
-        step()
+        for _ in range(LISTENED):
+            spent.append(0.0)
+            step()
     finally:
         emulate.listeners.remove(note)
     every: list[Any] = [0.0] * team.size
-    dist.all_gather_object(every, sum(spent), group=team.control)
+    dist.all_gather_object(every, median(spent[1:]), group=team.control)
     return tuple(every)

@@ -25,7 +25,7 @@ import torch
 
 from bench.machine import commit
 from bench.verdict import Demand
-from hetconv.autotune.check import Check, predicted_and_measured
+from hetconv.autotune.check import Check, layer_errors, predicted_and_measured
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.tune import Job, tune
@@ -43,7 +43,7 @@ MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
 ROUNDS, PLANS = 7, 20
-RATIOS = ((1, 1), (4, 3), (3, 2), (2, 1), (5, 2), (3, 1), (4, 1))  # of the first device to all others
+RATIOS = ((4, 3), (3, 2), (2, 1), (5, 2), (3, 1), (4, 1), (6, 1), (8, 1))  # of the first device to all others
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--models", type=_some(c.name for c in CASES), help="only these, with commas between")
     parser.add_argument("--modes", type=_some(MODES), help="only this one")
     parser.add_argument(
-        "--budget", type=float, default=90, help="seconds of tuning, for each case (default: %(default)s)"
+        "--budget", type=float, default=120, help="seconds of tuning, for each case (default: %(default)s)"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
 
@@ -109,7 +109,8 @@ def line(row: Mapping[str, Any]) -> str:
     return (
         f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {row['vs_alone']:.2f}x alone, "
         f"{row['vs_even']:.2f}x even, regret {row['regret']:.1%}; predicted steps off by {row['median error']:.1%} "
-        f"({row['p90 error']:.1%} for nine of ten), tau {row['tau']:.2f}"
+        f"({row['p90 error']:.1%} for nine of ten; at one speed {row['median error at one speed']:.1%} and "
+        f"{row['p90 error at one speed']:.1%}), layers by {row['median error of layers']:.1%}, tau {row['tau']:.2f}"
     )
 
 
@@ -126,19 +127,27 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         with torch.set_grad_enabled(mode == "train"):
             graph = capture(model, x)
         plan = make_plan(graph, profile, mode=mode)
-        plans = compared(graph, profile, mode) | {PLANNED: dict(plan.splits)}
-        check = predicted_and_measured(model, x, graph, profile, mode, plans, ROUNDS)
-    return {"chosen": plan.chosen} | figures(check, plan.chosen)
+        plans = {} if plan.chosen.startswith(ALONE) else {PLANNED: dict(plan.splits)}
+        check = predicted_and_measured(model, x, graph, profile, mode, compared(graph, profile, mode, plans), ROUNDS)
+        layers = round(median(layer_errors(graph, profile, mode, x.device)), 4)
+    return {"chosen": plan.chosen} | figures(check, plan.chosen) | {"median error of layers": layers}
 
 
-def compared(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, Splits]:
-    """Whole models cut in every kind, evenly and balanced, by each device alone, and by height in other ratios."""
+def compared(graph: Graph, profile: ClusterProfile, mode: Mode, plans: Mapping[str, Splits]) -> dict[str, Splits]:
+    """These, whole models cut in every kind, evenly and balanced, each device alone, and height in other ratios.
+
+    None twice, for by noise alone one of two would be the faster; at most `PLANS`.
+    """
     ways = Candidates(graph, profile, mode)
-    found = {name: splits for name, splits in ways.whole_models().items() if "replicated" not in name}
+    found = {**plans} | {name: splits for name, splits in ways.whole_models().items() if "replicated" not in name}
     for first, others in RATIOS:
         weights = (float(first), *(float(others),) * (profile.world - 1))
         found[f"height {first}:{others}"] = ways.whole("height", weights)
-    return dict(list(found.items())[: PLANS - 1])
+    distinct: dict[str, Splits] = {}
+    for name, splits in found.items():
+        if name.startswith(ALONE) or splits not in distinct.values():
+            distinct[name] = splits
+    return dict(list(distinct.items())[:PLANS])
 
 
 def figures(check: Check, chosen: str) -> dict[str, Any]:
@@ -149,7 +158,8 @@ def figures(check: Check, chosen: str) -> dict[str, Any]:
     even = min(s for name, s in measured.items() if name.startswith(EVEN))
     steps = {n: [round(p * 1e3, 3), round(m * 1e3, 3)] for n, (p, m) in check.steps.items()}
     found = {"vs_alone": alone / own, "vs_even": even / own, "regret": own / min(measured.values()) - 1}
-    return {n: round(v, 4) for n, v in (found | check.figures).items()} | {"predicted and measured ms": steps}
+    found |= check.figures | {f"{n} at one speed": v for n, v in check.at_one_speed.figures.items() if n != "tau"}
+    return {n: round(v, 4) for n, v in found.items()} | {"predicted and measured ms": steps}
 
 
 @contextmanager
@@ -180,6 +190,7 @@ def demands(rows: list[dict[str, Any]]) -> list[Demand]:
         return max(1e-9, *(float(r[figure]) for r in rows))
 
     return [
+        Demand("10 % over the median error of layers", 1.0, 0.1 / median(r["median error of layers"] for r in rows)),
         Demand(
             "10 % over the median error of predicted steps",
             1.0,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 
+import hetconv
 from bench import __main__ as bench
 from bench import autotune
 from hetconv.autotune.check import Check
 from hetconv.candidates import ALONE
 from hetconv.planner import PLANNED
+
+from .nets import Chain
 
 CHECK = Check(
     {
@@ -35,6 +40,19 @@ def test_the_plan_is_compared_with_all_that_ran_beside_it() -> None:
     assert found["predicted and measured ms"][PLANNED] == [2000.0, 2500.0]
 
 
+def test_plans_are_compared_once() -> None:
+    graph = hetconv.capture(Chain(), torch.zeros(2, 4, 16, 16))
+    profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"])
+    first = autotune.compared(graph, profile, "infer", {})
+    again = autotune.compared(graph, profile, "infer", {PLANNED: first["uneven height split"]})
+    assert "uneven height split" in first
+    assert "uneven height split" not in again
+    split = [splits for name, splits in first.items() if not name.startswith(ALONE)]
+    assert all(a != b for a, b in combinations(split, 2))
+    assert sum(name.startswith(ALONE) for name in again) == 2
+    assert len(first) <= autotune.PLANS
+
+
 def test_a_device_alone_is_measured_as_the_plain_model() -> None:
     assert autotune.figures(CHECK, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
 
@@ -43,6 +61,7 @@ def test_results_are_printed_and_written_after_each_case(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"chosen": "uneven height split"} | autotune.figures(CHECK, "uneven height split")
+    row |= {"median error of layers": 0.05}
     monkeypatch.setattr(autotune, "run_on", lambda devices, *_: row)
     file = tmp_path / "new" / "autotune.json"
     bench.main(

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.autotune.check import Check, predicted_and_measured
+from hetconv.autotune.check import Check, layer_errors, predicted_and_measured
 from hetconv.candidates import ALONE, Candidates
+from hetconv.plan import Mode
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 
@@ -22,6 +23,27 @@ def test_figures_are_of_errors_and_of_the_order() -> None:
     assert found.figures == pytest.approx({"median error": 0.0, "p90 error": 0.02, "tau": 1.0})
     turned = Check({"a": (1.0, 4.0), "b": (2.0, 1.0)})
     assert turned.figures == pytest.approx({"median error": (0.75 + 1.0) / 2, "p90 error": 0.975, "tau": -1.0})
+
+
+def test_at_one_speed_the_fastest_device_alone_is_predicted_as_it_was() -> None:
+    check = Check({f"{ALONE} (0: cpu)": (1.0, 2.0), f"{ALONE} (1: cpu)": (4.0, 5.0), "split": (0.5, 2.0)})
+    assert check.at_one_speed.steps == {
+        f"{ALONE} (0: cpu)": (2.0, 2.0), f"{ALONE} (1: cpu)": (8.0, 5.0), "split": (1.0, 2.0)
+    }  # fmt: skip
+
+
+def errors_of_layers(mode: Mode) -> list[float]:
+    graph = hetconv.capture(Chain(), torch.randn(2, 4, 16, 16))
+    return layer_errors(graph, ClusterProfile.from_devices(["cpu", "cpu"]), mode, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("infer", 1), ("train", 2)])
+def test_layers_are_measured_at_shares_of_their_own(mode: Mode, passes: int) -> None:
+    first, second = on_ranks(2, errors_of_layers, mode)
+    convs, linears = 3 * (2 + 2), 2 * (1 + 2)  # of two rows both shares come to one
+    assert len(first) == 2 * (convs + linears) * passes
+    assert first == second == sorted(first)
+    assert all(error >= 0 for error in first)
 
 
 def checked() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:

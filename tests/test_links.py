@@ -106,7 +106,7 @@ def gathered(hosts: str) -> tuple[tuple[int, ...], dict[int, int]]:
 
 
 def test_every_host_gathers_an_image_of_its_own() -> None:
-    part, shape = 2 * links.ROW, (1, links.CHANNELS, 4, links.WIDTH)
+    part, shape = 2 * links.ROW, (1, 2 * links.CHANNELS, 2, links.WIDTH)
     found = on_ranks(4, gathered, "abba")
     assert [sent for _, sent in found] == [{3: part}, {2: part}, {1: part}, {0: part}]
     assert {s for s, _ in found} == {shape}

@@ -45,6 +45,14 @@ def test_who_may_be_the_fastest_is_measured(seconds: Mapping[str, float], names:
     assert [c.name for c in near([contender(*of) for of in seconds.items()])] == names
 
 
+def test_of_every_kind_one_is_measured_if_it_is_not_far() -> None:
+    found = [contender("rows", 1.0), contender("slow rows", 1.4)]
+    for name, kind, seconds in (("filters", "filter", 1.8), ("more filters", "filter", 1.9), ("far", "channel", 2.1)):
+        splits = {"conv": Split(kind, (1, 1))}  # type: ignore[arg-type]
+        found.append(contender(name, seconds)._replace(splits=splits))
+    assert [c.name for c in near(found)] == ["rows", "filters"]
+
+
 def test_images_have_two_formats_and_a_field_has_an_order() -> None:
     assert formats(1, torch.ones(1, 2, 3, 4)) == (Alone(1, "contiguous"), Alone(1, "channels_last"))
     assert formats(1, torch.ones(1, 2, 3)) == (Alone(1, "contiguous"),)

@@ -12,6 +12,7 @@ CONFIDENCE = 0.95
 PRECISION = 0.03  # of the median: how far the ends of its interval may be off it
 TOLERANCE = 0.05  # of the seconds at a share: how far a line between two others may be off them
 MOST_SHARES = 8
+STEPS = MOST_SHARES // 2
 LEAST, MOST = 3, 50  # repeats
 LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
 Passes = tuple[list[float], list[float]]
@@ -81,6 +82,16 @@ def explored(passes: Callable[[int], Passes], extent: int, grain: int = 1) -> di
             off = _off_line(found[a], found[middle], found[b], (middle - a) / (b - a))
             errors |= {(a, middle): off, (middle, b): off}
     return {extent if unit == units else unit * grain: found[unit] for unit in sorted(found)}
+
+
+def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> dict[int, Passes]:
+    """`explored`, of what is computed in whole grains: where these are few, both ends of every step are measured."""
+    if extent <= grain:
+        return explored(passes, extent)
+    if extent > STEPS * grain:
+        return explored(passes, extent, grain)
+    ends = {min(part, extent) for lo in range(0, extent, grain) for part in (lo + 1, lo + grain)}
+    return {part: passes(part) for part in sorted(ends)}
 
 
 def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:

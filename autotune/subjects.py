@@ -26,12 +26,12 @@ from hetconv.spec import ConvSpec
 from hetconv.tensor import HetTensor
 from hetconv.transport import Team, team_of
 
-from .sampling import Passes, explored
+from .sampling import Passes, explored, explored_steps
 
-AXES: tuple[Axis, ...] = ("pixels", "filters")
+AXES: tuple[Axis, ...] = ("pixels", "filters", "channels")
 OUTGROWN = 1 << 26  # bytes, of which caches keep little
 MOST_SETS = 32
-GRAIN = 16  # filters of which kernels compute whole multiples
+GRAIN = 16  # filters, or channels, of which kernels compute whole multiples
 CHANNELS, SIDES = 64, (4, 16, 64, 128, 256)  # of the images on which other operators are measured
 
 
@@ -69,22 +69,26 @@ class Layer:
         extent = self.extent
         if self.alone:
             return {1.0: time(self.run(extent, device))}
-        grain = GRAIN if self.axis == "filters" and extent >= 4 * GRAIN else 1
-        found = explored(lambda part: time(self.run(part, device)), extent, grain)
-        return {part / extent: passes for part, passes in found.items()}
+        passes = lambda part: time(self.run(part, device))  # noqa: E731
+        found = explored(passes, extent) if self.axis == "pixels" else explored_steps(passes, extent, GRAIN)
+        return {part / extent: seconds for part, seconds in found.items()}
 
     @property
     def extent(self) -> int:
         if isinstance(self.op, Linear):
-            return self.op.features if self.axis == "filters" else prod(self.op.x_shape[:-1])
+            *rows, inner = self.op.x_shape
+            return {"pixels": prod(rows), "filters": self.op.features, "channels": inner}[self.axis]
         s = self.op.spec
-        return s.K // s.groups if self.axis == "filters" else s.y_shape[2]
+        return {"pixels": s.y_shape[2], "filters": s.K // s.groups, "channels": s.C}[self.axis]
 
     def run(self, part: int, device: torch.device) -> Run:
         return self._conv(self.op.spec, part, device) if isinstance(self.op, Conv) else self._linear(part, device)
 
     def _conv(self, s: ConvSpec, part: int, device: torch.device) -> Run:
-        local = replace(s, K=part * s.groups) if self.axis == "filters" else of_rows(s, part)
+        if self.axis == "pixels":
+            local = of_rows(s, part)
+        else:
+            local = replace(s, K=part * s.groups) if self.axis == "filters" else replace(s, C=part)
         args = (s.stride, local.padding, s.dilation, s.groups)
         wanted = (s.C > 4, True, self.bias)  # nobody asks for the gradient of an image
         x, g, sets = self._tensors(local.x_shape, local.w_shape, local.y_shape, device)
@@ -102,8 +106,8 @@ class Layer:
     def _linear(self, part: int, device: torch.device) -> Run:
         op = self.op
         assert isinstance(op, Linear)
-        rows, features = (prod(op.x_shape[:-1]), part) if self.axis == "filters" else (part, op.features)
-        inner = op.x_shape[-1]
+        whole = {"pixels": prod(op.x_shape[:-1]), "filters": op.features, "channels": op.x_shape[-1]}
+        rows, features, inner = (whole | {self.axis: part}).values()
         x, g, sets = self._tensors((rows, inner), (features, inner), (rows, features), device)
 
         def forward() -> Any:
@@ -273,13 +277,20 @@ def subjects_of(graph: Graph) -> list[Subject]:
     between = sum(_bytes(op, dtype) for op, dtype in layers)
     found: list[Subject] = []
     for (op, dtype), bias in sorted(layers.items(), key=lambda known: work(known[0][0]), reverse=True):
-        depthwise = isinstance(op, Conv) and op.spec.groups == op.spec.K
-        axes = AXES[:1] if depthwise else AXES
-        found += [Layer(op, axis, dtype, bias, between) for axis in axes]
+        found += [Layer(op, axis, dtype, bias, between) for axis in axes_of(op)]
         found.append(Layer(op, AXES[0], dtype, bias, between, alone=True))
     rest: list[Subject] = [Call(alone) for alone in (False, True)]
     rest += [Other(kind, dtype, alone) for kind, dtype in others for alone in (False, True)]
     return [*found[:3], *rest, *found[3:]]
+
+
+def axes_of(op: Conv | Linear) -> tuple[Axis, ...]:
+    """Along which it is measured; channels of which there are few, or in groups, are taken to be like filters."""
+    if isinstance(op, Linear):
+        return AXES
+    if op.spec.groups == op.spec.K > 1:  # depthwise
+        return AXES[:1]
+    return AXES if op.spec.groups == 1 and op.spec.C >= GRAIN else AXES[:2]
 
 
 def _bytes(op: Conv | Linear, dtype: str) -> int:

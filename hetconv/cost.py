@@ -15,6 +15,9 @@ from .plan import Mode
 from .profile import Axis, Curve, DeviceModel
 from .rules import REPLICATE, SPACE, Conv, Linear, Op, Split, SplitKind, Step
 
+# Along filters, as along channels, a share reads its share of the weights; along pixels, of the input.
+LIKENESS: dict[Axis, int] = {"pixels": 0, "filters": 2, "channels": 3}
+
 
 def operator_key(op: Op, axis: Axis, dtype: str) -> str:
     """What a profile calls an operator measured along an axis. ``dtype`` is that of its result."""
@@ -51,9 +54,8 @@ def arithmetic(op: Op, dtype: str) -> str:
 
 
 def layer_curve(device: DeviceModel, op: Conv | Linear, axis: Axis, backward: bool, dtype: str) -> Curve:
-    """Seconds of a layer by share: measured along this axis, or along the other, or by the roofline."""
-    other: Axis = "filters" if axis == "pixels" else "pixels"
-    for along in (axis, other):
+    """Seconds of a layer by share: measured along this axis, or along the one most like it, or by the roofline."""
+    for along in sorted(LIKENESS, key=lambda other: abs(LIKENESS[other] - LIKENESS[axis])):
         if (model := device.operators.get(operator_key(op, along, dtype))) is not None:
             return model.backward if backward else model.forward
     if isinstance(op, Conv):
@@ -66,7 +68,7 @@ def layer_curve(device: DeviceModel, op: Conv | Linear, axis: Axis, backward: bo
 
 def axis_of(kind: SplitKind) -> Axis:
     """What a share of a layer is a share of, under such a split."""
-    return "filters" if kind in ("filter", "channel") else "pixels"
+    return {"filter": "filters", "channel": "channels"}.get(kind, "pixels")  # type: ignore[return-value]
 
 
 def shares_of(split: Split, step: Step) -> list[float]:

@@ -13,7 +13,7 @@ from .errors import ProfileError
 from .files import STRICT, AtLeastZero, Positive
 from .provenance import Conditions, Identity
 
-Axis = Literal["pixels", "filters"]  # what a share is a share of: rows, columns or samples; filters or input channels
+Axis = Literal["pixels", "filters", "channels"]  # what a share is a share of; pixels are rows, columns or samples too
 
 
 @dataclass(frozen=True)

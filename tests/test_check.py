@@ -40,7 +40,7 @@ def errors_of_layers(mode: Mode) -> list[float]:
 @pytest.mark.parametrize(("mode", "passes"), [("infer", 1), ("train", 2)])
 def test_layers_are_measured_at_shares_of_their_own(mode: Mode, passes: int) -> None:
     first, second = on_ranks(2, errors_of_layers, mode)
-    convs, linears = 3 * (2 + 2), 2 * (1 + 2)  # of two rows both shares come to one
+    convs, linears = 3 * (2 + 2), 2 * (1 + 2 + 2)  # of two rows both shares come to one
     assert len(first) == 2 * (convs + linears) * passes
     assert first == second == sorted(first)
     assert all(error >= 0 for error in first)

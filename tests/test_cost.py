@@ -20,7 +20,7 @@ from hetconv.layout import Layout
 from hetconv.ops.geometry import spatial_geometry
 from hetconv.plan import Mode
 from hetconv.pricing import price
-from hetconv.profile import ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
+from hetconv.profile import Axis, ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
 from hetconv.proportions import whole_model
 from hetconv.provenance import Conditions
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split, SplitKind
@@ -71,6 +71,9 @@ def test_predicted_bytes_are_sent_bytes(case: str, kind: SplitKind, weights: tup
             assert sent == predicted, mode
 
 
+SECONDS: dict[Axis, float] = {"pixels": 1.0, "filters": 2.0, "channels": 3.0}
+
+
 def toy(speeds: tuple[float, ...], seconds_of_whole: float, op: Conv | Linear) -> ClusterProfile:
     """Devices that compute in proportion to the share, over links that cost nothing."""
 
@@ -110,6 +113,20 @@ def test_what_was_not_measured_takes_the_other_axis_and_then_the_roofline() -> N
     assert layer_curve(bare, op, "filters", False, "float32").at(0.5) == pytest.approx(1.0)
     assert layer_curve(bare, op, "filters", True, "float32").at(0.5) == pytest.approx(3.0)
     assert layer_curve(bare, op, "filters", True, "float32").at(0.0) == 0.0
+
+
+def test_a_share_of_the_channels_is_more_like_one_of_the_filters() -> None:
+    op = Linear((2, 8), 8)
+    models = {axis: OperatorModel(Curve((1.0,), (s,)), Curve((1.0,), (s,))) for axis, s in SECONDS.items()}
+    for axis, nearest in (
+        ("channels", ["channels", "filters", "pixels"]),
+        ("filters", ["filters", "channels", "pixels"]),
+        ("pixels", ["pixels", "filters", "channels"]),
+    ):
+        for k, expected in enumerate(nearest):
+            known = {operator_key(op, a, "float32"): models[a] for a in nearest[k:]}
+            device = DeviceModel("d", "cpu", 1e9, {"float32": 1.0}, 1.0, operators=known)
+            assert layer_curve(device, op, axis, False, "float32").at(1.0) == SECONDS[expected]
 
 
 def test_convolutions_of_float32_run_in_tf32_where_a_device_does_that_faster() -> None:

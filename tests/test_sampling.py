@@ -13,7 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.autotune import sampling
-from hetconv.autotune.sampling import MOST, MOST_SHARES, TOLERANCE, Passes, explored, interval, sampled, settled
+from hetconv.autotune.sampling import (
+    MOST,
+    MOST_SHARES,
+    STEPS,
+    TOLERANCE,
+    Passes,
+    explored,
+    explored_steps,
+    interval,
+    sampled,
+    settled,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("n", "k"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (50, 18)])
@@ -148,3 +159,22 @@ def test_intervals_of_neighbours_are_not_halved() -> None:
 def test_a_median_of_no_time_breaks_nothing() -> None:
     assert sampled(lambda: 0.0, 1.0) == [0.0] * 6
     assert sampling.settled([0.0] * 6)
+
+
+@pytest.mark.parametrize(
+    ("extent", "parts"),
+    [
+        (48, [1, 16, 17, 32, 33, 48]),
+        (40, [1, 16, 17, 32, 33, 40]),
+        (17, [1, 16, 17]),
+        (16, [1, 4, 16]),
+        (16 * STEPS, [n + k for n in range(0, 16 * STEPS, 16) for k in (1, 16)]),
+        (16 * STEPS + 16, [16, 32, 80]),
+    ],
+)
+def test_few_steps_are_measured_at_both_ends(extent: int, parts: list[int]) -> None:
+    found = explored_steps(operator(lambda part: float(-(-part // 16)))[0], extent, 16)
+    assert set(parts) <= set(found)
+    assert len(found) <= MOST_SHARES
+    if 16 < extent <= 16 * STEPS:
+        assert list(found) == parts

@@ -28,6 +28,15 @@ from hetconv.errors import HetConvError, LostRankError
 from .guard import guarded
 
 TIMEOUT = timedelta(minutes=10)
+# What ranks on CPUs start with unless they are told otherwise, so that a step takes what its parts take by themselves.
+# glibc would give freed memory back and have the pages of every large tensor made anew, a fifth of a step; oneDNN would
+# forget kernels when many plans take turns.
+CPU_SETTINGS = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(1 << 14),
+}
 GRACE = 5.0  # seconds in which ranks may end by themselves once one of them has failed
 _diary: Path | None = None
 
@@ -57,13 +66,13 @@ def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) ->
                 f"torchrun started {world} ranks, but {len(devices)} devices were named; name one per rank"
             )
         return _rank(devices, "env://", fn, args)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // len(devices), 1)))
+    threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // len(devices), 1))}
     method = get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="hetconv-ranks-") as folder:
         calls = (pickle.dumps((_local, (Path(folder), r, tuple(devices), fn, args))) for r in range(len(devices)))
         ranks = [method.Process(target=guarded, args=(os.getpid(), Path(folder), call)) for call in calls]
         try:
-            with _deaf_to_ctrl_c():
+            with _deaf_to_ctrl_c(), _unless_set(threads | CPU_SETTINGS):
                 for p in ranks:
                     p.start()
             ended = _wait(ranks)
@@ -75,6 +84,18 @@ def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) ->
         if any(ended.values()):
             raise HetConvError(_failure(Path(folder), devices, ended))
         return pickle.loads(Path(folder, "result").read_bytes())
+
+
+@contextmanager
+def _unless_set(settings: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables of processes started meanwhile; those that are set already stay."""
+    new = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ |= new
+    try:
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import hetconv
-from hetconv.autotune.launch import GRACE, did, parse_devices, run_on
+from hetconv.autotune.launch import CPU_SETTINGS, GRACE, did, parse_devices, run_on
 
 ROOT = Path(__file__).parent.parent
 PAIR = parse_devices("cpu,cpu@0.5")
@@ -40,6 +40,18 @@ def behaving(how: str) -> Any:
 
 def test_rank_0_s_result_comes_back() -> None:
     assert run_on(PAIR, behaving, "is right") == {"rank": 0}
+
+
+def settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in CPU_SETTINGS}
+
+
+def test_ranks_keep_memory_and_kernels_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CPU_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
+    assert run_on(PAIR[:1], settings) == CPU_SETTINGS | {"MALLOC_TOP_PAD_": "7"}
+    assert CPU_SETTINGS.keys() & os.environ.keys() == {"MALLOC_TOP_PAD_"}
 
 
 @pytest.mark.parametrize(

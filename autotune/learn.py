@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import log
+from statistics import median
 from typing import NamedTuple
 
 from hetconv.performance import DeviceModel
 
 MOST = 2.0  # a factor that is believed, up and down
+LATENCIES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # that messages may have, of what links have at rest
 Seconds = Mapping[str, float]  # by kind of split
 
 
@@ -38,3 +41,15 @@ def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> l
         was = device.corrections
         found.append({**was, **{k: min(max(was.get(k, 1.0) * f, 1 / MOST), MOST) for k, f in learnt.items()}})
     return found
+
+
+def latency_at_work(predicted: Callable[[float], Sequence[float]], measured: Sequence[float]) -> float:
+    """With which of `LATENCIES` the plans' steps would have been predicted best: off by the least factor, on median.
+
+    ``predicted``: the steps with latencies so many times as long. One without plans.
+    """
+
+    def off(latency: float) -> float:
+        return median(abs(log(p / m)) for p, m in zip(predicted(latency), measured, strict=True))
+
+    return min(LATENCIES, key=off) if measured else 1.0

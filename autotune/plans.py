@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -16,13 +17,14 @@ from hetconv.candidates import ALONE, EVEN, Candidates
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.plan import Plan
 from hetconv.planner import Contender, contenders, make_plan
+from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.proportions import Splits
 from hetconv.rules import SplitKind
 from hetconv.tuned import TunedPlan
 
 from .job import Run
-from .learn import Observed, corrected
+from .learn import Observed, corrected, latency_at_work
 from .machine import conditions
 from .race import Alone, Order, Seconds, Way
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
@@ -36,11 +38,23 @@ REFERENCE = "alone"
 Tried = tuple[Contender, FrozenTrial]
 
 
+class Learnt(NamedTuple):
+    """``corrections`` of each device, and a cluster's ``latency_at_work``."""
+
+    corrections: list[dict[str, float]]
+    latency_at_work: float
+
+
+def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
+    devices = zip(profile.devices, learnt.corrections, strict=True)
+    corrected = tuple(replace(device, corrections=factors) for device, factors in devices)
+    return replace(profile, devices=corrected, latency_at_work=learnt.latency_at_work)
+
+
 def plans(run: Run, profile: ClusterProfile) -> ClusterProfile:
     """The tuned plan, and of each device what was learnt on the way."""
-    found, factors = run.led(lambda: _Plans(run, profile).tuned())
-    devices = tuple(replace(d, corrections=f) for d, f in zip(profile.devices, factors, strict=True))
-    return replace(profile, devices=devices, plans=(found,) if found is not None else ())
+    found, learnt = run.led(lambda: _Plans(run, profile).tuned())
+    return replace(with_learnt(profile, learnt), plans=(found,) if found is not None else ())
 
 
 class _Plans:
@@ -54,19 +68,30 @@ class _Plans:
         self.alone_name: str | None = None
         self.even: tuple[str, Contender] | None = None
 
-    def tuned(self) -> tuple[TunedPlan | None, list[dict[str, float]]]:
-        """What is fastest, if anything ran, and the devices' corrections."""
+    def tuned(self) -> tuple[TunedPlan | None, Learnt]:
+        """What is fastest, if anything ran, and what was learnt."""
         before = contenders(self.run.graph, self.profile, mode=self.run.job.mode)
         self.find_reference(before)
         field = near(before)
         tried = self.measured(field, "plans")
-        factors = corrected(self.profile.devices, [observed(c, t) for c, t in tried])
-        devices = tuple(replace(d, corrections=f) for d, f in zip(self.profile.devices, factors, strict=True))
-        after = contenders(self.run.graph, replace(self.profile, devices=devices), mode=self.run.job.mode)
+        learnt = self.learnt(before, tried)
+        after = contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode)
         new = [c for c in near(after) if all(c.splits != other.splits for other in field)]
         tried = self.measured(new, "plans, corrected", tried)
         why = "no split ran" if field or new else "no split is predicted to come near it"
-        return self.final(before, tried) if tried else self.undisputed(before, why), factors
+        return self.final(before, tried) if tried else self.undisputed(before, why), learnt
+
+    def learnt(self, before: Sequence[Contender], tried: Sequence[Tried]) -> Learnt:
+        """From steps beside the fastest device alone, whose own is taken to be what is predicted of it."""
+        factors = corrected(self.profile.devices, [observed(c, t) for c, t in tried])
+        alone = next((c for c in before if c.name == self.alone_name), None)
+        ran = [(c, t.value * alone.predicted.step_s) for c, t in tried if t.value] if alone is not None else []
+
+        def steps(latency: float) -> list[float]:
+            pricer = Pricer(self.run.graph, with_learnt(self.profile, Learnt(factors, latency)), self.run.job.mode)
+            return [pricer.price(c.splits)[0].step_s for c, _ in ran]
+
+        return Learnt(factors, latency_at_work(steps, [measured for _, measured in ran]))
 
     def find_reference(self, found: Sequence[Contender]) -> None:
         """The fastest of the devices alone that may be, and of memory formats; a plan, where the model fits none."""

@@ -13,11 +13,11 @@ from torch import nn
 
 from .tensor import HetTensor
 
-ELEMENTWISE: set[type[nn.Module]] = {
+ELEMENTWISE: tuple[type[nn.Module], ...] = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardsigmoid,
     nn.Hardswish, nn.Softplus,
-}  # fmt: skip
-BATCH_NORMS: set[type[nn.Module]] = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
+)  # fmt: skip
+BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class OnOwnPart:

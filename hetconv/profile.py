@@ -61,6 +61,7 @@ class ClusterProfile:
     beside the link of each pair. ``nodes``: the ranks in each host; all in one, unless something else is said.
     ``overlap``: while halos travel and the device computes, which part of the shorter one takes no time of its own.
     ``sum_s_per_byte``: what each rank takes, beside its messages, for a byte of the sums of gradients that it holds.
+    ``latency_at_work``: how many times the latency of links, between devices that rest, a message has in whole steps.
     ``fingerprint``: the names of the links that were taken from the catalogue.
     """
 
@@ -76,6 +77,7 @@ class ClusterProfile:
     overlap: Fraction = 1.0
     sum_s_per_byte: AtLeastZero = 0.0
     plans: tuple[TunedPlan, ...] = ()
+    latency_at_work: Positive = 1.0
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from optuna.trial import create_trial
 from torch import nn
 
 import hetconv
-from hetconv.autotune.learn import MOST, Observed, corrected
+from hetconv.autotune.learn import LATENCIES, MOST, Observed, corrected, latency_at_work
 from hetconv.autotune.plans import observed
 from hetconv.candidates import Candidates
 from hetconv.plan import Mode
@@ -93,3 +93,21 @@ def test_shares_are_balanced_by_corrected_seconds(kind: SplitKind) -> None:
     )
     assert even == (48, 48)
     assert uneven == (64, 32)
+
+
+def steps_with(profile: ClusterProfile, latency: float) -> list[float]:
+    """Of the kinds in which a small net can be cut."""
+    graph = hetconv.capture(SuperResolution(), torch.zeros(2, 3, 24, 20))
+    whole = Candidates(graph, profile, "infer").whole_models()
+    cut = [splits for name, splits in whole.items() if name.startswith("uneven")]
+    at_work = replace(profile, latency_at_work=latency)
+    return [price(graph, at_work, splits, "infer")[0].step_s for splits in cut]
+
+
+def test_latency_is_learnt_from_what_steps_took() -> None:
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
+    assert latency_at_work(lambda latency: steps_with(profile, latency), steps_with(profile, 6.0)) == 6.0
+    assert steps_with(profile, 6.0) > steps_with(profile, 1.0)
+    assert latency_at_work(lambda _: [], []) == 1.0
+    assert latency_at_work(lambda latency: [latency, latency, 1.0], [1e9, 1e9, 1.0]) == LATENCIES[-1]
+    assert latency_at_work(lambda _: [1.0], [2.0]) == 1.0  # where it makes no difference

@@ -237,7 +237,7 @@ def test_merging_knows_every_field_of_a_profile() -> None:
     """Who adds one says in merge what becomes of it, and tests that here."""
     known = {
         ClusterProfile: "devices links tuned fingerprint estimated tiles chunks shared nodes overlap sum_s_per_byte "
-        "plans",
+        "plans latency_at_work",
         DeviceModel: "name kind memory_bytes flops_per_s bytes_per_s overhead_s backward_ratio emulated operators "
         "identity measured backward_overhead_s others alone corrections",
         Alone: "operators others overhead_s backward_overhead_s",

@@ -111,7 +111,7 @@ def _layers(best: TunedPlan) -> dict[str, int]:
 def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, float]:
     """Of even splits and devices alone, seconds as they were predicted before any whole step was measured."""
     devices = tuple(replace(device, corrections={}) for device in profile.devices)
-    before = replace(profile, devices=devices)
+    before = replace(profile, devices=devices, latency_at_work=1.0)
     together, alone = Pricer(graph, before, mode), Pricer(graph, before.alone(), mode)
     found = {}
     for name, splits in Candidates(graph, before, mode).whole_models().items():

@@ -75,7 +75,7 @@ def shares_of(split: Split, step: Step) -> list[float]:
     """The shares of a layer's work that the ranks have under its split."""
     out = step.output
     if out.kind == "partial":
-        return [size / sum(split.sizes) for size in split.sizes]
+        return [*split.shares]
     return [box.numel / max(prod(out.shape), 1) for box in out.boxes]
 
 

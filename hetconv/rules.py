@@ -127,9 +127,15 @@ def _held(shape: Shape, split: Split, world: int) -> Mapping[str, Held]:
 def _held_in_nodes(shape: Shape, split: Split) -> Held:
     """Cut by filter in every node that has samples, or the whole on every rank that has work."""
     boxes: list[Box] = []
+    dim = {"filter": 0, "channel": 1}.get(split.kind, len(shape))
+    nothing = Box.whole(shape).along(dim if dim < len(shape) else 0, 0, 0)
     for (ranks, samples), part in zip(split.nodes, split.parts, strict=True):
-        cut = Held.cut(shape, 0, part.sizes) if split.kind == "filter" else Held.by(shape, part.sizes)
-        boxes += (cut if samples else Held.by(shape, (0,) * len(part.sizes))).boxes[:ranks]
+        if dim < len(shape):
+            cut = Held.cut(shape, dim, part.sizes)
+        else:  # one rank of a node adds the bias to what it makes of its channels
+            first = (1, *(0,) * (len(part.sizes) - 1))
+            cut = Held.by(shape, first if split.kind == "channel" else part.sizes)
+        boxes += cut.boxes[:ranks] if samples else (nothing,) * ranks
     return Held(shape, tuple(boxes))
 
 
@@ -164,7 +170,7 @@ class Conv:
         if split.kind != "channel" or self.spec.groups == 1:
             return split
         s = self.spec
-        return Split("filter", tuple(size * s.K // s.C for size in split.sizes))
+        return Split("filter", tuple(size * s.K // s.C for size in split.sizes), split.nodes)
 
     def held(self, split: Split, world: int) -> Mapping[str, Held]:
         """Which ranks hold what of the parameters."""

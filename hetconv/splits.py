@@ -13,7 +13,7 @@ SplitKind = Literal["replicate", "sample", "filter", "channel", "depth", "height
 KINDS: tuple[SplitKind, ...] = ("replicate", "sample", "filter", "channel", "depth", "height", "width")
 SPACE: dict[SplitKind, int] = {"depth": 3, "height": 2, "width": 1}
 """The spatial kinds, and which of a layer's spatial dimensions each cuts, counted from the last one."""
-INNER: tuple[SplitKind, ...] = ("filter", *SPACE)
+INNER: tuple[SplitKind, ...] = ("filter", "channel", *SPACE)
 """The kinds that each node may share its samples by."""
 
 
@@ -47,8 +47,9 @@ class Split:
 
     def _check_nodes(self) -> None:
         if self.kind not in INNER:
-            instead = ", or leave out nodes" * (self.kind != "channel")
-            raise SplitError(f"{self} shares samples within nodes by {self.kind}; use {', '.join(INNER)}{instead}")
+            raise SplitError(
+                f"{self} shares samples within nodes by {self.kind}; use {', '.join(INNER)}, or leave out nodes"
+            )
         fits = all([type(n) for n in node] == [int, int] and min(node) >= 0 for node in self.nodes)
         ranks, shares = zip(*self.nodes, strict=True) if fits else ((), ())
         if not fits or min(ranks) < 1 or sum(ranks) != len(self.sizes) or not any(shares):

@@ -1,4 +1,4 @@
-"""Splits of two levels: samples across nodes, and height, width or filters among the ranks of each node."""
+"""Splits of two levels: samples across nodes, and space, filters or channels among the ranks of each node."""
 
 from __future__ import annotations
 
@@ -147,9 +147,13 @@ def test_each_node_draws_its_own_numbers_for_its_samples() -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes", "nodes", "match"),
     [
-        ("sample", (1, 1, 1), ((2, 1), (1, 1)), "by sample; use filter, depth, height, width, or leave out nodes"),
+        (
+            "sample",
+            (1, 1, 1),
+            ((2, 1), (1, 1)),
+            "by sample; use filter, channel, depth, height, width, or leave",
+        ),
         ("replicate", (), ((2, 1), (1, 1)), "by replicate; use filter"),
-        ("channel", (4, 4, 8), ((2, 1), (1, 1)), "by channel; use filter, depth, height, width$"),
         ("height", (1, 1, 1), ((2, 1), (2, 1)), "no valid nodes; give a pair for each, of its ranks, 3 in all nodes"),
         ("height", (1, 1, 1), ((3, 1), (0, 1)), "no valid nodes"),
         ("height", (1, 1, 1), ((2, 0), (1, 0)), "at least one of them positive"),
@@ -170,6 +174,11 @@ def test_nodes_without_sense_are_refused(kind: SplitKind, sizes: Any, nodes: Any
     ("op", "split", "match"),
     [
         (Conv(SPEC), Split("filter", (8, 4, 11), ((2, 1), (1, 1))), "adds up to 11 in node 1, but .* has 12 filters"),
+        (
+            Conv(SPEC),
+            Split("channel", (8, 4, 11), ((2, 1), (1, 1))),
+            "adds up to 12 in node 0, .* 8 input channels",
+        ),
         (Conv(SPEC), Split("depth", (1, 1, 1), ((2, 1), (1, 1))), "no depth to split"),
         (Conv(SPEC), Split("height", (1, 1, 1, 1), ((2, 1), (2, 1))), "4 sizes for 3 ranks"),
         (Linear((6,), 8), Split("filter", (4, 4, 8), ((2, 1), (1, 1))), "no sample to split"),

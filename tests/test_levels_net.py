@@ -44,7 +44,9 @@ CLUSTERS = {
     "three and one": Nodes((3, 1), (2, 1), (2, 1, 1, 1)),
     "one node sits out": Nodes((2, 1, 1), (1, 0, 1), (1, 2, 1, 1)),
 }
-MIXES: tuple[tuple[SplitKind, ...], ...] = (("height",), ("filter",), ("width", "filter", "height"))
+MIXES: tuple[tuple[SplitKind, ...], ...] = (
+    ("height",), ("filter",), ("channel",), ("width", "filter", "channel", "height"),
+)  # fmt: skip
 
 
 def in_nodes(op: Conv | Linear, kind: SplitKind, nodes: Nodes) -> Split:
@@ -81,7 +83,7 @@ def test_training_with_a_rank_alone_in_its_node(kinds: tuple[SplitKind, ...], cl
         assert_same(on_ranks(4, trained, net, kinds, cluster, "sgd"))
 
 
-@pytest.mark.parametrize(("net", "kind"), [("waves", "width"), ("volumes", "depth"), ("volumes", "filter")])
+@pytest.mark.parametrize(("net", "kind"), [("waves", "width"), ("volumes", "depth"), ("volumes", "channel")])
 def test_training_on_sequences_and_volumes(net: str, kind: SplitKind) -> None:
     assert_same(on_ranks(4, trained, net, (kind,), "two and two", "adam"))
 
@@ -94,7 +96,7 @@ def mixed(draw: st.DrawFn) -> list[tuple[SplitKind, Nodes | tuple[int, ...]]]:
         if draw(st.integers(0, 2)):
             ranks = draw(st.sampled_from([(2, 2), (1, 3), (3, 1), (1, 2, 1)]))
             within = tuple(n for count in ranks for n in draw(weights(count)))
-            kind = draw(st.sampled_from(["height", "width", "filter"]))
+            kind = draw(st.sampled_from(["height", "width", "filter", "channel"]))
             found.append((kind, Nodes(ranks, draw(weights(len(ranks))), within)))
         else:
             found.append((draw(st.sampled_from(IMAGE_KINDS)), draw(weights(4))))
@@ -141,7 +143,7 @@ def resumed(folder: str) -> Differences:
     torch.manual_seed(0)
     models = [Chain() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    ways = (("filter",), "two and two"), (("width", "filter"), "one rank sits out")
+    ways = (("filter", "channel"), "two and two"), (("channel", "width", "filter"), "one rank sits out")
     splits = [splits_of(models[0], kinds, CLUSTERS[name]) for kinds, name in ways]
     data, norms = torch.randn(2, 4, 4, 16, 16), []
     first = [models[0], hetconv.parallelize(models[1], plan_of(models[1], splits[0], 4))]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..layout import Layout, Need, Shape, apportion, spans
+from ..levels import TwoLevel
 from ..rules import REPLICATE, Gather, Split, Step
 from .base import on_parts, per_sample, recut, slabs, unless
 
@@ -71,6 +72,10 @@ class Stack:
         return Step(reads, recut(lead, self.shape, lead.dim + (lead.dim >= self.dim), lead.sizes))
 
 
+def _whole(x: Layout) -> Layout:
+    return Layout.replicated(x.shape, x.world)
+
+
 @dataclass(frozen=True)
 class Cat:
     """Concatenation along ``dim`` of inputs that are cut alike along another dimension, or along ``dim`` itself.
@@ -82,8 +87,17 @@ class Cat:
     shape: Shape
     dim: int
 
-    @per_sample(unless(lambda op: op.dim == 0))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        """By the first input that is cut otherwise; what inputs hold along ``dim`` counts where there is none."""
+        one_level = tuple(_whole(x) if isinstance(x, TwoLevel) else x for x in inputs)
+        if one_level != inputs:
+            step = self._step(tuple(_whole(x) if on_parts(x).dim == self.dim else x for x in inputs), split)
+            if step.output.kind != "replicated":
+                return step
+        return self._step(one_level, split)
+
+    @per_sample(unless(lambda op: op.dim == 0))
+    def _step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
         parts = [x for x in map(on_parts, inputs) if x.kind == "sharded" and x.dim is not None]
         lead = next((x for x in parts if x.dim != self.dim), None)
         if lead is not None and lead.dim is not None:

@@ -22,7 +22,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bool) -> Tensor:
         ctx.save_for_backward(x, w)
-        if len(w) < features:  # no rows, of which the rank needs no weight
+        ctx.biases = len(b) if b is not None else 0
+        ctx.works = w.shape == (features, x.shape[-1])
+        if not ctx.works:  # no rows, of which the rank needs no weight
             return x.new_empty((*x.shape[:-1], features))
         return stretched(lambda: F.linear(x, w, b if adds_bias else None), x.device)
 
@@ -35,10 +37,12 @@ class _Linear(torch.autograd.Function):
         def gradients() -> tuple[Tensor | None, ...]:
             rows = prod(x.shape[:-1])
             g_rows, x_rows = g.reshape(rows, g.shape[-1]), x.reshape(rows, x.shape[-1])
-            held = slice(len(w))  # of the features
-            gx = g[..., held] @ w if wants[0] else None
-            gw = g_rows.t()[held] @ x_rows if wants[1] else None
-            return gx, gw, g_rows.sum(0)[held] if wants[2] else None, None, None
+            gx, gw = None, None
+            if wants[0]:
+                gx = g @ w if ctx.works else torch.zeros_like(x)
+            if wants[1]:
+                gw = g_rows.t() @ x_rows if ctx.works else torch.zeros_like(w)
+            return gx, gw, g_rows.sum(0)[: ctx.biases] if wants[2] else None, None, None
 
         return stretched(gradients, x.device)
 
@@ -54,7 +58,8 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, tea
     elif step.output.kind == "replicated" and not held["weight"].everywhere:
         op.check(split, team.size)  # refuses an input without the dimension that is cut: all would need the weight
     # Of a partial output one summand holds the bias; every rank computes its gradient, for the cotangent is replicated.
-    features, adds_bias = step.output.boxes[team.rank].shape[-1], split.kind != "channel" or team.rank == 0
+    adds_bias = split.kind != "channel" or team.rank == split.mates(team.rank)[0]
+    features = step.output.boxes[team.rank].shape[-1]
     y = _linear(bring(x, step.reads[0], team), w, b, features, adds_bias)
     return HetTensor.wrap(y, step.output, team)
 

@@ -65,9 +65,8 @@ def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     out, need = step.output.boxes[rank], step.reads[0].boxes[rank]
     span = (out.lo[dim], out.hi[dim])
     own = op.spec.windows[dim - 2].segment((need.lo[dim], need.hi[dim]), span)
-    return Geometry(
-        op, dim, out.shape, span[0], op.spec.groups, own, need.lo[dim], adds_bias=split.kind != "channel" or rank == 0
-    )
+    adds_bias = split.kind != "channel" or rank == split.mates(rank)[0]
+    return Geometry(op, dim, out.shape, span[0], op.spec.groups, own, need.lo[dim], adds_bias=adds_bias)
 
 
 @lru_cache(maxsize=4096)

@@ -83,7 +83,7 @@ class LocalConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team) -> Tensor:
         y, got = computed(x, w, b, geo, team)
         ctx.save_for_backward(x, w, *(got[peer] for peer, _, _ in geo.halos))
-        ctx.geo, ctx.team = geo, team
+        ctx.geo, ctx.team, ctx.biases = geo, team, len(b) if b is not None else 0
         return y
 
     @staticmethod
@@ -104,12 +104,12 @@ class LocalConv(torch.autograd.Function):
         under_way = _send_home(geo, team, x, home) if want_x and geo.held else None
         gx, gw, gb = None, None, None
         if geo.own is not None and x.numel() and w.numel():
-            wants = (want_x, want_w, want_b and geo.covers)
+            wants = (want_x, want_w, want_b and geo.covers and ctx.biases == len(w))
             gx, gw, gb = _back(geo, g, x, geo.own, geo.own_lo, w, wants)
             gx = _placed(gx, x, geo, geo.own, geo.own_lo) if want_x else None
             partial_w[:0] = [(geo.own, gw)] if want_w else []
         if want_b and gb is None:
-            gb = summed_pixels(g)[: len(w)]  # of which a rank without a share holds none
+            gb = summed_pixels(g)[: ctx.biases]  # of which a rank may hold none
         gx = x.new_zeros(x.shape) if want_x and gx is None else gx
         if under_way is not None:
             _add_home(gx, under_way.wait(), geo, team)

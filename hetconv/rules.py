@@ -125,7 +125,7 @@ def _held(shape: Shape, split: Split, world: int) -> Mapping[str, Held]:
 
 
 def _held_in_nodes(shape: Shape, split: Split) -> Held:
-    """Cut by filter in every node that has samples, or the whole on every rank that has work."""
+    """Cut by filter or channel in every node that has samples, or the whole on every rank that has work."""
     boxes: list[Box] = []
     dim = {"filter": 0, "channel": 1}.get(split.kind, len(shape))
     nothing = Box.whole(shape).along(dim if dim < len(shape) else 0, 0, 0)

@@ -57,7 +57,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, tea
         b = contributed(team, b, held["bias"]) if b is not None else None
     elif step.output.kind == "replicated" and not held["weight"].everywhere:
         op.check(split, team.size)  # refuses an input without the dimension that is cut: all would need the weight
-    # Of a partial output one summand holds the bias; every rank computes its gradient, for the cotangent is replicated.
+    # Of a partial output one summand holds the bias; who has it computes its gradient: all have the cotangent.
     adds_bias = split.kind != "channel" or team.rank == split.mates(team.rank)[0]
     features = step.output.boxes[team.rank].shape[-1]
     y = _linear(bring(x, step.reads[0], team), w, b, features, adds_bias)

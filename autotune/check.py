@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from hetconv.candidates import ALONE
 from hetconv.cost import layer_curve
-from hetconv.emulate import stretched
 from hetconv.graph import Graph
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
@@ -27,7 +26,7 @@ from hetconv.transport import team_of
 
 from . import fit
 from .measure import operator_samples, paired
-from .race import step_of
+from .race import step_alone, step_of
 from .sampling import Passes
 from .subjects import Layer, Time, subjects_of
 
@@ -84,7 +83,7 @@ class Spot(Layer):
 
 
 def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torch.device) -> list[float]:
-    """Of the layers with the most work at some shares, along both axes, on every rank; as parts of what was measured.
+    """Of the layers with the most work at some shares, along every axis, on every rank; as parts of what was measured.
 
     Collective. They are measured anew, most at shares that the profile has no point for.
     """
@@ -133,14 +132,9 @@ def predicted_and_measured(
             busy = lone.price(splits)[0].busy_s
             predicted[name] = max(busy)
             works = team_of().rank == busy.index(max(busy))
-            steps[name] = _slowed(step_of(model, x, mode), x) if works else lambda: None
+            steps[name] = step_alone(model, x, mode) if works else lambda: None
         else:
             predicted[name] = pricer.price(splits)[0].step_s
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
     times = paired(steps, rounds, x.device)
     return Check({name: (predicted[name], median(times[name])) for name in plans})
-
-
-def _slowed(step: Callable[[], None], x: Tensor) -> Callable[[], None]:
-    """All of the plain model's step takes longer where ``x``'s device is emulated."""
-    return lambda: stretched(step, x.device)

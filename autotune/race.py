@@ -74,6 +74,12 @@ def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
     return train if mode == "train" else infer
 
 
+def step_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
+    """`step_of` a plain model, all of which takes longer where the device is emulated."""
+    step = step_of(model, x, mode)
+    return lambda: stretched(step, x.device)
+
+
 class Race:
     """Rank 0 leads, the others follow. ``limit``: seconds that a rank waits for another in the middle of a step."""
 
@@ -152,8 +158,7 @@ class Race:
             model, x = channels_last(model, x)
         else:
             model, x = model.to(memory_format=torch.contiguous_format), x.contiguous()  # type: ignore[call-overload]
-        step = step_of(model, x, self._mode)
-        return lambda: stretched(step, x.device)  # all of it, where the device is emulated
+        return step_alone(model, x, self._mode)
 
     def _clear(self) -> None:
         """Frees what ways hold, memory above all, and ends the connections that they used."""

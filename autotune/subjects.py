@@ -69,15 +69,14 @@ class Layer:
         extent = self.extent
         if self.alone:
             return {1.0: time(self.run(extent, device))}
-        passes = lambda part: time(self.run(part, device))  # noqa: E731
-        found = explored(passes, extent) if self.axis == "pixels" else explored_steps(passes, extent, GRAIN)
+        explore = explored if self.axis == "pixels" else partial(explored_steps, grain=GRAIN)
+        found = explore(lambda part: time(self.run(part, device)), extent)
         return {part / extent: seconds for part, seconds in found.items()}
 
     @property
     def extent(self) -> int:
         if isinstance(self.op, Linear):
-            *rows, inner = self.op.x_shape
-            return {"pixels": prod(rows), "filters": self.op.features, "channels": inner}[self.axis]
+            return _extents(self.op)[self.axis]
         s = self.op.spec
         return {"pixels": s.y_shape[2], "filters": s.K // s.groups, "channels": s.C}[self.axis]
 
@@ -106,8 +105,7 @@ class Layer:
     def _linear(self, part: int, device: torch.device) -> Run:
         op = self.op
         assert isinstance(op, Linear)
-        whole = {"pixels": prod(op.x_shape[:-1]), "filters": op.features, "channels": op.x_shape[-1]}
-        rows, features, inner = (whole | {self.axis: part}).values()
+        rows, features, inner = (_extents(op) | {self.axis: part}).values()
         x, g, sets = self._tensors((rows, inner), (features, inner), (rows, features), device)
 
         def forward() -> Any:
@@ -132,6 +130,10 @@ class Layer:
         own = first.nbytes + weight.nbytes
         count = min(max(ceil(min(self.between, OUTGROWN) / own), 1), MOST_SETS)
         return first, g, cycle([(first, weight), *((first.clone(), weight.clone()) for _ in range(count - 1))])
+
+
+def _extents(op: Linear) -> dict[Axis, int]:
+    return {"pixels": prod(op.x_shape[:-1]), "filters": op.features, "channels": op.x_shape[-1]}
 
 
 def of_rows(s: ConvSpec, rows: int) -> ConvSpec:

@@ -1,7 +1,9 @@
 """Settings of the whole suite."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 if os.environ.get("HETCONV_TEST_DEVICE") != "cuda":
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -46,3 +48,23 @@ def sparse() -> Iterator[Callable[[Tensor, int], Tensor]]:
 
     yield spread
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process, in a folder of its own: exit status, what it says, what is wrong."""
+    from hetconv.autotune import cli  # optuna and rich, which most tests do without
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hetconv", *args])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        assert isinstance(exit_.value.code, int)
+        return exit_.value.code, *capsys.readouterr()
+
+    return run

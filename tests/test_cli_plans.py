@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import hetconv
-from hetconv.autotune.cli import main
 from hetconv.plan import Considered
 from hetconv.profile import ClusterProfile
 from hetconv.rules import REPLICATE, Split
@@ -31,19 +29,9 @@ def files(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def command(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command line in this process, where torch is imported: exit status, what it says, what is wrong."""
-    monkeypatch.chdir(files)
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hetconv", *args])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        assert isinstance(exit_.value.code, int)
-        return exit_.value.code, *capsys.readouterr()
-
-    return run
+def command(files: Path, command: Command) -> Command:
+    """Beside these files."""
+    return command
 
 
 def test_a_plan_is_made_with_the_trace_of_its_step(files: Path, command: Command) -> None:

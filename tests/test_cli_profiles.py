@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,22 +22,6 @@ from .test_cli import NET, hetconv_command
 from .test_merge import A0, B0, BEFORE, NEW, OLD, profile, tuned
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command line: exit status, what it says, what is wrong."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hetconv", *args])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        assert isinstance(exit_.value.code, int)
-        return exit_.value.code, *capsys.readouterr()
-
-    return run
 
 
 def test_profiles_are_merged_and_what_is_stale_is_named(command: Command) -> None:

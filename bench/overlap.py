@@ -1,5 +1,7 @@
 """Messages that travel while a device computes against the same ones waited for: halos, buckets, and chunks.
 
+Halos and buckets are timed through torch's backend too, which carries nothing between CPUs of one host otherwise.
+
 ``halo``: a residual stack cut by height, inference and training. ``buckets`` of weight gradients: a stack of more
 weights, cut by sample. ``chunks``: convolutions of a batch, cut by filter and gathered, in one piece and in chunks. All
 run in turn within each round; ratios are medians over rounds.
@@ -12,6 +14,7 @@ import json
 import platform
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -36,7 +39,7 @@ from hetconv.proportions import whole_model
 from hetconv.recorder import capture
 from hetconv.rules import Split, SplitKind
 from hetconv.spec import ConvSpec
-from hetconv.transport import in_turn, team_of
+from hetconv.transport import in_turn, team_of, through_backend
 
 MODES: tuple[Mode, Mode] = ("infer", "train")
 CHUNKS = (2, 4)
@@ -77,7 +80,9 @@ def run(args: Namespace) -> None:
     print(f"on {', '.join(map(str, devices))}, over {setup['backend']}")
     for row in rows:
         print(f"{row['case']:40} {row['how']:9} {row['ms']:8.2f} ms, in turn {row['in_turn_ms']:8.2f}", end="")
-        print(f": {row['gain']:.3f}x" + (f", {row['of_one_piece']:.3f}x of one piece" if "of_one_piece" in row else ""))
+        print(f": {row['gain']:.3f}x", end="")
+        more = {"of_one_piece": "of one piece", "of_backend": "of the backend"}
+        print(*(f", {row[key]:.3f}x {what}" for key, what in more.items() if key in row), sep="")
     document = {"suite": "overlap", "setup": setup | commit(), "cases": rows}
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -101,30 +106,30 @@ def measure(devices: tuple[DeviceName, ...], quick: bool) -> tuple[dict[str, Any
     return setup | {"torch": torch.__version__, "python": platform.python_version()}, rows
 
 
-def waiting(step: Callable[[], Any]) -> Callable[[], None]:
-    """The same with every message waited for where it starts."""
+def within(context: Callable[[], AbstractContextManager[None]], step: Callable[[], Any]) -> Callable[[], None]:
+    """The same step in such a context."""
 
     def run() -> None:
-        with in_turn():
+        with context():
             step()
 
     return run
 
 
 def halo(case: Stack, mode: Mode, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    times = _both_ways(case, 1, "height", mode, weights, device, rounds)
+    times = _every_way(case, 1, "height", mode, weights, device, rounds)
     return [_row(f"halo, {case.blocks} blocks of {case.channels} @{case.size}", mode, *times)]
 
 
 def buckets(case: Stack, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    times = _both_ways(case, BATCH, "sample", "train", weights, device, rounds)
+    times = _every_way(case, BATCH, "sample", "train", weights, device, rounds)
     return [_row(f"buckets, {case.blocks} blocks of {case.channels} @{case.size}", "train", *times)]
 
 
-def _both_ways(
+def _every_way(
     case: Stack, samples: int, kind: SplitKind, mode: Mode, weights: Sequence[float], device: torch.device, rounds: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of a step of a stack that is cut one way: with messages under way, and with messages waited for."""
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of a step of a stack that is cut one way: messages under way, waited for, and carried by the backend."""
     torch.manual_seed(0)
     model, x = channels_last(stack(case.blocks, case.channels), random_input((samples, 3, case.size, case.size), 0))
     model, x = model.to(device).train(mode == "train"), x.to(device)
@@ -133,8 +138,9 @@ def _both_ways(
     plan = make_plan(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), mode=mode, kinds=(kind,))
     split = parallelize(copy.deepcopy(model), plan.with_splits(whole_model(graph, kind, weights, (kind,))))
     step = step_of(split, x, mode)
-    times = paired({"on": step, "off": waiting(step)}, rounds, device)
-    return times["on"], times["off"]
+    ways = {"on": step, "off": within(in_turn, step), "backend": within(through_backend, step)}
+    times = paired(ways, rounds, device)
+    return times["on"], times["off"], times["backend"]
 
 
 def chunks(case: Gathered, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
@@ -143,7 +149,7 @@ def chunks(case: Gathered, weights: Sequence[float], device: torch.device, round
     steps: dict[str, Callable[[], Any]] = {"1": gathering(spec, split, device, 1)}
     for n in CHUNKS:
         steps[str(n)] = gathering(spec, split, device, n)
-        steps[f"{n} in turn"] = waiting(steps[str(n)])
+        steps[f"{n} in turn"] = within(in_turn, steps[str(n)])
     times = paired(steps, rounds, device)
     one = times["1"]
     return [
@@ -153,8 +159,11 @@ def chunks(case: Gathered, weights: Sequence[float], device: torch.device, round
     ]
 
 
-def _row(case: str, how: str, on: Sequence[float], off: Sequence[float]) -> dict[str, Any]:
-    return {"case": case, "how": how, "ms": _ms(on), "in_turn_ms": _ms(off), "gain": _gain(on, off)}
+def _row(
+    case: str, how: str, on: Sequence[float], off: Sequence[float], backend: Sequence[float] = ()
+) -> dict[str, Any]:
+    row = {"case": case, "how": how, "ms": _ms(on), "in_turn_ms": _ms(off), "gain": _gain(on, off)}
+    return row | ({"backend_ms": _ms(backend), "of_backend": _gain(on, backend)} if backend else {})
 
 
 def _ms(times: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ from .agreement import prepared
 from .errors import LayoutError
 from .layout import Box, Boxes, Exchange, Layout, Move, Need, from_each, pieces
 from .levels import TwoLevel
-from .transport import Round, Team, team_of
+from .transport import Round, Team, near, team_of
 
 
 def take(local: Tensor, held: Box, wanted: Box) -> Tensor:
@@ -34,8 +34,9 @@ def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
     moving = [(s, r, box) for s, r, box in pieces(held, wanted) if s != r]
     outgoing = {r: local[box.within(mine)] for s, r, box in moving if s == me}
     if local.dim() == 4:  # all in one launch; `Round` then finds them as they travel
-        packed = kernels.pack(list(outgoing.values()))
-        outgoing = {r: t.movedim(-1, 1) for r, t in zip(outgoing, packed, strict=True)}
+        far = [r for r in outgoing if r not in near(team, local.device)]
+        packed = kernels.pack([outgoing[r] for r in far])
+        outgoing |= {r: t.movedim(-1, 1) for r, t in zip(far, packed, strict=True)}
     return Round(team, local, outgoing, {s: box.shape for s, r, box in moving if r == me})
 
 

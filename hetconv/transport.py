@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,21 +15,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import HetConvError, LostRankError
+from .mailbox import Channel, channels
 
 T = TypeVar("T")
 _counters: list[Counter[int]] = []
-_waits_at_once = False
+_waits_at_once = _by_backend = False
 
 
 @dataclass(frozen=True, eq=False)
 class Team:
-    """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL."""
+    """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL.
+
+    ``channels`` carry pieces of CPU tensors, where ``group`` is gloo, to those ranks that are on this rank's host.
+    """
 
     group: dist.ProcessGroup
     control: dist.ProcessGroup
     rank: int
     size: int
     backend: str
+    channels: Mapping[int, Channel] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: object) -> Team:
         return self  # a process group cannot be copied; copies of a model go on using the same one
@@ -54,15 +59,33 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
             ranks = dist.get_process_group_ranks(group)
             control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             dist.barrier(group)  # NCCL wants every rank in a group's first call; later ones may be between two
-        _teams[group] = Team(group, control, dist.get_rank(group), dist.get_world_size(group), backend)
+        team = Team(group, control, dist.get_rank(group), dist.get_world_size(group), backend)
+        _teams[group] = replace(team, channels=_channels(team)) if backend == "gloo" and team.size > 1 else team
     return _teams[group]
+
+
+def _channels(team: Team) -> dict[int, Channel]:
+    def gather(word: Any) -> list[Any]:
+        words = [word] * team.size
+        answered(team, lambda: dist.all_gather_object(words, word, group=team.group))
+        return words
+
+    timeout = team.group._get_backend(torch.device("cpu")).options._timeout
+    return answered(team, lambda: channels(team.rank, gather, timeout))
 
 
 def disband(team: Team) -> None:
     """Ends a team's connections once nothing uses them any more: whoever waits for this rank on them gets an error."""
     _teams.pop(team.group, None)
+    for channel in team.channels.values():
+        channel.close()
     for group in {team.group, team.control}:
         dist.destroy_process_group(group)
+
+
+def near(team: Team, device: torch.device) -> Mapping[int, Channel]:
+    """By which pieces on a device go, and to whom; the backend carries the others."""
+    return team.channels if device.type == "cpu" and not _by_backend else {}
 
 
 @contextmanager
@@ -87,13 +110,24 @@ def in_turn() -> Iterator[None]:
         _waits_at_once = before
 
 
+@contextmanager
+def through_backend() -> Iterator[None]:
+    """While the context lasts, on all ranks, no piece goes by a `Channel`: what they gain shows beside this."""
+    global _by_backend
+    before, _by_backend = _by_backend, True
+    try:
+        yield
+    finally:
+        _by_backend = before
+
+
 def answered(team: Team, action: Callable[[], T]) -> T:
     """Runs a step of communication; what the backend raises when a rank is gone becomes a `LostRankError`."""
     try:
         return action()
     except HetConvError:
         raise
-    except RuntimeError as e:
+    except (RuntimeError, OSError) as e:
         raise LostRankError(
             f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look "
             f"for the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
@@ -113,9 +147,9 @@ def broadcast(team: Team, tensors: list[Tensor]) -> None:
                 t.copy_(new.view(t.shape))
 
 
-def to_wire(x: Tensor) -> Tensor:
+def as_wire(x: Tensor) -> Tensor:
     """Images travel channels-last, whatever the memory format on either side: rows are then one run of memory."""
-    return (x.movedim(1, -1) if x.dim() in (4, 5) else x).contiguous()
+    return x.movedim(1, -1) if x.dim() in (4, 5) else x
 
 
 def wire_buffer(like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -132,25 +166,33 @@ class Round:
         self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]
     ):
         self._team = team
-        self._sent = {peer: to_wire(piece) for peer, piece in outgoing.items()}
         self._received = {peer: wire_buffer(like, shape) for peer, shape in incoming.items()}
         self._arriving: list[tuple[Tensor, Tensor]] = []  # where it belongs, where it comes to
         for counts in _counters:
-            counts.update({peer: t.numel() * t.element_size() for peer, t in self._sent.items()})
+            counts.update({peer: piece.nbytes for peer, piece in outgoing.items()})
+        self._near = near(team, like.device)
+        self._sent = {peer: as_wire(t).contiguous() for peer, t in outgoing.items() if peer not in self._near}
         staged = team.backend == "gloo" and like.device.type != "cpu"
-        self._works = answered(team, (lambda: self._all_to_all(like)) if staged else self._point_to_point)
+        start = (lambda: self._all_to_all(like)) if staged else self._point_to_point
+        self._waits = answered(team, lambda: [*self._by_channels(outgoing), *start()])
         if _waits_at_once:
             self.wait()
             if like.device.type == "cuda":
                 torch.cuda.synchronize(like.device)
 
-    def _point_to_point(self) -> list[dist.Work]:
-        group = self._team.group
-        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in self._sent.items()]
-        ops += [dist.P2POp(dist.irecv, b, group=group, group_peer=peer) for peer, (b, _) in self._received.items()]
-        return dist.batch_isend_irecv(ops) if ops else []
+    def _by_channels(self, outgoing: Mapping[int, Tensor]) -> list[Callable[[], Any]]:
+        for peer, channel in self._near.items():
+            if peer in outgoing:
+                channel.send(as_wire(outgoing[peer]))
+        return [self._near[peer].expect(buffer) for peer, (buffer, _) in self._received.items() if peer in self._near]
 
-    def _all_to_all(self, like: Tensor) -> list[dist.Work]:
+    def _point_to_point(self) -> list[Callable[[], Any]]:
+        group, coming = self._team.group, self._received.items()
+        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in self._sent.items()]
+        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=p) for p, (t, _) in coming if p not in self._near]
+        return [work.wait for work in dist.batch_isend_irecv(ops)] if ops else []
+
+    def _all_to_all(self, like: Tensor) -> list[Callable[[], Any]]:
         """gloo takes CUDA tensors only in collectives, through host memory; every rank takes part."""
         ranks, nothing = range(self._team.size), like.new_empty(0)
         outgoing = torch.cat([self._sent.get(r, nothing).flatten() for r in ranks])
@@ -160,12 +202,12 @@ class Round:
         self._arriving = list(zip(incoming, got.split(sizes[0]), strict=True))
         self._sent = {0: outgoing}  # to be kept until it is sent
         work = dist.all_to_all_single(got, outgoing, *sizes, group=self._team.group, async_op=True)
-        return [work] if work is not None else []
+        return [work.wait] if work is not None else []
 
     def wait(self) -> dict[int, Tensor]:
-        for work in self._works:
-            answered(self._team, work.wait)
+        for wait in self._waits:
+            answered(self._team, wait)
         for buffer, part in self._arriving:
             buffer.copy_(part.view_as(buffer))
-        self._works, self._sent, self._arriving = [], {}, []
+        self._waits, self._sent, self._arriving = [], {}, []
         return {peer: view for peer, (_, view) in self._received.items()}

@@ -7,6 +7,7 @@ summands (its cotangent is replicated), and the cotangent of a need is one contr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from hetconv.layout import Box, Layout, Move, Need, summed, traffic
 from hetconv.levels import TwoLevel
 from hetconv.movement import redistribute
 from hetconv.replicas import contributed
-from hetconv.transport import Round, count_sent, team_of
+from hetconv.transport import Round, count_sent, team_of, through_backend
 
 from .spawn import on_ranks
 from .strategies import layouts, needs, shapes, sharded, worlds
@@ -78,9 +79,15 @@ def rank_on_staged_transport(src: Layout, dst: Place, x: list[Tensor], y: list[T
     plain = Round._point_to_point
     Round._point_to_point = lambda self: self._all_to_all(torch.empty(0, dtype=torch.float64))  # type: ignore[method-assign]
     try:
-        return forward_and_back(src, dst, x, y)[:2]
+        return rank_on_backend(src, dst, x, y)
     finally:
         Round._point_to_point = plain  # type: ignore[method-assign]
+
+
+def rank_on_backend(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The same as if every rank were on a host of its own."""
+    with through_backend():
+        return forward_and_back(src, dst, x, y)[:2]
 
 
 def places(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Place]:
@@ -213,14 +220,15 @@ def test_sent_bytes_are_those_of_the_geometry(case: Case) -> None:
     assert sent_back == ({} if same else adjoint)
 
 
+@pytest.mark.parametrize("transport", [rank_on_backend, rank_on_staged_transport])
 @settings(max_examples=40)
-@given(cases())
-def test_the_staged_transport_gives_the_same_bits(case: Case) -> None:
+@given(case=cases())
+def test_other_transports_give_the_same_bits(transport: Callable[..., tuple[Tensor, Tensor]], case: Case) -> None:
     src, dst = case
     x, y, found = both(case)
-    for (fx, g, *_), staged in zip(found, on_ranks(src.world, rank_on_staged_transport, src, dst, x, y), strict=True):
-        assert torch.equal(fx, staged[0])
-        assert torch.equal(g, staged[1])
+    for (fx, g, *_), other in zip(found, on_ranks(src.world, transport, src, dst, x, y), strict=True):
+        assert torch.equal(fx, other[0])
+        assert torch.equal(g, other[1])
 
 
 def contribution(rank: int) -> Tensor:

@@ -22,7 +22,7 @@ from hetconv.errors import KernelError
 from hetconv.kernels.launch import Recipe
 from hetconv.layout import Box, Layout, Move, Need, pieces, traffic
 from hetconv.movement import redistribute
-from hetconv.transport import count_sent
+from hetconv.transport import count_sent, through_backend
 
 from .interpreter import DEVICE, ON_GPU
 from .spawn import spawn
@@ -257,10 +257,11 @@ def rank_moving(cases: list[tuple[Layout, Place, Tensor, Tensor]]) -> list[Moved
         for backend in ("aten", "triton"):
             kernels.set_backend(backend)  # type: ignore[arg-type]
             launched.clear()
-            with count_sent() as sent:
+            with count_sent() as sent, through_backend():
                 y = redistribute(local, src, dst)
             forward = list(launched)
-            gradients += torch.autograd.grad(y, local, g[dst.boxes[rank].within(whole)])
+            with through_backend():
+                gradients += torch.autograd.grad(y, local, g[dst.boxes[rank].within(whole)])
         found.append(Moved(y.detach(), sent, forward, gradients))
     return found
 

@@ -1,0 +1,237 @@
+"""Messages between ranks of one host, through memory that both of them map; nobody but the two takes part.
+
+The sender copies a piece into memory of its own, and rings: a packet on a socket between the two says where it lies.
+The receiver copies it out when it waits for it, and rings back, so that the place is free again. A backend's threads,
+which carry pieces otherwise, wait for a core wherever all cores compute, for milliseconds at a time.
+
+Nothing has a name in the file system: what a rank that was killed leaves behind goes with its last process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
+ALIGN = 64  # bytes, a cache line
+PACKET = struct.Struct("<BQ")
+SECRET = 16  # bytes that a rank must know to be let in
+VISIT = struct.Struct(f"<{SECRET}sQ")  # the secret, and who it is
+PATIENCE = 1.0  # seconds, for what is there already
+Gather = Callable[[Any], list[Any]]
+"""What every rank gives, in rank order; collective."""
+
+
+class What(IntEnum):
+    """Of a packet, and what its number says."""
+
+    MEMORY = 0  # comes with it, for all messages from now on: bytes
+    MESSAGE = 1  # lies at this byte
+    TAKEN = 2  # is the oldest message that was not: 0
+
+
+class Place(NamedTuple):
+    start: int
+    stop: int
+
+
+class Channel:
+    """Both ways between this rank and another. What is sent is taken in the same order.
+
+    Raises `OSError` once the other has closed it, or lets this rank wait longer than ``timeout``.
+    """
+
+    def __init__(self, to_peer: socket.socket, timeout: timedelta):
+        self._socket, self._timeout_ms = to_peer, timeout / timedelta(milliseconds=1)
+        to_peer.setblocking(False)
+        self._out, self._in = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+        self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet
+        self._elsewhere = 0  # messages not taken yet that lie in memory from before
+        self._came: deque[tuple[Tensor, int]] = deque()
+        self._expected: deque[Tensor] = deque()
+        self._asked = self._got = 0
+
+    def send(self, piece: Tensor) -> None:
+        """When this returns the piece may be written to, whatever the receiver does meanwhile."""
+        self._listen()
+        start = self._room(piece.nbytes)
+        _piece_of(self._out, start, piece).copy_(piece)
+        self._ring(What.MESSAGE, start)
+
+    def expect(self, buffer: Tensor) -> Callable[[], None]:
+        """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
+        self._expected.append(buffer)
+        self._asked += 1
+        number = self._asked
+
+        def wait() -> None:
+            while self._got < number:
+                if self._came:
+                    self._take()
+                else:
+                    self._listen(self._timeout_ms)
+
+        return wait
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _take(self) -> None:
+        """The oldest message that lies there: into the buffer that was meant for it."""
+        (memory, start), buffer = self._came.popleft(), self._expected.popleft()
+        buffer.copy_(_piece_of(memory, start, buffer))
+        self._got += 1
+        with suppress(ConnectionError):  # of one that has ended and wants nothing any more
+            self._ring(What.TAKEN)
+
+    def _room(self, size: int) -> int:
+        """Where so many bytes fit beside what was not taken yet; in new memory, if nowhere."""
+        size = max(-(-size // ALIGN), 1) * ALIGN
+        start = self._gap(size)
+        if start is None:
+            self._grow(max(FIRST, 2 * len(self._out), 1 << (2 * size - 1).bit_length()))
+            start = 0
+        self._places.append(Place(start, start + size))
+        return start
+
+    def _gap(self, size: int) -> int | None:
+        if not self._places:
+            return 0 if size <= len(self._out) else None
+        oldest, newest = self._places[0], self._places[-1]
+        if newest.start < oldest.start:  # it has begun again from the front
+            return newest.stop if size <= oldest.start - newest.stop else None
+        if size <= len(self._out) - newest.stop:
+            return newest.stop
+        return 0 if size <= oldest.start else None
+
+    def _grow(self, size: int) -> None:
+        memory = os.memfd_create("hetconv")
+        try:
+            os.ftruncate(memory, size)
+            self._out = _mapped(memory, size)
+            self._ring(What.MEMORY, size, memory)
+        finally:
+            os.close(memory)
+        self._elsewhere += len(self._places)
+        self._places.clear()
+
+    def _ring(self, what: What, number: int = 0, *memory: int) -> None:
+        packet = [PACKET.pack(what, number)]
+        while True:
+            try:
+                socket.send_fds(self._socket, packet, memory)
+                return
+            except BlockingIOError:  # many packets that the other has not read
+                self._wait(self._timeout_ms, select.POLLIN | select.POLLOUT)
+                self._listen()
+
+    def _listen(self, wait_ms: float = 0) -> None:
+        """Reads the packets that have come; waits for one, if none has."""
+        heard = False
+        while True:
+            try:
+                packet, memory, *_ = socket.recv_fds(self._socket, PACKET.size, 1)
+            except ConnectionResetError:  # said once; what had come before can still be read
+                continue
+            except BlockingIOError:
+                if heard or not wait_ms:
+                    return
+                self._wait(wait_ms, select.POLLIN)
+                continue
+            if packet:
+                self._heard(*PACKET.unpack(packet), *memory)
+                heard = True
+            elif heard:
+                return
+            else:
+                raise ConnectionError("it closed the connection")
+
+    def _heard(self, what: int, number: int, memory: int = -1) -> None:
+        if what == What.MEMORY:
+            self._in = _mapped(memory, number)
+            os.close(memory)
+        elif what == What.MESSAGE:
+            self._came.append((self._in, number))
+        elif self._elsewhere:
+            self._elsewhere -= 1
+        else:
+            self._places.popleft()
+
+    def _wait(self, wait_ms: float, events: int) -> None:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        if not poll.poll(wait_ms):
+            raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
+
+
+def _mapped(memory: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+
+
+def _piece_of(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:
+    """To every rank that this one can reach on its host, as both of the two know; collective."""
+    if not hasattr(os, "memfd_create"):  # not Linux
+        gather(None)
+        gather(())
+        return {}
+    name, secret = f"\0hetconv-{secrets.token_hex(SECRET)}", secrets.token_bytes(SECRET)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(name)
+        door.listen()
+        doors = gather((name, secret))
+        found = {peer: to for peer in range(rank) if doors[peer] is not None and (to := _visited(rank, *doors[peer]))}
+        visits = gather(tuple(found))
+        visitors = {peer for peer, visited in enumerate(visits) if rank in visited}
+        found |= _let_in(door, visitors, secret)
+    return {peer: Channel(to, timeout) for peer, to in found.items()}
+
+
+def _visited(rank: int, name: str, secret: bytes) -> socket.socket | None:
+    """A connection to the rank of this name; None if it is on another host, or in another network namespace."""
+    to_peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    to_peer.settimeout(PATIENCE)
+    try:
+        to_peer.connect(name)
+        to_peer.send(VISIT.pack(secret, rank))
+    except OSError:
+        to_peer.close()
+        return None
+    return to_peer
+
+
+def _let_in(door: socket.socket, visitors: set[int], secret: bytes) -> dict[int, socket.socket]:
+    """All of these, who are waiting there by now; nobody else, whoever may knock."""
+    found: dict[int, socket.socket] = {}
+    door.settimeout(PATIENCE)
+    while visitors - found.keys():
+        visitor, _ = door.accept()
+        visitor.settimeout(PATIENCE)
+        try:
+            said, peer = VISIT.unpack(visitor.recv(VISIT.size))
+        except (OSError, struct.error):
+            said, peer = b"", -1
+        if secrets.compare_digest(said, secret) and peer in visitors:
+            found[peer] = visitor
+        else:
+            visitor.close()
+    return found

@@ -1,0 +1,258 @@
+"""Channels between two ranks of a host: what is sent comes, in order and bit by bit, or an error says that it will not.
+
+Both ends are in this process; `test_movement` has ranks use them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hetconv import mailbox
+from hetconv.mailbox import Channel, channels
+
+MINUTE = timedelta(minutes=1)
+MOMENT = timedelta(seconds=0.05)
+
+
+def pair(timeout: timedelta = MINUTE) -> tuple[Channel, Channel]:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(here, timeout), Channel(there, timeout)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    here, there = pair()
+    yield here, there
+    here.close()
+    there.close()
+
+
+def passed(sender: Channel, receiver: Channel, piece: Tensor) -> Tensor:
+    sender.send(piece)
+    buffer = torch.empty_like(piece, memory_format=torch.contiguous_format)
+    receiver.expect(buffer)()
+    return buffer
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        torch.arange(24.0).view(2, 3, 4),
+        torch.arange(24.0).view(2, 3, 4)[:, 1:, ::2],
+        torch.arange(5, dtype=torch.float64).to(torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.tensor(3.0),
+        torch.empty(0, 3),
+    ],
+    ids=["contiguous", "a view", "bfloat16", "bool", "complex", "a number", "nothing"],
+)
+def test_a_piece_comes_as_it_is(ends: tuple[Channel, Channel], piece: Tensor) -> None:
+    here, there = ends
+    assert torch.equal(passed(here, there, piece), piece)
+    assert torch.equal(passed(there, here, piece), piece)
+
+
+def test_what_is_sent_may_be_written_to_at_once(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    piece, buffer = torch.ones(10), torch.zeros(10)
+    here.send(piece)
+    piece.zero_()
+    there.expect(buffer)()
+    assert bool((buffer == 1).all())
+
+
+def test_messages_come_in_order_whichever_is_waited_for_first(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    buffers = [torch.zeros(3) for _ in range(4)]
+    first, second = there.expect(buffers[0]), there.expect(buffers[1])
+    for k in range(4):
+        here.send(torch.full((3,), float(k + 1)))
+    second()
+    assert [float(b[0]) for b in buffers] == [1, 2, 0, 0]
+    first()
+    third, fourth = there.expect(buffers[2]), there.expect(buffers[3])
+    fourth()
+    third()
+    assert [float(b[0]) for b in buffers] == [1, 2, 3, 4]
+
+
+class Ends:
+    """Both ends of a channel, and what is on its way, by a list."""
+
+    def __init__(self) -> None:
+        self.here, self.there = pair()
+        self.on_its_way: deque[Tensor] = deque()
+
+    def send(self, size: int) -> None:
+        piece = torch.randint(256, (size,), dtype=torch.uint8)
+        self.here.send(piece)
+        self.on_its_way.append(piece)
+
+    def take(self, _: int) -> None:
+        if self.on_its_way:
+            piece = self.on_its_way.popleft()
+            buffer = torch.zeros_like(piece)
+            self.there.expect(buffer)()
+            assert torch.equal(buffer, piece)
+
+
+STEPS = st.lists(st.tuples(st.sampled_from([Ends.send, Ends.send, Ends.take]), st.integers(0, 700)), max_size=60)
+
+
+@settings(max_examples=200)
+@given(STEPS)
+def test_any_messages_under_way_at_once_keep_what_they_say(
+    steps: list[tuple[Callable[[Ends, int], None], int]],
+) -> None:
+    """In memory so small that it is begun again from the front, and outgrown."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mailbox, "FIRST", 1024)
+        ends = Ends()
+        for do, size in steps:
+            do(ends, size)
+        while ends.on_its_way:
+            ends.take(0)
+
+
+def test_memory_does_not_grow_while_messages_are_taken(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    for _ in range(40):
+        passed(here, there, torch.zeros(100_000))
+    assert len(here._out) == mailbox.FIRST
+    passed(here, there, torch.zeros(1_000_000))
+    assert len(here._out) >= 4_000_000
+
+
+def test_more_packets_than_a_socket_holds_wait_until_they_are_read(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    buffers = [torch.zeros(1) for _ in range(2000)]
+
+    def send() -> None:
+        for k in range(len(buffers)):
+            here.send(torch.tensor([float(k)]))
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    waits = [there.expect(b) for b in buffers]
+    waits[-1]()
+    sender.join()
+    assert [int(b) for b in buffers] == list(range(len(buffers)))
+
+
+def test_what_came_before_the_other_ended_can_be_read_and_no_more() -> None:
+    here, there = pair()
+    passed(there, here, torch.ones(1))  # whose receipt the one that ends has not read
+    here.send(torch.ones(1))
+    there.send(torch.ones(1))
+    here.close()
+    buffer = torch.zeros(1)
+    there.expect(buffer)()
+    assert buffer == 1
+    with pytest.raises(ConnectionError, match="closed"):
+        there.expect(buffer)()
+    with pytest.raises(ConnectionError):
+        there.send(buffer)
+
+
+@pytest.mark.parametrize("what", ["message", "room for packets"])
+def test_waiting_ends(what: str) -> None:
+    here, _there = pair(MOMENT)
+
+    def wait() -> None:
+        if what == "message":
+            here.expect(torch.empty(1))()
+        while True:
+            here.send(torch.empty(1))
+
+    with pytest.raises(TimeoutError, match=r"nothing came within 0\.05 s"):
+        wait()
+
+
+class Hosts:
+    """Ranks as threads, each of which finds those that it can reach."""
+
+    def __init__(self, world: int):
+        self.world, self.found, self._words = world, [dict[int, Channel]()] * world, list[Any]()
+        self._all = threading.Barrier(world)
+
+    def gather(self, rank: int, word: Any) -> list[Any]:
+        self._all.wait()
+        if rank == 0:
+            self._words = [None] * self.world
+        self._all.wait()
+        self._words[rank] = word
+        self._all.wait()
+        return list(self._words)
+
+    def meet(self, gather: Callable[[int, Any], list[Any]]) -> list[dict[int, Channel]]:
+        def rank(r: int) -> None:
+            self.found[r] = channels(r, lambda word: gather(r, word), MINUTE)
+
+        threads = [threading.Thread(target=rank, args=(r,)) for r in range(self.world)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        return self.found
+
+
+def test_ranks_of_a_host_reach_each_other() -> None:
+    hosts = Hosts(4)
+    found = hosts.meet(hosts.gather)
+    assert [sorted(f) for f in found] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    for r, s in ((0, 1), (2, 3), (3, 0)):
+        assert passed(found[r][s], found[s][r], torch.tensor([r * 10 + s])) == r * 10 + s
+
+
+def test_who_is_out_of_reach_is_left_to_the_backend() -> None:
+    """Rank 2 is on another host."""
+    hosts = Hosts(4)
+
+    def gather(rank: int, word: Any) -> list[Any]:
+        words = hosts.gather(rank, word)
+        if all(words) and isinstance(words[0][0], str):
+            return [(f"{w[0]} elsewhere" if (rank == 2) != (r == 2) else w[0], w[1]) for r, w in enumerate(words)]
+        return words
+
+    found = hosts.meet(gather)
+    assert [sorted(f) for f in found] == [[1, 3], [0, 3], [], [0, 1]]
+
+
+def test_a_system_without_such_memory_leaves_all_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    hosts = Hosts(2)
+    assert hosts.meet(hosts.gather) == [{}, {}]
+
+
+def test_a_stranger_is_not_let_in() -> None:
+    hosts, strangers = Hosts(2), list[socket.socket]()
+
+    def gather(rank: int, word: Any) -> list[Any]:
+        words = hosts.gather(rank, word)
+        if rank == 1 and all(words):  # before rank 1 knocks
+            for said in (b"x", b"x" * mailbox.VISIT.size, b""):
+                strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                strangers[-1].connect(words[0][0])
+                if said:
+                    strangers[-1].send(said)
+                else:
+                    strangers[-1].close()
+        return words
+
+    here, there = hosts.meet(gather)
+    assert passed(here[1], there[0], torch.tensor([7])) == 7
+    for s in strangers:
+        s.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import errors
 from .errors import DisagreementError, HetConvError
-from .transport import Team, answered
+from .transport import Team, answered, words_of_all
 
 T = TypeVar("T")
 
@@ -29,9 +29,7 @@ def agree(team: Team, what: str, saying: str, error: HetConvError | None = None)
         return
     digest = hashlib.sha256(f"{what}|{saying}|{error!r}".encode()).digest()
     word = torch.frombuffer(bytearray(digest + bytes([error is not None])), dtype=torch.uint8)
-    words = word.new_empty(team.size, word.numel())
-    answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
-    if bool((words == word).all()) and error is None:
+    if bool((words_of_all(team, word) == word).all()) and error is None:
         return
     told = (what, saying, type(error).__name__ if error else "", str(error) if error else "")
     all_told: list[tuple[str, str, str, str]] = [told] * team.size

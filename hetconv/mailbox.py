@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import DisagreementError
+
 FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
 ALIGN = 64  # bytes, a cache line
-PACKET = struct.Struct("<BQ")
+PACKET = struct.Struct("<BQQ")
 SECRET = 16  # bytes that a rank must know to be let in
 VISIT = struct.Struct(f"<{SECRET}sQ")  # the secret, and who it is
 PATIENCE = 1.0  # seconds, for what is there already
@@ -36,11 +38,11 @@ Gather = Callable[[Any], list[Any]]
 
 
 class What(IntEnum):
-    """Of a packet, and what its number says."""
+    """Of a packet, which says where, in bytes."""
 
-    MEMORY = 0  # comes with it, for all messages from now on: bytes
-    MESSAGE = 1  # lies at this byte
-    TAKEN = 2  # is the oldest message that was not: 0
+    MEMORY = 0  # comes with it, for all messages from now on
+    MESSAGE = 1  # lies there
+    TAKEN = 2  # is the oldest message that was not; nowhere
 
 
 class Place(NamedTuple):
@@ -48,10 +50,19 @@ class Place(NamedTuple):
     stop: int
 
 
+NOWHERE = Place(0, 0)
+
+
+class Message(NamedTuple):
+    memory: Tensor
+    place: Place
+
+
 class Channel:
     """Both ways between this rank and another. What is sent is taken in the same order.
 
-    Raises `OSError` once the other has closed it, or lets this rank wait longer than ``timeout``.
+    Raises `OSError` once the other has closed it, or lets this rank wait longer than ``timeout``, and
+    `DisagreementError` if a message is not as long as the one that was expected.
     """
 
     def __init__(self, to_peer: socket.socket, timeout: timedelta):
@@ -60,7 +71,7 @@ class Channel:
         self._out, self._in = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet
         self._elsewhere = 0  # messages not taken yet that lie in memory from before
-        self._came: deque[tuple[Tensor, int]] = deque()
+        self._came: deque[Message] = deque()
         self._expected: deque[Tensor] = deque()
         self._asked = self._got = 0
 
@@ -68,8 +79,9 @@ class Channel:
         """When this returns the piece may be written to, whatever the receiver does meanwhile."""
         self._listen()
         start = self._room(piece.nbytes)
-        _piece_of(self._out, start, piece).copy_(piece)
-        self._ring(What.MESSAGE, start)
+        place = Place(start, start + piece.nbytes)
+        _piece(Message(self._out, place), piece).copy_(piece)
+        self._ring(What.MESSAGE, place)
 
     def expect(self, buffer: Tensor) -> Callable[[], None]:
         """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
@@ -94,8 +106,14 @@ class Channel:
 
     def _take(self) -> None:
         """The oldest message that lies there: into the buffer that was meant for it."""
-        (memory, start), buffer = self._came.popleft(), self._expected.popleft()
-        buffer.copy_(_piece_of(memory, start, buffer))
+        message, buffer = self._came.popleft(), self._expected.popleft()
+        start, stop = message.place
+        if stop - start != buffer.nbytes:
+            raise DisagreementError(
+                f"a message of {stop - start} bytes came where one of {buffer.nbytes} was expected: the two ranks do "
+                "different things; call the same on every rank, in the same order"
+            )
+        buffer.copy_(_piece(message, buffer))
         self._got += 1
         with suppress(ConnectionError):  # of one that has ended and wants nothing any more
             self._ring(What.TAKEN)
@@ -125,14 +143,14 @@ class Channel:
         try:
             os.ftruncate(memory, size)
             self._out = _mapped(memory, size)
-            self._ring(What.MEMORY, size, memory)
+            self._ring(What.MEMORY, Place(0, size), memory)
         finally:
             os.close(memory)
         self._elsewhere += len(self._places)
         self._places.clear()
 
-    def _ring(self, what: What, number: int = 0, *memory: int) -> None:
-        packet = [PACKET.pack(what, number)]
+    def _ring(self, what: What, place: Place = NOWHERE, *memory: int) -> None:
+        packet = [PACKET.pack(what, *place)]
         while True:
             try:
                 socket.send_fds(self._socket, packet, memory)
@@ -155,19 +173,20 @@ class Channel:
                 self._wait(wait_ms, select.POLLIN)
                 continue
             if packet:
-                self._heard(*PACKET.unpack(packet), *memory)
+                what, start, stop = PACKET.unpack(packet)
+                self._heard(what, Place(start, stop), *memory)
                 heard = True
             elif heard:
                 return
             else:
                 raise ConnectionError("it closed the connection")
 
-    def _heard(self, what: int, number: int, memory: int = -1) -> None:
+    def _heard(self, what: int, place: Place, memory: int = -1) -> None:
         if what == What.MEMORY:
-            self._in = _mapped(memory, number)
+            self._in = _mapped(memory, place.stop)
             os.close(memory)
         elif what == What.MESSAGE:
-            self._came.append((self._in, number))
+            self._came.append(Message(self._in, place))
         elif self._elsewhere:
             self._elsewhere -= 1
         else:
@@ -184,8 +203,9 @@ def _mapped(memory: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
 
 
-def _piece_of(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
+def _piece(message: Message, like: Tensor) -> Tensor:
+    (start, stop), memory = message.place, message.memory
+    return memory[start:stop].view(like.dtype).view(like.shape)
 
 
 def channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:

@@ -134,6 +134,24 @@ def answered(team: Team, action: Callable[[], T]) -> T:
         ) from e
 
 
+def words_of_all(team: Team, word: Tensor) -> Tensor:
+    """(P, ...): what each rank gives, in rank order; a few bytes on the CPU. Collective."""
+    words = word.new_empty(team.size, *word.shape)
+    if len(team.channels) < team.size - 1 or _by_backend:
+        answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
+        return words
+
+    def exchange() -> None:
+        for channel in team.channels.values():
+            channel.send(word)
+        for wait in [channel.expect(words[peer]) for peer, channel in team.channels.items()]:
+            wait()
+
+    answered(team, exchange)
+    words[team.rank] = word
+    return words
+
+
 def broadcast(team: Team, tensors: list[Tensor]) -> None:
     """Rank 0's values on every rank, in place; one message per dtype and device."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

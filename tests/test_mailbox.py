@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv import mailbox
+from hetconv.errors import DisagreementError
 from hetconv.mailbox import Channel, channels
 
 MINUTE = timedelta(minutes=1)
@@ -87,6 +88,13 @@ def test_messages_come_in_order_whichever_is_waited_for_first(ends: tuple[Channe
     fourth()
     third()
     assert [float(b[0]) for b in buffers] == [1, 2, 3, 4]
+
+
+def test_a_message_of_another_length_is_not_taken_for_the_expected_one(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    here.send(torch.zeros(3))
+    with pytest.raises(DisagreementError, match=r"12 bytes came where one of 8 was expected.* call the same on every"):
+        there.expect(torch.zeros(2))()
 
 
 class Ends:

@@ -33,6 +33,7 @@ PACKET = struct.Struct("<BQQ")
 SECRET = 16  # bytes that a rank must know to be let in
 VISIT = struct.Struct(f"<{SECRET}sQ")  # the secret, and who it is
 PATIENCE = 1.0  # seconds, for what is there already
+LONGEST = (1 << 31) - 1  # milliseconds that poll(2) can wait
 Gather = Callable[[Any], list[Any]]
 """What every rank gives, in rank order; collective."""
 
@@ -66,7 +67,7 @@ class Channel:
     """
 
     def __init__(self, to_peer: socket.socket, timeout: timedelta):
-        self._socket, self._timeout_ms = to_peer, timeout / timedelta(milliseconds=1)
+        self._socket, self._timeout_ms = to_peer, min(timeout / timedelta(milliseconds=1), LONGEST)
         to_peer.setblocking(False)
         self._out, self._in = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet

@@ -188,7 +188,7 @@ lie = lambda k, of: Memory((32, k, 56, 56), (56 * 56 * of, 1, 56 * of, of), "bfl
 relu, parts, y = Finish(True, True, "relu"), tuple(lie(k, k) for k in (96, 160)), lie(256, 256)
 print(json.dumps({
     f"{make.__name__} {whole.strides[3]} {arch}": asdict(report(make(parts, whole, y, relu), "bfloat16", arch))
-    for make in (concat_recipe, split_recipe) for arch in (80, 89, 90) for whole in (y, lie(256, 320))
+    for make in (concat_recipe, split_recipe) for arch in (80, 90) for whole in (y, lie(256, 320))
 }))
 """
 
@@ -200,7 +200,7 @@ def test_compiled_for_gpus_it_stores_16_bytes_at_a_time_and_spills_nothing(tmp_p
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 12
+    assert len(found) == 8
     for name, e in found.items():
         assert e["spills"] == 0, name
         assert e["stores_128"] > 0, name

@@ -188,13 +188,12 @@ def pair(c, h, w, back):
     pair = Memory((32, c, h, w), whole, dtype), packed(c, h, w)
     return pair[::-1] if back else pair
 found = {}
-for dtype in ("bfloat16", "float32"):
-    for arch in (80, 90):
-        for name, shape in {"rows": (256, 2, 56), "columns": (256, 56, 3), "channels": (64, 28, 28)}.items():
-            for back, add in ((False, False), (True, True)):
-                sources, targets = zip(pair(*shape, back), pair(*shape, back))
-                recipe = move_recipe(sources, targets, add)
-                found[f"{name} {dtype} sm_{arch} back={back} add={add}"] = asdict(report(recipe, dtype, arch))
+for dtype, arch in (("bfloat16", 90), ("float32", 80)):
+    for name, shape in {"rows": (256, 2, 56), "columns": (256, 56, 3), "channels": (64, 28, 28)}.items():
+        for back, add in ((False, False), (True, True)):
+            sources, targets = zip(pair(*shape, back), pair(*shape, back))
+            recipe = move_recipe(sources, targets, add)
+            found[f"{name} {dtype} sm_{arch} back={back} add={add}"] = asdict(report(recipe, dtype, arch))
 print(json.dumps(found))
 """
 
@@ -206,7 +205,7 @@ def test_compiled_for_gpus_it_stores_16_bytes_at_a_time_and_spills_nothing(tmp_p
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 24
+    assert len(found) == 12
     for name, e in found.items():
         assert e["spills"] == 0, name
         assert e["stores_128"] > 0, name

@@ -39,8 +39,12 @@ def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> l
                     weighted[kind] = weighted.get(kind, 0.0) + seconds * plan.measured[rank] / total
         learnt = {kind: weighted[kind] / weight for kind, weight in weights.items() if weight > 0}
         was = device.corrections
-        found.append({**was, **{k: min(max(was.get(k, 1.0) * f, 1 / MOST), MOST) for k, f in learnt.items()}})
+        found.append({**was, **{k: believed(was.get(k, 1.0) * f) for k, f in learnt.items()}})
     return found
+
+
+def believed(factor: float) -> float:
+    return min(max(factor, 1 / MOST), MOST)
 
 
 def latency_at_work(predicted: Callable[[float], Sequence[float]], measured: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ from hetconv.rules import SplitKind
 from hetconv.tuned import TunedPlan
 
 from .job import Run
-from .learn import Observed, corrected, latency_at_work
+from .learn import Observed, believed, corrected, latency_at_work
 from .machine import conditions
 from .race import Alone, Order, Seconds, Way
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
@@ -35,20 +35,25 @@ MOST = 6  # plans that are measured, and as many again after what is learnt from
 FAR = 2.0  # times as long as another: who is predicted to take that is not measured
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 REFERENCE = "alone"
+REFERENCE_S = "reference_s"  # of a trial: seconds of what it ran beside
 Tried = tuple[Contender, FrozenTrial]
 
 
 class Learnt(NamedTuple):
-    """``corrections`` of each device, and a cluster's ``latency_at_work``."""
+    """``corrections`` of each device, a cluster's ``latency_at_work``, and the ``slowness`` of devices alone."""
 
     corrections: list[dict[str, float]]
     latency_at_work: float
+    slowness: float
 
 
 def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
-    devices = zip(profile.devices, learnt.corrections, strict=True)
-    corrected = tuple(replace(device, corrections=factors) for device, factors in devices)
-    return replace(profile, devices=corrected, latency_at_work=learnt.latency_at_work)
+    """Every device alone is as slow as the one that was measured, so that none is preferred for not having been."""
+    devices = []
+    for device, factors in zip(profile.devices, learnt.corrections, strict=True):
+        alone = replace(device.alone, slowness=learnt.slowness) if device.alone is not None else None
+        devices.append(replace(device, corrections=factors, alone=alone))
+    return replace(profile, devices=tuple(devices), latency_at_work=learnt.latency_at_work)
 
 
 def plans(run: Run, profile: ClusterProfile) -> ClusterProfile:
@@ -79,19 +84,27 @@ class _Plans:
         new = [c for c in near(after) if all(c.splits != other.splits for other in field)]
         tried = self.measured(new, "plans, corrected", tried)
         why = "no split ran" if field or new else "no split is predicted to come near it"
-        return self.final(before, tried) if tried else self.undisputed(before, why), learnt
+        found = self.final(before, tried) if tried else self.undisputed(before, why)
+        return found, self.learnt(before, tried)
 
     def learnt(self, before: Sequence[Contender], tried: Sequence[Tried]) -> Learnt:
-        """From steps beside the fastest device alone, whose own is taken to be what is predicted of it."""
-        factors = corrected(self.profile.devices, [observed(c, t) for c, t in tried])
+        """From steps beside the fastest device alone, and from its own."""
+        plain = Pricer(self.run.graph, self.profile, self.run.job.mode)
+        seen = [observed(c._replace(costs=plain.price(c.splits)[1]), t) for c, t in tried]
+        factors = corrected(self.profile.devices, seen)
         alone = next((c for c in before if c.name == self.alone_name), None)
-        ran = [(c, t.value * alone.predicted.step_s) for c, t in tried if t.value] if alone is not None else []
+        if alone is None or not tried:
+            return Learnt(factors, 1.0, 1.0)
+        alone_s = median(t.user_attrs[REFERENCE_S] for _, t in tried)
+        ran = [(c, t.value * alone_s) for c, t in tried if t.value]
 
         def steps(latency: float) -> list[float]:
-            pricer = Pricer(self.run.graph, with_learnt(self.profile, Learnt(factors, latency)), self.run.job.mode)
+            profile = with_learnt(self.profile, Learnt(factors, latency, 1.0))
+            pricer = Pricer(self.run.graph, profile, self.run.job.mode)
             return [pricer.price(c.splits)[0].step_s for c, _ in ran]
 
-        return Learnt(factors, latency_at_work(steps, [measured for _, measured in ran]))
+        at_work = latency_at_work(steps, [measured for _, measured in ran])
+        return Learnt(factors, at_work, believed(alone_s / alone.predicted.step_s))
 
     def find_reference(self, found: Sequence[Contender]) -> None:
         """The fastest of the devices alone that may be, and of memory formats; a plan, where the model fits none."""
@@ -163,6 +176,7 @@ class _Plans:
         order = Order(contender.name, ways, ROUNDS, "trial")
         found = self.run.race.lead(order, enough)
         trial.set_user_attr("computing", found.computing)
+        trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in found.rounds))
         return [s["trial"] / s[REFERENCE] for s in found.rounds]
 
     @property

@@ -39,6 +39,9 @@ class Curve:
         slope = max((y[i] - y[i - 1]) / (x[i] - x[i - 1]), 0.0)
         return max(y[i - 1] + slope * (share - x[i - 1]), 0.0)
 
+    def times(self, factor: float) -> Curve:
+        return Curve(self.shares, tuple(factor * seconds for seconds in self.seconds))
+
 
 @dataclass(frozen=True)
 class OperatorModel:
@@ -52,18 +55,24 @@ class OperatorModel:
     measured: Conditions | None = None
     __pydantic_config__ = STRICT
 
+    def times(self, factor: float) -> OperatorModel:
+        """One that takes so many times as long."""
+        return replace(self, forward=self.forward.times(factor), backward=self.backward.times(factor))
+
 
 @dataclass(frozen=True)
 class Alone:
     """What a device takes that works on whole operators, by torch itself, while all others rest.
 
-    ``operators``: seconds forward and backward; ``others`` and overheads as `DeviceModel` has them.
+    ``operators``: seconds forward and backward; ``others`` and overheads as `DeviceModel` has them. ``slowness``: what
+    whole steps were found to take, of what operators take one by one, with their data in caches.
     """
 
     operators: Mapping[str, tuple[AtLeastZero, AtLeastZero]] = field(default_factory=dict)
     others: Mapping[str, OperatorModel] = field(default_factory=dict)
     overhead_s: AtLeastZero = 0.0
     backward_overhead_s: AtLeastZero = 0.0
+    slowness: Positive = 1.0
     __pydantic_config__ = STRICT
 
 
@@ -119,16 +128,19 @@ class DeviceModel:
         known = self.alone
         if known is None:
             return self
+        slow = known.slowness
         whole = {
             key: OperatorModel(Curve((1.0,), (forward,)), Curve((1.0,), (backward,)))
             for key, (forward, backward) in known.operators.items()
         }
         return replace(
             self,
-            operators={**self.operators, **whole},
-            others=known.others,
-            overhead_s=known.overhead_s,
-            backward_overhead_s=known.backward_overhead_s,
+            operators={key: model.times(slow) for key, model in {**self.operators, **whole}.items()},
+            others={key: model.times(slow) for key, model in known.others.items()},
+            flops_per_s={dtype: rate / slow for dtype, rate in self.flops_per_s.items()},
+            bytes_per_s=self.bytes_per_s / slow,
+            overhead_s=known.overhead_s * slow,
+            backward_overhead_s=known.backward_overhead_s * slow,
             corrections={},
         )
 

@@ -229,3 +229,17 @@ def test_what_was_measured_is_what_is_predicted() -> None:
     assert busy == (pytest.approx(1.25 + 2.75 + 3e-6 * moved), 0.0)
     alone = Pricer(graph, profile.alone(), "train").price({"conv": Split("filter", (8, 0))})[0].busy_s
     assert alone == (pytest.approx(0.625 + 1.75 + 3e-7 * moved), 0.0)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_device_alone_is_as_slow_as_whole_steps_were(measured: bool) -> None:
+    graph, model = hetconv.capture(Two(), torch.zeros(2, 6, 9, 8)), model_of()
+    if not measured:
+        model = replace(model, operators={}, others={}, alone=replace(model.alone, operators={}, others={}))
+
+    def alone_s(slowness: float) -> float:
+        slow = replace(model, alone=replace(model.alone, slowness=slowness))
+        profile = ClusterProfile((slow, slow), {"0-1": LinkModel(0.0, 0.0)})
+        return max(Pricer(graph, profile.alone(), "train").price({"conv": Split("filter", (8, 0))})[0].busy_s)
+
+    assert alone_s(1.5) == pytest.approx(1.5 * alone_s(1.0))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from hetconv import performance
 from hetconv.autotune import plans
 from hetconv.autotune.job import Run
 from hetconv.autotune.plans import Alone, digest, formats, near
@@ -17,7 +19,7 @@ from hetconv.autotune.progress import Reporter
 from hetconv.autotune.race import Order, Outcome, Race
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.plan import Plan, Prediction
-from hetconv.planner import Contender
+from hetconv.planner import Contender, contenders
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
 
@@ -61,12 +63,26 @@ def test_images_have_two_formats_and_a_field_has_an_order() -> None:
     assert digest([a, b]) == digest([a, b])
 
 
-def decided(folder: Path, faster: float | None) -> tuple[Any, int, list[str]]:
-    """The tuned plan, how many were raced, and what the devices learnt, where each split takes ``faster`` of one alone.
+SLOWNESS = 1.3
+
+
+class Decided(NamedTuple):
+    """``raced``: how many ways; ``learnt``: kinds; ``slowness`` of each device; ``alone_s``: of the fastest."""
+
+    plans: Any
+    raced: int
+    learnt: list[str]
+    slowness: list[float]
+    alone_s: float
+
+
+def decided(folder: Path, faster: float | None) -> Decided:
+    """What comes of it where each split takes ``faster`` of one alone, which takes `SLOWNESS` times what is predicted.
 
     None: where they fail.
     """
-    raced: list[Any] = []
+    profile, raced = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host"), list[Any]()
+    profile = replace(profile, devices=tuple(replace(d, alone=performance.Alone()) for d in profile.devices))
 
     def lead(self: Race, order: Order, enough: Any = lambda _: False) -> Outcome:
         rounds = []
@@ -74,7 +90,7 @@ def decided(folder: Path, faster: float | None) -> tuple[Any, int, list[str]]:
             split = {name for name, way in order.ways.items() if isinstance(way, Plan)}
             if split and faster is None:
                 raise TrialFailedError("on rank 1: there is no memory")
-            rounds.append({name: faster if name in split else 1.0 for name in order.ways})
+            rounds.append({name: alone_s * (faster if name in split and faster else 1.0) for name in order.ways})
             if enough(rounds[-1]):
                 break
         raced.append(order)
@@ -84,19 +100,24 @@ def decided(folder: Path, faster: float | None) -> tuple[Any, int, list[str]]:
         patch.setattr(Race, "lead", lead)
         patch.setattr(plans, "FAR", 1e9)
         run = Run(job(folder), say, stack)
-        found = plans.plans(run, ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host"))
-    return found.plans, len(raced), [*found.devices[1].corrections]
+        alone = next(c for c in contenders(run.graph, profile, mode=run.job.mode) if c.name == ALONE)
+        alone_s = SLOWNESS * alone.predicted.step_s
+        found = plans.plans(run, profile)
+    slowness = [d.alone.slowness for d in found.devices if d.alone]
+    return Decided(found.plans, len(raced), [*found.devices[1].corrections], slowness, alone_s)
 
 
 @pytest.mark.parametrize(("faster", "alone"), [(0.97, False), (0.985, True), (1.5, True), (None, True)])
 def test_a_plan_must_beat_a_device_alone_by_2_percent(tmp_path: Path, faster: float | None, alone: bool) -> None:
-    ((found,), raced, learnt), (same, none, _) = on_ranks(2, decided, tmp_path, faster)
-    assert same == (found,)
-    assert none == 0
-    assert raced > 2
+    first, other = on_ranks(2, decided, tmp_path, faster)
+    (found,) = first.plans
+    assert other.plans == first.plans
+    assert other.raced == 0
+    assert first.raced > 2
     assert (found.name == found.alone) is alone
     assert found.name.startswith("fastest device alone") is alone
-    assert found.alone_s == 1.0
-    assert found.step_s == (1.0 if alone else faster)
+    assert found.alone_s == first.alone_s
+    assert found.step_s == first.alone_s * (1.0 if alone or faster is None else faster)
     assert (found.trials > 0) is (faster is not None)
-    assert bool(learnt) is (faster is not None)
+    assert bool(first.learnt) is (faster is not None)
+    assert first.slowness == other.slowness == [pytest.approx(SLOWNESS if faster is not None else 1.0)] * 2

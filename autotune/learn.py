@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import log
-from statistics import median
 from typing import NamedTuple
 
 from hetconv.performance import DeviceModel
 
 MOST = 2.0  # a factor that is believed, up and down
-LATENCIES = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # that messages may have, of what links have at rest
+LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest
+BYTES = (1.0, 1.25, 1.5, 2.0, 3.0)  # times that their bytes may take, of what they take at rest
 Seconds = Mapping[str, float]  # by kind of split
 
 
@@ -19,6 +19,13 @@ class Observed(NamedTuple):
 
     predicted: Sequence[Seconds]
     measured: Sequence[float]
+
+
+class AtWork(NamedTuple):
+    """How many times the latency of links, and the time of bytes, messages have between devices that work."""
+
+    latency: float = 1.0
+    of_bytes: float = 1.0
 
 
 def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> list[dict[str, float]]:
@@ -47,13 +54,14 @@ def believed(factor: float) -> float:
     return min(max(factor, 1 / MOST), MOST)
 
 
-def latency_at_work(predicted: Callable[[float], Sequence[float]], measured: Sequence[float]) -> float:
-    """With which of `LATENCIES` the plans' steps would have been predicted best: off by the least factor, on median.
+def at_work(predicted: Callable[[AtWork], Sequence[float]], measured: Sequence[float]) -> AtWork:
+    """With which of `LATENCIES` and `BYTES` the plans' steps would have been predicted best: off by the least factor.
 
-    ``predicted``: the steps with latencies so many times as long. One without plans.
+    ``predicted``: the steps with messages that are so many times as long under way. Ones without plans.
     """
 
-    def off(latency: float) -> float:
-        return median(abs(log(p / m)) for p, m in zip(predicted(latency), measured, strict=True))
+    def off(way: AtWork) -> float:
+        return sum(abs(log(p / m)) for p, m in zip(predicted(way), measured, strict=True))
 
-    return min(LATENCIES, key=off) if measured else 1.0
+    ways = (AtWork(latency, of_bytes) for latency in LATENCIES for of_bytes in BYTES)
+    return min(ways, key=off) if measured else AtWork()

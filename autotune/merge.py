@@ -58,8 +58,8 @@ def merge(profiles: Mapping[str, ClusterProfile], between: str | None = None) ->
     ``profiles`` by the names of their files. Of what several of them measured on the same device, or between the same
     two, the newest counts, and what was measured before what was estimated; an entry that is older than the rest of its
     device says so. What belongs to all devices together is the newest profile's of all of them; where there is none,
-    overlap, sums and latency at work are the worst that a profile says. ``between``: a link of the catalogue that joins
-    the hosts between which nothing was measured.
+    overlap, sums and messages at work are the worst that a profile says. ``between``: a link of the catalogue that
+    joins the hosts between which nothing was measured.
 
     Raises `ProfileError` for a device that does not say which it is, for devices or hosts that are not what another
     profile calls so, and for links that are missing.
@@ -79,13 +79,13 @@ def merge(profiles: Mapping[str, ClusterProfile], between: str | None = None) ->
     shared = (*(_moved(w, source, places) for source in sources for w in source.profile.shared), *cards)
     tiles = {(t.device, t.torch, t.triton, t.what, t.spec, t.precision): t for s in by_age for t in s.profile.tiles}
     whole = [source.profile for source in by_age if source.ranks_of(places) is not None]
-    shown = [(p.overlap, p.sum_s_per_byte, p.latency_at_work) for p in whole[-1:] or profiles.values()]
-    overlaps, sums, latencies = zip(*shown, strict=True)
+    shown = whole[-1:] or [*profiles.values()]
     merged = ClusterProfile(
         devices, links | joining, fingerprint=said | ({"between": between} if between else {}),
         estimated=all(source.profile.estimated for source in sources), tiles=tuple(tiles.values()),
-        shared=_wires(shared), nodes=nodes, overlap=min(overlaps), sum_s_per_byte=max(sums),
-        latency_at_work=max(latencies), **tuned,
+        shared=_wires(shared), nodes=nodes, overlap=min(p.overlap for p in shown),
+        sum_s_per_byte=max(p.sum_s_per_byte for p in shown), latency_at_work=max(p.latency_at_work for p in shown),
+        bytes_at_work=max(p.bytes_at_work for p in shown), **tuned,
     )  # fmt: skip
     return merged, left_out
 

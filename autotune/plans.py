@@ -24,7 +24,7 @@ from hetconv.rules import SplitKind
 from hetconv.tuned import TunedPlan
 
 from .job import Run
-from .learn import Observed, believed, corrected, latency_at_work
+from .learn import AtWork, Observed, at_work, believed, corrected
 from .machine import conditions
 from .race import Alone, Order, Seconds, Way
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
@@ -40,11 +40,11 @@ Tried = tuple[Contender, FrozenTrial]
 
 
 class Learnt(NamedTuple):
-    """``corrections`` of each device, a cluster's ``latency_at_work``, and the ``slowness`` of devices alone."""
+    """``corrections`` of each device, what messages take ``at_work``, and the ``slowness`` of devices alone."""
 
     corrections: list[dict[str, float]]
-    latency_at_work: float
-    slowness: float
+    at_work: AtWork = AtWork()
+    slowness: float = 1.0
 
 
 def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
@@ -53,7 +53,8 @@ def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
     for device, factors in zip(profile.devices, learnt.corrections, strict=True):
         alone = replace(device.alone, slowness=learnt.slowness) if device.alone is not None else None
         devices.append(replace(device, corrections=factors, alone=alone))
-    return replace(profile, devices=tuple(devices), latency_at_work=learnt.latency_at_work)
+    latency, of_bytes = learnt.at_work
+    return replace(profile, devices=tuple(devices), latency_at_work=latency, bytes_at_work=of_bytes)
 
 
 def plans(run: Run, profile: ClusterProfile) -> ClusterProfile:
@@ -94,17 +95,17 @@ class _Plans:
         factors = corrected(self.profile.devices, seen)
         alone = next((c for c in before if c.name == self.alone_name), None)
         if alone is None or not tried:
-            return Learnt(factors, 1.0, 1.0)
+            return Learnt(factors)
         alone_s = median(t.user_attrs[REFERENCE_S] for _, t in tried)
         ran = [(c, t.value * alone_s) for c, t in tried if t.value]
 
-        def steps(latency: float) -> list[float]:
-            profile = with_learnt(self.profile, Learnt(factors, latency, 1.0))
+        def steps(way: AtWork) -> list[float]:
+            profile = with_learnt(self.profile, Learnt(factors, way))
             pricer = Pricer(self.run.graph, profile, self.run.job.mode)
             return [pricer.price(c.splits)[0].step_s for c, _ in ran]
 
-        at_work = latency_at_work(steps, [measured for _, measured in ran])
-        return Learnt(factors, at_work, believed(alone_s / alone.predicted.step_s))
+        found = at_work(steps, [measured for _, measured in ran])
+        return Learnt(factors, found, believed(alone_s / alone.predicted.step_s))
 
     def find_reference(self, found: Sequence[Contender]) -> None:
         """The fastest of the devices alone that may be, and of memory formats; a plan, where the model fits none."""

@@ -158,8 +158,9 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
         console.print(f"{wire.name}: {1e-9 / wire.s_per_byte:.2f} GB/s, shared by {len(wire.pairs)} pairs of devices")
     if profile.overlap < 1:
         console.print(f"halos {profile.overlap:.0%} of the shorter of computing and moving them is hidden")
-    if profile.latency_at_work != 1:
-        console.print(f"messages between devices at work have {profile.latency_at_work:g} times these latencies")
+    if (profile.latency_at_work, profile.bytes_at_work) != (1, 1):
+        more = f"{profile.latency_at_work:g} times these latencies and {profile.bytes_at_work:g} times the bytes' time"
+        console.print(f"messages between devices at work have {more}")
     for t in profile.tuned:
         weights, computed = (":".join(map(str, w)) for w in (t.weights, t.computed_weights))
         console.print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hetconv.proportions import Splits
 from hetconv.tuned import TunedPlan
 
 from .job import Job
+from .plans import Learnt, with_learnt
 from .plots import draw
 from .record import Record
 from .show import milliseconds
@@ -110,8 +111,7 @@ def _layers(best: TunedPlan) -> dict[str, int]:
 
 def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, float]:
     """Of even splits and devices alone, seconds as they were predicted before any whole step was measured."""
-    devices = tuple(replace(device, corrections={}) for device in profile.devices)
-    before = replace(profile, devices=devices, latency_at_work=1.0)
+    before = with_learnt(profile, Learnt([{} for _ in profile.devices]))
     together, alone = Pricer(graph, before, mode), Pricer(graph, before.alone(), mode)
     found = {}
     for name, splits in Candidates(graph, before, mode).whole_models().items():

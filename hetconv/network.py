@@ -49,8 +49,9 @@ class Network:
         latency_s, s_per_byte = np.zeros((2, profile.world, profile.world))
         for a, b in permutations(range(profile.world), 2):
             link = profile.link(a, b)
-            latency_s[a, b], s_per_byte[a, b] = link.latency_s * profile.latency_at_work, link.s_per_byte
-        shared = tuple((wire.pairs, wire.s_per_byte) for wire in profile.shared)
+            latency_s[a, b] = link.latency_s * profile.latency_at_work
+            s_per_byte[a, b] = link.s_per_byte * profile.bytes_at_work
+        shared = tuple((wire.pairs, wire.s_per_byte * profile.bytes_at_work) for wire in profile.shared)
         return cls(latency_s, s_per_byte, shared, profile.overlap, profile.sum_s_per_byte)
 
     @property

@@ -61,7 +61,8 @@ class ClusterProfile:
     beside the link of each pair. ``nodes``: the ranks in each host; all in one, unless something else is said.
     ``overlap``: while halos travel and the device computes, which part of the shorter one takes no time of its own.
     ``sum_s_per_byte``: what each rank takes, beside its messages, for a byte of the sums of gradients that it holds.
-    ``latency_at_work``: how many times the latency of links, between devices that rest, a message has in whole steps.
+    ``latency_at_work``: how many times the latency of links, between devices that rest, a message has in whole steps;
+    ``bytes_at_work``: how many times as long its bytes travel there.
     ``fingerprint``: the names of the links that were taken from the catalogue.
     """
 
@@ -78,6 +79,7 @@ class ClusterProfile:
     sum_s_per_byte: AtLeastZero = 0.0
     plans: tuple[TunedPlan, ...] = ()
     latency_at_work: Positive = 1.0
+    bytes_at_work: Positive = 1.0
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

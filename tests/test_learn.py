@@ -10,7 +10,7 @@ from optuna.trial import create_trial
 from torch import nn
 
 import hetconv
-from hetconv.autotune.learn import LATENCIES, MOST, Observed, corrected, latency_at_work
+from hetconv.autotune.learn import BYTES, LATENCIES, MOST, AtWork, Observed, at_work, corrected
 from hetconv.autotune.plans import observed
 from hetconv.candidates import Candidates
 from hetconv.plan import Mode
@@ -95,19 +95,23 @@ def test_shares_are_balanced_by_corrected_seconds(kind: SplitKind) -> None:
     assert uneven == (64, 32)
 
 
-def steps_with(profile: ClusterProfile, latency: float) -> list[float]:
+def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
     """Of the kinds in which a small net can be cut."""
     graph = hetconv.capture(SuperResolution(), torch.zeros(2, 3, 24, 20))
     whole = Candidates(graph, profile, "infer").whole_models()
     cut = [splits for name, splits in whole.items() if name.startswith("uneven")]
-    at_work = replace(profile, latency_at_work=latency)
-    return [price(graph, at_work, splits, "infer")[0].step_s for splits in cut]
+    working = replace(profile, latency_at_work=way.latency, bytes_at_work=way.of_bytes)
+    return [price(graph, working, splits, "infer")[0].step_s for splits in cut]
 
 
-def test_latency_is_learnt_from_what_steps_took() -> None:
+@pytest.mark.parametrize("way", [AtWork(), AtWork(8.0), AtWork(1.0, 2.0), AtWork(4.0, 1.5)], ids=str)
+def test_what_messages_take_at_work_is_learnt_from_what_steps_took(way: AtWork) -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
-    assert latency_at_work(lambda latency: steps_with(profile, latency), steps_with(profile, 6.0)) == 6.0
-    assert steps_with(profile, 6.0) > steps_with(profile, 1.0)
-    assert latency_at_work(lambda _: [], []) == 1.0
-    assert latency_at_work(lambda latency: [latency, latency, 1.0], [1e9, 1e9, 1.0]) == LATENCIES[-1]
-    assert latency_at_work(lambda _: [1.0], [2.0]) == 1.0  # where it makes no difference
+    assert at_work(lambda tried: steps_with(profile, tried), steps_with(profile, way)) == way
+
+
+def test_messages_at_work_are_those_at_rest_where_nothing_says_more() -> None:
+    assert at_work(lambda _: [], []) == AtWork()
+    assert at_work(lambda _: [1.0], [2.0]) == AtWork()  # where it makes no difference
+    slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0])
+    assert slow == AtWork(LATENCIES[-1], BYTES[-1])

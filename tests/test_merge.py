@@ -187,17 +187,17 @@ def test_what_was_tuned_holds_for_all_devices_in_their_order_or_is_left_out_by_n
     assert left_out == ["others: 1 entry that was tuned on other devices, or in another order, left out"]
 
 
-def of_all_together(merged: ClusterProfile) -> tuple[float, float, float]:
-    return merged.overlap, merged.sum_s_per_byte, merged.latency_at_work
+def of_all_together(merged: ClusterProfile) -> tuple[float, ...]:
+    return merged.overlap, merged.sum_s_per_byte, merged.latency_at_work, merged.bytes_at_work
 
 
 def test_what_belongs_to_all_devices_together_is_the_newest_profiles_of_all_or_the_worst() -> None:
-    old = replace(profile([A0, A1], OLD), overlap=0.5, sum_s_per_byte=2e-9, latency_at_work=4.0)
-    new = replace(profile([A0, A1], NEW), overlap=0.9, sum_s_per_byte=1e-9, latency_at_work=2.0)
+    old = replace(profile([A0, A1], OLD), overlap=0.5, sum_s_per_byte=2e-9, latency_at_work=4.0, bytes_at_work=3.0)
+    new = replace(profile([A0, A1], NEW), overlap=0.9, sum_s_per_byte=1e-9, latency_at_work=2.0, bytes_at_work=1.5)
     for profiles in ({"old": old, "new": new}, {"new": new, "old": old}):
-        assert of_all_together(merge(profiles)[0]) == (0.9, 1e-9, 2.0)
-    other = replace(profile([B0], NEW), overlap=0.7, sum_s_per_byte=0.0, latency_at_work=3.0)
-    assert of_all_together(merge({"old": old, "other": other}, "ethernet-25g")[0]) == (0.5, 2e-9, 4.0)
+        assert of_all_together(merge(profiles)[0]) == (0.9, 1e-9, 2.0, 1.5)
+    other = replace(profile([B0], NEW), overlap=0.7, sum_s_per_byte=0.0, latency_at_work=3.0, bytes_at_work=2.0)
+    assert of_all_together(merge({"old": old, "other": other}, "ethernet-25g")[0]) == (0.5, 2e-9, 4.0, 3.0)
 
 
 def test_a_link_between_the_same_two_is_turned_to_the_order_of_the_first_profile() -> None:
@@ -237,7 +237,7 @@ def test_merging_knows_every_field_of_a_profile() -> None:
     """Who adds one says in merge what becomes of it, and tests that here."""
     known = {
         ClusterProfile: "devices links tuned fingerprint estimated tiles chunks shared nodes overlap sum_s_per_byte "
-        "plans latency_at_work",
+        "plans latency_at_work bytes_at_work",
         DeviceModel: "name kind memory_bytes flops_per_s bytes_per_s overhead_s backward_ratio emulated operators "
         "identity measured backward_overhead_s others alone corrections",
         Alone: "operators others overhead_s backward_overhead_s slowness",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hetconv
+from hetconv import transport
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.layout import Box, Layout, Move, Need, summed, traffic
 from hetconv.levels import TwoLevel
@@ -88,6 +90,17 @@ def rank_on_backend(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -
     """The same as if every rank were on a host of its own."""
     with through_backend():
         return forward_and_back(src, dst, x, y)[:2]
+
+
+def rank_on_two_hosts(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The same as if even ranks were on one host, and odd ones on another."""
+    team = team_of()
+    near = {peer: channel for peer, channel in team.channels.items() if peer % 2 == team.rank % 2}
+    transport._teams[team.group] = replace(team, channels=near)
+    try:
+        return forward_and_back(src, dst, x, y)[:2]
+    finally:
+        transport._teams[team.group] = team
 
 
 def places(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Place]:
@@ -220,13 +233,13 @@ def test_sent_bytes_are_those_of_the_geometry(case: Case) -> None:
     assert sent_back == ({} if same else adjoint)
 
 
-@pytest.mark.parametrize("transport", [rank_on_backend, rank_on_staged_transport])
+@pytest.mark.parametrize("rank", [rank_on_backend, rank_on_staged_transport, rank_on_two_hosts])
 @settings(max_examples=40)
 @given(case=cases())
-def test_other_transports_give_the_same_bits(transport: Callable[..., tuple[Tensor, Tensor]], case: Case) -> None:
+def test_other_transports_give_the_same_bits(rank: Callable[..., tuple[Tensor, Tensor]], case: Case) -> None:
     src, dst = case
     x, y, found = both(case)
-    for (fx, g, *_), other in zip(found, on_ranks(src.world, transport, src, dst, x, y), strict=True):
+    for (fx, g, *_), other in zip(found, on_ranks(src.world, rank, src, dst, x, y), strict=True):
         assert torch.equal(fx, other[0])
         assert torch.equal(g, other[1])
 

@@ -13,7 +13,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from torch import Tensor
 
-from hetconv.candidates import ALONE, EVEN, Candidates
+from hetconv.candidates import ALONE, EVEN, TUNED, Candidates
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.plan import Plan
 from hetconv.planner import Contender, contenders, make_plan
@@ -110,7 +110,7 @@ class _Plans:
     def find_reference(self, found: Sequence[Contender]) -> None:
         """The fastest of the devices alone that may be, and of memory formats; a plan, where the model fits none."""
         run, alone = self.run, [c for c in found if c.name.startswith(ALONE)]
-        likely = min((FAR * c.predicted.step_s for c in alone), default=0.0)
+        likely = min(((1 + ERROR) * c.predicted.step_s for c in alone), default=0.0)
         ways: dict[str, tuple[Contender, Alone]] = {}
         for c in alone:
             if c.predicted.step_s <= likely:
@@ -240,13 +240,15 @@ def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -
 def near(found: Sequence[Contender]) -> list[Contender]:
     """Who may be the fastest of those that split, as predictions err, and who shows how whole steps take other kinds.
 
-    Nobody, if none comes near a device alone.
+    First what a study found, for that was measured. Nobody, if none comes near a device alone.
     """
     split = sorted((c for c in found if not c.name.startswith(ALONE)), key=lambda c: c.predicted.step_s)
     if not split or split[0].predicted.step_s > FAR * min(c.predicted.step_s for c in found):
         return []
     best_s = split[0].predicted.step_s
-    close = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
+    likely = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
+    studied = [c for c in split if c.name.startswith(TUNED)]
+    close = studied + [c for c in likely if c not in studied]
     seen = {kind for c in close for kind in kinds(c)}
     for c in split:
         if c.predicted.step_s <= FAR * best_s and kinds(c) - seen:

@@ -27,6 +27,7 @@ class Team:
     """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL.
 
     ``channels`` carry pieces of CPU tensors, where ``group`` is gloo, to those ranks that are on this rank's host.
+    ``one_host``: whether any two ranks have one.
     """
 
     group: dist.ProcessGroup
@@ -35,6 +36,7 @@ class Team:
     size: int
     backend: str
     channels: Mapping[int, Channel] = field(default_factory=dict)
+    one_host: bool = False
 
     def __deepcopy__(self, memo: object) -> Team:
         return self  # a process group cannot be copied; copies of a model go on using the same one
@@ -60,18 +62,19 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
             control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             dist.barrier(group)  # NCCL wants every rank in a group's first call; later ones may be between two
         team = Team(group, control, dist.get_rank(group), dist.get_world_size(group), backend)
-        _teams[group] = replace(team, channels=_channels(team)) if backend == "gloo" and team.size > 1 else team
+        _teams[group] = _with_channels(team) if backend == "gloo" and team.size > 1 else team
     return _teams[group]
 
 
-def _channels(team: Team) -> dict[int, Channel]:
+def _with_channels(team: Team) -> Team:
     def gather(word: Any) -> list[Any]:
         words = [word] * team.size
         answered(team, lambda: dist.all_gather_object(words, word, group=team.group))
         return words
 
     timeout = team.group._get_backend(torch.device("cpu")).options._timeout
-    return answered(team, lambda: channels(team.rank, gather, timeout))
+    found = answered(team, lambda: channels(team.rank, gather, timeout))
+    return replace(team, channels=found, one_host=all(gather(len(found) == team.size - 1)))
 
 
 def disband(team: Team) -> None:
@@ -137,7 +140,7 @@ def answered(team: Team, action: Callable[[], T]) -> T:
 def words_of_all(team: Team, word: Tensor) -> Tensor:
     """(P, ...): what each rank gives, in rank order; a few bytes on the CPU. Collective."""
     words = word.new_empty(team.size, *word.shape)
-    if len(team.channels) < team.size - 1 or _by_backend:
+    if not team.one_host or _by_backend:
         answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
         return words
 

@@ -96,7 +96,7 @@ def rank_on_two_hosts(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor])
     """The same as if even ranks were on one host, and odd ones on another."""
     team = team_of()
     near = {peer: channel for peer, channel in team.channels.items() if peer % 2 == team.rank % 2}
-    transport._teams[team.group] = replace(team, channels=near)
+    transport._teams[team.group] = replace(team, channels=near, one_host=False)
     try:
         return forward_and_back(src, dst, x, y)[:2]
     finally:

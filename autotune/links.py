@@ -17,7 +17,7 @@ from hetconv.movement import sum_pieces
 from hetconv.network import Network
 from hetconv.profile import ClusterProfile, LinkModel, SharedWire
 from hetconv.replicas import contributed
-from hetconv.transport import Round, Team
+from hetconv.transport import Round, Team, objects_of_all
 
 from . import fit
 from .machine import conditions
@@ -41,7 +41,7 @@ def link_models(team: Team, device: torch.device, sizes: Sequence[int] = SIZES) 
         times = {size: _echoes(team, sender, receiver, size, device) for size in sizes}
         if team.rank == sender:
             mine[sender, receiver] = {size: _one_way(seconds, echoes) for size, seconds in times.items()}
-    found = {pair: one_way for known in _of_all(team, mine) for pair, one_way in known.items()}
+    found = {pair: one_way for known in objects_of_all(team, mine) for pair, one_way in known.items()}
     return {
         f"{a}-{b}": replace(fit.link(found[a, b], found[b, a]), measured=conditions(device))
         for a, b in combinations(range(team.size), 2)
@@ -154,18 +154,11 @@ def _at_once(team: Team, action: Callable[[], Any], size: int, device: torch.dev
     for _ in range(_repeats(size)):
         dist.barrier(group=team.control)
         mine.append(timed(action, device))
-    return [list(repeat) for repeat in zip(*_of_all(team, mine[1:]), strict=True)]
+    return [list(repeat) for repeat in zip(*objects_of_all(team, mine[1:]), strict=True)]
 
 
 def _slowest(repeats: Sequence[Sequence[float]], ranks: Sequence[int]) -> list[float]:
     return [max(seconds[rank] for rank in ranks) for seconds in repeats]
-
-
-def _of_all(team: Team, mine: Any) -> list[Any]:
-    """What every rank has, in rank order."""
-    found = [mine] * team.size
-    dist.all_gather_object(found, mine, group=team.control)
-    return found
 
 
 def _host(profile: ClusterProfile, ranks: Sequence[int]) -> str:

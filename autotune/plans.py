@@ -86,7 +86,7 @@ class _Plans:
         tried = self.measured(new, "plans, corrected", tried)
         why = "no split ran" if field or new else "no split is predicted to come near it"
         found = self.final(before, tried) if tried else self.undisputed(before, why)
-        return found, self.learnt(before, tried)
+        return found, self.learnt(before, tried) if new else learnt
 
     def learnt(self, before: Sequence[Contender], tried: Sequence[Tried]) -> Learnt:
         """From steps beside the fastest device alone, and from its own."""

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import errors
 from .errors import DisagreementError, HetConvError
-from .transport import Team, answered, words_of_all
+from .transport import Team, objects_of_all, words_of_all
 
 T = TypeVar("T")
 
@@ -32,8 +31,7 @@ def agree(team: Team, what: str, saying: str, error: HetConvError | None = None)
     if bool((words_of_all(team, word) == word).all()) and error is None:
         return
     told = (what, saying, type(error).__name__ if error else "", str(error) if error else "")
-    all_told: list[tuple[str, str, str, str]] = [told] * team.size
-    answered(team, lambda: dist.all_gather_object(all_told, told, group=team.control))
+    all_told = objects_of_all(team, told)
     for rank, (where, _, kind, message) in enumerate(all_told):
         if kind:
             raise getattr(errors, kind, HetConvError)(f"{where}, on rank {rank}: {message}")

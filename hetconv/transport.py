@@ -19,7 +19,6 @@ from .mailbox import Channel, channels
 
 T = TypeVar("T")
 _counters: list[Counter[int]] = []
-_waits_at_once = _by_backend = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +66,7 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
 
 
 def _with_channels(team: Team) -> Team:
-    def gather(word: Any) -> list[Any]:
-        words = [word] * team.size
-        answered(team, lambda: dist.all_gather_object(words, word, group=team.group))
-        return words
-
+    gather = partial(objects_of_all, team)
     timeout = team.group._get_backend(torch.device("cpu")).options._timeout
     found = answered(team, lambda: channels(team.rank, gather, timeout))
     return replace(team, channels=found, one_host=all(gather(len(found) == team.size - 1)))
@@ -88,7 +83,7 @@ def disband(team: Team) -> None:
 
 def near(team: Team, device: torch.device) -> Mapping[int, Channel]:
     """By which pieces on a device go, and to whom; the backend carries the others."""
-    return team.channels if device.type == "cpu" and not _by_backend else {}
+    return team.channels if device.type == "cpu" and not through_backend.on else {}
 
 
 @contextmanager
@@ -102,26 +97,24 @@ def count_sent() -> Iterator[Counter[int]]:
         _counters.remove(counts)
 
 
-@contextmanager
-def in_turn() -> Iterator[None]:
-    """While the context lasts, messages are waited for where they start: what overlap gains shows beside this."""
-    global _waits_at_once
-    before, _waits_at_once = _waits_at_once, True
-    try:
-        yield
-    finally:
-        _waits_at_once = before
+class Switch:
+    """Off, but while the context that it gives when it is called lasts."""
+
+    on = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, self.on = self.on, True
+        try:
+            yield
+        finally:
+            self.on = before
 
 
-@contextmanager
-def through_backend() -> Iterator[None]:
-    """While the context lasts, on all ranks, no piece goes by a `Channel`: what they gain shows beside this."""
-    global _by_backend
-    before, _by_backend = _by_backend, True
-    try:
-        yield
-    finally:
-        _by_backend = before
+in_turn = Switch()
+"""Messages are waited for where they start: what overlap gains shows beside this."""
+through_backend = Switch()
+"""On all ranks alike, no piece goes by a `Channel`: what they gain shows beside this."""
 
 
 def answered(team: Team, action: Callable[[], T]) -> T:
@@ -137,10 +130,17 @@ def answered(team: Team, action: Callable[[], T]) -> T:
         ) from e
 
 
+def objects_of_all(team: Team, word: T) -> list[T]:
+    """What each rank gives, in rank order. Collective."""
+    words = [word] * team.size
+    answered(team, lambda: dist.all_gather_object(words, word, group=team.control))
+    return words
+
+
 def words_of_all(team: Team, word: Tensor) -> Tensor:
     """(P, ...): what each rank gives, in rank order; a few bytes on the CPU. Collective."""
     words = word.new_empty(team.size, *word.shape)
-    if not team.one_host or _by_backend:
+    if not team.one_host or through_backend.on:
         answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
         return words
 
@@ -196,7 +196,7 @@ class Round:
         staged = team.backend == "gloo" and like.device.type != "cpu"
         start = (lambda: self._all_to_all(like)) if staged else self._point_to_point
         self._waits = answered(team, lambda: [*self._by_channels(outgoing), *start()])
-        if _waits_at_once:
+        if in_turn.on:
             self.wait()
             if like.device.type == "cuda":
                 torch.cuda.synchronize(like.device)

@@ -29,7 +29,7 @@ def measured() -> tuple[dict[str, Any], list[dict[str, Any]], set[tuple[bool, bo
     start = Round.__init__
 
     def noted(self: Round, *args: Any) -> None:
-        seen.add((transport._waits_at_once, transport._by_backend))
+        seen.add((transport.in_turn.on, transport.through_backend.on))
         start(self, *args)
 
     Round.__init__ = noted  # type: ignore[method-assign]

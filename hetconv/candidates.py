@@ -145,7 +145,7 @@ class Candidates:
                 found[f"uneven {kind} split"] = self.balanced(kind)
         for kind in self.inner:
             found[f"{EVEN} by sample x {kind}"] = self.whole(kind, (1.0,) * world, self.ranks)
-            found[f"uneven sample x {kind} split"] = self.whole(kind, self._balance(kind), self.ranks)
+            found[f"uneven sample x {kind} split"] = self.whole(kind, self.balance(kind), self.ranks)
         if {"filter", "channel"} <= set(self.kinds):
             found[PAIRS] = self._pairs()
         for tuned in self.tuned():
@@ -161,9 +161,9 @@ class Candidates:
         """Samples and space in one proportion for the whole model, so that neighbours align; the others per layer."""
         if kind in ("filter", "channel"):
             return {name: self._suited(name, op, kind) for name, op in self.graph.layers.items()}
-        return self.whole(kind, self._balance(kind))
+        return self.whole(kind, self.balance(kind))
 
-    def _balance(self, kind: SplitKind) -> Weights:
+    def balance(self, kind: SplitKind) -> Weights:
         """Of all convolutions together."""
         return balance(self._corrected(self.model_curves("pixels"), kind))
 

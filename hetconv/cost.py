@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -11,9 +11,8 @@ from .following import AdaptivePool, BatchNorm, Contraction, ConvTranspose, Grou
 from .graph import Graph, Node
 from .layout import Boxes
 from .network import Array
-from .plan import Mode
 from .profile import Axis, Curve, DeviceModel
-from .rules import REPLICATE, SPACE, Conv, Linear, Op, Split, SplitKind, Step
+from .rules import SPACE, Conv, Linear, Op, Split, SplitKind, Step
 
 # Along filters, as along channels, a share reads its share of the weights; along pixels, of the input.
 LIKENESS: dict[Axis, int] = {"pixels": 0, "filters": 2, "channels": 3}
@@ -172,44 +171,3 @@ class Operators:
         if key not in self._layers:
             self._layers[key] = [layer_curve(d, op, axis, backward, dtype).at for d in self.devices]
         return self._layers[key]
-
-
-def result_bytes(graph: Graph, node: Node, step: Step) -> list[int]:
-    """Bytes of what an operator leaves in memory on each rank; a view leaves nothing."""
-    if not node.outputs or node.views:
-        return [0] * step.output.world
-    return [box.numel * graph.values[node.outputs[0]].itemsize for box in step.output.boxes]
-
-
-def parameter_bytes(
-    graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode, layer: str | None
-) -> list[float]:
-    """Bytes on each rank of a layer's parameters, or of all that no layer has.
-
-    In training each counts four times: with its gradient and two moments of an optimizer.
-    """
-    op = graph.layers.get(layer) if layer is not None else None
-    held = op.held(splits.get(str(layer), REPLICATE), world) if op is not None else {}
-    found = [0.0] * world
-    for name, size in graph.owned.get(layer, {}).items():
-        parts = [box.numel / held[name].numel for box in held[name].boxes] if name in held else [1.0] * world
-        found = [of_rank + size * part for of_rank, part in zip(found, parts, strict=True)]
-    return [of_rank * (4 if mode == "train" else 1) for of_rank in found]
-
-
-def memory_bytes(
-    graph: Graph, results: Sequence[Sequence[int]], splits: Mapping[str, Split], world: int, mode: Mode
-) -> tuple[int, ...]:
-    """Bytes on each rank: parameters, and the results that live together, in inference the two largest in a row.
-
-    ``results``: `result_bytes` of every operator.
-    """
-    held = [
-        sum(sizes)
-        for sizes in zip(
-            *(parameter_bytes(graph, splits, world, mode, layer) for layer in (None, *graph.layers)), strict=True
-        )
-    ]
-    by_rank = np.array(results, dtype=np.int64).reshape(-1, world)
-    alive = by_rank.sum(0) if mode == "train" else 2 * by_rank.max(0, initial=0)
-    return tuple(int(h + a) for h, a in zip(held, alive.tolist(), strict=True))

@@ -45,12 +45,12 @@ def gap(slack: float, cost: float) -> float:
 
 
 def least(
-    tables: Mapping[Scope, Array], time_limit: float, caps: tuple[Mapping[int, Array], Array] | None = None
+    tables: Mapping[Scope, Array], time_limit: float, caps: tuple[Mapping[Scope, Array], Array] | None = None
 ) -> tuple[dict[int, int], float]:
     """A choice for each node, and by how much the sum of the tables may exceed its least. Raises as `minimize_milp`.
 
-    ``tables``: one for each node, and any over several of them. ``caps``: by node what its choices use (choices, P),
-    and how much of each of P resources there is.
+    ``tables``: one for each node, and any over several of them. ``caps``: what choices use,
+    as tables of (..., P), and how much of each of P resources there is.
     """
     if not tables:
         return {}, 0.0
@@ -67,9 +67,8 @@ def least(
     constraints = [LinearConstraint(*_constraints(allowed, {v: len(tables[v,]) for v in nodes}))]
     if caps is not None:
         used, room = caps
-        columns = [used[v][allowed[v,][0]] if v in used else np.zeros((len(allowed[v,][0]), len(room))) for v in nodes]
-        whole = np.zeros((ends[-1], len(room)))
-        whole[: ends[len(nodes) - 1]] = np.concatenate(columns)
+        each = [used[at][allowed[at]] if at in used else np.zeros((len(allowed[at][0]), len(room))) for at in scopes]
+        whole = np.concatenate(each)
         constraints.append(LinearConstraint((whole / np.abs(room)).T, -np.inf, np.sign(room)))
     result = milp(
         np.concatenate([(c - low) / scale for c, low in zip(costs, lowest, strict=True)]),

@@ -100,7 +100,7 @@ class _Compared:
         lone = Pricer(graph, profile.alone(), mode) if any(d.alone for d in profile.devices) else pricer
         pricers = {name: lone if name.startswith(ALONE) else pricer for name in self.found}
         self.priced: Priced = {name: pricers[name].price(splits) for name, splits in self.found.items()}
-        self.search = Search(ways, pricer, ways.choices(ways.pool()))
+        self.search = Search.within(ways, pricer, limits)
         even = Search(ways, pricer, ways.choices(ways.pool(even=True), own=False))
         for name, one in ((PLANNED, self.search), (EVEN_PLAN, even)):
             splits = one.best(limits)

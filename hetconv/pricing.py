@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost import Operators, memory_bytes, result_bytes
+from .cost import Operators
 from .errors import PlanError
+from .footprint import Footprint, copied, last_readers, memory_bytes, most_passing, result_bytes
 from .graph import Graph
 from .layout import traffic
 from .network import Messages, Network, both
@@ -31,15 +32,14 @@ class LayerCost:
 class _Known(NamedTuple):
     """What an operator under a plan takes: forward and, in training, backward.
 
-    ``summed_s``: seconds of each pass alone, as `Prediction` has them; ``messages``: of all passes; ``held``: bytes of
-    its results on each rank.
+    ``summed_s``: seconds of each pass alone, as `Prediction` has them; ``messages``: of all passes.
     """
 
     applied: Applied
     passes: tuple[Pass, ...]
     summed_s: tuple[float, ...]
     messages: tuple[Messages, ...]
-    held: list[int]
+    footprint: Footprint
 
     @property
     def layer_cost(self) -> LayerCost:
@@ -56,6 +56,7 @@ class Pricer:
         self.operators = Operators(graph, profile.devices)
         self.walk = Walk(graph, profile.world, mode)
         self._known: dict[int, _Known] = {}
+        self._last = last_readers(graph)
 
     def price(
         self, splits: Mapping[str, Split], listener: Listener | None = None
@@ -82,15 +83,23 @@ class Pricer:
         busy, moving = tuple(clocks.busy.tolist()), tuple(clocks.moving.tolist())
         messages = chain(rounds, *(k.messages for k in known))
         matrix = sum((m.sent_bytes for m in messages), np.zeros((world, world))).astype(int).tolist()
-        memory = self._memory(splits, known)
+        memory = self._memory(splits, known, sums)
         return Prediction(step_s, step_s - max(busy), busy, tuple(map(tuple, matrix)), memory, summed_s, moving), layers
 
     def memory(self, splits: Mapping[str, Split]) -> tuple[int, ...]:
         """Bytes on each device, as `price` predicts them, without the seconds."""
-        return self._memory(splits, [self._of(a) for a in self.walk(splits)[0]])
+        applied, sums = self.walk(splits)
+        return self._memory(splits, [self._of(a) for a in applied], sums)
 
-    def _memory(self, splits: Mapping[str, Split], known: Sequence[_Known]) -> tuple[int, ...]:
-        return memory_bytes(self.graph, [k.held for k in known], splits, self.profile.world, self.mode)
+    def _memory(self, splits: Mapping[str, Split], known: Sequence[_Known], sums: Transfers) -> tuple[int, ...]:
+        world, nothing = self.profile.world, np.zeros(self.profile.world)
+        passing = nothing
+        for rounds, itemsize in sums:  # one bucket after the other
+            messages = [self.network.messages(one, itemsize) for one in rounds]
+            bucket = copied(((rounds, itemsize),), messages, world, beside=False)
+            passing = np.maximum(passing, bucket + most_passing(messages, world))
+        held = [*(k.footprint for k in known), Footprint(nothing, nothing, passing)]
+        return memory_bytes(self.graph, held, splits, world, self.mode, self._last)
 
     def _of(self, applied: Applied) -> _Known:
         """By identity: `Walk` gives the same object again."""
@@ -99,7 +108,8 @@ class Pricer:
         return self._known[id(applied)]
 
     def _priced(self, a: Applied) -> _Known:
-        passes, summed, sent = [], [], []
+        world, passes, summed, sent = self.profile.world, [], [], []
+        copies = passing = np.zeros(world)
         for transfers, backward in ((a.forward, False), (a.backward, True))[: 1 + (self.mode == "train")]:
             messages = [self.network.messages(one, itemsize) for rounds, itemsize in transfers for one in rounds]
             seconds = self.operators.seconds(a.node, a.split, a.step, backward)
@@ -108,8 +118,12 @@ class Pricer:
             moving = sum(self.network.rounds_s(*t) for t in transfers)
             summed.append(both(float(seconds.max()), moving, self.network.overlap if a.hides else 0.0))
             sent += messages
-        held = result_bytes(self.graph, a.node, a.step)
-        return _Known(a, tuple(passes), tuple(summed), tuple(sent), held)
+            statistics = len(a.step.backward if backward else a.step.forward)  # come last, and stay with nobody
+            made = copied(transfers[: len(transfers) - statistics], messages, world, beside=a.hides)
+            copies = copies if backward else made
+            passing = np.maximum(passing, most_passing(messages, world) + (made if backward else 0.0))
+        result = np.array(result_bytes(self.graph, a.node, a.step), dtype=np.float64)
+        return _Known(a, tuple(passes), tuple(summed), tuple(sent), Footprint(result, copies, passing))
 
     def _summed(self, known: Sequence[_Known], sums: Transfers) -> float:
         """What every operator and movement takes alone, added up; halos are hidden by what is computed meanwhile."""

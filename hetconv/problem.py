@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .contributions import Contributions
-from .cost import Operators, parameter_bytes, result_bytes
+from .cost import Operators
 from .following import Reshape
+from .footprint import copied_between, input_bytes, kept, parameter_bytes, result_bytes
 from .graph import Graph, Memory, Node
 from .layout import Layout, Need, Shape
-from .ledger import Tables
+from .ledger import Copies, Tables
 from .network import Array, Network
 from .plan import Mode
 from .profile import ClusterProfile
@@ -54,7 +55,8 @@ def tables(graph: Graph, profile: ClusterProfile, choices: Mapping[str, tuple[Sp
         cuts = [{name: split} for split in choices.get(name) or (REPLICATE,)]
         held = np.array([parameter_bytes(graph, cut, profile.world, mode, name) for cut in cuts])
         builder.tables.hold(name if choices.get(name) else None, held)
-    builder.tables.hold(None, np.array([parameter_bytes(graph, {}, profile.world, mode, None)]))
+    always = np.array(parameter_bytes(graph, {}, profile.world, mode, None)) + input_bytes(graph)
+    builder.tables.hold(None, always[None])
     builder.charge_moves()
     builder.contributions.charge(builder.tables)
     return builder.tables
@@ -78,6 +80,7 @@ class _Builder:
         self._nested = nested(graph)
         self._begun: dict[Hashable, tuple[str, list[Said]]] = {}  # by values and how they lie
         self._copies: set[int] = set()  # what may be a copy of what it is a view of
+        self._stays = kept(graph, mode)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What was made for an equal key. Layouts, and tuples of them, count as equal if they are the same object."""
@@ -205,6 +208,7 @@ class _Builder:
         self.tables.charge(name, cost)
         if train:
             self.contributions.note(node, name, ways.steps)
+        if node in self._stays:
             self.tables.hold(name, np.array([result_bytes(self.graph, node, s) for s in ways.steps], dtype=float))
         for i, outputs in zip(node.outputs, ways.outputs, strict=False):
             self.lies[i] = Lies(name, self.once((outputs,), partial(self._equal.setdefault, outputs, outputs)))
@@ -273,6 +277,11 @@ class _Builder:
             moved = self.once(key, partial(Moved, *key))
             hidden = None if hides is None or not hides.any() else (hides, computing[k])
             self._movements.append(_Movement(node, reader, moved, hidden))
+            if not backward and True in self.passes:
+                beside = hides if hidden is not None else None
+                alike = moved, beside.tobytes() if beside is not None else b""
+                counted = self.once(alike, partial(partial, copied_between, moved, beside))
+                self.tables.copies.append(Copies(node, reader, counted))
 
     def charge_moves(self) -> None:
         """All at once, which takes a fraction of what it takes one by one."""

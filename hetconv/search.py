@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from .candidates import Candidates
 from .elimination import solve
 from .explain import considered
-from .memory import Limits, solve_within
+from .memory import Choice, Limits, solve_within
 from .plan import Considered
 from .pricing import Pricer
 from .problem import tables
-from .proportions import Splits
-from .rules import Split
+from .proportions import Splits, Weights, is_there
+from .rules import SPACE, Split
 
+TURNS = 24  # of taking from who has too little memory, until all have enough
 Choices = Mapping[str, tuple[Split, ...]]
 
 
@@ -23,6 +25,27 @@ class Search:
     def __init__(self, ways: Candidates, pricer: Pricer, choices: Choices):
         self.ways, self.pricer, self.choices = ways, pricer, choices
         self.tables = tables(ways.graph, ways.profile, choices, ways.mode)
+        self.roomy: list[Splits] = []  # whole models that fit, where what is fastest does not
+
+    @classmethod
+    def within(cls, ways: Candidates, pricer: Pricer, limits: Limits) -> Search:
+        """With proportions for which there is room among the choices, where what would be fastest does not fit."""
+        pool = ways.pool()
+        search = cls(ways, pricer, ways.choices(pool))
+        if search.fits(search.fastest, limits):
+            return search
+        roomy = _with_room(ways, pricer, limits)
+        search = cls(ways, pricer, ways.choices([*dict.fromkeys(weights for weights, _ in roomy), *pool]))
+        search.roomy = [splits for _, splits in roomy]
+        return search
+
+    @cached_property
+    def fastest(self) -> Choice:
+        """Whatever memory it takes."""
+        return solve(self.tables.unary, self.tables.pairwise).choice
+
+    def fits(self, choice: Choice, limits: Limits) -> bool:
+        return all(m <= c for m, c in zip(self.memory(choice), limits, strict=True))
 
     def splits(self, choice: Mapping[str, int]) -> Splits:
         return {name: of_layer[choice[name]] for name, of_layer in self.choices.items()}
@@ -32,11 +55,11 @@ class Search:
 
     def best(self, limits: Limits) -> Splits | None:
         """The best combination; None if none was found that fits the memory."""
-        choice = solve(self.tables.unary, self.tables.pairwise).choice
-        if all(m <= c for m, c in zip(self.memory(choice), limits, strict=True)):
-            return self.splits(choice)
+        if self.fits(self.fastest, limits):
+            return self.splits(self.fastest)
         within = solve_within(self.tables, limits, self.memory)
-        return self.splits(within) if within is not None else None
+        found = [*self.roomy, *([self.splits(within)] if within is not None else [])]
+        return min(found, default=None, key=lambda splits: self.pricer.price(splits)[0].step_s)
 
     def considered(self, chosen: Splits) -> dict[str, tuple[Considered, ...]]:
         """Of each layer, all its choices beside the chosen one, with the other layers as chosen."""
@@ -47,3 +70,18 @@ class Search:
                 chosen
             )
         return considered(self.tables, self.choices, {n: c.index(chosen[n]) for n, c in self.choices.items()})
+
+
+def _with_room(ways: Candidates, pricer: Pricer, limits: Limits) -> list[tuple[Weights, Splits]]:
+    """Whole models, each cut in one way, that fit: in proportions as near to the balanced ones as that goes."""
+    found = []
+    for kind in (kind for kind in (*SPACE, "sample") if kind in ways.kinds and is_there(ways.graph, kind)):
+        weights = ways.balance(kind)
+        for _ in range(TURNS):
+            splits = ways.whole(kind, weights)
+            over = [max(m / c, 1.0) for m, c in zip(pricer.memory(splits), limits, strict=True)]
+            if max(over) == 1:
+                found.append((weights, splits))
+                break
+            weights = tuple(w / o for w, o in zip(weights, over, strict=True))
+    return found

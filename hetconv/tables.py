@@ -23,7 +23,7 @@ BLOCK = 15_000
 MOST_BOXES = 1 << 24  # whose pairs, with the bytes of an element, are counted in 64 bits
 
 Ints = npt.NDArray[np.intp]
-Measure = Callable[[Array], Array]  # of the bytes that ranks send each other in a round, (n, P, P) -> (n,)
+Measure = Callable[[Array], Array]  # of the bytes that ranks send each other in a round, (n, P, P) -> (n, ...)
 
 
 class Moved(NamedTuple):
@@ -64,7 +64,13 @@ def sent_bytes(sources: Sequence[Layout], reads: Sequence[Layout | Need], itemsi
     return _tables([Moved(sources, reads, itemsize, adjoint)], lambda sent: sent.sum((-2, -1)))[0]
 
 
-def _tables(values: Sequence[Moved], measure: Measure) -> list[Array]:
+def received_bytes(one: Moved) -> Array:
+    """(sources, reads, P): bytes that arrive at each rank for what `movement` has the seconds of. Raises alike."""
+    return _tables([one], lambda sent: sent.sum(-2), (one.sources[0].world,))[0]
+
+
+def _tables(values: Sequence[Moved], measure: Measure, each: tuple[int, ...] = ()) -> list[Array]:
+    """(sources, reads, *each) of each value, where ``measure`` gives so many numbers of a round."""
     boxes = _Numbered()
     coded = [_coded(one, boxes) for one in values]
     if not coded:
@@ -72,10 +78,10 @@ def _tables(values: Sequence[Moved], measure: Measure) -> list[Array]:
     codes, at = np.unique(np.concatenate([code.ravel() for code in coded]), return_inverse=True)
     moving = codes[codes >= 0]
     ends, itemsizes = np.divmod(moving, 1 << 8)
-    took = np.zeros(len(codes))
-    took[codes >= 0] = _exchanged(boxes.given, *np.divmod(ends, MOST_BOXES), itemsizes, measure)
+    took = np.zeros((len(codes), *each))
+    took[codes >= 0] = _exchanged(boxes.given, *np.divmod(ends, MOST_BOXES), itemsizes, measure, each)
     parts = np.split(took[at], np.cumsum([code.size for code in coded])[:-1])
-    return [part.reshape(code.shape) for part, code in zip(parts, coded, strict=True)]
+    return [part.reshape(*code.shape, *each) for part, code in zip(parts, coded, strict=True)]
 
 
 class _Numbered:
@@ -122,21 +128,26 @@ def _moves(one: Moved) -> npt.NDArray[np.bool_]:
     return both
 
 
-def _exchanged(boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsizes: Ints, measure: Measure) -> Array:
-    """(n,): of the `exchanges` between ``boxes[held]`` and ``boxes[wanted]``; no two of ``boxes`` are the same."""
-    result = _in_one_round(boxes, held, wanted, itemsizes, measure)
+def _exchanged(
+    boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsizes: Ints, measure: Measure, each: tuple[int, ...]
+) -> Array:
+    """(n, *each): of `exchanges` between ``boxes[held]`` and ``boxes[wanted]``; no two of ``boxes`` are the same."""
+    result = _in_one_round(boxes, held, wanted, itemsizes, measure, each)
     for k in np.flatnonzero(held == wanted):  # only a sum of wholes into wholes takes more rounds
         rounds = exchanges(boxes[held[k]], boxes[held[k]])
         if len(rounds) > 1:
             ends = np.arange(2 * len(rounds)).reshape(-1, 2)
-            each = itemsizes[[k] * len(rounds)]
-            result[k] = _in_one_round(tuple(chain(*rounds)), ends[:, 0], ends[:, 1], each, measure).sum()
+            alike = itemsizes[[k] * len(rounds)]
+            by_round = _in_one_round(tuple(chain(*rounds)), ends[:, 0], ends[:, 1], alike, measure, each)
+            result[k] = by_round.sum(0)
     return result
 
 
-def _in_one_round(boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsizes: Ints, measure: Measure) -> Array:
-    """(n,): block by block, each of pairs whose ranks differ in the same dimensions."""
-    result = np.zeros(len(held))
+def _in_one_round(
+    boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsizes: Ints, measure: Measure, each: tuple[int, ...]
+) -> Array:
+    """(n, *each): block by block, each of pairs whose ranks differ in the same dimensions."""
+    result = np.zeros((len(held), *each))
     if not len(held):
         return result
     lo, hi = _corners(boxes)

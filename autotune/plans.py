@@ -78,7 +78,8 @@ class _Plans:
         """What is fastest, if anything ran, and what was learnt."""
         before = contenders(self.run.graph, self.profile, mode=self.run.job.mode)
         self.find_reference(before)
-        field = near(before)
+        self.even = even_split(Candidates(self.run.graph, self.profile, self.run.job.mode).whole_models(), before)
+        field = with_other_shares(near(before), self.even[1] if self.even else None)
         tried = self.measured(field, "plans")
         learnt = self.learnt(before, tried)
         after = contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode)
@@ -213,7 +214,6 @@ class _Plans:
 
     def again(self, name: str, ways: Mapping[str, Way], before: Sequence[Contender]) -> list[Seconds]:
         """More rounds of these, beside the even split that is predicted to be the fastest where it runs; or none."""
-        self.even = even_split(Candidates(self.run.graph, self.profile, self.run.job.mode).whole_models(), before)
         for more in ({EVEN: self.plan(self.even[1])}, {}) if self.even else ({},):
             try:
                 return self.run.race.lead(Order(f"{name} again", {**ways, **more}, FINAL_ROUNDS)).rounds
@@ -255,6 +255,13 @@ def near(found: Sequence[Contender]) -> list[Contender]:
             close.append(c)
             seen |= kinds(c)
     return close
+
+
+def with_other_shares(field: list[Contender], even: Contender | None) -> list[Contender]:
+    """The even split too, unless it is far off: it shows what devices take for other shares than suit them best."""
+    if not field or even is None or any(c.splits == even.splits for c in field):
+        return field
+    return [*field, even] if even.predicted.step_s <= FAR * min(c.predicted.step_s for c in field) else field
 
 
 def kinds(contender: Contender) -> set[SplitKind]:

@@ -27,7 +27,7 @@ from .launch import did
 from .models import channels_last
 from .shares import TrialFailedError
 
-LISTENED = 3  # steps
+LISTENED = 5  # steps
 Step = Callable[[], Any]
 Seconds = dict[str, float]
 
@@ -53,7 +53,7 @@ class Order(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Seconds of each way in each round, until the last rank was done, and in which each rank computed layers."""
+    """Seconds of each way in each round, until the last rank was done, and for how much of them each rank computed."""
 
     rounds: list[Seconds]
     computing: tuple[float, ...] = ()
@@ -145,8 +145,10 @@ class Race:
             dist.broadcast_object_list(stop, group=team.control, group_src=0)
             if stop[0]:
                 break
-        computing = _computing(steps[order.listen], team) if order.listen is not None else ()
-        return Outcome(rounds, computing)
+        if order.listen is None:
+            return Outcome(rounds)
+        step_s = median(seconds[order.listen] for seconds in rounds)
+        return Outcome(rounds, tuple(step_s * part for part in _computing(steps[order.listen], team)))
 
     def _step(self, way: Way, team: Team) -> Step:
         if isinstance(way, Plan):
@@ -189,19 +191,22 @@ def _round(steps: Mapping[str, Step], device: torch.device, team: Team) -> Secon
 
 
 def _computing(step: Step, team: Team) -> tuple[float, ...]:
-    """Seconds of a step in which each rank computed convolutions and linears: the median of a few."""
-    spent = [0.0]
+    """The part of a step in which each rank computes convolutions and linears: the median of a few."""
+    spent, parts = [0.0], []
 
     def note(start: float, end: float) -> None:
-        spent[-1] += end - start
+        spent[0] += end - start
 
     emulate.listeners.append(note)
     try:
         for _ in range(LISTENED):
-            spent.append(0.0)
+            dist.barrier(team.group)
+            spent[0], start = 0.0, time.perf_counter()
             step()
+            dist.barrier(team.group)
+            parts.append(spent[0] / (time.perf_counter() - start))
     finally:
         emulate.listeners.remove(note)
     every: list[Any] = [0.0] * team.size
-    dist.all_gather_object(every, median(spent[1:]), group=team.control)
+    dist.all_gather_object(every, median(parts), group=team.control)
     return tuple(every)

@@ -9,7 +9,6 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from scipy.stats import kendalltau
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from hetconv.planner import make_plan
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
-from hetconv.transport import team_of
+from hetconv.transport import objects_of_all, team_of
 
 from . import fit
 from .measure import operator_samples, paired
@@ -102,9 +101,7 @@ def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torc
             if mode == "train" or not backward:
                 predicted = layer_curve(own, spot.op, spot.axis, backward, spot.dtype).at(share)
                 found.append(abs(predicted - curve.at(share)) / curve.at(share))
-    every = [found] * team_of().size
-    dist.all_gather_object(every, found, group=team_of().control)
-    return sorted(error for of_rank in every for error in of_rank)
+    return sorted(error for of_rank in objects_of_all(team_of(), found) for error in of_rank)
 
 
 def predicted_and_measured(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hetconv.cost import arithmetic, operator_key
 from hetconv.emulate import DeviceName
 from hetconv.profile import Alone, DeviceModel, OperatorModel
-from hetconv.transport import team_of
+from hetconv.transport import Team, objects_of_all, team_of
 
 from . import fit
 from .machine import conditions, identity, memory_bytes
@@ -23,6 +23,7 @@ from .subjects import AXES, Call, Layer, Other, Run, Subject, work
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20
 UNKNOWN = 1e9  # operations per second, where no layer was measured
+Step = Callable[[], Any]
 Samples = dict[str, dict[float, Passes]]
 """By a subject's key, seconds of its passes by share, or by bytes."""
 
@@ -151,21 +152,30 @@ def copy_bandwidth(device: torch.device, numel: int = 1 << 22) -> float:
     return 8 * numel / median(timed(lambda: torch.clamp_min(x, 0, out=y), device) for _ in range(5))
 
 
-def paired(steps: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each step, in turn within each round, on every rank alike: until the last rank is done."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def paired(steps: Mapping[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """`one_round` after the other, once every step has run."""
     for step in steps.values():
         step()
-    for _ in range(rounds):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            timed(step, device)
-            dist.barrier()
-            times[name].append(time.perf_counter() - start)
-    gathered: list[Any] = [times] * dist.get_world_size()
-    dist.all_gather_object(gathered, times)
-    return {n: [max(t[n][i] for t in gathered) for i in range(rounds)] for n in steps}
+    found = [one_round(steps, device, team_of()) for _ in range(rounds)]
+    return {name: [seconds[name] for seconds in found] for name in steps}
+
+
+def one_round(steps: Mapping[str, Step], device: torch.device, team: Team) -> dict[str, float]:
+    """Seconds of each step, one after the other, on every rank alike: until the last rank is done."""
+    own = {name: until_all_are_done(step, device, team) for name, step in steps.items()}
+    each = objects_of_all(team, own)
+    return {name: max(of_rank[name] for of_rank in each) for name in steps}
+
+
+def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
+    """Seconds of a step that all ranks begin together."""
+
+    def together() -> None:
+        timed(step, device)
+        dist.barrier(team.group)
+
+    dist.barrier(team.group)
+    return timed(together, device)
 
 
 def device_model(

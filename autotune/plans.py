@@ -28,11 +28,12 @@ from .learn import AtWork, Observed, at_work, believed, corrected
 from .machine import conditions
 from .race import Alone, Order, Seconds, Way
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
-from .stages import FINAL_ROUNDS, PLANS_PART, part_of
+from .stages import PLANS_PART, part_of
 
 ERROR = 0.25  # by which a prediction may be off: who is predicted to take so much longer may yet be faster
 MOST = 6  # plans that are measured, and as many again after what is learnt from them
 FAR = 2.0  # times as long as another: who is predicted to take that is not measured
+FINAL_ROUNDS = 9  # of the plan that was the fastest
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 REFERENCE = "alone"
 REFERENCE_S = "reference_s"  # of a trial: seconds of what it ran beside
@@ -79,7 +80,7 @@ class _Plans:
         before = contenders(self.run.graph, self.profile, mode=self.run.job.mode)
         self.find_reference(before)
         self.even = even_split(Candidates(self.run.graph, self.profile, self.run.job.mode).whole_models(), before)
-        field = with_other_shares(near(before), self.even[1] if self.even else None)
+        field = near(before, self.even[1] if self.even else None)
         tried = self.measured(field, "plans")
         learnt = self.learnt(before, tried)
         after = contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode)
@@ -237,31 +238,27 @@ def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -
     return min(fitting, key=lambda known: known[1].predicted.step_s, default=None)
 
 
-def near(found: Sequence[Contender]) -> list[Contender]:
-    """Who may be the fastest of those that split, as predictions err, and who shows how whole steps take other kinds.
+def near(found: Sequence[Contender], even: Contender | None = None) -> list[Contender]:
+    """Who may be the fastest of those that split, as predictions err, and who shows what else whole steps take.
 
-    First what a study found, for that was measured. Nobody, if none comes near a device alone.
+    First what a study found, for that was measured; then the likeliest, one of each other kind and the ``even`` split,
+    from which more is learnt than from plans that are much the same; then these. Nobody, if none comes near a device
+    alone.
     """
     split = sorted((c for c in found if not c.name.startswith(ALONE)), key=lambda c: c.predicted.step_s)
     if not split or split[0].predicted.step_s > FAR * min(c.predicted.step_s for c in found):
         return []
     best_s = split[0].predicted.step_s
     likely = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
-    studied = [c for c in split if c.name.startswith(TUNED)]
-    close = studied + [c for c in likely if c not in studied]
-    seen = {kind for c in close for kind in kinds(c)}
+    field = [c for c in split if c.name.startswith(TUNED)] + likely[:1]
+    seen = {kind for c in field for kind in kinds(c)}
     for c in split:
         if c.predicted.step_s <= FAR * best_s and kinds(c) - seen:
-            close.append(c)
+            field.append(c)
             seen |= kinds(c)
-    return close
-
-
-def with_other_shares(field: list[Contender], even: Contender | None) -> list[Contender]:
-    """The even split too, unless it is far off: it shows what devices take for other shares than suit them best."""
-    if not field or even is None or any(c.splits == even.splits for c in field):
-        return field
-    return [*field, even] if even.predicted.step_s <= FAR * min(c.predicted.step_s for c in field) else field
+    if even is not None and even.predicted.step_s <= FAR * best_s:
+        field.append(even)
+    return [*{c.name: c for c in (*field, *likely)}.values()]
 
 
 def kinds(contender: Contender) -> set[SplitKind]:

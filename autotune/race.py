@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,15 @@ from hetconv import emulate
 from hetconv.emulate import stretched
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
-from hetconv.transport import Team, disband, team_of
+from hetconv.transport import Team, disband, objects_of_all, team_of
 
 from . import measure
 from .launch import did
+from .measure import Step
 from .models import channels_last
 from .shares import TrialFailedError
 
-LISTENED = 5  # steps
-Step = Callable[[], Any]
+LISTENED = 3  # steps
 Seconds = dict[str, float]
 
 
@@ -120,9 +120,7 @@ class Race:
             why = time.time(), f"{type(e).__name__}: {e}".strip()
         if why is not None:
             self._clear()  # closes this rank's connections: others that wait for it learn of it
-        everyone = team_of()
-        said: list[Any] = [why] * everyone.size
-        dist.all_gather_object(said, why, group=everyone.control)
+        said = objects_of_all(team_of(), why)
         failed = [(*of_rank, rank) for rank, of_rank in enumerate(said) if of_rank is not None]
         if failed:
             self._clear()
@@ -140,7 +138,7 @@ class Race:
             step()
         rounds = []
         for _ in range(order.rounds):
-            rounds.append(_round(steps, self._x.device, team))
+            rounds.append(measure.one_round(steps, self._x.device, team))
             stop = [enough(rounds[-1])]
             dist.broadcast_object_list(stop, group=team.control, group_src=0)
             if stop[0]:
@@ -148,7 +146,7 @@ class Race:
         if order.listen is None:
             return Outcome(rounds)
         step_s = median(seconds[order.listen] for seconds in rounds)
-        return Outcome(rounds, tuple(step_s * part for part in _computing(steps[order.listen], team)))
+        return Outcome(rounds, tuple(step_s * part for part in _computing(steps[order.listen], self._x.device, team)))
 
     def _step(self, way: Way, team: Team) -> Step:
         if isinstance(way, Plan):
@@ -174,23 +172,7 @@ class Race:
             torch.cuda.empty_cache()
 
 
-def _round(steps: Mapping[str, Step], device: torch.device, team: Team) -> Seconds:
-    """Seconds of each step, one after the other, on every rank alike: until the last rank is done."""
-    found = {}
-    for name, step in steps.items():
-
-        def together(step: Step = step) -> None:
-            measure.timed(step, device)
-            dist.barrier(team.group)
-
-        dist.barrier(team.group)
-        found[name] = measure.timed(together, device)
-    every: list[Any] = [found] * team.size
-    dist.all_gather_object(every, found, group=team.control)
-    return {name: max(of_rank[name] for of_rank in every) for name in steps}
-
-
-def _computing(step: Step, team: Team) -> tuple[float, ...]:
+def _computing(step: Step, device: torch.device, team: Team) -> tuple[float, ...]:
     """The part of a step in which each rank computes convolutions and linears: the median of a few."""
     spent, parts = [0.0], []
 
@@ -200,13 +182,9 @@ def _computing(step: Step, team: Team) -> tuple[float, ...]:
     emulate.listeners.append(note)
     try:
         for _ in range(LISTENED):
-            dist.barrier(team.group)
-            spent[0], start = 0.0, time.perf_counter()
-            step()
-            dist.barrier(team.group)
-            parts.append(spent[0] / (time.perf_counter() - start))
+            spent[0] = 0.0
+            step_s = measure.until_all_are_done(step, device, team)
+            parts.append(spent[0] / step_s)
     finally:
         emulate.listeners.remove(note)
-    every: list[Any] = [0.0] * team.size
-    dist.all_gather_object(every, median(parts), group=team.control)
-    return tuple(every)
+    return tuple(objects_of_all(team, median(parts)))

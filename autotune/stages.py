@@ -8,7 +8,6 @@ from dataclasses import replace
 from statistics import median
 from typing import Literal
 
-import torch.distributed as dist
 from optuna.trial import FrozenTrial
 
 from hetconv.candidates import Candidates
@@ -17,8 +16,9 @@ from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
 from hetconv.planner import make_plan
 from hetconv.pricing import price
-from hetconv.profile import ClusterProfile, DeviceModel, TunedRatio, nodes_of
+from hetconv.profile import ClusterProfile, TunedRatio, nodes_of
 from hetconv.proportions import whole_model
+from hetconv.transport import objects_of_all
 
 from . import measure
 from .job import Run
@@ -34,7 +34,6 @@ from .tiling import tune_tiles
 OPERATORS_PART = 0.5  # of the budget, as the others
 RATIO_PART, PLANS_PART, CHUNKS_PART = 0.65, 0.85, 1.0  # what may be spent by the end of each
 TILES_PART = 0.25  # of all, where there is a GPU; the others then share the rest
-FINAL_ROUNDS = 9
 Cuts = Literal["sample", "depth", "height", "width"]
 CUTS: tuple[Cuts, ...] = ("depth", "height", "width", "sample")
 
@@ -57,16 +56,13 @@ def operators(run: Run) -> ClusterProfile:
     left = [subject for subject in subjects if subject.key not in samples]
     for key, found in measure.operator_samples(left, run.device, enough):
         samples[key] = found
-        every = [found] * run.team.size
-        dist.all_gather_object(every, found, group=run.team.control)
-        run.keep("operators", key, every)
+        run.keep("operators", key, objects_of_all(run.team, found))
         run.say.advance(key)
     if missing := len(subjects) - len(samples):
         run.say.line(f"{missing} smaller operators were left to the fitted roofline; --budget would allow more")
     bandwidth = measure.copy_bandwidth(run.device)
     mine = measure.device_model(run.name, run.device, samples, subjects, bandwidth)
-    devices: list[DeviceModel] = [mine] * run.team.size
-    dist.all_gather_object(devices, mine, group=run.team.control)
+    devices = objects_of_all(run.team, mine)
     profile = ClusterProfile(tuple(devices), link_models(run.team, run.device), nodes=nodes_of(devices))
     for pair, link in profile.links.items():
         run.say.line(f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s")
@@ -136,7 +132,7 @@ class _Ratio:
         ways = self.ways(best)
         if best == self.computed:
             ways.pop("trial")
-        found = self.run.race.lead(Order(f"{self.kind} {said(best)} again", ways, FINAL_ROUNDS)).rounds
+        found = self.run.race.lead(Order(f"{self.kind} {said(best)} again", ways, ROUNDS)).rounds
         return [{"trial": s["computed"]} | s for s in found]
 
     def ways(self, weights: Weights) -> dict[str, Plan]:

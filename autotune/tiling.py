@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from hetconv.kernels import passes
 from hetconv.kernels.choice import Question, unable
 from hetconv.kernels.tiles import versions_in_use
-from hetconv.transport import Team
+from hetconv.transport import Team, objects_of_all
 from hetconv.tuned import TunedTile
 
 from . import measure
@@ -55,8 +54,7 @@ def tune_tiles(
     """
     asked = questions(step)
     own = asked if device.type == "cuda" else []
-    counts: list[Any] = [0] * team.size
-    dist.all_gather_object(counts, len(own), group=team.control)
+    counts = objects_of_all(team, len(own))
     found: dict[Question, Found] = {}
     for stage, trials in (("default tiles", 2), ("tiles", TRIALS)):
         say.stage(stage, max(counts))
@@ -68,16 +66,12 @@ def tune_tiles(
             if key and (better := kept.known(stage, key, Found)) is None:
                 better = studied(own[i], device, trials, found.get(own[i]), enough)
             found |= {own[i]: better} if better is not None else {}
-            every: list[tuple[str, Found | None]] = [(key, better)] * team.size
-            dist.all_gather_object(every, (key, better), group=team.control)
-            for of_rank, known in every:
+            for of_rank, known in objects_of_all(team, (key, better)):
                 if known is not None and kept.known(stage, of_rank, Found) is None:
                     kept.keep(stage, of_rank, known)
             say.advance(_said(own[i], better) if better is not None else "")
     mine = [entry(q, f) for q, f in found.items() if any(t.choice == "aten" for t in f.trials)]
-    of_all: list[Any] = [mine] * team.size
-    dist.all_gather_object(of_all, mine, group=team.control)
-    return merged(of_all)
+    return merged(objects_of_all(team, mine))
 
 
 def studied(

@@ -15,7 +15,7 @@ from .agreement import agree, prepared
 from .calls import CONVS, conv_spec, is_plain
 from .errors import HetConvError
 from .holding import Held
-from .layout import Box, Layout
+from .layout import Box, Layout, Shape
 from .replicas import SCOPE
 from .rules import Conv, Linear, Split
 from .tensor import HetTensor, gather
@@ -149,22 +149,25 @@ class HetConv(CutLayer):
     def forward(self, x: Tensor) -> Tensor:
         if SCOPE.get() is None:
             self._agree_on_input(x)
-        src = x.placement if isinstance(x, HetTensor) else ops.placement_of(x, self.team)
-        if len(src.shape) == self.spatial_dims + 1:
+        if x.dim() == self.spatial_dims + 1:
             return self.forward(x.unsqueeze(0)).squeeze(0)
-        if len(src.shape) != self.spatial_dims + 2 or src.shape[1] != self.in_channels:
-            expected = ", ".join(["N", str(self.in_channels), *"DHW"[-self.spatial_dims :]])
-            raise HetConvError(f"{type(self).__name__} expects ({expected}), but was given {src.shape}")
         if self.padding_mode != "zeros":
+            self._check(tuple(x.shape))
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
-            src = ops.placement_of(x, self.team)
+        src = x.placement if isinstance(x, HetTensor) else ops.placement_of(x, self.team)
         way = self._ways.get(id(src))
         if way is None or way.src is not src:  # a copy of this layer has the ids of another one's layouts
             way = self._way_of(src)
         y = ops.convolution(x, self.weight, self.bias, way, self.team, self.followers, self.chunks)
         return y if self.output == "split" else self._result(y)
 
+    def _check(self, x_shape: Shape) -> None:
+        if len(x_shape) != self.spatial_dims + 2 or x_shape[1] != self.in_channels:
+            expected = ", ".join(["N", str(self.in_channels), *"DHW"[-self.spatial_dims :]])
+            raise HetConvError(f"{type(self).__name__} expects ({expected}), but was given {x_shape}")
+
     def _way_of(self, src: Layout) -> ops.Way:
+        self._check(src.shape)
         op = conv_op(self, src.shape, self.weight.dtype)
         if min(op.spec.y_shape[2:]) < 1:
             raise HetConvError(f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}")

@@ -14,7 +14,7 @@ import torch
 from hetconv import performance
 from hetconv.autotune import plans
 from hetconv.autotune.job import Run
-from hetconv.autotune.plans import Alone, digest, formats, near, with_other_shares
+from hetconv.autotune.plans import Alone, digest, formats, near
 from hetconv.autotune.progress import Reporter
 from hetconv.autotune.race import Order, Outcome, Race
 from hetconv.autotune.shares import TrialFailedError
@@ -56,13 +56,12 @@ def test_of_every_kind_one_is_measured_if_it_is_not_far() -> None:
     assert [c.name for c in near(found)] == ["rows", "filters"]
 
 
-def test_the_even_split_is_measured_too_if_it_is_not_far() -> None:
-    best, even, far = contender("a", 1.0), contender("even split by height", 1.9, (2, 2)), contender("b", 2.1, (3, 3))
-    assert with_other_shares([best], even) == [best, even]
-    assert (
-        with_other_shares([best], far) == with_other_shares([best], best) == with_other_shares([best], None) == [best]
-    )
-    assert with_other_shares([], even) == []
+def test_from_the_even_split_something_else_is_learnt_if_it_is_not_far() -> None:
+    best, like, even = contender("a", 1.0), contender("b", 1.1, (2, 1)), contender("even split by height", 1.9, (2, 2))
+    assert near([best, like, even], even) == [best, even, like]
+    assert near([best, like], best) == [best, like]
+    far = contender("even split by height", 2.1, (2, 2))
+    assert near([best, like, far], far) == near([best, like], None) == [best, like]
 
 
 def test_images_have_two_formats_and_a_field_has_an_order() -> None:

@@ -253,7 +253,7 @@ FIELD = "uneven height split", "even split by sample"
 
 
 def test_the_even_split_is_measured_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found: [c for c in found if c.name in FIELD])
+    monkeypatch.setattr(plans, "near", lambda found, *_: [c for c in found if c.name in FIELD])
     found, studies, _ = studied(tmp_path, lambda splits: 3.0 if even(splits) else 0.5)
     assert found is not None
     assert (found.step_s, found.alone_s, found.even_s) == (0.5, 1.0, 3.0)
@@ -263,7 +263,7 @@ def test_the_even_split_is_measured_beside_the_plan(tmp_path: Path, monkeypatch:
 
 
 def test_an_even_split_that_fails_spoils_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found: [c for c in found if c.name in FIELD])
+    monkeypatch.setattr(plans, "near", lambda found, *_: [c for c in found if c.name in FIELD])
     found, studies, lines = studied(tmp_path, lambda splits: None if even(splits) else 0.5)
     assert found is not None
     assert (found.step_s, found.alone_s, found.even, found.even_s) == (0.5, 1.0, None, None)
@@ -274,7 +274,7 @@ def test_an_even_split_that_fails_spoils_nothing(tmp_path: Path, monkeypatch: py
 
 
 def test_a_device_alone_that_nothing_comes_near_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found: [])
+    monkeypatch.setattr(plans, "near", lambda found, *_: [])
     found, studies, _ = studied(tmp_path, lambda splits: 3.0)
     assert found is not None
     assert found.name == found.alone

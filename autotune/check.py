@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median, quantiles
 from typing import Any
 
@@ -35,9 +36,10 @@ SHARES = 0.3, 0.7
 
 @dataclass(frozen=True)
 class Check:
-    """Seconds of a step by plan: (predicted, measured)."""
+    """Seconds of a step by plan: (predicted, measured). ``rounds``: of which what was measured is the median."""
 
     steps: Mapping[str, tuple[float, float]]
+    rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def errors(self) -> list[float]:
@@ -46,9 +48,22 @@ class Check:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Median and 90 % quantile of the errors, and Kendall's tau of the two orders, 1 if they are the same."""
+        """Median and 90 % quantile of the errors, and Kendall's tau of the two orders, 1 if they are the same.
+
+        ``tau where rounds agree``: of the pairs of which the same one was faster in every round, ``agreeing`` of all.
+        """
         tau = kendalltau(*zip(*self.steps.values(), strict=True)).statistic
-        return {"median error": median(self.errors), "p90 error": ninetieth(self.errors), "tau": float(tau)}
+        found = {"median error": median(self.errors), "p90 error": ninetieth(self.errors), "tau": float(tau)}
+        pairs = [*combinations(self.rounds, 2)]
+        right = [side * (self.steps[a][0] - self.steps[b][0]) > 0 for a, b in pairs if (side := self._side(a, b))]
+        if right:
+            found |= {"tau where rounds agree": 2 * sum(right) / len(right) - 1, "agreeing": len(right) / len(pairs)}
+        return found
+
+    def _side(self, a: str, b: str) -> int:
+        """1 if a took longer than b in every round, -1 if it was faster in every round, otherwise 0."""
+        longer = [x > y for x, y in zip(self.rounds[a], self.rounds[b], strict=True)]
+        return all(longer) - (not any(longer))
 
     @property
     def at_one_speed(self) -> Check:
@@ -134,4 +149,4 @@ def predicted_and_measured(
             predicted[name] = pricer.price(splits)[0].step_s
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
     times = paired(steps, rounds, x.device)
-    return Check({name: (predicted[name], median(times[name])) for name in plans})
+    return Check({name: (predicted[name], median(times[name])) for name in plans}, times)

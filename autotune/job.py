@@ -91,7 +91,12 @@ class Run:
 
     def passed(self, part: float) -> Callable[[], bool]:
         """Whether this part of the budget is spent."""
-        return lambda: self.seconds > self.job.budget * part
+        return lambda: self.spent > part
+
+    @property
+    def spent(self) -> float:
+        """What part of the budget is."""
+        return self.seconds / self.job.budget
 
     @property
     def seconds(self) -> float:

@@ -31,8 +31,9 @@ from .shares import ROUNDS, WEIGHTS, WHY, Hopeless, TrialFailedError, Weights, r
 from .subjects import subjects_of
 from .tiling import tune_tiles
 
-OPERATORS_PART = 0.5  # of the budget, as the others
-RATIO_PART, PLANS_PART, CHUNKS_PART = 0.65, 0.85, 1.0  # what may be spent by the end of each
+OPERATORS_PART = 0.5  # of the budget
+RATIO_PART = 0.2  # of it, from where the study of ratios begins
+PLANS_PART, CHUNKS_PART = 0.9, 1.0  # what may be spent by the end of each
 TILES_PART = 0.25  # of all, where there is a GPU; the others then share the rest
 Cuts = Literal["sample", "depth", "height", "width"]
 CUTS: tuple[Cuts, ...] = ("depth", "height", "width", "sample")
@@ -100,7 +101,7 @@ class _Ratio:
         assert run.store is not None  # this is rank 0
         run.say.stage(f"{self.kind} ratio", job.trials)
         study = run.store.study(f"{self.kind} ratio from {said(self.computed)}", beside="the computed ratio")
-        enough = run.passed(part_of(run, RATIO_PART))
+        enough = run.passed(run.spent + part_of(run, RATIO_PART))
         best, _, trials = refine(study, self.computed, self.rounds, job.trials, job.seed, enough, self.told)
         seconds = self.final(best)
         if best != self.computed and median(s["trial"] / s["computed"] for s in seconds) > 1:  # it was merely lucky

@@ -108,11 +108,16 @@ def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line(row: Mapping[str, Any]) -> str:
+    order = f"tau {row['tau']:.2f}"
+    if "agreeing" in row:
+        order += (
+            f" ({row['tau where rounds agree']:.2f} of the {row['agreeing']:.0%} of pairs that all rounds order alike)"
+        )
     return (
         f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {row['vs_alone']:.2f}x alone, "
         f"{row['vs_even']:.2f}x even, regret {row['regret']:.1%}; predicted steps off by {row['median error']:.1%} "
         f"({row['p90 error']:.1%} for nine of ten; at one speed {row['median error at one speed']:.1%} and "
-        f"{row['p90 error at one speed']:.1%}), layers by {row['median error of layers']:.1%}, tau {row['tau']:.2f}"
+        f"{row['p90 error at one speed']:.1%}), layers by {row['median error of layers']:.1%}, {order}"
     )
 
 

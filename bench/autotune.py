@@ -43,6 +43,7 @@ from hetconv.transport import team_of
 MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
+RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # until who started it is gone
 ROUNDS, PLANS = 7, 20
 RATIOS = ((3, 2), (4, 1), (8, 1))  # of the first device to all others
 RATIO_KINDS: tuple[SplitKind, ...] = ("height", "filter", "channel")
@@ -111,7 +112,7 @@ def line(row: Mapping[str, Any]) -> str:
     order = f"tau {row['tau']:.2f}"
     if "agreeing" in row:
         order += (
-            f" ({row['tau where rounds agree']:.2f} of the {row['agreeing']:.0%} of pairs that all rounds order alike)"
+            f" ({row['tau where rounds agree']:.2f} of the {row['agreeing']:.0%} of pairs on which all rounds agree)"
         )
     return (
         f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {row['vs_alone']:.2f}x alone, "
@@ -178,7 +179,7 @@ def beside_a_busy_process(wanted: bool) -> Iterator[None]:
     before = os.sched_getaffinity(0)
     core = {max(before)}
     os.sched_setaffinity(0, core)
-    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    rival = subprocess.Popen([sys.executable, "-c", RIVAL])
     os.sched_setaffinity(rival.pid, core)
     try:
         yield

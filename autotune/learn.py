@@ -10,7 +10,7 @@ from hetconv.performance import DeviceModel
 
 MOST = 2.0  # a factor that is believed, up and down
 LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest
-BYTES = (1.0, 0.7, 0.5, 1.25, 1.5, 2.0, 3.0)  # times that their bytes may take, of what they take at rest; 1 first
+BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
 Seconds = Mapping[str, float]  # by kind of split
 
 

@@ -100,7 +100,7 @@ def last_readers(graph: Graph) -> list[int]:
         for i in node.inputs:
             last.setdefault(i, k)
         for i in node.views:
-            last[i] = max(last[i], *(last.get(out, k) for out in node.outputs))
+            last[i] = max((last[i], *(last.get(out, k) for out in node.outputs)))
     return [max((last.get(i, k) for i in node.outputs), default=k) for k, node in enumerate(graph.nodes)]
 
 

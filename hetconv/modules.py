@@ -235,12 +235,18 @@ def cut_layers(model: nn.Module) -> list[CutLayer]:
 
 def shared_out(model: nn.Module) -> dict[int, Held]:
     """The parameters that are not whole on every rank, by id."""
-    return {
-        id(getattr(layer, name)): held
-        for layer in cut_layers(model)
-        for name, held in layer.held.items()
-        if not held.everywhere
-    }
+    return params_and_holders(model)[1]
+
+
+def params_and_holders(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, Held]]:
+    """Every parameter once, and who holds what of those that are not whole on every rank, by id; in one walk."""
+    params: dict[int, nn.Parameter] = {}
+    held: dict[int, Held] = {}
+    for module in model.modules():
+        params |= {id(p): p for p in module._parameters.values() if p is not None}
+        if isinstance(module, CutLayer):
+            held |= {id(getattr(module, name)): of for name, of in module.held.items() if not of.everywhere}
+    return [*params.values()], held
 
 
 def team_of_model(model: nn.Module) -> Team | None:

@@ -20,7 +20,7 @@ from .agreement import prepared
 from .errors import LayoutError
 from .layout import Box, Boxes, Exchange, Layout, Move, Need, from_each, pieces
 from .levels import TwoLevel
-from .transport import Round, Team, near, team_of
+from .transport import STILL, Round, Team, near, team_of
 
 
 def take(local: Tensor, held: Box, wanted: Box) -> Tensor:
@@ -32,6 +32,8 @@ def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
     """Sends this rank's pieces of one round on their way; `Round.wait` gives the others' pieces."""
     me, mine = team.rank, held[team.rank]
     moving = [(s, r, box) for s, r, box in pieces(held, wanted) if s != r]
+    if not moving:  # between any ranks
+        return STILL
     outgoing = {r: local[box.within(mine)] for s, r, box in moving if s == me}
     if local.dim() == 4:  # all in one launch; `Round` then finds them as they travel
         far = [r for r in outgoing if r not in near(team, local.device)]

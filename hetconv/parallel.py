@@ -19,7 +19,7 @@ from .drift import sync_replicated
 from .eager import EagerForward, eager
 from .errors import PlanError
 from .leaves import run_on_own_parts
-from .modules import HET_CONVS, HetLinear, PlainConv, least_op, shared_out
+from .modules import HET_CONVS, HetLinear, PlainConv, least_op, params_and_holders
 from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split
@@ -266,6 +266,5 @@ def _gathered(y: Any, channels_last: bool) -> Any:
 
 def _scope(model: nn.Module, team: Team) -> Scope:
     """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
-    held = shared_out(model) if torch.is_grad_enabled() else {}
-    params = model.parameters() if torch.is_grad_enabled() else ()
+    params, held = params_and_holders(model) if torch.is_grad_enabled() else ([], {})
     return Scope(team, [p for p in params if id(p) not in held or held[id(p)].repeated], held)

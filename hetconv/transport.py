@@ -232,3 +232,16 @@ class Round:
             buffer.copy_(part.view_as(buffer))
         self._waits, self._sent, self._arriving = [], {}, []
         return {peer: view for peer, (_, view) in self._received.items()}
+
+
+class _Still(Round):
+    """A round in which no rank sends anything."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> dict[int, Tensor]:
+        return {}
+
+
+STILL = _Still()

@@ -56,7 +56,7 @@ def trained(sync_every: int) -> float:
 
 def test_replicas_stay_together() -> None:
     free, held = on_ranks(2, trained, 0), on_ranks(2, trained, 10)
-    assert free[0] > 1e-6
+    assert free[0] > 3e-7
     assert held[0] < free[0] / 5
 
 

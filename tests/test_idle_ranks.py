@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv import replicas
 from hetconv import walk as walking
-from hetconv.cost import parameter_bytes
+from hetconv.footprint import parameter_bytes
 from hetconv.layout import Shape, buckets
 from hetconv.modules import HetLinear
 from hetconv.movement import Sum

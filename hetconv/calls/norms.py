@@ -35,19 +35,19 @@ def _tracking(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     running, affine = ("running_mean", "running_var"), ("weight", "bias")
     order = (*affine, *running) if len(args) + len(kwargs) == 9 else (*running, *affine)
     x, *four = (arg(args, kwargs, i, n) for i, n in enumerate(("input", *order)))
-    found = dict(zip(order, four, strict=True))
-    weight, bias, mean, var = (found[n] for n in (*affine, *running))
+    weight, bias, mean, var = four if order[0] == "weight" else (*four[2:], *four[:2])
+    shape = tuple(x.shape)
     batch = name == "batch_norm"
     training = bool(arg(args, kwargs, 5, "training" if batch else "use_input_stats", not batch))
     momentum, eps = arg(args, kwargs, 6, "momentum", 0.1), arg(args, kwargs, 7, "eps", 1e-5)
     if training and not batch:
         # Statistics of samples are averaged into the running ones; torch refuses a single value per channel: let it.
-        if mean is not None or x.dim() < 3 or not x.numel() or prod(x.shape[2:]) == 1:
+        if mean is not None or len(shape) < 3 or not prod(shape) or prod(shape[2:]) == 1:
             return None
-        return NormCall(GroupNorm(tuple(x.shape), x.shape[1]), (x,), False, weight, bias, eps)
-    if x.dim() < 2 or (training and x.numel() == x.shape[1]) or (not training and (mean is None or var is None)):
+        return NormCall(GroupNorm(shape, shape[1]), (x,), False, weight, bias, eps)
+    if len(shape) < 2 or (training and prod(shape) == shape[1]) or (not training and (mean is None or var is None)):
         return None
-    op = BatchNorm(tuple(x.shape), training, training and mean is not None)
+    op = BatchNorm(shape, training, training and mean is not None)
     return BatchNormCall(op, (x,), False, weight, bias, eps, mean, var, momentum)
 
 

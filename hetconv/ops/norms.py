@@ -104,7 +104,8 @@ class _SplitBatchNorm(torch.autograd.Function):
         variances, means = each.unbind(1)
         share = _shares(step.output, exact, x.device)
         mean = (share * means).sum(0)
-        var = (share * (variances + (means - mean) ** 2)).sum(0)
+        apart = means - mean
+        var = (share * torch.addcmul(variances, apart, apart)).sum(0)
         # One fused pass, in the input's own precision outside (x, y) and in `exact` inside.
         gain, shift = (_sliced(_as(p, exact, x), held) for p in (weight, bias))
         if x.numel():

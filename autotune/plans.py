@@ -32,7 +32,7 @@ from .stages import PLANS_PART, part_of
 
 ERROR = 0.25  # by which a prediction may be off: who is predicted to take so much longer may yet be faster
 MOST = 6  # plans that are measured, and as many again after what is learnt from them
-FAR = 2.0  # times as long as another: who is predicted to take that is not measured
+FAR, FURTHEST = 2.0, 4.0  # times as long as the best: who is predicted to take that is measured last, or not at all
 FINAL_ROUNDS = 9  # of the plan that was the fastest
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 REFERENCE = "alone"
@@ -242,8 +242,8 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
     """Who may be the fastest of those that split, as predictions err, and who shows what else whole steps take.
 
     First what a study found, for that was measured; then the likeliest, one of each other kind and the ``even`` split,
-    from which more is learnt than from plans that are much the same; then these. Nobody, if none comes near a device
-    alone.
+    from which more is learnt than from plans that are much the same; then these, and last what is too far off to be the
+    fastest, for what is left of the budget. Nobody, if none comes near a device alone.
     """
     split = sorted((c for c in found if not c.name.startswith(ALONE)), key=lambda c: c.predicted.step_s)
     if not split or split[0].predicted.step_s > FAR * min(c.predicted.step_s for c in found):
@@ -252,13 +252,15 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
     likely = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
     field = [c for c in split if c.name.startswith(TUNED)] + likely[:1]
     seen = {kind for c in field for kind in kinds(c)}
+    telling = [even] if even is not None else []
     for c in split:
-        if c.predicted.step_s <= FAR * best_s and kinds(c) - seen:
-            field.append(c)
+        if kinds(c) - seen:
+            telling.append(c)
             seen |= kinds(c)
-    if even is not None and even.predicted.step_s <= FAR * best_s:
-        field.append(even)
-    return [*{c.name: c for c in (*field, *likely)}.values()]
+    telling.sort(key=lambda c: c.predicted.step_s)
+    close = [c for c in telling if c.predicted.step_s <= FAR * best_s]
+    far = [c for c in telling if FAR * best_s < c.predicted.step_s <= FURTHEST * best_s]
+    return [*{c.name: c for c in (*field, *close, *likely, *far)}.values()]
 
 
 def kinds(contender: Contender) -> set[SplitKind]:

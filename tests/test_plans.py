@@ -21,7 +21,7 @@ from hetconv.autotune.shares import TrialFailedError
 from hetconv.plan import Plan, Prediction
 from hetconv.planner import Contender, contenders
 from hetconv.profile import ClusterProfile
-from hetconv.rules import Split
+from hetconv.rules import Split, SplitKind
 
 from .spawn import on_ranks
 from .test_tune import job
@@ -48,20 +48,23 @@ def test_who_may_be_the_fastest_is_measured(seconds: Mapping[str, float], names:
     assert [c.name for c in near([contender(*of) for of in seconds.items()])] == names
 
 
-def test_of_every_kind_one_is_measured_if_it_is_not_far() -> None:
-    found = [contender("rows", 1.0), contender("slow rows", 1.4)]
-    for name, kind, seconds in (("filters", "filter", 1.8), ("more filters", "filter", 1.9), ("far", "channel", 2.1)):
-        splits = {"conv": Split(kind, (1, 1))}  # type: ignore[arg-type]
-        found.append(contender(name, seconds)._replace(splits=splits))
-    assert [c.name for c in near(found)] == ["rows", "filters"]
+def of_kind(kind: SplitKind, step_s: float) -> Contender:
+    return contender(f"{kind} {step_s}", step_s)._replace(splits={"conv": Split(kind, (1, 1))})
 
 
-def test_from_the_even_split_something_else_is_learnt_if_it_is_not_far() -> None:
+def test_of_every_kind_one_is_measured_and_the_last_those_that_are_far() -> None:
+    best, slower, filters = contender("rows", 1.0), contender("slow rows", 1.2, (2, 1)), of_kind("filter", 1.8)
+    far, too_far = of_kind("channel", 3.9), of_kind("width", 4.1)
+    assert near([best, slower, filters, of_kind("filter", 1.9), far, too_far]) == [best, filters, slower, far]
+
+
+def test_from_the_even_split_something_else_is_learnt() -> None:
     best, like, even = contender("a", 1.0), contender("b", 1.1, (2, 1)), contender("even split by height", 1.9, (2, 2))
     assert near([best, like, even], even) == [best, even, like]
-    assert near([best, like], best) == [best, like]
-    far = contender("even split by height", 2.1, (2, 2))
-    assert near([best, like, far], far) == near([best, like], None) == [best, like]
+    assert near([best, like], best) == near([best, like], None) == [best, like]
+    far, too_far = (contender("even split by height", step_s, (2, 2)) for step_s in (2.1, 4.1))
+    assert near([best, like, far], far) == [best, like, far]
+    assert near([best, like, too_far], too_far) == [best, like]
 
 
 def test_images_have_two_formats_and_a_field_has_an_order() -> None:

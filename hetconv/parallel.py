@@ -266,5 +266,5 @@ def _gathered(y: Any, channels_last: bool) -> Any:
 
 def _scope(model: nn.Module, team: Team) -> Scope:
     """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
-    params, held = params_and_holders(model) if torch.is_grad_enabled() else ([], {})
+    params, held = params_and_holders(model) if torch.is_grad_enabled() and team.size > 1 else ([], {})
     return Scope(team, [p for p in params if id(p) not in held or held[id(p)].repeated], held)

@@ -155,6 +155,8 @@ def contributed(team: Team, param: Tensor, held: Held | None = None) -> Tensor:
     """
     if not (param.requires_grad and torch.is_grad_enabled()) or (held is not None and not held.repeated):
         return param
+    if team.size == 1:  # its contribution is the sum
+        return param
     scope = SCOPE.get()
     if scope is None or scope.team is not team or not scope.holds(param):
         scope = Scope(team, [param], {id(param): held} if held is not None and not held.everywhere else {})

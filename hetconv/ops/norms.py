@@ -28,7 +28,10 @@ def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwarg
     assert isinstance(call.op, BatchNorm)
     op, layout = call.op, step.output
     x = bring(call.inputs[0], step.reads[0], team)
-    if not op.training or layout.dim == 1:
+    if team.size == 1:
+        tracked = (call.mean, call.var) if op.tracks or not op.training else (None, None)
+        y = F.batch_norm(x, *tracked, call.weight, call.bias, op.training, call.momentum, call.eps)
+    elif not op.training or layout.dim == 1:
         y = _own_channels(call, x, step, team)
     else:
         y = _SplitBatchNorm.apply(x, call.weight, call.bias, call, step, team)

@@ -86,36 +86,37 @@ def remember(key: Key, call: Call, step: Step, rank: int, args: Args) -> None:
     """Notes a call that just ran on parts, if nothing moved for it and its own part is the same call on own parts."""
     op, output = call.op, step.output
     given = [id(x) for x in args if isinstance(x, HetTensor)]
+    lone = output.world == 1  # to whose part nobody contributes
     as_called = isinstance(op, Pointwise) or (
-        isinstance(op, BatchNorm) and not op.training and output.inner != 1 and output.boxes[rank].numel
+        isinstance(op, BatchNorm) and (lone or (not op.training and output.inner != 1 and output.boxes[rank].numel))
     )
     placed = dict(zip(given, key.held, strict=True))  # before the call, which in place may have changed it
     changes = call.in_place and placed.get(id(call.inputs[0])) != output
-    if not as_called or changes or any(map(_wants_gradient, call.params)):
+    if not as_called or changes or (any(map(_wants_gradient, call.params)) and not lone):
         return
-    if all(_stays(x, placed.get(id(x)), read) for x, read in zip(call.inputs, step.reads, strict=True)):
+    if all(_stays(x, placed.get(id(x)), read, lone) for x, read in zip(call.inputs, step.reads, strict=True)):
         if len(_known) >= MOST:
             _known.clear()
         _known[key.said] = _Known(DIRECT.get(key.said[0], key.said[0]), output, call.in_place, key.held)
 
 
-def _evaluated(
+def _batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """`torch.nn.functional.batch_norm` in evaluation, without its checks of batches that are trained on."""
+    """`torch.nn.functional.batch_norm` without its check of the batch, which reading the call does."""
     cudnn = torch.backends.cudnn.enabled
     return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn)
 
 
-DIRECT: dict[Func, Func] = {F.batch_norm: _evaluated}
+DIRECT: dict[Func, Func] = {F.batch_norm: _batch_norm}
 """What torch's Python functions come to, once it is known that the call is one of parts."""
 
 
-def _stays(x: Tensor, placed: Layout | None, read: Layout | Need) -> bool:
+def _stays(x: Tensor, placed: Layout | None, read: Layout | Need, lone: bool) -> bool:
     if placed is not None:
         return placed == read
-    return not _wants_gradient(x) and all(box == Box.whole(read.shape) for box in read.boxes)
+    return (lone or not _wants_gradient(x)) and all(box == Box.whole(read.shape) for box in read.boxes)
 
 
 def _wants_gradient(x: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -34,6 +35,7 @@ ERROR = 0.25  # by which a prediction may be off: who is predicted to take so mu
 MOST = 6  # plans that are measured, and as many again after what is learnt from them
 FAR, FURTHEST = 2.0, 4.0  # times as long as the best: who is predicted to take that is measured last, or not at all
 FINAL_ROUNDS = 9  # of the plan that was the fastest
+RIVALS, HARDLY = 3, 0.05  # how many plans at most are compared once more, which took so much longer than the best one
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 REFERENCE = "alone"
 REFERENCE_S = "reference_s"  # of a trial: seconds of what it ran beside
@@ -190,14 +192,18 @@ class _Plans:
         return self.base.with_splits(contender.splits)
 
     def final(self, before: Sequence[Contender], tried: Sequence[Tried]) -> TunedPlan | None:
-        """The fastest one once more; a device alone, if that does not beat it clearly."""
+        """The fastest one, and who took hardly longer, once more; a device alone, if none beats that clearly."""
         assert self.reference is not None  # or nothing was tried
-        best, _ = min(tried, key=lambda of: of[1].value or 0.0)
-        found = self.again(best.name, {REFERENCE: self.reference, "trial": self.plan(best)}, before)
+        order = sorted((t.value, k) for k, (_, t) in enumerate(tried) if t.value)
+        rivals = {str(k): tried[k][0] for took, k in order[:RIVALS] if took <= (1 + HARDLY) * order[0][0]}
+        ways = {name: self.plan(c) for name, c in rivals.items()}
+        found = self.again(next(iter(rivals.values())).name, {REFERENCE: self.reference, **ways}, before)
         if not found:
             return None
-        step_s, alone_s = (median(s[way] for s in found) for way in ("trial", REFERENCE))
-        pays = median(s["trial"] / s[REFERENCE] for s in found) <= WORTH
+        ratios = {name: median(s[name] / s[REFERENCE] for s in found) for name in rivals}
+        fastest = min(ratios, key=lambda name: ratios[name])
+        best, pays = rivals[fastest], ratios[fastest] <= WORTH
+        step_s, alone_s = (median(s[way] for s in found) for way in (fastest, REFERENCE))
         if self.alone_name is not None and not pays:
             best, step_s = next(c for c in before if c.name == self.alone_name), alone_s
         self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms, {step_s / alone_s:.3f}x of {self.beside}")
@@ -251,20 +257,22 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
     best_s = split[0].predicted.step_s
     likely = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
     field = [c for c in split if c.name.startswith(TUNED)] + likely[:1]
-    seen = {kind for c in field for kind in kinds(c)}
+    seen = {prevalent(c) for c in field}
     telling = [even] if even is not None else []
     for c in split:
-        if kinds(c) - seen:
+        if prevalent(c) not in seen:
             telling.append(c)
-            seen |= kinds(c)
+            seen.add(prevalent(c))
     telling.sort(key=lambda c: c.predicted.step_s)
     close = [c for c in telling if c.predicted.step_s <= FAR * best_s]
     far = [c for c in telling if FAR * best_s < c.predicted.step_s <= FURTHEST * best_s]
     return [*{c.name: c for c in (*field, *close, *likely, *far)}.values()]
 
 
-def kinds(contender: Contender) -> set[SplitKind]:
-    return {split.kind for split in contender.splits.values()} - {"replicate"}
+def prevalent(contender: Contender) -> SplitKind:
+    """The kind of most layers that are split."""
+    count: Counter[SplitKind] = Counter(s.kind for s in contender.splits.values() if s.kind != "replicate")
+    return max(count, key=lambda kind: (count[kind], kind), default="replicate")
 
 
 def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:

@@ -1,6 +1,7 @@
 """What running on parts costs in Python, per operator: tiny models on one rank, split and plain, in turn.
 
-Tensors are so small that a step is all host time. The rest, messages and computing, is the other benchmarks' business.
+Tensors are so small that a step is all host time. The rest, messages and computing, is the other benchmarks' business;
+so are the statistics and gradients that several ranks add up, of which one has nothing to add.
 """
 
 from __future__ import annotations

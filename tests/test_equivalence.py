@@ -54,6 +54,13 @@ def test_training_where_one_device_sits_out(net: str, kind: SplitKind) -> None:
     assert_same(on_ranks(3, trained, net, (kind,), (1, 0, 2), "sgd", 2))
 
 
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_training_on_one_rank(net: str, kind: SplitKind) -> None:
+    """Where nothing is summed."""
+    assert_same(on_ranks(1, trained, net, (kind,), (1,), "sgd", 3))
+
+
 @st.composite
 def mixed(draw: st.DrawFn) -> tuple[str, tuple[SplitKind, ...], tuple[int, ...]]:
     ratio = draw(st.integers(2, 4).flatmap(weights))

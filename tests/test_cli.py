@@ -22,7 +22,7 @@ from hetconv.autotune.tune import tune
 from hetconv.profile import ClusterProfile
 
 ROOT = Path(__file__).parent.parent
-NET = ("--model", "tests.nets:SuperResolution", "--input", "1x3x64x64")
+NET = ("--model", "tests.nets:SuperResolution", "--input", "1x3x128x128")
 PAIR = ("--devices", "cpu,cpu@0.5")
 Command = Callable[..., tuple[int, str, str]]
 

@@ -71,7 +71,6 @@ def test_uneven_plans_gain_on_sample_splits_and_on_even_plans() -> None:
         ("ResNet-50", 4),
         ("U-Net", 4),
         pytest.param("InceptionV3", 8, marks=pytest.mark.slow),
-        pytest.param("ResNet-50", 16, marks=pytest.mark.slow),
         pytest.param("DenseNet-121", 4, marks=pytest.mark.slow),
     ],
 )

@@ -34,13 +34,16 @@ def command(files: Path, command: Command) -> Command:
     return command
 
 
-def test_a_plan_is_made_with_the_trace_of_its_step(files: Path, command: Command) -> None:
-    status, said, wrong = command("plan", "--profile", "cluster.json", *NET, "--trace", "new/trace.json")
+@pytest.mark.parametrize(("size", "alone"), [(128, False), (48, True)])
+def test_a_plan_is_made_with_the_trace_of_its_step(size: int, alone: bool, files: Path, command: Command) -> None:
+    net = (*NET[:2], "--input", f"1x3x{size}x{size}")
+    status, said, wrong = command("plan", "--profile", "cluster.json", *net, "--trace", "new/trace.json")
     assert status == 0, wrong
     assert "wrote new/trace.json" in said
     spans = [e for e in json.loads((files / "new/trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     made = hetconv.Plan.load(files / "plan.json")
     assert made.predicted is not None
+    assert made.chosen.startswith("fastest device alone") is alone
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(made.predicted.step_s * 1e6, abs=1e-2)
     assert any(e["cat"].startswith("backward") for e in spans)
 

@@ -251,7 +251,8 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
     from which more is learnt than from plans that are much the same; then these, and last what is too far off to be the
     fastest, for what is left of the budget. Nobody, if none comes near a device alone.
     """
-    split = sorted((c for c in found if not c.name.startswith(ALONE)), key=lambda c: c.predicted.step_s)
+    able = (c for c in found if not c.name.startswith(ALONE) and prevalent(c) != "replicate")
+    split = sorted(able, key=lambda c: c.predicted.step_s)
     if not split or split[0].predicted.step_s > FAR * min(c.predicted.step_s for c in found):
         return []
     best_s = split[0].predicted.step_s

@@ -55,7 +55,8 @@ def of_kind(kind: SplitKind, step_s: float) -> Contender:
 def test_of_every_kind_one_is_measured_and_the_last_those_that_are_far() -> None:
     best, slower, filters = contender("rows", 1.0), contender("slow rows", 1.2, (2, 1)), of_kind("filter", 1.8)
     far, too_far = of_kind("channel", 3.9), of_kind("width", 4.1)
-    assert near([best, slower, filters, of_kind("filter", 1.9), far, too_far]) == [best, filters, slower, far]
+    whole = best._replace(name="replicated", splits={"conv": Split("replicate")})
+    assert near([best, slower, filters, of_kind("filter", 1.9), far, too_far, whole]) == [best, filters, slower, far]
     rows = Split("height", (1, 1))
     mixed = best._replace(splits={"a": rows, "b": rows, "c": Split("filter", (1, 1))})
     assert near([mixed, filters]) == [mixed, filters]  # a third of the layers says little of filters

@@ -20,7 +20,6 @@ def test_every_kind_and_mode_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     (rows,) = spawn(1, overhead.measure)
     assert [(r["mode"], r["kind"]) for r in rows] == [(m, k) for m in overhead.MODES for k in overhead.KINDS]
     assert all(r["plain_us"] > 0 for r in rows)
-    assert all(r["us"] > 1 for r in rows if r["mode"] == "train"), "running on parts takes time"
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(10.0, "met"), (20.0, "MISSED")])

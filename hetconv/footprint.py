@@ -32,9 +32,13 @@ class Footprint(NamedTuple):
 
 def result_bytes(graph: Graph, node: Node, step: Step) -> list[int]:
     """Bytes of what an operator leaves in memory on each rank; a view leaves nothing."""
-    if not node.outputs or node.views:
+    if not _leaves(node):
         return [0] * step.output.world
     return [box.numel * graph.values[node.outputs[0]].itemsize for box in step.output.boxes]
+
+
+def _leaves(node: Node) -> bool:
+    return bool(node.outputs) and not node.views
 
 
 def copied(transfers: Transfers, messages: Sequence[Messages], world: int, *, beside: bool) -> Array:
@@ -123,7 +127,7 @@ def kept(graph: Graph, mode: Mode) -> set[Node]:
 
 
 def _whole_bytes(graph: Graph, node: Node) -> int:
-    if not node.outputs or node.views:
+    if not _leaves(node):
         return 0
     value = graph.values[node.outputs[0]]
     return prod(value.shape) * value.itemsize

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hetconv import performance
-from hetconv.autotune import plans
+from hetconv.autotune import field, plans
+from hetconv.autotune.field import near
 from hetconv.autotune.job import Run
-from hetconv.autotune.plans import Alone, digest, formats, near
+from hetconv.autotune.plans import Alone, digest, formats
 from hetconv.autotune.progress import Reporter
 from hetconv.autotune.race import Order, Outcome, Race
 from hetconv.autotune.shares import TrialFailedError
@@ -114,7 +115,7 @@ def decided(folder: Path, faster: float | None) -> Decided:
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, Reporter("test") as say:
         patch.setattr(Race, "lead", lead)
-        patch.setattr(plans, "FAR", 1e9)
+        patch.setattr(field, "FAR", 1e9)
         run = Run(job(folder), say, stack)
         alone = next(c for c in contenders(run.graph, profile, mode=run.job.mode) if c.name == ALONE)
         alone_s = SLOWNESS * alone.predicted.step_s

@@ -18,10 +18,11 @@ from rich.console import Console
 from torch import nn
 
 from hetconv.autotune import cli, plans, tune
+from hetconv.autotune.field import even_split
 from hetconv.autotune.job import Job
 from hetconv.autotune.launch import parse_devices
 from hetconv.autotune.models import build_model
-from hetconv.autotune.plans import _Plans, even_split
+from hetconv.autotune.plans import _Plans
 from hetconv.autotune.race import Alone, Order, Outcome
 from hetconv.autotune.record import Record, Study, Trial, studies_of
 from hetconv.autotune.shares import TrialFailedError

@@ -1,0 +1,54 @@
+"""Which plans are measured beside each other: who may be the fastest, and of whom most is learnt. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hetconv.candidates import ALONE, EVEN, TUNED
+from hetconv.planner import Contender
+from hetconv.proportions import Splits
+from hetconv.rules import SplitKind
+
+ERROR = 0.25  # by which a prediction may be off: who is predicted to take so much longer may yet be faster
+MOST = 6  # plans that are measured, and as many again after what is learnt from them
+FAR, FURTHEST = 2.0, 4.0  # times as long as the best: who is predicted to take that is measured last, or not at all
+
+
+def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -> tuple[str, Contender] | None:
+    """The one that is predicted to be the fastest of those that fit, by its name: what it equals may have another."""
+    even = {name: splits for name, splits in whole_models.items() if name.startswith(EVEN)}
+    fitting = [(name, c) for name, splits in even.items() for c in found if c.splits == splits]
+    return min(fitting, key=lambda known: known[1].predicted.step_s, default=None)
+
+
+def near(found: Sequence[Contender], even: Contender | None = None) -> list[Contender]:
+    """Who may be the fastest of those that split, as predictions err, and who shows what else whole steps take.
+
+    First what a study found, for that was measured; then the likeliest, one of each other kind and the ``even`` split,
+    from which more is learnt than from plans that are much the same; then these, and last what is too far off to be the
+    fastest, for what is left of the budget. Nobody, if none comes near a device alone.
+    """
+    able = (c for c in found if not c.name.startswith(ALONE) and prevalent(c) != "replicate")
+    split = sorted(able, key=lambda c: c.predicted.step_s)
+    if not split or split[0].predicted.step_s > FAR * min(c.predicted.step_s for c in found):
+        return []
+    best_s = split[0].predicted.step_s
+    likely = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
+    field = [c for c in split if c.name.startswith(TUNED)] + likely[:1]
+    seen = {prevalent(c) for c in field}
+    telling = [even] if even is not None else []
+    for c in split:
+        if prevalent(c) not in seen:
+            telling.append(c)
+            seen.add(prevalent(c))
+    telling.sort(key=lambda c: c.predicted.step_s)
+    close = [c for c in telling if c.predicted.step_s <= FAR * best_s]
+    far = [c for c in telling if FAR * best_s < c.predicted.step_s <= FURTHEST * best_s]
+    return [*{c.name: c for c in (*field, *close, *likely, *far)}.values()]
+
+
+def prevalent(contender: Contender) -> SplitKind:
+    """The kind of most layers that are split."""
+    count: Counter[SplitKind] = Counter(s.kind for s in contender.splits.values() if s.kind != "replicate")
+    return max(count, key=lambda kind: (count[kind], kind), default="replicate")

@@ -228,21 +228,20 @@ class _Root:
             self._trained += 1
             if self._trained % self.sync_every == 0:
                 sync_replicated(module)
-        self._tokens.append(SCOPE.set(_scope(module, self.team)))
+        self._tokens.append(SCOPE.set(_scope(module, self.team, any(map(_is_channels_last, tensors)))))
 
     @eager
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._tokens:
-            SCOPE.reset(self._tokens.pop())
         try:
             if output is None and sys.exc_info()[0] is not None:  # the forward raised
                 return None
-            channels_last = any(map(_is_channels_last, args))
-            whole = torch.utils._pytree.tree_map(lambda y: _gathered(y, channels_last), output)
+            whole = torch.utils._pytree.tree_map(partial(gather, images=True), output)
             compute_waiting()  # what is left would read parameters and inputs as they are later
             return whole
         finally:
             discard_waiting()
+            if self._tokens:
+                SCOPE.reset(self._tokens.pop())
 
 
 def _autocast(model: nn.Module) -> torch.dtype | None:
@@ -256,15 +255,8 @@ def _is_channels_last(x: Any) -> bool:
     return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
 
 
-def _gathered(y: Any, channels_last: bool) -> Any:
-    """The whole of a HetTensor, and images in the memory format of those that went in; anything else as it is."""
-    if not isinstance(y, HetTensor):
-        return y
-    last = kernels.CHANNELS_LAST.get(y.dim()) if channels_last else None
-    return gather(y) if last is None else gather(y).contiguous(memory_format=last)
-
-
-def _scope(model: nn.Module, team: Team) -> Scope:
+def _scope(model: nn.Module, team: Team, channels_last: bool) -> Scope:
     """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
     params, held = params_and_holders(model) if torch.is_grad_enabled() and team.size > 1 else ([], {})
-    return Scope(team, [p for p in params if id(p) not in held or held[id(p)].repeated], held)
+    shared = [p for p in params if id(p) not in held or held[id(p)].repeated]
+    return Scope(team, shared, held, channels_last=channels_last)

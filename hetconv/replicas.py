@@ -118,11 +118,11 @@ class _End(_Aliases):
 class Scope:
     """The aliases of a model's parameters, of which several ranks hold the same elements, during one forward pass.
 
-    ``held``: by id, of those that are not whole on every rank.
+    ``held``: by id, of those that are not whole on every rank. ``channels_last``: of images that went into the model.
     """
 
-    def __init__(self, team: Team, params: Iterable[Tensor], held: Mapping[int, Held]):
-        self.team = team
+    def __init__(self, team: Team, params: Iterable[Tensor], held: Mapping[int, Held], *, channels_last: bool = False):
+        self.team, self.channels_last = team, channels_last
         self._bucket_of: dict[int, tuple[_Bucket, dict[int, Tensor]]] = {}
         self._aliases: dict[int, Tensor] = {}
         made: list[_Bucket] = []

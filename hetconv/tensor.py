@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from .errors import HetConvError, LayoutError
+from .kernels import CHANNELS_LAST
 from .layout import Box, Layout
 from .movement import moved, take, unshared
+from .replicas import SCOPE
 from .transport import Team
 
 
@@ -180,14 +182,18 @@ class _TooLate:
     def gathered(self) -> None: ...
 
 
-def gather(x: Tensor) -> Tensor:
-    """The whole of a HetTensor, a plain contiguous tensor, on every rank; collective, differentiable.
+def gather(x: Tensor, *, images: bool = False) -> Tensor:
+    """The whole of a HetTensor, a plain tensor, on every rank; collective, differentiable.
 
     A plain tensor is returned as is. What travels is channels-last, but whoever takes views of the whole, or draws
-    random numbers over it, counts on the memory order that a model on one device has.
+    random numbers over it, counts on the memory order that a model on one device has: it is contiguous, unless these
+    are known to be ``images``, of a model whose inputs are channels-last.
     """
     if not isinstance(x, HetTensor):
         return x
     if x.placement.kind == "replicated":
         return x.local
-    return unshared(x.whole().contiguous(), x.local)
+    whole, scope, lies = x.whole(), SCOPE.get(), torch.contiguous_format
+    if images and scope is not None and scope.channels_last:
+        lies = CHANNELS_LAST.get(whole.dim(), lies)
+    return unshared(whole.contiguous(memory_format=lies), x.local)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
@@ -105,6 +106,44 @@ def test_images_stay_channels_last(net: str, kind: SplitKind) -> None:
     answers = on_ranks(2, unlike_channels_last, net, kind)
     assert_same([differences for differences, _ in answers])
     assert not [found for _, found in answers if found]
+
+
+class Gathers(nn.Module):
+    """Images, and what a model makes of them by views, that operators want whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 6, 3, padding=1), nn.ConvTranspose2d(6, 5, 2, 2)
+        self.last = nn.Conv2d(11, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x)
+        heads = (y * 2).reshape(len(y), 3, 2, -1)  # of four dimensions, but no images
+        return self.last(torch.cat([self.up(y), F.interpolate(y, scale_factor=2)], 1)), heads.tril().view(len(y), -1)
+
+
+def lying(kind: SplitKind, memory_format: torch.memory_format) -> tuple[list[bool], Differences]:
+    """Whether own parts, or wholes, of what is joined and of results lie as the images of a serial model."""
+    serial, cut = pair(Gathers, splits_of(Gathers(), (kind,), (5, 1)), 2)
+    seen: list[bool] = []
+
+    def look(_: nn.Module, args: tuple[Tensor]) -> None:
+        part = args[0].local if isinstance(args[0], HetTensor) else args[0]
+        seen.append(not part.numel() or memory_format == torch.contiguous_format or part.stride(1) == 1)
+
+    cut.last.register_forward_pre_hook(look)
+    x = torch.randn(2, 3, 8, 6).to(memory_format=memory_format)
+    serial.to(memory_format=memory_format)  # type: ignore[call-overload]
+    both = [*zip(serial(x), cut.to(memory_format=memory_format)(x), strict=True)]  # type: ignore[call-overload]
+    return [*seen, *(a.stride() == b.stride() for a, b in both)], {str(i): apart(a, b) for i, (a, b) in enumerate(both)}
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+def test_what_is_gathered_lies_as_on_one_device(kind: SplitKind, memory_format: torch.memory_format) -> None:
+    answers = on_ranks(2, lying, kind, memory_format)
+    assert_same([differences for _, differences in answers])
+    assert all(all(alike) for alike, _ in answers)
 
 
 def converted() -> str:

@@ -11,7 +11,19 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ..calls import Call, read, writes_in_place
 from ..errors import HetConvError
-from ..following import Pointwise
+from ..following import (
+    AdaptivePool,
+    BatchNorm,
+    Cat,
+    ConvTranspose,
+    GroupNorm,
+    Interpolate,
+    Pad,
+    PixelShuffle,
+    PixelUnshuffle,
+    Pointwise,
+    Pool,
+)
 from ..layout import Layout
 from ..rules import Gather, Step
 from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
@@ -53,6 +65,8 @@ LOCAL: set[Any] = {
 # Done to a gathered copy they would never see a gradient.
 REFUSED = {Tensor.register_hook, Tensor.retain_grad}
 ASKED = GLOBAL | LOCAL | REFUSED
+# What a model calls on images alone.
+IMAGES = AdaptivePool, BatchNorm, ConvTranspose, GroupNorm, Interpolate, Pad, PixelShuffle, PixelUnshuffle, Pool
 
 
 def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -88,7 +102,7 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
             return y
     if writes_in_place(func, kwargs) or kwargs.get("out") is not None:
         compute_waiting()
-    return on_gathered(func, args, kwargs)
+    return on_gathered(func, args, kwargs, images=call is not None and _of_images(call))
 
 
 def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -131,8 +145,13 @@ def _finish(call: Call, y: HetTensor | tuple[HetTensor, ...]) -> HetTensor | tup
     return target
 
 
-def on_gathered(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Gathers every HetTensor among the arguments and runs the function on plain tensors.
+def _of_images(call: Call) -> bool:
+    """Whether all inputs are, and in a model on one device lie as those of the model do."""
+    return isinstance(call.op, IMAGES) or (isinstance(call.op, Cat) and call.op.dim == 1)
+
+
+def on_gathered(func: Func, args: Args, kwargs: Kwargs, *, images: bool = False) -> Any:
+    """Gathers every HetTensor among the arguments and runs the function on plain tensors. ``images``: as `gather` says.
 
     A HetTensor that the call writes to, or returns a view of, becomes replicated, so that both go on sharing memory,
     and with it whatever shares its memory on parts.
@@ -146,7 +165,7 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs) -> Any:
         if not isinstance(x, HetTensor):
             return x
         if id(x) not in whole:
-            whole[id(x)] = (x, gather(x))
+            whole[id(x)] = (x, gather(x, images=images))
         return whole[id(x)][1]
 
     result = func(*tree_map(plain, args), **tree_map(plain, dict(kwargs)))
@@ -159,7 +178,7 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if copied:  # the view is of a copy of what they share
         for x in copied:
             views.make_whole(x)
-        return on_gathered(func, args, kwargs)
+        return on_gathered(func, args, kwargs, images=images)
     return written if isinstance(written, HetTensor) and result is not None else result
 
 

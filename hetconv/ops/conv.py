@@ -93,7 +93,7 @@ def convolution(
     step, geo = way.step, way.geo
     if step.output.kind == "replicated":
         assert geo is not None
-        return _apply(gather(x), w, b, geo, team, way.torchs)
+        return _apply(gather(x, images=True), w, b, geo, team, way.torchs)
     if step.contributes and torch.is_grad_enabled():
         w = contributed(team, w, way.held["weight"])
         b = contributed(team, b, way.held["bias"]) if b is not None else None

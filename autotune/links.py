@@ -16,7 +16,7 @@ from hetconv.layout import Box
 from hetconv.movement import sum_pieces
 from hetconv.network import Network
 from hetconv.profile import ClusterProfile, LinkModel, SharedWire
-from hetconv.replicas import contributed
+from hetconv.replicas import Scope
 from hetconv.transport import Round, Team, objects_of_all
 
 from . import fit
@@ -137,7 +137,12 @@ def _sum(team: Team, size: int, device: torch.device) -> Callable[[], Any]:
     weight = torch.zeros((size // ROW, CHANNELS, 1, WIDTH), device=device)
     parameter = weight.contiguous(memory_format=torch.channels_last).requires_grad_()
     gradient = torch.ones_like(parameter)
-    return lambda: torch.autograd.grad(contributed(team, parameter), parameter, gradient)
+
+    def summed() -> Any:
+        scope = Scope(team, [parameter], {}, {id(parameter)})
+        return torch.autograd.grad(scope.alias(parameter), parameter, gradient)
+
+    return summed
 
 
 def _matters(wire: SharedWire, links_alone: Network) -> bool:

@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from .errors import HetConvError
-from .modules import team_of_model
 from .optim_state import own_optim_state, sharded_optim_state_dict
+from .sharing import team_of_model
 from .state import Slice, State, agreed, check_fit, own_state, sharded_state_dict, shares, signature
 from .tensor import HetTensor
 from .transport import Team, answered

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .agreement import checksum
 from .holding import Held, Ranks, summed_among
-from .modules import shared_out, team_of_model
 from .movement import from_every_rank, perform, take
+from .sharing import shared_out, team_of_model
 from .transport import Team
 
 log = logging.getLogger("hetconv")

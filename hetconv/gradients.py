@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from .agreement import prepared
 from .errors import HetConvError
 from .holding import Held
-from .modules import shared_out, team_of_model
 from .movement import from_every_rank, take
+from .sharing import shared_out, team_of_model
 
 
 def clip_grad_norm_(

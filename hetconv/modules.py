@@ -39,6 +39,8 @@ class CutLayer(nn.Module):
     team: Team
     held: dict[str, Held]
     """Which ranks hold what of each parameter."""
+    as_wired: bool
+    """Whether the weight was channels-last when it was cut, on all ranks: its gradients travel so."""
 
     def _allocate(self, held: Mapping[str, Held], bias: bool, options: dict[str, Any]) -> None:
         self.held = {name: of for name, of in held.items() if name == "weight" or bias}
@@ -122,7 +124,12 @@ class HetConv(CutLayer):
             _check_output(output)
             least_op(conv).check(split, team.size)
 
-        prepared(team, f"{cls.__name__}.from_conv", check, lambda _: f"{conv} {split} {output} {conv.weight.dtype}")
+        prepared(
+            team,
+            f"{cls.__name__}.from_conv",
+            check,
+            lambda _: f"{conv} {split} {output} {conv.weight.dtype} {lies_as_wired(conv.weight)}",
+        )
         made = cls._local(conv, split, team, output)
         full = {name: p.detach().clone() for name, p in conv.named_parameters()}
         broadcast(team, list(full.values()))
@@ -229,32 +236,9 @@ class HetLinear(CutLayer):
         return f"{self.in_features}, {self.out_features}, split={self.split}"
 
 
-def cut_layers(model: nn.Module) -> list[CutLayer]:
-    return [layer for layer in model.modules() if isinstance(layer, CutLayer)]
-
-
-def shared_out(model: nn.Module) -> dict[int, Held]:
-    """The parameters that are not whole on every rank, by id."""
-    return params_and_holders(model)[1]
-
-
-def params_and_holders(model: nn.Module) -> tuple[list[nn.Parameter], dict[int, Held]]:
-    """Every parameter once, and who holds what of those that are not whole on every rank, by id; in one walk."""
-    params: dict[int, nn.Parameter] = {}
-    held: dict[int, Held] = {}
-    for module in model.modules():
-        params |= {id(p): p for p in module._parameters.values() if p is not None}
-        if isinstance(module, CutLayer):
-            held |= {id(getattr(module, name)): of for name, of in module.held.items() if not of.everywhere}
-    return [*params.values()], held
-
-
-def team_of_model(model: nn.Module) -> Team | None:
-    """The ranks that a model is parallelized over, or None. Raises `HetConvError` if its layers name several groups."""
-    teams = {layer.team for layer in cut_layers(model)}
-    if len(teams) > 1:
-        raise HetConvError("the layers of this model are cut over several process groups; call this for each of them")
-    return teams.pop() if teams else None
+def lies_as_wired(weight: Tensor) -> bool:
+    """Whether filters are channels-last; of a 1x1 kernel either format is, and this says no."""
+    return weight.dim() in kernels.CHANNELS_LAST and weight.stride(1) == 1 != weight.stride(-1)
 
 
 def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
@@ -277,9 +261,9 @@ def _inherit(made: CutLayer, plain: PlainConv | nn.Linear, held: Mapping[str, He
     """Parameters of the right local shapes with the plain layer's values, trainability, memory format and mode."""
     weight = plain.weight
     made._allocate(held, plain.bias is not None, {"device": weight.device, "dtype": weight.dtype})
-    last = kernels.CHANNELS_LAST.get(weight.dim())
-    if last is not None and weight.stride(1) == 1 != weight.stride(-1):  # a 1x1 kernel is contiguous in either format
-        made.weight.data = made.weight.data.to(memory_format=last)
+    made.as_wired = lies_as_wired(weight)
+    if made.as_wired:
+        made.weight.data = made.weight.data.to(memory_format=kernels.CHANNELS_LAST[weight.dim()])
     made.load_full(dict(plain.named_parameters(recurse=False)))
     for name, p in plain.named_parameters(recurse=False):
         getattr(made, name).requires_grad_(p.requires_grad)

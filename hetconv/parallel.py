@@ -19,10 +19,11 @@ from .drift import sync_replicated
 from .eager import EagerForward, eager
 from .errors import PlanError
 from .leaves import run_on_own_parts
-from .modules import HET_CONVS, HetLinear, PlainConv, least_op, params_and_holders
+from .modules import HET_CONVS, HetLinear, PlainConv, least_op, lies_as_wired
 from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope
 from .rules import Linear, Split
+from .sharing import Parameters, parameters_of
 from .tensor import HetTensor, compute_waiting, discard_waiting, gather
 from .transport import Team, answered, broadcast, team_of
 from .tuned import TunedTile
@@ -137,7 +138,8 @@ def _check_sharing(
 
 
 def _signature(model: nn.Module) -> str:
-    shapes = ", ".join(f"{k}{tuple(v.shape)}{v.dtype}" for k, v in (*model.named_parameters(), *model.named_buffers()))
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    shapes = ", ".join(f"{k}{tuple(v.shape)}{v.dtype}{' channels-last' * lies_as_wired(v)}" for k, v in tensors)
     return f"{type(model).__name__}({shapes})"
 
 
@@ -257,6 +259,6 @@ def _is_channels_last(x: Any) -> bool:
 
 def _scope(model: nn.Module, team: Team, channels_last: bool) -> Scope:
     """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
-    params, held = params_and_holders(model) if torch.is_grad_enabled() and team.size > 1 else ([], {})
-    shared = [p for p in params if id(p) not in held or held[id(p)].repeated]
-    return Scope(team, shared, held, channels_last=channels_last)
+    found = parameters_of(model) if torch.is_grad_enabled() and team.size > 1 else Parameters([], {}, set())
+    shared = [p for p in found.every if id(p) not in found.held or found.held[id(p)].repeated]
+    return Scope(team, shared, found.held, found.as_wired, channels_last=channels_last)

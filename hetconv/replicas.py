@@ -11,7 +11,7 @@ graph, accumulation, hooks and ``torch.autograd.grad`` see only whole gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from .holding import Atom, Held, Ranks, summed_among
 from .layout import Box, buckets
 from .movement import Sum, take
-from .transport import Team
+from .transport import Team, as_wire
 
 Grads = tuple[Tensor | None, ...]
 
@@ -31,14 +31,19 @@ class _Bucket:
     """The sums of the gradients of some parameters; of these themselves it knows shapes, strides and who holds what.
 
     One sum for each set of ranks that hold the same slices: its message has their contributions one after the other.
-    ``held`` is None for a parameter that is whole on every rank. ``before``: buckets that may be under way when this
-    one starts.
+    ``held`` is None for a parameter that is whole on every rank. ``as_wired``: of which the gradients travel
+    channels-last. ``before``: buckets that may be under way when this one starts.
     """
 
     def __init__(
-        self, team: Team, params: Sequence[Tensor], held: Sequence[Held | None], before: Sequence[_Bucket] = ()
+        self,
+        team: Team,
+        params: Sequence[Tensor],
+        held: Sequence[Held | None],
+        as_wired: Sequence[bool],
+        before: Sequence[_Bucket] = (),
     ):
-        self._team, self._before, self._held = team, tuple(before), held
+        self._team, self._before, self._held, self._as_wired = team, tuple(before), held, as_wired
         self._formats = [(tuple(p.shape), p.stride()) for p in params]
         self._found: list[Tensor | None] = []
         self._sums: list[tuple[Ranks, list[tuple[int, Box]], Sum]] = []
@@ -55,7 +60,8 @@ class _Bucket:
                 cuts.setdefault(holders, []).append((i, box))
         for holders, cut in cuts.items():
             if self._team.rank in holders:
-                own = torch.cat([take(given[i], self._own(i), box).flatten() for i, box in cut])
+                pieces = [self._flat(take(given[i], self._own(i), box), i) for i, box in cut]
+                own = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             else:
                 own = given[cut[0][0]].new_empty(0)
             rounds = summed_among(holders, sum(box.numel for _, box in cut), self._team.size)
@@ -67,9 +73,18 @@ class _Bucket:
             total = under_way.result()
             if self._team.rank in holders:
                 for (i, box), part in zip(cut, total.split([box.numel for _, box in cut]), strict=True):
-                    found[i] = self._filled(found[i], i, box, part.view(box.shape))
+                    found[i] = self._filled(found[i], i, box, self._shaped(part, i, box))
         self._found, self._sums = [], []
         return tuple(found)
+
+    def _flat(self, gradient: Tensor, i: int) -> Tensor:
+        """In the order of its memory, where the parameters lie as `parallelize` found them."""
+        return (as_wire(gradient) if self._as_wired[i] else gradient).flatten()
+
+    def _shaped(self, flat: Tensor, i: int, box: Box) -> Tensor:
+        if not self._as_wired[i]:
+            return flat.view(box.shape)
+        return flat.view(box.shape[0], *box.shape[2:], box.shape[1]).movedim(-1, 1)
 
     def _filled(self, found: Tensor | None, i: int, box: Box, part: Tensor) -> Tensor:
         """A parameter's gradient with a part of it, in memory as the parameter is, which is how torch's own lie."""
@@ -118,10 +133,19 @@ class _End(_Aliases):
 class Scope:
     """The aliases of a model's parameters, of which several ranks hold the same elements, during one forward pass.
 
-    ``held``: by id, of those that are not whole on every rank. ``channels_last``: of images that went into the model.
+    ``held``: by id, of those that are not whole on every rank. ``as_wired``: ids of those that lie, on all ranks, as
+    images travel. ``channels_last``: whether images that went into the model do.
     """
 
-    def __init__(self, team: Team, params: Iterable[Tensor], held: Mapping[int, Held], *, channels_last: bool = False):
+    def __init__(
+        self,
+        team: Team,
+        params: Iterable[Tensor],
+        held: Mapping[int, Held],
+        as_wired: Container[int] = (),
+        *,
+        channels_last: bool = False,
+    ):
         self.team, self.channels_last = team, channels_last
         self._bucket_of: dict[int, tuple[_Bucket, dict[int, Tensor]]] = {}
         self._aliases: dict[int, Tensor] = {}
@@ -131,7 +155,8 @@ class Scope:
         kinds = [(p.dtype, of.sharing if of is not None else None) for p, of in trained]
         for indices in buckets(sizes, kinds=kinds):
             own = [trained[i][0] for i in indices]
-            made.append(_Bucket(team, own, [trained[i][1] for i in indices], made))
+            wired = [id(p) in as_wired for p in own]
+            made.append(_Bucket(team, own, [trained[i][1] for i in indices], wired, made))
             ended = dict(zip(map(id, own), _End.apply(made[-1], *own), strict=True))
             self._bucket_of |= dict.fromkeys(ended, (made[-1], ended))
 

@@ -13,8 +13,9 @@ from .agreement import checksum, prepared
 from .errors import HetConvError
 from .holding import Held
 from .layout import Box, Shape
-from .modules import CutLayer, cut_layers
+from .modules import CutLayer
 from .movement import take
+from .sharing import cut_layers
 from .tensor import HetTensor, gather
 from .transport import Team
 

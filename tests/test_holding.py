@@ -19,9 +19,10 @@ import hetconv
 from hetconv import replicas
 from hetconv.holding import Held, summed_among
 from hetconv.layout import Box, Shape, buckets, traffic
-from hetconv.modules import HetConv2d, cut_layers
+from hetconv.modules import HetConv2d
 from hetconv.replicas import Scope
 from hetconv.rules import Split
+from hetconv.sharing import cut_layers
 from hetconv.transport import team_of
 
 from .equivalence import Differences, apart, assert_same, full_gradients, same_state

@@ -18,6 +18,7 @@ import hetconv
 from hetconv import emulate, replicas
 from hetconv.layout import buckets
 from hetconv.ops.halo import LocalConv
+from hetconv.rules import SplitKind
 
 from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair
 from .nets import NETS, plan_of, splits_of
@@ -176,3 +177,27 @@ def test_gradients_lie_in_memory_as_their_parameters() -> None:
     for whole, cut in on_ranks(2, lying_as_parameters):
         assert [p for p, _ in cut] == [p for p, _ in whole]
         assert all(p == g for p, g in cut)
+
+
+def lying_otherwise(kind: SplitKind) -> tuple[str, Differences]:
+    """Of one rank alone, first where the model is cut, then later."""
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 8, 3)).double()
+    rank = dist.get_rank()
+    unlike = copy.deepcopy(serial).to(memory_format=torch.channels_last if rank == 1 else torch.contiguous_format)
+    plan = plan_of(serial, splits_of(serial, (kind,), (2, 0, 1)), 3)
+    with pytest.raises(hetconv.DisagreementError) as error:
+        hetconv.parallelize(unlike, plan)
+    cut = hetconv.parallelize(copy.deepcopy(serial).to(memory_format=torch.channels_last), plan)
+    cut.to(memory_format=torch.contiguous_format if rank == 2 else torch.channels_last)
+    x = torch.randn(3, 4, 9, 8, dtype=torch.float64)
+    for model in (serial, cut):
+        loss_of(model(x)).backward()
+    return str(error.value), compared(serial, cut)
+
+
+@pytest.mark.parametrize("kind", ["height", "sample"])
+def test_sums_agree_on_the_order_of_memory(kind: SplitKind) -> None:
+    answers = on_ranks(3, lying_otherwise, kind)
+    assert_same([differences for _, differences in answers])
+    assert all("channels-last" in said for said, _ in answers)

@@ -27,8 +27,8 @@ from hetconv.transport import objects_of_all, team_of
 from . import fit
 from .measure import operator_samples, paired
 from .race import step_alone, step_of
-from .sampling import Passes
-from .subjects import Layer, Time, subjects_of
+from .sampling import Passes, Time
+from .subjects import Layer, subjects_of
 
 MOST_LAYERS = 16  # of which errors are asked for, along one axis each
 SHARES = 0.3, 0.7
@@ -141,9 +141,9 @@ def predicted_and_measured(
     steps: dict[str, Callable[[], Any]] = {}
     for name, splits in plans.items():
         if name.startswith(ALONE):
-            busy = lone.price(splits)[0].busy_s
-            predicted[name] = max(busy)
-            works = team_of().rank == busy.index(max(busy))
+            alone, _ = lone.price(splits)
+            predicted[name] = alone.step_s
+            works = team_of().rank == alone.busy_s.index(max(alone.busy_s))
             steps[name] = step_alone(model, x, mode) if works else lambda: None
         else:
             predicted[name] = pricer.price(splits)[0].step_s

@@ -17,8 +17,9 @@ from hetconv.transport import Team, objects_of_all, team_of
 
 from . import fit
 from .machine import conditions, identity, memory_bytes
-from .sampling import Passes, sampled
-from .subjects import AXES, Call, Layer, Other, Run, Subject, work
+from .others import Call, Other
+from .sampling import Passes, Run, sampled
+from .subjects import AXES, Layer, Subject, work
 
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import pairwise
 from math import ceil, comb, inf
 from statistics import median
+from typing import Any, NamedTuple
 
 CONFIDENCE = 0.95
 PRECISION = 0.03  # of the median: how far the ends of its interval may be off it
@@ -17,6 +18,17 @@ LEAST, MOST = 3, 50  # repeats
 LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
 Passes = tuple[list[float], list[float]]
 """Seconds of each repeat, forward and backward."""
+
+
+class Run(NamedTuple):
+    """Two calls to be timed. ``both``: the second one runs the first one's work too."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+    both: bool = False
+
+
+Time = Callable[[Run], Passes]
 
 
 @cache

@@ -113,13 +113,9 @@ def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str,
     """Of even splits and devices alone, seconds as they were predicted before any whole step was measured."""
     before = with_learnt(profile, Learnt([{} for _ in profile.devices]))
     together, alone = Pricer(graph, before, mode), Pricer(graph, before.alone(), mode)
-    found = {}
-    for name, splits in Candidates(graph, before, mode).whole_models().items():
-        if name.startswith(EVEN):
-            found[name] = together.price(splits)[0].step_s
-        elif name.startswith(ALONE):  # who tells no other what it computed
-            found[name] = max(alone.price(splits)[0].busy_s)
-    return found
+    ways = Candidates(graph, before, mode).whole_models().items()
+    pricers = {name: together if name.startswith(EVEN) else alone for name, _ in ways if name.startswith((EVEN, ALONE))}
+    return {name: pricers[name].price(splits)[0].step_s for name, splits in ways if name in pricers}
 
 
 def _way(sort: str, name: str | None, measured_s: float | None, predicted: Mapping[str, float]) -> Way | None:

@@ -97,7 +97,7 @@ class _Compared:
         limits = _limits(profile, memory_limit)
         ways, pricer = Candidates(graph, profile, mode, allowed), Pricer(graph, profile, mode)
         self.found = ways.whole_models(limits)
-        lone = Pricer(graph, profile.alone(), mode) if any(d.alone for d in profile.devices) else pricer
+        lone = Pricer(graph, profile.alone(), mode)  # whose steps a plan must beat
         pricers = {name: lone if name.startswith(ALONE) else pricer for name in self.found}
         self.priced: Priced = {name: pricers[name].price(splits) for name, splits in self.found.items()}
         self.search = Search.within(ways, pricer, limits)
@@ -130,17 +130,11 @@ class _Compared:
 
 
 def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
-    """A device alone tells no other what it computed, so that a plan must beat its computing.
+    """A tuned ratio was measured beside the computed one: what it gained is believed; a worse one is not kept.
 
-    A tuned ratio was measured beside the computed one: what it gained is believed; a worse one is not kept. What whole
-    steps of a tuned plan, of the device alone and of the even split beside it, took is not predicted any more.
+    What whole steps of a tuned plan, of the device alone and of the even split beside it, took is not predicted any
+    more.
     """
-    for name, (prediction, costs) in priced.items():
-        if name.startswith(ALONE):
-            world, step_s = len(prediction.busy_s), max(prediction.busy_s)
-            still, nothing = (0.0,) * world, ((0,) * world,) * world
-            alone = replace(prediction, step_s=step_s, movement_s=0.0, moving_s=still, sent_bytes=nothing)
-            priced[name] = alone, costs
     for tuned in ways.tuned():
         prediction, costs = priced[tuned_name(tuned)]
         computed, _ = pricer.price(ways.whole(tuned.kind, tuned.computed_weights))

@@ -113,8 +113,10 @@ class ClusterProfile:
         return self.links[f"{a}-{b}"] if a < b else self.links[f"{b}-{a}"].turned()
 
     def alone(self) -> ClusterProfile:
-        """Of devices as they are while all others rest."""
-        return replace(self, devices=tuple(device.by_itself() for device in self.devices))
+        """Of devices as each is while all others rest, and tells none of them what it computed."""
+        devices = tuple(device.by_itself() for device in self.devices)
+        silent = dict.fromkeys(self.links, LinkModel(0.0, 0.0))
+        return replace(self, devices=devices, links=silent, shared=(), sum_s_per_byte=0.0)
 
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
         """Of the batch, for a convolution cut by filter in these sizes: one unless more were measured to be faster."""

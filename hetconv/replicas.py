@@ -60,8 +60,8 @@ class _Bucket:
                 cuts.setdefault(holders, []).append((i, box))
         for holders, cut in cuts.items():
             if self._team.rank in holders:
-                pieces = [self._flat(take(given[i], self._own(i), box), i) for i, box in cut]
-                own = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                # A copy also of a single one, which autograd may have given to others too.
+                own = torch.cat([self._flat(take(given[i], self._own(i), box), i) for i, box in cut])
             else:
                 own = given[cut[0][0]].new_empty(0)
             rounds = summed_among(holders, sum(box.numel for _, box in cut), self._team.size)

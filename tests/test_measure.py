@@ -17,15 +17,9 @@ from torch import Tensor, nn
 import hetconv
 from hetconv import emulate
 from hetconv.autotune import measure, sampling
-from hetconv.autotune.sampling import Passes
-from hetconv.autotune.subjects import (
-    AXES,
-    Call,
-    Layer,
-    Other,
-    Run,
-    Time,
-)  # fmt: skip
+from hetconv.autotune.others import Call, Other
+from hetconv.autotune.sampling import Passes, Run, Time
+from hetconv.autotune.subjects import AXES, Layer
 from hetconv.cost import operator_key
 from hetconv.emulate import DeviceName
 from hetconv.pricing import Pricer

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune.sampling import Passes
-from hetconv.autotune.subjects import KINDS, Call, Layer, Other, Run, axes_of, local, of_rows, subjects_of
+from hetconv.autotune.others import KINDS, Call, Other, local
+from hetconv.autotune.sampling import Passes, Run
+from hetconv.autotune.subjects import Layer, axes_of, of_rows, subjects_of
 from hetconv.cost import kind_of
 from hetconv.rules import Conv, Linear
 from hetconv.spec import ConvSpec

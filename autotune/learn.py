@@ -9,6 +9,7 @@ from typing import NamedTuple
 from hetconv.performance import DeviceModel
 
 MOST = 2.0  # a factor that is believed, up and down
+HARDLY = 0.2  # of what the busiest device computes: who has less shows what calls take, and nothing of layers
 LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
 Seconds = Mapping[str, float]  # by kind of split
@@ -32,7 +33,8 @@ def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> l
     """Each device's `DeviceModel.corrections` by which it would have been predicted what was measured.
 
     What a plan took on a device, of what was predicted, counts for every kind that the plan has there, as much as was
-    predicted for that kind. Kinds of which nothing was observed stay as they were.
+    predicted for that kind; not where a device had `HARDLY` a part. Kinds of which nothing was observed stay as they
+    were.
     """
     found = []
     for rank, device in enumerate(devices):
@@ -40,7 +42,7 @@ def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> l
         weighted: dict[str, float] = {}
         for plan in observed:
             total = sum(plan.predicted[rank].values())
-            if total > 0 and plan.measured[rank] > 0:
+            if total > 0 and plan.measured[rank] > HARDLY * max(plan.measured):
                 for kind, seconds in plan.predicted[rank].items():
                     weights[kind] = weights.get(kind, 0.0) + seconds
                     weighted[kind] = weighted.get(kind, 0.0) + seconds * plan.measured[rank] / total

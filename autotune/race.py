@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
@@ -29,6 +29,10 @@ from .models import channels_last
 from .shares import TrialFailedError
 
 LISTENED = 3  # steps
+LEAST_ROUNDS, PATIENCE = (
+    3,
+    0.8,
+)  # enough once they took so many seconds for each that was asked for: long steps vary less
 Seconds = dict[str, float]
 
 
@@ -44,7 +48,10 @@ Way = Plan | Alone
 
 
 class Order(NamedTuple):
-    """``what`` rank 0 has all ranks do. ``listen``: of which way the time in which each rank computes is wanted too."""
+    """``what`` rank 0 has all ranks do, in at most so many ``rounds``.
+
+    ``listen``: of which way the time in which each rank computes is wanted too.
+    """
 
     what: str
     ways: Mapping[str, Way]
@@ -139,7 +146,7 @@ class Race:
         rounds = []
         for _ in range(order.rounds):
             rounds.append(measure.one_round(steps, self._x.device, team))
-            stop = [enough(rounds[-1])]
+            stop = [enough(rounds[-1]) or _long(rounds, order.rounds)]
             dist.broadcast_object_list(stop, group=team.control, group_src=0)
             if stop[0]:
                 break
@@ -170,6 +177,10 @@ class Race:
         gc.collect()
         if self._x.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _long(rounds: Sequence[Seconds], asked: int) -> bool:
+    return len(rounds) >= LEAST_ROUNDS and sum(sum(seconds.values()) for seconds in rounds) > PATIENCE * asked
 
 
 def _computing(step: Step, device: torch.device, team: Team) -> tuple[float, ...]:

@@ -48,6 +48,13 @@ def test_what_is_learnt_again_comes_on_top_and_the_rest_stays() -> None:
     assert taught(known, ({"height": 3.0}, 2.0)) == {"height": pytest.approx(1.0), "width": 1.1}
 
 
+def test_a_device_with_hardly_a_part_teaches_nothing() -> None:
+    seen = [Observed([{"filter": 10.0}, {"filter": part}], [12.0, 2 * part]) for part in (0.5, 5.0)]
+    little, both = (corrected([FAST, SLOW], plans) for plans in (seen[:1], seen))
+    assert little == [{"filter": pytest.approx(1.2)}, {}]
+    assert both == [{"filter": pytest.approx(1.2)}, {"filter": pytest.approx(2.0)}]
+
+
 @pytest.mark.parametrize(("measured", "factor"), [(100.0, MOST), (0.001, 1 / MOST)])
 def test_a_factor_is_not_believed_beyond_reason(measured: float, factor: float) -> None:
     assert taught(FAST, ({"height": 1.0}, measured)) == {"height": factor}

@@ -63,6 +63,8 @@ def test_where_one_device_is_fastest_the_plan_says_so_and_uses_it_alone() -> Non
     plan = hetconv.make_plan(graph, far, mode="infer", kinds=("sample", "height", "filter"))
     assert plan.chosen == "fastest device alone (0: cpu)"
     assert all(s.sizes[1] == 0 for s in plan.splits.values())
+    assert plan.predicted is not None
+    assert plan.predicted.step_s == max(plan.predicted.busy_s) < 1.0  # it tells no other what it computed
 
 
 @pytest.mark.parametrize(

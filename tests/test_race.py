@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv import emulate
-from hetconv.autotune.race import Alone, Order, Outcome, Race, Seconds
+from hetconv.autotune.race import LEAST_ROUNDS, Alone, Order, Outcome, Race, Seconds
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.plan import Plan
 
@@ -95,6 +95,18 @@ def stopped() -> list[int]:
 
 def test_a_race_ends_early_when_told() -> None:
     assert on_ranks(2, stopped) == [[2, 2], []]
+
+
+def impatient() -> list[int]:
+    """Rounds of an order that took too long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hetconv.autotune.race.PATIENCE", 0.0)
+        outcomes, _ = raced(Chain(), *(Order("it", {"trial": plan((3, 1))}, rounds) for rounds in (9, 2)))
+    return [len(outcome.rounds) for outcome in outcomes if isinstance(outcome, Outcome)]
+
+
+def test_long_steps_run_in_fewer_rounds() -> None:
+    assert on_ranks(2, impatient) == [[LEAST_ROUNDS, 2], []]
 
 
 def alone_at(speed: float) -> float:

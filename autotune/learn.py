@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hetconv.performance import DeviceModel
 
 MOST = 2.0  # a factor that is believed, up and down
-HARDLY = 0.2  # of what the busiest device computes: who has less shows what calls take, and nothing of layers
+HARDLY = 0.5  # of what the busiest device computes: who has less shows what calls take, more than layers
 LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
 Seconds = Mapping[str, float]  # by kind of split
@@ -42,7 +42,8 @@ def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> l
         weighted: dict[str, float] = {}
         for plan in observed:
             total = sum(plan.predicted[rank].values())
-            if total > 0 and plan.measured[rank] > HARDLY * max(plan.measured):
+            most = max(sum(of_device.values()) for of_device in plan.predicted)
+            if total > HARDLY * most and plan.measured[rank] > 0:
                 for kind, seconds in plan.predicted[rank].items():
                     weights[kind] = weights.get(kind, 0.0) + seconds
                     weighted[kind] = weighted.get(kind, 0.0) + seconds * plan.measured[rank] / total

@@ -49,7 +49,7 @@ def test_what_is_learnt_again_comes_on_top_and_the_rest_stays() -> None:
 
 
 def test_a_device_with_hardly_a_part_teaches_nothing() -> None:
-    seen = [Observed([{"filter": 10.0}, {"filter": part}], [12.0, 2 * part]) for part in (0.5, 5.0)]
+    seen = [Observed([{"filter": 10.0}, {"filter": part}], [12.0, took]) for part, took in ((4.9, 15.0), (6.0, 12.0))]
     little, both = (corrected([FAST, SLOW], plans) for plans in (seen[:1], seen))
     assert little == [{"filter": pytest.approx(1.2)}, {}]
     assert both == [{"filter": pytest.approx(1.2)}, {"filter": pytest.approx(2.0)}]

@@ -34,7 +34,7 @@ def test_nothing_is_learnt_from_nothing() -> None:
 
 
 def test_a_kind_is_corrected_by_what_it_took_on_each_device_for_itself() -> None:
-    one = Observed([{"height": 1.0}, {"height": 2.0}], [1.2, 1.8])
+    one = Observed([{"height": 1.5}, {"height": 2.0}], [1.8, 1.8])
     assert corrected([FAST, SLOW], [one]) == [{"height": pytest.approx(1.2)}, {"height": pytest.approx(0.9)}]
 
 

@@ -41,9 +41,9 @@ def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> l
         weights: dict[str, float] = {}
         weighted: dict[str, float] = {}
         for plan in observed:
-            total = sum(plan.predicted[rank].values())
-            most = max(sum(of_device.values()) for of_device in plan.predicted)
-            if total > HARDLY * most and plan.measured[rank] > 0:
+            work = [sum(of_device.values()) for of_device in plan.predicted]
+            total = work[rank]
+            if total > HARDLY * max(work) and plan.measured[rank] > 0:
                 for kind, seconds in plan.predicted[rank].items():
                     weights[kind] = weights.get(kind, 0.0) + seconds
                     weighted[kind] = weighted.get(kind, 0.0) + seconds * plan.measured[rank] / total

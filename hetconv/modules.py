@@ -237,7 +237,7 @@ class HetLinear(CutLayer):
 
 
 def lies_as_wired(weight: Tensor) -> bool:
-    """Whether filters are channels-last; of a 1x1 kernel either format is, and this says no."""
+    """Whether filters are channels-last, by strides: these tell even of 1x1 kernels, which are contiguous in both."""
     return weight.dim() in kernels.CHANNELS_LAST and weight.stride(1) == 1 != weight.stride(-1)
 
 

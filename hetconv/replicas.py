@@ -78,7 +78,7 @@ class _Bucket:
         return tuple(found)
 
     def _flat(self, gradient: Tensor, i: int) -> Tensor:
-        """In the order of its memory, where the parameters lie as `parallelize` found them."""
+        """In the order in which it travels: that of its memory, if the filters lie as when the model was cut."""
         return (as_wire(gradient) if self._as_wired[i] else gradient).flatten()
 
     def _shaped(self, flat: Tensor, i: int, box: Box) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations, product
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from scipy.stats import kendalltau
@@ -20,7 +20,7 @@ from hetconv.parallel import parallelize
 from hetconv.plan import Mode
 from hetconv.planner import make_plan
 from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile
+from hetconv.profile import ClusterProfile, DeviceModel
 from hetconv.rules import Split
 from hetconv.transport import objects_of_all, team_of
 
@@ -51,9 +51,15 @@ class Check:
         """Median and 90 % quantile of the errors, and Kendall's tau of the two orders, 1 if they are the same.
 
         ``tau where rounds agree``: of the pairs of which the same one was faster in every round, ``agreeing`` of all.
+        ``spread of rounds``: the median deviation of a plan's rounds from their median: what noise alone makes of it.
         """
         tau = kendalltau(*zip(*self.steps.values(), strict=True)).statistic
         found = {"median error": median(self.errors), "p90 error": ninetieth(self.errors), "tau": float(tau)}
+        if self.rounds:
+            middles = {name: median(seconds) for name, seconds in self.rounds.items()}
+            found["spread of rounds"] = median(
+                abs(s / middles[name] - 1) for name, seconds in self.rounds.items() for s in seconds
+            )
         pairs = [*combinations(self.rounds, 2)]
         right = [side * (self.steps[a][0] - self.steps[b][0]) > 0 for a, b in pairs if (side := self._side(a, b))]
         if right:
@@ -96,27 +102,45 @@ class Spot(Layer):
         return {self.share: time(self.run(self.part, device))}
 
 
-def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torch.device) -> list[float]:
-    """Of the layers with the most work at some shares, along every axis, on every rank; as parts of what was measured.
+class LayerErrors(NamedTuple):
+    """In rising order, as parts of what was measured: of what was ``predicted``, and of what was ``repeated``, the same
+    measurement again.
+    """
 
-    Collective. They are measured anew, most at shares that the profile has no point for.
+    predicted: list[float]
+    repeated: list[float]
+
+
+def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torch.device) -> LayerErrors:
+    """Of the layers with the most work at some shares, along every axis, on every rank.
+
+    Collective. They are measured anew, most at shares that the profile has no point for; and all once more after it.
     """
     layers = [s for s in subjects_of(graph) if isinstance(s, Layer) and not s.alone][:MOST_LAYERS]
-    spots = [
-        Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=max(round(share * s.extent), 1))
-        for s in layers for share in SHARES
-    ]  # fmt: skip
-    own, found = profile.devices[team_of().rank], []
+    shares = [(s, max(round(share * s.extent), 1)) for s in layers for share in SHARES]
+    spots = [Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=part) for s, part in dict.fromkeys(shares)]
+    own, team = profile.devices[team_of().rank], team_of()
+    first, again = (_spot_seconds(spots, device, own) for _ in range(2))
+    predicted, repeated = [], []
+    for spot, k in product(spots, range(1 + (mode == "train"))):
+        if spot.key in first and spot.key in again:
+            curve = layer_curve(own, spot.op, spot.axis, bool(k), spot.dtype)
+            measured = first[spot.key][k]
+            predicted.append(abs(curve.at(spot.share) / measured - 1))
+            repeated.append(abs(again[spot.key][k] / measured - 1))
+    of_ranks = zip(*objects_of_all(team, (predicted, repeated)), strict=True)
+    return LayerErrors(*(sorted(chain(*each)) for each in of_ranks))
+
+
+def _spot_seconds(spots: Sequence[Spot], device: torch.device, own: DeviceModel) -> dict[str, tuple[float, float]]:
+    """Collective: by key, of both passes as calls by the host; without those for which there is no memory."""
+    by_key, found = {spot.key: spot for spot in spots}, {}
     host_s = own.overhead(False), own.overhead(True)
-    by_key = {spot.key: spot for spot in spots}
     for key, samples in operator_samples([*by_key.values()], device, lambda: False):
-        spot, share = by_key[key], by_key[key].share
-        measured = fit.called(fit.operator(samples), host_s, device.type == "cuda") if samples else None
-        for curve, backward in ((measured.forward, False), (measured.backward, True)) if measured else ():
-            if mode == "train" or not backward:
-                predicted = layer_curve(own, spot.op, spot.axis, backward, spot.dtype).at(share)
-                found.append(abs(predicted - curve.at(share)) / curve.at(share))
-    return sorted(error for of_rank in objects_of_all(team_of(), found) for error in of_rank)
+        if samples:
+            called, share = fit.called(fit.operator(samples), host_s, device.type == "cuda"), by_key[key].share
+            found[key] = called.forward.at(share), called.backward.at(share)
+    return found
 
 
 def predicted_and_measured(

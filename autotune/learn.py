@@ -12,6 +12,11 @@ MOST = 2.0  # a factor that is believed, up and down
 HARDLY = 0.5  # of what the busiest device computes: who has less shows what calls take, more than layers
 LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
+# How much better, in the sum of logarithms, steps must be predicted for each e-fold by which messages leave their rest:
+UNLIKELY_LATENCY, UNLIKELY_BYTES = (
+    0.02,
+    0.05,
+)  # what hardly changes the plans that ran would change others out of reason
 Seconds = Mapping[str, float]  # by kind of split
 
 
@@ -60,11 +65,12 @@ def believed(factor: float) -> float:
 def at_work(predicted: Callable[[AtWork], Sequence[float]], measured: Sequence[float]) -> AtWork:
     """With which of `LATENCIES` and `BYTES` the plans' steps would have been predicted best: off by the least factor.
 
-    ``predicted``: the steps with messages that are so many times as long under way. Ones without plans.
+    ``predicted``: the steps with messages that are so many times as long under way. The nearer to ones, the likelier a
+    way is by itself: plans that send next to nothing tell nothing of bytes, but noise would.
     """
 
     def off(way: AtWork) -> float:
-        return sum(abs(log(p / m)) for p, m in zip(predicted(way), measured, strict=True))
+        by_itself = UNLIKELY_LATENCY * abs(log(way.latency)) + UNLIKELY_BYTES * abs(log(way.of_bytes))
+        return by_itself + sum(abs(log(p / m)) for p, m in zip(predicted(way), measured, strict=True))
 
-    ways = (AtWork(latency, of_bytes) for latency in LATENCIES for of_bytes in BYTES)
-    return min(ways, key=off) if measured else AtWork()
+    return min((AtWork(latency, of_bytes) for latency in LATENCIES for of_bytes in BYTES), key=off)

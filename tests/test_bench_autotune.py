@@ -19,15 +19,14 @@ from hetconv.planner import PLANNED
 
 from .nets import Chain
 
-CHECK = Check(
-    {
-        f"{ALONE} (0: cpu)": (3.0, 3.0),
-        f"{ALONE} (1: cpu@0.5)": (6.0, 6.0),
-        "even split by height": (2.0, 4.0),
-        "uneven height split": (2.0, 2.0),
-        PLANNED: (2.0, 2.5),
-    }
-)
+STEPS = {
+    f"{ALONE} (0: cpu)": (3.0, 3.0),
+    f"{ALONE} (1: cpu@0.5)": (6.0, 6.0),
+    "even split by height": (2.0, 4.0),
+    "uneven height split": (2.0, 2.0),
+    PLANNED: (2.0, 2.5),
+}
+CHECK = Check(STEPS, {name: [0.8 * measured, measured, 1.2 * measured] for name, (_, measured) in STEPS.items()})
 
 
 def test_the_plan_is_compared_with_all_that_ran_beside_it() -> None:
@@ -61,7 +60,7 @@ def test_results_are_printed_and_written_after_each_case(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"chosen": "uneven height split"} | autotune.figures(CHECK, "uneven height split")
-    row |= {"median error of layers": 0.05}
+    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04}
     monkeypatch.setattr(autotune, "run_on", lambda devices, *_: row)
     file = tmp_path / "new" / "autotune.json"
     bench.main(
@@ -72,6 +71,7 @@ def test_results_are_printed_and_written_after_each_case(
     assert [r["pair"] for r in written["cases"]] == ["cpu,cpu@0.5", "cpu,cpu busy"]
     assert json.loads(said[-1]) == written
     assert "1.20x alone, 1.60x even, regret 25.0%" in said[0]
+    assert "the same measured again: steps by 20.0%, layers by 4.0%" in said[0]
     assert any("MISSED" in text and "regret" in text for text in said)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.autotune.check import Check, layer_errors, predicted_and_measured
+from hetconv.autotune.check import Check, LayerErrors, layer_errors, predicted_and_measured
 from hetconv.candidates import ALONE, Candidates
 from hetconv.plan import Mode
 from hetconv.pricing import price
@@ -42,7 +42,14 @@ def test_at_one_speed_the_fastest_device_alone_is_predicted_as_it_was() -> None:
     }  # fmt: skip
 
 
-def errors_of_layers(mode: Mode) -> list[float]:
+def test_the_spread_of_rounds_is_what_noise_makes_of_a_plan() -> None:
+    steps = {"a": (1.0, 1.0), "b": (2.0, 2.0)}
+    spread = Check(steps, {"a": [0.9, 1.0, 1.3], "b": [1.0, 2.0, 2.4]}).figures["spread of rounds"]
+    assert spread == pytest.approx((0.1 + 0.2) / 2)
+    assert "spread of rounds" not in Check(steps).figures
+
+
+def errors_of_layers(mode: Mode) -> LayerErrors:
     graph = hetconv.capture(Chain(), torch.randn(2, 4, 16, 16))
     return layer_errors(graph, ClusterProfile.from_devices(["cpu", "cpu"]), mode, torch.device("cpu"))
 
@@ -51,9 +58,11 @@ def errors_of_layers(mode: Mode) -> list[float]:
 def test_layers_are_measured_at_shares_of_their_own(mode: Mode, passes: int) -> None:
     first, second = on_ranks(2, errors_of_layers, mode)
     convs, linears = 3 * (2 + 2), 2 * (1 + 2 + 2)  # of two rows both shares come to one
-    assert len(first) == 2 * (convs + linears) * passes
-    assert first == second == sorted(first)
-    assert all(error >= 0 for error in first)
+    assert first == second
+    for errors in first:
+        assert len(errors) == 2 * (convs + linears) * passes
+        assert errors == sorted(errors)
+        assert all(error >= 0 for error in errors)
 
 
 def checked() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:

@@ -120,5 +120,7 @@ def test_what_messages_take_at_work_is_learnt_from_what_steps_took(way: AtWork) 
 def test_messages_at_work_are_those_at_rest_where_nothing_says_more() -> None:
     assert at_work(lambda _: [], []) == AtWork()
     assert at_work(lambda _: [1.0], [2.0]) == AtWork()  # where it makes no difference
+    little = at_work(lambda way: [1.0 + 0.001 * way.of_bytes, 1.0], [1.011, 1.0])  # a percent, which may be noise
+    assert little == AtWork()
     slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0])
     assert slow == AtWork(LATENCIES[-1], BYTES[-1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import cache
 from typing import Literal, get_args
 
 import pytest
 import torch
 
 import hetconv
+from hetconv.graph import Graph
 from hetconv.plan import Plan
 from hetconv.proportions import whole_model
 from hetconv.rules import Gather
@@ -38,10 +40,17 @@ def scaled(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return apart(a, b) / max(largest, 1.0)
 
 
-def plan_for(model: torch.nn.Module, x: torch.Tensor, kind: Kind, world: int) -> Plan:
-    graph = hetconv.capture(model, x)
+@cache
+def planned(name: str, world: int, dtype: torch.dtype) -> tuple[Graph, Plan]:
+    """A rank keeps them: most of a test's time would go into making the same again."""
+    make, shape = ZOO[name]
+    graph = hetconv.capture(make().to(dtype).train(), torch.zeros(shape, dtype=dtype))
     profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5", "cpu@0.5"][:world], link="host")
-    plan = hetconv.make_plan(graph, profile)
+    return graph, hetconv.make_plan(graph, profile)
+
+
+def plan_for(name: str, kind: Kind, world: int) -> Plan:
+    graph, plan = planned(name, world, torch.get_default_dtype())
     if kind == "planned":
         return plan
     return plan.with_splits(whole_model(graph, kind, RATIOS[world], (kind, "filter") if kind == "filter" else (kind,)))
@@ -56,7 +65,7 @@ def trained(name: str, kind: Kind, world: int) -> Differences:
     serial = make().double().train()
     cut = copy.deepcopy(serial)
     x = torch.randn(shape)
-    cut = hetconv.parallelize(cut, plan_for(cut, x, kind, world))
+    cut = hetconv.parallelize(cut, plan_for(name, kind, world))
     found = one_step(serial, cut, x, by=scaled) | same_state(serial, cut)
     serial.eval(), cut.eval()
     with torch.no_grad():
@@ -88,7 +97,7 @@ def in_single_precision(name: str) -> tuple[float, float]:
     serial = make().eval()
     cut = copy.deepcopy(serial)
     x = torch.randn(shape)
-    cut = hetconv.parallelize(cut, plan_for(cut, x, "height", 2))
+    cut = hetconv.parallelize(cut, plan_for(name, "height", 2))
     results = [serial(x), cut(x)]
     for y in results:
         loss_of(y).backward()

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from hetconv.emulate import DeviceName
 from hetconv.errors import HetConvError
+from hetconv.files import adapter
 from hetconv.graph import Graph
 from hetconv.plan import Mode
 from hetconv.profile import ClusterProfile
@@ -106,26 +106,26 @@ class Run:
     def known(self, stage: str, key: str, type_: type[T]) -> T | None:
         """What was kept, if it was."""
         found = self._known.get((stage, key))
-        return TypeAdapter(type_).validate_python(found) if found is not None else None
+        return adapter(type_).validate_python(found) if found is not None else None
 
     def keep(self, stage: str, key: str, value: Any) -> None:
         """On rank 0's disk when this returns there."""
         if self.store is not None:
-            self.store.keep(stage, key, TypeAdapter(type(value)).dump_python(value, mode="json"))
+            self.store.keep(stage, key, adapter(type(value)).dump_python(value, mode="json"))
 
     def finished(self, stage: str) -> ClusterProfile | None:
         """The profile after a stage that was finished with no less effort than this job's."""
         found = self._known.get((STAGES, stage))
         if found is None or found["budget"] < self.job.budget or found["trials"] < self.job.trials:
             return None
-        return TypeAdapter(ClusterProfile).validate_python(found["profile"])
+        return adapter(ClusterProfile).validate_python(found["profile"])
 
     def finish(self, stage: str, profile: ClusterProfile) -> ClusterProfile:
         """Rank 0's profile, on every rank; written, whole, to where the job wants it, and to the store."""
         profile = measure.told(profile)
         if self.store is not None:
             profile.save(self.job.output)
-            document = TypeAdapter(ClusterProfile).dump_python(profile, mode="json")
+            document = adapter(ClusterProfile).dump_python(profile, mode="json")
             effort = {"budget": self.job.budget, "trials": self.job.trials}
             self.store.keep(STAGES, stage, effort | {"profile": document})
         return profile

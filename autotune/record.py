@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import optuna
 from optuna.trial import TrialState
-from pydantic import TypeAdapter
 
+from hetconv.files import adapter
 from hetconv.graph import Graph
 from hetconv.profile import ClusterProfile
 
@@ -51,7 +51,7 @@ class Record:
 
 def samples_of(store: Store) -> dict[str, list[Samples]]:
     """By operator."""
-    read = TypeAdapter(list[dict[float, Passes]]).validate_python
+    read = adapter(list[dict[float, Passes]]).validate_python
     return {key: list(read(value)) for (stage, key), value in store.known.items() if stage == OPERATORS}
 
 

@@ -22,6 +22,14 @@ STRICT: ConfigDict = {"extra": "forbid", "allow_inf_nan": False}
 AtLeastZero = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
+def adapter(type_: type[T]) -> TypeAdapter[T]:
+    """What reads and writes values of a type; kept, for it takes longer to make than a file to read."""
+    if type_ not in _adapters:
+        _adapters[type_] = TypeAdapter(type_)
+    return _adapters[type_]
 
 
 def load(
@@ -48,7 +56,7 @@ def load(
     try:
         for old in range(found, version):
             document = migrations[old](document)
-        return TypeAdapter(type_).validate_json(json.dumps(document), strict=True)
+        return adapter(type_).validate_json(json.dumps(document), strict=True)
     except ValidationError as e:
         lines = "; ".join(f"{'.'.join(map(str, x['loc'])) or 'the file'}: {x['msg']}" for x in e.errors()[:5])
         raise error(f"{path}: {lines}") from e
@@ -76,7 +84,7 @@ def _known(version: int, migrations: Mapping[int, Migration]) -> str:
 
 def save(path: str | Path, kind: str, version: int, value: Any) -> None:
     """Writes the whole file or leaves the old one as it was. Raises `HetConvError` for a number that is not finite."""
-    document = _head(kind, version) | TypeAdapter(type(value)).dump_python(value, mode="json")
+    document = _head(kind, version) | adapter(type(value)).dump_python(value, mode="json")
     try:
         text = json.dumps(document, indent=1, allow_nan=False)
     except ValueError as e:
@@ -90,7 +98,7 @@ def _head(kind: str, version: int) -> Document:
 
 def schema(kind: str, version: int, type_: type[Any]) -> Document:
     """The JSON schema (draft 2020-12) of files of this version."""
-    found = TypeAdapter(type_).json_schema()
+    found = adapter(type_).json_schema()
     head = {key: {"const": value} for key, value in _head(kind, version).items()}
     found["properties"] = head | found["properties"]
     found["required"] = [*head, *found["required"]]

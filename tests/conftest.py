@@ -15,6 +15,12 @@ from torch import Tensor
 
 from hetconv import kernels
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from triton.runtime import interpreter
+
+    # The interpreter looks for overflows of integers and, unless it debugs, forgets what it finds: half of its time.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
 settings.register_profile("hetconv", deadline=None)
 settings.load_profile("hetconv")
 torch.set_num_threads(1)  # ranks are forked from here

@@ -59,7 +59,7 @@ def valid(kind: str) -> list[dict[str, Any]]:
     """Documents of every version. Not to be changed: who does, copies them."""
     new = {"profile": measured, "plan": lambda: Plan.load(DATA / "plan-v2.json")}[kind]()
     head = {"format": f"hetconv-{kind}", "version": KINDS[kind].version}
-    current = head | json.loads(json.dumps(files.TypeAdapter(type(new)).dump_python(new, mode="json")))
+    current = head | json.loads(json.dumps(files.adapter(type(new)).dump_python(new, mode="json")))
     return [*(json.loads((DATA / name).read_text()) for name in KINDS[kind].old), current]
 
 

@@ -23,6 +23,7 @@ from .subjects import AXES, Layer, Subject, work
 
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20
+MOST_ROUNDS = 31
 UNKNOWN = 1e9  # operations per second, where no layer was measured
 Step = Callable[[], Any]
 Samples = dict[str, dict[float, Passes]]
@@ -153,11 +154,20 @@ def copy_bandwidth(device: torch.device, numel: int = 1 << 22) -> float:
     return 8 * numel / median(timed(lambda: torch.clamp_min(x, 0, out=y), device) for _ in range(5))
 
 
-def paired(steps: Mapping[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """`one_round` after the other, once every step has run."""
+def paired(
+    steps: Mapping[str, Step], rounds: int, device: torch.device, longest: float = 0.0
+) -> dict[str, list[float]]:
+    """`one_round` after the other, once every step has run.
+
+    So many ``rounds``, and more, up to `MOST_ROUNDS`, until all have together taken ``longest`` seconds.
+    """
     for step in steps.values():
         step()
-    found = [one_round(steps, device, team_of()) for _ in range(rounds)]
+    found: list[dict[str, float]] = []
+    while len(found) < rounds or (
+        len(found) < MOST_ROUNDS and sum(sum(one.values()) for one in found) < longest  # alike on all ranks
+    ):
+        found.append(one_round(steps, device, team_of()))
     return {name: [seconds[name] for seconds in found] for name in steps}
 
 

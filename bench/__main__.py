@@ -20,6 +20,8 @@ COMMANDS = {
     "concat": "Channels joined and finished in one pass against torch's passes: "
     "first whether right, then how fast, in turn.",
     "parts": "A convolution of gathered channels, read where they lie against joined first.",
+    "split-sm": "Two slices of one GPU as a pair of uneven devices: "
+    "convolutions cut by filter, tuned against even, in turn.",
     "overlap": "Messages that travel while a device computes against the same ones waited for: "
     "halos, buckets, and chunks.",
     "overhead": "What running on parts costs in Python, per operator: "
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, line in COMMANDS.items():
         command = commands.add_parser(name, help=line, description=line)
         if arguments[:1] == [name]:
-            module = import_module(f"bench.{name}")
+            module = import_module(f"bench.{name.replace('-', '_')}")
             module.add_arguments(command)
     if not arguments:
         parser.print_help(sys.stderr)

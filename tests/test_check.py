@@ -33,6 +33,8 @@ def test_an_order_counts_where_all_rounds_agree() -> None:
     found = Check(steps, {"a": [1.0, 3.1], "b": [2.0, 3.3], "c": [3.0, 3.0]}).figures
     assert (found["tau where rounds agree"], found["agreeing"]) == (1.0, pytest.approx(1 / 3))
     assert "agreeing" not in Check(steps, {"a": [1.0, 2.0], "b": [2.0, 1.0]}).figures
+    once = Check(steps, {"a": [1.0] * 9 + [9.0], "b": [2.0] * 10, "c": [3.0] * 10}).figures  # one round of ten, in vain
+    assert (once["tau where rounds agree"], once["agreeing"]) == (pytest.approx(1 / 3), 1.0)
 
 
 def test_at_one_speed_the_fastest_device_alone_is_predicted_as_it_was() -> None:

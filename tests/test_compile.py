@@ -131,7 +131,7 @@ def test_the_compiler_here_makes_the_same_of_a_sample(tmp_path: Path) -> None:
 
 def test_each_command_is_helped_by_its_first_line() -> None:
     for name, line in bench.__main__.COMMANDS.items():
-        doc = ast.get_docstring(ast.parse((ROOT / f"bench/{name}.py").read_text("utf-8")))
+        doc = ast.get_docstring(ast.parse((ROOT / f"bench/{name.replace('-', '_')}.py").read_text("utf-8")))
         assert doc is not None
         assert doc.splitlines()[0] == line
 

@@ -30,6 +30,7 @@ from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judg
 from .stages import PLANS_PART, part_of
 
 FINAL_ROUNDS = 9  # of the plan that was the fastest
+TRIAL_S, FINAL_S = 2.0, 4.0  # seconds that rounds take at least: of one plan beside the device alone, and the last ones
 RIVALS, HARDLY = 3, 0.05  # how many plans at most are compared once more, which took so much longer than the best one
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 REFERENCE = "alone"
@@ -122,7 +123,7 @@ class _Plans:
                 self.reference = next((self.plan(c) for c in near(found) if self.runs(c.name, self.plan(c))), None)
                 run.say.line("the model runs on no device alone; plans are measured beside the one planned first")
                 return
-            seconds = run.race.lead(Order("devices alone", able, 3)).rounds
+            seconds = run.race.lead(Order("devices alone", able, 3, least_s=TRIAL_S)).rounds
             took = {name: median(s[name] for s in seconds) for name in able}
             best = min(took, key=lambda name: took[name])
             run.keep("plans", REFERENCE, best)
@@ -173,7 +174,7 @@ class _Plans:
             return hopeless(seconds["trial"] / seconds[REFERENCE])
 
         ways = {REFERENCE: self.reference, "trial": self.plan(contender)}
-        order = Order(contender.name, ways, ROUNDS, "trial")
+        order = Order(contender.name, ways, ROUNDS, "trial", TRIAL_S)
         found = self.run.race.lead(order, enough)
         trial.set_user_attr("computing", found.computing)
         trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in found.rounds))
@@ -218,7 +219,9 @@ class _Plans:
         """More rounds of these, beside the even split that is predicted to be the fastest where it runs; or none."""
         for more in ({EVEN: self.plan(self.even[1])}, {}) if self.even else ({},):
             try:
-                return self.run.race.lead(Order(f"{name} again", {**ways, **more}, FINAL_ROUNDS)).rounds
+                return self.run.race.lead(
+                    Order(f"{name} again", {**ways, **more}, FINAL_ROUNDS, least_s=FINAL_S)
+                ).rounds
             except TrialFailedError as e:
                 self.run.say.line(f"{name}{f' beside an {EVEN}' * bool(more)} failed {e}")
         return []

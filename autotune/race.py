@@ -29,10 +29,7 @@ from .models import channels_last
 from .shares import TrialFailedError
 
 LISTENED = 3  # steps
-LEAST_ROUNDS, PATIENCE = (
-    3,
-    0.8,
-)  # enough once they took so many seconds for each that was asked for: long steps vary less
+LEAST_ROUNDS, PATIENCE = 3, 0.8  # enough once they took so many seconds for each that was asked for
 Seconds = dict[str, float]
 
 
@@ -48,15 +45,17 @@ Way = Plan | Alone
 
 
 class Order(NamedTuple):
-    """``what`` rank 0 has all ranks do, in at most so many ``rounds``.
+    """``what`` rank 0 has all ranks do, in so many ``rounds``: fewer of long steps, which vary less.
 
-    ``listen``: of which way the time in which each rank computes is wanted too.
+    ``listen``: of which way the time in which each rank computes is wanted too. ``least_s``: seconds that all rounds
+    take at least, short steps in up to `measure.MOST_ROUNDS`.
     """
 
     what: str
     ways: Mapping[str, Way]
     rounds: int
     listen: str | None = None
+    least_s: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -96,7 +95,7 @@ class Race:
         self._steps: dict[str, tuple[Way, Step]] = {}
 
     def lead(self, order: Order, enough: Callable[[Seconds], bool] = lambda _: False) -> Outcome:
-        """Collective with `follow`. Stops early after a round of which ``enough`` says so.
+        """Collective with `follow`. Stops early after a round of which ``enough`` says so, if that is not too soon.
 
         Raises `TrialFailedError` if a way raised an error on any rank, or one waited too long; all are past it then.
         """
@@ -143,13 +142,14 @@ class Race:
         steps = {name: self._steps[name][1] for name in order.ways}
         for step in steps.values():
             step()
-        rounds = []
-        for _ in range(order.rounds):
+        rounds: list[Seconds] = []
+        more = order.rounds > 0
+        while more:
             rounds.append(measure.one_round(steps, self._x.device, team))
-            stop = [enough(rounds[-1]) or _long(rounds, order.rounds)]
-            dist.broadcast_object_list(stop, group=team.control, group_src=0)
-            if stop[0]:
-                break
+            more = not _ended(rounds, order, enough(rounds[-1]))
+            said = [more]
+            dist.broadcast_object_list(said, group=team.control, group_src=0)
+            (more,) = said
         if order.listen is None:
             return Outcome(rounds)
         step_s = median(seconds[order.listen] for seconds in rounds)
@@ -179,8 +179,12 @@ class Race:
             torch.cuda.empty_cache()
 
 
-def _long(rounds: Sequence[Seconds], asked: int) -> bool:
-    return len(rounds) >= LEAST_ROUNDS and sum(sum(seconds.values()) for seconds in rounds) > PATIENCE * asked
+def _ended(rounds: Sequence[Seconds], order: Order, told: bool) -> bool:
+    """``told``: whether they need not go on."""
+    count, took = len(rounds), sum(sum(seconds.values()) for seconds in rounds)
+    long = count >= LEAST_ROUNDS and took > PATIENCE * order.rounds
+    done = told or long or count >= order.rounds
+    return done and (took >= order.least_s or count >= measure.MOST_ROUNDS)
 
 
 def _computing(step: Step, device: torch.device, team: Team) -> tuple[float, ...]:

@@ -33,6 +33,7 @@ from .tiling import tune_tiles
 
 OPERATORS_PART = 0.5  # of the budget
 RATIO_PART = 0.2  # of it, from where the study of ratios begins
+TRIAL_S = 1.0  # seconds that a ratio and the computed one are timed at least
 PLANS_PART, CHUNKS_PART = 0.9, 1.0  # what may be spent by the end of each
 TILES_PART = 0.25  # of all, where there is a GPU; the others then share the rest
 Cuts = Literal["sample", "depth", "height", "width"]
@@ -120,7 +121,7 @@ class _Ratio:
         def enough(seconds: Seconds) -> bool:
             return hopeless(seconds["trial"] / seconds["computed"])
 
-        order = Order(f"{self.kind} {said(weights)}", self.ways(weights), ROUNDS)
+        order = Order(f"{self.kind} {said(weights)}", self.ways(weights), ROUNDS, least_s=TRIAL_S)
         return [s["trial"] / s["computed"] for s in self.run.race.lead(order, enough).rounds]
 
     def told(self, trial: FrozenTrial) -> None:
@@ -133,7 +134,7 @@ class _Ratio:
         ways = self.ways(best)
         if best == self.computed:
             ways.pop("trial")
-        found = self.run.race.lead(Order(f"{self.kind} {said(best)} again", ways, ROUNDS)).rounds
+        found = self.run.race.lead(Order(f"{self.kind} {said(best)} again", ways, ROUNDS, least_s=TRIAL_S)).rounds
         return [{"trial": s["computed"]} | s for s in found]
 
     def ways(self, weights: Weights) -> dict[str, Plan]:

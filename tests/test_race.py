@@ -109,6 +109,25 @@ def test_long_steps_run_in_fewer_rounds() -> None:
     assert on_ranks(2, impatient) == [[LEAST_ROUNDS, 2], []]
 
 
+def timed_for(least_s: float, most: int) -> list[int]:
+    """Rounds of an order that is told to end after the first."""
+    race, order = Race(Chain(), X, "infer", LIMIT), Order("it", {"trial": plan((3, 1))}, 2, least_s=least_s)
+    if dist.get_rank():
+        race.follow()
+        return []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hetconv.autotune.measure.MOST_ROUNDS", most)
+        found = race.lead(order, lambda _: True).rounds
+    race.end()
+    return [len(found), sum(seconds["trial"] for seconds in found) >= least_s]
+
+
+def test_short_steps_run_in_more_rounds() -> None:
+    assert on_ranks(2, timed_for, 60.0, 7)[0] == [7, False]
+    (rounds, enough), _ = on_ranks(2, timed_for, 1e-9, 7)
+    assert (rounds, enough) == (1, True)
+
+
 def alone_at(speed: float) -> float:
     """Seconds of a round of the plain model, of a device at this speed."""
     emulate.set_speed(speed)

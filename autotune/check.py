@@ -13,11 +13,10 @@ import torch
 from scipy.stats import kendalltau
 from torch import Tensor, nn
 
-from hetconv.candidates import ALONE
 from hetconv.cost import layer_curve
 from hetconv.graph import Graph
 from hetconv.parallel import parallelize
-from hetconv.plan import Mode
+from hetconv.plan import ALONE, Mode
 from hetconv.planner import make_plan
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile, DeviceModel
@@ -159,21 +158,16 @@ def predicted_and_measured(
 
     The splits of a device alone, by the name that `Candidates` gives them, run as the plain model on that rank.
     """
-    plan, pricer, lone = (
-        make_plan(graph, profile, mode=mode),
-        Pricer(graph, profile, mode),
-        Pricer(graph, profile.alone(), mode),
-    )
+    plan, pricer = make_plan(graph, profile, mode=mode), Pricer(graph, profile, mode)
     predicted: dict[str, float] = {}
     steps: dict[str, Callable[[], Any]] = {}
     for name, splits in plans.items():
+        found, _ = pricer.of(name).price(splits)
+        predicted[name] = found.step_s
         if name.startswith(ALONE):
-            alone, _ = lone.price(splits)
-            predicted[name] = alone.step_s
-            works = team_of().rank == alone.busy_s.index(max(alone.busy_s))
+            works = team_of().rank == found.busy_s.index(max(found.busy_s))
             steps[name] = step_alone(model, x, mode) if works else lambda: None
         else:
-            predicted[name] = pricer.price(splits)[0].step_s
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
     times = paired(steps, rounds, x.device, longest)
     return Check({name: (predicted[name], median(times[name])) for name in plans}, times)

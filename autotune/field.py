@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from hetconv.candidates import ALONE, EVEN, TUNED
+from hetconv.candidates import EVEN, TUNED
+from hetconv.plan import ALONE
 from hetconv.planner import Contender
 from hetconv.proportions import Splits
 from hetconv.rules import SplitKind

@@ -13,9 +13,9 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 from torch import Tensor
 
-from hetconv.candidates import ALONE, EVEN, Candidates
+from hetconv.candidates import EVEN, Candidates
 from hetconv.kernels import CHANNELS_LAST
-from hetconv.plan import Plan
+from hetconv.plan import ALONE, Plan
 from hetconv.planner import Contender, contenders, make_plan
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile

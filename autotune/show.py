@@ -7,10 +7,9 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Column, Table
 
-from hetconv.candidates import ALONE
 from hetconv.errors import PlanError, few
 from hetconv.layout import spans
-from hetconv.plan import Considered, LayerPlan, Plan
+from hetconv.plan import ALONE, Considered, LayerPlan, Plan
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
 

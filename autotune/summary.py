@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hetconv.candidates import ALONE, EVEN, Candidates
+from hetconv.candidates import EVEN, Candidates
 from hetconv.graph import Graph
-from hetconv.plan import Mode
+from hetconv.plan import ALONE, Mode
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile, TunedRatio
 from hetconv.proportions import Splits
@@ -112,10 +112,9 @@ def _layers(best: TunedPlan) -> dict[str, int]:
 def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, float]:
     """Of even splits and devices alone, seconds as they were predicted before any whole step was measured."""
     before = with_learnt(profile, Learnt([{} for _ in profile.devices]))
-    together, alone = Pricer(graph, before, mode), Pricer(graph, before.alone(), mode)
-    ways = Candidates(graph, before, mode).whole_models().items()
-    pricers = {name: together if name.startswith(EVEN) else alone for name, _ in ways if name.startswith((EVEN, ALONE))}
-    return {name: pricers[name].price(splits)[0].step_s for name, splits in ways if name in pricers}
+    pricer, ways = Pricer(graph, before, mode), Candidates(graph, before, mode).whole_models()
+    wanted = {name: splits for name, splits in ways.items() if name.startswith((EVEN, ALONE))}
+    return {name: pricer.of(name).price(splits)[0].step_s for name, splits in wanted.items()}
 
 
 def _way(sort: str, name: str | None, measured_s: float | None, predicted: Mapping[str, float]) -> Way | None:

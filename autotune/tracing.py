@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hetconv.candidates import ALONE
 from hetconv.files import write
 from hetconv.graph import Graph
 from hetconv.plan import Plan
@@ -16,11 +15,7 @@ from hetconv.trace import document
 
 
 def write_trace(path: Path, graph: Graph, profile: ClusterProfile, plan: Plan) -> None:
-    """Simulates the plan's step on the cluster and writes when each device computes, sends and receives, and waits.
-
-    A device alone runs as it does without hetconv.
-    """
-    profile = profile.alone() if plan.chosen.startswith(ALONE) else profile
+    """Simulates the plan's step on the cluster and writes when each device computes, sends and receives, and waits."""
     events: list[Event] = []
-    Pricer(graph, profile, plan.mode).price(plan.splits, events.append)
+    Pricer(graph, profile, plan.mode).of(plan.chosen).price(plan.splits, events.append)
     write(path, (json.dumps(document(plan.devices, events)) + "\n").encode())

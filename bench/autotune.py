@@ -29,10 +29,10 @@ from hetconv.autotune.check import Check, layer_errors, predicted_and_measured
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.tune import Job, tune
-from hetconv.candidates import ALONE, EVEN, Candidates
+from hetconv.candidates import EVEN, Candidates
 from hetconv.emulate import DeviceName
 from hetconv.graph import Graph
-from hetconv.plan import Mode
+from hetconv.plan import ALONE, Mode
 from hetconv.planner import PLANNED, make_plan
 from hetconv.profile import ClusterProfile
 from hetconv.proportions import Splits

@@ -11,7 +11,7 @@ from .balancing import added, balance, balanced_sizes
 from .cost import axis_of, layer_curve
 from .errors import SplitError
 from .graph import Graph
-from .plan import Mode
+from .plan import ALONE, Mode
 from .profile import Axis, ClusterProfile, Curve, TunedRatio
 from .proportions import (
     Splits,
@@ -29,7 +29,6 @@ from .rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
 from .splits import INNER
 from .tuned import TunedPlan
 
-ALONE = "fastest device alone"
 EVEN = "even split"
 TUNED = "tuned"
 PAIRS = "uneven filter and channel split"

@@ -16,6 +16,7 @@ from .rules import Conv, Linear, Split
 from .tuned import TunedTile
 
 VERSION = 3
+ALONE = "fastest device alone"  # so begins the name of a plan that leaves the model as it is
 Mode = Literal["train", "infer"]
 
 

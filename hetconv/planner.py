@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from .candidates import ALONE, EVEN, TUNED, Candidates, plan_name, tuned_name
+from .candidates import EVEN, TUNED, Candidates, plan_name, tuned_name
 from .errors import PlanError
 from .fusing import followers
 from .graph import Graph
 from .memory import Limits, least_memory
-from .plan import Considered, LayerPlan, Mode, Plan, Prediction
+from .plan import ALONE, Considered, LayerPlan, Mode, Plan, Prediction
 from .pricing import LayerCost, Pricer, gathers
 from .profile import ClusterProfile
 from .proportions import Splits, split_of
@@ -97,9 +97,7 @@ class _Compared:
         limits = _limits(profile, memory_limit)
         ways, pricer = Candidates(graph, profile, mode, allowed), Pricer(graph, profile, mode)
         self.found = ways.whole_models(limits)
-        lone = Pricer(graph, profile.alone(), mode)  # whose steps a plan must beat
-        pricers = {name: lone if name.startswith(ALONE) else pricer for name in self.found}
-        self.priced: Priced = {name: pricers[name].price(splits) for name, splits in self.found.items()}
+        self.priced: Priced = {name: pricer.of(name).price(splits) for name, splits in self.found.items()}
         self.search = Search.within(ways, pricer, limits)
         even = Search(ways, pricer, ways.choices(ways.pool(even=True), own=False))
         for name, one in ((PLANNED, self.search), (EVEN_PLAN, even)):

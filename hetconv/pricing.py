@@ -15,7 +15,7 @@ from .footprint import Footprint, copied, last_readers, memory_bytes, most_passi
 from .graph import Graph
 from .layout import traffic
 from .network import Messages, Network, both
-from .plan import Gathered, Mode, Prediction
+from .plan import ALONE, Gathered, Mode, Prediction
 from .profile import ClusterProfile
 from .rules import Split
 from .simulate import Clocks, Listener, Pass
@@ -57,6 +57,7 @@ class Pricer:
         self.walk = Walk(graph, profile.world, mode)
         self._known: dict[int, _Known] = {}
         self._last = last_readers(graph)
+        self._lone: Pricer | None = None
 
     def price(
         self, splits: Mapping[str, Split], listener: Listener | None = None
@@ -85,6 +86,14 @@ class Pricer:
         matrix = sum((m.sent_bytes for m in messages), np.zeros((world, world))).astype(int).tolist()
         memory = self._memory(splits, known, sums)
         return Prediction(step_s, step_s - max(busy), busy, tuple(map(tuple, matrix)), memory, summed_s, moving), layers
+
+    def of(self, name: str) -> Pricer:
+        """Who prices a plan of this name: a device alone runs as it does without hetconv, and tells nobody."""
+        if not name.startswith(ALONE):
+            return self
+        if self._lone is None:
+            self._lone = Pricer(self.graph, self.profile.alone(), self.mode)
+        return self._lone
 
     def memory(self, splits: Mapping[str, Split]) -> tuple[int, ...]:
         """Bytes on each device, as `price` predicts them, without the seconds."""

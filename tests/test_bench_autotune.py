@@ -14,7 +14,7 @@ import hetconv
 from bench import __main__ as bench
 from bench import autotune
 from hetconv.autotune.check import Check
-from hetconv.candidates import ALONE
+from hetconv.plan import ALONE
 from hetconv.planner import PLANNED
 
 from .nets import Chain

@@ -7,8 +7,8 @@ import torch
 
 import hetconv
 from hetconv.autotune.check import Check, LayerErrors, layer_errors, predicted_and_measured
-from hetconv.candidates import ALONE, Candidates
-from hetconv.plan import Mode
+from hetconv.candidates import Candidates
+from hetconv.plan import ALONE, Mode
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 

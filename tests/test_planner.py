@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.candidates import ALONE, Candidates, group_sizes
+from hetconv.candidates import Candidates, group_sizes
 from hetconv.cost import layer_curve, operator_key
+from hetconv.plan import ALONE
 from hetconv.planner import contenders
 from hetconv.pricing import price
 from hetconv.profile import Alone, ClusterProfile, DeviceModel, TunedRatio

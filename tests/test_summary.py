@@ -28,8 +28,9 @@ from hetconv.autotune.record import Record, Study, Trial, studies_of
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.autotune.store import Store
 from hetconv.autotune.summary import Summary, Way, show_summary, summarize
-from hetconv.candidates import ALONE, EVEN, Candidates
+from hetconv.candidates import EVEN, Candidates
 from hetconv.graph import Graph
+from hetconv.plan import ALONE
 from hetconv.planner import contenders, make_plan
 from hetconv.profile import ClusterProfile, TunedRatio
 from hetconv.recorder import capture

@@ -20,8 +20,8 @@ from hetconv.autotune.links import link_models
 from hetconv.autotune.store import folder_of
 from hetconv.autotune.subjects import Layer, subjects_of
 from hetconv.autotune.tune import REFINING, Job, tune
-from hetconv.candidates import ALONE
 from hetconv.errors import HetConvError
+from hetconv.plan import ALONE
 from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..emulate import as_it_is
 from ..holding import Held
+from ..kernels.aten import overruns
 from ..layout import Box, Layout
 from ..replicas import contributed
 from ..rules import Conv, Split, Step, halos_travel
@@ -69,13 +70,15 @@ def way_of(op: Conv, src: Layout, split: Split, team: Team) -> Way:
 
 
 def _torchs(geo: Geometry, read: Box) -> TorchsCall | None:
-    """Not where something travels, is empty, or is padded on one side only."""
+    """Not where something travels, is empty, or is padded on one side only, nor what `aten` computes in its own way."""
     s, own = geo.op.spec, geo.own
     if own is None or geo.held or not (geo.covers and geo.adds_bias and read.numel and prod(geo.y_shape)):
         return None
     whole = own.rows == (read.lo[geo.dim], read.hi[geo.dim]) and own.taps == (0, s.kernel[geo.dim - 2])
     padding = geo.padding(own)
     if not whole or any(lo != hi for lo, hi in padding) or geo.y_shape[-1] == 1:  # see `aten` of one column
+        return None
+    if overruns((geo.y_shape[1], read.shape[1] // geo.groups, *s.kernel), s.stride):
         return None
     conv = (torch.conv1d, torch.conv2d, torch.conv3d)[s.spatial_dims - 1]
     return TorchsCall(conv, (s.stride, tuple(lo for lo, _ in padding), s.dilation, geo.groups))

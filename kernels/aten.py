@@ -66,9 +66,8 @@ def backward(
         zeros = (torch.zeros_like(x_NCHW), torch.zeros_like(w_KCRS), summed_pixels(g_NKPQ))
         gx, gw, gb = (t if w else None for t, w in zip(zeros, wanted, strict=True))
         return gx, gw, gb
-    if (
-        any(wanted[1:]) and x_NCHW.device.type == "cpu" and overruns(tuple(w_KCRS.shape), stride)
-    ):  # a bias brings them along
+    of_filters = any(wanted[1:])  # oneDNN computes a bias's with theirs
+    if of_filters and x_NCHW.device.type == "cpu" and overruns(tuple(w_KCRS.shape), stride):
         first = (wanted[0], False, False)
         gx, _, _ = backward(g_NKPQ, x_NCHW, w_KCRS, stride, padding, dilation, groups, first)
         gw = _of_read_pixels(g_NKPQ, x_NCHW, w_KCRS, stride, padding, groups) if wanted[1] else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from math import ceil, comb, hypot, inf
+from math import ceil, comb, inf
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -74,8 +74,7 @@ def explored(passes: Callable[[int], Passes], extent: int, grain: int = 1) -> di
     """Of some parts of ``extent``, the smallest and the whole among them, what ``passes`` measured.
 
     Starts with three, and measures the middle of the interval in which a straight line was furthest off where it was
-    last tried, until no line is by more than `TOLERANCE` and what is noise. Parts are multiples of ``grain``, or the
-    whole.
+    last tried, until no line is by more than `TOLERANCE`. Parts are multiples of ``grain``, or the whole.
     """
     units = max(extent // grain, 1)
     found: dict[int, Passes] = {}
@@ -108,19 +107,6 @@ def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> 
 
 
 def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:
-    """How far off the line between two others what was measured in the middle is, of what it was: the worse pass.
-
-    Nothing, where that may be noise: more points would not tell either.
-    """
-    found = 0.0
-    for a, m, b in zip(first, middle, last, strict=True):
-        off = abs(median(a) * (1 - at) + median(b) * at - median(m))
-        if off > hypot(_doubt(a) * (1 - at), _doubt(m), _doubt(b) * at):
-            found = max(found, off / max(median(m), 1e-12))
-    return found
-
-
-def _doubt(samples: Sequence[float]) -> float:
-    """Half of the median's confidence interval, or of the range of what are too few for one."""
-    lo, hi = interval(samples)
-    return (hi - lo) / 2 if hi < inf else (max(samples) - min(samples)) / 2
+    """How far off the line between two others what was measured in the middle is, of what it was: the worse pass."""
+    known = [tuple(map(median, passes)) for passes in zip(first, middle, last, strict=True)]
+    return max(abs(a + (b - a) * at - m) / max(m, 1e-12) for a, m, b in known)

@@ -111,22 +111,6 @@ def test_a_bend_is_found() -> None:
     assert sum(part > 16 for part in asked[3:]) > sum(part < 16 for part in asked[3:])
 
 
-@pytest.mark.parametrize(("count", "least"), [(3, 8), (20, 15)])
-def test_noise_is_not_taken_for_a_bend(count: int, least: int) -> None:
-    """Mostly, of few samples as of many; what is more than noise is still found."""
-    draw = random.Random(0)
-
-    def noisy(part: int) -> Passes:
-        seconds = float(part) if part <= 40 else 40 + 9.0 * (part - 40)
-        return [seconds * draw.uniform(0.7, 1.3) for _ in range(count)], [float(part)] * count
-
-    def straight(part: int) -> Passes:
-        return [(1.0 + part) * draw.uniform(0.7, 1.3) for _ in range(count)], [float(part)] * count
-
-    assert [len(explored(straight, 64)) for _ in range(20)].count(5) >= least
-    assert all(sum(part > 16 for part in explored(noisy, 64)) >= 4 for _ in range(20))
-
-
 @given(st.integers(1, 500), st.integers(1, 32), st.floats(0.2, 3.0))
 def test_what_is_explored_is_whole_grains_once_and_not_too_many(extent: int, grain: int, power: float) -> None:
     passes, asked = operator(lambda part: float(part) ** power)

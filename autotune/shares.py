@@ -108,7 +108,9 @@ def judged(trial: optuna.Trial, rounds: Callable[[Hopeless], Sequence[float]]) -
     def hopeless(outcome: float) -> bool:
         trial.report(outcome, len(seen))
         seen.append(outcome)
-        return trial.should_prune()
+        with warnings.catch_warnings():  # short steps run in more rounds than others: those in common are compared
+            warnings.filterwarnings("ignore", "WilcoxonPruner finds steps")
+            return trial.should_prune()
 
     try:
         return median(rounds(hopeless))

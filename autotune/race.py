@@ -95,7 +95,7 @@ class Race:
         self._steps: dict[str, tuple[Way, Step]] = {}
 
     def lead(self, order: Order, enough: Callable[[Seconds], bool] = lambda _: False) -> Outcome:
-        """Collective with `follow`. Stops early after a round of which ``enough`` says so, if that is not too soon.
+        """Collective with `follow`. Stops after a round of which ``enough`` says so, if `Order.least_s` are over.
 
         Raises `TrialFailedError` if a way raised an error on any rank, or one waited too long; all are past it then.
         """

@@ -110,16 +110,15 @@ def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    order, noise = f"tau {row['tau']:.2f}", ""
+    order = f"tau {row['tau']:.2f}"
     if "agreeing" in row:
         order += f" ({row['tau where rounds agree']:.2f} of the {row['agreeing']:.0%} of pairs on which rounds agree)"
-    if "spread of rounds" in row:
-        noise = f"; the same measured again: steps by {row['spread of rounds']:.1%}, layers by {row[REPEATED]:.1%}"
     return (
         f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {row['vs_alone']:.2f}x alone, "
         f"{row['vs_even']:.2f}x even, regret {row['regret']:.1%}; predicted steps off by {row['median error']:.1%} "
         f"({row['p90 error']:.1%} for nine of ten; at one speed {row['median error at one speed']:.1%} and "
-        f"{row['p90 error at one speed']:.1%}), layers by {row[LAYERS]:.1%}, {order}{noise}"
+        f"{row['p90 error at one speed']:.1%}), layers by {row[LAYERS]:.1%}, {order}; "
+        f"the same measured again: steps by {row['spread of rounds']:.1%}, layers by {row[REPEATED]:.1%}"
     )
 
 

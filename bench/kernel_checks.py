@@ -104,7 +104,7 @@ def by_aten(case: Case, what: Pass, t: Tensors, out: Tensor | None = None) -> Te
 
 def errors(case: Case, what: Pass, t: Tensors, other: Tensor, tile: Tile | None = None) -> dict[str, Error]:
     """Of Triton's result, against float64 on the first samples and against ``other`` (`by_aten`'s) on all."""
-    samples = max(min(case.N, int(EXACT_FLOPS * case.N / case.spec.flops)), 1)
+    samples = affordable(case)
     few, fewer = replace(case, N=samples), t.first(samples)
     with poisoned():
         found = by_triton(case, what, t, tile)
@@ -113,6 +113,11 @@ def errors(case: Case, what: Pass, t: Tensors, other: Tensor, tile: Tile | None 
         else:
             some = found[:samples]
     return {"float64": error(some, exact(few, what, fewer)), "cudnn": error(found, other)}
+
+
+def affordable(case: Case) -> int:
+    """Samples whose result in float64 does not take too long."""
+    return max(min(case.N, int(EXACT_FLOPS * case.N / case.spec.flops)), 1)
 
 
 def is_wrong(case: Case, found: dict[str, Error]) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench import kernel_cases
 from bench.kernel_cases import Case
-from bench.kernel_checks import EXACT_FLOPS, LIMITS, Tensors, drawn, error, exact
+from bench.kernel_checks import LIMITS, Tensors, affordable, drawn, error, exact
 from bench.machine import facts, need_cuda
 from bench.report import Report, untimed
 from bench.timing import Timed, alternated, raced
@@ -171,7 +171,7 @@ def together(case: Case, pair: Pair, sizes: Sequence[int], t: Tensors) -> list[T
 
 def right(case: Case, t: Tensors, parts: Sequence[Tensor]) -> bool:
     """Against float64, on the first samples."""
-    samples = max(min(case.N, int(EXACT_FLOPS * case.N / case.spec.flops)), 1)
+    samples = affordable(case)
     few = exact(replace(case, N=samples), "forward", t.first(samples))
     return error(torch.cat([*parts], 1)[:samples], few).within(LIMITS[case.dtype])
 

@@ -68,8 +68,8 @@ def backward(
         return gx, gw, gb
     of_filters = any(wanted[1:])  # oneDNN computes a bias's with theirs
     if of_filters and x_NCHW.device.type == "cpu" and overruns(tuple(w_KCRS.shape), stride):
-        first = (wanted[0], False, False)
-        gx, _, _ = backward(g_NKPQ, x_NCHW, w_KCRS, stride, padding, dilation, groups, first)
+        of_input, geometry = (True, False, False), (stride, padding, dilation, groups)
+        gx = backward(g_NKPQ, x_NCHW, w_KCRS, *geometry, of_input)[0] if wanted[0] else None
         gw = _of_read_pixels(g_NKPQ, x_NCHW, w_KCRS, stride, padding, groups) if wanted[1] else None
         return gx, gw, summed_pixels(g_NKPQ) if wanted[2] else None
     x, pad = _evenly_padded(x_NCHW, padding)

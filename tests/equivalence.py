@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import hetconv
+from hetconv.graph import Graph
 from hetconv.layout import Layout
 from hetconv.modules import CutLayer
+from hetconv.plan import Mode
 from hetconv.rules import Split
 from hetconv.state import Share
 
@@ -25,6 +28,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, 1e-3),
 }
+
+
+@cache
+def captured(make: Callable[[], nn.Module], shape: tuple[int, ...], mode: Mode, input_gradient: bool) -> Graph:
+    """A rank keeps it: most of a test's time would go into making the same again."""
+    with torch.set_grad_enabled(mode == "train"):
+        return hetconv.capture(make().train(mode == "train"), torch.zeros(shape, requires_grad=input_gradient))
 
 
 def assert_same(found: list[Differences]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from math import prod
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 
 import hetconv
 from hetconv.cost import Operators, layer_curve, operator_key, seams_of
-from hetconv.graph import Graph, Node
+from hetconv.graph import Node
 from hetconv.layout import Layout
 from hetconv.ops.geometry import spatial_geometry
 from hetconv.plan import Mode
@@ -28,7 +27,7 @@ from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split, SplitKind
 from hetconv.spec import ConvSpec
 from hetconv.walk import walk
 
-from .equivalence import loss_of
+from .equivalence import captured, loss_of
 from .nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
 from .spawn import on_ranks
 
@@ -40,14 +39,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 CUTS = [(case, kind) for case, (_, shape) in CASES.items() for kind in kinds_of(len(shape) - 2)]
 
 
-@cache
-def captured(case: str, mode: Mode, input_gradient: bool) -> Graph:
-    """A rank keeps it: most of a test's time would go into making the same again."""
-    make, shape = CASES[case]
-    with torch.set_grad_enabled(mode == "train"):
-        return hetconv.capture(make().train(mode == "train"), torch.zeros(shape, requires_grad=input_gradient))
-
-
 def sent_and_predicted(
     case: str, kind: SplitKind, weights: tuple[int, ...], mode: Mode, input_gradient: bool
 ) -> tuple[dict[int, int], dict[int, int]]:
@@ -56,7 +47,7 @@ def sent_and_predicted(
     model = make().train(mode == "train")
     x = torch.randn(shape, requires_grad=input_gradient)
     world, rank = len(weights), dist.get_rank()
-    graph = captured(case, mode, input_gradient)
+    graph = captured(make, shape, mode, input_gradient)
     splits = dict(whole_model(graph, kind, weights, KINDS).items()) if kind != "replicate" else {}
     predicted, _ = price(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), splits, mode)
     model = hetconv.parallelize(model, plan_of(model, splits, world))

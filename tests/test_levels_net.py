@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from torch import nn
 
 import hetconv
 from hetconv.fusing import followers
-from hetconv.graph import Graph
 from hetconv.layout import spans
 from hetconv.plan import LayerPlan, Mode, Plan
 from hetconv.pricing import price
@@ -25,7 +23,7 @@ from hetconv.profile import ClusterProfile
 from hetconv.proportions import whole_model
 from hetconv.rules import KINDS, Conv, Linear, Split, SplitKind
 
-from .equivalence import Differences, apart, assert_same, loss_of, one_step, same_state, train
+from .equivalence import Differences, apart, assert_same, captured, loss_of, one_step, same_state, train
 from .nets import IMAGE_KINDS, NETS, OTHER_RANKS, Chain, operator_of, plan_of, split_of
 from .spawn import on_ranks
 from .strategies import weights
@@ -192,14 +190,6 @@ def test_models_that_others_wrote(name: str) -> None:
     assert_same(on_ranks(4, of_others, name))
 
 
-@cache
-def captured(net: str, mode: Mode) -> Graph:
-    """A rank keeps it: most of a test's time would go into making the same again."""
-    make, shape = NETS[net]
-    with torch.set_grad_enabled(mode == "train"):
-        return hetconv.capture(make().train(mode == "train"), torch.zeros(shape, requires_grad=True))
-
-
 def sent_and_planned(net: str, kinds: tuple[SplitKind, ...], cluster: str, mode: Mode) -> tuple[object, object]:
     """Bytes to every other rank in one step: as counted, and as the plan says."""
     make, shape = NETS[net]
@@ -207,7 +197,8 @@ def sent_and_planned(net: str, kinds: tuple[SplitKind, ...], cluster: str, mode:
     model = make().train(mode == "train")
     x = torch.randn(shape, requires_grad=True)
     splits = splits_of(model, kinds, CLUSTERS[cluster])
-    predicted, _ = price(captured(net, mode), ClusterProfile.from_devices(["cpu"] * 4, link="host"), splits, mode)
+    graph = captured(make, shape, mode, input_gradient=True)
+    predicted, _ = price(graph, ClusterProfile.from_devices(["cpu"] * 4, link="host"), splits, mode)
     model = hetconv.parallelize(model, plan_of(model, splits, 4))
     with hetconv.count_sent() as sent, torch.set_grad_enabled(mode == "train"):
         y = model(x)

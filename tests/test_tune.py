@@ -155,4 +155,5 @@ def test_the_plan_is_what_was_measured_to_be_fastest(tmp_path: Path) -> None:
     assert found.alone is not None
     assert found.alone_s is not None
     assert found.trials or found.name.startswith(ALONE)  # on a busy machine nothing may come near a device alone
-    assert not found.trials or all(d.corrections for d in profile.devices)
+    # Of whom a plan asks the most, something is learnt; the other may have had too little work to tell.
+    assert not found.trials or any(d.corrections for d in profile.devices)

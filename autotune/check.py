@@ -24,7 +24,7 @@ from hetconv.rules import Split
 from hetconv.transport import objects_of_all, team_of
 
 from . import fit
-from .measure import operator_samples, paired
+from .measure import operator_samples, paired_rounds
 from .race import step_alone, step_of
 from .sampling import Passes, Time
 from .subjects import Layer, subjects_of
@@ -36,10 +36,14 @@ AGREEING = 0.9  # of the rounds, say which of two plans is faster
 
 @dataclass(frozen=True)
 class Check:
-    """Seconds of a step by plan: (predicted, measured). ``rounds``: of which what was measured is the median."""
+    """Seconds of a step by plan: (predicted, measured). ``rounds``: of which what was measured is the median.
+
+    ``then``: predicted for the speed that the devices had meanwhile, see `ClusterProfile.at_pulses`.
+    """
 
     steps: Mapping[str, tuple[float, float]]
     rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    then: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def errors(self) -> list[float]:
@@ -73,11 +77,9 @@ class Check:
         return (longer.count(True) >= enough) - (longer.count(False) >= enough)
 
     @property
-    def at_one_speed(self) -> Check:
-        """With predictions for a machine as much slower than when it was tuned as its fastest device alone was."""
-        alone = [of for name, of in self.steps.items() if name.startswith(ALONE)]
-        predicted, measured = min(alone, key=lambda of: of[1])
-        return Check({name: (p * measured / predicted, m) for name, (p, m) in self.steps.items()})
+    def at_speed(self) -> Check:
+        """With predictions for the speed that the devices had meanwhile."""
+        return Check({name: (self.then[name], measured) for name, (_, measured) in self.steps.items()}, self.rounds)
 
 
 def ninetieth(errors: Sequence[float]) -> float:
@@ -134,12 +136,15 @@ def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torc
 
 
 def _spot_seconds(spots: Sequence[Spot], device: torch.device, own: DeviceModel) -> dict[str, tuple[float, float]]:
-    """Collective: by key, of both passes as calls by the host; without those for which there is no memory."""
+    """Collective: by key, of both passes as calls by the host, on the device when it is as fast as the profile says;
+    without those for which there is no memory.
+    """
     by_key, found = {spot.key: spot for spot in spots}, {}
     host_s = own.overhead(False), own.overhead(True)
     for key, samples in operator_samples([*by_key.values()], device, lambda: False):
         if samples:
-            called, share = fit.called(fit.operator(samples), host_s, device.type == "cuda"), by_key[key].share
+            measured, share = fit.operator(fit.at_pulse(samples, own.pulse_s)), by_key[key].share
+            called = fit.called(measured, host_s, device.type == "cuda")
             found[key] = called.forward.at(share), called.backward.at(share)
     return found
 
@@ -169,5 +174,9 @@ def predicted_and_measured(
             steps[name] = step_alone(model, x, mode) if works else lambda: None
         else:
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
-    times = paired(steps, rounds, x.device, longest)
-    return Check({name: (predicted[name], median(times[name])) for name in plans}, times)
+    ran = paired_rounds(steps, rounds, x.device, longest)
+    times = {name: [one.seconds[name] for one in ran] for name in plans}
+    pulse_s = [*map(median, zip(*(one.pulse_s for one in ran), strict=True))]
+    at_speed = Pricer(graph, profile.at_pulses(pulse_s), mode)
+    then = {name: at_speed.of(name).price(splits)[0].step_s for name, splits in plans.items()}
+    return Check({name: (predicted[name], median(times[name])) for name in plans}, times, then)

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import log
-from statistics import median
+from statistics import median, quantiles
 
 from hetconv.profile import Curve, LinkModel, OperatorModel
+
+from .sampling import Passes
 
 LEAST_LATENCY_S = 1e-7
 
@@ -30,10 +32,31 @@ def curve(samples: Mapping[float, Sequence[float]]) -> Curve:
     return Curve(tuple(shares), tuple(seconds))
 
 
-def operator(samples: Mapping[float, tuple[Sequence[float], Sequence[float]]]) -> OperatorModel:
-    """Of an operator whose forward and backward were measured at some shares."""
-    forward, backward = ({share: passes[k] for share, passes in samples.items()} for k in (0, 1))
+def operator(samples: Mapping[float, Passes]) -> OperatorModel:
+    """Of an operator that was measured at some shares, all at one speed of its device, see `at_pulse`."""
+    forward, backward = {x: p.forward for x, p in samples.items()}, {x: p.backward for x, p in samples.items()}
     return OperatorModel(curve(forward), curve(backward))
+
+
+def at_pulse(samples: Mapping[float, Passes], pulse_s: float | None) -> Mapping[float, Passes]:
+    """As they would be on the device when a pulse takes it ``pulse_s``; as they are, if that is not known."""
+    return samples if pulse_s is None else {at: passes.at(pulse_s) for at, passes in samples.items()}
+
+
+def usual_pulse(found: Iterable[Mapping[float, Passes]]) -> float | None:
+    """The median of pulses while all these were measured, if anything was."""
+    pulses = _pulses(found)
+    return median(pulses) if pulses else None
+
+
+def slow_phases(found: Iterable[Mapping[float, Passes]]) -> float:
+    """How many times as long as usually a pulse took in the slowest tenth of all that was measured."""
+    pulses = _pulses(found)
+    return quantiles(pulses, n=10, method="inclusive")[-1] / median(pulses) if len(pulses) > 1 else 1.0
+
+
+def _pulses(found: Iterable[Mapping[float, Passes]]) -> list[float]:
+    return [passes.pulse_s for samples in found for passes in samples.values()]
 
 
 def called(kernels: OperatorModel, host_s: tuple[float, float], ahead: bool) -> OperatorModel:

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hetconv.cost import arithmetic, operator_key
-from hetconv.emulate import DeviceName
-from hetconv.profile import Alone, DeviceModel, OperatorModel
 from hetconv.transport import Team, objects_of_all, team_of
 
-from . import fit
-from .machine import conditions, identity, memory_bytes
-from .others import Call, Other
 from .sampling import Passes, Run, sampled
-from .subjects import AXES, Layer, Subject, work
+from .subjects import Subject
 
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20
 MOST_ROUNDS = 31
-UNKNOWN = 1e9  # operations per second, where no layer was measured
+PULSE, PULSE_ON_GPU = 192, 2048  # rows and columns of a matrix that is multiplied with itself
+BEATS = 4  # pulses before each step
+TURNS, TURN_S = 15, 0.01  # of all at work, and of each alone; seconds
 Step = Callable[[], Any]
 Samples = dict[str, dict[float, Passes]]
 """By a subject's key, seconds of its passes by share, or by bytes."""
+
+
+class Round(NamedTuple):
+    """``seconds`` of each step until the last rank was done; ``pulse_s`` of each rank: the median of those between."""
+
+    seconds: dict[str, float]
+    pulse_s: tuple[float, ...]
 
 
 def timed(action: Callable[[], Any], device: torch.device) -> float:
@@ -68,6 +72,56 @@ def call_seconds(call: Callable[[], Any], device: torch.device, samples: int = 5
     for _ in range(2):
         seconds()
     return median(seconds() for _ in range(samples))
+
+
+@cache
+def pulse(device: torch.device) -> Callable[[], float]:
+    """Gives seconds of a small fixed piece of work whenever it is called: how fast the device is just now.
+
+    Clocks go up and down, and neighbours come and go. What takes longer because of these takes as many times as long as
+    the pulses beside it.
+    """
+    side = PULSE_ON_GPU if device.type == "cuda" else PULSE
+    a = torch.ones(side, side, device=device)
+    y = torch.empty_like(a)
+
+    def work() -> None:
+        for _ in range(2):
+            torch.mm(a, a, out=y)
+
+    work()
+    seconds = stopwatch(work, device)
+    seconds()  # decides how often it calls
+
+    def now() -> float:
+        work()  # what ran before has left its own in the caches
+        return seconds()
+
+    return now
+
+
+def resting(device: torch.device) -> float:
+    """Collective: how many times as long a pulse takes while all others rest as it does while all are at work.
+
+    The median of many turns that follow closely on each other, for which the device has one speed.
+    """
+    beat, team, found = pulse(device), team_of(), []
+
+    def now(seconds: float) -> float:
+        end, beats = time.perf_counter() + seconds, [beat()]
+        while time.perf_counter() < end:
+            beats.append(beat())
+        return median(beats)
+
+    for _ in range(TURNS):
+        dist.barrier(group=team.control)
+        together = now(TURN_S)
+        for rank in range(team.size):
+            dist.barrier(group=team.control)
+            if rank == team.rank:
+                found.append(now(TURN_S) / together)
+    dist.barrier(group=team.control)
+    return median(found)
 
 
 def _between_events(call: Callable[[], Any], calls: int) -> float:
@@ -134,9 +188,12 @@ def _fitting(samples: Callable[[], dict[float, Passes]]) -> dict[float, Passes]:
 
 
 def _passes(run: Run, device: torch.device) -> Passes:
-    forward, backward = (sampled(stopwatch(call, device)) for call in (run.forward, run.backward))
+    beat = pulse(device)
+    (forward, pulse_s), (backward, then_s) = (
+        sampled(stopwatch(call, device), beat) for call in (run.forward, run.backward)
+    )
     less = median(forward) if run.both else 0.0
-    return forward, [max(seconds - less, 0.0) for seconds in backward]
+    return Passes(forward, [max(seconds * pulse_s / then_s - less, 0.0) for seconds in backward], pulse_s)
 
 
 def told(word: Any, source: int = 0) -> Any:
@@ -161,21 +218,30 @@ def paired(
 
     So many ``rounds``, and more, up to `MOST_ROUNDS`, until all have together taken ``longest`` seconds.
     """
+    found = paired_rounds(steps, rounds, device, longest)
+    return {name: [one.seconds[name] for one in found] for name in steps}
+
+
+def paired_rounds(steps: Mapping[str, Step], rounds: int, device: torch.device, longest: float) -> list[Round]:
+    """What `paired` is made of."""
     for step in steps.values():
         step()
-    found: list[dict[str, float]] = []
+    found: list[Round] = []
     while len(found) < rounds or (
-        len(found) < MOST_ROUNDS and sum(sum(one.values()) for one in found) < longest  # alike on all ranks
+        len(found) < MOST_ROUNDS and sum(sum(one.seconds.values()) for one in found) < longest  # alike on all ranks
     ):
         found.append(one_round(steps, device, team_of()))
-    return {name: [seconds[name] for seconds in found] for name in steps}
+    return found
 
 
-def one_round(steps: Mapping[str, Step], device: torch.device, team: Team) -> dict[str, float]:
-    """Seconds of each step, one after the other, on every rank alike: until the last rank is done."""
-    own = {name: until_all_are_done(step, device, team) for name, step in steps.items()}
-    each = objects_of_all(team, own)
-    return {name: max(of_rank[name] for of_rank in each) for name in steps}
+def one_round(steps: Mapping[str, Step], device: torch.device, team: Team) -> Round:
+    """Seconds of each step, one after the other, on every rank alike, with pulses before each."""
+    beat, own, pulses = pulse(device), dict[str, float](), list[float]()
+    for name, step in steps.items():
+        pulses += [beat() for _ in range(BEATS)]
+        own[name] = until_all_are_done(step, device, team)
+    each = objects_of_all(team, (own, median(pulses)))
+    return Round({name: max(of_rank[name] for of_rank, _ in each) for name in steps}, tuple(p for _, p in each))
 
 
 def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
@@ -187,54 +253,3 @@ def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
 
     dist.barrier(team.group)
     return timed(together, device)
-
-
-def device_model(
-    name: DeviceName,
-    device: torch.device,
-    samples: Samples,
-    subjects: Sequence[Subject],
-    bandwidth: float,
-) -> DeviceModel:
-    """The model of this rank's device from its samples; the roofline is fitted to the whole operators among them."""
-    kind: Any = device.type
-    on_parts, alone = (_fitted(samples, [s for s in subjects if s.alone is a], kind == "cuda") for a in (False, True))
-    bare = {(s.op, s.dtype): on_parts.bare[s.key] for s in subjects if isinstance(s, Layer) and s.key in on_parts.bare}
-    work_of: dict[str, list[tuple[float, float]]] = {}
-    for (op, dtype), (forward, _) in bare.items():
-        rate = arithmetic(op, dtype) if kind == "cuda" else dtype
-        work_of.setdefault(rate, []).append((work(op), forward))
-    rates = {rate: fit.roofline(measured) for rate, measured in work_of.items()}
-    by_itself = {
-        operator_key(s.op, axis, s.dtype): fit.whole(alone.layers[s.key])
-        for s in subjects if isinstance(s, Layer) and s.key in alone.layers
-        for axis in AXES
-    }  # fmt: skip
-    return DeviceModel(
-        str(name), kind, memory_bytes(device), rates or {"float32": UNKNOWN}, bandwidth, on_parts.host_s[0],
-        fit.backward_ratio(*zip(*bare.values(), strict=True)) if bare else 2.0, name.emulated, on_parts.layers,
-        identity(name), conditions(device), on_parts.host_s[1], on_parts.others,
-        Alone(by_itself, alone.others, *alone.host_s) if by_itself else None,
-    )  # fmt: skip
-
-
-class _Fitted(NamedTuple):
-    """Of one regime, by key: layers, as calls by the host; their kernels ``bare`` and whole; the others."""
-
-    host_s: tuple[float, float]
-    layers: dict[str, OperatorModel]
-    bare: dict[str, tuple[float, float]]
-    others: dict[str, OperatorModel]
-
-
-def _fitted(samples: Samples, subjects: Sequence[Subject], ahead: bool) -> _Fitted:
-    known = [subject for subject in subjects if samples.get(subject.key)]
-    models = {subject.key: fit.operator(samples[subject.key]) for subject in known}
-    host_s = next((fit.whole(models[s.key]) for s in known if isinstance(s, Call)), (0.0, 0.0))
-    kernels = {s.key: models[s.key] for s in known if isinstance(s, Layer)}
-    return _Fitted(
-        host_s,
-        {key: fit.called(model, host_s, ahead) for key, model in kernels.items()},
-        {key: fit.whole(model) for key, model in kernels.items()},
-        {f"{s.kind} {s.dtype}": models[s.key] for s in known if isinstance(s, Other)},
-    )

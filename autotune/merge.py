@@ -133,9 +133,15 @@ def _newest(entries: Iterable[T], measured: Any = lambda entry: entry.measured) 
 
 
 def _device(models: Sequence[DeviceModel]) -> DeviceModel:
-    """The newest, with the newest of each operator; none that were estimated, if anything was measured."""
+    """The newest, with the newest of each operator; none that were estimated, if anything was measured.
+
+    What the same versions took is brought to the speed that the device had when it was newest.
+    """
     newest = _newest(models)
-    known = [m for m in models if (m.measured is None) is (newest.measured is None)]
+    known = [
+        m.at_pulse(newest.pulse_s) if newest.pulse_s is not None and _versions(m) == _versions(newest) else m
+        for m in models if (m.measured is None) is (newest.measured is None)
+    ]  # fmt: skip
     operators = _operators([(m.operators, m.measured) for m in known], newest.measured)
     others = _operators([(m.others, m.measured) for m in known], newest.measured)
     # What does not say its own versions has to be of the newest's.

@@ -34,7 +34,8 @@ TRIAL_S, FINAL_S = 2.0, 4.0  # seconds that rounds take at least: of one plan be
 RIVALS, HARDLY = 3, 0.05  # how many plans at most are compared once more, which took so much longer than the best one
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 REFERENCE = "alone"
-REFERENCE_S = "reference_s"  # of a trial: seconds of what it ran beside
+# Of a trial: seconds of what it ran beside, and of pulses meanwhile, by rank.
+REFERENCE_S, PULSE_S = "reference_s", "pulse_s"
 Tried = tuple[Contender, FrozenTrial]
 
 
@@ -90,14 +91,26 @@ class _Plans:
 
     def learnt(self, before: Sequence[Contender], tried: Sequence[Tried]) -> Learnt:
         """From steps beside the fastest device alone, and from its own."""
-        plain = Pricer(self.run.graph, self.profile, self.run.job.mode)
-        seen = [observed(c._replace(costs=plain.price(c.splits)[1]), t) for c, t in tried]
+        graph, mode = self.run.graph, self.run.job.mode
+        plain = Pricer(graph, self.profile, mode)
+        # On the devices as they were, which may have been slower than when operators were measured.
+        then = [Pricer(graph, self.profile.at_pulses(t.user_attrs[PULSE_S]), mode) for _, t in tried]
+        seen = [observed(c._replace(costs=p.price(c.splits)[1]), t) for p, (c, t) in zip(then, tried, strict=True)]
         factors = corrected(self.profile.devices, seen)
         alone = next((c for c in before if c.name == self.alone_name), None)
         if alone is None or not tried:
             return Learnt(factors)
-        alone_s = median(t.user_attrs[REFERENCE_S] for _, t in tried)
-        ran = [(c, t.value * alone_s) for c, t in tried if t.value]
+
+        def slower(pricer: Pricer, c: Contender) -> float:
+            """How many times as long as usually it is predicted to take."""
+            found, usual = (p.of(c.name).price(c.splits)[0].step_s for p in (pricer, plain))
+            return found / usual
+
+        alone_s = median(t.user_attrs[REFERENCE_S] / slower(p, alone) for p, (_, t) in zip(then, tried, strict=True))
+        ran = [
+            (c, t.value * alone_s * slower(p, alone) / slower(p, c))
+            for p, (c, t) in zip(then, tried, strict=True) if t.value
+        ]  # fmt: skip
 
         def steps(way: AtWork) -> list[float]:
             profile = with_learnt(self.profile, Learnt(factors, way))
@@ -178,6 +191,7 @@ class _Plans:
         found = self.run.race.lead(order, enough)
         trial.set_user_attr("computing", found.computing)
         trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in found.rounds))
+        trial.set_user_attr(PULSE_S, found.pulse_s)
         return [s["trial"] / s[REFERENCE] for s in found.rounds]
 
     @property

@@ -80,9 +80,15 @@ def _cut(text: str) -> str:
 
 
 def heaviest(record: Record) -> dict[str, Sequence[Samples]]:
-    """Layers along an axis that were measured at several shares, those that take longest first."""
+    """Layers along an axis that were measured at several shares, those that take longest first.
+
+    On devices as fast as the profile says.
+    """
     known = {key for device in record.profile.devices for key in device.operators}
-    layers = {key: found for key, found in record.samples.items() if key in known and any(found)}
+    layers = {
+        key: [fit.at_pulse(samples, d.pulse_s) for samples, d in zip(found, record.profile.devices, strict=True)]
+        for key, found in record.samples.items() if key in known and any(found)
+    }  # fmt: skip
     return dict(sorted(layers.items(), key=lambda item: max(map(_whole, item[1])), reverse=True)[:HEAVIEST])
 
 
@@ -115,7 +121,7 @@ def _layer(axis: Axes, found: Sequence[Samples], names: Sequence[str]) -> None:
         colour = COLOURS[rank % len(COLOURS)]
         passes = (("forward", model.forward, "-", colour), ("backward", model.backward, "--", "none"))
         for k, (which, curve, line, fill) in enumerate(passes):
-            points = [(share * 100, s * 1e3) for share, measured in found[rank].items() for s in measured[k]]
+            points = [(share * 100, s * 1e3) for share, m in found[rank].items() for s in (m.forward, m.backward)[k]]
             beyond += sum(ms > top for _, ms in points)
             axis.plot(*zip(*points, strict=True), "o", ms=3.5, alpha=0.5, mfc=fill, mec=colour, mew=0.8)
             knots = [(share * 100, s * 1e3) for share, s in zip(curve.shares, curve.seconds, strict=True)]

@@ -59,10 +59,14 @@ class Order(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Seconds of each way in each round, until the last rank was done, and for how much of them each rank computed."""
+    """Seconds of each way in each round, until the last rank was done, and for how much of them each rank computed.
+
+    ``pulse_s``: of each rank, as in most rounds, see `measure.pulse`.
+    """
 
     rounds: list[Seconds]
     computing: tuple[float, ...] = ()
+    pulse_s: tuple[float, ...] = ()
 
 
 def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
@@ -142,18 +146,22 @@ class Race:
         steps = {name: self._steps[name][1] for name in order.ways}
         for step in steps.values():
             step()
-        rounds: list[Seconds] = []
+        rounds, pulses = list[Seconds](), list[tuple[float, ...]]()
         more = order.rounds > 0
         while more:
-            rounds.append(measure.one_round(steps, self._x.device, team))
-            more = not _ended(rounds, order, enough(rounds[-1]))
+            seconds, pulse_s = measure.one_round(steps, self._x.device, team)
+            rounds.append(seconds)
+            pulses.append(pulse_s)
+            more = not _ended(rounds, order, enough(seconds))
             said = [more]
             dist.broadcast_object_list(said, group=team.control, group_src=0)
             (more,) = said
+        found = Outcome(rounds, pulse_s=tuple(map(median, zip(*pulses, strict=True))))
         if order.listen is None:
-            return Outcome(rounds)
+            return found
         step_s = median(seconds[order.listen] for seconds in rounds)
-        return Outcome(rounds, tuple(step_s * part for part in _computing(steps[order.listen], self._x.device, team)))
+        parts = _computing(steps[order.listen], self._x.device, team)
+        return found._replace(computing=tuple(step_s * part for part in parts))
 
     def _step(self, way: Way, team: Team) -> Step:
         if isinstance(way, Plan):

@@ -16,8 +16,20 @@ MOST_SHARES = 8
 STEPS = MOST_SHARES // 2
 LEAST, MOST = 3, 50  # repeats
 LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
-Passes = tuple[list[float], list[float]]
-"""Seconds of each repeat, forward and backward."""
+BESIDE, MOST_BESIDE = 0.1, 40  # of a sample's seconds: what the pulses after it take, and how many these are at most
+
+
+class Passes(NamedTuple):
+    """Seconds of each repeat, on a device that a pulse took ``pulse_s`` meanwhile, see `measure.pulse`."""
+
+    forward: list[float]
+    backward: list[float]
+    pulse_s: float
+
+    def at(self, pulse_s: float) -> Passes:
+        """As they would be on the device when a pulse takes it so long."""
+        forward, backward = ([s * pulse_s / self.pulse_s for s in own] for own in (self.forward, self.backward))
+        return Passes(forward, backward, pulse_s)
 
 
 class Run(NamedTuple):
@@ -59,14 +71,25 @@ def settled(samples: Sequence[float]) -> bool:
     return max(hi - middle, middle - lo) <= PRECISION * middle
 
 
-def sampled(seconds: Callable[[], float], longest: float = LONGEST) -> list[float]:
+def sampled(
+    seconds: Callable[[], float], pulse: Callable[[], float], longest: float = LONGEST
+) -> tuple[list[float], float]:
     """Seconds of as many calls as it takes until they have settled, or have together taken longer than ``longest``.
 
-    The first call warms up and counts only as time.
+    The first call warms up and counts only as time. And the median of a ``pulse`` between them.
     """
-    spent, found = seconds(), [seconds()]
+    spent, found, pulses = seconds(), list[float](), [pulse()]
     while len(found) < LEAST or (len(found) < MOST and spent + sum(found) < longest and not settled(found)):
         found.append(seconds())
+        pulses += beside(found[-1], pulse)
+    return found, median(pulses)
+
+
+def beside(seconds: float, pulse: Callable[[], float]) -> list[float]:
+    """As many pulses as `BESIDE` of these ``seconds`` has time for, but one at least."""
+    found = [pulse()]
+    while len(found) < MOST_BESIDE and sum(found) < BESIDE * seconds:
+        found.append(pulse())
     return found
 
 
@@ -108,5 +131,7 @@ def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> 
 
 def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:
     """How far off the line between two others what was measured in the middle is, of what it was: the worse pass."""
-    known = [tuple(map(median, passes)) for passes in zip(first, middle, last, strict=True)]
-    return max(abs(a + (b - a) * at - m) / max(m, 1e-12) for a, m, b in known)
+    ends = first.at(middle.pulse_s), last.at(middle.pulse_s)
+    forward = (median(p.forward) for p in (ends[0], middle, ends[1]))
+    backward = (median(p.backward) for p in (ends[0], middle, ends[1]))
+    return max(abs(a + (b - a) * at - m) / max(m, 1e-12) for a, m, b in (forward, backward))

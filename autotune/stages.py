@@ -15,12 +15,14 @@ from hetconv.graph import Graph
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
 from hetconv.planner import make_plan
-from hetconv.pricing import price
+from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile, TunedRatio, nodes_of
 from hetconv.proportions import whole_model
 from hetconv.transport import objects_of_all
 
-from . import measure
+from . import fit, measure
+from .field import ERROR
+from .fitted import device_model
 from .job import Run
 from .links import link_models, with_contention
 from .machine import conditions
@@ -32,6 +34,7 @@ from .subjects import subjects_of
 from .tiling import tune_tiles
 
 OPERATORS_PART = 0.5  # of the budget
+STEADY = 1.15  # times as long as usually, that a pulse may take a device which nobody needs to hear about
 RATIO_PART = 0.2  # of it, from where the study of ratios begins
 TRIAL_S = 1.0  # seconds that a ratio and the computed one are timed at least
 PLANS_PART, CHUNKS_PART = 0.9, 1.0  # what may be spent by the end of each
@@ -63,9 +66,13 @@ def operators(run: Run) -> ClusterProfile:
     if missing := len(subjects) - len(samples):
         run.say.line(f"{missing} smaller operators were left to the fitted roofline; --budget would allow more")
     bandwidth = measure.copy_bandwidth(run.device)
-    mine = measure.device_model(run.name, run.device, samples, subjects, bandwidth)
-    devices = objects_of_all(run.team, mine)
-    profile = ClusterProfile(tuple(devices), link_models(run.team, run.device), nodes=nodes_of(devices))
+    resting = measure.resting(run.device)
+    mine = device_model(run.name, run.device, samples, subjects, bandwidth, resting)
+    devices, slower = zip(*objects_of_all(run.team, (mine, fit.slow_phases(samples.values()))), strict=True)
+    for device, times in zip(devices, slower, strict=True):
+        if times > STEADY:
+            run.say.line(f"{device.name} was {times:.1f} times as slow at times; all is brought to its usual speed")
+    profile = ClusterProfile(devices, link_models(run.team, run.device), nodes=nodes_of(devices))
     for pair, link in profile.links.items():
         run.say.line(f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s")
     profile = with_contention(profile, run.team, run.device)
@@ -148,12 +155,17 @@ def said(weights: Sequence[int]) -> str:
 
 
 def computed_ratio(graph: Graph, profile: ClusterProfile, mode: Mode) -> tuple[Cuts, Weights] | None:
-    """The spatial or sample kind with the least predicted step, and its computed weights."""
-    found = Candidates(graph, profile, mode, CUTS).whole_models()
+    """The spatial or sample kind with the least predicted step, and its computed weights.
+
+    None, if another plan would be faster even if both predictions erred.
+    """
+    found, pricer = Candidates(graph, profile, mode, CUTS).whole_models(), Pricer(graph, profile, mode)
     uneven = {k: found[f"uneven {k} split"] for k in CUTS if f"uneven {k} split" in found}
-    if not uneven:
+    step_s = {kind: pricer.price(splits)[0].step_s for kind, splits in uneven.items()}
+    kind = min(step_s, key=lambda k: step_s[k], default=None)
+    best = make_plan(graph, profile, mode=mode).predicted
+    if kind is None or best is None or step_s[kind] > (1 + ERROR) ** 2 * best.step_s:
         return None
-    kind = min(uneven, key=lambda k: price(graph, profile, uneven[k], mode)[0].step_s)
     cut = [s for s in uneven[kind].values() if s.kind == kind]
     if not cut or sum(w > 0 for w in max(cut, key=lambda s: sum(s.sizes)).sizes) < 2:
         return None

@@ -75,6 +75,16 @@ class Alone:
     slowness: Positive = 1.0
     __pydantic_config__ = STRICT
 
+    def times(self, factor: float) -> Alone:
+        """One that takes so many times as long."""
+        return replace(
+            self,
+            operators={key: (factor * ahead, factor * back) for key, (ahead, back) in self.operators.items()},
+            others={key: model.times(factor) for key, model in self.others.items()},
+            overhead_s=self.overhead_s * factor,
+            backward_overhead_s=self.backward_overhead_s * factor,
+        )
+
 
 @dataclass(frozen=True)
 class DeviceModel:
@@ -85,7 +95,8 @@ class DeviceModel:
     run on tensor cores. ``overhead_s``: what the host takes to call an operator, and ``backward_overhead_s`` what
     training adds to that; where it is not known, the first times ``backward_ratio``. ``alone``: without the others.
     ``corrections``, by kind of split: what layers were found to take in whole steps, of what they take one by one.
-    ``measured``: under which conditions; nothing was, if it says nothing.
+    ``measured``: under which conditions; nothing was, if it says nothing. ``pulse_s``: of a small fixed piece of work
+    meanwhile, by which to tell how fast the device is at another time.
     """
 
     name: str
@@ -103,7 +114,28 @@ class DeviceModel:
     others: Mapping[str, OperatorModel] = field(default_factory=dict)
     alone: Alone | None = None
     corrections: Mapping[str, Positive] = field(default_factory=dict)
+    pulse_s: Positive | None = None
     __pydantic_config__ = STRICT
+
+    def at_pulse(self, pulse_s: float) -> DeviceModel:
+        """This device when it is so fast: all that it computes takes as many times as long as a pulse does."""
+        if self.pulse_s is None:
+            return self
+        slow = pulse_s / self.pulse_s
+        return replace(self.times(slow), alone=self.alone.times(slow) if self.alone else None, pulse_s=pulse_s)
+
+    def times(self, factor: float) -> DeviceModel:
+        """One that takes so many times as long beside others."""
+        backward_s = self.backward_overhead_s
+        return replace(
+            self,
+            operators={key: model.times(factor) for key, model in self.operators.items()},
+            others={key: model.times(factor) for key, model in self.others.items()},
+            flops_per_s={dtype: rate / factor for dtype, rate in self.flops_per_s.items()},
+            bytes_per_s=self.bytes_per_s / factor,
+            overhead_s=self.overhead_s * factor,
+            backward_overhead_s=backward_s * factor if backward_s is not None else None,
+        )
 
     def rate(self, dtype: str) -> float:
         """Flops per second; a ``dtype`` of which nothing is known takes float32's."""
@@ -128,21 +160,15 @@ class DeviceModel:
         known = self.alone
         if known is None:
             return self
-        slow = known.slowness
         whole = {
             key: OperatorModel(Curve((1.0,), (forward,)), Curve((1.0,), (backward,)))
             for key, (forward, backward) in known.operators.items()
         }
-        return replace(
-            self,
-            operators={key: model.times(slow) for key, model in {**self.operators, **whole}.items()},
-            others={key: model.times(slow) for key, model in known.others.items()},
-            flops_per_s={dtype: rate / slow for dtype, rate in self.flops_per_s.items()},
-            bytes_per_s=self.bytes_per_s / slow,
-            overhead_s=known.overhead_s * slow,
-            backward_overhead_s=known.backward_overhead_s * slow,
-            corrections={},
-        )
+        alone = replace(
+            self, operators={**self.operators, **whole}, others=known.others, overhead_s=known.overhead_s,
+            backward_overhead_s=known.backward_overhead_s, corrections={},
+        )  # fmt: skip
+        return alone.times(known.slowness)
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,11 @@ class ClusterProfile:
         silent = dict.fromkeys(self.links, LinkModel(0.0, 0.0))
         return replace(self, devices=devices, links=silent, shared=(), sum_s_per_byte=0.0)
 
+    def at_pulses(self, pulse_s: Sequence[float]) -> ClusterProfile:
+        """With its devices as fast as they are when a pulse takes them so long, see `DeviceModel.at_pulse`."""
+        devices = (device.at_pulse(seconds) for device, seconds in zip(self.devices, pulse_s, strict=True))
+        return replace(self, devices=tuple(devices))
+
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
         """Of the batch, for a convolution cut by filter in these sizes: one unless more were measured to be faster."""
         return next((c.chunks for c in self.chunks if (c.spec, c.sizes) == (spec, tuple(sizes))), 1)

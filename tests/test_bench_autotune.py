@@ -26,7 +26,11 @@ STEPS = {
     "uneven height split": (2.0, 2.0),
     PLANNED: (2.0, 2.5),
 }
-CHECK = Check(STEPS, {name: [0.8 * measured, measured, 1.2 * measured] for name, (_, measured) in STEPS.items()})
+CHECK = Check(
+    STEPS,
+    {name: [0.8 * measured, measured, 1.2 * measured] for name, (_, measured) in STEPS.items()},
+    {name: 1.1 * predicted for name, (predicted, _) in STEPS.items()},
+)
 
 
 def test_the_plan_is_compared_with_all_that_ran_beside_it() -> None:
@@ -36,7 +40,8 @@ def test_the_plan_is_compared_with_all_that_ran_beside_it() -> None:
     assert found["regret"] == 0.25
     assert found["median error"] == 0.0
     assert found["p90 error"] == pytest.approx(0.38)
-    assert found["predicted and measured ms"][PLANNED] == [2000.0, 2500.0]
+    assert found["median error at speed"] == pytest.approx(0.1)
+    assert found["predicted and measured ms"][PLANNED] == [2000.0, 2500.0, 2200.0]
 
 
 def test_plans_are_compared_once() -> None:

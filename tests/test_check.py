@@ -37,11 +37,10 @@ def test_an_order_counts_where_all_rounds_agree() -> None:
     assert (once["tau where rounds agree"], once["agreeing"]) == (pytest.approx(1 / 3), 1.0)
 
 
-def test_at_one_speed_the_fastest_device_alone_is_predicted_as_it_was() -> None:
-    check = Check({f"{ALONE} (0: cpu)": (1.0, 2.0), f"{ALONE} (1: cpu)": (4.0, 5.0), "split": (0.5, 2.0)})
-    assert check.at_one_speed.steps == {
-        f"{ALONE} (0: cpu)": (2.0, 2.0), f"{ALONE} (1: cpu)": (8.0, 5.0), "split": (1.0, 2.0)
-    }  # fmt: skip
+def test_at_the_speed_that_devices_had_other_steps_are_predicted() -> None:
+    check = Check({"a": (1.0, 2.0), "b": (4.0, 5.0)}, {"a": [2.0], "b": [5.0]}, {"a": 2.0, "b": 6.0})
+    assert check.at_speed.steps == {"a": (2.0, 2.0), "b": (6.0, 5.0)}
+    assert check.at_speed.rounds == check.rounds
 
 
 def test_the_spread_of_rounds_is_what_noise_makes_of_a_plan() -> None:
@@ -67,7 +66,7 @@ def test_layers_are_measured_at_shares_of_their_own(mode: Mode, passes: int) -> 
         assert all(error >= 0 for error in errors)
 
 
-def checked() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
+def checked() -> tuple[dict[str, tuple[float, float]], dict[str, float], dict[str, float]]:
     torch.manual_seed(0)
     model, x = Chain(), torch.randn(2, 4, 16, 16)
     graph = hetconv.capture(model, x)
@@ -78,13 +77,15 @@ def checked() -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     for name, splits in plans.items():
         prediction, _ = price(graph, profile, splits, "train")
         predicted[name] = max(prediction.busy_s) if name.startswith(ALONE) else prediction.step_s
-    return dict(found.steps), predicted
+    return dict(found.steps), dict(found.then), predicted
 
 
 def test_every_plan_is_predicted_and_runs() -> None:
     first, second = on_ranks(2, checked)
-    steps, predicted = first
-    assert {name: p for name, (p, _) in steps.items()} == predicted
+    steps, then, predicted = first
+    assert (
+        {name: p for name, (p, _) in steps.items()} == predicted == then
+    )  # of the catalogue's devices no pulse is known
     assert all(seconds > 0 for _, seconds in steps.values())
     assert second[0] == steps  # every rank knows when the last one was done
     assert any(name.startswith(ALONE) for name in steps)

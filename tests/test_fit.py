@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.autotune import fit
+from hetconv.autotune.sampling import Passes
 
 
 def test_a_curve_goes_through_medians() -> None:
@@ -77,11 +78,29 @@ def test_a_link_has_one_latency_and_a_bandwidth_each_way() -> None:
 
 
 def test_calls_are_added_where_the_host_computes_and_hidden_where_it_goes_ahead() -> None:
-    kernels = fit.operator({0.5: ([1.0], [2.0]), 1.0: ([4.0], [5.0])})
+    kernels = fit.operator({0.5: Passes([1.0], [2.0], 1e-3), 1.0: Passes([4.0], [5.0], 1e-3)})
     assert fit.whole(kernels) == (4.0, 5.0)
     added, ahead = (fit.called(kernels, (2.0, 3.0), host) for host in (False, True))
     assert (added.forward.seconds, added.backward.seconds) == ((3.0, 6.0), (5.0, 8.0))
     assert (ahead.forward.seconds, ahead.backward.seconds) == ((2.0, 4.0), (3.0, 5.0))
+
+
+def test_what_was_measured_at_several_speeds_is_brought_to_one() -> None:
+    """The device was half as fast, by its pulses, when the second share was measured."""
+    found = {0.5: Passes([1.0, 2.0], [2.0], 1e-3), 1.0: Passes([4.0], [8.0], 2e-3)}
+    assert fit.at_pulse(found, 1e-3) == {0.5: found[0.5], 1.0: Passes([2.0], [4.0], 1e-3)}
+    assert fit.at_pulse(found, 2e-3) == {0.5: Passes([2.0, 4.0], [4.0], 2e-3), 1.0: found[1.0]}
+    assert fit.at_pulse(found, None) == found
+    assert fit.usual_pulse([found, {}, {1.0: Passes([], [], 9e-3)}]) == 2e-3
+    assert fit.usual_pulse([{}]) is None
+
+
+def test_slow_phases_are_told_from_steady_devices() -> None:
+    steady = {share: Passes([], [], 1e-3) for share in (0.25, 0.5, 0.75, 1.0)}
+    slow = {1.0: Passes([], [], 3e-3)}
+    assert fit.slow_phases([steady, steady]) == 1.0
+    assert fit.slow_phases([steady, slow, slow]) == pytest.approx(3.0)
+    assert fit.slow_phases([slow]) == fit.slow_phases([]) == 1.0
 
 
 def test_rates_are_totals_over_totals() -> None:

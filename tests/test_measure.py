@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import emulate
-from hetconv.autotune import measure, sampling
+from hetconv.autotune import fitted, measure, sampling
 from hetconv.autotune.others import Call, Other
 from hetconv.autotune.sampling import Passes, Run, Time
 from hetconv.autotune.subjects import AXES, Layer
@@ -32,6 +32,7 @@ from .spawn import on_ranks
 CPU = torch.device("cpu")
 CONV = Conv(ConvSpec(2, 6, (9, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
 ONCE = sampling.LEAST
+PULSE_S = 2**-12
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,27 @@ def test_short_calls_are_timed_together(seconds: float, calls: int, monkeypatch:
 def test_forward_is_taken_off_where_backward_runs_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(measure, "pulse", lambda device: lambda: 0.25)
     run = Run(lambda: clock.call(1.0), lambda: clock.call(3.0), both=True)
-    forward, backward = measure._passes(run, CPU)
-    assert set(forward) == {1.0}
-    assert set(backward) == {2.0}
-    assert set(measure._passes(run._replace(both=False), CPU)[1]) == {3.0}
+    found = measure._passes(run, CPU)
+    assert (set(found.forward), set(found.backward), found.pulse_s) == ({1.0}, {2.0}, 0.25)
+    assert set(measure._passes(run._replace(both=False), CPU).backward) == {3.0}
+
+
+def test_backward_is_brought_to_the_speed_that_forward_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is half as fast in backward."""
+    clock, pulses = Clock(), {True: 0.25, False: 0.5}
+    run = Run(lambda: clock.call(1.0), lambda: clock.call(6.0), both=True)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(measure, "pulse", lambda device: lambda: pulses[clock.now < 10])
+    found = measure._passes(run, CPU)
+    assert (set(found.forward), set(found.backward), found.pulse_s) == ({1.0}, {2.0}, 0.25)
+
+
+def test_a_pulse_is_a_piece_of_work_of_some_microseconds() -> None:
+    beat = measure.pulse(CPU)
+    assert measure.pulse(torch.device("cpu")) is beat
+    assert all(1e-6 < beat() < 0.1 for _ in range(5))
 
 
 def called(speed: float) -> tuple[Passes, Passes]:
@@ -158,21 +175,29 @@ def called(speed: float) -> tuple[Passes, Passes]:
 
 def test_a_call_takes_the_host_some_microseconds() -> None:
     ((parts, plain),) = on_ranks(1, called, 1.0)
-    assert all(0 <= s < 0.1 for passes in (*parts, *plain) for s in passes)
-    assert max(parts[1]) > 0
+    assert all(0 <= s < 0.1 for found in (parts, plain) for s in (*found.forward, *found.backward))
+    assert max(parts.backward) > 0
 
 
 def samples_of(layer: Layer) -> measure.Samples:
-    """Made up: a second per whole kernel, half of it alone; calls of a quarter, others of a microsecond per byte."""
-    whole = {0.5: ([0.5], [1.0]), 1.0: ([1.0], [2.0])}
+    """Made up: a second per whole kernel, half of it alone; calls of a quarter, others of a microsecond per byte.
+
+    The device was half as fast while filters were measured; and, alone, is faster than that while all others rest.
+    """
+
+    def took(forward: float, backward: float, slow: float = 1.0) -> Passes:
+        return Passes([slow * forward], [slow * backward], slow * PULSE_S)
+
     return {
-        layer.key: whole,
-        replace(layer, axis="filters").key: whole,
-        replace(layer, alone=True).key: {1.0: ([0.5], [1.5])},
-        "call": {1.0: ([0.25], [0.75])},
-        "call alone": {1.0: ([0.125], [0.25])},
-        "elementwise float32": {1000.0: ([1e-3], [2e-3]), 2000.0: ([2e-3], [4e-3])},
-        "elementwise float32 alone": {1000.0: ([1e-4], [2e-4]), 2000.0: ([2e-4], [4e-4])},
+        layer.key: {0.5: took(0.5, 1.0), 1.0: took(1.0, 2.0)},
+        replace(layer, axis="filters").key: {0.5: took(0.5, 1.0), 1.0: took(1.0, 2.0, 2.0)},
+        replace(layer, alone=True).key: {1.0: took(0.5, 1.5)._replace(pulse_s=PULSE_S / 2)},
+        "call": {1.0: took(0.25, 0.75)},
+        "call alone": {1.0: took(0.125, 0.25)._replace(pulse_s=PULSE_S / 2)},
+        "elementwise float32": {1000.0: took(1e-3, 2e-3), 2000.0: took(2e-3, 4e-3)},
+        "elementwise float32 alone": {
+            at: took(at * 1e-7, at * 2e-7)._replace(pulse_s=PULSE_S / 2) for at in (1000.0, 2000.0)
+        },
         "max pool float32": {},
     }
 
@@ -181,7 +206,7 @@ def model_of() -> Any:
     layer = Layer(CONV, "pixels", "float32")
     subjects = [layer, replace(layer, axis="filters"), replace(layer, alone=True), Call(), Call(True)]
     others = [Other(kind, "float32", alone) for kind in ("elementwise", "max pool") for alone in (False, True)]
-    return measure.device_model(DeviceName("cpu"), CPU, samples_of(layer), [*subjects, *others], 1e9)
+    return fitted.device_model(DeviceName("cpu"), CPU, samples_of(layer), [*subjects, *others], 1e9, 0.5)
 
 
 def test_a_device_is_what_its_samples_say() -> None:
@@ -196,13 +221,28 @@ def test_a_device_is_what_its_samples_say() -> None:
     for axis in AXES:
         whole = alone.operators[operator_key(CONV, axis, "float32")]
         assert (whole.forward.at(1.0), whole.backward.at(1.0)) == (0.625, 1.75)
-    assert alone.others["elementwise float32"].forward.at(1000) == 1e-4
+    assert alone.others["elementwise float32"].forward.at(1000) == pytest.approx(1e-4)
     assert (alone.overhead_s, alone.backward_overhead_s) == (0.125, 0.25)
+    assert model.pulse_s == PULSE_S
+
+
+def test_a_device_that_is_slower_takes_longer_for_all_of_it() -> None:
+    model, key = model_of(), operator_key(CONV, "pixels", "float32")
+    assert model.at_pulse(PULSE_S) == model
+    slow = model.at_pulse(2 * PULSE_S)
+    assert slow.operators[key].forward.seconds == (1.5, 2.5)
+    assert slow.others["elementwise float32"].backward.at(1000) == 4e-3
+    assert (slow.rate("float32"), slow.bytes_per_s) == (model.rate("float32") / 2, model.bytes_per_s / 2)
+    assert (slow.overhead(False), slow.overhead(True)) == (0.5, 1.5)
+    assert slow.by_itself() == model.by_itself().at_pulse(2 * PULSE_S)
+    assert slow.at_pulse(PULSE_S) == model
+    unknown = replace(model, pulse_s=None)
+    assert unknown.at_pulse(2 * PULSE_S) == unknown
 
 
 def test_a_device_of_which_nothing_was_measured_still_has_a_roofline() -> None:
-    model = measure.device_model(DeviceName("cpu"), CPU, {}, [], 1e9)
-    assert model.flops_per_s == {"float32": measure.UNKNOWN}
+    model = fitted.device_model(DeviceName("cpu"), CPU, {}, [], 1e9, 1.0)
+    assert model.flops_per_s == {"float32": fitted.UNKNOWN}
     assert model.alone is None
 
 

@@ -233,13 +233,28 @@ def test_what_a_device_takes_alone_is_merged_if_it_was_measured_under_the_newest
     assert merge({"old": old, "none": profile([A0], NEW)})[0].devices[0].alone == old.devices[0].alone
 
 
+def test_what_was_measured_is_brought_to_the_newest_speed() -> None:
+    """A pulse took the device twice as long when the older profile was made; other versions may multiply otherwise."""
+
+    def at_pulse(pulse_s: float, at: Conditions, *keys: str) -> ClusterProfile:
+        made = profile([A0], at)
+        (device,) = made.devices
+        operators = {key: took(1.0) for key in keys}
+        return replace(made, devices=(replace(device, operators=operators, pulse_s=pulse_s),))
+
+    old, new, before = at_pulse(2e-3, OLD, "x", "y"), at_pulse(1e-3, NEW, "x"), at_pulse(4e-3, BEFORE, "z")
+    (device,) = merge({"old": old, "new": new, "before": before})[0].devices
+    assert device.pulse_s == 1e-3
+    assert {key: model.forward.at(1.0) for key, model in device.operators.items()} == {"x": 1.0, "y": 0.5, "z": 1.0}
+
+
 def test_merging_knows_every_field_of_a_profile() -> None:
     """Who adds one says in merge what becomes of it, and tests that here."""
     known = {
         ClusterProfile: "devices links tuned fingerprint estimated tiles chunks shared nodes overlap sum_s_per_byte "
         "plans latency_at_work bytes_at_work",
         DeviceModel: "name kind memory_bytes flops_per_s bytes_per_s overhead_s backward_ratio emulated operators "
-        "identity measured backward_overhead_s others alone corrections",
+        "identity measured backward_overhead_s others alone corrections pulse_s",
         Alone: "operators others overhead_s backward_overhead_s slowness",
         SharedWire: "name pairs s_per_byte measured",
     }

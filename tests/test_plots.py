@@ -12,6 +12,7 @@ import pytest
 from hetconv.autotune import figures, plots
 from hetconv.autotune.plots import HEAVIEST, draw, heaviest, short
 from hetconv.autotune.record import Record, Samples, Study, Trial
+from hetconv.autotune.sampling import Passes
 from hetconv.errors import HetConvError
 from hetconv.performance import Curve, LinkModel, OperatorModel
 from hetconv.profile import ClusterProfile
@@ -31,7 +32,7 @@ STUDIES = (
 
 def samples(seconds: float, slow: float = 1.0) -> Samples:
     """Three repeats at two shares, the last of which may be an outlier."""
-    return {s: ([seconds * s, seconds * s, seconds * s * slow], [2 * seconds * s] * 3) for s in (0.5, 1.0)}
+    return {s: Passes([seconds * s, seconds * s, seconds * s * slow], [2 * seconds * s] * 3, 1e-3) for s in (0.5, 1.0)}
 
 
 def record(**changed: Any) -> Record:

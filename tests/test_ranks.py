@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hetconv.calls import CONVS
 from hetconv.errors import HetConvError, PlanError, SplitError
 from hetconv.modules import HET_CONVS, HetConv1d, HetConv2d, HetConv3d
 from hetconv.plan import Plan
+from hetconv.profile import LinkModel
 from hetconv.proportions import whole_model
 from hetconv.rules import KINDS, Gather, Split, SplitKind
 from hetconv.spec import ConvSpec
@@ -97,6 +99,14 @@ def test_kinds_that_a_model_lacks_are_no_candidates() -> None:
 def test_a_model_without_space_or_samples_has_no_ratio_to_tune() -> None:
     graph = hetconv.capture(nn.Linear(4, 4), torch.zeros(1, 4))
     assert stages.computed_ratio(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu"]), "infer") is None
+
+
+def test_only_of_what_may_be_the_fastest_a_ratio_is_tuned() -> None:
+    graph = hetconv.capture(Waves(), torch.zeros(2, 2, 38))
+    fast, slow = (LinkModel(latency_s, 0.0) for latency_s in (0.0, 1.0))
+    profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu"])
+    assert stages.computed_ratio(graph, replace(profile, links={"0-1": fast}), "train") is not None
+    assert stages.computed_ratio(graph, replace(profile, links={"0-1": slow}), "train") is None
 
 
 def refused(layer: int, kind: SplitKind) -> str:

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from hetconv.autotune import sampling
 from hetconv.autotune.sampling import (
+    LEAST,
     MOST,
+    MOST_BESIDE,
     MOST_SHARES,
     STEPS,
     TOLERANCE,
     Passes,
+    beside,
     explored,
     explored_steps,
     interval,
@@ -68,23 +71,43 @@ class Clock:
         return self.seconds[(self.calls - 1) % len(self.seconds)]
 
 
+PULSE = Clock(1e-4)
+
+
 def test_samples_are_taken_until_they_have_settled() -> None:
     steady = Clock(0.001)
-    assert sampled(steady) == [0.001] * 6
+    assert sampled(steady, PULSE) == ([0.001] * 6, 1e-4)
     assert steady.calls == 7  # the first one warms up
 
 
 def test_the_first_call_does_not_count() -> None:
     first = [9.0]
-    assert max(sampled(lambda: first.pop() if first else 0.001, 100.0)) == 0.001
+    assert max(sampled(lambda: first.pop() if first else 0.001, PULSE, 100.0)[0]) == 0.001
 
 
 def test_samples_end_with_time_or_number() -> None:
     restless = Clock(0.001, 0.002)
-    assert len(sampled(restless, 100.0)) == MOST
+    assert len(sampled(restless, PULSE, 100.0)[0]) == MOST
     slow = Clock(1.0, 2.0)
-    assert sampled(slow, 0.5) == [2.0, 1.0, 2.0]
-    assert len(sampled(Clock(0.01, 0.02), 0.2)) in range(10, 16)
+    assert sampled(slow, PULSE, 0.5)[0] == [2.0, 1.0, 2.0]
+    assert len(sampled(Clock(0.01, 0.02), PULSE, 0.2)[0]) in range(10, 16)
+
+
+def test_pulses_lie_between_samples_and_take_a_part_of_their_time() -> None:
+    order: list[str] = []
+
+    def seconds(what: str, took: float) -> Callable[[], float]:
+        return lambda: order.append(what) or took  # type: ignore[func-returns-value]
+
+    assert sampled(seconds("sample", 1.0), seconds("pulse", 0.025)) == ([1.0] * LEAST, 0.025)
+    assert order == ["sample", "pulse", *["sample", "pulse", "pulse", "pulse", "pulse"] * LEAST]
+    assert len(beside(1e9, Clock(1.0))) == MOST_BESIDE
+    assert len(beside(0.0, Clock(1.0))) == 1
+
+
+def test_the_median_of_pulses_is_how_fast_the_device_was() -> None:
+    assert sampled(Clock(0.001), Clock(1e-4, 3e-4, 2e-4))[1] == 2e-4
+    assert Passes([1.0, 2.0], [4.0], 2e-4).at(1e-4) == Passes([0.5, 1.0], [2.0], 1e-4)
 
 
 def operator(seconds: Callable[[float], float]) -> tuple[Callable[[int], Passes], list[int]]:
@@ -93,13 +116,25 @@ def operator(seconds: Callable[[float], float]) -> tuple[Callable[[int], Passes]
 
     def passes(part: int) -> Passes:
         asked.append(part)
-        return [seconds(part)] * 3, [2 * seconds(part)] * 3
+        return Passes([seconds(part)] * 3, [2 * seconds(part)] * 3, 1e-4)
 
     return passes, asked
 
 
 def test_a_straight_line_is_tried_in_every_interval_and_left() -> None:
     passes, asked = operator(lambda part: 1.0 + part)
+    assert list(explored(passes, 64)) == sorted(asked) == [1, 8, 16, 40, 64]
+
+
+def test_a_device_that_turns_slow_is_no_bend() -> None:
+    """Every share takes the device longer than the one before did, and so do its pulses."""
+    asked: list[int] = []
+
+    def passes(part: int) -> Passes:
+        asked.append(part)
+        slow = 1.5 ** len(asked)
+        return Passes([slow * (1.0 + part)], [slow * 2.0 * part], slow * 1e-4)
+
     assert list(explored(passes, 64)) == sorted(asked) == [1, 8, 16, 40, 64]
 
 
@@ -144,7 +179,7 @@ def test_the_worse_pass_decides() -> None:
 
     def passes(part: int) -> Passes:
         asked.append(part)
-        return [float(part)], [float(part) if part <= 40 else 9.0 * part]
+        return Passes([float(part)], [float(part) if part <= 40 else 9.0 * part], 1e-4)
 
     assert len(explored(passes, 64)) == MOST_SHARES
     assert median([float(part > 16) for part in asked[3:]]) == 1.0
@@ -157,7 +192,7 @@ def test_intervals_of_neighbours_are_not_halved() -> None:
 
 
 def test_a_median_of_no_time_breaks_nothing() -> None:
-    assert sampled(lambda: 0.0, 1.0) == [0.0] * 6
+    assert sampled(lambda: 0.0, PULSE, 1.0)[0] == [0.0] * 6
     assert sampling.settled([0.0] * 6)
 
 

@@ -85,7 +85,7 @@ def test_another_job_is_refused_by_what_differs_and_begins_anew_without_resume(t
 
 def test_a_store_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(tmp_path, JOB, resume=False)
-    monkeypatch.setattr(store, "VERSION", 2)
+    monkeypatch.setattr(store, "VERSION", store.VERSION + 1)
     with pytest.raises(HetConvError, match="is another version's; leave out --resume"):
         Store(tmp_path, JOB, resume=True)
 

@@ -30,7 +30,7 @@ CONV = Conv(ConvSpec(2, 6, (9, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
 def once(run: Run) -> Passes:
     """Runs both calls, and says that each took a second."""
     run.forward(), run.backward()
-    return [1.0], [1.0]
+    return Passes([1.0], [1.0], 1e-3)
 
 
 def shares(layers: list[Layer]) -> list[list[float]]:

@@ -25,6 +25,7 @@ from hetconv.autotune.models import build_model
 from hetconv.autotune.plans import _Plans
 from hetconv.autotune.race import Alone, Order, Outcome
 from hetconv.autotune.record import Record, Study, Trial, studies_of
+from hetconv.autotune.sampling import Passes
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.autotune.store import Store
 from hetconv.autotune.summary import Summary, Way, show_summary, summarize
@@ -193,7 +194,7 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
         def __init__(self, job: Job, *rest: Any):
             print(TALK)
             self.store = Store(tmp_path, {}, resume=False)
-            self.store.keep("operators", "a conv", [{"0.5": [[1.0], [2.0]]}])
+            self.store.keep("operators", "a conv", [{"0.5": [[1.0], [2.0], 0.25]}])
             self.store.study("plans", beside="it")
 
         def finished(self, stage: str) -> ClusterProfile | None:
@@ -211,7 +212,7 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
     named = tuple(parse_devices("cpu,cpu@0.5"))
     record = tune.tune(Job(named, "", "", (1,), "train", 3, 60.0, tmp_path / "c.json", 0, quiet=True))
     assert record.stage_s == {"operators": None, "ratio": None, "plans": 2.0, "chunks": 2.0, "tiles": 2.0}
-    assert record.samples == {"a conv": [{0.5: ([1.0], [2.0])}]}
+    assert record.samples == {"a conv": [{0.5: Passes([1.0], [2.0], 0.25)}]}
     assert record.studies == (Study("plans", "it", ()),)
     assert record.profile == ClusterProfile.load(tmp_path / "c.json") == profile()
     assert capsys.readouterr() == ("", TALK + "\n")
@@ -227,7 +228,7 @@ class Raced:
         took = {n: 1.0 if isinstance(way, Alone) else self.seconds(way.splits) for n, way in order.ways.items()}
         if None in took.values():
             raise TrialFailedError("on rank 1: there is no more memory")
-        return Outcome([took] * order.rounds, (1.0, 1.0))  # type: ignore[list-item]
+        return Outcome([took] * order.rounds, (1.0, 1.0), (1.0, 1.0))  # type: ignore[list-item]
 
 
 def studied(

@@ -59,10 +59,14 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path, command: Command) -> No
     assert list(plan.splits) == ["head", "body", "tail"]
     assert {s.kind for s in plan.splits.values()} == {"height"}
 
-    for file, words in (("plan.json", ("body", "height", "MB moved")), ("cluster.json", ("emulated", "tuned train"))):
+    for file, words in (
+        ("plan.json", ("body", "height", "MB moved")),
+        ("cluster.json", ("emulated", "plan for train")),
+    ):
         status, said, wrong = command("show", file)
         assert (status, wrong) == (0, "")
         assert all(w in said for w in words), said
+    assert ("tuned train" in said) is bool(profile.tuned)
     status, said, wrong = command("show", "plan.json", "--gathers")
     assert (status, wrong) == (0, "")
     assert "no operator gathers" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_backward_is_brought_to_the_speed_that_forward_had(monkeypatch: pytest.M
 def test_a_pulse_is_a_piece_of_work_of_some_microseconds() -> None:
     beat = measure.pulse(CPU)
     assert measure.pulse(torch.device("cpu")) is beat
-    assert all(1e-6 < beat() < 0.1 for _ in range(5))
+    assert 1e-6 < min(beat() for _ in range(5)) < 0.1
 
 
 def called(speed: float) -> tuple[Passes, Passes]:
@@ -175,7 +176,9 @@ def called(speed: float) -> tuple[Passes, Passes]:
 
 def test_a_call_takes_the_host_some_microseconds() -> None:
     ((parts, plain),) = on_ranks(1, called, 1.0)
-    assert all(0 <= s < 0.1 for found in (parts, plain) for s in (*found.forward, *found.backward))
+    for found in (parts, plain):
+        assert min(*found.forward, *found.backward) >= 0
+        assert max(median(found.forward), median(found.backward)) < 0.1
     assert max(parts.backward) > 0
 
 

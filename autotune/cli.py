@@ -76,7 +76,7 @@ def autotune(
     trials: Annotated[int, typer.Option(min=0, help="Of a study of whole steps, the most.")] = 12,
     budget: Annotated[
         float, typer.Option(min=1, help="Seconds, about; for operators, split ratios, plans, and on GPUs tiles.")
-    ] = 120,
+    ] = 150,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")] = DEFAULT_PROFILE,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where an earlier run with the same options was interrupted.")

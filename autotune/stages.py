@@ -35,7 +35,7 @@ from .tiling import tune_tiles
 
 OPERATORS_PART = 0.5  # of the budget
 STEADY = 1.15  # times as long as usually, that a pulse may take a device which nobody needs to hear about
-RATIO_PART = 0.2  # of it, from where the study of ratios begins
+RATIO_PART = 0.15  # of it, from where the study of ratios begins
 TRIAL_S = 1.0  # seconds that a ratio and the computed one are timed at least
 PLANS_PART, CHUNKS_PART = 0.9, 1.0  # what may be spent by the end of each
 TILES_PART = 0.25  # of all, where there is a GPU; the others then share the rest

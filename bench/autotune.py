@@ -74,7 +74,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--models", type=_some(c.name for c in CASES), help="only these, with commas between")
     parser.add_argument("--modes", type=_some(MODES), help="only this one")
     parser.add_argument(
-        "--budget", type=float, default=120, help="seconds of tuning, for each case (default: %(default)s)"
+        "--budget", type=float, default=150, help="seconds of tuning, for each case (default: %(default)s)"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
 

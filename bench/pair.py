@@ -28,6 +28,7 @@ from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.tune import Job, step_of, tune
 from hetconv.calls import conv_spec
 from hetconv.emulate import DeviceName
+from hetconv.errors import HetConvError
 from hetconv.layout import Layout, Shape, spans
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
@@ -101,6 +102,8 @@ def _tuned(devices: tuple[DeviceName, ...], case: Stack, mode: Mode) -> TunedRat
         shape, output = (1, 3, case.size, case.size), Path(folder, "cluster.json")
         job = Job(devices, "bench.cases:stack", args, shape, mode, trials=8, budget=60, output=output, seed=0)
         profile = tune(job).profile
+    if not profile.tuned:
+        raise HetConvError("no split by rows or samples is predicted to come near the fastest plan: nothing to compare")
     return profile.tuned[0]
 
 

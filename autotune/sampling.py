@@ -16,7 +16,7 @@ MOST_SHARES = 8
 STEPS = MOST_SHARES // 2
 LEAST, MOST = 3, 50  # repeats
 LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
-BESIDE, MOST_BESIDE = 0.1, 40  # of a sample's seconds: what the pulses after it take, and how many these are at most
+BESIDE, MOST_PULSES = 0.1, 100  # of the samples' seconds, that pulses between them take where more than a few are due
 
 
 class Passes(NamedTuple):
@@ -81,16 +81,13 @@ def sampled(
     spent, found, pulses = seconds(), list[float](), [pulse()]
     while len(found) < LEAST or (len(found) < MOST and spent + sum(found) < longest and not settled(found)):
         found.append(seconds())
-        pulses += beside(found[-1], pulse)
+        while len(pulses) <= min(len(found), LEAST) or _due(pulses, found):
+            pulses.append(pulse())
     return found, median(pulses)
 
 
-def beside(seconds: float, pulse: Callable[[], float]) -> list[float]:
-    """As many pulses as `BESIDE` of these ``seconds`` has time for, but one at least."""
-    found = [pulse()]
-    while len(found) < MOST_BESIDE and sum(found) < BESIDE * seconds:
-        found.append(pulse())
-    return found
+def _due(pulses: Sequence[float], found: Sequence[float]) -> bool:
+    return len(pulses) < MOST_PULSES and sum(pulses) < BESIDE * sum(found)
 
 
 def explored(passes: Callable[[int], Passes], extent: int, grain: int = 1) -> dict[int, Passes]:

@@ -16,12 +16,11 @@ from hetconv.autotune import sampling
 from hetconv.autotune.sampling import (
     LEAST,
     MOST,
-    MOST_BESIDE,
+    MOST_PULSES,
     MOST_SHARES,
     STEPS,
     TOLERANCE,
     Passes,
-    beside,
     explored,
     explored_steps,
     interval,
@@ -99,14 +98,17 @@ def test_pulses_lie_between_samples_and_take_a_part_of_their_time() -> None:
     def seconds(what: str, took: float) -> Callable[[], float]:
         return lambda: order.append(what) or took  # type: ignore[func-returns-value]
 
-    assert sampled(seconds("sample", 1.0), seconds("pulse", 0.025)) == ([1.0] * LEAST, 0.025)
-    assert order == ["sample", "pulse", *["sample", "pulse", "pulse", "pulse", "pulse"] * LEAST]
-    assert len(beside(1e9, Clock(1.0))) == MOST_BESIDE
-    assert len(beside(0.0, Clock(1.0))) == 1
+    assert sampled(seconds("sample", 1.0), seconds("pulse", 1 / 32)) == ([1.0] * LEAST, 1 / 32)
+    assert order == ["sample", "pulse", *["sample", "pulse", "pulse", "pulse"] * LEAST]
+    beside_long, beside_short = Clock(1e-3), Clock(1e-3)
+    sampled(Clock(1e9), beside_long)
+    assert beside_long.calls == MOST_PULSES
+    assert len(sampled(Clock(1e-3), beside_short)[0]) == 6
+    assert beside_short.calls == LEAST + 1
 
 
 def test_the_median_of_pulses_is_how_fast_the_device_was() -> None:
-    assert sampled(Clock(0.001), Clock(1e-4, 3e-4, 2e-4))[1] == 2e-4
+    assert sampled(Clock(0.001), Clock(1e-4, 2e-4, 3e-4, 2e-4))[1] == 2e-4
     assert Passes([1.0, 2.0], [4.0], 2e-4).at(1e-4) == Passes([0.5, 1.0], [2.0], 1e-4)
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -52,24 +52,31 @@ class StoppedError(Exception):
     """In place of a signal."""
 
 
-def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, int]:
-    """The profile, or what was raised; and how often this rank measured an operator or ways of whole steps.
+class Counted(NamedTuple):
+    """How often a rank measured an operator, or ways of whole steps."""
+
+    operators: int
+    races: int
+
+
+def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
+    """The profile, or what was raised; and what this rank measured.
 
     ``stop_in``: the stage that does not come to its end.
     """
-    counted, samples, raced = 0, measure.operator_samples, race.Race._run
+    operators, races, samples, raced = 0, 0, measure.operator_samples, race.Race._run
 
     def counting(subjects: Any, *rest: Any) -> Any:
-        nonlocal counted
+        nonlocal operators
         for found in samples(subjects, *rest):
-            counted += 1
+            operators += 1
             yield found
-            if stop_in == "operators" and counted == 3:
+            if stop_in == "operators" and operators == 3:
                 raise StoppedError
 
     def racing(*args: Any) -> Any:
-        nonlocal counted
-        counted += 1
+        nonlocal races
+        races += 1
         return raced(*args)
 
     def stopping(run: Any, profile: Any) -> Any:
@@ -85,9 +92,9 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, int]:
         if stop_in in REFINING:
             patch.setitem(REFINING, stop_in, stopping)
         try:
-            return tune(asked).profile, counted
+            return tune(asked).profile, Counted(operators, races)
         except (StoppedError, HetConvError) as e:
-            return f"{type(e).__name__}: {e}", counted
+            return f"{type(e).__name__}: {e}", Counted(operators, races)
         finally:
             emulate.set_speed(1.0)
 
@@ -95,7 +102,7 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, int]:
 def test_every_stage_is_written_and_nothing_is_measured_twice(tmp_path: Path) -> None:
     asked = job(tmp_path)
     found = on_ranks(2, tuned, asked, "operators")
-    assert found == [("StoppedError: ", 3)] * 2
+    assert found == [("StoppedError: ", (3, 0))] * 2
     assert not asked.output.exists()
     assert [line["stage"] for line in _lines(asked)] == ["operators"] * 3
 
@@ -112,11 +119,12 @@ def test_every_stage_is_written_and_nothing_is_measured_twice(tmp_path: Path) ->
     assert whole == same == ClusterProfile.load(asked.output)
     assert (whole.tuned, whole.links) == (profile.tuned, profile.links)
     assert len(whole.plans) == 1
-    assert counted > 0
+    assert counted.operators == 0
+    assert counted.races > 0
     assert _lines(asked)[: len(kept)] == kept
 
     asked.output.unlink()
-    assert on_ranks(2, tuned, replace(asked, resume=True)) == [(whole, 0)] * 2
+    assert on_ranks(2, tuned, replace(asked, resume=True)) == [(whole, (0, 0))] * 2
     assert ClusterProfile.load(asked.output) == whole
 
 
@@ -128,17 +136,18 @@ def _lines(asked: Job) -> list[dict[str, Any]]:
 def test_what_is_asked_for_decides_whether_anything_is_measured_again(tmp_path: Path) -> None:
     asked = job(tmp_path, trials=0)
     (first, counted), _ = on_ranks(2, tuned, asked)
-    assert counted > 0
+    assert counted.operators > 0
 
     found = on_ranks(2, tuned, replace(asked, resume=True, seed=5))
     assert {said for said, _ in found} == {found[0][0]}, "one rank refuses, and the other does not know it"
     assert "seed is 0 there, 5 here" in found[0][0]
 
     (_, more), _ = on_ranks(2, tuned, replace(asked, resume=True, budget=700.0))
-    assert 0 < more < counted
+    assert more.operators == 0
+    assert more.races > 0
 
     (second, again), _ = on_ranks(2, tuned, asked)
-    assert again > more  # shares are chosen by what was measured, so that their number varies
+    assert again.operators == counted.operators
     assert first != second
 
 

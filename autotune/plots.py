@@ -108,7 +108,7 @@ def plot_layers(layers: Mapping[str, Sequence[Samples]], names: Sequence[str], p
         for axis in axes[len(layers) :]:
             axis.remove()
         handles, labels = axes[0].get_legend_handles_labels()
-        said = "the layers that take longest: every sample, and the curves through their medians"
+        said = "the layers that take longest, at the devices' usual speed: every sample, and curves through medians"
         whole.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, title=said, alignment="left")
 
 

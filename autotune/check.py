@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from hetconv.rules import Split
 from hetconv.transport import objects_of_all, team_of
 
 from . import fit
-from .measure import operator_samples, paired_rounds
+from .measure import operator_samples, paired_rounds, pulses_of
 from .race import step_alone, step_of
 from .sampling import Passes, Time
 from .subjects import Layer, subjects_of
@@ -58,7 +58,7 @@ class Check:
         ``spread of rounds``: the median deviation of a plan's rounds from their median: what noise alone makes of it.
         """
         tau = kendalltau(*zip(*self.steps.values(), strict=True)).statistic
-        found = {"median error": median(self.errors), "p90 error": ninetieth(self.errors), "tau": float(tau)}
+        found = {"median error": median(self.errors), "p90 error": fit.ninetieth(self.errors), "tau": float(tau)}
         if self.rounds:
             middles = {name: median(seconds) for name, seconds in self.rounds.items()}
             found["spread of rounds"] = median(
@@ -80,11 +80,6 @@ class Check:
     def at_speed(self) -> Check:
         """With predictions for the speed that the devices had meanwhile."""
         return Check({name: (self.then[name], measured) for name, (_, measured) in self.steps.items()}, self.rounds)
-
-
-def ninetieth(errors: Sequence[float]) -> float:
-    """The 90 % quantile."""
-    return quantiles(errors, n=10, method="inclusive")[-1] if len(errors) > 1 else errors[0]
 
 
 @dataclass(frozen=True)
@@ -176,7 +171,6 @@ def predicted_and_measured(
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
     ran = paired_rounds(steps, rounds, x.device, longest)
     times = {name: [one.seconds[name] for one in ran] for name in plans}
-    pulse_s = [*map(median, zip(*(one.pulse_s for one in ran), strict=True))]
-    at_speed = Pricer(graph, profile.at_pulses(pulse_s), mode)
+    at_speed = Pricer(graph, profile.at_pulses(pulses_of(ran)), mode)
     then = {name: at_speed.of(name).price(splits)[0].step_s for name, splits in plans.items()}
     return Check({name: (predicted[name], median(times[name])) for name in plans}, times, then)

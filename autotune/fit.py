@@ -52,11 +52,16 @@ def usual_pulse(found: Iterable[Mapping[float, Passes]]) -> float | None:
 def slow_phases(found: Iterable[Mapping[float, Passes]]) -> float:
     """How many times as long as usually a pulse took in the slowest tenth of all that was measured."""
     pulses = _pulses(found)
-    return quantiles(pulses, n=10, method="inclusive")[-1] / median(pulses) if len(pulses) > 1 else 1.0
+    return ninetieth(pulses) / median(pulses) if pulses else 1.0
 
 
 def _pulses(found: Iterable[Mapping[float, Passes]]) -> list[float]:
     return [passes.pulse_s for samples in found for passes in samples.values()]
+
+
+def ninetieth(seconds: Sequence[float]) -> float:
+    """The 90 % quantile."""
+    return quantiles(seconds, n=10, method="inclusive")[-1] if len(seconds) > 1 else seconds[0]
 
 
 def called(kernels: OperatorModel, host_s: tuple[float, float], ahead: bool) -> OperatorModel:

@@ -244,6 +244,11 @@ def one_round(steps: Mapping[str, Step], device: torch.device, team: Team) -> Ro
     return Round({name: max(of_rank[name] for of_rank, _ in each) for name in steps}, tuple(p for _, p in each))
 
 
+def pulses_of(rounds: Sequence[Round]) -> tuple[float, ...]:
+    """Of each rank, as in most of these."""
+    return tuple(map(median, zip(*(one.pulse_s for one in rounds), strict=True)))
+
+
 def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
     """Seconds of a step that all ranks begin together."""
 

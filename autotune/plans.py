@@ -106,10 +106,11 @@ class _Plans:
             found, usual = (p.of(c.name).price(c.splits)[0].step_s for p in (pricer, plain))
             return found / usual
 
-        alone_s = median(t.user_attrs[REFERENCE_S] / slower(p, alone) for p, (_, t) in zip(then, tried, strict=True))
+        beside = [slower(pricer, alone) for pricer in then]
+        alone_s = median(t.user_attrs[REFERENCE_S] / slow for slow, (_, t) in zip(beside, tried, strict=True))
         ran = [
-            (c, t.value * alone_s * slower(p, alone) / slower(p, c))
-            for p, (c, t) in zip(then, tried, strict=True) if t.value
+            (c, t.value * alone_s * slow / slower(pricer, c))
+            for pricer, slow, (c, t) in zip(then, beside, tried, strict=True) if t.value
         ]  # fmt: skip
 
         def steps(way: AtWork) -> list[float]:

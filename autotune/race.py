@@ -146,17 +146,17 @@ class Race:
         steps = {name: self._steps[name][1] for name in order.ways}
         for step in steps.values():
             step()
-        rounds, pulses = list[Seconds](), list[tuple[float, ...]]()
+        ran: list[measure.Round] = []
+        rounds: list[Seconds] = []
         more = order.rounds > 0
         while more:
-            seconds, pulse_s = measure.one_round(steps, self._x.device, team)
-            rounds.append(seconds)
-            pulses.append(pulse_s)
-            more = not _ended(rounds, order, enough(seconds))
+            ran.append(measure.one_round(steps, self._x.device, team))
+            rounds.append(ran[-1].seconds)
+            more = not _ended(rounds, order, enough(rounds[-1]))
             said = [more]
             dist.broadcast_object_list(said, group=team.control, group_src=0)
             (more,) = said
-        found = Outcome(rounds, pulse_s=tuple(map(median, zip(*pulses, strict=True))))
+        found = Outcome(rounds, pulse_s=measure.pulses_of(ran))
         if order.listen is None:
             return found
         step_s = median(seconds[order.listen] for seconds in rounds)

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial
 from hetconv.candidates import Candidates
 from hetconv.graph import Graph
 from hetconv.parallel import parallelize
-from hetconv.plan import Mode, Plan
+from hetconv.plan import Plan
 from hetconv.planner import make_plan
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile, TunedRatio, nodes_of
@@ -83,12 +83,13 @@ def ratio(run: Run, profile: ClusterProfile) -> ClusterProfile:
     """The proportions of one kind of split, by whole steps."""
 
     def lead() -> TunedRatio | None:
-        found = computed_ratio(run.graph, profile, run.job.mode)
+        plan = make_plan(run.graph, profile, mode=run.job.mode)
+        found = computed_ratio(run.graph, profile, plan)
         if found is None:
             run.say.line("no spatial or sample split is predicted to pay: no ratio to refine")
             return None
         try:
-            return _Ratio(run, profile, *found).tuned()
+            return _Ratio(run, plan, *found).tuned()
         except TrialFailedError as e:
             run.say.line(f"no ratio is refined, for the {found[0]} split that was computed failed {e}")
             return None
@@ -100,9 +101,8 @@ def ratio(run: Run, profile: ClusterProfile) -> ClusterProfile:
 class _Ratio:
     """Rank 0's study of the ratio of one kind, each trial beside the computed one."""
 
-    def __init__(self, run: Run, profile: ClusterProfile, kind: Cuts, computed: Weights):
-        self.run, self.kind, self.computed = run, kind, computed
-        self.base = make_plan(run.graph, profile, mode=run.job.mode)
+    def __init__(self, run: Run, base: Plan, kind: Cuts, computed: Weights):
+        self.run, self.base, self.kind, self.computed = run, base, kind, computed
 
     def tuned(self) -> TunedRatio:
         run, job = self.run, self.run.job
@@ -154,16 +154,16 @@ def said(weights: Sequence[int]) -> str:
     return ":".join(map(str, weights))
 
 
-def computed_ratio(graph: Graph, profile: ClusterProfile, mode: Mode) -> tuple[Cuts, Weights] | None:
+def computed_ratio(graph: Graph, profile: ClusterProfile, plan: Plan) -> tuple[Cuts, Weights] | None:
     """The spatial or sample kind with the least predicted step, and its computed weights.
 
-    None, if another plan would be faster even if both predictions erred.
+    None, if ``plan``, which `make_plan` gives, would be faster even if both predictions erred.
     """
-    found, pricer = Candidates(graph, profile, mode, CUTS).whole_models(), Pricer(graph, profile, mode)
+    found, pricer = Candidates(graph, profile, plan.mode, CUTS).whole_models(), Pricer(graph, profile, plan.mode)
     uneven = {k: found[f"uneven {k} split"] for k in CUTS if f"uneven {k} split" in found}
     step_s = {kind: pricer.price(splits)[0].step_s for kind, splits in uneven.items()}
     kind = min(step_s, key=lambda k: step_s[k], default=None)
-    best = make_plan(graph, profile, mode=mode).predicted
+    best = plan.predicted
     if kind is None or best is None or step_s[kind] > (1 + ERROR) ** 2 * best.step_s:
         return None
     cut = [s for s in uneven[kind].values() if s.kind == kind]

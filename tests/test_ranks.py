@@ -98,15 +98,16 @@ def test_kinds_that_a_model_lacks_are_no_candidates() -> None:
 
 def test_a_model_without_space_or_samples_has_no_ratio_to_tune() -> None:
     graph = hetconv.capture(nn.Linear(4, 4), torch.zeros(1, 4))
-    assert stages.computed_ratio(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu"]), "infer") is None
+    profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu"])
+    assert stages.computed_ratio(graph, profile, hetconv.make_plan(graph, profile, mode="infer")) is None
 
 
 def test_only_of_what_may_be_the_fastest_a_ratio_is_tuned() -> None:
     graph = hetconv.capture(Waves(), torch.zeros(2, 2, 38))
-    fast, slow = (LinkModel(latency_s, 0.0) for latency_s in (0.0, 1.0))
-    profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu"])
-    assert stages.computed_ratio(graph, replace(profile, links={"0-1": fast}), "train") is not None
-    assert stages.computed_ratio(graph, replace(profile, links={"0-1": slow}), "train") is None
+    bare = hetconv.ClusterProfile.from_devices(["cpu", "cpu"])
+    fast, slow = (replace(bare, links={"0-1": LinkModel(latency_s, 0.0)}) for latency_s in (0.0, 1.0))
+    assert stages.computed_ratio(graph, fast, hetconv.make_plan(graph, fast)) is not None
+    assert stages.computed_ratio(graph, slow, hetconv.make_plan(graph, slow)) is None
 
 
 def refused(layer: int, kind: SplitKind) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from scipy.stats import kendalltau
@@ -24,7 +24,7 @@ from hetconv.rules import Split
 from hetconv.transport import objects_of_all, team_of
 
 from . import fit
-from .measure import operator_samples, paired_rounds, pulses_of
+from .measure import Step, operator_samples, paired_rounds, pulses_of
 from .race import step_alone, step_of
 from .sampling import Passes, Time
 from .subjects import Layer, subjects_of
@@ -32,6 +32,7 @@ from .subjects import Layer, subjects_of
 MOST_LAYERS = 16  # of which errors are asked for, along one axis each
 SHARES = 0.3, 0.7
 AGREEING = 0.9  # of the rounds, say which of two plans is faster
+Plans = Mapping[str, Mapping[str, Split]]
 
 
 @dataclass(frozen=True)
@@ -144,33 +145,40 @@ def _spot_seconds(spots: Sequence[Spot], device: torch.device, own: DeviceModel)
     return found
 
 
-def predicted_and_measured(
-    model: nn.Module,
-    x: Tensor,
-    graph: Graph,
-    profile: ClusterProfile,
-    mode: Mode,
-    plans: Mapping[str, Mapping[str, Split]],
-    rounds: int,
-    longest: float = 0.0,
-) -> Check:
-    """Collective: steps of a plain ``model`` under these splits, all in turn in every round, as `paired` has it.
+def plan_steps(
+    model: nn.Module, x: Tensor, graph: Graph, profile: ClusterProfile, mode: Mode, plans: Plans
+) -> dict[str, Step]:
+    """Collective: steps of copies of a plain ``model`` under these splits.
 
     The splits of a device alone, by the name that `Candidates` gives them, run as the plain model on that rank.
     """
     plan, pricer = make_plan(graph, profile, mode=mode), Pricer(graph, profile, mode)
-    predicted: dict[str, float] = {}
-    steps: dict[str, Callable[[], Any]] = {}
+    steps: dict[str, Step] = {}
     for name, splits in plans.items():
-        found, _ = pricer.of(name).price(splits)
-        predicted[name] = found.step_s
         if name.startswith(ALONE):
-            works = team_of().rank == found.busy_s.index(max(found.busy_s))
+            busy_s = pricer.of(name).price(splits)[0].busy_s
+            works = team_of().rank == busy_s.index(max(busy_s))
             steps[name] = step_alone(model, x, mode) if works else lambda: None
         else:
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
-    ran = paired_rounds(steps, rounds, x.device, longest)
+    return steps
+
+
+def predicted_and_measured(
+    steps: Mapping[str, Step],
+    device: torch.device,
+    graph: Graph,
+    profile: ClusterProfile,
+    mode: Mode,
+    plans: Plans,
+    rounds: int,
+    longest: float = 0.0,
+) -> Check:
+    """Collective: steps of `plan_steps`, all in turn in every round, as `paired` has it, beside what is predicted."""
+    ran = paired_rounds(steps, rounds, device, longest)
     times = {name: [one.seconds[name] for one in ran] for name in plans}
-    at_speed = Pricer(graph, profile.at_pulses(pulses_of(ran)), mode)
-    then = {name: at_speed.of(name).price(splits)[0].step_s for name, splits in plans.items()}
-    return Check({name: (predicted[name], median(times[name])) for name in plans}, times, then)
+    usual, then = (Pricer(graph, p, mode) for p in (profile, profile.at_pulses(pulses_of(ran))))
+    predicted, at_speed = (
+        {name: pricer.of(name).price(splits)[0].step_s for name, splits in plans.items()} for pricer in (usual, then)
+    )
+    return Check({name: (predicted[name], median(times[name])) for name in plans}, times, at_speed)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import log
 from typing import NamedTuple
 
 from hetconv.performance import DeviceModel
+from hetconv.profile import ClusterProfile
 
 MOST = 2.0  # a factor that is believed, up and down
 HARDLY = 0.5  # of what the busiest device computes: who has less shows what calls take, more than layers
@@ -32,6 +34,24 @@ class AtWork(NamedTuple):
 
     latency: float = 1.0
     of_bytes: float = 1.0
+
+
+class Learnt(NamedTuple):
+    """``corrections`` of each device, what messages take ``at_work``, and the ``slowness`` of devices alone."""
+
+    corrections: list[dict[str, float]]
+    at_work: AtWork = AtWork()
+    slowness: float = 1.0
+
+
+def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
+    """Every device alone is as slow as the one that was measured, so that none is preferred for not having been."""
+    devices = []
+    for device, factors in zip(profile.devices, learnt.corrections, strict=True):
+        alone = replace(device.alone, slowness=learnt.slowness) if device.alone is not None else None
+        devices.append(replace(device, corrections=factors, alone=alone))
+    latency, of_bytes = learnt.at_work
+    return replace(profile, devices=tuple(devices), latency_at_work=latency, bytes_at_work=of_bytes)
 
 
 def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> list[dict[str, float]]:

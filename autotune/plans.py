@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 from torch import Tensor
 
-from hetconv.candidates import EVEN, Candidates
+from hetconv.candidates import Candidates
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.plan import ALONE, Plan
 from hetconv.planner import Contender, contenders, make_plan
@@ -22,39 +21,17 @@ from hetconv.profile import ClusterProfile
 from hetconv.tuned import TunedPlan
 
 from .field import ERROR, even_split, near
+from .final import REFERENCE, Final
 from .job import Run
-from .learn import AtWork, Observed, at_work, believed, corrected
-from .machine import conditions
+from .learn import AtWork, Learnt, Observed, at_work, believed, corrected, with_learnt
 from .race import Alone, Order, Seconds, Way
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
 from .stages import PLANS_PART, part_of
 
-FINAL_ROUNDS = 9  # of the plan that was the fastest
-TRIAL_S, FINAL_S = 2.0, 4.0  # seconds that rounds take at least: of one plan beside the device alone, and the last ones
-RIVALS, HARDLY = 3, 0.05  # how many plans at most are compared once more, which took so much longer than the best one
-WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
-REFERENCE = "alone"
+TRIAL_S = 2.0  # seconds that rounds of a plan beside the device alone take at least
 # Of a trial: seconds of what it ran beside, and of pulses meanwhile, by rank.
 REFERENCE_S, PULSE_S = "reference_s", "pulse_s"
 Tried = tuple[Contender, FrozenTrial]
-
-
-class Learnt(NamedTuple):
-    """``corrections`` of each device, what messages take ``at_work``, and the ``slowness`` of devices alone."""
-
-    corrections: list[dict[str, float]]
-    at_work: AtWork = AtWork()
-    slowness: float = 1.0
-
-
-def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
-    """Every device alone is as slow as the one that was measured, so that none is preferred for not having been."""
-    devices = []
-    for device, factors in zip(profile.devices, learnt.corrections, strict=True):
-        alone = replace(device.alone, slowness=learnt.slowness) if device.alone is not None else None
-        devices.append(replace(device, corrections=factors, alone=alone))
-    latency, of_bytes = learnt.at_work
-    return replace(profile, devices=tuple(devices), latency_at_work=latency, bytes_at_work=of_bytes)
 
 
 def plans(run: Run, profile: ClusterProfile) -> ClusterProfile:
@@ -86,8 +63,17 @@ class _Plans:
         new = [c for c in near(after) if all(c.splits != other.splits for other in field)]
         tried = self.measured(new, "plans, corrected", tried)
         why = "no split ran" if field or new else "no split is predicted to come near it"
-        found = self.final(before, tried) if tried else self.undisputed(before, why)
-        return found, self.learnt(before, tried) if new else learnt
+        learnt = self.learnt(before, tried) if new else learnt
+        return self.final(before, tried, why, learnt), learnt
+
+    def final(self, before: Sequence[Contender], tried: Sequence[Tried], why: str, learnt: Learnt) -> TunedPlan | None:
+        """``why``: a device alone is the plan if nothing was tried."""
+        if self.reference is None:
+            return None
+        alone = next((c for c in before if c.name == self.alone_name), None)
+        corrected = with_learnt(self.profile, learnt)
+        final = Final(self.run, self.base, self.reference, alone, self.even, corrected)
+        return final.plan([(t.value, c) for c, t in tried if t.value]) if tried else final.undisputed(why)
 
     def learnt(self, before: Sequence[Contender], tried: Sequence[Tried]) -> Learnt:
         """From steps beside the fastest device alone, and from its own."""
@@ -201,53 +187,6 @@ class _Plans:
 
     def plan(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)
-
-    def final(self, before: Sequence[Contender], tried: Sequence[Tried]) -> TunedPlan | None:
-        """The fastest one, and who took hardly longer, once more; a device alone, if none beats that clearly."""
-        assert self.reference is not None  # or nothing was tried
-        order = sorted((t.value, k) for k, (_, t) in enumerate(tried) if t.value)
-        rivals = {str(k): tried[k][0] for took, k in order[:RIVALS] if took <= (1 + HARDLY) * order[0][0]}
-        ways = {name: self.plan(c) for name, c in rivals.items()}
-        found = self.again(next(iter(rivals.values())).name, {REFERENCE: self.reference, **ways}, before)
-        if not found:
-            return None
-        ratios = {name: median(s[name] / s[REFERENCE] for s in found) for name in rivals}
-        fastest = min(ratios, key=lambda name: ratios[name])
-        best, pays = rivals[fastest], ratios[fastest] <= WORTH
-        step_s, alone_s = (median(s[way] for s in found) for way in (fastest, REFERENCE))
-        if self.alone_name is not None and not pays:
-            best, step_s = next(c for c in before if c.name == self.alone_name), alone_s
-        self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms, {step_s / alone_s:.3f}x of {self.beside}")
-        return self.entry(best, step_s, len(tried), found)
-
-    def undisputed(self, before: Sequence[Contender], why: str) -> TunedPlan | None:
-        """The fastest device alone, if the model runs on any."""
-        alone = next((c for c in before if c.name == self.alone_name), None)
-        found = self.again(alone.name, {REFERENCE: self.reference}, before) if alone and self.reference else []
-        if alone is None or not found:
-            return None
-        alone_s = median(s[REFERENCE] for s in found)
-        self.run.say.line(f"the plan is {alone.name}: {alone_s * 1e3:.1f} ms; {why}")
-        return self.entry(alone, alone_s, 0, found)
-
-    def again(self, name: str, ways: Mapping[str, Way], before: Sequence[Contender]) -> list[Seconds]:
-        """More rounds of these, beside the even split that is predicted to be the fastest where it runs; or none."""
-        for more in ({EVEN: self.plan(self.even[1])}, {}) if self.even else ({},):
-            try:
-                return self.run.race.lead(
-                    Order(f"{name} again", {**ways, **more}, FINAL_ROUNDS, least_s=FINAL_S)
-                ).rounds
-            except TrialFailedError as e:
-                self.run.say.line(f"{name}{f' beside an {EVEN}' * bool(more)} failed {e}")
-        return []
-
-    def entry(self, best: Contender, step_s: float, trials: int, found: Sequence[Seconds]) -> TunedPlan:
-        alone_s = median(s[REFERENCE] for s in found) if self.alone_name is not None else None
-        even = (self.even[0], median(s[EVEN] for s in found)) if self.even and EVEN in found[0] else (None, None)
-        return TunedPlan(
-            self.run.graph.digest, self.run.job.mode, best.name, best.splits, step_s, best.predicted.step_s, trials,
-            self.alone_name, alone_s, conditions(self.run.device), *even,
-        )  # fmt: skip
 
 
 def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:

@@ -21,7 +21,6 @@ from hetconv.proportions import Splits
 from hetconv.tuned import TunedPlan
 
 from .job import Job
-from .plans import Learnt, with_learnt
 from .plots import draw
 from .record import Record
 from .show import milliseconds
@@ -33,7 +32,7 @@ UNKNOWN = None, None  # a name, and its seconds
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run the model: seconds of its steps as measured, if they were, and as predicted before."""
+    """A way to run the model: seconds of its steps as measured, if they were, and as predicted."""
 
     name: str
     measured_s: float | None = None
@@ -93,7 +92,7 @@ def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
     """Pure. Where no whole plan was measured, the even split and the device that are predicted to be the fastest."""
     ways = Candidates(graph, profile, mode)
     best, ratio = ways.tuned_plan(), next(iter(ways.tuned()), None)
-    predicted, splits = _predictions(graph, profile, mode), dict(best.splits) if best is not None else {}
+    predicted, splits = _predictions(graph, profile, mode, best), dict(best.splits) if best is not None else {}
     even, alone = ((best.even, best.even_s), (best.alone, best.alone_s)) if best is not None else (UNKNOWN, UNKNOWN)
     return Summary(
         graph.model, mode, tuple(d.name + " (emulated)" * d.emulated for d in profile.devices),
@@ -109,10 +108,10 @@ def _layers(best: TunedPlan) -> dict[str, int]:
     return {} if alone else dict(Counter(split.kind for split in best.splits.values()))
 
 
-def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, float]:
-    """Of even splits and devices alone, seconds as they were predicted before any whole step was measured."""
-    before = with_learnt(profile, Learnt([{} for _ in profile.devices]))
-    pricer, ways = Pricer(graph, before, mode), Candidates(graph, before, mode).whole_models()
+def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode, best: TunedPlan | None) -> dict[str, float]:
+    """Of even splits and devices alone, when devices are as fast as they were while the best plan was measured."""
+    then = profile.at_pulses(best.pulse_s) if best is not None and best.pulse_s else profile
+    pricer, ways = Pricer(graph, then, mode), Candidates(graph, then, mode).whole_models()
     wanted = {name: splits for name, splits in ways.items() if name.startswith((EVEN, ALONE))}
     return {name: pricer.of(name).price(splits)[0].step_s for name, splits in wanted.items()}
 

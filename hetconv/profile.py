@@ -99,6 +99,12 @@ class ClusterProfile:
         for wire in self.shared:
             if not pairs.issuperset(wire.pairs):
                 raise ProfileError(f"wire {wire.name!r} is shared by {wire.pairs}, not all of them pairs of two ranks")
+        for plan in self.plans:
+            if len(plan.pulse_s) not in (0, self.world):
+                raise ProfileError(
+                    f"plan {plan.name!r} was measured with pulses of {len(plan.pulse_s)} devices, but there are "
+                    f"{self.world}; measure the plan again"
+                )
 
     @property
     def world(self) -> int:

@@ -51,7 +51,8 @@ class TunedChunks:
 class TunedPlan:
     """The fastest plan of those that were measured on whole steps of one model and mode; a device alone, if none was.
 
-    ``name``: what the planner calls it. ``predicted_s``: what it said. ``trials``: plans that were measured. ``alone``
+    ``name``: what the planner calls it. ``predicted_s``: from all that was learnt by the end, for devices that take
+    ``pulse_s`` for a pulse, as they did when ``step_s`` was measured. ``trials``: plans that were measured. ``alone``
     is the name of the device that is fastest by itself, and ``alone_s`` are seconds of the plain model's steps there,
     in its faster memory format, beside which ``step_s`` were measured; none where the model fits no device. ``even``
     and ``even_s``: likewise of the even split that was predicted to be the fastest; none where it did not run.
@@ -69,4 +70,5 @@ class TunedPlan:
     measured: Conditions | None = None
     even: str | None = None
     even_s: Positive | None = None
+    pulse_s: tuple[Positive, ...] = ()
     __pydantic_config__ = STRICT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,13 @@ import torch
 import hetconv
 from bench import __main__ as bench
 from bench import autotune
+from bench.cases import stack
+from bench.grid import PLANS, compared
 from hetconv.autotune.check import Check
+from hetconv.candidates import Candidates
 from hetconv.plan import ALONE
 from hetconv.planner import PLANNED
+from hetconv.pricing import Pricer
 
 from .nets import Chain
 
@@ -33,11 +37,27 @@ CHECK = Check(
 )
 
 
-def test_the_plan_is_compared_with_all_that_ran_beside_it() -> None:
-    found = autotune.figures(CHECK, "uneven height split")
-    assert found["vs_alone"] == 1.2
-    assert found["vs_even"] == 1.6
-    assert found["regret"] == 0.25
+AGAIN = {name: measured for name, (_, measured) in STEPS.items()}
+
+
+def test_the_plan_is_compared_with_what_ran_again_beside_it() -> None:
+    found = autotune.gains(AGAIN, PLANNED)
+    assert (found["vs_alone"], found["vs_even"], found["regret"]) == (1.2, 1.6, 0.25)
+    assert found["measured again ms"] == {name: 1e3 * seconds for name, seconds in AGAIN.items()}
+    assert autotune.gains(AGAIN, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
+
+
+def test_the_fastest_run_again_with_what_they_are_compared_with() -> None:
+    alone, slow_alone, even, best, planned = AGAIN
+    assert autotune.last(AGAIN, planned) == [planned, best, alone, even]
+    assert autotune.last(AGAIN, alone) == [alone, best, even]
+    close = {f"{k}": 2.0 + k / 100 for k in range(1, 9)}
+    assert autotune.last(AGAIN | close, planned) == [planned, best, "1", "2", "3", alone, even]
+    assert slow_alone not in autotune.last(AGAIN | close, planned)
+
+
+def test_predictions_are_compared_with_what_was_measured() -> None:
+    found = autotune.figures(CHECK)
     assert found["median error"] == 0.0
     assert found["p90 error"] == pytest.approx(0.38)
     assert found["median error at speed"] == pytest.approx(0.1)
@@ -47,24 +67,33 @@ def test_the_plan_is_compared_with_all_that_ran_beside_it() -> None:
 def test_plans_are_compared_once() -> None:
     graph = hetconv.capture(Chain(), torch.zeros(2, 4, 16, 16))
     profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"])
-    first = autotune.compared(graph, profile, "infer", {})
-    again = autotune.compared(graph, profile, "infer", {PLANNED: first["uneven height split"]})
+    first = compared(graph, profile, "infer", {})
+    again = compared(graph, profile, "infer", {PLANNED: first["uneven height split"]})
     assert "uneven height split" in first
     assert "uneven height split" not in again
     split = [splits for name, splits in first.items() if not name.startswith(ALONE)]
     assert all(a != b for a, b in combinations(split, 2))
     assert sum(name.startswith(ALONE) for name in again) == 2
-    assert len(first) <= autotune.PLANS
+    assert len(first) == PLANS
 
 
-def test_a_device_alone_is_measured_as_the_plain_model() -> None:
-    assert autotune.figures(CHECK, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
+def test_plans_are_spread_from_the_fastest_to_the_slowest() -> None:
+    graph = hetconv.capture(stack(2, 48), torch.zeros(1, 3, 256, 256))
+    profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
+    pricer, found = Pricer(graph, profile, "infer"), compared(graph, profile, "infer", {})
+    ways = Candidates(graph, profile, "infer").whole_models()
+    step_s = sorted(pricer.of(name).price(splits)[0].step_s for name, splits in found.items())
+    known = [pricer.of(name).price(splits)[0].step_s for name, splits in ways.items() if "replicated" not in name]
+    assert step_s[0] <= min(known) < step_s[-1]
+    assert len(found) == PLANS
+    assert sum(name.startswith("even") for name in found) == 4
+    assert sum(b / a > 1.02 for a, b in pairwise(step_s)) >= PLANS / 2
 
 
 def test_results_are_printed_and_written_after_each_case(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"chosen": "uneven height split"} | autotune.figures(CHECK, "uneven height split")
+    row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | autotune.gains(AGAIN, PLANNED)
     row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04}
     monkeypatch.setattr(autotune, "run_on", lambda devices, *_: row)
     file = tmp_path / "new" / "autotune.json"

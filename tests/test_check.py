@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.autotune.check import Check, LayerErrors, layer_errors, predicted_and_measured
+from hetconv.autotune.check import Check, LayerErrors, layer_errors, plan_steps, predicted_and_measured
 from hetconv.candidates import Candidates
 from hetconv.plan import ALONE, Mode
 from hetconv.pricing import price
@@ -72,7 +72,8 @@ def checked() -> tuple[dict[str, tuple[float, float]], dict[str, float], dict[st
     graph = hetconv.capture(model, x)
     profile = ClusterProfile.from_devices(["cpu", "cpu"])
     plans = {n: s for n, s in Candidates(graph, profile, "train").whole_models().items() if "channel" not in n}
-    found = predicted_and_measured(model, x, graph, profile, "train", plans, 3)
+    steps = plan_steps(model, x, graph, profile, "train", plans)
+    found = predicted_and_measured(steps, x.device, graph, profile, "train", plans, 3)
     predicted = {}
     for name, splits in plans.items():
         prediction, _ = price(graph, profile, splits, "train")

@@ -1,0 +1,120 @@
+"""Who is left of the plans that were nearly the fastest, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hetconv.autotune.final import HARDLY, REFERENCE, RIVALS, Final
+from hetconv.autotune.race import Alone, Order, Outcome
+from hetconv.autotune.shares import ROUNDS, TrialFailedError
+from hetconv.candidates import EVEN
+from hetconv.plan import Prediction
+from hetconv.planner import Contender, contenders, make_plan
+from hetconv.pricing import Pricer
+from hetconv.profile import ClusterProfile
+from hetconv.recorder import capture
+
+from .nets import Chain, splits_of
+
+PULSES = 2e-3, 2e-3
+
+
+class Steps:
+    """Stands for a race: every way takes its ``seconds``, by the end of its name, in every round; or fails."""
+
+    def __init__(self, seconds: dict[str, float], failing: str = "none"):
+        self.seconds, self.failing, self.orders = seconds, failing, list[Order]()
+
+    def lead(self, order: Order) -> Outcome:
+        self.orders.append(order)
+        if order.what == self.failing or (self.failing == EVEN and EVEN in order.ways):
+            raise TrialFailedError("on rank 1: there is no memory")
+        took = {name: self.seconds[name.split(": ")[-1]] for name in order.ways}
+        return Outcome([took] * order.rounds, pulse_s=PULSES)
+
+
+def final(steps: Steps) -> tuple[Final, list[Contender]]:
+    """With five plans of a chain."""
+    graph = capture(Chain(), torch.zeros(2, 4, 16, 16))
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
+    profile = replace(profile, devices=tuple(replace(d, pulse_s=1e-3) for d in profile.devices))
+    found = {c.name: c for c in contenders(graph, profile)}
+    plans = [
+        Contender(f"p{k}", splits_of(Chain(), ("height",), (9 + k, 7 - k)), Prediction(1.0, 0.0, (), (), ()), {})
+        for k in range(5)
+    ]
+    job = SimpleNamespace(budget=100.0, mode="train")
+    run: Any = SimpleNamespace(
+        job=job, race=steps, graph=graph, device=torch.device("cpu"), say=SimpleNamespace(line=lambda _: None)
+    )
+    alone = next(c for name, c in found.items() if name.endswith("(0: cpu)"))
+    even = "even split by height", found["even split by height"]
+    return Final(run, make_plan(graph, profile), Alone(0, "contiguous"), alone, even, profile), plans
+
+
+STEPS = {REFERENCE: 1.0, EVEN: 0.8, "p0": 0.63, "p1": 0.62, "p2": 0.61, "p3": 0.60, "p4": 0.1}
+
+
+def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
+    steps = Steps(STEPS)
+    of, plans = final(steps)
+    found = of.plan([(0.5 * (1 + k * HARDLY / RIVALS), c) for k, c in enumerate(plans)])
+    ways = [{name.split(": ")[-1] for name in order.ways} for order in steps.orders]
+    assert ways == [{REFERENCE, "p0", "p1", "p2", "p3"}, {REFERENCE, "p2", "p3"}, {REFERENCE, "p3", EVEN}]
+    assert sum(order.least_s for order in steps.orders[:2]) == pytest.approx(10.0)
+    assert found is not None
+    assert (found.name, found.step_s, found.alone_s, found.even_s, found.trials) == ("p3", 0.6, 1.0, 0.8, 5)
+    assert (found.splits, found.pulse_s) == (plans[3].splits, PULSES)
+
+
+def test_the_prediction_is_for_the_speed_that_devices_had_meanwhile() -> None:
+    of, plans = final(Steps(STEPS))
+    found = of.plan([(0.5, plans[0])])
+    assert found is not None
+    usual, then = (
+        Pricer(of.run.graph, p, "train").price(plans[0].splits)[0].step_s
+        for p in (of.corrected, of.corrected.at_pulses(PULSES))
+    )
+    assert found.predicted_s == then > 1.1 * usual
+
+
+def test_who_is_far_off_is_not_raced_again() -> None:
+    steps = Steps(STEPS)
+    of, plans = final(steps)
+    found = of.plan([(0.5, plans[0]), (0.5 * (1 + 2 * HARDLY), plans[3])])
+    assert len(steps.orders) == 1
+    assert found is not None
+    assert found.name == "p0"
+
+
+def test_a_plan_that_does_not_beat_the_device_alone_is_not_the_plan() -> None:
+    of, plans = final(Steps(STEPS | {"p0": 0.985}))
+    found = of.plan([(0.5, plans[0])])
+    assert found is not None
+    assert found.name == found.alone == "fastest device alone (0: cpu)"
+    assert (found.step_s, found.trials) == (1.0, 1)
+
+
+@pytest.mark.parametrize("failing", ["the fastest plans", EVEN])
+def test_what_does_not_run_side_by_side_leaves_what_ran_by_itself(failing: str) -> None:
+    steps = Steps(STEPS, failing)
+    of, plans = final(steps)
+    found = of.plan([(0.5, plans[0]), (0.51, plans[1])])
+    assert found is not None
+    assert found.name == ("p0" if failing != EVEN else "p1")
+    assert found.even == (None if failing == EVEN else "even split by height")
+    assert steps.orders[0].rounds == ROUNDS
+
+
+def test_without_a_split_the_device_alone_is_the_plan() -> None:
+    of, _ = final(Steps(STEPS))
+    found = of.undisputed("no split ran")
+    assert found is not None
+    assert (found.name, found.step_s, found.trials) == (found.alone, 1.0, 0)
+    assert replace(of, alone=None).undisputed("no split ran") is None
+    assert final(Steps(STEPS, f"{found.alone} again"))[0].undisputed("no split ran") is None

@@ -21,7 +21,7 @@ from .shares import ROUNDS, TrialFailedError
 
 REFERENCE = "alone"
 RIVALS, HARDLY = 4, 0.08  # how many plans at most are compared once more, which took so much longer than the best one
-HEATS_PART = 0.1  # of the budget: for all heats, in which more rounds are run of fewer and fewer rivals
+HEATS_PART = 0.15  # of the budget: for all heats, in which more rounds are run of fewer and fewer rivals
 CLOSING_ROUNDS, CLOSING_S = 9, 4.0  # of the plan that is left; seconds that they take at least
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 Ran = tuple[float, Contender]

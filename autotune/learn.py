@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import log
+from math import exp, hypot, log, pi, sqrt
+from statistics import stdev
 from typing import NamedTuple
+
+import numpy as np
 
 from hetconv.performance import DeviceModel
 from hetconv.profile import ClusterProfile
+from hetconv.splits import KINDS
 
 MOST = 2.0  # a factor that is believed, up and down
 HARDLY = 0.5  # of what the busiest device computes: who has less shows what calls take, more than layers
 LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
 # How much better, in the sum of logarithms, steps must be predicted for each e-fold by which messages leave their rest:
-UNLIKELY_LATENCY, UNLIKELY_BYTES = (
-    0.02,
-    0.05,
-)  # what hardly changes the plans that ran would change others out of reason
+UNLIKELY_LATENCY, UNLIKELY_BYTES = 0.02, 0.05  # what hardly changes those that ran may change others out of reason
+# In logarithms, how far whole steps are from what layers took one by one: on a device, and for a kind of split there;
+# and how far a plan is from both.
+OF_DEVICE, OF_KIND, MISFIT = 0.4, 0.1, 0.05
+UNKNOWN = 0.2  # the noise of a step that was timed once
 Seconds = Mapping[str, float]  # by kind of split
 
 
 class Observed(NamedTuple):
-    """A plan's step: by rank, the seconds of layers as predicted, by kind of split, and all together as measured."""
+    """A plan's step: by rank, the seconds of layers as predicted, by kind of split, and all together as measured.
+
+    ``noise``: the standard error of the latter, in logarithms.
+    """
 
     predicted: Sequence[Seconds]
     measured: Sequence[float]
+    noise: float = 0.0
 
 
 class AtWork(NamedTuple):
@@ -55,42 +64,63 @@ def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
 
 
 def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> list[dict[str, float]]:
-    """Each device's `DeviceModel.corrections` by which it would have been predicted what was measured.
+    """Each device's `DeviceModel.corrections` by which it would have been predicted what was measured, as far as known.
 
-    What a plan took on a device, of what was predicted, counts for every kind that the plan has there, as much as was
-    predicted for that kind; not where a device had `HARDLY` a part. Kinds of which nothing was observed stay as they
-    were.
+    What a plan took on a device, of what was predicted, is a factor of the device, times one of each kind for the part
+    of its work that is of this kind, times noise: of these, in logarithms, what is likeliest (Gaussian, with
+    `OF_DEVICE` and `OF_KIND` beforehand). So kinds that no plan had are corrected like the device, and one noisy plan
+    of a kind moves it little. Plans where a device had `HARDLY` a part do not count; a device of which nothing else was
+    observed stays as it was.
     """
     found = []
     for rank, device in enumerate(devices):
-        weights: dict[str, float] = {}
-        weighted: dict[str, float] = {}
-        for plan in observed:
-            work = [sum(of_device.values()) for of_device in plan.predicted]
-            total = work[rank]
-            if total > HARDLY * max(work) and plan.measured[rank] > 0:
-                for kind, seconds in plan.predicted[rank].items():
-                    weights[kind] = weights.get(kind, 0.0) + seconds
-                    weighted[kind] = weighted.get(kind, 0.0) + seconds * plan.measured[rank] / total
-        learnt = {kind: weighted[kind] / weight for kind, weight in weights.items() if weight > 0}
-        was = device.corrections
-        found.append({**was, **{k: believed(was.get(k, 1.0) * f) for k, f in learnt.items()}})
+        seen = [plan for plan in observed if plan.measured[rank] > 0 and _work(plan, rank) > HARDLY * _most(plan)]
+        found.append(_likeliest(device, rank, seen) if seen else dict(device.corrections))
     return found
+
+
+def _work(plan: Observed, rank: int) -> float:
+    return sum(plan.predicted[rank].values())
+
+
+def _most(plan: Observed) -> float:
+    return max(_work(plan, rank) for rank in range(len(plan.predicted)))
+
+
+def _likeliest(device: DeviceModel, rank: int, seen: Sequence[Observed]) -> dict[str, float]:
+    shares = np.array([[plan.predicted[rank].get(kind, 0.0) / _work(plan, rank) for kind in KINDS] for plan in seen])
+    factors = np.array([log(plan.measured[rank] / _work(plan, rank)) for plan in seen])
+    noise = np.diag([MISFIT**2 + plan.noise**2 for plan in seen])
+    plans = OF_DEVICE**2 + OF_KIND**2 * shares @ shares.T + noise  # covariances with each other
+    kinds = OF_DEVICE**2 + OF_KIND**2 * shares.T  # and of kinds with plans
+    learnt, was = kinds @ np.linalg.solve(plans, factors), device.corrections
+    return {kind: believed(was.get(kind, 1.0) * exp(by)) for kind, by in zip(KINDS, learnt.tolist(), strict=True)}
 
 
 def believed(factor: float) -> float:
     return min(max(factor, 1 / MOST), MOST)
 
 
-def at_work(predicted: Callable[[AtWork], Sequence[float]], measured: Sequence[float]) -> AtWork:
+def at_work(
+    predicted: Callable[[AtWork], Sequence[float]], measured: Sequence[float], noise: Sequence[float]
+) -> AtWork:
     """With which of `LATENCIES` and `BYTES` the plans' steps would have been predicted best: off by the least factor.
 
-    ``predicted``: the steps with messages that are so many times as long under way. The nearer to ones, the likelier a
-    way is by itself: plans that send next to nothing tell nothing of bytes, but noise would.
+    ``predicted``: the steps with messages that are so many times as long under way. ``noise`` of what was measured, in
+    logarithms: the more, the less it counts. The nearer to ones, the likelier a way is by itself: plans that send next
+    to nothing tell nothing of bytes, but noise would.
     """
+    weights = [MISFIT / hypot(MISFIT, of_plan) for of_plan in noise]
 
     def off(way: AtWork) -> float:
         by_itself = UNLIKELY_LATENCY * abs(log(way.latency)) + UNLIKELY_BYTES * abs(log(way.of_bytes))
-        return by_itself + sum(abs(log(p / m)) for p, m in zip(predicted(way), measured, strict=True))
+        return by_itself + sum(w * abs(log(p / m)) for w, p, m in zip(weights, predicted(way), measured, strict=True))
 
     return min((AtWork(latency, of_bytes) for latency in LATENCIES for of_bytes in BYTES), key=off)
+
+
+def noise_of(seconds: Sequence[float]) -> float:
+    """The standard error of their median, in logarithms, as of a normal distribution; of one nothing is known."""
+    if len(seconds) < 2:
+        return UNKNOWN
+    return sqrt(pi / 2 / len(seconds)) * stdev(map(log, seconds))

@@ -20,17 +20,18 @@ from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.tuned import TunedPlan
 
-from .field import ERROR, even_split, near
+from .field import ERROR, MOST, even_split, near
 from .final import REFERENCE, Final
 from .job import Run
-from .learn import AtWork, Learnt, Observed, at_work, believed, corrected, with_learnt
+from .learn import AtWork, Learnt, Observed, at_work, believed, corrected, noise_of, with_learnt
 from .race import Alone, Order, Seconds, Way
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
 from .stages import PLANS_PART, part_of
 
-TRIAL_S = 2.0  # seconds that rounds of a plan beside the device alone take at least
-# Of a trial: seconds of what it ran beside, and of pulses meanwhile, by rank.
-REFERENCE_S, PULSE_S = "reference_s", "pulse_s"
+TRIAL_S = 2.0  # seconds that rounds of a plan beside the device alone take at least, more if the budget allows
+ROUNDS_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
+# Of a trial: seconds of what it ran beside, and of pulses meanwhile, by rank; its standard error, in logarithms.
+REFERENCE_S, PULSE_S, NOISE = "reference_s", "pulse_s", "noise"
 Tried = tuple[Contender, FrozenTrial]
 
 
@@ -47,6 +48,7 @@ class _Plans:
         self.run, self.profile = run, profile
         self.base = make_plan(run.graph, profile, mode=run.job.mode)
         self.enough = run.passed(part_of(run, PLANS_PART))
+        self.trial_s = TRIAL_S
         self.reference: Way | None = None
         self.alone_name: str | None = None
         self.even: tuple[str, Contender] | None = None
@@ -57,6 +59,8 @@ class _Plans:
         self.find_reference(before)
         self.even = even_split(Candidates(self.run.graph, self.profile, self.run.job.mode).whole_models(), before)
         field = near(before, self.even[1] if self.even else None)
+        left_s = (part_of(self.run, PLANS_PART) - self.run.spent) * self.run.job.budget
+        self.trial_s = max(TRIAL_S, ROUNDS_PART * left_s / (len(field) + MOST))
         tried = self.measured(field, "plans")
         learnt = self.learnt(before, tried)
         after = contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode)
@@ -95,16 +99,16 @@ class _Plans:
         beside = [slower(pricer, alone) for pricer in then]
         alone_s = median(t.user_attrs[REFERENCE_S] / slow for slow, (_, t) in zip(beside, tried, strict=True))
         ran = [
-            (c, t.value * alone_s * slow / slower(pricer, c))
+            (c, t.value * alone_s * slow / slower(pricer, c), t.user_attrs[NOISE])
             for pricer, slow, (c, t) in zip(then, beside, tried, strict=True) if t.value
         ]  # fmt: skip
 
         def steps(way: AtWork) -> list[float]:
             profile = with_learnt(self.profile, Learnt(factors, way))
             pricer = Pricer(self.run.graph, profile, self.run.job.mode)
-            return [pricer.price(c.splits)[0].step_s for c, _ in ran]
+            return [pricer.price(c.splits)[0].step_s for c, *_ in ran]
 
-        found = at_work(steps, [measured for _, measured in ran])
+        found = at_work(steps, [measured for _, measured, _ in ran], [noise for *_, noise in ran])
         return Learnt(factors, found, believed(alone_s / alone.predicted.step_s))
 
     def find_reference(self, found: Sequence[Contender]) -> None:
@@ -174,11 +178,12 @@ class _Plans:
             return hopeless(seconds["trial"] / seconds[REFERENCE])
 
         ways = {REFERENCE: self.reference, "trial": self.plan(contender)}
-        order = Order(contender.name, ways, ROUNDS, "trial", TRIAL_S)
+        order = Order(contender.name, ways, ROUNDS, "trial", self.trial_s)
         found = self.run.race.lead(order, enough)
         trial.set_user_attr("computing", found.computing)
         trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in found.rounds))
         trial.set_user_attr(PULSE_S, found.pulse_s)
+        trial.set_user_attr(NOISE, noise_of([s["trial"] for s in found.rounds]))
         return [s["trial"] / s[REFERENCE] for s in found.rounds]
 
     @property
@@ -210,4 +215,4 @@ def observed(contender: Contender, trial: FrozenTrial) -> Observed:
         for rank in range(world):
             seconds = sum(by_rank[rank] for by_rank in (cost.forward_s, cost.backward_s) if by_rank)
             predicted[rank][split.kind] = predicted[rank].get(split.kind, 0.0) + seconds
-    return Observed(predicted, trial.user_attrs["computing"])
+    return Observed(predicted, trial.user_attrs["computing"], trial.user_attrs[NOISE])

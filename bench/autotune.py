@@ -46,7 +46,7 @@ BUSY = "busy"  # behind a pair: the last rank shares its core with a busy proces
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
 RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # until who started it is gone
 ROUNDS, LONGEST = 7, 75.0  # of all plans: at least so many, more where they are short: seconds
-FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 40.0  # how many that took so much longer, and more rounds of these
+FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 75.0  # how many that took so much longer, and more rounds of these
 AT_SPEED = ("median error", "p90 error", "tau", "tau where rounds agree")  # also of what is predicted for that
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
 

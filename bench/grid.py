@@ -14,7 +14,7 @@ from hetconv.profile import ClusterProfile
 from hetconv.proportions import Splits
 from hetconv.rules import SplitKind
 
-PLANS, LIKELY = 20, 5  # of them, those that are predicted to be the fastest
+PLANS, LIKELY = 20, 3  # of them, those that are predicted to be the fastest
 RATIOS = ((1, 2), (3, 2), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))  # of the first device to all others
 KINDS: tuple[SplitKind, ...] = ("height", "width", "filter", "channel")
 

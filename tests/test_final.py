@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetconv.autotune.final import HARDLY, REFERENCE, RIVALS, Final
+from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final
 from hetconv.autotune.race import Alone, Order, Outcome
 from hetconv.autotune.shares import ROUNDS, TrialFailedError
 from hetconv.candidates import EVEN
@@ -66,7 +66,7 @@ def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
     found = of.plan([(0.5 * (1 + k * HARDLY / RIVALS), c) for k, c in enumerate(plans)])
     ways = [{name.split(": ")[-1] for name in order.ways} for order in steps.orders]
     assert ways == [{REFERENCE, "p0", "p1", "p2", "p3"}, {REFERENCE, "p2", "p3"}, {REFERENCE, "p3", EVEN}]
-    assert sum(order.least_s for order in steps.orders[:2]) == pytest.approx(10.0)
+    assert sum(order.least_s for order in steps.orders[:2]) == pytest.approx(100 * HEATS_PART)
     assert found is not None
     assert (found.name, found.step_s, found.alone_s, found.even_s, found.trials) == ("p3", 0.6, 1.0, 0.8, 5)
     assert (found.splits, found.pulse_s) == (plans[3].splits, PULSES)

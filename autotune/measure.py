@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from statistics import median
+from statistics import harmonic_mean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ Samples = dict[str, dict[float, Passes]]
 
 
 class Round(NamedTuple):
-    """``seconds`` of each step until the last rank was done; ``pulse_s`` of each rank: the median of those between."""
+    """``seconds`` of each step until the last rank was done; ``pulse_s`` of each rank, those between, by mean speed."""
 
     seconds: dict[str, float]
     pulse_s: tuple[float, ...]
@@ -240,13 +240,13 @@ def one_round(steps: Mapping[str, Step], device: torch.device, team: Team) -> Ro
     for name, step in steps.items():
         pulses += [beat() for _ in range(BEATS)]
         own[name] = until_all_are_done(step, device, team)
-    each = objects_of_all(team, (own, median(pulses)))
+    each = objects_of_all(team, (own, harmonic_mean(pulses)))
     return Round({name: max(of_rank[name] for of_rank, _ in each) for name in steps}, tuple(p for _, p in each))
 
 
 def pulses_of(rounds: Sequence[Round]) -> tuple[float, ...]:
-    """Of each rank, as in most of these."""
-    return tuple(map(median, zip(*(one.pulse_s for one in rounds), strict=True)))
+    """Of each rank, what a pulse takes at its mean speed: a step is long, and has the device both fast and slow."""
+    return tuple(map(harmonic_mean, zip(*(one.pulse_s for one in rounds), strict=True)))
 
 
 def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:

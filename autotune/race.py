@@ -61,7 +61,7 @@ class Order(NamedTuple):
 class Outcome(NamedTuple):
     """Seconds of each way in each round, until the last rank was done, and for how much of them each rank computed.
 
-    ``pulse_s``: of each rank, as in most rounds, see `measure.pulse`.
+    ``pulse_s``: of each rank, at its mean speed meanwhile, see `measure.pulses_of`.
     """
 
     rounds: list[Seconds]

@@ -197,23 +197,18 @@ def demands(rows: list[dict[str, Any]]) -> list[Demand]:
         found = [r[figure] for r in rows if all(r[k] == v for k, v in (where or {}).items())]
         return min(found) if found else None
 
+    def usual(figure: str) -> float:
+        return max(1e-9, median(float(r[figure]) for r in rows))
+
     def most(figure: str) -> float:
         return max(1e-9, *(float(r[figure]) for r in rows))
 
     of_pair = {"pair": PAIRS[0], "model": CASES[0].name}
     return [
-        Demand("10 % over the median error of layers", 1.0, 0.1 / median(r[LAYERS] for r in rows)),
-        Demand(
-            "10 % over the median error of predicted steps",
-            1.0,
-            0.1 / max(median(r["median error"] for r in rows), 1e-9),
-        ),
+        Demand("10 % over the median error of layers", 1.0, 0.1 / usual(LAYERS)),
+        Demand("10 % over the median error of predicted steps", 1.0, 0.1 / usual("median error")),
         Demand("20 % over the error of nine steps in ten", 1.0, 0.2 / most("p90 error")),
-        Demand(
-            "10 % over the median error at the devices' speed",
-            1.0,
-            0.1 / max(median(r["median error at speed"] for r in rows), 1e-9),
-        ),
+        Demand("10 % over the median error at the devices' speed", 1.0, 0.1 / usual("median error at speed")),
         Demand("20 % over that of nine steps in ten", 1.0, 0.2 / most("p90 error at speed")),
         Demand("Kendall's tau of predicted and measured order", 0.9, worst("tau")),
         Demand("5 % over the regret", 1.0, 0.05 / most("regret")),

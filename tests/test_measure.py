@@ -244,6 +244,12 @@ def test_a_device_that_is_slower_takes_longer_for_all_of_it() -> None:
     assert unknown.at_pulse(2 * PULSE_S) == unknown
 
 
+def test_rounds_have_a_device_at_its_mean_speed() -> None:
+    """Half of the time three times as slow, it does two thirds of the work."""
+    rounds = [measure.Round({}, (1.0, 2.0)), measure.Round({}, (3.0, 2.0))]
+    assert measure.pulses_of(rounds) == (1.5, 2.0)
+
+
 def test_a_device_of_which_nothing_was_measured_still_has_a_roofline() -> None:
     model = fitted.device_model(DeviceName("cpu"), CPU, {}, [], 1e9, 1.0)
     assert model.flops_per_s == {"float32": fitted.UNKNOWN}

@@ -13,6 +13,7 @@ from hetconv.rules import SplitKind
 
 ERROR = 0.25  # by which a prediction may be off: who is predicted to take so much longer may yet be faster
 MOST = 6  # plans that are measured, and as many again after what is learnt from them
+FIRST = 3  # of them, measured before kinds that are only predicted to come near
 FAR, FURTHEST = 2.0, 4.0  # times as long as the best: who is predicted to take that is measured last, or not at all
 
 
@@ -26,9 +27,10 @@ def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -
 def near(found: Sequence[Contender], even: Contender | None = None) -> list[Contender]:
     """Who may be the fastest of those that split, as predictions err, and who shows what else whole steps take.
 
-    First what a study found, for that was measured; then the likeliest, one of each other kind and the ``even`` split,
-    from which more is learnt than from plans that are much the same; then these, and last what is too far off to be the
-    fastest, for what is left of the budget. Nobody, if none comes near a device alone.
+    First what a study found, for that was measured; then the likeliest, and one of each other kind, the ``even`` split
+    among them, that may be the fastest: from these more is learnt than from plans that are much the same. Then the rest
+    of the likeliest `FIRST`, kinds that are farther off, and others that may be the fastest; last what is too far off
+    for that, for what is left of the budget. Nobody, if none comes near a device alone.
     """
     able = (c for c in found if not c.name.startswith(ALONE) and prevalent(c) != "replicate")
     split = sorted(able, key=lambda c: c.predicted.step_s)
@@ -44,9 +46,12 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
             telling.append(c)
             seen.add(prevalent(c))
     telling.sort(key=lambda c: c.predicted.step_s)
-    close = [c for c in telling if c.predicted.step_s <= FAR * best_s]
-    far = [c for c in telling if FAR * best_s < c.predicted.step_s <= FURTHEST * best_s]
-    return [*{c.name: c for c in (*field, *close, *likely, *far)}.values()]
+
+    def within(least: float, most: float) -> list[Contender]:
+        return [c for c in telling if least * best_s < c.predicted.step_s <= most * best_s]
+
+    may, close, far = within(0.0, 1 + ERROR), within(1 + ERROR, FAR), within(FAR, FURTHEST)
+    return [*{c.name: c for c in (*field, *may, *likely[:FIRST], *close, *likely, *far)}.values()]
 
 
 def prevalent(contender: Contender) -> SplitKind:

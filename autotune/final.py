@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, exp, log, log2
 from statistics import median
+from typing import NamedTuple
 
 from hetconv.candidates import EVEN
 from hetconv.plan import Plan
@@ -15,17 +16,34 @@ from hetconv.profile import ClusterProfile
 from hetconv.tuned import TunedPlan
 
 from .job import Run
+from .learn import MISFIT
 from .machine import conditions
-from .race import Order, Outcome, Way
+from .race import Alone, Order, Outcome, Way
 from .shares import ROUNDS, TrialFailedError
 
 REFERENCE = "alone"
-RIVALS, HARDLY = 4, 0.08  # how many plans at most are compared once more, which took so much longer than the best one
-HEATS_PART = 0.15  # of the budget: for all heats, in which more rounds are run of fewer and fewer rivals
-CLOSING_ROUNDS, CLOSING_S = 9, 4.0  # of the plan that is left; seconds that they take at least
+RIVALS, HARDLY = 4, 0.1  # how many plans at most are compared once more, expected to take so much longer than the best
+PREDICTED = 0.1  # how far predictions are off by then, in logarithms
+HEATS_PART = 0.1  # of the budget: for all heats, in which more rounds are run of fewer and fewer rivals
+CLOSING_ROUNDS, CLOSING_S = 9, 4.0  # of the plan that is left; seconds that they take at least, after heats
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
-Ran = tuple[float, Contender]
-"""Its steps as a part of those that it ran beside, and a plan."""
+
+
+class Ran(NamedTuple):
+    """A plan, its steps as a ``part`` of those that it ran beside, and the ``noise`` of these, in logarithms."""
+
+    contender: Contender
+    part: float
+    noise: float
+
+
+Rivals = dict[str, Contender]
+
+
+def expected(predicted: float, ran: Ran) -> float:
+    """The likeliest part, of what was predicted and measured, each counting by how sure it is."""
+    by_prediction, by_steps = PREDICTED**-2, 1 / (MISFIT**2 + ran.noise**2)
+    return exp((log(predicted) * by_prediction + log(ran.part) * by_steps) / (by_prediction + by_steps))
 
 
 @dataclass(frozen=True)
@@ -44,14 +62,11 @@ class Final:
     even: tuple[str, Contender] | None
     corrected: ClusterProfile
 
-    def plan(self, tried: Sequence[Ran]) -> TunedPlan | None:
-        """The fastest of those that ran, by more rounds than they had; a device alone, if it does not beat that."""
-        order = sorted(tried, key=lambda ran: ran[0])
-        close = [c for part, c in order[:RIVALS] if part <= (1 + HARDLY) * order[0][0]]
-        rivals = {f"{k}: {c.name}": c for k, c in enumerate(close)}
-        name, parts = self._fastest(rivals)
-        best = rivals[name]
-        closing = self._closing(best.name, {REFERENCE: self.reference, name: self._way(best)})
+    def plan(self, tried: Sequence[Ran], untried: Sequence[Contender] = ()) -> TunedPlan | None:
+        """Of all these the fastest, in more rounds than they had; a device alone, if it does not beat that."""
+        rivals, name, parts = self._raced(tried, untried)
+        best, least_s = rivals[name], CLOSING_S if parts else HEATS_PART * self.run.job.budget
+        closing = self._closing(best.name, {REFERENCE: self.reference, name: self._way(best)}, least_s)
         if closing is None:
             return None
         part = median([*parts, *(s[name] / s[REFERENCE] for s in closing.rounds)])
@@ -59,44 +74,68 @@ class Final:
         if self.alone is not None and part > WORTH:
             best, step_s = self.alone, _median(closing, REFERENCE)
         beside = self.alone.name if self.alone is not None else "the plan planned first"
-        self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; what splits took {part:.3f}x of {beside}")
+        said = f"the fastest split took {part:.3f}x of {beside}"
+        self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {said}")
         return self._entry(best, step_s, len(tried), closing)
 
     def undisputed(self, why: str) -> TunedPlan | None:
         """The device alone, if the model runs on any."""
         if self.alone is None:
             return None
-        closing = self._closing(self.alone.name, {REFERENCE: self.reference})
+        closing = self._closing(self.alone.name, {REFERENCE: self.reference}, CLOSING_S)
         if closing is None:
             return None
         alone_s = _median(closing, REFERENCE)
         self.run.say.line(f"the plan is {self.alone.name}: {alone_s * 1e3:.1f} ms; {why}")
         return self._entry(self.alone, alone_s, 0, closing)
 
-    def _fastest(self, rivals: Mapping[str, Contender]) -> tuple[str, list[float]]:
-        """The one that is left of some, fastest first, and its steps as parts of the reference's, round by round.
+    def _raced(self, tried: Sequence[Ran], untried: Sequence[Contender]) -> tuple[Rivals, str, list[float]]:
+        """Who raced, who is left of them, and its steps as parts of the reference's, if there was a race."""
+        rivals: Rivals = {}
+        for others in (untried, ()) if untried else ((),):  # who was not tried may not run at all
+            rivals = self._rivals(tried, others)
+            try:
+                return rivals, *self._fastest(rivals)
+            except TrialFailedError as e:
+                self.run.say.line(f"the fastest plans were not run side by side, that failed {e}")
+        return rivals, next(iter(rivals)), []
 
-        After each heat the slower half is out (successive halving: Karnin et al., 2013); all its rounds count.
-        """
+    def _rivals(self, tried: Sequence[Ran], untried: Sequence[Contender]) -> Rivals:
+        """By a name of their own, fastest first, those that may be the fastest by what was predicted and measured."""
+        pricer = Pricer(self.run.graph, self.corrected, self.run.job.mode)
+        first = self.alone or self.reference
+
+        def seconds(of: Contender | Plan) -> float:
+            known = pricer.of(of.name) if isinstance(of, Contender) else pricer
+            return known.price(of.splits)[0].step_s
+
+        assert not isinstance(first, Alone)  # that of ``alone``
+        beside_s = seconds(first)
+        found = [(expected(seconds(one.contender) / beside_s, one), one.contender) for one in tried]
+        best = min(found, key=lambda known: known[0])
+        found += [(seconds(c) / beside_s, c) for c in untried]
+        order = sorted(found, key=lambda known: known[0])
+        near = [known for known in order[:RIVALS] if known[0] <= (1 + HARDLY) * order[0][0]]
+        near += [best] if best not in near else []  # one that did run
+        return {f"{k}: {c.name}": c for k, (_, c) in enumerate(near)}
+
+    def _fastest(self, rivals: Rivals) -> tuple[str, list[float]]:
+        """After each heat the slower half is out (successive halving: Karnin et al., 2013); all its rounds count."""
         parts: dict[str, list[float]] = {name: [] for name in rivals}
         left, heats = [*rivals], ceil(log2(len(rivals)))
         for _ in range(heats):
             ways = {REFERENCE: self.reference, **{name: self._way(rivals[name]) for name in left}}
             order = Order("the fastest plans", ways, ROUNDS, least_s=HEATS_PART * self.run.job.budget / heats)
-            try:
-                rounds = self.run.race.lead(order).rounds
-            except TrialFailedError as e:  # each ran by itself, but there may be no memory for all
-                self.run.say.line(f"the fastest plans were not run side by side, that failed {e}")
-                break
+            rounds = self.run.race.lead(order).rounds
             for name in left:
                 parts[name] += [s[name] / s[REFERENCE] for s in rounds]
             left = sorted(left, key=lambda name: median(parts[name]))[: ceil(len(left) / 2)]
         return left[0], parts[left[0]]
 
-    def _closing(self, name: str, ways: Mapping[str, Way]) -> Outcome | None:
+    def _closing(self, name: str, ways: Mapping[str, Way], least_s: float) -> Outcome | None:
         """Rounds of these beside the even split, where that runs; or none."""
         for more in ({EVEN: self._way(self.even[1])}, {}) if self.even else ({},):
-            order = Order(f"{name} again", {**ways, **more}, CLOSING_ROUNDS, least_s=CLOSING_S)
+            order = Order(f"{name} again", {**ways, **more}, CLOSING_ROUNDS, least_s=least_s)
             try:
                 return self.run.race.lead(order)
             except TrialFailedError as e:

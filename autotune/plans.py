@@ -18,10 +18,11 @@ from hetconv.plan import ALONE, Plan
 from hetconv.planner import Contender, contenders, make_plan
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
+from hetconv.proportions import Splits
 from hetconv.tuned import TunedPlan
 
 from .field import ERROR, MOST, even_split, near
-from .final import REFERENCE, Final
+from .final import REFERENCE, Final, Ran
 from .job import Run
 from .learn import AtWork, Learnt, Observed, at_work, believed, corrected, noise_of, with_learnt
 from .race import Alone, Order, Seconds, Way
@@ -52,6 +53,7 @@ class _Plans:
         self.reference: Way | None = None
         self.alone_name: str | None = None
         self.even: tuple[str, Contender] | None = None
+        self.failed: list[Splits] = []
 
     def tuned(self) -> tuple[TunedPlan | None, Learnt]:
         """What is fastest, if anything ran, and what was learnt."""
@@ -68,16 +70,17 @@ class _Plans:
         tried = self.measured(new, "plans, corrected", tried)
         why = "no split ran" if field or new else "no split is predicted to come near it"
         learnt = self.learnt(before, tried) if new else learnt
-        return self.final(before, tried, why, learnt), learnt
-
-    def final(self, before: Sequence[Contender], tried: Sequence[Tried], why: str, learnt: Learnt) -> TunedPlan | None:
-        """``why``: a device alone is the plan if nothing was tried."""
         if self.reference is None:
-            return None
+            return None, learnt
         alone = next((c for c in before if c.name == self.alone_name), None)
         corrected = with_learnt(self.profile, learnt)
         final = Final(self.run, self.base, self.reference, alone, self.even, corrected)
-        return final.plan([(t.value, c) for c, t in tried if t.value]) if tried else final.undisputed(why)
+        if not tried:
+            return final.undisputed(why), learnt
+        known = [*self.failed, *(c.splits for c, _ in tried)]
+        untried = [c for c in near(after) if c.splits not in known]
+        ran = [Ran(c, t.value, t.user_attrs[NOISE]) for c, t in tried if t.value]
+        return final.plan(ran, untried), learnt
 
     def learnt(self, before: Sequence[Contender], tried: Sequence[Tried]) -> Learnt:
         """From steps beside the fastest device alone, and from its own."""
@@ -167,6 +170,7 @@ class _Plans:
             return self.enough() and bool(tried or study.get_trials(states=(TrialState.COMPLETE, TrialState.FAIL)))
 
         explore(study, objective, len(field), run.job.seed, enough, told)
+        self.failed += [field[t.params["plan"]].splits for t in study.get_trials(states=(TrialState.FAIL,)) if t.params]
         ran = study.get_trials(states=(TrialState.COMPLETE,))
         return [*tried, *((field[t.params["plan"]], t) for t in ran)]
 

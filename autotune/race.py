@@ -28,7 +28,7 @@ from .measure import Step
 from .models import channels_last
 from .shares import TrialFailedError
 
-LISTENED = 3  # steps
+LISTENED, LISTENED_S = 3, 1.0  # steps at most, and seconds; one at least
 LEAST_ROUNDS, PATIENCE = 3, 0.8  # enough once they took so many seconds for each that was asked for
 Seconds = dict[str, float]
 
@@ -143,9 +143,8 @@ class Race:
         for name, way in order.ways.items():
             if name not in self._steps:
                 self._steps[name] = way, self._step(way, team)
+                self._steps[name][1]()
         steps = {name: self._steps[name][1] for name in order.ways}
-        for step in steps.values():
-            step()
         ran: list[measure.Round] = []
         rounds: list[Seconds] = []
         more = order.rounds > 0
@@ -160,7 +159,8 @@ class Race:
         if order.listen is None:
             return found
         step_s = median(seconds[order.listen] for seconds in rounds)
-        parts = _computing(steps[order.listen], self._x.device, team)
+        count = min(max(int(LISTENED_S / step_s), 1), LISTENED)  # alike on all ranks, as rounds are
+        parts = _computing(steps[order.listen], count, self._x.device, team)
         return found._replace(computing=tuple(step_s * part for part in parts))
 
     def _step(self, way: Way, team: Team) -> Step:
@@ -195,8 +195,8 @@ def _ended(rounds: Sequence[Seconds], order: Order, told: bool) -> bool:
     return done and (took >= order.least_s or count >= measure.MOST_ROUNDS)
 
 
-def _computing(step: Step, device: torch.device, team: Team) -> tuple[float, ...]:
-    """The part of a step in which each rank computes convolutions and linears: the median of a few."""
+def _computing(step: Step, count: int, device: torch.device, team: Team) -> tuple[float, ...]:
+    """The part of a step in which each rank computes convolutions and linears: the median of so many."""
     spent, parts = [0.0], []
 
     def note(start: float, end: float) -> None:
@@ -204,7 +204,7 @@ def _computing(step: Step, device: torch.device, team: Team) -> tuple[float, ...
 
     emulate.listeners.append(note)
     try:
-        for _ in range(LISTENED):
+        for _ in range(count):
             spent[0] = 0.0
             step_s = measure.until_all_are_done(step, device, team)
             parts.append(spent[0] / step_s)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final
+from hetconv.autotune import final as module
+from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final, Ran, expected
 from hetconv.autotune.race import Alone, Order, Outcome
 from hetconv.autotune.shares import ROUNDS, TrialFailedError
 from hetconv.candidates import EVEN
@@ -60,10 +61,16 @@ def final(steps: Steps) -> tuple[Final, list[Contender]]:
 STEPS = {REFERENCE: 1.0, EVEN: 0.8, "p0": 0.63, "p1": 0.62, "p2": 0.61, "p3": 0.60, "p4": 0.1}
 
 
+@pytest.fixture(autouse=True)
+def _by_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the catalogue's devices are predicted to take is not what these tests are about."""
+    monkeypatch.setattr(module, "PREDICTED", 1e6)
+
+
 def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
     steps = Steps(STEPS)
     of, plans = final(steps)
-    found = of.plan([(0.5 * (1 + k * HARDLY / RIVALS), c) for k, c in enumerate(plans)])
+    found = of.plan([Ran(c, 0.5 * (1 + k * HARDLY / RIVALS), 0.0) for k, c in enumerate(plans)])
     ways = [{name.split(": ")[-1] for name in order.ways} for order in steps.orders]
     assert ways == [{REFERENCE, "p0", "p1", "p2", "p3"}, {REFERENCE, "p2", "p3"}, {REFERENCE, "p3", EVEN}]
     assert sum(order.least_s for order in steps.orders[:2]) == pytest.approx(100 * HEATS_PART)
@@ -74,7 +81,7 @@ def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
 
 def test_the_prediction_is_for_the_speed_that_devices_had_meanwhile() -> None:
     of, plans = final(Steps(STEPS))
-    found = of.plan([(0.5, plans[0])])
+    found = of.plan([Ran(plans[0], 0.5, 0.0)])
     assert found is not None
     usual, then = (
         Pricer(of.run.graph, p, "train").price(plans[0].splits)[0].step_s
@@ -86,15 +93,35 @@ def test_the_prediction_is_for_the_speed_that_devices_had_meanwhile() -> None:
 def test_who_is_far_off_is_not_raced_again() -> None:
     steps = Steps(STEPS)
     of, plans = final(steps)
-    found = of.plan([(0.5, plans[0]), (0.5 * (1 + 2 * HARDLY), plans[3])])
-    assert len(steps.orders) == 1
+    found = of.plan([Ran(plans[0], 0.5, 0.0), Ran(plans[3], 0.5 * (1 + 2 * HARDLY), 0.0)])
+    (closing,) = steps.orders
+    assert closing.least_s == 100 * HEATS_PART  # that no heat needed
     assert found is not None
     assert found.name == "p0"
 
 
+@pytest.mark.parametrize(("fails", "name"), [("none", "p4"), ("the fastest plans", "p0")])
+def test_who_was_not_tried_but_may_be_the_fastest_races_too(fails: str, name: str) -> None:
+    """Predicted of all about the same: what was tried took far longer."""
+    steps = Steps(STEPS, fails)
+    of, plans = final(steps)
+    found = of.plan([Ran(plans[0], 9.0, 0.0), Ran(plans[1], 9.1, 0.0)], plans[4:])
+    assert {n.split(": ")[-1] for n in steps.orders[0].ways} == {REFERENCE, "p0", "p4"}
+    assert found is not None
+    assert found.name == name
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 0.4, 0.43), (0.1, 0.43, 0.46), (1.0, 0.49, 0.5)])
+def test_a_noisy_step_counts_less_than_what_was_predicted(
+    monkeypatch: pytest.MonkeyPatch, noise: float, least: float, most: float
+) -> None:
+    monkeypatch.undo()
+    assert least < expected(0.5, Ran(final(Steps(STEPS))[1][0], 0.4, noise)) < most
+
+
 def test_a_plan_that_does_not_beat_the_device_alone_is_not_the_plan() -> None:
     of, plans = final(Steps(STEPS | {"p0": 0.985}))
-    found = of.plan([(0.5, plans[0])])
+    found = of.plan([Ran(plans[0], 0.5, 0.0)])
     assert found is not None
     assert found.name == found.alone == "fastest device alone (0: cpu)"
     assert (found.step_s, found.trials) == (1.0, 1)
@@ -104,7 +131,7 @@ def test_a_plan_that_does_not_beat_the_device_alone_is_not_the_plan() -> None:
 def test_what_does_not_run_side_by_side_leaves_what_ran_by_itself(failing: str) -> None:
     steps = Steps(STEPS, failing)
     of, plans = final(steps)
-    found = of.plan([(0.5, plans[0]), (0.51, plans[1])])
+    found = of.plan([Ran(plans[0], 0.5, 0.0), Ran(plans[1], 0.51, 0.0)])
     assert found is not None
     assert found.name == ("p0" if failing != EVEN else "p1")
     assert found.even == (None if failing == EVEN else "even split by height")

@@ -57,7 +57,11 @@ def test_of_every_kind_one_is_measured_and_the_last_those_that_are_far() -> None
     best, slower, filters = contender("rows", 1.0), contender("slow rows", 1.2, (2, 1)), of_kind("filter", 1.8)
     far, too_far = of_kind("channel", 3.9), of_kind("width", 4.1)
     whole = best._replace(name="replicated", splits={"conv": Split("replicate")})
-    assert near([best, slower, filters, of_kind("filter", 1.9), far, too_far, whole]) == [best, filters, slower, far]
+    assert near([best, slower, filters, of_kind("filter", 1.9), far, too_far, whole]) == [best, slower, filters, far]
+    close = of_kind("filter", 1.22)
+    assert near([best, slower, close, far]) == [best, close, slower, far]
+    others = [contender(f"rows {k}", 1.1 + k / 100, (k, 1)) for k in range(3, 6)]
+    assert near([best, *others, filters]) == [best, *others[:2], filters, others[2]]
     rows = Split("height", (1, 1))
     mixed = best._replace(splits={"a": rows, "b": rows, "c": Split("filter", (1, 1))})
     assert near([mixed, filters]) == [mixed, filters]  # a third of the layers says little of filters
@@ -65,7 +69,9 @@ def test_of_every_kind_one_is_measured_and_the_last_those_that_are_far() -> None
 
 def test_from_the_even_split_something_else_is_learnt() -> None:
     best, like, even = contender("a", 1.0), contender("b", 1.1, (2, 1)), contender("even split by height", 1.9, (2, 2))
-    assert near([best, like, even], even) == [best, even, like]
+    assert near([best, like, even], even) == [best, like, even]
+    soon = contender("even split by height", 1.2, (2, 2))
+    assert near([best, like, soon], soon) == [best, soon, like]
     assert near([best, like], best) == near([best, like], None) == [best, like]
     far, too_far = (contender("even split by height", step_s, (2, 2)) for step_s in (2.1, 4.1))
     assert near([best, like, far], far) == [best, like, far]

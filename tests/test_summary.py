@@ -240,9 +240,9 @@ def studied(
     say = SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None, line=lines.append)
     graph, store = captured(), Store(folder, {}, resume=False)
     run: Any = SimpleNamespace(
-        graph=graph, job=SimpleNamespace(mode="train", seed=0), store=store, say=say, race=Raced(seconds),
-        x=torch.zeros(2, 4, 16, 16), device=torch.device("cpu"), on_gpu=False, passed=lambda part: lambda: False,
-        known=lambda *_: None, keep=lambda *_: None,
+        graph=graph, job=SimpleNamespace(mode="train", seed=0, budget=100.0), spent=0.0, store=store, say=say,
+        race=Raced(seconds), x=torch.zeros(2, 4, 16, 16), device=torch.device("cpu"), on_gpu=False,
+        passed=lambda part: lambda: False, known=lambda *_: None, keep=lambda *_: None,
     )  # fmt: skip
     found, _ = _Plans(run, ClusterProfile.from_devices(PAIR, link=link)).tuned()
     return found, studies_of(store), lines
@@ -275,6 +275,7 @@ def test_an_even_split_that_fails_spoils_nothing(tmp_path: Path, monkeypatch: py
         (FIELD[1], None, "on rank 1: there is no more memory")
     ]
     assert any("beside an even split failed on rank 1: there is no more memory" in line for line in lines)
+    assert not any("side by side" in line for line in lines)  # who failed does not race again
 
 
 def test_a_device_alone_that_nothing_comes_near_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ REFERENCE = "alone"
 RIVALS, HARDLY = 4, 0.1  # how many plans at most are compared once more, expected to take so much longer than the best
 PREDICTED = 0.1  # how far predictions are off by then, in logarithms
 HEATS_PART = 0.1  # of the budget: for all heats, in which more rounds are run of fewer and fewer rivals
+OVERRUN, STEPS = 2.0, 5  # times as long as that they may take, of so many steps of each rival at least
 CLOSING_ROUNDS, CLOSING_S = 9, 4.0  # of the plan that is left; seconds that they take at least, after heats
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 
@@ -101,7 +102,10 @@ class Final:
         return rivals, next(iter(rivals)), []
 
     def _rivals(self, tried: Sequence[Ran], untried: Sequence[Contender]) -> Rivals:
-        """By a name of their own, fastest first, those that may be the fastest by what was predicted and measured."""
+        """By a name of their own, fastest first, those that may be the fastest by what was predicted and measured.
+
+        No more than the budget has time for: one that was tried, if it has none for two.
+        """
         pricer = Pricer(self.run.graph, self.corrected, self.run.job.mode)
         first = self.alone or self.reference
 
@@ -111,11 +115,14 @@ class Final:
 
         assert not isinstance(first, Alone)  # that of ``alone``
         beside_s = seconds(first)
+        most = min(RIVALS, int(OVERRUN * HEATS_PART * self.run.job.budget / (STEPS * beside_s)) - 1)
         found = [(expected(seconds(one.contender) / beside_s, one), one.contender) for one in tried]
         best = min(found, key=lambda known: known[0])
+        if most < 2:
+            return {f"0: {best[1].name}": best[1]}
         found += [(seconds(c) / beside_s, c) for c in untried]
         order = sorted(found, key=lambda known: known[0])
-        near = [known for known in order[:RIVALS] if known[0] <= (1 + HARDLY) * order[0][0]]
+        near = [known for known in order[:most] if known[0] <= (1 + HARDLY) * order[0][0]]
         near += [best] if best not in near else []  # one that did run
         return {f"{k}: {c.name}": c for k, (_, c) in enumerate(near)}
 

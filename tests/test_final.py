@@ -111,6 +111,16 @@ def test_who_was_not_tried_but_may_be_the_fastest_races_too(fails: str, name: st
     assert found.name == name
 
 
+def test_without_time_for_two_the_best_that_ran_is_the_plan() -> None:
+    steps = Steps(STEPS)
+    of, plans = final(steps)
+    of.run.job.budget = 1e-3
+    found = of.plan([Ran(plans[0], 9.0, 0.0), Ran(plans[1], 9.1, 0.0)], plans[4:])
+    assert len(steps.orders) == 1
+    assert found is not None
+    assert found.name == "p0"
+
+
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 0.4, 0.43), (0.1, 0.43, 0.46), (1.0, 0.49, 0.5)])
 def test_a_noisy_step_counts_less_than_what_was_predicted(
     monkeypatch: pytest.MonkeyPatch, noise: float, least: float, most: float

@@ -177,6 +177,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=230, help="of training")
     parser.add_argument("--trials", type=int, default=8, help="ratios that autotune tries")
-    parser.add_argument("--budget", type=float, default=45, help="seconds for autotune, about")
+    parser.add_argument("--budget", type=float, default=75, help="seconds for autotune, about")
     parser.add_argument("--out", type=lambda path: Path(path).resolve(), default=Path("out"), help="where results go")
     main(Options(**vars(parser.parse_args()), start=time.monotonic()))

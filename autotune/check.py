@@ -179,6 +179,6 @@ def predicted_and_measured(
     times = {name: [one.seconds[name] for one in ran] for name in plans}
     usual, then = (Pricer(graph, p, mode) for p in (profile, profile.at_pulses(pulses_of(ran))))
     predicted, at_speed = (
-        {name: pricer.of(name).price(splits)[0].step_s for name, splits in plans.items()} for pricer in (usual, then)
+        {name: pricer.step_s(name, splits) for name, splits in plans.items()} for pricer in (usual, then)
     )
     return Check({name: (predicted[name], median(times[name])) for name in plans}, times, at_speed)

@@ -18,7 +18,7 @@ from hetconv.tuned import TunedPlan
 from .job import Run
 from .learn import MISFIT
 from .machine import conditions
-from .race import Alone, Order, Outcome, Way
+from .race import Order, Outcome, Way
 from .shares import ROUNDS, TrialFailedError
 
 REFERENCE = "alone"
@@ -45,6 +45,11 @@ def expected(predicted: float, ran: Ran) -> float:
     """The likeliest part, of what was predicted and measured, each counting by how sure it is."""
     by_prediction, by_steps = PREDICTED**-2, 1 / (MISFIT**2 + ran.noise**2)
     return exp((log(predicted) * by_prediction + log(ran.part) * by_steps) / (by_prediction + by_steps))
+
+
+def beside(alone: Contender | None) -> str:
+    """What plans are measured beside, in words."""
+    return alone.name if alone is not None else "the plan planned first"
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,7 @@ class Final:
         step_s = _median(closing, name)
         if self.alone is not None and part > WORTH:
             best, step_s = self.alone, _median(closing, REFERENCE)
-        beside = self.alone.name if self.alone is not None else "the plan planned first"
-        said = f"the fastest split took {part:.3f}x of {beside}"
+        said = f"the fastest split took {part:.3f}x of {beside(self.alone)}"
         self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {said}")
         return self._entry(best, step_s, len(tried), closing)
 
@@ -107,20 +111,21 @@ class Final:
         No more than the budget has time for: one that was tried, if it has none for two.
         """
         pricer = Pricer(self.run.graph, self.corrected, self.run.job.mode)
-        first = self.alone or self.reference
+        if self.alone is not None:
+            beside_s = pricer.step_s(self.alone.name, self.alone.splits)
+        else:
+            assert isinstance(self.reference, Plan)
+            beside_s = pricer.step_s(self.reference.chosen, self.reference.splits)
 
-        def seconds(of: Contender | Plan) -> float:
-            known = pricer.of(of.name) if isinstance(of, Contender) else pricer
-            return known.price(of.splits)[0].step_s
+        def predicted(c: Contender) -> float:
+            return pricer.step_s(c.name, c.splits) / beside_s
 
-        assert not isinstance(first, Alone)  # that of ``alone``
-        beside_s = seconds(first)
         most = min(RIVALS, int(OVERRUN * HEATS_PART * self.run.job.budget / (STEPS * beside_s)) - 1)
-        found = [(expected(seconds(one.contender) / beside_s, one), one.contender) for one in tried]
+        found = [(expected(predicted(one.contender), one), one.contender) for one in tried]
         best = min(found, key=lambda known: known[0])
         if most < 2:
             return {f"0: {best[1].name}": best[1]}
-        found += [(seconds(c) / beside_s, c) for c in untried]
+        found += [(predicted(c), c) for c in untried]
         order = sorted(found, key=lambda known: known[0])
         near = [known for known in order[:most] if known[0] <= (1 + HARDLY) * order[0][0]]
         near += [best] if best not in near else []  # one that did run
@@ -157,7 +162,7 @@ class Final:
         even = self.even[0] if self.even and EVEN in closing.rounds[0] else None
         return TunedPlan(
             self.run.graph.digest, self.run.job.mode, best.name, best.splits, step_s,
-            predicted_s=pricer.of(best.name).price(best.splits)[0].step_s,
+            predicted_s=pricer.step_s(best.name, best.splits),
             trials=trials,
             alone=self.alone.name if self.alone is not None else None,
             alone_s=_median(closing, REFERENCE) if self.alone is not None else None,

@@ -22,7 +22,7 @@ from hetconv.proportions import Splits
 from hetconv.tuned import TunedPlan
 
 from .field import ERROR, MOST, even_split, near
-from .final import REFERENCE, Final, Ran
+from .final import REFERENCE, Final, Ran, beside
 from .job import Run
 from .learn import AtWork, Learnt, Observed, at_work, believed, corrected, noise_of, with_learnt
 from .race import Alone, Order, Seconds, Way
@@ -51,7 +51,7 @@ class _Plans:
         self.enough = run.passed(part_of(run, PLANS_PART))
         self.trial_s = TRIAL_S
         self.reference: Way | None = None
-        self.alone_name: str | None = None
+        self.alone: Contender | None = None
         self.even: tuple[str, Contender] | None = None
         self.failed: list[Splits] = []
 
@@ -64,25 +64,24 @@ class _Plans:
         left_s = (part_of(self.run, PLANS_PART) - self.run.spent) * self.run.job.budget
         self.trial_s = max(TRIAL_S, ROUNDS_PART * left_s / (len(field) + MOST))
         tried = self.measured(field, "plans")
-        learnt = self.learnt(before, tried)
-        after = contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode)
-        new = [c for c in near(after) if all(c.splits != other.splits for other in field)]
+        learnt = self.learnt(tried)
+        after = near(contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode))
+        new = [c for c in after if all(c.splits != other.splits for other in field)]
         tried = self.measured(new, "plans, corrected", tried)
-        why = "no split ran" if field or new else "no split is predicted to come near it"
-        learnt = self.learnt(before, tried) if new else learnt
+        learnt = self.learnt(tried) if new else learnt
         if self.reference is None:
             return None, learnt
-        alone = next((c for c in before if c.name == self.alone_name), None)
         corrected = with_learnt(self.profile, learnt)
-        final = Final(self.run, self.base, self.reference, alone, self.even, corrected)
+        final = Final(self.run, self.base, self.reference, self.alone, self.even, corrected)
         if not tried:
+            why = "no split ran" if field or new else "no split is predicted to come near it"
             return final.undisputed(why), learnt
         known = [*self.failed, *(c.splits for c, _ in tried)]
-        untried = [c for c in near(after) if c.splits not in known]
+        untried = [c for c in after if c.splits not in known]
         ran = [Ran(c, t.value, t.user_attrs[NOISE]) for c, t in tried if t.value]
         return final.plan(ran, untried), learnt
 
-    def learnt(self, before: Sequence[Contender], tried: Sequence[Tried]) -> Learnt:
+    def learnt(self, tried: Sequence[Tried]) -> Learnt:
         """From steps beside the fastest device alone, and from its own."""
         graph, mode = self.run.graph, self.run.job.mode
         plain = Pricer(graph, self.profile, mode)
@@ -90,20 +89,20 @@ class _Plans:
         then = [Pricer(graph, self.profile.at_pulses(t.user_attrs[PULSE_S]), mode) for _, t in tried]
         seen = [observed(c._replace(costs=p.price(c.splits)[1]), t) for p, (c, t) in zip(then, tried, strict=True)]
         factors = corrected(self.profile.devices, seen)
-        alone = next((c for c in before if c.name == self.alone_name), None)
+        alone = self.alone
         if alone is None or not tried:
             return Learnt(factors)
 
         def slower(pricer: Pricer, c: Contender) -> float:
             """How many times as long as usually it is predicted to take."""
-            found, usual = (p.of(c.name).price(c.splits)[0].step_s for p in (pricer, plain))
+            found, usual = (p.step_s(c.name, c.splits) for p in (pricer, plain))
             return found / usual
 
-        beside = [slower(pricer, alone) for pricer in then]
-        alone_s = median(t.user_attrs[REFERENCE_S] / slow for slow, (_, t) in zip(beside, tried, strict=True))
+        slowed = [slower(pricer, alone) for pricer in then]
+        alone_s = median(t.user_attrs[REFERENCE_S] / slow for slow, (_, t) in zip(slowed, tried, strict=True))
         ran = [
             (c, t.value * alone_s * slow / slower(pricer, c), t.user_attrs[NOISE])
-            for pricer, slow, (c, t) in zip(then, beside, tried, strict=True) if t.value
+            for pricer, slow, (c, t) in zip(then, slowed, tried, strict=True) if t.value
         ]  # fmt: skip
 
         def steps(way: AtWork) -> list[float]:
@@ -135,7 +134,7 @@ class _Plans:
             best = min(took, key=lambda name: took[name])
             run.keep("plans", REFERENCE, best)
             run.say.line(f"{best}: {took[best] * 1e3:.1f} ms")
-        self.reference, self.alone_name = ways[best][1], ways[best][0].name
+        self.alone, self.reference = ways[best]
 
     def runs(self, name: str, way: Way) -> bool:
         try:
@@ -152,7 +151,7 @@ class _Plans:
         if not field or self.reference is None:
             return [*tried]
         run.say.stage(name, len(field))
-        study = run.store.study(f"{name} {digest(field)}", name, self.beside)
+        study = run.store.study(f"{name} {digest(field)}", name, beside(self.alone))
         for k in range(len(field)):
             study.enqueue_trial({"plan": k}, skip_if_exists=True)
 
@@ -162,7 +161,7 @@ class _Plans:
             return judged(trial, lambda hopeless: self.rounds(contender, trial, hopeless))
 
         def told(trial: FrozenTrial) -> None:
-            how = f"{trial.value:.3f}x of {self.beside}" if trial.value is not None else "failed"
+            how = f"{trial.value:.3f}x of {beside(self.alone)}" if trial.value is not None else "failed"
             said = f"{field[trial.params['plan']].name} {how} {trial.user_attrs.get(WHY, '')}".strip()
             run.say.advance(said, trial.value)
 
@@ -189,10 +188,6 @@ class _Plans:
         trial.set_user_attr(PULSE_S, found.pulse_s)
         trial.set_user_attr(NOISE, noise_of([s["trial"] for s in found.rounds]))
         return [s["trial"] / s[REFERENCE] for s in found.rounds]
-
-    @property
-    def beside(self) -> str:
-        return self.alone_name or "the plan planned first"
 
     def plan(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)

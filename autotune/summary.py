@@ -113,7 +113,7 @@ def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode, best: TunedP
     then = profile.at_pulses(best.pulse_s) if best is not None and best.pulse_s else profile
     pricer, ways = Pricer(graph, then, mode), Candidates(graph, then, mode).whole_models()
     wanted = {name: splits for name, splits in ways.items() if name.startswith((EVEN, ALONE))}
-    return {name: pricer.of(name).price(splits)[0].step_s for name, splits in wanted.items()}
+    return {name: pricer.step_s(name, splits) for name, splits in wanted.items()}
 
 
 def _way(sort: str, name: str | None, measured_s: float | None, predicted: Mapping[str, float]) -> Way | None:

@@ -33,7 +33,7 @@ def compared(graph: Graph, profile: ClusterProfile, mode: Mode, plans: Mapping[s
     for name, splits in found.items():
         if name.startswith(ALONE) or splits not in distinct.values():
             distinct[name] = splits
-    place = {name: log(pricer.of(name).price(splits)[0].step_s) for name, splits in distinct.items()}
+    place = {name: log(pricer.step_s(name, splits)) for name, splits in distinct.items()}
     wanted = [name for name in distinct if name in plans or name.startswith((ALONE, EVEN))]
     wanted += [name for name in sorted(distinct, key=place.__getitem__) if name not in wanted][:LIKELY]
     rest = [name for name in distinct if name not in wanted]

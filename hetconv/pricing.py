@@ -95,6 +95,10 @@ class Pricer:
             self._lone = Pricer(self.graph, self.profile.alone(), self.mode)
         return self._lone
 
+    def step_s(self, name: str, splits: Mapping[str, Split]) -> float:
+        """Seconds of a step of the plan of this name, see `of`."""
+        return self.of(name).price(splits)[0].step_s
+
     def memory(self, splits: Mapping[str, Split]) -> tuple[int, ...]:
         """Bytes on each device, as `price` predicts them, without the seconds."""
         applied, sums = self.walk(splits)

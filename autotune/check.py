@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from statistics import median
@@ -24,13 +24,14 @@ from hetconv.rules import Split
 from hetconv.transport import objects_of_all, team_of
 
 from . import fit
-from .measure import Step, operator_samples, paired_rounds, pulses_of
+from .measure import Step, more_samples, operator_samples, paired_rounds, pulses_of
 from .race import step_alone, step_of
 from .sampling import Passes, Time
 from .subjects import Layer, subjects_of
 
 MOST_LAYERS = 16  # of which errors are asked for, along one axis each
 SHARES = 0.3, 0.7
+VISITS = 3  # of each, some seconds apart
 AGREEING = 0.9  # of the rounds, say which of two plans is faster
 Plans = Mapping[str, Mapping[str, Split]]
 
@@ -97,7 +98,7 @@ class Spot(Layer):
     def share(self) -> float:
         return self.part / self.extent
 
-    def samples(self, time: Time, device: torch.device) -> dict[float, Passes]:
+    def samples(self, time: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
         return {self.share: time(self.run(self.part, device))}
 
 
@@ -119,7 +120,7 @@ def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torc
     shares = [(s, max(round(share * s.extent), 1)) for s in layers for share in SHARES]
     spots = [Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=part) for s, part in dict.fromkeys(shares)]
     own, team = profile.devices[team_of().rank], team_of()
-    first, again = (_spot_seconds(spots, device, own) for _ in range(2))
+    first, again = (_spot_seconds(spots, device, own, mode == "train") for _ in range(2))
     predicted, repeated = [], []
     for spot, k in product(spots, range(1 + (mode == "train"))):
         if spot.key in first and spot.key in again:
@@ -131,13 +132,18 @@ def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torc
     return LayerErrors(*(sorted(chain(*each)) for each in of_ranks))
 
 
-def _spot_seconds(spots: Sequence[Spot], device: torch.device, own: DeviceModel) -> dict[str, tuple[float, float]]:
+def _spot_seconds(
+    spots: Sequence[Spot], device: torch.device, own: DeviceModel, backward: bool
+) -> dict[str, tuple[float, float]]:
     """Collective: by key, of both passes as calls by the host, on the device when it is as fast as the profile says;
     without those for which there is no memory.
     """
     by_key, found = {spot.key: spot for spot in spots}, {}
     host_s = own.overhead(False), own.overhead(True)
-    for key, samples in operator_samples([*by_key.values()], device, lambda: False):
+    visited = dict(operator_samples([*by_key.values()], device, lambda: False))
+    for _ in range(1, VISITS):
+        visited = {key: more_samples(by_key[key], samples, device, backward) for key, samples in visited.items()}
+    for key, samples in visited.items():
         if samples:
             measured, share = fit.operator(fit.at_pulse(samples, own.pulse_s)), by_key[key].share
             called = fit.called(measured, host_s, device.type == "cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from hetconv.candidates import EVEN, TUNED
+from hetconv.candidates import EVEN
 from hetconv.plan import ALONE
 from hetconv.planner import Contender
 from hetconv.proportions import Splits
@@ -27,7 +27,7 @@ def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -
 def near(found: Sequence[Contender], even: Contender | None = None) -> list[Contender]:
     """Who may be the fastest of those that split, as predictions err, and who shows what else whole steps take.
 
-    First what a study found, for that was measured; then the likeliest, and one of each other kind, the ``even`` split
+    First the likeliest, and one of each other kind, the ``even`` split
     among them, that may be the fastest: from these more is learnt than from plans that are much the same. Then the rest
     of the likeliest `FIRST`, kinds that are farther off, and others that may be the fastest; last what is too far off
     for that, for what is left of the budget. Nobody, if none comes near a device alone.
@@ -38,7 +38,7 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
         return []
     best_s = split[0].predicted.step_s
     likely = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
-    field = [c for c in split if c.name.startswith(TUNED)] + likely[:1]
+    field = likely[:1]
     seen = {prevalent(c) for c in field}
     telling = [even] if even is not None else []
     for c in split:

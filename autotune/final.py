@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, exp, log, log2
 from statistics import median
 from typing import NamedTuple
@@ -83,6 +84,10 @@ class Final:
         self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {said}")
         return self._entry(best, step_s, len(tried), closing)
 
+    def likeliest(self, tried: Sequence[Ran]) -> Ran:
+        """Of these to be the fastest, by what was predicted and measured."""
+        return min(tried, key=self._expected)
+
     def undisputed(self, why: str) -> TunedPlan | None:
         """The device alone, if the model runs on any."""
         if self.alone is None:
@@ -110,26 +115,34 @@ class Final:
 
         No more than the budget has time for: one that was tried, if it has none for two.
         """
-        pricer = Pricer(self.run.graph, self.corrected, self.run.job.mode)
-        if self.alone is not None:
-            beside_s = pricer.step_s(self.alone.name, self.alone.splits)
-        else:
-            assert isinstance(self.reference, Plan)
-            beside_s = pricer.step_s(self.reference.chosen, self.reference.splits)
-
-        def predicted(c: Contender) -> float:
-            return pricer.step_s(c.name, c.splits) / beside_s
-
-        most = min(RIVALS, int(OVERRUN * HEATS_PART * self.run.job.budget / (STEPS * beside_s)) - 1)
-        found = [(expected(predicted(one.contender), one), one.contender) for one in tried]
+        found = [(self._expected(one), one.contender) for one in tried]
         best = min(found, key=lambda known: known[0])
+        most = min(RIVALS, int(OVERRUN * HEATS_PART * self.run.job.budget / (STEPS * self._beside_s)) - 1)
         if most < 2:
             return {f"0: {best[1].name}": best[1]}
-        found += [(predicted(c), c) for c in untried]
+        found += [(self._predicted(c), c) for c in untried]
         order = sorted(found, key=lambda known: known[0])
         near = [known for known in order[:most] if known[0] <= (1 + HARDLY) * order[0][0]]
         near += [best] if best not in near else []  # one that did run
         return {f"{k}: {c.name}": c for k, (_, c) in enumerate(near)}
+
+    def _expected(self, ran: Ran) -> float:
+        return expected(self._predicted(ran.contender), ran)
+
+    def _predicted(self, contender: Contender) -> float:
+        return self._pricer.step_s(contender.name, contender.splits) / self._beside_s
+
+    @cached_property
+    def _beside_s(self) -> float:
+        """What a step is predicted to take that plans are measured beside."""
+        if self.alone is not None:
+            return self._pricer.step_s(self.alone.name, self.alone.splits)
+        assert isinstance(self.reference, Plan)
+        return self._pricer.step_s(self.reference.chosen, self.reference.splits)
+
+    @cached_property
+    def _pricer(self) -> Pricer:
+        return Pricer(self.run.graph, self.corrected, self.run.job.mode)
 
     def _fastest(self, rivals: Rivals) -> tuple[str, list[float]]:
         """After each heat the slower half is out (successive halving: Karnin et al., 2013); all its rounds count."""
@@ -158,11 +171,11 @@ class Final:
         return self.base.with_splits(contender.splits)
 
     def _entry(self, best: Contender, step_s: float, trials: int, closing: Outcome) -> TunedPlan:
-        pricer = Pricer(self.run.graph, self.corrected.at_pulses(closing.pulse_s), self.run.job.mode)
+        then = Pricer(self.run.graph, self.corrected.at_pulses(closing.pulse_s), self.run.job.mode)
         even = self.even[0] if self.even and EVEN in closing.rounds[0] else None
         return TunedPlan(
             self.run.graph.digest, self.run.job.mode, best.name, best.splits, step_s,
-            predicted_s=pricer.step_s(best.name, best.splits),
+            predicted_s=then.step_s(best.name, best.splits),
             trials=trials,
             alone=self.alone.name if self.alone is not None else None,
             alone_s=_median(closing, REFERENCE) if self.alone is not None else None,

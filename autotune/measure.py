@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from statistics import harmonic_mean, median
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hetconv.transport import Team, objects_of_all, team_of
 
-from .sampling import Passes, Run, sampled
+from .sampling import Passes, Run, doubts, sampled
 from .subjects import Subject
 
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
@@ -148,7 +148,22 @@ def operator_samples(
         yield subject.key, (_in_turn if subject.alone else _together)(subject, device)
 
 
-def _together(subject: Subject, device: torch.device) -> dict[float, Passes]:
+def more_samples(
+    subject: Subject, known: Mapping[float, Passes], device: torch.device, backward: bool
+) -> dict[float, Passes]:
+    """What this rank has ``known`` of a subject, with as many samples again where it is in doubt. Collective.
+
+    Minutes may lie between: what disturbed the device for some seconds then is gone. A rank that has no doubts measures
+    all once more, for the others want it to be at work. Forward alone, unless ``backward`` matters.
+    """
+    at = [*doubts(known, backward)] or [*known]
+    again = (_in_turn if subject.alone else _together)(subject, device, at, backward)
+    return {share: passes.and_again(again[share]) if share in again else passes for share, passes in known.items()}
+
+
+def _together(
+    subject: Subject, device: torch.device, known: Collection[float] = (), backward: bool = True
+) -> dict[float, Passes]:
     """While all ranks are at work on the same: each takes as many shares and repeats as its own curve wants.
 
     No rank waits for another while it measures. One that is done goes on with what it ran last until all are, so that
@@ -159,9 +174,9 @@ def _together(subject: Subject, device: torch.device) -> dict[float, Passes]:
 
     def passes(run: Run) -> Passes:
         last[:] = [run]
-        return _passes(run, device)
+        return _passes(run, device, backward)
 
-    found = _fitting(lambda: subject.samples(passes, device))
+    found = _fitting(lambda: subject.samples(passes, device, known))
     others = dist.barrier(group=team_of().control, async_op=True)
     assert others is not None
     while last and not others.is_completed():
@@ -170,12 +185,14 @@ def _together(subject: Subject, device: torch.device) -> dict[float, Passes]:
     return found
 
 
-def _in_turn(subject: Subject, device: torch.device) -> dict[float, Passes]:
+def _in_turn(
+    subject: Subject, device: torch.device, known: Collection[float] = (), backward: bool = True
+) -> dict[float, Passes]:
     """One rank after the other, while all others rest."""
     team, found = team_of(), {}
     for rank in range(team.size):
         if rank == team.rank:
-            found = _fitting(lambda: subject.samples(lambda run: _passes(run, device), device))
+            found = _fitting(lambda: subject.samples(lambda run: _passes(run, device, backward), device, known))
         dist.barrier(group=team.control)
     return found
 
@@ -187,13 +204,14 @@ def _fitting(samples: Callable[[], dict[float, Passes]]) -> dict[float, Passes]:
         return {}
 
 
-def _passes(run: Run, device: torch.device) -> Passes:
+def _passes(run: Run, device: torch.device, backward: bool = True) -> Passes:
     beat = pulse(device)
-    (forward, pulse_s), (backward, then_s) = (
-        sampled(stopwatch(call, device), beat) for call in (run.forward, run.backward)
-    )
+    forward, pulse_s = sampled(stopwatch(run.forward, device), beat)
+    if not backward:
+        return Passes(forward, [], pulse_s)
+    behind, then_s = sampled(stopwatch(run.backward, device), beat)
     less = median(forward) if run.both else 0.0
-    return Passes(forward, [max(seconds * pulse_s / then_s - less, 0.0) for seconds in backward], pulse_s)
+    return Passes(forward, [max(seconds * pulse_s / then_s - less, 0.0) for seconds in behind], pulse_s)
 
 
 def told(word: Any, source: int = 0) -> Any:

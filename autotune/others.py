@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
@@ -28,21 +28,30 @@ CHANNELS, SIDES = 64, (4, 16, 64, 128, 256)  # of the images on which operators 
 
 @dataclass(frozen=True)
 class Other:
-    """A kind of operator that no plan names, on parts while all are at work, or ``alone`` on plain tensors."""
+    """A kind of operator that no plan names, on parts while all are at work, or ``alone`` on plain tensors.
+
+    ``count``: how many a model has.
+    """
 
     kind: str
     dtype: str
     alone: bool = False
+    count: int = 1
 
     @property
     def key(self) -> str:
         return f"{self.kind} {self.dtype}" + " alone" * self.alone
 
-    def samples(self, time: Time, device: torch.device) -> dict[float, Passes]:
-        """By bytes read and written."""
-        return dict(self._at(side, time, device) for side in SIDES)
+    def samples(self, time: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+        """By bytes read and written: those that are ``known`` already, if any are."""
+        found = {}
+        for side in SIDES:
+            moved_bytes, run = self._run(side, device)
+            if not known or moved_bytes in known:
+                found[moved_bytes] = time(run)
+        return found
 
-    def _at(self, side: int, time: Time, device: torch.device) -> tuple[float, Passes]:
+    def _run(self, side: int, device: torch.device) -> tuple[float, Run]:
         dtype = getattr(torch, self.dtype)
         x = torch.randn((1, CHANNELS, side, side), dtype=dtype, device=device)
         x = x.to(memory_format=torch.channels_last).requires_grad_()
@@ -61,7 +70,7 @@ class Other:
         def train() -> Any:
             return torch.autograd.grad(local(compute(given, *weights, mean, var)), wanted, g)
 
-        return float(x.nbytes + y.nbytes), time(Run(infer, train, both=True))
+        return float(x.nbytes + y.nbytes), Run(infer, train, both=True)
 
 
 KINDS: dict[str, Callable[..., Tensor]] = {
@@ -78,15 +87,19 @@ KINDS: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """What the host takes for a layer beside its kernels: a small convolution on parts, or ``alone`` by torch."""
+    """What the host takes for a layer beside its kernels: a small convolution on parts, or ``alone`` by torch.
+
+    ``count``: how many layers a model has.
+    """
 
     alone: bool = False
+    count: int = 1
 
     @property
     def key(self) -> str:
         return "call" + " alone" * self.alone
 
-    def samples(self, time: Time, device: torch.device) -> dict[float, Passes]:
+    def samples(self, time: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
         """Under 1.0. On a GPU, where kernels do not keep the host waiting, the whole time of a call."""
         op = Conv(ConvSpec(1, 8, (8, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
         s = op.spec

@@ -7,18 +7,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 from torch import Tensor
 
-from hetconv.candidates import Candidates
+from hetconv.candidates import Candidates, tuned_name
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.plan import ALONE, Plan
 from hetconv.planner import Contender, contenders, make_plan
 from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import Splits
+from hetconv.profile import ClusterProfile, TunedRatio
+from hetconv.proportions import Splits, whole_model
 from hetconv.tuned import TunedPlan
 
 from .field import ERROR, MOST, even_split, near
@@ -26,6 +27,7 @@ from .final import REFERENCE, Final, Ran, beside
 from .job import Run
 from .learn import AtWork, Learnt, Observed, at_work, believed, corrected, noise_of, with_learnt
 from .race import Alone, Order, Seconds, Way
+from .ratio import RatioStudy, ratio_of, tells
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
 from .stages import PLANS_PART, part_of
 
@@ -33,13 +35,25 @@ TRIAL_S = 2.0  # seconds that rounds of a plan beside the device alone take at l
 ROUNDS_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
 # Of a trial: seconds of what it ran beside, and of pulses meanwhile, by rank; its standard error, in logarithms.
 REFERENCE_S, PULSE_S, NOISE = "reference_s", "pulse_s", "noise"
+RATIO_PART = 0.06  # of the budget, from where the study of a ratio begins
 Tried = tuple[Contender, FrozenTrial]
 
 
+class Found(NamedTuple):
+    """The fastest ``plan``, if any ran; what was ``learnt`` on the way; and the ``ratio``, if one was studied."""
+
+    plan: TunedPlan | None
+    learnt: Learnt
+    ratio: TunedRatio | None = None
+
+
 def plans(run: Run, profile: ClusterProfile) -> ClusterProfile:
-    """The tuned plan, and of each device what was learnt on the way."""
-    found, learnt = run.led(lambda: _Plans(run, profile).tuned())
-    return replace(with_learnt(profile, learnt), plans=(found,) if found is not None else ())
+    """The tuned plan, its ratio, and of each device what was learnt on the way."""
+    plan, learnt, ratio = run.led(lambda: _Plans(run, profile).found())
+    return replace(
+        with_learnt(profile, learnt),
+        plans=(plan,) if plan is not None else (), tuned=(ratio,) if ratio is not None else (),
+    )  # fmt: skip
 
 
 class _Plans:
@@ -55,8 +69,7 @@ class _Plans:
         self.even: tuple[str, Contender] | None = None
         self.failed: list[Splits] = []
 
-    def tuned(self) -> tuple[TunedPlan | None, Learnt]:
-        """What is fastest, if anything ran, and what was learnt."""
+    def found(self) -> Found:
         before = contenders(self.run.graph, self.profile, mode=self.run.job.mode)
         self.find_reference(before)
         self.even = even_split(Candidates(self.run.graph, self.profile, self.run.job.mode).whole_models(), before)
@@ -70,16 +83,33 @@ class _Plans:
         tried = self.measured(new, "plans, corrected", tried)
         learnt = self.learnt(tried) if new else learnt
         if self.reference is None:
-            return None, learnt
+            return Found(None, learnt)
         corrected = with_learnt(self.profile, learnt)
         final = Final(self.run, self.base, self.reference, self.alone, self.even, corrected)
         if not tried:
             why = "no split ran" if field or new else "no split is predicted to come near it"
-            return final.undisputed(why), learnt
+            return Found(final.undisputed(why), learnt)
         known = [*self.failed, *(c.splits for c, _ in tried)]
         untried = [c for c in after if c.splits not in known]
         ran = [Ran(c, t.value, t.user_attrs[NOISE]) for c, t in tried if t.value]
-        return final.plan(ran, untried), learnt
+        best = final.likeliest(ran)
+        ratio = self.ratio(best)
+        if ratio is not None and ratio.weights != ratio.computed_weights:
+            splits = whole_model(self.run.graph, ratio.kind, ratio.weights, (ratio.kind,))
+            priced = Pricer(self.run.graph, corrected, self.run.job.mode).price(splits)
+            part = best.part * ratio.step_s / ratio.computed_step_s
+            ran.append(Ran(Contender(tuned_name(ratio), splits, *priced), part, best.noise))
+        return Found(final.plan(ran, untried), learnt, ratio)
+
+    def ratio(self, best: Ran) -> TunedRatio | None:
+        """Of the plan that is likely to be the fastest, if it has one, and trials can tell what another gains."""
+        found = ratio_of(best.contender.splits)
+        if found is None or not self.run.job.trials:
+            return None
+        if not tells(best.noise):
+            self.run.say.line("no ratio is refined: steps vary by more than one could gain over the computed one")
+            return None
+        return RatioStudy(self.run, self.base, *found, self.trial_s).tuned(part_of(self.run, RATIO_PART))
 
     def learnt(self, tried: Sequence[Tried]) -> Learnt:
         """From steps beside the fastest device alone, and from its own."""

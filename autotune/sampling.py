@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from math import ceil, comb, inf
@@ -30,6 +30,11 @@ class Passes(NamedTuple):
         """As they would be on the device when a pulse takes it so long."""
         forward, backward = ([s * pulse_s / self.pulse_s for s in own] for own in (self.forward, self.backward))
         return Passes(forward, backward, pulse_s)
+
+    def and_again(self, later: Passes) -> Passes:
+        """With more of the same, which were taken on the device as it was then."""
+        same = later.at(self.pulse_s)
+        return Passes([*self.forward, *same.forward], [*self.backward, *same.backward], self.pulse_s)
 
 
 class Run(NamedTuple):
@@ -69,6 +74,20 @@ def settled(samples: Sequence[float]) -> bool:
     lo, hi = interval(samples)
     middle = median(samples)
     return max(hi - middle, middle - lo) <= PRECISION * middle
+
+
+def doubt(samples: Sequence[float]) -> float:
+    """Seconds by which their median may be off, if it has not settled."""
+    if not samples or settled(samples):
+        return 0.0
+    lo, hi = interval(samples) if _rank(len(samples)) else (min(samples), max(samples))
+    return (hi - lo) / 2
+
+
+def doubts(samples: Mapping[float, Passes], backward: bool) -> dict[float, float]:
+    """`doubt` of both passes together, by share, where there is any; ``backward`` does not always matter."""
+    found = {at: doubt(p.forward) + backward * doubt(p.backward) for at, p in samples.items()}
+    return {at: seconds for at, seconds in found.items() if seconds > 0}
 
 
 def sampled(

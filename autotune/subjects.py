@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -35,6 +36,7 @@ class Layer:
     """A layer of a plan, by share along ``axis`` while all ranks are at work, or ``alone`` and whole.
 
     ``dtype`` of its result. ``between``: bytes that a step reads and writes until it comes to this layer again.
+    ``count``: how many layers of a model are like this one.
     """
 
     op: Conv | Linear
@@ -43,16 +45,17 @@ class Layer:
     bias: bool = True
     between: int = 0
     alone: bool = False
+    count: int = 1
 
     @property
     def key(self) -> str:
         return operator_key(self.op, self.axis, self.dtype) + " alone" * self.alone
 
-    def samples(self, time: Time, device: torch.device) -> dict[float, Passes]:
-        """By share."""
+    def samples(self, time: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+        """By share: those that are ``known`` already, if any are, or those that tell most."""
         extent = self.extent
-        if self.alone:
-            return {1.0: time(self.run(extent, device))}
+        if self.alone or known:
+            return {share: time(self.run(round(share * extent), device)) for share in known or (1.0,)}
         explore = explored if self.axis == "pixels" else partial(explored_steps, grain=GRAIN)
         found = explore(lambda part: time(self.run(part, device)), extent)
         return {part / extent: seconds for part, seconds in found.items()}
@@ -139,24 +142,25 @@ def subjects_of(graph: Graph) -> list[Subject]:
 
     Equal ones are one, and their order is the same on every rank. The smallest layers come last: time may be short.
     """
-    layers: dict[tuple[Conv | Linear, str], bool] = {}
-    others: dict[tuple[str, str], None] = {}
+    layers, others = Counter[tuple[Conv | Linear, str]](), Counter[tuple[str, str]]()
+    biased = set()
     for node in graph.nodes:
         if not node.outputs:
             continue
         dtype, kind = graph.values[node.outputs[0]].dtype, kind_of(node.op)
         if isinstance(node.op, Conv | Linear) and node.layer is not None:
-            biased = any(str(graph.values[i].param).endswith("bias") for i in node.params)
-            layers.setdefault((node.op, dtype), biased)
+            layers[node.op, dtype] += 1
+            if any(str(graph.values[i].param).endswith("bias") for i in node.params):
+                biased.add((node.op, dtype))
         elif kind is not None and getattr(torch, dtype).is_floating_point:
-            others.setdefault((kind, dtype))
+            others[kind, dtype] += 1
     between = sum(_bytes(op, dtype) for op, dtype in layers)
     found: list[Subject] = []
-    for (op, dtype), bias in sorted(layers.items(), key=lambda known: work(known[0][0]), reverse=True):
-        found += [Layer(op, axis, dtype, bias, between) for axis in axes_of(op)]
-        found.append(Layer(op, AXES[0], dtype, bias, between, alone=True))
-    rest: list[Subject] = [Call(alone) for alone in (False, True)]
-    rest += [Other(kind, dtype, alone) for kind, dtype in others for alone in (False, True)]
+    for (op, dtype), count in sorted(layers.items(), key=lambda known: work(known[0][0]), reverse=True):
+        layer = Layer(op, AXES[0], dtype, (op, dtype) in biased, between, count=count)
+        found += [*(replace(layer, axis=axis) for axis in axes_of(op)), replace(layer, alone=True)]
+    rest: list[Subject] = [Call(alone, layers.total()) for alone in (False, True)]
+    rest += [Other(kind, dtype, alone, count) for (kind, dtype), count in others.items() for alone in (False, True)]
     return [*found[:3], *rest, *found[3:]]
 
 

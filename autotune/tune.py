@@ -13,12 +13,11 @@ from .plans import plans
 from .progress import Reporter
 from .race import step_of
 from .record import Record, samples_of, studies_of
-from .stages import chunks, operators, ratio, tiles
+from .stages import chunks, operators, tiles
 
 __all__ = ["Job", "step_of", "tune"]
 
 REFINING: dict[str, Callable[[Run, ClusterProfile], ClusterProfile]] = {
-    "ratio": ratio,
     "plans": plans,
     "chunks": chunks,
     "tiles": tiles,

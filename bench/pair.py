@@ -10,7 +10,7 @@ import json
 import platform
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,8 @@ from hetconv import ops
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.measure import paired
 from hetconv.autotune.models import channels_last, random_input
+from hetconv.autotune.ratio import Cuts, ratio_of, said
+from hetconv.autotune.shares import Weights
 from hetconv.autotune.tune import Job, step_of, tune
 from hetconv.calls import conv_spec
 from hetconv.emulate import DeviceName
@@ -33,10 +35,10 @@ from hetconv.layout import Layout, Shape, spans
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
 from hetconv.planner import make_plan
-from hetconv.profile import ClusterProfile, TunedRatio
-from hetconv.proportions import whole_model
+from hetconv.profile import ClusterProfile
+from hetconv.proportions import Splits, whole_model
 from hetconv.recorder import capture
-from hetconv.rules import REPLICATE, Conv, Split, cut_dim
+from hetconv.rules import REPLICATE, Conv, cut_dim
 from hetconv.transport import team_of
 
 MODES: tuple[tuple[str, Mode], ...] = (("inference", "infer"), ("training", "train"))
@@ -82,8 +84,8 @@ def measure(devices: tuple[DeviceName, ...], case: Stack, ideal: float) -> Any:
     """On every rank: ({mode: figures}, {mode: shares})."""
     results, shares = {}, {}
     for name, mode in MODES:
-        tuned = _tuned(devices, case, mode)
-        times = paired(_steps(case, mode, tuned), ROUNDS[mode], torch.device("cpu"))
+        tuned, kind, weights = _tuned(devices, case, mode)
+        times = paired(_steps(case, mode, tuned, kind, weights), ROUNDS[mode], torch.device("cpu"))
         alone = min((times["alone"], times["alone NCHW"]), key=median)
         ratio = {n: median(a / b for a, b in zip(x, y, strict=True)) for n, x, y in (
             ("vs_alone", alone, times["tuned"]), ("vs_even", times["even"], times["tuned"]),
@@ -91,23 +93,24 @@ def measure(devices: tuple[DeviceName, ...], case: Stack, ideal: float) -> Any:
         figures = {f"{n}_ms": round(median(times[n]) * 1e3, 2) for n in ("even", "tuned", "bound")}
         rounded = {n: round(v, 3) for n, v in ratio.items()}
         results[name] = {"alone_ms": round(median(alone) * 1e3, 2)} | figures | rounded | {"ideal": ideal}
-        shares[name] = f"{tuned.kind} {':'.join(map(str, tuned.weights))}"
+        shares[name] = f"{kind} {said(weights)}"
     return results, shares
 
 
-def _tuned(devices: tuple[DeviceName, ...], case: Stack, mode: Mode) -> TunedRatio:
-    """What `hetconv autotune` finds for this stack."""
+def _tuned(devices: tuple[DeviceName, ...], case: Stack, mode: Mode) -> tuple[Splits, Cuts, Weights]:
+    """The plan that `hetconv autotune` finds for this stack, and the kind and weights of its splits."""
     with tempfile.TemporaryDirectory() as folder:
         args = json.dumps({"blocks": case.blocks, "channels": case.channels})
         shape, output = (1, 3, case.size, case.size), Path(folder, "cluster.json")
-        job = Job(devices, "bench.cases:stack", args, shape, mode, trials=8, budget=60, output=output, seed=0)
+        job = Job(devices, "bench.cases:stack", args, shape, mode, trials=8, budget=75, output=output, seed=0)
         profile = tune(job).profile
-    if not profile.tuned:
-        raise HetConvError("no split by rows or samples is predicted to come near the fastest plan: nothing to compare")
-    return profile.tuned[0]
+    for plan in profile.plans:
+        if (found := ratio_of(plan.splits)) is not None:
+            return dict(plan.splits), *found
+    raise HetConvError("the fastest plan does not split all by rows, columns or samples: nothing to compare")
 
 
-def _steps(case: Stack, mode: Mode, tuned: TunedRatio) -> dict[str, Callable[[], None]]:
+def _steps(case: Stack, mode: Mode, tuned: Splits, kind: Cuts, weights: Weights) -> dict[str, Callable[[], None]]:
     """What is timed: every rank takes part in each step but the ones of the fast device alone, rank 0."""
     team, rank = team_of(), dist.get_rank()
     torch.manual_seed(0)
@@ -115,22 +118,21 @@ def _steps(case: Stack, mode: Mode, tuned: TunedRatio) -> dict[str, Callable[[],
     plain, x_NHWC = channels_last(copy.deepcopy(nchw), x)
     graph = capture(plain, x)
     anywhere = ClusterProfile.from_devices(["cpu"] * team.size, link="host")  # the splits are given below
-    plan = make_plan(graph, anywhere, mode=mode, kinds=(tuned.kind,))
+    plan = make_plan(graph, anywhere, mode=mode, kinds=(kind,))
 
-    def split(weights: Sequence[int]) -> nn.Module:
-        splits: dict[str, Split] = whole_model(graph, tuned.kind, weights, (tuned.kind,))
+    def split(splits: Splits) -> nn.Module:
         return parallelize(copy.deepcopy(plain), plan.with_splits(splits))
 
-    lo, hi = spans(tuned.weights)[rank]
-    dim = cut_dim(tuned.kind, range(2, x.dim()))
+    lo, hi = spans(weights)[rank]
+    dim = cut_dim(kind, range(2, x.dim()))
     assert dim is not None
     own = x_NHWC.narrow(dim, lo, hi - lo)
     idle = (lambda: None) if rank else None
     return {
         "alone": idle or step_of(plain, x_NHWC, mode),
         "alone NCHW": idle or step_of(nchw, x, mode),
-        "even": step_of(split((1,) * team.size), x_NHWC, mode),
-        "tuned": step_of(split(tuned.weights), x_NHWC, mode),
+        "even": step_of(split(whole_model(graph, kind, (1,) * team.size, (kind,))), x_NHWC, mode),
+        "tuned": step_of(split(tuned), x_NHWC, mode),
         "bound": step_of(_silent(copy.deepcopy(plain)), own, mode),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import emulate
-from hetconv.autotune import fitted, measure, sampling
+from hetconv.autotune import fitted, measure, sampling, stages
 from hetconv.autotune.others import Call, Other
 from hetconv.autotune.sampling import Passes, Run, Time
 from hetconv.autotune.subjects import AXES, Layer
@@ -27,6 +28,7 @@ from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile, LinkModel
 from hetconv.rules import Conv, Split
 from hetconv.spec import ConvSpec
+from hetconv.transport import team_of
 
 from .spawn import on_ranks
 
@@ -45,7 +47,7 @@ class Uneven:
     key: str = "uneven"
     ran: list[tuple[float, float]] = field(default_factory=list, compare=False)
 
-    def samples(self, time_: Time, device: torch.device) -> dict[float, Passes]:
+    def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
         start, rank = time.monotonic(), dist.get_rank()
         if rank == self.fails_on:
             raise torch.OutOfMemoryError("no more")
@@ -87,6 +89,62 @@ def test_rank_0_says_when_it_is_enough_but_something_is_measured() -> None:
     assert on_ranks(2, stopped_early) == [["a", "b"]] * 2
 
 
+QUIET, LOUD = Passes([1.0] * 6, [1.0] * 6, PULSE_S), Passes([1.0, 5.0, 9.0], [1.0] * 6, PULSE_S)
+
+
+@dataclass(frozen=True)
+class Again:
+    """Notes at which shares it was measured; each call took three seconds."""
+
+    key: str
+    count: int = 1
+    alone: bool = False
+    asked: list[list[float]] = field(default_factory=list, compare=False)
+
+    def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+        self.asked.append([*known])
+        return {share: Passes([3.0] * 50, [3.0] * 50, PULSE_S) for share in known}
+
+
+def more(alone: bool) -> tuple[list[list[float]], dict[float, Passes]]:
+    """Rank 0 is in doubt at one share, rank 1 at none."""
+    subject, known = Again("again", alone=alone), {0.5: QUIET, 1.0: QUIET if dist.get_rank() else LOUD}
+    found = measure.more_samples(subject, known, CPU, True)  # type: ignore[arg-type]
+    return subject.asked, found
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_is_in_doubt_is_measured_again_while_all_are_at_work(alone: bool) -> None:
+    (asked, found), (others, _) = on_ranks(2, more, alone)
+    assert (asked, others) == ([[1.0]], [[0.5, 1.0]])
+    assert found == {0.5: QUIET, 1.0: LOUD.and_again(Passes([3.0] * 50, [3.0] * 50, PULSE_S))}
+
+
+def settled(mode: str, enough_after: int) -> tuple[list[str], list[str], measure.Samples]:
+    """In what order subjects were measured again, and kept; rank 1 doubts most one of which rank 0 has no doubts."""
+    subjects: Any = [Again("few", 1), Again("quiet", 9), Again("many", 2), Again("other", 4), Again("back", 8)]
+    samples = {s.key: {1.0: QUIET} for s in subjects}
+    samples |= {"few": {1.0: LOUD}, "many": {1.0: LOUD}, "back": {1.0: Passes(QUIET.forward, LOUD.forward, PULSE_S)}}
+    samples |= {"other": {1.0: LOUD}} if dist.get_rank() else {}
+    order: list[str] = []
+    run: Any = SimpleNamespace(
+        job=SimpleNamespace(mode=mode), team=team_of(), device=CPU, keep=lambda stage, key, value: order.append(key),
+        say=SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None),
+    )  # fmt: skip
+    stages.settle(run, subjects, samples, lambda: dist.get_rank() == 0 and len(order) >= enough_after)
+    return order, [s.key for s in subjects if s.asked], samples
+
+
+def test_time_that_is_left_goes_to_what_steps_may_be_off_by_most() -> None:
+    for order, asked, samples in on_ranks(2, settled, "train", 99):
+        assert order == ["back", "other", "many", "few"]
+        assert set(asked) == {*order}
+        assert not any(sampling.doubts(of, backward=True) for of in samples.values())
+    assert [order for order, *_ in on_ranks(2, settled, "infer", 99)] == [["other", "many", "few"]] * 2
+    assert [order for order, *_ in on_ranks(2, settled, "train", 2)] == [["back", "other"]] * 2
+    assert [order for order, *_ in on_ranks(2, settled, "train", 0)] == [[]] * 2
+
+
 def loaded() -> int:
     """How often a rank that is done runs on while the other one still measures."""
     calls = 0
@@ -96,7 +154,7 @@ def loaded() -> int:
         key: str = "long"
         alone: bool = False
 
-        def samples(self, time_: Time, device: torch.device) -> dict[float, Passes]:
+        def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
             nonlocal calls
 
             def forward() -> None:
@@ -148,6 +206,14 @@ def test_forward_is_taken_off_where_backward_runs_it_too(monkeypatch: pytest.Mon
     found = measure._passes(run, CPU)
     assert (set(found.forward), set(found.backward), found.pulse_s) == ({1.0}, {2.0}, 0.25)
     assert set(measure._passes(run._replace(both=False), CPU).backward) == {3.0}
+
+
+def test_backward_is_left_out_where_it_does_not_matter() -> None:
+    called: list[str] = []
+    found = measure._passes(Run(lambda: called.append("forward"), lambda: called.append("backward")), CPU, False)
+    assert {*called} == {"forward"}
+    assert found.forward
+    assert found.backward == []
 
 
 def test_backward_is_brought_to_the_speed_that_forward_had(monkeypatch: pytest.MonkeyPatch) -> None:

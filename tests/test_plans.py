@@ -40,7 +40,6 @@ def contender(name: str, step_s: float, sizes: tuple[int, int] = (1, 1)) -> Cont
         ({ALONE: 1.0, "a": 1.4, "b": 1.2, "c": 1.51}, ["b", "a"]),
         ({ALONE: 1.0, "a": 2.1, "b": 2.2}, []),
         ({"a": 3.0, "b": 1.0, "c": 1.3}, ["b"]),
-        ({ALONE: 1.0, "a": 1.0, "tuned height split": 9.0}, ["tuned height split", "a"]),
         ({ALONE: 1.0}, []),
         ({ALONE: 1.0} | {f"{k}": 0.5 + k / 1000 for k in range(9)}, ["0", "1", "2", "3", "4", "5"]),
     ],

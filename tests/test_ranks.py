@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.autotune import overlap, stages
+from hetconv.autotune import overlap
 from hetconv.calls import CONVS
 from hetconv.errors import HetConvError, PlanError, SplitError
 from hetconv.modules import HET_CONVS, HetConv1d, HetConv2d, HetConv3d
 from hetconv.plan import Plan
-from hetconv.profile import LinkModel
 from hetconv.proportions import whole_model
 from hetconv.rules import KINDS, Gather, Split, SplitKind
 from hetconv.spec import ConvSpec
@@ -94,20 +92,6 @@ def test_kinds_that_a_model_lacks_are_no_candidates() -> None:
     assert not any("depth" in name or "height" in name for name in plan.alternatives)
     none = hetconv.make_plan(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]), kinds=("depth", "height"))
     assert none.chosen == "replicated"
-
-
-def test_a_model_without_space_or_samples_has_no_ratio_to_tune() -> None:
-    graph = hetconv.capture(nn.Linear(4, 4), torch.zeros(1, 4))
-    profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu"])
-    assert stages.computed_ratio(graph, profile, hetconv.make_plan(graph, profile, mode="infer")) is None
-
-
-def test_only_of_what_may_be_the_fastest_a_ratio_is_tuned() -> None:
-    graph = hetconv.capture(Waves(), torch.zeros(2, 2, 38))
-    bare = hetconv.ClusterProfile.from_devices(["cpu", "cpu"])
-    fast, slow = (replace(bare, links={"0-1": LinkModel(latency_s, 0.0)}) for latency_s in (0.0, 1.0))
-    assert stages.computed_ratio(graph, fast, hetconv.make_plan(graph, fast)) is not None
-    assert stages.computed_ratio(graph, slow, hetconv.make_plan(graph, slow)) is None
 
 
 def refused(layer: int, kind: SplitKind) -> str:

@@ -21,6 +21,8 @@ from hetconv.autotune.sampling import (
     STEPS,
     TOLERANCE,
     Passes,
+    doubt,
+    doubts,
     explored,
     explored_steps,
     interval,
@@ -57,6 +59,20 @@ def test_outliers_settle_later_but_settle() -> None:
     assert not settled([*quiet, 50.0])
     assert settled([*quiet, 50.0, 1.0, 1.01, 1.0])
     assert not settled([1.0, 1.1] * 10)
+
+
+def test_a_median_is_in_doubt_until_it_has_settled() -> None:
+    assert doubt([1.0] * 6) == doubt([]) == 0.0
+    assert doubt([1.0, 5.0, 2.0]) == 2.0  # too few for an interval
+    assert doubt([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]) == 3.0  # from the second to the second largest
+    quiet, loud = [1.0] * 6, [1.0, 3.0]
+    samples = {0.25: Passes(quiet, quiet, 1.0), 0.5: Passes(quiet, loud, 1.0), 1.0: Passes(loud, loud, 1.0)}
+    assert doubts(samples, backward=True) == {0.5: 1.0, 1.0: 2.0}
+    assert doubts(samples, backward=False) == {1.0: 1.0}
+
+
+def test_later_samples_count_as_if_the_device_had_been_as_fast_as_before() -> None:
+    assert Passes([1.0], [2.0], 0.5).and_again(Passes([4.0], [6.0, 8.0], 1.0)) == ([1.0, 2.0], [2.0, 3.0, 4.0], 0.5)
 
 
 class Clock:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.autotune.others import KINDS, Call, Other, local
 from hetconv.autotune.sampling import Passes, Run
-from hetconv.autotune.subjects import Layer, axes_of, of_rows, subjects_of
+from hetconv.autotune.subjects import AXES, Layer, axes_of, of_rows, subjects_of
 from hetconv.cost import kind_of
 from hetconv.rules import Conv, Linear
 from hetconv.spec import ConvSpec
@@ -53,6 +53,13 @@ def test_layers_are_run_in_whole_parts() -> None:
     assert shares([Layer(dense, "channels", "float32")])[0] == [1 / 5, 2 / 5, 3 / 5, 1.0]
     deep = Conv(replace(CONV.spec, C=40))
     assert shares([Layer(deep, "channels", "float32")])[0] == [n / 40 for n in (1, 16, 17, 32, 33, 40)]
+
+
+def test_what_was_measured_is_measured_again_at_the_same_shares() -> None:
+    for axis in AXES:
+        assert list(Layer(CONV, axis, "float32").samples(once, CPU, [1 / 3, 2 / 3])) == [1 / 3, 2 / 3]
+    sizes = list(Other("max pool", "float32", alone=True).samples(once, CPU))
+    assert list(Other("max pool", "float32", alone=True).samples(once, CPU, sizes[1:3])) == sizes[1:3]
 
 
 def test_channels_are_measured_where_they_can_be_cut_in_grains() -> None:

@@ -140,7 +140,7 @@ def autotune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def run_on(devices: Any, fn: Any, job: Any) -> Record:
         jobs.append(job)
         studies = (Study("plans", ON_0, (Trial("planned", 0.5),)),)
-        return Record(profile(), captured(), {"operators": 1.5, "ratio": None}, {}, studies)
+        return Record(profile(), captured(), {"operators": 1.5, "plans": None}, {}, studies)
 
     def run(*args: str) -> tuple[int, str, str, list[Any]]:
         monkeypatch.setattr(
@@ -174,7 +174,7 @@ def test_the_command_prints_a_table_or_one_document_or_nothing(autotune: Callabl
         found = json.loads(said)
         assert (status, wrong, jobs[-1].quiet) == (0, TALK, "--quiet" in args)
         assert (found["output"], found["plots"]) == (str(tmp_path / "c.json"), [])
-        assert found["stage_seconds"] == {"operators": 1.5, "ratio": None}
+        assert found["stage_seconds"] == {"operators": 1.5, "plans": None}
         assert found["speedup"] == {"over_even": 2.5, "over_alone": 1.5}
 
     (tmp_path / "file").write_text("")
@@ -212,7 +212,7 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
     monkeypatch.setattr(tune, "REFINING", dict.fromkeys(tune.REFINING, stage))
     named = tuple(parse_devices("cpu,cpu@0.5"))
     record = tune.tune(Job(named, "", "", (1,), "train", 3, 60.0, tmp_path / "c.json", 0, quiet=True))
-    assert record.stage_s == {"operators": None, "ratio": None, "plans": 2.0, "chunks": 2.0, "tiles": 2.0}
+    assert record.stage_s == {"operators": None, "plans": 2.0, "chunks": 2.0, "tiles": 2.0}
     assert record.samples == {"a conv": [{0.5: Passes([1.0], [2.0], 0.25)}]}
     assert record.studies == (Study("plans", "it", ()),)
     assert record.profile == ClusterProfile.load(tmp_path / "c.json") == profile()
@@ -240,11 +240,11 @@ def studied(
     say = SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None, line=lines.append)
     graph, store = captured(), Store(folder, {}, resume=False)
     run: Any = SimpleNamespace(
-        graph=graph, job=SimpleNamespace(mode="train", seed=0, budget=100.0), spent=0.0, store=store, say=say,
+        graph=graph, job=SimpleNamespace(mode="train", seed=0, budget=100.0, trials=0), spent=0.0, store=store, say=say,
         race=Raced(seconds), x=torch.zeros(2, 4, 16, 16), device=torch.device("cpu"), on_gpu=False,
         passed=lambda part: lambda: False, known=lambda *_: None, keep=lambda *_: None,
     )  # fmt: skip
-    found, _ = _Plans(run, ClusterProfile.from_devices(PAIR, link=link)).tuned()
+    found = _Plans(run, ClusterProfile.from_devices(PAIR, link=link)).found().plan
     return found, studies_of(store), lines
 
 

@@ -22,7 +22,7 @@ BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may 
 UNLIKELY_LATENCY, UNLIKELY_BYTES = 0.02, 0.05  # what hardly changes those that ran may change others out of reason
 # In logarithms, how far whole steps are from what layers took one by one: on a device, and for a kind of split there;
 # and how far a plan is from both.
-OF_DEVICE, OF_KIND, MISFIT = 0.4, 0.1, 0.05
+OF_DEVICE, OF_KIND, MISFIT = 0.07, 0.03, 0.05
 UNKNOWN = 0.2  # the noise of a step that was timed once
 Seconds = Mapping[str, float]  # by kind of split
 
@@ -30,12 +30,12 @@ Seconds = Mapping[str, float]  # by kind of split
 class Observed(NamedTuple):
     """A plan's step: by rank, the seconds of layers as predicted, by kind of split, and all together as measured.
 
-    ``noise``: the standard error of the latter, in logarithms.
+    ``noise``: the standard errors of the latter, in logarithms.
     """
 
     predicted: Sequence[Seconds]
     measured: Sequence[float]
-    noise: float = 0.0
+    noise: Sequence[float]
 
 
 class AtWork(NamedTuple):
@@ -90,7 +90,7 @@ def _most(plan: Observed) -> float:
 def _likeliest(device: DeviceModel, rank: int, seen: Sequence[Observed]) -> dict[str, float]:
     shares = np.array([[plan.predicted[rank].get(kind, 0.0) / _work(plan, rank) for kind in KINDS] for plan in seen])
     factors = np.array([log(plan.measured[rank] / _work(plan, rank)) for plan in seen])
-    noise = np.diag([MISFIT**2 + plan.noise**2 for plan in seen])
+    noise = np.diag([MISFIT**2 + plan.noise[rank] ** 2 for plan in seen])
     plans = OF_DEVICE**2 + OF_KIND**2 * shares @ shares.T + noise  # covariances with each other
     kinds = OF_DEVICE**2 + OF_KIND**2 * shares.T  # and of kinds with plans
     learnt, was = kinds @ np.linalg.solve(plans, factors), device.corrections

@@ -35,6 +35,7 @@ TRIAL_S = 2.0  # seconds that rounds of a plan beside the device alone take at l
 ROUNDS_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
 # Of a trial: seconds of what it ran beside, and of pulses meanwhile, by rank; its standard error, in logarithms.
 REFERENCE_S, PULSE_S, NOISE = "reference_s", "pulse_s", "noise"
+COMPUTING, COMPUTING_NOISE = "computing", "computing_noise"  # by rank: for how many seconds of it, and as before
 RATIO_PART = 0.06  # of the budget, from where the study of a ratio begins
 Tried = tuple[Contender, FrozenTrial]
 
@@ -213,7 +214,8 @@ class _Plans:
         ways = {REFERENCE: self.reference, "trial": self.plan(contender)}
         order = Order(contender.name, ways, ROUNDS, "trial", self.trial_s)
         found = self.run.race.lead(order, enough)
-        trial.set_user_attr("computing", found.computing)
+        trial.set_user_attr(COMPUTING, found.computing)
+        trial.set_user_attr(COMPUTING_NOISE, found.noise)
         trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in found.rounds))
         trial.set_user_attr(PULSE_S, found.pulse_s)
         trial.set_user_attr(NOISE, noise_of([s["trial"] for s in found.rounds]))
@@ -244,4 +246,4 @@ def observed(contender: Contender, trial: FrozenTrial) -> Observed:
         for rank in range(world):
             seconds = sum(by_rank[rank] for by_rank in (cost.forward_s, cost.backward_s) if by_rank)
             predicted[rank][split.kind] = predicted[rank].get(split.kind, 0.0) + seconds
-    return Observed(predicted, trial.user_attrs["computing"], trial.user_attrs[NOISE])
+    return Observed(predicted, trial.user_attrs[COMPUTING], trial.user_attrs[COMPUTING_NOISE])

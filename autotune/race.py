@@ -24,11 +24,12 @@ from hetconv.transport import Team, disband, objects_of_all, team_of
 
 from . import measure
 from .launch import did
+from .learn import noise_of
 from .measure import Step
 from .models import channels_last
 from .shares import TrialFailedError
 
-LISTENED, LISTENED_S = 3, 1.0  # steps at most, and seconds; one at least
+LISTENED, LISTENED_S = 3, 1.0  # steps at most on GPUs, and seconds; one at least
 LEAST_ROUNDS, PATIENCE = 3, 0.8  # enough once they took so many seconds for each that was asked for
 Seconds = dict[str, float]
 
@@ -61,11 +62,13 @@ class Order(NamedTuple):
 class Outcome(NamedTuple):
     """Seconds of each way in each round, until the last rank was done, and for how much of them each rank computed.
 
-    ``pulse_s``: of each rank, at its mean speed meanwhile, see `measure.pulses_of`.
+    ``noise`` of the latter: its standard error, in logarithms. ``pulse_s``: of each rank, at its mean speed meanwhile,
+    see `measure.pulses_of`.
     """
 
     rounds: list[Seconds]
     computing: tuple[float, ...] = ()
+    noise: tuple[float, ...] = ()
     pulse_s: tuple[float, ...] = ()
 
 
@@ -144,7 +147,8 @@ class Race:
             if name not in self._steps:
                 self._steps[name] = way, self._step(way, team)
                 self._steps[name][1]()
-        steps = {name: self._steps[name][1] for name in order.ways}
+        steps: dict[str, Step] = {name: self._steps[name][1] for name in order.ways}
+        heard, waits = self._heard(order, steps, team)
         ran: list[measure.Round] = []
         rounds: list[Seconds] = []
         more = order.rounds > 0
@@ -156,12 +160,24 @@ class Race:
             dist.broadcast_object_list(said, group=team.control, group_src=0)
             (more,) = said
         found = Outcome(rounds, pulse_s=measure.pulses_of(ran))
-        if order.listen is None:
+        if heard is None:
             return found
-        step_s = median(seconds[order.listen] for seconds in rounds)
-        count = min(max(int(LISTENED_S / step_s), 1), LISTENED)  # alike on all ranks, as rounds are
-        parts = _computing(steps[order.listen], count, self._x.device, team)
-        return found._replace(computing=tuple(step_s * part for part in parts))
+        if waits:
+            heard.seconds = _after(heard, median(s[heard.name] for s in rounds), self._x.device, team)
+        computing, noise = zip(*objects_of_all(team, (median(heard.seconds), noise_of(heard.seconds))), strict=True)
+        return found._replace(computing=computing, noise=noise)
+
+    def _heard(self, order: Order, steps: dict[str, Step], team: Team) -> tuple[_Heard | None, bool]:
+        """Who listens, in place of the step, if anybody; and whether that makes a host wait for its device.
+
+        Where it does, the step stays as it is, to be heard when all rounds are over.
+        """
+        if order.listen is None:
+            return None, False
+        heard, waits = _Heard(order.listen, steps[order.listen]), "cuda" in objects_of_all(team, self._x.device.type)
+        if not waits:
+            steps[order.listen] = heard
+        return heard, waits
 
     def _step(self, way: Way, team: Team) -> Step:
         if isinstance(way, Plan):
@@ -195,19 +211,26 @@ def _ended(rounds: Sequence[Seconds], order: Order, told: bool) -> bool:
     return done and (took >= order.least_s or count >= measure.MOST_ROUNDS)
 
 
-def _computing(step: Step, count: int, device: torch.device, team: Team) -> tuple[float, ...]:
-    """The part of a step in which each rank computes convolutions and linears: the median of so many."""
-    spent, parts = [0.0], []
+class _Heard:
+    """A step that notes for how many seconds of it this rank computes convolutions and linears."""
 
-    def note(start: float, end: float) -> None:
-        spent[0] += end - start
+    def __init__(self, name: str, step: Step):
+        self.name, self._step, self.seconds = name, step, list[float]()
 
-    emulate.listeners.append(note)
-    try:
-        for _ in range(count):
-            spent[0] = 0.0
-            step_s = measure.until_all_are_done(step, device, team)
-            parts.append(spent[0] / step_s)
-    finally:
-        emulate.listeners.remove(note)
-    return tuple(objects_of_all(team, median(parts)))
+    def __call__(self) -> None:
+        self.seconds.append(0.0)
+        emulate.listeners.append(self._note)
+        try:
+            self._step()
+        finally:
+            emulate.listeners.remove(self._note)
+
+    def _note(self, start: float, end: float) -> None:
+        self.seconds[-1] += end - start
+
+
+def _after(heard: _Heard, step_s: float, device: torch.device, team: Team) -> list[float]:
+    """What it hears in some more steps, in seconds of one that takes ``step_s`` while nobody listens."""
+    count = min(max(int(LISTENED_S / step_s), 1), LISTENED)  # alike on all ranks, as rounds are
+    took = [measure.until_all_are_done(heard, device, team) for _ in range(count)]
+    return [step_s * own / seconds for own, seconds in zip(heard.seconds, took, strict=True)]

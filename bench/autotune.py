@@ -4,7 +4,8 @@ For each case the profile is made as ``hetconv autotune`` makes it; then about t
 turn within each round, with the plain model on each device alone among them. Steps are predicted for devices as fast as
 they mostly were while tuned, and for the speed that they have by then; layers for the latter. Then the tuned plan,
 those that were the fastest, the fastest device alone and even split run once more, and from these rounds the gains are
-told: by noise alone the fastest of many seems faster than it is.
+told: by noise alone the fastest of many seems faster than it is. Beside them stands what could be gained at the speeds
+that the devices had by then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -31,8 +32,9 @@ from bench.machine import commit
 from bench.verdict import Demand
 from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_and_measured
 from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.measure import paired
+from hetconv.autotune.measure import paired_rounds, pulses_of
 from hetconv.autotune.models import build_model, channels_last, random_input
+from hetconv.autotune.race import Seconds
 from hetconv.autotune.tune import Job, tune
 from hetconv.candidates import EVEN
 from hetconv.emulate import DeviceName
@@ -111,12 +113,16 @@ def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def line(row: Mapping[str, Any]) -> str:
+    def most(gain: str) -> str:
+        return f" of {row[gain]:.2f}" if gain in row else ""
+
     order = f"tau {row['tau']:.2f}"
     if "agreeing" in row:
         order += f" ({row['tau where rounds agree']:.2f} of the {row['agreeing']:.0%} of pairs on which rounds agree)"
+    alone, even = (f"{row[gain]:.2f}" + most(f"possible {gain}") for gain in ("vs_alone", "vs_even"))
     return (
-        f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {row['vs_alone']:.2f}x alone, "
-        f"{row['vs_even']:.2f}x even, regret {row['regret']:.1%}; predicted steps off by {row['median error']:.1%} "
+        f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {alone}x alone, {even}x even, "
+        f"regret {row['regret']:.1%}; predicted steps off by {row['median error']:.1%} "
         f"({row['p90 error']:.1%} for nine of ten; at devices' speed by then {row['median error at speed']:.1%} and "
         f"{row['p90 error at speed']:.1%}), layers by {row[LAYERS]:.1%}, {order}; "
         f"the same measured again: steps by {row['spread of rounds']:.1%}, layers by {row[REPEATED]:.1%}"
@@ -142,10 +148,11 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         check = predicted_and_measured(steps, x.device, graph, profile, mode, all_plans, ROUNDS, LONGEST)
         own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
         best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}
-        again = {name: median(s) for name, s in paired(best, LAST_ROUNDS, x.device, LAST_S).items()}
+        again = paired_rounds(best, LAST_ROUNDS, x.device, LAST_S)
         layers = layer_errors(graph, profile, mode, x.device)
     of_layers = {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
-    return {"chosen": plan.chosen} | figures(check) | gains(again, own) | of_layers
+    found = {"chosen": plan.chosen} | figures(check) | gains([one.seconds for one in again], own) | of_layers
+    return found if busy else found | possible([d.speed for d in devices], pulses_of(again))
 
 
 def last(measured: Mapping[str, float], own: str) -> list[str]:
@@ -156,14 +163,37 @@ def last(measured: Mapping[str, float], own: str) -> list[str]:
     return [*dict.fromkeys((own, *near, *first))]
 
 
-def gains(again: Mapping[str, float], own: str) -> dict[str, Any]:
+def gains(rounds: Sequence[Seconds], own: str) -> dict[str, Any]:
     """``own`` plan's against the fastest device alone, the best even split, and all; what they took, in ms."""
+    again = {name: median(one[name] for one in rounds) for name in rounds[0]}
     alone, even = (min(s for name, s in again.items() if name.startswith(sort)) for sort in (ALONE, EVEN))
-    found = {"vs_alone": alone, "vs_even": even, "regret": min(again.values())}
-    found = {name: seconds / again[own] for name, seconds in found.items()}
-    found["regret"] = 1 / found["regret"] - 1
+    found = {"vs_alone": alone / again[own], "vs_even": even / again[own], "regret": regret(rounds, own)}
     rounded = {name: round(value, 4) for name, value in found.items()}
     return rounded | {"measured again ms": {name: round(s * 1e3, 3) for name, s in again.items()}}
+
+
+def regret(rounds: Sequence[Seconds], own: str) -> float:
+    """What ``own`` plan takes more than the fastest, as a part of that.
+
+    Which plan that is half of the rounds say, and how fast it is the others, and the other way round: in the rounds in
+    which it seems the fastest, noise alone has made it somewhat faster than it is.
+    """
+    found = []
+    for choose, judge in ((rounds[::2], rounds[1::2]), (rounds[1::2], rounds[::2])):
+        best = min(rounds[0], key=lambda name: median(one[name] for one in choose))
+        found.append(median(one[own] for one in judge) / median(one[best] for one in judge) - 1)
+    return max(sum(found) / 2, 0.0)
+
+
+def possible(speeds: Sequence[float], pulse_s: Sequence[float]) -> dict[str, float]:
+    """What a plan could gain if nothing were sent, on devices slowed so much on purpose that took so long for a pulse.
+
+    Two cores are as fast as each other on average alone: where the slowed one happens to be the faster core, an even
+    split loses less.
+    """
+    now = [speed / seconds for speed, seconds in zip(speeds, pulse_s, strict=True)]
+    found = {"possible vs_alone": sum(now) / max(now), "possible vs_even": sum(now) / (len(now) * min(now))}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def figures(check: Check) -> dict[str, Any]:

@@ -41,10 +41,23 @@ AGAIN = {name: measured for name, (_, measured) in STEPS.items()}
 
 
 def test_the_plan_is_compared_with_what_ran_again_beside_it() -> None:
-    found = autotune.gains(AGAIN, PLANNED)
+    found = autotune.gains([AGAIN] * 4, PLANNED)
     assert (found["vs_alone"], found["vs_even"], found["regret"]) == (1.2, 1.6, 0.25)
     assert found["measured again ms"] == {name: 1e3 * seconds for name, seconds in AGAIN.items()}
-    assert autotune.gains(AGAIN, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
+    assert autotune.gains([AGAIN] * 4, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
+
+
+def test_who_is_the_fastest_is_not_told_by_the_rounds_that_tell_by_how_much() -> None:
+    """Two plans that are alike but for noise, which makes each the faster one in every other round."""
+    rounds = [{"a": 1.0, "b": 1.25}, {"a": 1.25, "b": 1.0}] * 4
+    assert autotune.regret(rounds, "a") == autotune.regret(rounds, "b") == 0.0
+    rounds = [{"a": 1.0, "b": 1.25}] * 8
+    assert (autotune.regret(rounds, "a"), autotune.regret(rounds, "b")) == (0.0, 0.25)
+
+
+def test_what_can_be_gained_hangs_on_how_fast_devices_are_meanwhile() -> None:
+    assert autotune.possible((1.0, 0.5), (1e-3, 1e-3)) == {"possible vs_alone": 1.5, "possible vs_even": 1.5}
+    assert autotune.possible((1.0, 0.5), (1e-3, 5e-4)) == {"possible vs_alone": 2.0, "possible vs_even": 1.0}
 
 
 def test_the_fastest_run_again_with_what_they_are_compared_with() -> None:
@@ -93,8 +106,8 @@ def test_plans_are_spread_from_the_fastest_to_the_slowest() -> None:
 def test_results_are_printed_and_written_after_each_case(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | autotune.gains(AGAIN, PLANNED)
-    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04}
+    row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | autotune.gains([AGAIN] * 4, PLANNED)
+    row |= {"possible vs_alone": 1.5, "possible vs_even": 2.0} | {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04}
     monkeypatch.setattr(autotune, "run_on", lambda devices, *_: row)
     file = tmp_path / "new" / "autotune.json"
     bench.main(
@@ -104,7 +117,7 @@ def test_results_are_printed_and_written_after_each_case(
     said = capsys.readouterr().out.splitlines()
     assert [r["pair"] for r in written["cases"]] == ["cpu,cpu@0.5", "cpu,cpu busy"]
     assert json.loads(said[-1]) == written
-    assert "1.20x alone, 1.60x even, regret 25.0%" in said[0]
+    assert "1.20 of 1.50x alone, 1.60 of 2.00x even, regret 25.0%" in said[0]
     assert "the same measured again: steps by 20.0%, layers by 4.0%" in said[0]
     assert any("MISSED" in text and "regret" in text for text in said)
 

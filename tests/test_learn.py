@@ -11,6 +11,7 @@ from optuna.trial import create_trial
 from torch import nn
 
 import hetconv
+from hetconv.autotune import learn
 from hetconv.autotune.learn import BYTES, LATENCIES, MOST, AtWork, Observed, at_work, corrected, noise_of
 from hetconv.autotune.plans import observed
 from hetconv.candidates import Candidates
@@ -27,10 +28,18 @@ FAST, SLOW = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3").dev
 
 
 NOISE = 0.3
+USUAL = learn.OF_DEVICE, learn.OF_KIND
+
+
+@pytest.fixture(autouse=True)
+def _steps_far_from_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what plans say is nearly believed, and rounding is not what these tests are about."""
+    monkeypatch.setattr(learn, "OF_DEVICE", 0.4)
+    monkeypatch.setattr(learn, "OF_KIND", 0.1)
 
 
 def taught(device: DeviceModel, *plans: tuple[dict[str, float], float]) -> dict[str, float]:
-    return corrected([device], [Observed([predicted], [measured]) for predicted, measured in plans])[0]
+    return corrected([device], [Observed([predicted], [measured], [0.0]) for predicted, measured in plans])[0]
 
 
 def near(factor: float) -> Any:
@@ -44,7 +53,7 @@ def test_nothing_is_learnt_from_nothing() -> None:
 
 
 def test_a_kind_is_corrected_by_what_it_took_on_each_device_for_itself() -> None:
-    one = Observed([{"height": 1.5}, {"height": 2.0}], [1.8, 1.8])
+    one = Observed([{"height": 1.5}, {"height": 2.0}], [1.8, 1.8], [0.0] * 2)
     fast, slow = corrected([FAST, SLOW], [one])
     assert (fast["height"], slow["height"]) == (near(1.2), near(0.9))
 
@@ -72,8 +81,8 @@ def test_what_is_learnt_again_comes_on_top() -> None:
 
 
 def test_a_noisy_plan_of_a_kind_moves_it_little_beside_others() -> None:
-    quiet = [Observed([{"height": 1.0}], [1.0])] * 4
-    sure, noisy = (Observed([{"filter": 1.0}], [1.3], noise) for noise in (0.0, NOISE))
+    quiet = [Observed([{"height": 1.0}], [1.0], [0.0])] * 4
+    sure, noisy = (Observed([{"filter": 1.0}], [1.3], [noise]) for noise in (0.0, NOISE))
     (by_sure,), (by_noisy,) = (corrected([FAST], [*quiet, one]) for one in (sure, noisy))
     assert by_sure["filter"] > 1.2
     assert 1 < by_noisy["filter"] < 1.06
@@ -82,13 +91,24 @@ def test_a_noisy_plan_of_a_kind_moves_it_little_beside_others() -> None:
     assert often["filter"] > 1.15
 
 
+def test_operators_are_believed_until_several_plans_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, usual in zip(("OF_DEVICE", "OF_KIND"), USUAL, strict=True):
+        monkeypatch.setattr(learn, name, usual)
+    once, often = (taught(FAST, *[({"height": 1.0}, 1.3)] * times)["height"] for times in (1, 6))
+    assert 1.1 < once < 1.2
+    assert 1.25 < often < 1.3
+
+
 def test_noise_is_that_of_the_median_of_rounds() -> None:
     assert noise_of([0.1]) > noise_of([0.1, 0.11]) > noise_of([0.1, 0.11] * 8) > noise_of([0.1] * 9) == 0
     assert noise_of([1.0, 1.2] * 32) == pytest.approx(noise_of([1.0, 1.2] * 8) / 2, rel=0.05)
 
 
 def test_a_device_with_hardly_a_part_teaches_nothing() -> None:
-    seen = [Observed([{"filter": 10.0}, {"filter": part}], [12.0, took]) for part, took in ((4.9, 15.0), (6.0, 12.0))]
+    seen = [
+        Observed([{"filter": 10.0}, {"filter": part}], [12.0, took], [0.0] * 2)
+        for part, took in ((4.9, 15.0), (6.0, 12.0))
+    ]
     little, both = (corrected([FAST, SLOW], plans) for plans in (seen[:1], seen))
     assert little[0]["filter"] == near(1.2)
     assert little[1] == {}
@@ -109,7 +129,7 @@ def test_a_corrected_profile_predicts_what_was_measured(mode: Mode) -> None:
     kinds = {split.kind for split in plan.splits.values()}
     world, factors = range(2), (1.3, 0.8)
     before = [sum(s for c in plan.costs.values() for s in _of(c, rank)) for rank in world]
-    seen = Observed(_observed(plan), [before[rank] * factors[rank] for rank in world])
+    seen = Observed(_observed(plan), [before[rank] * factors[rank] for rank in world], [0.0] * 2)
     devices = [
         replace(d, corrections=c)
         for d, c in zip(profile.devices, corrected(profile.devices, [seen]), strict=True)
@@ -125,7 +145,7 @@ def _of(cost: LayerCost, rank: int) -> tuple[float, ...]:
 
 
 def _observed(plan: Contender) -> list[dict[str, float]]:
-    trial = create_trial(value=1.0, user_attrs={"computing": [1.0, 1.0], "noise": 0.0})
+    trial = create_trial(value=1.0, user_attrs={"computing": [1.0, 1.0], "computing_noise": [0.0, 0.0]})
     return [dict(predicted) for predicted in observed(plan, trial).predicted]
 
 

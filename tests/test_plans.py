@@ -116,7 +116,7 @@ def decided(folder: Path, faster: float | None) -> Decided:
             if enough(rounds[-1]):
                 break
         raced.append(order)
-        return Outcome(rounds, (1.0, 1.0), (1.0, 1.0))  # type: ignore[arg-type]
+        return Outcome(rounds, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, Reporter("test") as say:
         patch.setattr(Race, "lead", lead)

@@ -63,6 +63,7 @@ def test_every_way_is_timed_in_every_round() -> None:
     assert all(r.keys() == ways.keys() and min(r.values()) > 0 for outcome in first for r in outcome.rounds)
     assert [len(outcome.computing) for outcome in first] == [2, 0]
     assert min(first[0].computing) > 0
+    assert [len(outcome.noise) for outcome in first] == [2, 0]
     assert all(len(outcome.pulse_s) == 2 and min(outcome.pulse_s) > 0 for outcome in first)
 
 

@@ -229,7 +229,7 @@ class Raced:
         took = {n: 1.0 if isinstance(way, Alone) else self.seconds(way.splits) for n, way in order.ways.items()}
         if None in took.values():
             raise TrialFailedError("on rank 1: there is no more memory")
-        return Outcome([took] * order.rounds, (1.0, 1.0), (1.0, 1.0))  # type: ignore[list-item]
+        return Outcome([took] * order.rounds, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))  # type: ignore[list-item]
 
 
 def studied(

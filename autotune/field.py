@@ -27,10 +27,10 @@ def even_split(whole_models: Mapping[str, Splits], found: Sequence[Contender]) -
 def near(found: Sequence[Contender], even: Contender | None = None) -> list[Contender]:
     """Who may be the fastest of those that split, as predictions err, and who shows what else whole steps take.
 
-    First the likeliest, and one of each other kind, the ``even`` split
-    among them, that may be the fastest: from these more is learnt than from plans that are much the same. Then the rest
-    of the likeliest `FIRST`, kinds that are farther off, and others that may be the fastest; last what is too far off
-    for that, for what is left of the budget. Nobody, if none comes near a device alone.
+    First the likeliest, and one of each other kind, the ``even`` split among them, that may be the fastest: from these
+    more is learnt than from plans that are much the same. Then the rest of the likeliest `FIRST`, kinds that are
+    farther off, and others that may be the fastest; last what is too far off for that, for what is left of the budget.
+    Nobody, if none comes near a device alone.
     """
     able = (c for c in found if not c.name.startswith(ALONE) and prevalent(c) != "replicate")
     split = sorted(able, key=lambda c: c.predicted.step_s)
@@ -38,8 +38,7 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
         return []
     best_s = split[0].predicted.step_s
     likely = [c for c in split[:MOST] if c.predicted.step_s <= (1 + ERROR) * best_s]
-    field = likely[:1]
-    seen = {prevalent(c) for c in field}
+    seen = {prevalent(c) for c in likely[:1]}
     telling = [even] if even is not None else []
     for c in split:
         if prevalent(c) not in seen:
@@ -51,7 +50,7 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
         return [c for c in telling if least * best_s < c.predicted.step_s <= most * best_s]
 
     may, close, far = within(0.0, 1 + ERROR), within(1 + ERROR, FAR), within(FAR, FURTHEST)
-    return [*{c.name: c for c in (*field, *may, *likely[:FIRST], *close, *likely, *far)}.values()]
+    return [*{c.name: c for c in (*likely[:1], *may, *likely[:FIRST], *close, *likely, *far)}.values()]
 
 
 def prevalent(contender: Contender) -> SplitKind:

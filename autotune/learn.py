@@ -120,7 +120,10 @@ def at_work(
 
 
 def noise_of(seconds: Sequence[float]) -> float:
-    """The standard error of their median, in logarithms, as of a normal distribution; of one nothing is known."""
-    if len(seconds) < 2:
+    """The standard error of their median, in logarithms, as of a normal distribution.
+
+    Of one nothing is known, nor of nothing: a device without a share computes for no time.
+    """
+    if len(seconds) < 2 or min(seconds) <= 0:
         return UNKNOWN
     return sqrt(pi / 2 / len(seconds)) * stdev(map(log, seconds))

@@ -24,7 +24,7 @@ LIMIT_S = 30.0  # within which all is over
 DEVICES = "cpu", "cpu@0.5"
 ASKED = (
     "--devices", ",".join(DEVICES), "--model", "bench.cases:stack", "--model-args", '{"blocks": 1, "channels": 4}',
-    "--input", "1x3x48x48", "--trials", "4", "--budget", "60",
+    "--input", "1x3x48x48", "--trials", "4", "--budget", "20",
 )  # fmt: skip
 MARK = "HETCONV_KILLS"  # the environment variable by which a tuning's processes are known
 KEPT = "measured.jsonl", "trials.journal"

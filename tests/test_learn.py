@@ -101,6 +101,7 @@ def test_operators_are_believed_until_several_plans_say_otherwise(monkeypatch: p
 
 def test_noise_is_that_of_the_median_of_rounds() -> None:
     assert noise_of([0.1]) > noise_of([0.1, 0.11]) > noise_of([0.1, 0.11] * 8) > noise_of([0.1] * 9) == 0
+    assert noise_of([0.0] * 5) == noise_of([0.1])
     assert noise_of([1.0, 1.2] * 32) == pytest.approx(noise_of([1.0, 1.2] * 8) / 2, rel=0.05)
 
 

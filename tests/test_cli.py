@@ -48,8 +48,9 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path, command: Command) -> No
     assert profile.devices[1].emulated
     assert all(x.measured for x in (*profile.devices, *profile.links.values(), *profile.tuned))
     assert [d.identity.speed for d in profile.devices if d.identity] == [1, 0.5]
-    assert len(profile.devices[0].operators) == 6  # three convolutions along two axes
-    # On a busy machine one device alone may measure fastest, or steps may vary too much to tell ratios apart.
+    # On a busy machine there may be no time for all three convolutions along two axes, one device alone may measure
+    # fastest, or steps may vary too much to tell ratios apart.
+    assert len(profile.devices[0].operators) == 6 or "were left to the fitted roofline" in tuned.stderr
     assert [t.mode for t in profile.tuned] == (["train"] if "ms a step" in tuned.stderr else [])
 
     status, _, wrong = command("plan", "--profile", "cluster.json", *NET, "--kinds", "height")

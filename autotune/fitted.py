@@ -46,7 +46,7 @@ def device_model(
         work_of.setdefault(rate, []).append((work(op), forward))
     rates = {rate: fit.roofline(measured) for rate, measured in work_of.items()}
     by_itself = {
-        operator_key(s.op, axis, s.dtype): fit.whole(alone.layers[s.key])
+        operator_key(s.op, axis, s.dtype): _rested(s, alone, on_parts)
         for s in subjects if isinstance(s, Layer) and s.key in alone.layers
         for axis in AXES
     }  # fmt: skip
@@ -78,3 +78,10 @@ def _fitted(samples: Samples, subjects: Sequence[Subject], ahead: bool, pulse_s:
         {key: fit.whole(model) for key, model in kernels.items()},
         {f"{s.kind} {s.dtype}": models[s.key] for s in known if isinstance(s, Other)},
     )
+
+
+def _rested(layer: Layer, alone: _Fitted, on_parts: _Fitted) -> tuple[float, float]:
+    """Seconds of the whole layer while others rest: no more than while all are at work, unless noise has it so."""
+    own, beside = fit.whole(alone.layers[layer.key]), on_parts.layers.get(operator_key(layer.op, AXES[0], layer.dtype))
+    forward, backward = fit.whole(beside) if beside is not None else own
+    return min(own[0], forward), min(own[1], backward)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, partial
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -24,17 +26,28 @@ from hetconv.transport import Team, team_of
 from .sampling import Passes, Run, Time
 
 CHANNELS, SIDES = 64, (4, 16, 64, 128, 256)  # of the images on which operators are measured
+OUTGROWN = 1 << 26  # bytes, of which caches keep little
+MOST_SETS = 32
+
+
+def sets_of(each: int, between: int) -> int:
+    """How many tensors of ``each`` so many bytes to use in turn, so that caches keep as little of them as in a step.
+
+    ``between``: bytes that a step reads and writes until it comes to the same again.
+    """
+    return min(max(ceil(min(between, OUTGROWN) / each), 1), MOST_SETS)
 
 
 @dataclass(frozen=True)
 class Other:
     """A kind of operator that no plan names, on parts while all are at work, or ``alone`` on plain tensors.
 
-    ``count``: how many a model has.
+    ``between`` and ``count`` as `subjects.Layer` has them.
     """
 
     kind: str
     dtype: str
+    between: int = 0
     alone: bool = False
     count: int = 1
 
@@ -59,16 +72,23 @@ class Other:
         weights = weight.requires_grad_(), bias.requires_grad_()
         given, compute = x if self.alone else held_alone(x, 2), KINDS[self.kind]
 
-        def infer() -> Any:
+        def ahead() -> Tensor:
+            return local(compute(given, *weights, mean, var))
+
+        y = ahead()
+        g, wanted = torch.randn_like(y), (x, *weights) if "norm" in self.kind else (x,)
+        # In a step a result lies where nothing was read or written for a while, and so does what backward reads of it.
+        count = sets_of(y.nbytes, self.between)
+        results = deque((torch.zeros_like(y) for _ in range(count)), maxlen=count)
+        graphs, gradients = deque(ahead() for _ in range(count)), deque[Any](maxlen=2)
+
+        def infer() -> None:
             with torch.no_grad():
-                return local(compute(given, *weights, mean, var))
+                results.append(ahead())
 
-        y = infer()
-        g = torch.randn_like(y)
-        wanted = (x, *weights) if "norm" in self.kind else (x,)
-
-        def train() -> Any:
-            return torch.autograd.grad(local(compute(given, *weights, mean, var)), wanted, g)
+        def train() -> None:
+            graphs.append(ahead())
+            gradients.append(torch.autograd.grad(graphs.popleft(), wanted, g))
 
         return float(x.nbytes + y.nbytes), Run(infer, train, both=True)
 

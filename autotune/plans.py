@@ -147,7 +147,7 @@ class _Plans:
     def find_reference(self, found: Sequence[Contender]) -> None:
         """The fastest of the devices alone that may be, and of memory formats; a plan, where the model fits none."""
         run, alone = self.run, [c for c in found if c.name.startswith(ALONE)]
-        likely = min(((1 + ERROR) * c.predicted.step_s for c in alone), default=0.0)
+        likely = min(((1 + ERROR) ** 2 * c.predicted.step_s for c in alone), default=0.0)  # either may be that far off
         ways: dict[str, tuple[Contender, Alone]] = {}
         for c in alone:
             if c.predicted.step_s <= likely:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -22,12 +22,10 @@ from hetconv.profile import Axis
 from hetconv.rules import Conv, Linear
 from hetconv.spec import ConvSpec
 
-from .others import Call, Other
+from .others import Call, Other, sets_of
 from .sampling import Passes, Run, Time, explored, explored_steps
 
 AXES: tuple[Axis, ...] = ("pixels", "filters", "channels")
-OUTGROWN = 1 << 26  # bytes, of which caches keep little
-MOST_SETS = 32
 GRAIN = 16  # filters, or channels, of which kernels compute whole multiples
 
 
@@ -114,8 +112,7 @@ class Layer:
         dtype = getattr(torch, self.op.spec.dtype if isinstance(self.op, Conv) else self.dtype)
         memory = kernels.CHANNELS_LAST.get(len(x), torch.contiguous_format)
         first, weight, g = (torch.randn(n, dtype=dtype, device=device).to(memory_format=memory) for n in (x, w, y))
-        own = first.nbytes + weight.nbytes
-        count = min(max(ceil(min(self.between, OUTGROWN) / own), 1), MOST_SETS)
+        count = sets_of(first.nbytes + weight.nbytes, self.between)
         return first, g, cycle([(first, weight), *((first.clone(), weight.clone()) for _ in range(count - 1))])
 
 
@@ -160,7 +157,8 @@ def subjects_of(graph: Graph) -> list[Subject]:
         layer = Layer(op, AXES[0], dtype, (op, dtype) in biased, between, count=count)
         found += [*(replace(layer, axis=axis) for axis in axes_of(op)), replace(layer, alone=True)]
     rest: list[Subject] = [Call(alone, layers.total()) for alone in (False, True)]
-    rest += [Other(kind, dtype, alone, count) for (kind, dtype), count in others.items() for alone in (False, True)]
+    kinds = [(*kind, between, alone, count) for kind, count in others.items() for alone in (False, True)]
+    rest += [Other(*known) for known in kinds]
     return [*found[:3], *rest, *found[3:]]
 
 

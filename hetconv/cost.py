@@ -141,9 +141,23 @@ class Operators:
         if isinstance(node.op, ConvTranspose):
             flops = node.op.flops(1) * numels([s.reads[0].boxes for s in steps])
         moved = moved * value.itemsize
-        seconds = self._roofline(flops, moved * (1 + twice), arithmetic(node.op, value.dtype), backward)
+        by_roofline = self._roofline(flops, moved * (1 + twice), arithmetic(node.op, value.dtype), backward)
+        return self._other_s(f"{kind_of(node.op)} {value.dtype}", moved, backward, by_roofline)
+
+    def sums(self, node: Node, steps: Sequence[Step]) -> Array:
+        """(steps, P): of adding up, in backward, the gradients of a result that several operators read."""
+        times = self.graph.sums.get(node.outputs[0], 0) if len(node.outputs) == 1 else 0
+        if not times:
+            return np.zeros((len(steps), len(self.devices)))
+        value = self.graph.values[node.outputs[0]]
+        moved = 3 * value.itemsize * numels([s.output.boxes for s in steps])  # two are read, one is written
+        by_roofline = self._roofline(0 * moved, moved, value.dtype, False)
+        return times * self._other_s(f"elementwise {value.dtype}", moved, False, by_roofline)
+
+    def _other_s(self, kind: str, moved: Array, backward: bool, seconds: Array) -> Array:
+        """(n, P) ``seconds`` of ``moved`` bytes, but what was measured of this kind on devices where it was."""
         for rank, device in enumerate(self.devices):
-            if (model := device.others.get(f"{kind_of(node.op)} {value.dtype}")) is not None:
+            if (model := device.others.get(kind)) is not None:
                 curve = model.backward if backward else model.forward
                 seconds[:, rank] = [curve.at(size) for size in moved[:, rank]]
         return seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,6 +74,15 @@ class Graph:
             owner, name = (layer, name) if layer in self.layers else (None, str(value.param))
             found.setdefault(owner, {})[name] = prod(value.shape) * value.itemsize
         return found
+
+    @cached_property
+    def sums(self) -> dict[int, int]:
+        """By value that several operators read: how often backward adds a further gradient of it to those before."""
+        readers = Counter(self.outputs)
+        for node in self.nodes:
+            if any(self.values[i].requires_grad for i in node.outputs):
+                readers.update(node.inputs)
+        return {i: n - 1 for i, n in readers.items() if n > 1 and self.values[i].requires_grad}
 
     @cached_property
     def input_shapes(self) -> tuple[Shape, ...]:

@@ -14,7 +14,7 @@ from .errors import PlanError
 from .footprint import Footprint, copied, last_readers, memory_bytes, most_passing, result_bytes
 from .graph import Graph
 from .layout import traffic
-from .network import Messages, Network, both
+from .network import Array, Messages, Network, both
 from .plan import ALONE, Gathered, Mode, Prediction
 from .profile import ClusterProfile
 from .rules import Split
@@ -32,18 +32,20 @@ class LayerCost:
 class _Known(NamedTuple):
     """What an operator under a plan takes: forward and, in training, backward.
 
-    ``summed_s``: seconds of each pass alone, as `Prediction` has them; ``messages``: of all passes.
+    ``layer_s``: of each pass, without sums of gradients. ``summed_s``: seconds of each pass alone, as `Prediction` has
+    them; ``messages``: of all passes.
     """
 
     applied: Applied
     passes: tuple[Pass, ...]
+    layer_s: tuple[Array, ...]
     summed_s: tuple[float, ...]
     messages: tuple[Messages, ...]
     footprint: Footprint
 
     @property
     def layer_cost(self) -> LayerCost:
-        forward, *backward = (tuple(one.seconds.tolist()) for one in self.passes)
+        forward, *backward = (tuple(seconds.tolist()) for seconds in self.layer_s)
         return LayerCost(forward, backward[0] if backward else (), int(sum(m.sent_bytes.sum() for m in self.messages)))
 
 
@@ -121,11 +123,12 @@ class Pricer:
         return self._known[id(applied)]
 
     def _priced(self, a: Applied) -> _Known:
-        world, passes, summed, sent = self.profile.world, [], [], []
+        world, passes, own, summed, sent = self.profile.world, [], [], [], []
         copies = passing = np.zeros(world)
         for transfers, backward in ((a.forward, False), (a.backward, True))[: 1 + (self.mode == "train")]:
             messages = [self.network.messages(one, itemsize) for rounds, itemsize in transfers for one in rounds]
-            seconds = self.operators.seconds(a.node, a.split, a.step, backward)
+            own.append(self.operators.seconds(a.node, a.split, a.step, backward))
+            seconds = own[-1] + self.operators.sums(a.node, (a.step,))[0] if backward else own[-1]
             waited = tuple(m for m in messages if m.seconds.any())
             passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
             moving = sum(self.network.rounds_s(*t) for t in transfers)
@@ -136,7 +139,7 @@ class Pricer:
             copies = copies if backward else made
             passing = np.maximum(passing, most_passing(messages, world) + (made if backward else 0.0))
         result = np.array(result_bytes(self.graph, a.node, a.step), dtype=np.float64)
-        return _Known(a, tuple(passes), tuple(summed), tuple(sent), Footprint(result, copies, passing))
+        return _Known(a, tuple(passes), tuple(own), tuple(summed), tuple(sent), Footprint(result, copies, passing))
 
     def _summed(self, known: Sequence[_Known], sums: Transfers) -> float:
         """What every operator and movement takes alone, added up; halos are hidden by what is computed meanwhile."""

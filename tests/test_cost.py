@@ -221,6 +221,48 @@ def test_other_operators_take_what_their_kind_was_measured_to_take() -> None:
     assert [seconds(last, half, b) for b in (False, True)] == [numel * 2 + 3, (numel * 2) * 2 + 5]  # by the roofline
 
 
+class Forks(nn.Module):
+    """Two sums of gradients of what `tanh` gives, one of what `relu` does: it is returned too."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = x.tanh()
+        b = (a * a + a.detach().sigmoid()).relu()
+        return b, b + a
+
+
+def test_gradients_of_what_is_read_twice_are_added_up() -> None:
+    graph = hetconv.capture(Forks(), torch.zeros(1, 2, 3, 4, requires_grad=True))
+    tanh, *_, relu, last = graph.nodes
+    assert graph.sums == {tanh.outputs[0]: 2, relu.outputs[0]: 1}
+    line = Curve((10.0, 20.0), (10.0, 20.0))
+    device = DeviceModel("d", "cpu", 1e9, {"float32": 1.0}, 1.0)
+    measured = replace(device, others={"elementwise float32": OperatorModel(line, line.times(7.0))})
+    step = relu.op.step((Layout.sharded((1, 2, 3, 4), 2, (2, 1)),), REPLICATE)
+    operators = Operators(graph, [device, measured])
+    for node, times in ((tanh, 2), (relu, 1), (last, 0)):
+        assert operators.sums(node, (step,)).tolist() == [[times * 3 * 4 * 16, times * 3 * 4 * 8]]
+
+
+def test_sums_of_gradients_delay_training_but_are_no_layer_s() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            return y.relu() + y
+
+    graph = hetconv.capture(Net(), torch.zeros(1, 2, 4, 4))
+    _, relu, last = graph.nodes
+    forked = replace(graph, outputs=last.inputs, nodes=graph.nodes[:2])  # both are returned: one is read twice
+    single = replace(forked, outputs=relu.outputs)
+    profile, splits = ClusterProfile((DeviceModel("d", "cpu", 1e9, {"float32": 1e30}, 1.0),), {}), {"conv": REPLICATE}
+    (with_sum, layers), (without, same) = (price(g, profile, splits, "train") for g in (forked, single))
+    assert layers == same
+    assert with_sum.step_s - without.step_s == pytest.approx(3 * 4 * 32)
+
+
 def test_what_training_adds_to_a_call_is_the_first_pass_s_ratio_unless_it_is_known() -> None:
     device = DeviceModel("d", "cpu", 1e9, {"float32": 1.0}, 1.0, 3.0, backward_ratio=2.0)
     assert [device.roofline(10, 1, "float32", b) for b in (False, True)] == [13.0, 26.0]

@@ -275,7 +275,7 @@ def samples_of(layer: Layer) -> measure.Samples:
 def model_of() -> Any:
     layer = Layer(CONV, "pixels", "float32")
     subjects = [layer, replace(layer, axis="filters"), replace(layer, alone=True), Call(), Call(True)]
-    others = [Other(kind, "float32", alone) for kind in ("elementwise", "max pool") for alone in (False, True)]
+    others = [Other(kind, "float32", alone=alone) for kind in ("elementwise", "max pool") for alone in (False, True)]
     return fitted.device_model(DeviceName("cpu"), CPU, samples_of(layer), [*subjects, *others], 1e9, 0.5)
 
 
@@ -294,6 +294,15 @@ def test_a_device_is_what_its_samples_say() -> None:
     assert alone.others["elementwise float32"].forward.at(1000) == 1e-4
     assert (alone.overhead_s, alone.backward_overhead_s) == (0.125, 0.25)
     assert model.pulse_s == PULSE_S
+
+
+def test_a_device_is_not_slower_for_being_alone() -> None:
+    layer, key = Layer(CONV, "pixels", "float32"), operator_key(CONV, "pixels", "float32")
+    samples, subjects = samples_of(layer), [layer, replace(layer, alone=True)]
+    samples[subjects[1].key] = {1.0: Passes([9.0], [1.5], PULSE_S)}
+    model = fitted.device_model(DeviceName("cpu"), CPU, samples, subjects, 1e9, 1.0)
+    whole = model.by_itself().operators[key]
+    assert (whole.forward.at(1.0), whole.backward.at(1.0)) == (1.0, 1.5)
 
 
 def test_a_device_that_is_slower_takes_longer_for_all_of_it() -> None:

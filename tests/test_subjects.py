@@ -112,6 +112,25 @@ def test_weights_are_as_cold_as_in_a_step() -> None:
         assert all(a == b for a, b in zip(weights, weights[count:], strict=False))
 
 
+def test_results_lie_where_nothing_was_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+
+    def noted(x: Tensor, *_: Tensor) -> Tensor:
+        y = torch.relu(x)
+        written.append(y.data_ptr())
+        return y
+
+    monkeypatch.setitem(KINDS, "elementwise", noted)
+    size, run = Other("elementwise", "float32", between=3 * 4 * 64 * 16**2, alone=True)._run(16, CPU)
+    assert size == 2 * 4 * 64 * 16**2
+    for call in (run.forward, run.backward):
+        call()
+        written.clear()
+        for _ in range(9):
+            call()
+        assert all(a not in written[max(k - 3, 0) : k] for k, a in enumerate(written))
+
+
 def kinds_run(alone: bool) -> tuple[dict[str, list[float]], set[tuple[type, type]]]:
     """The sizes of each kind, and of what type are inputs and results."""
     types = set()
@@ -124,7 +143,7 @@ def kinds_run(alone: bool) -> tuple[dict[str, list[float]], set[tuple[type, type
     with pytest.MonkeyPatch.context() as patch:
         for kind, compute in KINDS.items():
             patch.setitem(KINDS, kind, partial(noted, compute))
-        return {kind: list(Other(kind, "float32", alone).samples(once, CPU)) for kind in KINDS}, types
+        return {kind: list(Other(kind, "float32", alone=alone).samples(once, CPU)) for kind in KINDS}, types
 
 
 def test_every_other_kind_runs_on_parts_and_plain() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from statistics import median
@@ -57,15 +57,18 @@ class Check:
         """Median and 90 % quantile of the errors, and Kendall's tau of the two orders, 1 if they are the same.
 
         ``tau where rounds agree``: of the pairs of which one was faster in nine rounds of ten, ``agreeing`` of all.
-        ``spread of rounds``: the median deviation of a plan's rounds from their median: what noise alone makes of it.
+        What noise alone makes of it: ``spread of rounds``, the median deviation of a plan's rounds from their median,
+        and ``tau of rounds``, of the order in half of the rounds and in the others.
         """
-        tau = kendalltau(*zip(*self.steps.values(), strict=True)).statistic
-        found = {"median error": median(self.errors), "p90 error": fit.ninetieth(self.errors), "tau": float(tau)}
+        found = {"median error": median(self.errors), "p90 error": fit.ninetieth(self.errors)}
+        found["tau"] = _tau(self.steps.values())
         if self.rounds:
             middles = {name: median(seconds) for name, seconds in self.rounds.items()}
             found["spread of rounds"] = median(
                 abs(s / middles[name] - 1) for name, seconds in self.rounds.items() for s in seconds
             )
+            if all(len(seconds) > 1 for seconds in self.rounds.values()):
+                found["tau of rounds"] = _tau([(median(s[::2]), median(s[1::2])) for s in self.rounds.values()])
         pairs = [*combinations(self.rounds, 2)]
         right = [side * (self.steps[a][0] - self.steps[b][0]) > 0 for a, b in pairs if (side := self._side(a, b))]
         if right:
@@ -82,6 +85,11 @@ class Check:
     def at_speed(self) -> Check:
         """With predictions for the speed that the devices had meanwhile."""
         return Check({name: (self.then[name], measured) for name, (_, measured) in self.steps.items()}, self.rounds)
+
+
+def _tau(pairs: Iterable[tuple[float, float]]) -> float:
+    """Kendall's, of two orders."""
+    return float(kendalltau(*zip(*pairs, strict=True)).statistic)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, exp, log, log2
-from statistics import median
+from math import ceil, exp, hypot, log, log2
+from statistics import fmean, median
 from typing import NamedTuple
 
 from hetconv.candidates import EVEN
@@ -17,7 +17,7 @@ from hetconv.profile import ClusterProfile
 from hetconv.tuned import TunedPlan
 
 from .job import Run
-from .learn import MISFIT
+from .learn import MISFIT, noise_of
 from .machine import conditions
 from .race import Order, Outcome, Way
 from .shares import ROUNDS, TrialFailedError
@@ -26,6 +26,7 @@ REFERENCE = "alone"
 RIVALS, HARDLY = 4, 0.1  # how many plans at most are compared once more, expected to take so much longer than the best
 PREDICTED = 0.1  # how far predictions are off by then, in logarithms
 HEATS_PART = 0.1  # of the budget: for all heats, in which more rounds are run of fewer and fewer rivals
+STEADIEST = 0.005  # standard error of a heat's steps at least, in logarithms
 OVERRUN, STEPS = 2.0, 5  # times as long as that they may take, of so many steps of each rival at least
 CLOSING_ROUNDS, CLOSING_S = 9, 4.0  # of the plan that is left; seconds that they take at least, after heats
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
@@ -39,13 +40,23 @@ class Ran(NamedTuple):
     noise: float
 
 
-Rivals = dict[str, Contender]
+class Rival(NamedTuple):
+    """A plan, the likeliest ``part`` that its steps take of the reference's, by all that is known, and how ``sure``
+    that is: one over its variance, in logarithms.
+    """
+
+    contender: Contender
+    part: float
+    sure: float
+
+    def seen(self, part: float, noise: float) -> Rival:
+        """With what was measured besides, off by so much, in logarithms."""
+        by_steps = noise**-2
+        sure = self.sure + by_steps
+        return Rival(self.contender, exp((log(self.part) * self.sure + log(part) * by_steps) / sure), sure)
 
 
-def expected(predicted: float, ran: Ran) -> float:
-    """The likeliest part, of what was predicted and measured, each counting by how sure it is."""
-    by_prediction, by_steps = PREDICTED**-2, 1 / (MISFIT**2 + ran.noise**2)
-    return exp((log(predicted) * by_prediction + log(ran.part) * by_steps) / (by_prediction + by_steps))
+Rivals = dict[str, Rival]
 
 
 def beside(alone: Contender | None) -> str:
@@ -72,7 +83,7 @@ class Final:
     def plan(self, tried: Sequence[Ran], untried: Sequence[Contender] = ()) -> TunedPlan | None:
         """Of all these the fastest, in more rounds than they had; a device alone, if it does not beat that."""
         rivals, name, parts = self._raced(tried, untried)
-        best, least_s = rivals[name], CLOSING_S if parts else HEATS_PART * self.run.job.budget
+        best, least_s = rivals[name].contender, CLOSING_S if parts else HEATS_PART * self.run.job.budget
         closing = self._closing(best.name, {REFERENCE: self.reference, name: self._way(best)}, least_s)
         if closing is None:
             return None
@@ -86,7 +97,7 @@ class Final:
 
     def likeliest(self, tried: Sequence[Ran]) -> Ran:
         """Of these to be the fastest, by what was predicted and measured."""
-        return min(tried, key=self._expected)
+        return min(tried, key=lambda ran: self._tried(ran).part)
 
     def undisputed(self, why: str) -> TunedPlan | None:
         """The device alone, if the model runs on any."""
@@ -115,22 +126,21 @@ class Final:
 
         No more than the budget has time for: one that was tried, if it has none for two.
         """
-        found = [(self._expected(one), one.contender) for one in tried]
-        best = min(found, key=lambda known: known[0])
+        ran = sorted(map(self._tried, tried), key=lambda rival: rival.part)
         most = min(RIVALS, int(OVERRUN * HEATS_PART * self.run.job.budget / (STEPS * self._beside_s)) - 1)
         if most < 2:
-            return {f"0: {best[1].name}": best[1]}
-        found += [(self._predicted(c), c) for c in untried]
-        order = sorted(found, key=lambda known: known[0])
-        near = [known for known in order[:most] if known[0] <= (1 + HARDLY) * order[0][0]]
-        near += [best] if best not in near else []  # one that did run
-        return {f"{k}: {c.name}": c for k, (_, c) in enumerate(near)}
+            return {f"0: {ran[0].contender.name}": ran[0]}
+        order = sorted([*ran, *map(self._predicted, untried)], key=lambda rival: rival.part)
+        near = [rival for rival in order[:most] if rival.part <= (1 + HARDLY) * order[0].part]
+        near += [ran[0]] if ran[0] not in near else []  # one that did run
+        return {f"{k}: {rival.contender.name}": rival for k, rival in enumerate(near)}
 
-    def _expected(self, ran: Ran) -> float:
-        return expected(self._predicted(ran.contender), ran)
+    def _tried(self, ran: Ran) -> Rival:
+        return self._predicted(ran.contender).seen(ran.part, hypot(MISFIT, ran.noise))
 
-    def _predicted(self, contender: Contender) -> float:
-        return self._pricer.step_s(contender.name, contender.splits) / self._beside_s
+    def _predicted(self, contender: Contender) -> Rival:
+        part = self._pricer.step_s(contender.name, contender.splits) / self._beside_s
+        return Rival(contender, part, PREDICTED**-2)
 
     @cached_property
     def _beside_s(self) -> float:
@@ -145,16 +155,21 @@ class Final:
         return Pricer(self.run.graph, self.corrected, self.run.job.mode)
 
     def _fastest(self, rivals: Rivals) -> tuple[str, list[float]]:
-        """After each heat the slower half is out (successive halving: Karnin et al., 2013); all its rounds count."""
+        """After each heat the slower half is out (successive halving: Karnin et al., 2013).
+
+        All its rounds count, as sure as they are, and all that was known before.
+        """
         parts: dict[str, list[float]] = {name: [] for name in rivals}
         left, heats = [*rivals], ceil(log2(len(rivals)))
         for _ in range(heats):
-            ways = {REFERENCE: self.reference, **{name: self._way(rivals[name]) for name in left}}
+            ways = {REFERENCE: self.reference, **{name: self._way(rivals[name].contender) for name in left}}
             order = Order("the fastest plans", ways, ROUNDS, least_s=HEATS_PART * self.run.job.budget / heats)
             rounds = self.run.race.lead(order).rounds
             for name in left:
                 parts[name] += [s[name] / s[REFERENCE] for s in rounds]
-            left = sorted(left, key=lambda name: median(parts[name]))[: ceil(len(left) / 2)]
+            noise = max(fmean(noise_of(parts[name]) ** 2 for name in left) ** 0.5, STEADIEST)
+            now = {name: rivals[name].seen(median(parts[name]), noise).part for name in left}
+            left = sorted(left, key=now.__getitem__)[: ceil(len(left) / 2)]
         return left[0], parts[left[0]]
 
     def _closing(self, name: str, ways: Mapping[str, Way], least_s: float) -> Outcome | None:

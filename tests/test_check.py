@@ -50,6 +50,14 @@ def test_the_spread_of_rounds_is_what_noise_makes_of_a_plan() -> None:
     assert "spread of rounds" not in Check(steps).figures
 
 
+def test_noise_alone_leaves_the_order_of_rounds_in_doubt() -> None:
+    steps = {"a": (1.0, 1.0), "b": (2.0, 2.0), "c": (3.0, 3.0)}
+    same, turned = {n: [s] * 4 for n, (_, s) in steps.items()}, {"a": [1.0, 3.0], "b": [2.0, 2.0], "c": [3.0, 1.0]}
+    assert Check(steps, same).figures["tau of rounds"] == pytest.approx(1.0)
+    assert Check(steps, turned).figures["tau of rounds"] == pytest.approx(-1.0)
+    assert "tau of rounds" not in Check(steps, {n: [s] for n, (_, s) in steps.items()}).figures
+
+
 def errors_of_layers(mode: Mode) -> LayerErrors:
     graph = hetconv.capture(Chain(), torch.randn(2, 4, 16, 16))
     return layer_errors(graph, ClusterProfile.from_devices(["cpu", "cpu"]), mode, torch.device("cpu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import hypot
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from hetconv.autotune import final as module
-from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final, Ran, expected
+from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final, Ran, Rival
+from hetconv.autotune.learn import MISFIT
 from hetconv.autotune.race import Alone, Order, Outcome
 from hetconv.autotune.shares import ROUNDS, TrialFailedError
 from hetconv.candidates import EVEN
@@ -26,17 +28,26 @@ PULSES = 2e-3, 2e-3
 
 
 class Steps:
-    """Stands for a race: every way takes its ``seconds``, by the end of its name, in every round; or fails."""
+    """Stands for a race: every way takes its ``seconds``, by the end of its name, in every round; or fails.
 
-    def __init__(self, seconds: dict[str, float], failing: str = "none"):
+    ``noise``: by name too, factors of these in rounds that follow on each other.
+    """
+
+    def __init__(self, seconds: dict[str, float], failing: str = "none", noise: dict[str, list[float]] | None = None):
         self.seconds, self.failing, self.orders = seconds, failing, list[Order]()
+        self.noise = noise or {}
 
     def lead(self, order: Order) -> Outcome:
         self.orders.append(order)
         if order.what == self.failing or (self.failing == EVEN and EVEN in order.ways):
             raise TrialFailedError("on rank 1: there is no memory")
-        took = {name: self.seconds[name.split(": ")[-1]] for name in order.ways}
-        return Outcome([took] * order.rounds, pulse_s=PULSES)
+        return Outcome([self.took(order, k) for k in range(order.rounds)], pulse_s=PULSES)
+
+    def took(self, order: Order, k: int) -> dict[str, float]:
+        names = {name: name.split(": ")[-1] for name in order.ways}
+        return {
+            name: self.seconds[n] * (of[k % len(of)] if (of := self.noise.get(n)) else 1) for name, n in names.items()
+        }
 
 
 def final(steps: Steps) -> tuple[Final, list[Contender]]:
@@ -77,6 +88,14 @@ def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
     assert found is not None
     assert (found.name, found.step_s, found.alone_s, found.even_s, found.trials) == ("p3", 0.6, 1.0, 0.8, 5)
     assert (found.splits, found.pulse_s) == (plans[3].splits, PULSES)
+
+
+@pytest.mark.parametrize(("noise", "name"), [([0.5, 1.0, 2.0, 1.0], "p0"), ([1.0], "p1")])
+def test_a_noisy_heat_does_not_overturn_what_was_known(noise: list[float], name: str) -> None:
+    of, plans = final(Steps(STEPS | {"p0": 0.62, "p1": 0.61}, noise={"p0": noise}))
+    found = of.plan([Ran(plans[0], 0.50, 0.0), Ran(plans[1], 0.52, 0.0)])
+    assert found is not None
+    assert found.name == name
 
 
 def test_the_prediction_is_for_the_speed_that_devices_had_meanwhile() -> None:
@@ -126,7 +145,8 @@ def test_a_noisy_step_counts_less_than_what_was_predicted(
     monkeypatch: pytest.MonkeyPatch, noise: float, least: float, most: float
 ) -> None:
     monkeypatch.undo()
-    assert least < expected(0.5, Ran(final(Steps(STEPS))[1][0], 0.4, noise)) < most
+    known = Rival(final(Steps(STEPS))[1][0], 0.5, module.PREDICTED**-2)
+    assert least < known.seen(0.4, hypot(MISFIT, noise)).part < most
 
 
 def test_a_plan_that_does_not_beat_the_device_alone_is_not_the_plan() -> None:

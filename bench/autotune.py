@@ -20,6 +20,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -98,7 +99,8 @@ def run(args: Namespace) -> None:
     pairs = {pair: parse_devices(pair.removesuffix(BUSY).strip()) for pair in args.pairs.split(";")}
     for (pair, devices), case, mode in product(pairs.items(), asked, args.modes or MODES):
         found = run_on(devices, measure, tuple(devices), case, mode, args.budget, pair.endswith(BUSY))
-        rows.append({"pair": pair, "model": case.name, "mode": mode} | found)
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        rows.append({"pair": pair, "model": case.name, "mode": mode, "date": date} | found)
         print(line(rows[-1]), flush=True)
         if args.output is not None:  # after each: a run of all takes an hour
             args.output.parent.mkdir(parents=True, exist_ok=True)

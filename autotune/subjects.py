@@ -157,8 +157,10 @@ def subjects_of(graph: Graph) -> list[Subject]:
         layer = Layer(op, AXES[0], dtype, (op, dtype) in biased, between, count=count)
         found += [*(replace(layer, axis=axis) for axis in axes_of(op)), replace(layer, alone=True)]
     rest: list[Subject] = [Call(alone, layers.total()) for alone in (False, True)]
-    kinds = [(*kind, between, alone, count) for kind, count in others.items() for alone in (False, True)]
-    rest += [Other(*known) for known in kinds]
+    rest += [
+        Other(kind, dtype, between, alone, count)
+        for (kind, dtype), count in others.items() for alone in (False, True)
+    ]  # fmt: skip
     return [*found[:3], *rest, *found[3:]]
 
 

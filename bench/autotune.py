@@ -118,9 +118,9 @@ def line(row: Mapping[str, Any]) -> str:
     def most(gain: str) -> str:
         return f" of {row[gain]:.2f}" if gain in row else ""
 
-    order = f"tau {row['tau']:.2f}" + (
-        f" (of two halves of rounds {row['tau of rounds']:.2f})" if "tau of rounds" in row else ""
-    )
+    order = f"tau {row['tau']:.2f}"
+    if "tau of rounds" in row:
+        order += f" (of two halves of the rounds {row['tau of rounds']:.2f})"
     if "agreeing" in row:
         order += f" ({row['tau where rounds agree']:.2f} of the {row['agreeing']:.0%} of pairs on which rounds agree)"
     alone, even = (f"{row[gain]:.2f}" + most(f"possible {gain}") for gain in ("vs_alone", "vs_even"))

@@ -1,28 +1,50 @@
-"""``python -m bench.readme`` writes the README's table of kernels from the newest results of each GPU."""
+"""``python -m bench.readme`` writes the tables of README.md and docs/predictions.md from the newest results."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bench.autotune import CASES, PAIRS
 from bench.machine import RESULTS, ROOT
 from hetconv.errors import HetConvError
+from hetconv.plan import ALONE
 
-START, END = "<!-- bench.readme -->", "<!-- /bench.readme -->"
-README = ROOT / "README.md"
 NOTHING = "There is no measurement on a GPU yet: `make gpu` makes one on a machine that has one."
+MODES = {"infer": "inference", "train": "training"}
 
 
-def rendered(results: Path = RESULTS) -> str:
+class Table(NamedTuple):
+    """What stands in ``file`` between markers of this ``name``; ``rendered`` from a folder of results."""
+
+    file: Path
+    name: str
+    rendered: Callable[[Path], str]
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        return f"<!-- bench.readme {self.name} -->", f"<!-- /bench.readme {self.name} -->"
+
+    def updated(self, text: str, results: Path = RESULTS) -> str:
+        """The file's ``text`` with the table between its markers."""
+        start, end = self.markers
+        head, found, rest = text.partition(start)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise HetConvError(f"{self.file.name} has no {start} ... {end} to write between; put them back")
+        return f"{head}{start}\n{self.rendered(results)}\n{end}{tail}"
+
+
+def kernels(results: Path) -> str:
     """A table for each GPU with a ``<gpu>/<date>-kernels.json``, of its newest; else a sentence."""
     newest = {path.parent: path for path in sorted(results.glob("*/*-kernels.json"))}
-    tables = [_table(path, json.loads(path.read_text(encoding="utf-8"))) for _, path in sorted(newest.items())]
-    return "\n\n".join(tables) or NOTHING
+    return "\n\n".join(_kernels(path, _read(path)) for _, path in sorted(newest.items())) or NOTHING
 
 
-def _table(path: Path, document: dict[str, Any]) -> str:
+def _kernels(path: Path, document: dict[str, Any]) -> str:
     rate = document["ceilings"]
     where = f"[results](bench/results/{path.parent.name}/{path.name})"
     made = f"{document['date'][:10]}, torch {document['torch']}, triton {document['triton']}"
@@ -43,17 +65,67 @@ def _table(path: Path, document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def updated(readme: str, body: str) -> str:
-    """The README with ``body`` between the markers."""
-    head, start, rest = readme.partition(START)
-    _, end, tail = rest.partition(END)
-    if not start or not end:
-        raise HetConvError(f"README.md has no {START} ... {END} to write between; put them back")
-    return f"{head}{START}\n{body}\n{END}{tail}"
+def pair(results: Path) -> str:
+    """Of the newest ``cpu/<date>-pair.json``."""
+    path = max(results.glob("cpu/*-pair.json"))
+    document = _read(path)
+    lines = [
+        f"| [ms](bench/results/cpu/{path.name}) | alone | even | tuned | against alone | against even | of the bound |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in MODES.values():
+        r = document[name]
+        ms = " | ".join(f"{r[f'{way}_ms']:.0f}" for way in ("alone", "even", "tuned"))
+        lines.append(f"| {name} | {ms} | {r['vs_alone']:.2f}× | {r['vs_even']:.2f}× | {r['vs_bound']:.2f} |")
+    return "\n".join(lines)
 
+
+def predictions(results: Path) -> str:
+    """Of each pair, network and mode the newest in ``cpu/*-autotune*.json``, of those that say when they were made."""
+    networks = [case.name for case in CASES]
+    found: dict[tuple[int, int, str], tuple[dict[str, Any], Path]] = {}
+    for path in results.glob("cpu/*-autotune*.json"):
+        for case in _read(path)["cases"]:
+            if "date" in case:
+                key = PAIRS.index(case["pair"]), networks.index(case["model"]), case["mode"]
+                found[key] = max(found.get(key, (case, path)), (case, path), key=lambda known: str(known[0]["date"]))
+    lines = [
+        "| devices | network | mode | steps off | nine in ten | layers off | order | alone | even | off the best |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(_predicted(*found[key]) for key in sorted(found))])
+
+
+def _predicted(r: dict[str, Any], path: Path) -> str:
+    def gain(name: str) -> str:
+        possible = f" ({r[f'possible {name}']:.2f})" if f"possible {name}" in r else ""
+        return f"{r[name]:.2f}×{possible}"
+
+    steps, most = (f"{r[f'{n} at speed']:.0%} ({r[n]:.0%})" for n in ("median error", "p90 error"))
+    alone = "—" if r["chosen"].startswith(ALONE) else gain("vs_alone")
+    cells = (
+        f"`{r['pair']}`", f"[{r['model']}](../bench/results/cpu/{path.name})", MODES[r["mode"]], steps, most,
+        f"{r['median error of layers']:.0%} ({r['of layers measured again']:.0%})",
+        f"{r['tau at speed']:.2f} ({r['tau of rounds']:.2f})", alone, gain("vs_even"), f"{r['regret']:.0%}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+README = ROOT / "README.md"
+TABLES = (
+    Table(README, "kernels", kernels),
+    Table(README, "pair", pair),
+    Table(ROOT / "docs" / "predictions.md", "predictions", predictions),
+)
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--print"]:
-        print(rendered())
-    else:
-        README.write_text(updated(README.read_text(encoding="utf-8"), rendered()), encoding="utf-8")
+    for table in TABLES:
+        if sys.argv[1:] == ["--print"]:
+            print(table.rendered(RESULTS))
+        else:
+            table.file.write_text(table.updated(table.file.read_text(encoding="utf-8")), encoding="utf-8")

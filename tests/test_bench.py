@@ -182,7 +182,7 @@ def test_a_run_measures_every_pass_and_writes_it_down(
     assert all("us" in t for r in document["cases"] for t in r["tiles"])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said == {k: v for k, v in document.items() if k != "cases"}
-    assert "| forward | K/2 | bf16 | 1 | 1.00×" in readme.rendered(tmp_path)
+    assert "| forward | K/2 | bf16 | 1 | 1.00×" in readme.kernels(tmp_path)
 
 
 def test_a_wrong_case_has_no_time_and_fails_the_run(
@@ -223,16 +223,39 @@ def test_the_readme_shows_the_newest_results_of_each_gpu(tmp_path: Path) -> None
     report.rows = ROWS
     report.write()
     (tmp_path / "nvidia-x1" / "2026-01-01-kernels.json").write_text("old")
-    text = readme.rendered(tmp_path)
+    text = readme.kernels(tmp_path)
     assert "NVIDIA X1 (2026-01-02, torch 2.11" in text
     assert "| forward | K/4 | bf16 | 1 | 1.21× | 1.21× | 1.21× |" in text
     assert "1 cases gave a wrong result" in text
-    assert readme.rendered(tmp_path / "nothing") == readme.NOTHING
+    assert readme.kernels(tmp_path / "nothing") == readme.NOTHING
 
 
-def test_the_readme_is_up_to_date() -> None:
-    """`python -m bench.readme` brings it there."""
-    text = readme.README.read_text(encoding="utf-8")
-    assert readme.updated(text, readme.rendered()) == text
+def test_the_newest_case_of_each_pair_and_network_is_shown(tmp_path: Path) -> None:
+    case = {
+        "pair": "cpu,cpu@0.5", "model": "ResNet-18", "mode": "train", "date": "2026-01-01T12:00:00+00:00",
+        "chosen": "tuned plan", "median error": 0.12, "p90 error": 0.2, "median error at speed": 0.034,
+        "p90 error at speed": 0.1, "median error of layers": 0.05, "of layers measured again": 0.02,
+        "tau at speed": 0.9, "tau of rounds": 0.95, "vs_alone": 1.3, "vs_even": 1.4, "possible vs_even": 1.5,
+        "regret": 0.01,
+    }  # fmt: skip
+    older = case | {"date": "2026-01-01T11:00:00+00:00", "regret": 0.5}
+    undated = {name: value for name, value in case.items() if name != "date"}
+    alone = case | {"mode": "infer", "chosen": "fastest device alone (0: cpu)"}
+    (tmp_path / "cpu").mkdir()
+    for name, cases in (("b-autotune", [case, alone]), ("c-autotune", [older]), ("d-autotune-x", [undated])):
+        (tmp_path / "cpu" / f"{name}.json").write_text(json.dumps({"cases": cases}))
+    where = "| `cpu,cpu@0.5` | [ResNet-18](../bench/results/cpu/b-autotune.json) |"
+    figures = "3% (12%) | 10% (20%) | 5% (2%) | 0.90 (0.95) |"
+    assert readme.predictions(tmp_path).splitlines()[2:] == [
+        f"{where} inference | {figures} — | 1.40× (1.50) | 1% |",
+        f"{where} training | {figures} 1.30× | 1.40× (1.50) | 1% |",
+    ]
+
+
+@pytest.mark.parametrize("table", readme.TABLES, ids=lambda table: table.name)
+def test_tables_are_those_of_the_results(table: readme.Table) -> None:
+    """`python -m bench.readme` makes them so."""
+    text = table.file.read_text(encoding="utf-8")
+    assert table.updated(text) == text
     with pytest.raises(HetConvError, match="put them back"):
-        readme.updated("# no markers", "")
+        table.updated("# no markers")

@@ -1,8 +1,7 @@
-"""Merged profiles, and what in a profile was measured under other versions."""
+"""Merged profiles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,45 +11,13 @@ from hetconv.autotune.merge import merge
 from hetconv.autotune.stale import stale
 from hetconv.catalogue import find_link
 from hetconv.errors import ProfileError
-from hetconv.profile import (
-    Alone,
-    ClusterProfile,
-    Curve,
-    DeviceModel,
-    LinkModel,
-    OperatorModel,
-    SharedWire,
-    TunedRatio,
-    nodes_of,
-)
+from hetconv.profile import Alone, ClusterProfile, DeviceModel, LinkModel, SharedWire
 from hetconv.provenance import Conditions, Identity
 from hetconv.spec import Conv2dSpec, ConvSpec
 from hetconv.splits import Split
 from hetconv.tuned import TunedChunks, TunedPlan, TunedTile
 
-OLD, NEW = (Conditions(f"2026-11-{day}T12:00:00Z", "2.13.0", "3.7.1") for day in (20, 21))
-BEFORE = replace(OLD, torch="2.11.0", triton="3.6.0")  # as old, and under other versions
-A0, A1, B0 = (Identity(host, "A100", f"GPU-{host}{i}") for host, i in (("a", 0), ("a", 1), ("b", 0)))
-CPU = Identity("a", "EPYC", "2 threads")
-
-
-def took(seconds: float, measured: Conditions | None = None) -> OperatorModel:
-    return OperatorModel(Curve((1.0,), (seconds,)), Curve((1.0,), (seconds,)), measured)
-
-
-def profile(identities: Sequence[Identity], at: Conditions, rate: float = 1e12, **operators: float) -> ClusterProfile:
-    """Devices that were all measured at one time, at one ``rate``; seconds of operators by key."""
-    models = {key: took(seconds) for key, seconds in operators.items()}
-    devices = tuple(
-        DeviceModel(
-            f"{'cpu' if i == CPU else 'cuda'}:{r}", "cpu" if i == CPU else "cuda", 1e9, {"float32": rate}, 1e10,
-            operators=models, identity=i, measured=at,
-        )
-        for r, i in enumerate(identities)
-    )  # fmt: skip
-    world = len(identities)
-    links = {f"{a}-{b}": LinkModel(rate * 1e-20, 1e-9, at) for b in range(world) for a in range(b)}
-    return ClusterProfile(devices, links, nodes=nodes_of(devices))
+from .profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, took, tuned
 
 
 def seconds(of: ClusterProfile, rank: int) -> dict[str, float]:
@@ -158,10 +125,6 @@ def test_ranks_that_share_a_device_stay_two() -> None:
     assert merged.world == 2
     assert merged.links["0-1"].measured == NEW
     assert [seconds(merged, rank) for rank in range(2)] == [{"x": 1.0, "y": 2.0}] * 2
-
-
-def tuned(at: Conditions, weights: tuple[int, ...]) -> TunedRatio:
-    return TunedRatio("g", "train", "height", weights, 1.0, weights, 1.0, 3, at)
 
 
 def test_what_was_tuned_holds_for_all_devices_in_their_order_or_is_left_out_by_name() -> None:
@@ -299,53 +262,3 @@ def test_what_does_not_fit_is_refused_by_name(
 def test_a_device_that_does_not_say_which_it_is_cannot_be_merged() -> None:
     with pytest.raises(ProfileError, match="sheets: rank 0, 'T4', does not say which device it is"):
         merge({"sheets": ClusterProfile.from_devices("T4,T4")})
-
-
-def test_a_profile_of_one_time_and_place_has_nothing_stale() -> None:
-    assert stale(profile([A0, A1], OLD, x=1.0)) == []
-    assert stale(profile([A0, A1], OLD, x=1.0), ("a", NEW)) == []
-    assert stale(ClusterProfile.from_devices("T4,T4"), ("a", NEW)) == []
-
-
-def test_what_was_measured_under_other_versions_is_named() -> None:
-    merged, _ = merge({"old": profile([A0, A1], BEFORE, x=1.0, y=2.0), "new": profile([A0], NEW, x=3.0)})
-    why = "measured with torch 2.11.0 (now 2.13.0), triton 3.6.0 (now 3.7.1); measure anew with hetconv autotune"
-    expected = [f"rank 0, cuda:0: y: {why}", f"rank 1, cuda:1: rates, x, y: {why}", f"links: 0-1: {why}"]
-    assert stale(merged) == expected
-    assert stale(merged, ("elsewhere", NEW)) == expected
-
-
-def test_a_profile_older_than_what_is_in_use_is_named_whole() -> None:
-    of = replace(profile([A0], BEFORE, x=1.0), tuned=(tuned(BEFORE, (1,)),))
-    lines = stale(of, ("login", replace(NEW, torch="2.13.0+cpu")))
-    assert [line.partition(": measured")[0] for line in lines] == [
-        "rank 0, cuda:0: rates, x", "tuned ratios: train by height of g",
-    ]  # fmt: skip
-    assert "torch 2.11.0 (now 2.13.0)" in lines[0]
-
-
-def test_hosts_have_builds_and_drivers_of_their_own_but_one_version() -> None:
-    on_gpu, on_cpu = replace(OLD, torch="2.13.0+cu128", driver="580.65"), replace(NEW, torch="2.13.0+cpu", triton="")
-    merged, _ = merge({"a": profile([A0], on_gpu), "b": profile([B0], on_cpu)}, "ethernet-25g")
-    assert stale(merged) == []
-    assert stale(merged, ("b", on_cpu)) == []
-    assert stale(merged, ("b", replace(on_cpu, triton="3.7.1"))) == []
-    assert "torch 2.13.0+cu128 (now 2.13.0+cu126)" in stale(merged, ("a", replace(on_gpu, torch="2.13.0+cu126")))[0]
-    newer = replace(on_gpu, at=NEW.at, driver="590.10")
-    merged, _ = merge(
-        {"old": profile([A0], on_gpu, x=1.0), "new": profile([A0], newer), "cpu": profile([CPU], NEW)}
-        | {"both": profile([A0, CPU], OLD)}
-    )
-    assert [line.partition("; ")[0] for line in stale(merged) if "driver" in line] == [
-        "rank 0, cuda:0: x: measured with driver 580.65 (now 590.10)"
-    ]
-
-
-def test_a_file_that_does_not_tell_its_versions_is_named_and_so_are_tiles() -> None:
-    kernel = Conv2dSpec(1, 8, 8, 8, 8, 3, 3)
-    tile = TunedTile("A100", "2.11.0", "3.7.1", "forward", kernel, "tf32", "aten", 1.0)
-    of = replace(profile([A0], Conditions("", "")), tiles=(tile,))
-    assert [line.partition("; ")[0] for line in stale(of, ("a", NEW))] == [
-        "rank 0, cuda:0: rates: measured with versions that the file does not tell",
-        "tiles of A100: forward of 1x8x8x8: measured with torch 2.11.0 (now 2.13.0)",
-    ]

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from math import pi
+from statistics import median, variance
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ from .progress import Reporter
 
 CHUNKS = (2, 4, 8)
 ROUNDS, FINAL_ROUNDS = 5, 9
+HALOS_S = 1.0  # seconds that rounds of one layer and its halos take at least, if they are not too many
+GUESS, UNSURE = 0.5, 0.3  # the part of halos that is hidden, and how far it may be off
+SUREST = 1e-3  # how far what rounds say may be off at least
 GAIN = 0.98  # of the time in one piece: what is not faster by more is noise
 
 
@@ -67,15 +71,19 @@ def haloed_layer(graph: Graph, profile: ClusterProfile, mode: Mode) -> tuple[Con
 
 
 def hidden(in_turn_s: Sequence[float], on_s: Sequence[float], halos_s: Sequence[float]) -> float:
-    """Which part of the shorter of computing and transferring takes no time of its own, from 0 to 1: median of rounds.
+    """Which part of the shorter of computing and transferring takes no time of its own, from 0 to 1.
 
-    Seconds of both one after the other, of both at the same time, and of the transfer alone.
+    Seconds of both one after the other, of both at the same time, and of the transfer alone. The median of rounds, as
+    far as these agree: short halos of a long layer are lost in its noise, and what they leave open is `GUESS`.
     """
-    parts = []
-    for both, on, halos in zip(in_turn_s, on_s, halos_s, strict=True):
-        shorter = min(both - halos, halos)
-        parts.append(min(max((both - on) / shorter, 0.0), 1.0) if shorter > 0 else 0.0)
-    return round(median(parts), 3)
+    rounds = zip(in_turn_s, on_s, halos_s, strict=True)
+    parts = [(both - on) / least for both, on, halos in rounds if (least := min(both - halos, halos)) > 0]
+    if len(parts) < 2:
+        return GUESS
+    by_rounds = 1 / max(pi / 2 / len(parts) * variance(parts), SUREST**2)
+    by_guess = UNSURE**-2
+    likeliest = (GUESS * by_guess + median(parts) * by_rounds) / (by_guess + by_rounds)
+    return round(min(max(likeliest, 0.0), 1.0), 3)
 
 
 def haloed(spec: ConvSpec, split: Split, device: torch.device) -> dict[str, list[float]]:
@@ -101,7 +109,7 @@ def haloed(spec: ConvSpec, split: Split, device: torch.device) -> dict[str, list
     def halos() -> None:
         start_round(team, x, src.boxes, need.boxes).wait()
 
-    return measure.paired({"on": step, "in turn": waiting, "halos": halos}, FINAL_ROUNDS, device)
+    return measure.paired({"on": step, "in turn": waiting, "halos": halos}, FINAL_ROUNDS, device, HALOS_S)
 
 
 def gathered_layers(plan: Plan) -> list[tuple[ConvSpec, Split]]:

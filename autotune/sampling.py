@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from math import ceil, comb, inf
+from math import ceil, comb, hypot, inf
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -146,8 +146,16 @@ def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> 
 
 
 def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:
-    """How far off the line between two others what was measured in the middle is, of what it was: the worse pass."""
+    """How far off the line between two others what was measured in the middle is, of what it was: the worse pass.
+
+    Less what their medians may be off: a bend that noise may have made asks for nothing.
+    """
     ends = first.at(middle.pulse_s), last.at(middle.pulse_s)
-    forward = (median(p.forward) for p in (ends[0], middle, ends[1]))
-    backward = (median(p.backward) for p in (ends[0], middle, ends[1]))
-    return max(abs(a + (b - a) * at - m) / max(m, 1e-12) for a, m, b in (forward, backward))
+    forward = (ends[0].forward, middle.forward, ends[1].forward)
+    return max(_surely_off(*forward, at), _surely_off(ends[0].backward, middle.backward, ends[1].backward, at))
+
+
+def _surely_off(first: Sequence[float], middle: Sequence[float], last: Sequence[float], at: float) -> float:
+    a, m, b = median(first), median(middle), median(last)
+    unsure = hypot((1 - at) * doubt(first), at * doubt(last), doubt(middle))
+    return max(abs(a + (b - a) * at - m) - unsure, 0.0) / max(m, 1e-12)

@@ -156,6 +156,20 @@ def test_a_device_that_turns_slow_is_no_bend() -> None:
     assert list(explored(passes, 64)) == sorted(asked) == [1, 8, 16, 40, 64]
 
 
+@pytest.mark.parametrize(("noise", "count"), [(0.0, MOST_SHARES), (0.3, 5)])
+def test_what_noise_may_have_made_is_no_bend(noise: float, count: int) -> None:
+    """Every other share takes a fifth longer, by the median of samples that differ by more, or not at all."""
+    asked: list[int] = []
+
+    def passes(part: int) -> Passes:
+        asked.append(part)
+        took = part * (1.0 + len(asked) % 2 / 5)
+        samples = [took * (1 - noise), took, took * (1 + noise)] * (1 if noise else 3)
+        return Passes(samples, samples, 1e-4)
+
+    assert len(explored(passes, 64)) == count
+
+
 def test_a_bend_is_found() -> None:
     """As where the work no longer fits a cache: the interval around it is halved, the straight one is left alone."""
     passes, asked = operator(lambda part: float(part) if part <= 40 else 40 + 9.0 * (part - 40))

@@ -1,15 +1,14 @@
-"""What tuning came to, as a table and as JSON, of profiles made by hand; and the rounds that it rests on."""
+"""What tuning came to, as a table and as JSON, of profiles made by hand."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,19 +16,15 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hetconv.autotune import cli, plans, tune
-from hetconv.autotune.field import even_split
+from hetconv.autotune import cli, tune
 from hetconv.autotune.job import Job
 from hetconv.autotune.launch import parse_devices
 from hetconv.autotune.models import build_model
-from hetconv.autotune.plans import _Plans
-from hetconv.autotune.race import Alone, Order, Outcome
-from hetconv.autotune.record import Record, Study, Trial, studies_of
+from hetconv.autotune.record import Record, Study, Trial
 from hetconv.autotune.sampling import Passes
-from hetconv.autotune.shares import TrialFailedError
 from hetconv.autotune.store import Store
 from hetconv.autotune.summary import Summary, Way, show_summary, summarize
-from hetconv.candidates import EVEN, Candidates
+from hetconv.candidates import EVEN
 from hetconv.graph import Graph
 from hetconv.plan import ALONE
 from hetconv.planner import contenders, make_plan
@@ -217,105 +212,3 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
     assert record.studies == (Study("plans", "it", ()),)
     assert record.profile == ClusterProfile.load(tmp_path / "c.json") == profile()
     assert capsys.readouterr() == ("", TALK + "\n")
-
-
-class Raced:
-    """Rank 0's race, in which a device alone takes a second, and plans what ``seconds`` says by how they are cut."""
-
-    def __init__(self, seconds: Callable[[Mapping[str, Split]], float | None]):
-        self.seconds = seconds
-
-    def lead(self, order: Order, enough: Callable[[Any], bool] = lambda _: False) -> Outcome:
-        took = {n: 1.0 if isinstance(way, Alone) else self.seconds(way.splits) for n, way in order.ways.items()}
-        if None in took.values():
-            raise TrialFailedError("on rank 1: there is no more memory")
-        return Outcome([took] * order.rounds, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))  # type: ignore[list-item]
-
-
-def studied(
-    folder: Path, seconds: Callable[[Mapping[str, Split]], float | None], link: str = "host"
-) -> tuple[TunedPlan | None, tuple[Study, ...], list[str]]:
-    """What the stage of plans finds, its studies, and what it says."""
-    lines: list[str] = []
-    say = SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None, line=lines.append)
-    graph, store = captured(), Store(folder, {}, resume=False)
-    run: Any = SimpleNamespace(
-        graph=graph, job=SimpleNamespace(mode="train", seed=0, budget=100.0, trials=0), spent=0.0, store=store, say=say,
-        race=Raced(seconds), x=torch.zeros(2, 4, 16, 16), device=torch.device("cpu"), on_gpu=False,
-        passed=lambda part: lambda: False, known=lambda *_: None, keep=lambda *_: None,
-    )  # fmt: skip
-    found = _Plans(run, ClusterProfile.from_devices(PAIR, link=link)).found().plan
-    return found, studies_of(store), lines
-
-
-def even(splits: Mapping[str, Split]) -> bool:
-    cut = [split for split in splits.values() if split.kind != "replicate"]
-    return all(max(split.sizes) - min(split.sizes) <= 1 for split in cut)
-
-
-FIELD = "uneven height split", "even split by sample"
-
-
-def test_the_even_split_is_measured_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found, *_: [c for c in found if c.name in FIELD])
-    found, studies, _ = studied(tmp_path, lambda splits: 3.0 if even(splits) else 0.5)
-    assert found is not None
-    assert (found.step_s, found.alone_s, found.even_s) == (0.5, 1.0, 3.0)
-    assert (found.name, found.even, found.trials) == (*FIELD, 2)
-    assert [(s.title, s.beside) for s in studies] == [("plans", found.alone)]
-    assert {t.what: t.value for t in studies[0].trials} == dict(zip(FIELD, (0.5, 3.0), strict=True))
-
-
-def test_an_even_split_that_fails_spoils_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found, *_: [c for c in found if c.name in FIELD])
-    found, studies, lines = studied(tmp_path, lambda splits: None if even(splits) else 0.5)
-    assert found is not None
-    assert (found.step_s, found.alone_s, found.even, found.even_s) == (0.5, 1.0, None, None)
-    assert [(t.what, t.value, t.why) for t in studies[0].trials if t.value is None] == [
-        (FIELD[1], None, "on rank 1: there is no more memory")
-    ]
-    assert any("beside an even split failed on rank 1: there is no more memory" in line for line in lines)
-    assert not any("side by side" in line for line in lines)  # who failed does not race again
-
-
-def test_a_device_alone_that_nothing_comes_near_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found, *_: [])
-    found, studies, _ = studied(tmp_path, lambda splits: 3.0)
-    assert found is not None
-    assert found.name == found.alone
-    assert (found.step_s, found.alone_s, found.even_s, found.trials) == (1.0, 1.0, 3.0, 0)
-    assert studies == ()
-
-
-def test_studies_of_a_database_are_those_of_the_job_since_it_began(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/trials.db"
-
-    def store(resume: bool, seed: int = 0) -> Store:
-        folder = tmp_path / str(seed)
-        folder.mkdir(exist_ok=True)
-        return Store(folder, {"seed": seed}, resume=resume, url=url)
-
-    store(False, seed=1).study("ratio", beside="another job's")
-    store(False).study("plans 0", "plans", "it")
-    store(True).study("plans 1", "plans", "it")
-    assert studies_of(store(True)) == (Study("plans", "it", ()),) * 2
-    assert studies_of(store(True, seed=1)) == (Study("ratio", "another job's", ()),)
-    assert studies_of(store(False)) == ()
-
-
-def test_an_even_split_is_known_under_the_name_of_a_plan_that_equals_it() -> None:
-    graph, alike = captured(), ClusterProfile.from_devices(("cpu", "cpu"), link="host")
-    whole = Candidates(graph, alike, "train").whole_models()
-    found = contenders(graph, alike)
-    known = [c._replace(name="another") if even(c.splits) else c for c in found]
-    asked: Sequence[Any] = known
-    best = even_split(whole, asked)
-    assert best is not None
-    assert best[0].startswith(EVEN)
-    assert best[1].name == "another"
-    assert best[1].predicted.step_s == min(c.predicted.step_s for c in known if c.splits in whole_even(whole))
-    assert even_split(whole, []) is None
-
-
-def whole_even(whole: Mapping[str, Any]) -> list[Any]:
-    return [splits for name, splits in whole.items() if name.startswith(EVEN)]

@@ -17,7 +17,7 @@ from hetconv.profile import ClusterProfile
 from hetconv.tuned import TunedPlan
 
 from .job import Run
-from .learn import MISFIT, noise_of
+from .learn import MISFIT, likeliest, noise_of
 from .machine import conditions
 from .race import Order, Outcome, Way
 from .shares import ROUNDS, TrialFailedError
@@ -32,28 +32,19 @@ CLOSING_ROUNDS, CLOSING_S = 9, 4.0  # of the plan that is left; seconds that the
 WORTH = 0.98  # of the fastest device's step alone: a plan that takes more does not pay
 
 
-class Ran(NamedTuple):
-    """A plan, its steps as a ``part`` of those that it ran beside, and the ``noise`` of these, in logarithms."""
+class Rival(NamedTuple):
+    """A plan, the ``part`` that its steps take of those that it runs beside, and the ``noise`` of that: its standard
+    error, in logarithms.
+    """
 
     contender: Contender
     part: float
     noise: float
 
-
-class Rival(NamedTuple):
-    """A plan, the likeliest ``part`` that its steps take of the reference's, by all that is known, and how ``sure``
-    that is: one over its variance, in logarithms.
-    """
-
-    contender: Contender
-    part: float
-    sure: float
-
     def seen(self, part: float, noise: float) -> Rival:
-        """With what was measured besides, off by so much, in logarithms."""
-        by_steps = noise**-2
-        sure = self.sure + by_steps
-        return Rival(self.contender, exp((log(self.part) * self.sure + log(part) * by_steps) / sure), sure)
+        """With what is known besides."""
+        likely, unsure = likeliest((log(self.part), self.noise), (log(part), noise))
+        return Rival(self.contender, exp(likely), unsure)
 
 
 Rivals = dict[str, Rival]
@@ -80,7 +71,7 @@ class Final:
     even: tuple[str, Contender] | None
     corrected: ClusterProfile
 
-    def plan(self, tried: Sequence[Ran], untried: Sequence[Contender] = ()) -> TunedPlan | None:
+    def plan(self, tried: Sequence[Rival], untried: Sequence[Contender] = ()) -> TunedPlan | None:
         """Of all these the fastest, in more rounds than they had; a device alone, if it does not beat that."""
         rivals, name, parts = self._raced(tried, untried)
         best, least_s = rivals[name].contender, CLOSING_S if parts else HEATS_PART * self.run.job.budget
@@ -95,7 +86,7 @@ class Final:
         self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {said}")
         return self._entry(best, step_s, len(tried), closing)
 
-    def likeliest(self, tried: Sequence[Ran]) -> Ran:
+    def likeliest(self, tried: Sequence[Rival]) -> Rival:
         """Of these to be the fastest, by what was predicted and measured."""
         return min(tried, key=lambda ran: self._tried(ran).part)
 
@@ -110,7 +101,7 @@ class Final:
         self.run.say.line(f"the plan is {self.alone.name}: {alone_s * 1e3:.1f} ms; {why}")
         return self._entry(self.alone, alone_s, 0, closing)
 
-    def _raced(self, tried: Sequence[Ran], untried: Sequence[Contender]) -> tuple[Rivals, str, list[float]]:
+    def _raced(self, tried: Sequence[Rival], untried: Sequence[Contender]) -> tuple[Rivals, str, list[float]]:
         """Who raced, who is left of them, and its steps as parts of the reference's, if there was a race."""
         rivals: Rivals = {}
         for others in (untried, ()) if untried else ((),):  # who was not tried may not run at all
@@ -121,7 +112,7 @@ class Final:
                 self.run.say.line(f"the fastest plans were not run side by side, that failed {e}")
         return rivals, next(iter(rivals)), []
 
-    def _rivals(self, tried: Sequence[Ran], untried: Sequence[Contender]) -> Rivals:
+    def _rivals(self, tried: Sequence[Rival], untried: Sequence[Contender]) -> Rivals:
         """By a name of their own, fastest first, those that may be the fastest by what was predicted and measured.
 
         No more than the budget has time for: one that was tried, if it has none for two.
@@ -135,12 +126,12 @@ class Final:
         near += [ran[0]] if ran[0] not in near else []  # one that did run
         return {f"{k}: {rival.contender.name}": rival for k, rival in enumerate(near)}
 
-    def _tried(self, ran: Ran) -> Rival:
+    def _tried(self, ran: Rival) -> Rival:
         return self._predicted(ran.contender).seen(ran.part, hypot(MISFIT, ran.noise))
 
     def _predicted(self, contender: Contender) -> Rival:
         part = self._pricer.step_s(contender.name, contender.splits) / self._beside_s
-        return Rival(contender, part, PREDICTED**-2)
+        return Rival(contender, part, PREDICTED)
 
     @cached_property
     def _beside_s(self) -> float:

@@ -126,4 +126,15 @@ def noise_of(seconds: Sequence[float]) -> float:
     """
     if len(seconds) < 2 or min(seconds) <= 0:
         return UNKNOWN
-    return sqrt(pi / 2 / len(seconds)) * stdev(map(log, seconds))
+    return error_of_median([log(s) for s in seconds])
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """Its standard error, as of a normal distribution; of two values at least."""
+    return sqrt(pi / 2 / len(values)) * stdev(values)
+
+
+def likeliest(*known: tuple[float, float]) -> tuple[float, float]:
+    """Of a value that is known several times, each with its standard error: the likeliest, and the error of that."""
+    sure = sum(error**-2 for _, error in known)
+    return sum(value * error**-2 for value, error in known) / sure, sure**-0.5

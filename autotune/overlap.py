@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import pi
-from statistics import median, variance
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from hetconv.tuned import TunedChunks
 from hetconv.walk import walk
 
 from . import measure
+from .learn import error_of_median, likeliest
 from .models import channels_last, random_input
 from .progress import Reporter
 
@@ -80,10 +80,8 @@ def hidden(in_turn_s: Sequence[float], on_s: Sequence[float], halos_s: Sequence[
     parts = [(both - on) / least for both, on, halos in rounds if (least := min(both - halos, halos)) > 0]
     if len(parts) < 2:
         return GUESS
-    by_rounds = 1 / max(pi / 2 / len(parts) * variance(parts), SUREST**2)
-    by_guess = UNSURE**-2
-    likeliest = (GUESS * by_guess + median(parts) * by_rounds) / (by_guess + by_rounds)
-    return round(min(max(likeliest, 0.0), 1.0), 3)
+    part, _ = likeliest((GUESS, UNSURE), (median(parts), max(error_of_median(parts), SUREST)))
+    return round(min(max(part, 0.0), 1.0), 3)
 
 
 def haloed(spec: ConvSpec, split: Split, device: torch.device) -> dict[str, list[float]]:

@@ -23,7 +23,7 @@ from hetconv.proportions import Splits, whole_model
 from hetconv.tuned import TunedPlan
 
 from .field import ERROR, MOST, even_split, near
-from .final import REFERENCE, Final, Ran, beside
+from .final import REFERENCE, Final, Rival, beside
 from .job import Run
 from .learn import AtWork, Learnt, Observed, at_work, believed, corrected, noise_of, with_learnt
 from .race import Alone, Order, Seconds, Way
@@ -92,17 +92,17 @@ class _Plans:
             return Found(final.undisputed(why), learnt)
         known = [*self.failed, *(c.splits for c, _ in tried)]
         untried = [c for c in after if c.splits not in known]
-        ran = [Ran(c, t.value, t.user_attrs[NOISE]) for c, t in tried if t.value]
+        ran = [Rival(c, t.value, t.user_attrs[NOISE]) for c, t in tried if t.value]
         best = final.likeliest(ran)
         ratio = self.ratio(best)
         if ratio is not None and ratio.weights != ratio.computed_weights:
             splits = whole_model(self.run.graph, ratio.kind, ratio.weights, (ratio.kind,))
             priced = Pricer(self.run.graph, corrected, self.run.job.mode).price(splits)
             part = best.part * ratio.step_s / ratio.computed_step_s
-            ran.append(Ran(Contender(tuned_name(ratio), splits, *priced), part, best.noise))
+            ran.append(Rival(Contender(tuned_name(ratio), splits, *priced), part, best.noise))
         return Found(final.plan(ran, untried), learnt, ratio)
 
-    def ratio(self, best: Ran) -> TunedRatio | None:
+    def ratio(self, best: Rival) -> TunedRatio | None:
         """Of the plan that is likely to be the fastest, if it has one, and trials can tell what another gains."""
         found = ratio_of(best.contender.splits)
         if found is None or not self.run.job.trials:

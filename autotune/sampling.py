@@ -150,9 +150,9 @@ def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:
 
     Less what their medians may be off: a bend that noise may have made asks for nothing.
     """
-    ends = first.at(middle.pulse_s), last.at(middle.pulse_s)
-    forward = (ends[0].forward, middle.forward, ends[1].forward)
-    return max(_surely_off(*forward, at), _surely_off(ends[0].backward, middle.backward, ends[1].backward, at))
+    a, b = first.at(middle.pulse_s), last.at(middle.pulse_s)
+    forward, backward = (a.forward, middle.forward, b.forward), (a.backward, middle.backward, b.backward)
+    return max(_surely_off(*forward, at), _surely_off(*backward, at))
 
 
 def _surely_off(first: Sequence[float], middle: Sequence[float], last: Sequence[float], at: float) -> float:

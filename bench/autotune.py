@@ -20,7 +20,6 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 
 from bench.grid import compared
-from bench.machine import commit
+from bench.machine import commit, now
 from bench.verdict import Demand
 from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_and_measured
 from hetconv.autotune.launch import parse_devices, run_on
@@ -99,8 +98,7 @@ def run(args: Namespace) -> None:
     pairs = {pair: parse_devices(pair.removesuffix(BUSY).strip()) for pair in args.pairs.split(";")}
     for (pair, devices), case, mode in product(pairs.items(), asked, args.modes or MODES):
         found = run_on(devices, measure, tuple(devices), case, mode, args.budget, pair.endswith(BUSY))
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        rows.append({"pair": pair, "model": case.name, "mode": mode, "date": date} | found)
+        rows.append({"pair": pair, "model": case.name, "mode": mode, "date": now()} | found)
         print(line(rows[-1]), flush=True)
         if args.output is not None:  # after each: a run of all takes an hour
             args.output.parent.mkdir(parents=True, exist_ok=True)

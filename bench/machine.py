@@ -37,8 +37,12 @@ def facts() -> dict[str, Any]:
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(), "python": platform.python_version(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), **commit(),
+        "date": now(), **commit(),
     }  # fmt: skip
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def commit() -> dict[str, Any]:

@@ -144,9 +144,9 @@ class Operators:
         by_roofline = self._roofline(flops, moved * (1 + twice), arithmetic(node.op, value.dtype), backward)
         return self._other_s(f"{kind_of(node.op)} {value.dtype}", moved, backward, by_roofline)
 
-    def sums(self, node: Node, steps: Sequence[Step]) -> Array:
+    def forks(self, node: Node, steps: Sequence[Step], backward: bool) -> Array:
         """(steps, P): of adding up, in backward, the gradients of a result that several operators read."""
-        times = self.graph.sums.get(node.outputs[0], 0) if len(node.outputs) == 1 else 0
+        times = self.graph.forks.get(node.outputs[0], 0) if backward and len(node.outputs) == 1 else 0
         if not times:
             return np.zeros((len(steps), len(self.devices)))
         value = self.graph.values[node.outputs[0]]

@@ -76,7 +76,7 @@ class Graph:
         return found
 
     @cached_property
-    def sums(self) -> dict[int, int]:
+    def forks(self) -> dict[int, int]:
         """By value that several operators read: how often backward adds a further gradient of it to those before."""
         readers = Counter(self.outputs)
         for node in self.nodes:

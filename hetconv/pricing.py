@@ -128,7 +128,7 @@ class Pricer:
         for transfers, backward in ((a.forward, False), (a.backward, True))[: 1 + (self.mode == "train")]:
             messages = [self.network.messages(one, itemsize) for rounds, itemsize in transfers for one in rounds]
             own.append(self.operators.seconds(a.node, a.split, a.step, backward))
-            seconds = own[-1] + self.operators.sums(a.node, (a.step,))[0] if backward else own[-1]
+            seconds = own[-1] + self.operators.forks(a.node, (a.step,), backward)[0]
             waited = tuple(m for m in messages if m.seconds.any())
             passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
             moving = sum(self.network.rounds_s(*t) for t in transfers)

@@ -197,7 +197,7 @@ class _Builder:
         """Charges what does not depend on how the inputs lie; places the results. Seconds of each pass, (choices,)."""
         values, train = self.graph.values, True in self.passes
         out = values[node.outputs[0]] if node.outputs else None
-        asked = (out.dtype, out.requires_grad, self.graph.sums.get(node.outputs[0])) if out is not None else None
+        asked = (out.dtype, out.requires_grad, self.graph.forks.get(node.outputs[0])) if out is not None else None
         computing = tuple(self.once((ways, str(asked), b), partial(self._seconds, node, ways, b)) for b in self.passes)
         cost = sum(computing, np.zeros(len(ways.steps)))
         self.tables.computing[name] = self.tables.computing.get(name, 0.0) + cost
@@ -217,7 +217,7 @@ class _Builder:
     def _seconds(self, node: Node, ways: Ways, backward: bool) -> Array:
         """(choices,): of the slowest device."""
         seconds = self.operators.table(node, ways.splits, ways.steps, backward)
-        slowest: Array = (seconds + self.operators.sums(node, ways.steps) if backward else seconds).max(-1)
+        slowest: Array = (seconds + self.operators.forks(node, ways.steps, backward)).max(-1)
         return slowest
 
     def _further(self, ways: Ways, itemsize: int, backward: bool) -> list[list[Moved]]:

@@ -50,7 +50,8 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path, command: Command) -> No
     assert [d.identity.speed for d in profile.devices if d.identity] == [1, 0.5]
     # On a busy machine there may be no time for all three convolutions along two axes, one device alone may measure
     # fastest, or steps may vary too much to tell ratios apart.
-    assert len(profile.devices[0].operators) == 6 or "were left to the fitted roofline" in tuned.stderr
+    measured = len(profile.devices[0].operators)
+    assert measured == 6 or (0 < measured < 6 and "were left to the fitted roofline" in tuned.stderr)
     assert [t.mode for t in profile.tuned] == (["train"] if "ms a step" in tuned.stderr else [])
 
     status, _, wrong = command("plan", "--profile", "cluster.json", *NET, "--kinds", "height")

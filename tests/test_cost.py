@@ -233,14 +233,14 @@ class Forks(nn.Module):
 def test_gradients_of_what_is_read_twice_are_added_up() -> None:
     graph = hetconv.capture(Forks(), torch.zeros(1, 2, 3, 4, requires_grad=True))
     tanh, *_, relu, last = graph.nodes
-    assert graph.sums == {tanh.outputs[0]: 2, relu.outputs[0]: 1}
+    assert graph.forks == {tanh.outputs[0]: 2, relu.outputs[0]: 1}
     line = Curve((10.0, 20.0), (10.0, 20.0))
     device = DeviceModel("d", "cpu", 1e9, {"float32": 1.0}, 1.0)
     measured = replace(device, others={"elementwise float32": OperatorModel(line, line.times(7.0))})
     step = relu.op.step((Layout.sharded((1, 2, 3, 4), 2, (2, 1)),), REPLICATE)
     operators = Operators(graph, [device, measured])
     for node, times in ((tanh, 2), (relu, 1), (last, 0)):
-        assert operators.sums(node, (step,)).tolist() == [[times * 3 * 4 * 16, times * 3 * 4 * 8]]
+        assert operators.forks(node, (step,), True).tolist() == [[times * 3 * 4 * 16, times * 3 * 4 * 8]]
 
 
 def test_sums_of_gradients_delay_training_but_are_no_layer_s() -> None:

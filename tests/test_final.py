@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetconv.autotune import final as module
-from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final, Ran, Rival
+from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final, Rival
 from hetconv.autotune.learn import MISFIT
 from hetconv.autotune.race import Alone, Order, Outcome
 from hetconv.autotune.shares import ROUNDS, TrialFailedError
@@ -81,7 +81,7 @@ def _by_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
     steps = Steps(STEPS)
     of, plans = final(steps)
-    found = of.plan([Ran(c, 0.5 * (1 + k * HARDLY / RIVALS), 0.0) for k, c in enumerate(plans)])
+    found = of.plan([Rival(c, 0.5 * (1 + k * HARDLY / RIVALS), 0.0) for k, c in enumerate(plans)])
     ways = [{name.split(": ")[-1] for name in order.ways} for order in steps.orders]
     assert ways == [{REFERENCE, "p0", "p1", "p2", "p3"}, {REFERENCE, "p2", "p3"}, {REFERENCE, "p3", EVEN}]
     assert sum(order.least_s for order in steps.orders[:2]) == pytest.approx(100 * HEATS_PART)
@@ -93,14 +93,14 @@ def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
 @pytest.mark.parametrize(("noise", "name"), [([0.5, 1.0, 2.0, 1.0], "p0"), ([1.0], "p1")])
 def test_a_noisy_heat_does_not_overturn_what_was_known(noise: list[float], name: str) -> None:
     of, plans = final(Steps(STEPS | {"p0": 0.62, "p1": 0.61}, noise={"p0": noise}))
-    found = of.plan([Ran(plans[0], 0.50, 0.0), Ran(plans[1], 0.52, 0.0)])
+    found = of.plan([Rival(plans[0], 0.50, 0.0), Rival(plans[1], 0.52, 0.0)])
     assert found is not None
     assert found.name == name
 
 
 def test_the_prediction_is_for_the_speed_that_devices_had_meanwhile() -> None:
     of, plans = final(Steps(STEPS))
-    found = of.plan([Ran(plans[0], 0.5, 0.0)])
+    found = of.plan([Rival(plans[0], 0.5, 0.0)])
     assert found is not None
     usual, then = (
         Pricer(of.run.graph, p, "train").price(plans[0].splits)[0].step_s
@@ -112,7 +112,7 @@ def test_the_prediction_is_for_the_speed_that_devices_had_meanwhile() -> None:
 def test_who_is_far_off_is_not_raced_again() -> None:
     steps = Steps(STEPS)
     of, plans = final(steps)
-    found = of.plan([Ran(plans[0], 0.5, 0.0), Ran(plans[3], 0.5 * (1 + 2 * HARDLY), 0.0)])
+    found = of.plan([Rival(plans[0], 0.5, 0.0), Rival(plans[3], 0.5 * (1 + 2 * HARDLY), 0.0)])
     (closing,) = steps.orders
     assert closing.least_s == 100 * HEATS_PART  # that no heat needed
     assert found is not None
@@ -124,7 +124,7 @@ def test_who_was_not_tried_but_may_be_the_fastest_races_too(fails: str, name: st
     """Predicted of all about the same: what was tried took far longer."""
     steps = Steps(STEPS, fails)
     of, plans = final(steps)
-    found = of.plan([Ran(plans[0], 9.0, 0.0), Ran(plans[1], 9.1, 0.0)], plans[4:])
+    found = of.plan([Rival(plans[0], 9.0, 0.0), Rival(plans[1], 9.1, 0.0)], plans[4:])
     assert {n.split(": ")[-1] for n in steps.orders[0].ways} == {REFERENCE, "p0", "p4"}
     assert found is not None
     assert found.name == name
@@ -134,7 +134,7 @@ def test_without_time_for_two_the_best_that_ran_is_the_plan() -> None:
     steps = Steps(STEPS)
     of, plans = final(steps)
     of.run.job.budget = 1e-3
-    found = of.plan([Ran(plans[0], 9.0, 0.0), Ran(plans[1], 9.1, 0.0)], plans[4:])
+    found = of.plan([Rival(plans[0], 9.0, 0.0), Rival(plans[1], 9.1, 0.0)], plans[4:])
     assert len(steps.orders) == 1
     assert found is not None
     assert found.name == "p0"
@@ -145,13 +145,13 @@ def test_a_noisy_step_counts_less_than_what_was_predicted(
     monkeypatch: pytest.MonkeyPatch, noise: float, least: float, most: float
 ) -> None:
     monkeypatch.undo()
-    known = Rival(final(Steps(STEPS))[1][0], 0.5, module.PREDICTED**-2)
+    known = Rival(final(Steps(STEPS))[1][0], 0.5, module.PREDICTED)
     assert least < known.seen(0.4, hypot(MISFIT, noise)).part < most
 
 
 def test_a_plan_that_does_not_beat_the_device_alone_is_not_the_plan() -> None:
     of, plans = final(Steps(STEPS | {"p0": 0.985}))
-    found = of.plan([Ran(plans[0], 0.5, 0.0)])
+    found = of.plan([Rival(plans[0], 0.5, 0.0)])
     assert found is not None
     assert found.name == found.alone == "fastest device alone (0: cpu)"
     assert (found.step_s, found.trials) == (1.0, 1)
@@ -161,7 +161,7 @@ def test_a_plan_that_does_not_beat_the_device_alone_is_not_the_plan() -> None:
 def test_what_does_not_run_side_by_side_leaves_what_ran_by_itself(failing: str) -> None:
     steps = Steps(STEPS, failing)
     of, plans = final(steps)
-    found = of.plan([Ran(plans[0], 0.5, 0.0), Ran(plans[1], 0.51, 0.0)])
+    found = of.plan([Rival(plans[0], 0.5, 0.0), Rival(plans[1], 0.51, 0.0)])
     assert found is not None
     assert found.name == ("p0" if failing != EVEN else "p1")
     assert found.even == (None if failing == EVEN else "even split by height")

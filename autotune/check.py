@@ -24,10 +24,12 @@ from hetconv.rules import Split
 from hetconv.transport import objects_of_all, team_of
 
 from . import fit
-from .measure import Step, more_samples, operator_samples, paired_rounds, pulses_of
+from .measure import more_samples, operator_samples
 from .race import step_alone, step_of
+from .rounds import Step, paced_rounds
 from .sampling import Passes, Time
 from .subjects import Layer, subjects_of
+from .usual import Usual
 
 MOST_LAYERS = 16  # of which errors are asked for, along one axis each
 SHARES = 0.3, 0.7
@@ -40,12 +42,12 @@ Plans = Mapping[str, Mapping[str, Split]]
 class Check:
     """Seconds of a step by plan: (predicted, measured). ``rounds``: of which what was measured is the median.
 
-    ``then``: predicted for the speed that the devices had meanwhile, see `ClusterProfile.at_pulses`.
+    ``usual``: what these would have taken on devices as fast as they usually are, see `Usual`.
     """
 
     steps: Mapping[str, tuple[float, float]]
     rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    then: Mapping[str, float] = field(default_factory=dict)
+    usual: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def errors(self) -> list[float]:
@@ -83,8 +85,9 @@ class Check:
 
     @property
     def at_speed(self) -> Check:
-        """With predictions for the speed that the devices had meanwhile."""
-        return Check({name: (self.then[name], measured) for name, (_, measured) in self.steps.items()}, self.rounds)
+        """With the speed that devices had within each step made good."""
+        steps = {name: (predicted, median(self.usual[name])) for name, (predicted, _) in self.steps.items()}
+        return Check(steps, self.usual)
 
 
 def _tau(pairs: Iterable[tuple[float, float]]) -> float:
@@ -172,7 +175,7 @@ def plan_steps(
         if name.startswith(ALONE):
             busy_s = pricer.of(name).price(splits)[0].busy_s
             works = team_of().rank == busy_s.index(max(busy_s))
-            steps[name] = step_alone(model, x, mode) if works else lambda: None
+            steps[name] = step_alone(copy.deepcopy(model), x, mode) if works else lambda: None
         else:
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
     return steps
@@ -188,11 +191,10 @@ def predicted_and_measured(
     rounds: int,
     longest: float = 0.0,
 ) -> Check:
-    """Collective: steps of `plan_steps`, all in turn in every round, as `paired` has it, beside what is predicted."""
-    ran = paired_rounds(steps, rounds, device, longest)
-    times = {name: [one.seconds[name] for one in ran] for name in plans}
-    usual, then = (Pricer(graph, p, mode) for p in (profile, profile.at_pulses(pulses_of(ran))))
-    predicted, at_speed = (
-        {name: pricer.step_s(name, splits) for name, splits in plans.items()} for pricer in (usual, then)
-    )
-    return Check({name: (predicted[name], median(times[name])) for name in plans}, times, at_speed)
+    """Collective: steps of `plan_steps`, all in turn in every round, as `paced_rounds`, beside what is predicted."""
+    ran = paced_rounds(steps, rounds, device, longest)
+    pricer, at_usual = Pricer(graph, profile, mode), Usual(graph, profile, mode)
+    predicted = {name: pricer.step_s(name, splits) for name, splits in plans.items()}
+    times = {name: [one[name].seconds for one in ran] for name in plans}
+    usual = {name: [at_usual.seconds(name, splits, one[name]) for one in ran] for name, splits in plans.items()}
+    return Check({name: (predicted[name], median(times[name])) for name in plans}, times, usual)

@@ -19,8 +19,10 @@ from hetconv.tuned import TunedPlan
 from .job import Run
 from .learn import MISFIT, likeliest, noise_of
 from .machine import conditions
-from .race import Order, Outcome, Way
+from .race import Order, Way
+from .rounds import Round, pulses_of
 from .shares import ROUNDS, TrialFailedError
+from .usual import Usual
 
 REFERENCE = "alone"
 RIVALS, HARDLY = 4, 0.1  # how many plans at most are compared once more, expected to take so much longer than the best
@@ -75,16 +77,16 @@ class Final:
         """Of all these the fastest, in more rounds than they had; a device alone, if it does not beat that."""
         rivals, name, parts = self._raced(tried, untried)
         best, least_s = rivals[name].contender, CLOSING_S if parts else HEATS_PART * self.run.job.budget
-        closing = self._closing(best.name, {REFERENCE: self.reference, name: self._way(best)}, least_s)
+        ways = {REFERENCE: self.reference, name: self._way(best)}
+        closing = self._closing(best.name, ways, least_s)
         if closing is None:
             return None
-        part = median([*parts, *(s[name] / s[REFERENCE] for s in closing.rounds)])
-        step_s = _median(closing, name)
+        usual = [self._usual(ways, one) for one in closing]
+        part = median([*parts, *(s[name] / s[REFERENCE] for s in usual)])
         if self.alone is not None and part > WORTH:
-            best, step_s = self.alone, _median(closing, REFERENCE)
+            best, name = self.alone, REFERENCE
         said = f"the fastest split took {part:.3f}x of {beside(self.alone)}"
-        self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {said}")
-        return self._entry(best, step_s, len(tried), closing)
+        return self._entry(best, name, len(tried), closing, said)
 
     def likeliest(self, tried: Sequence[Rival]) -> Rival:
         """Of these to be the fastest, by what was predicted and measured."""
@@ -95,11 +97,7 @@ class Final:
         if self.alone is None:
             return None
         closing = self._closing(self.alone.name, {REFERENCE: self.reference}, CLOSING_S)
-        if closing is None:
-            return None
-        alone_s = _median(closing, REFERENCE)
-        self.run.say.line(f"the plan is {self.alone.name}: {alone_s * 1e3:.1f} ms; {why}")
-        return self._entry(self.alone, alone_s, 0, closing)
+        return self._entry(self.alone, REFERENCE, 0, closing, why) if closing is not None else None
 
     def _raced(self, tried: Sequence[Rival], untried: Sequence[Contender]) -> tuple[Rivals, str, list[float]]:
         """Who raced, who is left of them, and its steps as parts of the reference's, if there was a race."""
@@ -145,6 +143,10 @@ class Final:
     def _pricer(self) -> Pricer:
         return Pricer(self.run.graph, self.corrected, self.run.job.mode)
 
+    @cached_property
+    def _usual(self) -> Usual:
+        return Usual(self.run.graph, self.corrected, self.run.job.mode)
+
     def _fastest(self, rivals: Rivals) -> tuple[str, list[float]]:
         """After each heat the slower half is out (successive halving: Karnin et al., 2013).
 
@@ -155,7 +157,7 @@ class Final:
         for _ in range(heats):
             ways = {REFERENCE: self.reference, **{name: self._way(rivals[name].contender) for name in left}}
             order = Order("the fastest plans", ways, ROUNDS, least_s=HEATS_PART * self.run.job.budget / heats)
-            rounds = self.run.race.lead(order).rounds
+            rounds = [self._usual(ways, one) for one in self.run.race.lead(order).rounds]
             for name in left:
                 parts[name] += [s[name] / s[REFERENCE] for s in rounds]
             noise = max(fmean(noise_of(parts[name]) ** 2 for name in left) ** 0.5, STEADIEST)
@@ -163,12 +165,12 @@ class Final:
             left = sorted(left, key=now.__getitem__)[: ceil(len(left) / 2)]
         return left[0], parts[left[0]]
 
-    def _closing(self, name: str, ways: Mapping[str, Way], least_s: float) -> Outcome | None:
+    def _closing(self, name: str, ways: Mapping[str, Way], least_s: float) -> Sequence[Round] | None:
         """Rounds of these beside the even split, where that runs; or none."""
         for more in ({EVEN: self._way(self.even[1])}, {}) if self.even else ({},):
             order = Order(f"{name} again", {**ways, **more}, CLOSING_ROUNDS, least_s=least_s)
             try:
-                return self.run.race.lead(order)
+                return self.run.race.lead(order).rounds
             except TrialFailedError as e:
                 self.run.say.line(f"{name}{f' beside an {EVEN}' * bool(more)} failed {e}")
         return None
@@ -176,21 +178,27 @@ class Final:
     def _way(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)
 
-    def _entry(self, best: Contender, step_s: float, trials: int, closing: Outcome) -> TunedPlan:
-        then = Pricer(self.run.graph, self.corrected.at_pulses(closing.pulse_s), self.run.job.mode)
-        even = self.even[0] if self.even and EVEN in closing.rounds[0] else None
+    def _entry(self, best: Contender, way: str, trials: int, closing: Sequence[Round], why: str) -> TunedPlan:
+        """Of the plan that these rounds had as this ``way``."""
+        step_s, pulse_s = _middle(closing, way)
+        self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {why}")
+        alone = _middle(closing, REFERENCE) if self.alone is not None else (None, ())
+        even = _middle(closing, EVEN) if self.even and EVEN in closing[0] else (None, ())
         return TunedPlan(
             self.run.graph.digest, self.run.job.mode, best.name, best.splits, step_s,
-            predicted_s=then.step_s(best.name, best.splits),
+            predicted_s=self._pricer.step_s(best.name, best.splits, pulse_s),
             trials=trials,
             alone=self.alone.name if self.alone is not None else None,
-            alone_s=_median(closing, REFERENCE) if self.alone is not None else None,
+            alone_s=alone[0],
             measured=conditions(self.run.device),
-            even=even,
-            even_s=_median(closing, EVEN) if even is not None else None,
-            pulse_s=closing.pulse_s,
+            even=self.even[0] if self.even and even[0] is not None else None,
+            even_s=even[0],
+            pulse_s=pulse_s,
+            alone_pulse_s=alone[1],
+            even_pulse_s=even[1],
         )  # fmt: skip
 
 
-def _median(closing: Outcome, name: str) -> float:
-    return median(seconds[name] for seconds in closing.rounds)
+def _middle(closing: Sequence[Round], name: str) -> tuple[float, tuple[float, ...]]:
+    """Seconds of its steps, and pulses within."""
+    return median(one[name].seconds for one in closing), pulses_of(closing, name)

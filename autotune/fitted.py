@@ -54,7 +54,7 @@ def device_model(
         str(name), kind, memory_bytes(device), rates or {"float32": UNKNOWN}, bandwidth, on_parts.host_s[0],
         fit.backward_ratio(*zip(*bare.values(), strict=True)) if bare else 2.0, name.emulated, on_parts.layers,
         identity(name), conditions(device), on_parts.host_s[1], on_parts.others,
-        Alone(by_itself, alone.others, *alone.host_s) if by_itself else None, pulse_s=pulse_s,
+        Alone(by_itself, alone.others, *alone.host_s, pulse_s=alone_s) if by_itself else None, pulse_s=pulse_s,
     )  # fmt: skip
 
 

@@ -1,37 +1,27 @@
-"""The only stopwatch: operators and whole steps, measured while all ranks are at work, and one rank after the other."""
+"""The only stopwatch, pulses, and operators: measured while all ranks are at work, and one rank after the other."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
-from statistics import harmonic_mean, median
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hetconv.transport import Team, objects_of_all, team_of
+from hetconv.transport import team_of
 
 from .sampling import Passes, Run, doubts, sampled
 from .subjects import Subject
 
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20
-MOST_ROUNDS = 31
 PULSE, PULSE_ON_GPU = 192, 2048  # rows and columns of a matrix that is multiplied with itself
-BEATS = 4  # pulses before each step
 TURNS, TURN_S = 15, 0.01  # of all at work, and of each alone; seconds
-Step = Callable[[], Any]
 Samples = dict[str, dict[float, Passes]]
 """By a subject's key, seconds of its passes by share, or by bytes."""
-
-
-class Round(NamedTuple):
-    """``seconds`` of each step until the last rank was done; ``pulse_s`` of each rank, those between, by mean speed."""
-
-    seconds: dict[str, float]
-    pulse_s: tuple[float, ...]
 
 
 def timed(action: Callable[[], Any], device: torch.device) -> float:
@@ -227,52 +217,3 @@ def copy_bandwidth(device: torch.device, numel: int = 1 << 22) -> float:
     dist.barrier()
     torch.relu(x)
     return 8 * numel / median(timed(lambda: torch.clamp_min(x, 0, out=y), device) for _ in range(5))
-
-
-def paired(
-    steps: Mapping[str, Step], rounds: int, device: torch.device, longest: float = 0.0
-) -> dict[str, list[float]]:
-    """`one_round` after the other, once every step has run.
-
-    So many ``rounds``, and more, up to `MOST_ROUNDS`, until all have together taken ``longest`` seconds.
-    """
-    found = paired_rounds(steps, rounds, device, longest)
-    return {name: [one.seconds[name] for one in found] for name in steps}
-
-
-def paired_rounds(steps: Mapping[str, Step], rounds: int, device: torch.device, longest: float) -> list[Round]:
-    """What `paired` is made of."""
-    for step in steps.values():
-        step()
-    found: list[Round] = []
-    while len(found) < rounds or (
-        len(found) < MOST_ROUNDS and sum(sum(one.seconds.values()) for one in found) < longest  # alike on all ranks
-    ):
-        found.append(one_round(steps, device, team_of()))
-    return found
-
-
-def one_round(steps: Mapping[str, Step], device: torch.device, team: Team) -> Round:
-    """Seconds of each step, one after the other, on every rank alike, with pulses before each."""
-    beat, own, pulses = pulse(device), dict[str, float](), list[float]()
-    for name, step in steps.items():
-        pulses += [beat() for _ in range(BEATS)]
-        own[name] = until_all_are_done(step, device, team)
-    each = objects_of_all(team, (own, harmonic_mean(pulses)))
-    return Round({name: max(of_rank[name] for of_rank, _ in each) for name in steps}, tuple(p for _, p in each))
-
-
-def pulses_of(rounds: Sequence[Round]) -> tuple[float, ...]:
-    """Of each rank, what a pulse takes at its mean speed: a step is long, and has the device both fast and slow."""
-    return tuple(map(harmonic_mean, zip(*(one.pulse_s for one in rounds), strict=True)))
-
-
-def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
-    """Seconds of a step that all ranks begin together."""
-
-    def together() -> None:
-        timed(step, device)
-        dist.barrier(team.group)
-
-    dist.barrier(team.group)
-    return timed(together, device)

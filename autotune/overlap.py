@@ -31,7 +31,7 @@ from hetconv.transport import in_turn, team_of
 from hetconv.tuned import TunedChunks
 from hetconv.walk import walk
 
-from . import measure
+from . import measure, rounds
 from .learn import error_of_median, likeliest
 from .models import channels_last, random_input
 from .progress import Reporter
@@ -107,7 +107,7 @@ def haloed(spec: ConvSpec, split: Split, device: torch.device) -> dict[str, list
     def halos() -> None:
         start_round(team, x, src.boxes, need.boxes).wait()
 
-    return measure.paired({"on": step, "in turn": waiting, "halos": halos}, FINAL_ROUNDS, device, HALOS_S)
+    return rounds.paired({"on": step, "in turn": waiting, "halos": halos}, FINAL_ROUNDS, device, HALOS_S)
 
 
 def gathered_layers(plan: Plan) -> list[tuple[ConvSpec, Split]]:
@@ -142,9 +142,9 @@ def best_chunks(spec: ConvSpec, split: Split, device: torch.device) -> TunedChun
     steps = {n: gathering(spec, split, device, n) for n in (1, *(n for n in CHUNKS if n <= spec.N))}
     whole = steps[1]()
     steps = {n: step for n, step in steps.items() if step().equal(whole)}
-    first = _ratios(measure.paired({str(n): s for n, s in steps.items()}, ROUNDS, device))
+    first = _ratios(rounds.paired({str(n): s for n, s in steps.items()}, ROUNDS, device))
     best = min(first, key=lambda n: first[n])
-    times = measure.paired({"1": steps[1], str(best): steps[best]}, FINAL_ROUNDS, device)
+    times = rounds.paired({"1": steps[1], str(best): steps[best]}, FINAL_ROUNDS, device)
     again = _ratios(times)
     chunks = best if max(first[best], again[best]) <= GAIN else 1
     return TunedChunks(spec, split.sizes, chunks, median(times[str(chunks)]), median(times["1"]))

@@ -30,11 +30,12 @@ from .race import Alone, Order, Seconds, Way
 from .ratio import RatioStudy, ratio_of, tells
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
 from .stages import PLANS_PART, part_of
+from .usual import Usual
 
 TRIAL_S = 2.0  # seconds that rounds of a plan beside the device alone take at least, more if the budget allows
 ROUNDS_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
-# Of a trial: seconds of what it ran beside, and of pulses meanwhile, by rank; its standard error, in logarithms.
-REFERENCE_S, PULSE_S, NOISE = "reference_s", "pulse_s", "noise"
+# Of a trial, on devices as fast as they usually are: seconds of what it ran beside; its standard error, in logarithms.
+REFERENCE_S, NOISE = "reference_s", "noise"
 COMPUTING, COMPUTING_NOISE = "computing", "computing_noise"  # by rank: for how many seconds of it, and as before
 RATIO_PART = 0.06  # of the budget, from where the study of a ratio begins
 Tried = tuple[Contender, FrozenTrial]
@@ -64,6 +65,7 @@ class _Plans:
         self.run, self.profile = run, profile
         self.base = make_plan(run.graph, profile, mode=run.job.mode)
         self.enough = run.passed(part_of(run, PLANS_PART))
+        self.usual = Usual(run.graph, profile, run.job.mode)
         self.trial_s = TRIAL_S
         self.reference: Way | None = None
         self.alone: Contender | None = None
@@ -110,31 +112,18 @@ class _Plans:
         if not tells(best.noise):
             self.run.say.line("no ratio is refined: steps vary by more than one could gain over the computed one")
             return None
-        return RatioStudy(self.run, self.base, *found, self.trial_s).tuned(part_of(self.run, RATIO_PART))
+        return RatioStudy(self.run, self.base, self.usual, *found, self.trial_s).tuned(part_of(self.run, RATIO_PART))
 
     def learnt(self, tried: Sequence[Tried]) -> Learnt:
         """From steps beside the fastest device alone, and from its own."""
-        graph, mode = self.run.graph, self.run.job.mode
-        plain = Pricer(graph, self.profile, mode)
-        # On the devices as they were, which may have been slower than when operators were measured.
-        then = [Pricer(graph, self.profile.at_pulses(t.user_attrs[PULSE_S]), mode) for _, t in tried]
-        seen = [observed(c._replace(costs=p.price(c.splits)[1]), t) for p, (c, t) in zip(then, tried, strict=True)]
+        pricer = Pricer(self.run.graph, self.profile, self.run.job.mode)
+        seen = [observed(c._replace(costs=pricer.price(c.splits)[1]), t) for c, t in tried]
         factors = corrected(self.profile.devices, seen)
         alone = self.alone
         if alone is None or not tried:
             return Learnt(factors)
-
-        def slower(pricer: Pricer, c: Contender) -> float:
-            """How many times as long as usually it is predicted to take."""
-            found, usual = (p.step_s(c.name, c.splits) for p in (pricer, plain))
-            return found / usual
-
-        slowed = [slower(pricer, alone) for pricer in then]
-        alone_s = median(t.user_attrs[REFERENCE_S] / slow for slow, (_, t) in zip(slowed, tried, strict=True))
-        ran = [
-            (c, t.value * alone_s * slow / slower(pricer, c), t.user_attrs[NOISE])
-            for pricer, slow, (c, t) in zip(then, slowed, tried, strict=True) if t.value
-        ]  # fmt: skip
+        alone_s = median(t.user_attrs[REFERENCE_S] for _, t in tried)
+        ran = [(c, t.value * alone_s, t.user_attrs[NOISE]) for c, t in tried if t.value]
 
         def steps(way: AtWork) -> list[float]:
             profile = with_learnt(self.profile, Learnt(factors, way))
@@ -160,7 +149,8 @@ class _Plans:
                 self.reference = next((self.plan(c) for c in near(found) if self.runs(c.name, self.plan(c))), None)
                 run.say.line("the model runs on no device alone; plans are measured beside the one planned first")
                 return
-            seconds = run.race.lead(Order("devices alone", able, 3, least_s=TRIAL_S)).rounds
+            ran = run.race.lead(Order("devices alone", able, 3, least_s=TRIAL_S)).rounds
+            seconds = [self.usual(able, one) for one in ran]
             took = {name: median(s[name] for s in seconds) for name in able}
             best = min(took, key=lambda name: took[name])
             run.keep("plans", REFERENCE, best)
@@ -208,18 +198,19 @@ class _Plans:
         """Of the steps alone."""
         assert self.reference is not None
 
-        def enough(seconds: Seconds) -> bool:
-            return hopeless(seconds["trial"] / seconds[REFERENCE])
-
         ways = {REFERENCE: self.reference, "trial": self.plan(contender)}
         order = Order(contender.name, ways, ROUNDS, "trial", self.trial_s)
-        found = self.run.race.lead(order, enough)
-        trial.set_user_attr(COMPUTING, found.computing)
+
+        def part(seconds: Seconds) -> float:
+            return seconds["trial"] / seconds[REFERENCE]
+
+        found = self.run.race.lead(order, lambda ran: hopeless(part(self.usual(ways, ran))))
+        rounds, slowness = [self.usual(ways, ran) for ran in found.rounds], self.profile.slowness(found.pulse_s)
+        trial.set_user_attr(COMPUTING, [s / slow for s, slow in zip(found.computing, slowness, strict=True)])
         trial.set_user_attr(COMPUTING_NOISE, found.noise)
-        trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in found.rounds))
-        trial.set_user_attr(PULSE_S, found.pulse_s)
-        trial.set_user_attr(NOISE, noise_of([s["trial"] for s in found.rounds]))
-        return [s["trial"] / s[REFERENCE] for s in found.rounds]
+        trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in rounds))
+        trial.set_user_attr(NOISE, noise_of([s["trial"] for s in rounds]))
+        return [*map(part, rounds)]
 
     def plan(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)

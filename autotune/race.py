@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ from hetconv.transport import Team, disband, objects_of_all, team_of
 from . import measure
 from .launch import did
 from .learn import noise_of
-from .measure import Step
 from .models import channels_last
+from .rounds import MOST_ROUNDS, Round, Step, one_round, pulses_of, until_all_are_done
 from .shares import TrialFailedError
 
 LISTENED, LISTENED_S = 3, 1.0  # steps at most on GPUs, and seconds; one at least
@@ -49,7 +49,7 @@ class Order(NamedTuple):
     """``what`` rank 0 has all ranks do, in so many ``rounds``: fewer of long steps, which vary less.
 
     ``listen``: of which way the time in which each rank computes is wanted too. ``least_s``: seconds that all rounds
-    take at least, short steps in up to `measure.MOST_ROUNDS`.
+    take at least, short steps in up to `rounds.MOST_ROUNDS`.
     """
 
     what: str
@@ -60,13 +60,13 @@ class Order(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Seconds of each way in each round, until the last rank was done, and for how much of them each rank computed.
+    """``rounds``: of each way a step; of the one that was listened to, for how many seconds each rank computed.
 
-    ``noise`` of the latter: its standard error, in logarithms. ``pulse_s``: of each rank, at its mean speed meanwhile,
-    see `measure.pulses_of`.
+    These are as on devices that took ``pulse_s`` for a pulse, their mean while it ran. ``noise``: their standard error,
+    in logarithms.
     """
 
-    rounds: list[Seconds]
+    rounds: list[Round]
     computing: tuple[float, ...] = ()
     noise: tuple[float, ...] = ()
     pulse_s: tuple[float, ...] = ()
@@ -88,7 +88,19 @@ def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
 
 
 def step_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
-    """`step_of` a plain model, all of which takes longer where the device is emulated."""
+    """`step_of` a plain model, all of which takes longer where the device is emulated.
+
+    `emulate.listeners` are let in between its modules. The ``model`` is this step's own from now on.
+    """
+
+    def between(_: nn.Module, __: Any, y: Any) -> None:
+        emulate.interlude()
+        if isinstance(y, Tensor) and y.requires_grad:
+            y.register_hook(lambda _: emulate.interlude())
+
+    for module in model.modules():
+        if next(module.children(), None) is None:
+            module.register_forward_hook(between)
     step = step_of(model, x, mode)
     return lambda: stretched(step, x.device)
 
@@ -101,7 +113,7 @@ class Race:
         self._team: Team | None = None
         self._steps: dict[str, tuple[Way, Step]] = {}
 
-    def lead(self, order: Order, enough: Callable[[Seconds], bool] = lambda _: False) -> Outcome:
+    def lead(self, order: Order, enough: Callable[[Round], bool] = lambda _: False) -> Outcome:
         """Collective with `follow`. Stops after a round of which ``enough`` says so, if `Order.least_s` are over.
 
         Raises `TrialFailedError` if a way raised an error on any rank, or one waited too long; all are past it then.
@@ -122,7 +134,7 @@ class Race:
                 continue
         self._clear()
 
-    def _run(self, order: Order, enough: Callable[[Seconds], bool]) -> Outcome:
+    def _run(self, order: Order, enough: Callable[[Round], bool]) -> Outcome:
         did(f"began to time {order.what}")
         found, why = Outcome([]), None
         try:
@@ -141,7 +153,7 @@ class Race:
             raise TrialFailedError(f"on rank {rank}: {first.splitlines()[0]}")
         return found
 
-    def _ran(self, order: Order, enough: Callable[[Seconds], bool], team: Team) -> Outcome:
+    def _ran(self, order: Order, enough: Callable[[Round], bool], team: Team) -> Outcome:
         self._steps = {n: old for n, old in self._steps.items() if order.ways.get(n) == old[0]}
         for name, way in order.ways.items():
             if name not in self._steps:
@@ -149,23 +161,24 @@ class Race:
                 self._steps[name][1]()
         steps: dict[str, Step] = {name: self._steps[name][1] for name in order.ways}
         heard, waits = self._heard(order, steps, team)
-        ran: list[measure.Round] = []
-        rounds: list[Seconds] = []
+        rounds: list[Round] = []
         more = order.rounds > 0
         while more:
-            ran.append(measure.one_round(steps, self._x.device, team))
-            rounds.append(ran[-1].seconds)
+            rounds.append(one_round(steps, self._x.device, team))
             more = not _ended(rounds, order, enough(rounds[-1]))
             said = [more]
             dist.broadcast_object_list(said, group=team.control, group_src=0)
             (more,) = said
-        found = Outcome(rounds, pulse_s=measure.pulses_of(ran))
         if heard is None:
-            return found
+            return Outcome(rounds)
+        ran, mean_s = [one[heard.name] for one in rounds], pulses_of(rounds, heard.name)
         if waits:
-            heard.seconds = _after(heard, median(s[heard.name] for s in rounds), self._x.device, team)
-        computing, noise = zip(*objects_of_all(team, (median(heard.seconds), noise_of(heard.seconds))), strict=True)
-        return found._replace(computing=computing, noise=noise)
+            own_s = _after(heard, median(step.seconds for step in ran), self._x.device, team)
+        else:
+            slow = [step.pulse_s[team.rank] / mean_s[team.rank] for step in ran]
+            own_s = [seconds / times for seconds, times in zip(heard.seconds, slow, strict=True)]
+        computing, noise = zip(*objects_of_all(team, (median(own_s), noise_of(own_s))), strict=True)
+        return Outcome(rounds, computing, noise, mean_s)
 
     def _heard(self, order: Order, steps: dict[str, Step], team: Team) -> tuple[_Heard | None, bool]:
         """Who listens, in place of the step, if anybody; and whether that makes a host wait for its device.
@@ -203,12 +216,12 @@ class Race:
             torch.cuda.empty_cache()
 
 
-def _ended(rounds: Sequence[Seconds], order: Order, told: bool) -> bool:
+def _ended(rounds: Sequence[Round], order: Order, told: bool) -> bool:
     """``told``: whether they need not go on."""
-    count, took = len(rounds), sum(sum(seconds.values()) for seconds in rounds)
+    count, took = len(rounds), sum(step.seconds for one in rounds for step in one.values())
     long = count >= LEAST_ROUNDS and took > PATIENCE * order.rounds
     done = told or long or count >= order.rounds
-    return done and (took >= order.least_s or count >= measure.MOST_ROUNDS)
+    return done and (took >= order.least_s or count >= MOST_ROUNDS)
 
 
 class _Heard:
@@ -232,5 +245,5 @@ class _Heard:
 def _after(heard: _Heard, step_s: float, device: torch.device, team: Team) -> list[float]:
     """What it hears in some more steps, in seconds of one that takes ``step_s`` while nobody listens."""
     count = min(max(int(LISTENED_S / step_s), 1), LISTENED)  # alike on all ranks, as rounds are
-    took = [measure.until_all_are_done(heard, device, team) for _ in range(count)]
+    took = [until_all_are_done(heard, device, team) for _ in range(count)]
     return [step_s * own / seconds for own, seconds in zip(heard.seconds, took, strict=True)]

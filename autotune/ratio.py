@@ -18,7 +18,9 @@ from hetconv.rules import Split
 from .job import Run
 from .machine import conditions
 from .race import Order, Seconds
+from .rounds import Round
 from .shares import ROUNDS, WEIGHTS, WHY, Hopeless, TrialFailedError, Weights, refine
+from .usual import Usual
 
 Cuts = Literal["sample", "depth", "height", "width"]
 CLEAR = 0.03  # of a step: what a ratio can hardly gain more than, once devices are measured; trials must tell as much
@@ -45,6 +47,7 @@ class RatioStudy:
 
     run: Run
     base: Plan
+    usual: Usual
     kind: Cuts
     computed: Weights
     trial_s: float
@@ -78,11 +81,14 @@ class RatioStudy:
     def rounds(self, weights: Weights, hopeless: Hopeless) -> Sequence[float]:
         """Of a trial, relative to the computed ratio's steps."""
 
-        def enough(seconds: Seconds) -> bool:
-            return hopeless(seconds["trial"] / seconds["computed"])
+        ways = self.ways(weights)
 
-        order = Order(f"{self.kind} {said(weights)}", self.ways(weights), ROUNDS, least_s=self.trial_s)
-        return [s["trial"] / s["computed"] for s in self.run.race.lead(order, enough).rounds]
+        def part(ran: Round) -> float:
+            seconds = self.usual(ways, ran)
+            return seconds["trial"] / seconds["computed"]
+
+        order = Order(f"{self.kind} {said(weights)}", ways, ROUNDS, least_s=self.trial_s)
+        return [part(ran) for ran in self.run.race.lead(order, lambda ran: hopeless(part(ran))).rounds]
 
     def told(self, trial: FrozenTrial) -> None:
         how = f"{trial.value:.3f}x of the computed ratio's step" if trial.value is not None else "failed"
@@ -95,7 +101,8 @@ class RatioStudy:
         if best == self.computed:
             ways.pop("trial")
         order = Order(f"{self.kind} {said(best)} again", ways, ROUNDS, least_s=self.trial_s)
-        return [{"trial": s["computed"]} | s for s in self.run.race.lead(order).rounds]
+        seconds = [self.usual(ways, ran) for ran in self.run.race.lead(order).rounds]
+        return [{"trial": s["computed"]} | s for s in seconds]
 
     def ways(self, weights: Weights) -> dict[str, Plan]:
         both = {"computed": self.computed, "trial": weights}

@@ -109,11 +109,11 @@ def _layers(best: TunedPlan) -> dict[str, int]:
 
 
 def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode, best: TunedPlan | None) -> dict[str, float]:
-    """Of even splits and devices alone, when devices are as fast as they were while the best plan was measured."""
-    then = profile.at_pulses(best.pulse_s) if best is not None and best.pulse_s else profile
-    pricer, ways = Pricer(graph, then, mode), Candidates(graph, then, mode).whole_models()
+    """Of even splits and devices alone; of those that were measured, on devices as fast as they were meanwhile."""
+    pricer, ways = Pricer(graph, profile, mode), Candidates(graph, profile, mode).whole_models()
+    pulse_s = {best.even: best.even_pulse_s, best.alone: best.alone_pulse_s} if best is not None else {}
     wanted = {name: splits for name, splits in ways.items() if name.startswith((EVEN, ALONE))}
-    return {name: pricer.step_s(name, splits) for name, splits in wanted.items()}
+    return {name: pricer.step_s(name, splits, pulse_s.get(name, ())) for name, splits in wanted.items()}
 
 
 def _way(sort: str, name: str | None, measured_s: float | None, predicted: Mapping[str, float]) -> Way | None:

@@ -1,11 +1,11 @@
 """What hetconv autotune finds on pairs of this machine: how well its profile predicts, and what its plan gains.
 
 For each case the profile is made as ``hetconv autotune`` makes it; then about twenty plans, predicted from it, run in
-turn within each round, with the plain model on each device alone among them. Steps are predicted for devices as fast as
-they mostly were while tuned, and for the speed that they have by then; layers for the latter. Then the tuned plan,
-those that were the fastest, the fastest device alone and even split run once more, and from these rounds the gains are
-told: by noise alone the fastest of many seems faster than it is. Beside them stands what could be gained at the speeds
-that the devices had by then.
+turn within each round, with the plain model on each device alone among them. Steps are compared as they were, and with
+the speed made good that devices had within each, as tuning itself does. Then the tuned plan, those that were the
+fastest, the fastest device alone and even split run once more, and from these rounds the gains are told, in both ways:
+by noise alone the fastest of many seems faster than it is. Beside them stands what could be gained if nothing were
+sent.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from bench.machine import commit, now
 from bench.verdict import Demand
 from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_and_measured
 from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.measure import paired_rounds, pulses_of
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.race import Seconds
+from hetconv.autotune.rounds import paced_rounds
 from hetconv.autotune.tune import Job, tune
+from hetconv.autotune.usual import Usual
 from hetconv.candidates import EVEN
 from hetconv.emulate import DeviceName
 from hetconv.plan import ALONE, Mode
@@ -47,9 +48,12 @@ MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
 RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # until who started it is gone
-ROUNDS, LONGEST = 7, 75.0  # of all plans: at least so many, more where they are short: seconds
-FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 75.0  # how many that took so much longer, and more rounds of these
-AT_SPEED = ("median error", "p90 error", "tau", "tau where rounds agree")  # also of what is predicted for that
+ROUNDS, LONGEST = 7, 60.0  # of all plans: at least so many, more where they are short: seconds
+FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 45.0  # how many that took so much longer, and more rounds of these
+AT_SPEED = (  # also where the speed that devices had was made good
+    "median error", "p90 error", "tau", "spread of rounds", "tau of rounds", "tau where rounds agree", "agreeing",
+)  # fmt: skip
+AS_RUN = "as run"  # gains of the seconds that steps took, whatever speed devices had within each
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
 
 
@@ -150,11 +154,14 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         check = predicted_and_measured(steps, x.device, graph, profile, mode, all_plans, ROUNDS, LONGEST)
         own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
         best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}
-        again = paired_rounds(best, LAST_ROUNDS, x.device, LAST_S)
+        again = paced_rounds(best, LAST_ROUNDS, x.device, LAST_S)
         layers = layer_errors(graph, profile, mode, x.device)
-    of_layers = {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
-    found = {"chosen": plan.chosen} | figures(check) | gains([one.seconds for one in again], own) | of_layers
-    return found if busy else found | possible([d.speed for d in devices], pulses_of(again))
+    usual = Usual(graph, profile, mode)
+    at_usual = [{name: usual.seconds(name, all_plans[name], step) for name, step in one.items()} for one in again]
+    as_run = [{name: step.seconds for name, step in one.items()} for one in again]
+    found = {"chosen": plan.chosen} | figures(check) | gains(at_usual, own) | {AS_RUN: gains(as_run, own)}
+    found |= {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
+    return found if busy else found | possible([d.speed for d in devices], [d.pulse_s or 1.0 for d in profile.devices])
 
 
 def last(measured: Mapping[str, float], own: str) -> list[str]:
@@ -190,7 +197,7 @@ def regret(rounds: Sequence[Seconds], own: str) -> float:
 def possible(speeds: Sequence[float], pulse_s: Sequence[float]) -> dict[str, float]:
     """What a plan could gain if nothing were sent, on devices slowed so much on purpose that took so long for a pulse.
 
-    Two cores are as fast as each other on average alone: where the slowed one happens to be the faster core, an even
+    Two cores are not equally fast while they are tuned: where the slowed one happens to be the faster core, an even
     split loses less.
     """
     now = [speed / seconds for speed, seconds in zip(speeds, pulse_s, strict=True)]
@@ -200,7 +207,7 @@ def possible(speeds: Sequence[float], pulse_s: Sequence[float]) -> dict[str, flo
 
 def figures(check: Check) -> dict[str, Any]:
     """Of predictions; a device alone is measured as the plain model."""
-    steps = {n: [round(s * 1e3, 3) for s in (*of, check.then[n])] for n, of in check.steps.items()}
+    steps = {n: [round(s * 1e3, 3) for s in (*of, median(check.usual[n]))] for n, of in check.steps.items()}
     found = check.figures | {f"{n} at speed": v for n, v in check.at_speed.figures.items() if n in AT_SPEED}
     return {n: round(v, 4) for n, v in found.items()} | {"predicted and measured ms": steps}
 

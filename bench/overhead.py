@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bench.machine import commit
 from bench.verdict import Demand
 from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.measure import paired
+from hetconv.autotune.rounds import paired
 from hetconv.autotune.tune import step_of
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode

@@ -25,9 +25,9 @@ import torch
 from bench.cases import Stack, stack
 from bench.machine import commit
 from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.measure import paired
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.overlap import gathering
+from hetconv.autotune.rounds import paired
 from hetconv.autotune.tune import step_of
 from hetconv.emulate import DeviceName
 from hetconv.layout import apportion

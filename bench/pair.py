@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from bench.cases import Stack, stack
 from hetconv import ops
 from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.measure import paired
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.ratio import Cuts, ratio_of, said
+from hetconv.autotune.rounds import paired
 from hetconv.autotune.shares import Weights
 from hetconv.autotune.tune import Job, step_of, tune
 from hetconv.calls import conv_spec

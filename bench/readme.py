@@ -101,12 +101,13 @@ def _predicted(r: dict[str, Any], path: Path) -> str:
         possible = f" ({r[f'possible {name}']:.2f})" if f"possible {name}" in r else ""
         return f"{r[name]:.2f}×{possible}"
 
+    noise = r.get("tau of rounds at speed", r["tau of rounds"])
     steps, most = (f"{r[f'{n} at speed']:.0%} ({r[n]:.0%})" for n in ("median error", "p90 error"))
     alone = "—" if r["chosen"].startswith(ALONE) else gain("vs_alone")
     cells = (
         f"`{r['pair']}`", f"[{r['model']}](../bench/results/cpu/{path.name})", MODES[r["mode"]], steps, most,
         f"{r['median error of layers']:.0%} ({r['of layers measured again']:.0%})",
-        f"{r['tau at speed']:.2f} ({r['tau of rounds']:.2f})", alone, gain("vs_even"), f"{r['regret']:.0%}",
+        f"{r['tau at speed']:.2f} ({noise:.2f})", alone, gain("vs_even"), f"{r['regret']:.0%}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

@@ -29,7 +29,7 @@ from examples.edsr import EDSR
 from examples.photographs import HELD_OUT, Batches, Pair, bicubic, load, psnr
 from hetconv import emulate
 from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.measure import paired
+from hetconv.autotune.rounds import paired
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = "cpu,cpu@0.5"  # the fast one first

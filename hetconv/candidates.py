@@ -130,12 +130,10 @@ class Candidates:
         """
         world = self.profile.world
         found: dict[str, Splits] = {}
-        lone = next((k for k in LONE if k in self.kinds and (k not in SPACE or is_there(self.graph, k))), None)
         known = [(device, limits[rank] if limits else None) for rank, device in enumerate(self.profile.devices)]
         for rank, device in enumerate(self.profile.devices):
-            if lone is not None and known.index(known[rank]) == rank:
-                weights = tuple(float(r == rank) for r in range(world))
-                found[f"{ALONE} ({rank}: {device.name})"] = self.whole(lone, weights)
+            if known.index(known[rank]) == rank and (alone := self.alone(rank)) is not None:
+                found[f"{ALONE} ({rank}: {device.name})"] = alone
         for kind in self.kinds:
             if kind == "replicate":
                 found.setdefault("replicated", dict.fromkeys(self.graph.layers, REPLICATE))
@@ -152,6 +150,12 @@ class Candidates:
         if (best := self.tuned_plan()) is not None:
             found[plan_name(best)] = dict(best.splits)
         return found or {"replicated": dict.fromkeys(self.graph.layers, REPLICATE)}
+
+    def alone(self, rank: int) -> Splits | None:
+        """All on one device, written as a cut into one part and nothing; none if no kind that may be has a place."""
+        kind = next((k for k in LONE if k in self.kinds and (k not in SPACE or is_there(self.graph, k))), None)
+        weights = tuple(float(r == rank) for r in range(self.profile.world))
+        return self.whole(kind, weights) if kind is not None else None
 
     def whole(self, kind: SplitKind, weights: Sequence[float], ranks: tuple[int, ...] = ()) -> Splits:
         return whole_model(self.graph, kind, weights, self.kinds, ranks)

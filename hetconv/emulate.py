@@ -18,6 +18,7 @@ from .errors import HetConvError
 T = TypeVar("T")
 _slowness = 1.0
 _overslept = 0.0  # seconds, of all sleeps so far
+_aside = 0.0  # seconds, of all interludes so far
 LATE = 1e-3  # the latest that a timer wakes a process, in seconds, as long as a core is free
 listeners: list[Callable[[float, float], None]] = []
 """Each is called with the start and end, in seconds of time.perf_counter, of every computation that `stretched` ran."""
@@ -72,11 +73,11 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
         return compute()
     synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda *_: None)
     synchronize(device)
-    start = time.perf_counter()
+    start, aside = time.perf_counter(), _aside
     result = compute()
     synchronize(device)
     done = time.perf_counter()
-    rest = (done - start) * (_slowness - 1)
+    rest = (done - start - (_aside - aside)) * (_slowness - 1)
     time.sleep(max(rest - _overslept, 0.0))
     end = time.perf_counter()
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
@@ -84,3 +85,12 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
     for listener in listeners:
         listener(start, end)
     return result
+
+
+def interlude() -> None:
+    """Lets all listeners in, in the middle of what is `stretched` as a whole; what they take is not."""
+    global _aside
+    start = time.perf_counter()
+    for listener in listeners:
+        listener(start, start)
+    _aside += time.perf_counter() - start

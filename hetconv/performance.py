@@ -65,7 +65,8 @@ class Alone:
     """What a device takes that works on whole operators, by torch itself, while all others rest.
 
     ``operators``: seconds forward and backward; ``others`` and overheads as `DeviceModel` has them. ``slowness``: what
-    whole steps were found to take, of what operators take one by one, with their data in caches.
+    whole steps were found to take, of what operators take one by one, with their data in caches. ``pulse_s``: of a
+    pulse meanwhile, as `DeviceModel` has it.
     """
 
     operators: Mapping[str, tuple[AtLeastZero, AtLeastZero]] = field(default_factory=dict)
@@ -73,16 +74,18 @@ class Alone:
     overhead_s: AtLeastZero = 0.0
     backward_overhead_s: AtLeastZero = 0.0
     slowness: Positive = 1.0
+    pulse_s: Positive | None = None
     __pydantic_config__ = STRICT
 
     def times(self, factor: float) -> Alone:
-        """One that takes so many times as long."""
+        """One that takes so many times as long, for pulses too."""
         return replace(
             self,
             operators={key: (factor * ahead, factor * back) for key, (ahead, back) in self.operators.items()},
             others={key: model.times(factor) for key, model in self.others.items()},
             overhead_s=self.overhead_s * factor,
             backward_overhead_s=self.backward_overhead_s * factor,
+            pulse_s=self.pulse_s * factor if self.pulse_s is not None else None,
         )
 
 
@@ -166,7 +169,7 @@ class DeviceModel:
         }
         alone = replace(
             self, operators={**self.operators, **whole}, others=known.others, overhead_s=known.overhead_s,
-            backward_overhead_s=known.backward_overhead_s, corrections={},
+            backward_overhead_s=known.backward_overhead_s, corrections={}, pulse_s=known.pulse_s or self.pulse_s,
         )  # fmt: skip
         return alone.times(known.slowness)
 

@@ -75,12 +75,9 @@ class Pricer:
                 raise PlanError(f"{name!r} is split into {len(split.sizes)} parts, but the profile has {world} devices")
         applied, sums = self.walk(splits)
         known = [self._of(a) for a in applied]
-        rounds = [(self.network.messages(one, itemsize)) for rounds, itemsize in sums for one in rounds]
+        rounds = self._rounds(sums)
         clocks = Clocks(world, listener, self.network.overlap)
-        for one in chain((k.passes[0] for k in known), *(k.passes[1:] for k in reversed(known))):
-            clocks.step(one)
-        if self.mode == "train":
-            clocks.step(Pass("sums of gradients", True, self.network.summing(sums), rounds))
+        self._run(clocks, known, sums, rounds)
         layers = {k.applied.node.layer: k.layer_cost for k in known if k.applied.node.layer is not None}
         step_s, summed_s = float(clocks.now.max()), self._summed(known, sums)
         busy, moving = tuple(clocks.busy.tolist()), tuple(clocks.moving.tolist())
@@ -97,9 +94,29 @@ class Pricer:
             self._lone = Pricer(self.graph, self.profile.alone(), self.mode)
         return self._lone
 
-    def step_s(self, name: str, splits: Mapping[str, Split]) -> float:
-        """Seconds of a step of the plan of this name, see `of`."""
-        return self.of(name).price(splits)[0].step_s
+    def step_s(self, name: str, splits: Mapping[str, Split], pulse_s: Sequence[float] = ()) -> float:
+        """Seconds of a step of the plan of this name, see `of`; of devices that a pulse takes so long, or the usual."""
+        return self.of(name)._step_s(splits, pulse_s)
+
+    def _step_s(self, splits: Mapping[str, Split], pulse_s: Sequence[float]) -> float:
+        applied, sums = self.walk(splits)
+        clocks = Clocks(self.profile.world, overlap=self.network.overlap)
+        slowness = np.array(self.profile.slowness(pulse_s))
+        self._run(clocks, [self._of(a) for a in applied], sums, self._rounds(sums), slowness)
+        return float(clocks.now.max())
+
+    def _run(
+        self, clocks: Clocks, known: Sequence[_Known], sums: Transfers, rounds: Sequence[Messages],
+        slowness: Array | float = 1.0,
+    ) -> None:  # fmt: skip
+        """A step, on devices that take so many times as long as usually."""
+        for one in chain((k.passes[0] for k in known), *(k.passes[1:] for k in reversed(known))):
+            clocks.step(one._replace(seconds=one.seconds * slowness))
+        if self.mode == "train":
+            clocks.step(Pass("sums of gradients", True, self.network.summing(sums), rounds))
+
+    def _rounds(self, sums: Transfers) -> list[Messages]:
+        return [self.network.messages(one, itemsize) for rounds, itemsize in sums for one in rounds]
 
     def memory(self, splits: Mapping[str, Split]) -> tuple[int, ...]:
         """Bytes on each device, as `price` predicts them, without the seconds."""

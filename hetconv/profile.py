@@ -38,7 +38,10 @@ CALL_S = 5e-6  # that an operator takes however little it computes; an estimate 
 
 @dataclass(frozen=True)
 class TunedRatio:
-    """Proportions found by measuring whole steps of one model and mode, beside the computed ones; seconds a step."""
+    """Proportions found by measuring whole steps of one model and mode, beside the computed ones.
+
+    Seconds are of a step on devices as fast as they usually are.
+    """
 
     graph: str
     mode: Literal["train", "infer"]
@@ -100,11 +103,12 @@ class ClusterProfile:
             if not pairs.issuperset(wire.pairs):
                 raise ProfileError(f"wire {wire.name!r} is shared by {wire.pairs}, not all of them pairs of two ranks")
         for plan in self.plans:
-            if len(plan.pulse_s) not in (0, self.world):
-                raise ProfileError(
-                    f"plan {plan.name!r} was measured with pulses of {len(plan.pulse_s)} devices, but there are "
-                    f"{self.world}; measure the plan again"
-                )
+            for pulse_s in (plan.pulse_s, plan.alone_pulse_s, plan.even_pulse_s):
+                if len(pulse_s) not in (0, self.world):
+                    raise ProfileError(
+                        f"plan {plan.name!r} was measured with pulses of {len(pulse_s)} devices, but there are "
+                        f"{self.world}; measure the plan again"
+                    )
 
     @property
     def world(self) -> int:
@@ -124,10 +128,15 @@ class ClusterProfile:
         silent = dict.fromkeys(self.links, LinkModel(0.0, 0.0))
         return replace(self, devices=devices, links=silent, shared=(), sum_s_per_byte=0.0)
 
-    def at_pulses(self, pulse_s: Sequence[float]) -> ClusterProfile:
-        """With its devices as fast as they are when a pulse takes them so long, see `DeviceModel.at_pulse`."""
-        devices = (device.at_pulse(seconds) for device, seconds in zip(self.devices, pulse_s, strict=True))
-        return replace(self, devices=tuple(devices))
+    def slowness(self, pulse_s: Sequence[float]) -> tuple[float, ...]:
+        """How many times as long as usually devices take for all that they compute when a pulse takes them so long.
+
+        1 of a device whose usual pulse is not known, and of all if ``pulse_s`` is empty.
+        """
+        if not pulse_s:
+            return (1.0,) * self.world
+        usual = (device.pulse_s for device in self.devices)
+        return tuple(s / u if u is not None else 1.0 for s, u in zip(pulse_s, usual, strict=True))
 
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
         """Of the batch, for a convolution cut by filter in these sizes: one unless more were measured to be faster."""

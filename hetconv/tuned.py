@@ -56,6 +56,7 @@ class TunedPlan:
     is the name of the device that is fastest by itself, and ``alone_s`` are seconds of the plain model's steps there,
     in its faster memory format, beside which ``step_s`` were measured; none where the model fits no device. ``even``
     and ``even_s``: likewise of the even split that was predicted to be the fastest; none where it did not run.
+    ``alone_pulse_s`` and ``even_pulse_s``: of pulses while these were measured.
     """
 
     graph: str
@@ -71,4 +72,6 @@ class TunedPlan:
     even: str | None = None
     even_s: Positive | None = None
     pulse_s: tuple[Positive, ...] = ()
+    alone_pulse_s: tuple[Positive, ...] = ()
+    even_pulse_s: tuple[Positive, ...] = ()
     __pydantic_config__ = STRICT

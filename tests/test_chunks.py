@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import emulate, kernels
-from hetconv.autotune import measure, overlap
+from hetconv.autotune import overlap, rounds
 from hetconv.fusing import followers
 from hetconv.plan import Plan
 from hetconv.rules import Conv, Split, SplitKind
@@ -174,7 +174,7 @@ def test_more_than_one_only_if_faster_twice(
         lucky = {} if len(faster) == 1 and len(calls) == 2 else faster
         return {name: [1e-3 * lucky.get(int(name), 1.0)] * rounds for name in steps}
 
-    monkeypatch.setattr(measure, "paired", paired)
+    monkeypatch.setattr(rounds, "paired", paired)
     monkeypatch.setattr(overlap, "gathering", lambda *args: lambda: whole)
     found = overlap.best_chunks(SPEC, SPLIT, torch.device("cpu"))
     assert (found.chunks, found.unchunked_s) == (expected, 1e-3)
@@ -188,7 +188,7 @@ def test_chunks_with_other_bits_are_not_taken(monkeypatch: pytest.MonkeyPatch) -
     def paired(steps: dict[str, Any], rounds: int, device: torch.device) -> dict[str, list[float]]:
         return {name: [1e-3 / int(name)] * rounds for name in steps}
 
-    monkeypatch.setattr(measure, "paired", paired)
+    monkeypatch.setattr(rounds, "paired", paired)
     monkeypatch.setattr(overlap, "gathering", lambda *args: lambda: torch.tensor(1.0 + (args[-1] == 4)))
     assert overlap.best_chunks(SPEC, SPLIT, torch.device("cpu")).chunks == 2
 

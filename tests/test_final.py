@@ -14,6 +14,7 @@ from hetconv.autotune import final as module
 from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final, Rival
 from hetconv.autotune.learn import MISFIT
 from hetconv.autotune.race import Alone, Order, Outcome
+from hetconv.autotune.rounds import Paced, Round
 from hetconv.autotune.shares import ROUNDS, TrialFailedError
 from hetconv.candidates import EVEN
 from hetconv.plan import Prediction
@@ -24,7 +25,7 @@ from hetconv.recorder import capture
 
 from .nets import Chain, splits_of
 
-PULSES = 2e-3, 2e-3
+USUAL, SLOW = (1e-3, 1e-3), (2e-3, 2e-3)  # pulses
 
 
 class Steps:
@@ -32,6 +33,8 @@ class Steps:
 
     ``noise``: by name too, factors of these in rounds that follow on each other.
     """
+
+    pulse_s = USUAL
 
     def __init__(self, seconds: dict[str, float], failing: str = "none", noise: dict[str, list[float]] | None = None):
         self.seconds, self.failing, self.orders = seconds, failing, list[Order]()
@@ -41,13 +44,12 @@ class Steps:
         self.orders.append(order)
         if order.what == self.failing or (self.failing == EVEN and EVEN in order.ways):
             raise TrialFailedError("on rank 1: there is no memory")
-        return Outcome([self.took(order, k) for k in range(order.rounds)], pulse_s=PULSES)
+        return Outcome([self.took(order, k) for k in range(order.rounds)])
 
-    def took(self, order: Order, k: int) -> dict[str, float]:
+    def took(self, order: Order, k: int) -> Round:
         names = {name: name.split(": ")[-1] for name in order.ways}
-        return {
-            name: self.seconds[n] * (of[k % len(of)] if (of := self.noise.get(n)) else 1) for name, n in names.items()
-        }
+        noise = {name: of[k % len(of)] if (of := self.noise.get(n)) else 1.0 for name, n in names.items()}
+        return {name: Paced(self.seconds[n] * noise[name], self.pulse_s) for name, n in names.items()}
 
 
 def final(steps: Steps) -> tuple[Final, list[Contender]]:
@@ -87,7 +89,7 @@ def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
     assert sum(order.least_s for order in steps.orders[:2]) == pytest.approx(100 * HEATS_PART)
     assert found is not None
     assert (found.name, found.step_s, found.alone_s, found.even_s, found.trials) == ("p3", 0.6, 1.0, 0.8, 5)
-    assert (found.splits, found.pulse_s) == (plans[3].splits, PULSES)
+    assert (found.splits, found.pulse_s) == (plans[3].splits, USUAL)
 
 
 @pytest.mark.parametrize(("noise", "name"), [([0.5, 1.0, 2.0, 1.0], "p0"), ([1.0], "p1")])
@@ -99,14 +101,18 @@ def test_a_noisy_heat_does_not_overturn_what_was_known(noise: list[float], name:
 
 
 def test_the_prediction_is_for_the_speed_that_devices_had_meanwhile() -> None:
-    of, plans = final(Steps(STEPS))
-    found = of.plan([Rival(plans[0], 0.5, 0.0)])
+    steps = Steps(STEPS | {"p0": 0.1})
+    steps.pulse_s = SLOW
+    of, plans = final(steps)
+    found = of.plan([Rival(plans[0], 0.1, 0.0)])
     assert found is not None
+    assert found.pulse_s == found.alone_pulse_s == found.even_pulse_s == SLOW
     usual, then = (
-        Pricer(of.run.graph, p, "train").price(plans[0].splits)[0].step_s
-        for p in (of.corrected, of.corrected.at_pulses(PULSES))
+        Pricer(of.run.graph, replace(of.corrected, devices=devices), "train").price(plans[0].splits)[0].step_s
+        for devices in (of.corrected.devices, tuple(d.at_pulse(2e-3) for d in of.corrected.devices))
     )
-    assert found.predicted_s == then > 1.1 * usual
+    assert found.predicted_s == pytest.approx(then)
+    assert then > 1.1 * usual
 
 
 def test_who_is_far_off_is_not_raced_again() -> None:

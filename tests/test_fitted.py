@@ -92,7 +92,9 @@ def test_a_device_that_is_slower_takes_longer_for_all_of_it() -> None:
     assert slow.others["elementwise float32"].backward.at(1000) == 4e-3
     assert (slow.rate("float32"), slow.bytes_per_s) == (model.rate("float32") / 2, model.bytes_per_s / 2)
     assert (slow.overhead(False), slow.overhead(True)) == (0.5, 1.5)
-    assert slow.by_itself() == model.by_itself().at_pulse(2 * PULSE_S)
+    assert model.alone is not None
+    assert model.alone.pulse_s is not None
+    assert slow.by_itself() == model.by_itself().at_pulse(2 * model.alone.pulse_s)
     assert slow.at_pulse(PULSE_S) == model
     unknown = replace(model, pulse_s=None)
     assert unknown.at_pulse(2 * PULSE_S) == unknown

@@ -235,9 +235,3 @@ def test_a_call_takes_the_host_some_microseconds() -> None:
         assert min(*found.forward, *found.backward) >= 0
         assert max(median(found.forward), median(found.backward)) < 0.1
     assert max(parts.backward) > 0
-
-
-def test_rounds_have_a_device_at_its_mean_speed() -> None:
-    """Half of the time three times as slow, it does two thirds of the work."""
-    rounds = [measure.Round({}, (1.0, 2.0)), measure.Round({}, (3.0, 2.0))]
-    assert measure.pulses_of(rounds) == (1.5, 2.0)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.autotune import measure, overlap
+from hetconv.autotune import overlap, rounds
 from hetconv.autotune.overlap import haloed, haloed_layer, hidden, with_overlap
 from hetconv.autotune.progress import Reporter
 from hetconv.pricing import price
@@ -59,7 +59,7 @@ def test_the_layer_with_most_to_hide_is_measured() -> None:
 
 def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each way to run a convolution, and the bytes that each sends."""
-    real, sent = measure.paired, {}
+    real, sent = rounds.paired, {}
 
     def paired(steps: dict[str, Any], rounds: int, device: torch.device, longest: float) -> dict[str, list[float]]:
         for name, step in steps.items():
@@ -69,7 +69,7 @@ def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, 
         return real(steps, rounds, device, longest / 100)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "paired", paired)
+        patch.setattr(rounds, "paired", paired)
         times = haloed(SPEC, Split("height", sizes), torch.device("cpu"))
     return times, sent
 

@@ -18,6 +18,7 @@ from hetconv.autotune.job import Run
 from hetconv.autotune.plans import Alone, digest, formats
 from hetconv.autotune.progress import Reporter
 from hetconv.autotune.race import Order, Outcome, Race
+from hetconv.autotune.rounds import Paced, Round
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.plan import Plan, Prediction
 from hetconv.planner import Contender, contenders
@@ -107,16 +108,17 @@ def decided(folder: Path, faster: float | None) -> Decided:
     profile = replace(profile, devices=tuple(replace(d, alone=performance.Alone()) for d in profile.devices))
 
     def lead(self: Race, order: Order, enough: Any = lambda _: False) -> Outcome:
-        rounds = []
+        rounds: list[Round] = []
         for _ in range(order.rounds):
             split = {name for name, way in order.ways.items() if isinstance(way, Plan)}
             if split and faster is None:
                 raise TrialFailedError("on rank 1: there is no memory")
-            rounds.append({name: alone_s * (faster if name in split and faster else 1.0) for name in order.ways})
+            took = {name: alone_s * (faster if name in split and faster else 1.0) for name in order.ways}
+            rounds.append({name: Paced(seconds, (1.0, 1.0)) for name, seconds in took.items()})
             if enough(rounds[-1]):
                 break
         raced.append(order)
-        return Outcome(rounds, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))  # type: ignore[arg-type]
+        return Outcome(rounds, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, Reporter("test") as say:
         patch.setattr(Race, "lead", lead)

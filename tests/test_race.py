@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv import emulate
-from hetconv.autotune.race import LEAST_ROUNDS, Alone, Order, Outcome, Race, Seconds
+from hetconv.autotune.race import LEAST_ROUNDS, Alone, Order, Outcome, Race
+from hetconv.autotune.rounds import Round
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.plan import Plan
 
@@ -60,11 +61,13 @@ def test_every_way_is_timed_in_every_round() -> None:
     (first, _), (none, _) = on_ranks(2, raced, Chain(), Order("all", ways, 3, "trial"), Order("all", ways, 1))
     assert none == []
     assert [len(outcome.rounds) for outcome in first] == [3, 1]
-    assert all(r.keys() == ways.keys() and min(r.values()) > 0 for outcome in first for r in outcome.rounds)
+    assert all(one.keys() == ways.keys() for outcome in first for one in outcome.rounds)
+    steps = [step for outcome in first for one in outcome.rounds for step in one.values()]
+    assert all(step.seconds > 0 and len(step.pulse_s) == 2 and min(step.pulse_s) > 0 for step in steps)
     assert [len(outcome.computing) for outcome in first] == [2, 0]
     assert min(first[0].computing) > 0
     assert [len(outcome.noise) for outcome in first] == [2, 0]
-    assert all(len(outcome.pulse_s) == 2 and min(outcome.pulse_s) > 0 for outcome in first)
+    assert [len(outcome.pulse_s) for outcome in first] == [2, 0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -81,10 +84,10 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_trial_runs(rank: int, 
 
 
 def stopped() -> list[int]:
-    race, asked = Race(Chain(), X, "infer", LIMIT), list[Seconds]()
+    race, asked = Race(Chain(), X, "infer", LIMIT), list[Round]()
 
-    def enough(seconds: Seconds) -> bool:
-        asked.append(seconds)
+    def enough(ran: Round) -> bool:
+        asked.append(ran)
         return len(asked) == 2
 
     if dist.get_rank():
@@ -118,10 +121,10 @@ def timed_for(least_s: float, most: int) -> list[int]:
         race.follow()
         return []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetconv.autotune.measure.MOST_ROUNDS", most)
+        patch.setattr("hetconv.autotune.race.MOST_ROUNDS", most)
         found = race.lead(order, lambda _: True).rounds
     race.end()
-    return [len(found), sum(seconds["trial"] for seconds in found) >= least_s]
+    return [len(found), sum(one["trial"].seconds for one in found) >= least_s]
 
 
 def test_short_steps_run_in_more_rounds() -> None:
@@ -137,7 +140,7 @@ def alone_at(speed: float) -> float:
         (found,), _ = raced(nn.Conv2d(4, 64, 5), Order("it", {"alone": Alone(0, "contiguous")}, 9))
     finally:
         emulate.set_speed(1.0)
-    return min(r["alone"] for r in found.rounds)
+    return min(one["alone"].seconds for one in found.rounds)
 
 
 def test_an_emulated_device_is_as_slow_alone() -> None:

@@ -12,8 +12,10 @@ import torch
 
 from hetconv.autotune.race import Order, Outcome
 from hetconv.autotune.ratio import CLEAR, RatioStudy, ratio_of, tells
+from hetconv.autotune.rounds import Paced
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.autotune.store import Store
+from hetconv.autotune.usual import Usual
 from hetconv.plan import Plan
 from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile, TunedRatio
@@ -43,16 +45,18 @@ def test_trials_must_tell_what_a_ratio_may_gain() -> None:
 def study(folder: Path, seconds: Callable[[int], float | None]) -> tuple[TunedRatio | None, list[str]]:
     """From 8:8 rows, where steps take ``seconds`` by the rows of the first device; and what is said."""
     graph, lines = capture(Chain(), torch.zeros(2, 4, 16, 16)), list[str]()
-    base = make_plan(graph, ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host"))
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
+    base, usual = make_plan(graph, profile), Usual(graph, profile, "train")
 
     def lead(order: Order, enough: Callable[[Any], bool] = lambda _: False) -> Outcome:
-        took = {}
+        took: dict[str, Paced] = {}
         for name, way in order.ways.items():
             assert isinstance(way, Plan)
-            took[name] = seconds(max((s.sizes for s in way.splits.values()), key=sum)[0])
-        if None in took.values():
-            raise TrialFailedError("on rank 1: there is no more memory")
-        return Outcome([took] * order.rounds)  # type: ignore[list-item]
+            found = seconds(max((s.sizes for s in way.splits.values()), key=sum)[0])
+            if found is None:
+                raise TrialFailedError("on rank 1: there is no more memory")
+            took[name] = Paced(found, (1e-3, 1e-3))
+        return Outcome([took] * order.rounds)
 
     job, store = SimpleNamespace(mode="train", seed=0, trials=8), Store(folder, {}, resume=False)
     run: Any = SimpleNamespace(
@@ -60,7 +64,7 @@ def study(folder: Path, seconds: Callable[[int], float | None]) -> tuple[TunedRa
         say=SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None, line=lines.append),
         race=SimpleNamespace(lead=lead), device=torch.device("cpu"), passed=lambda part: lambda: False,
     )  # fmt: skip
-    return RatioStudy(run, base, "height", (8, 8), 1.0).tuned(0.1), lines
+    return RatioStudy(run, base, usual, "height", (8, 8), 1.0).tuned(0.1), lines
 
 
 def test_the_fastest_weights_are_found(tmp_path: Path) -> None:

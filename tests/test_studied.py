@@ -15,6 +15,7 @@ from hetconv.autotune.field import even_split
 from hetconv.autotune.plans import _Plans
 from hetconv.autotune.race import Alone, Order, Outcome
 from hetconv.autotune.record import Study, studies_of
+from hetconv.autotune.rounds import Paced
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.autotune.store import Store
 from hetconv.candidates import EVEN, Candidates
@@ -33,10 +34,13 @@ class Raced:
         self.seconds = seconds
 
     def lead(self, order: Order, enough: Callable[[Any], bool] = lambda _: False) -> Outcome:
-        took = {n: 1.0 if isinstance(way, Alone) else self.seconds(way.splits) for n, way in order.ways.items()}
-        if None in took.values():
-            raise TrialFailedError("on rank 1: there is no more memory")
-        return Outcome([took] * order.rounds, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))  # type: ignore[list-item]
+        took: dict[str, Paced] = {}
+        for name, way in order.ways.items():
+            found = 1.0 if isinstance(way, Alone) else self.seconds(way.splits)
+            if found is None:
+                raise TrialFailedError("on rank 1: there is no more memory")
+            took[name] = Paced(found, (1.0, 1.0))
+        return Outcome([took] * order.rounds, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
 
 
 def studied(

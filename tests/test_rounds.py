@@ -1,0 +1,151 @@
+"""Steps that take turns, the pulses within them, and what they would have taken at the usual speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetconv import emulate
+from hetconv.autotune import rounds
+from hetconv.autotune.race import Alone, step_alone
+from hetconv.autotune.rounds import BEATS, EVERY, Paced, paced_rounds, paired, pulses_of
+from hetconv.autotune.usual import Usual
+from hetconv.candidates import Candidates
+from hetconv.plan import ALONE, Mode
+from hetconv.planner import PLANNED, make_plan
+from hetconv.pricing import Pricer
+from hetconv.profile import Alone as Rested
+from hetconv.profile import ClusterProfile
+from hetconv.recorder import capture
+
+from .nets import Chain, splits_of
+from .spawn import on_ranks
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands for the time, in which nothing but pulses of a second passes."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def beat(self) -> float:
+        self.now += 1.0
+        return 0.25
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(rounds, "time", made)
+    monkeypatch.setattr(rounds, "pulse", lambda _: made.beat)
+    yield made
+    assert emulate.as_it_is()  # nobody listens any more
+
+
+def test_pulses_within_a_step_take_a_small_part_of_it(clock: Clock) -> None:
+    with rounds._Pulses.within(CPU) as found:
+        for clock.now in (10.0, 12.0, 11.0 + EVERY - 1, 11.0 + EVERY, 12.0 + EVERY):
+            for listener in emulate.listeners:
+                listener(clock.now - 1, clock.now)
+    assert (found.pulse_s, found.took_s) == ([0.25, 0.25], 2.0)
+
+
+def test_a_gpu_is_not_made_to_wait_within_a_step(clock: Clock) -> None:
+    with rounds._Pulses.within(torch.device("cuda")):
+        assert emulate.listeners == []
+
+
+def test_a_step_is_as_long_as_without_the_pulses_of_one_rank() -> None:
+    ranks = [rounds._Timed(5.0, 1.0, (1.0, 3.0)), rounds._Timed(5.5, 0.5, (2.0,))]
+    assert rounds._of_all(ranks) == Paced(4.5, (1.5, 2.0))
+    assert rounds._of_all([rounds._Timed(5.0, 0.0, ())]) == Paced(5.0, ())
+
+
+def test_rounds_have_a_device_at_its_mean_speed() -> None:
+    """Half of the time three times as slow, it does two thirds of the work."""
+    found = [{"a": Paced(1.0, (1.0, 2.0)), "b": Paced(1.0, (3.0, 2.0))}, {"a": Paced(1.0, (3.0, 2.0))}]
+    assert pulses_of(found[:1]) == pulses_of(found, "a") == (1.5, 2.0)
+
+
+def timed(computations: int) -> tuple[int, int, Any]:
+    """Pulses of a step with so many computations: of all, of those within; and of the step in `paired`, with these."""
+    beats, times = list[int](), list[int]()
+
+    def beat() -> float:
+        beats.append(0)
+        return 1e-3
+
+    def step() -> None:
+        times.append(len(beats))
+        for _ in range(computations):
+            emulate.stretched(lambda: None, CPU)
+        times.append(len(beats))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "pulse", lambda _: beat)
+        patch.setattr(rounds, "EVERY", 0)
+        (found,) = paced_rounds({"it": step}, 1, CPU)
+        within = times[-1] - times[-2]
+        assert found["it"].seconds > 0
+        assert found["it"].pulse_s == (pytest.approx(1e-3),)
+        so_far = len(beats)
+        paired({"it": step}, 2, CPU)
+    return so_far, within, len(beats) - so_far
+
+
+@pytest.mark.parametrize("computations", [0, 9])
+def test_pulses_come_before_a_step_and_between_its_computations(computations: int) -> None:
+    assert on_ranks(1, timed, computations) == [(BEATS + computations, computations, 0)]
+
+
+@pytest.mark.parametrize(("mode", "least"), [("infer", 3), ("train", 6)])
+def test_a_plain_model_lets_listeners_in_between_its_modules(mode: Mode, least: int) -> None:
+    """Forward and backward; not within what an emulated device is slowed by."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
+    step, heard = step_alone(model, torch.zeros(1, 3, 8, 8), mode), list[float]()
+    step()
+    emulate.listeners.append(lambda start, end: heard.append(end - start))
+    try:
+        step()
+    finally:
+        emulate.listeners.clear()
+    assert len(heard) == least + 1
+    assert heard[:-1] == [0.0] * least
+    assert heard[-1] > 0  # the whole
+
+
+def chain() -> tuple[Any, ClusterProfile]:
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
+    devices = tuple(replace(d, pulse_s=1e-3, alone=Rested(pulse_s=5e-4)) for d in profile.devices)
+    return capture(Chain(), torch.zeros(2, 4, 16, 16)), replace(profile, devices=devices)
+
+
+def test_a_step_on_slow_devices_would_have_taken_less_on_the_usual_ones() -> None:
+    graph, profile = chain()
+    usual, plan = Usual(graph, profile, "infer"), make_plan(graph, profile, mode="infer")
+    ways: Any = {"plan": plan.with_splits(splits_of(Chain(), ("height",), (3, 1))), "alone": Alone(0, "contiguous")}
+    assert usual(ways, {name: Paced(6.0, (1e-3, 1e-3)) for name in ways})["plan"] == 6.0
+    seconds = usual(ways, {name: Paced(6.0, (2e-3, 2e-3)) for name in ways})
+    assert 3.0 < seconds["plan"] < 6.0  # messages are as fast as ever
+    assert seconds["alone"] == pytest.approx(1.5)  # while others rest a pulse takes half as long
+    assert usual(ways, {name: Paced(6.0, (5e-4, 9.9)) for name in ways})["alone"] == 6.0  # whatever the other one does
+
+
+def test_steps_are_predicted_for_the_speed_that_pulses_tell() -> None:
+    graph, profile = chain()
+    pricer, splits = Pricer(graph, profile, "train"), splits_of(Chain(), ("height",), (3, 1))
+    slow = Pricer(graph, replace(profile, devices=tuple(d.at_pulse(3e-3) for d in profile.devices)), "train")
+    assert pricer.step_s(PLANNED, splits, (3e-3, 3e-3)) == pytest.approx(slow.step_s(PLANNED, splits))
+    assert pricer.step_s(PLANNED, splits) == pricer.price(splits)[0].step_s
+    alone = Candidates(graph, profile, "train").alone(1)
+    assert alone is not None
+    assert pricer.step_s(ALONE, alone, (9.9, 1e-3)) == pytest.approx(2 * pricer.step_s(ALONE, alone))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, combinations, product
+from itertools import chain, product
 from statistics import median
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ from .usual import Usual
 MOST_LAYERS = 16  # of which errors are asked for, along one axis each
 SHARES = 0.3, 0.7
 VISITS = 3  # of each, some seconds apart
-AGREEING = 0.9  # of the rounds, say which of two plans is faster
 Plans = Mapping[str, Mapping[str, Split]]
 
 
@@ -58,7 +57,6 @@ class Check:
     def figures(self) -> dict[str, float]:
         """Median and 90 % quantile of the errors, and Kendall's tau of the two orders, 1 if they are the same.
 
-        ``tau where rounds agree``: of the pairs of which one was faster in nine rounds of ten, ``agreeing`` of all.
         What noise alone makes of it: ``spread of rounds``, the median deviation of a plan's rounds from their median,
         and ``tau of rounds``, of the order in half of the rounds and in the others.
         """
@@ -71,17 +69,7 @@ class Check:
             )
             if all(len(seconds) > 1 for seconds in self.rounds.values()):
                 found["tau of rounds"] = _tau([(median(s[::2]), median(s[1::2])) for s in self.rounds.values()])
-        pairs = [*combinations(self.rounds, 2)]
-        right = [side * (self.steps[a][0] - self.steps[b][0]) > 0 for a, b in pairs if (side := self._side(a, b))]
-        if right:
-            found |= {"tau where rounds agree": 2 * sum(right) / len(right) - 1, "agreeing": len(right) / len(pairs)}
         return found
-
-    def _side(self, a: str, b: str) -> int:
-        """1 if a took longer than b in `AGREEING` rounds or more, -1 if b took longer than a, otherwise 0."""
-        longer = [x > y for x, y in zip(self.rounds[a], self.rounds[b], strict=True)]
-        enough = AGREEING * len(longer)
-        return (longer.count(True) >= enough) - (longer.count(False) >= enough)
 
     @property
     def at_speed(self) -> Check:

@@ -19,8 +19,7 @@ from hetconv.tuned import TunedPlan
 from .job import Run
 from .learn import MISFIT, likeliest, noise_of
 from .machine import conditions
-from .race import Order, Way
-from .rounds import Round, pulses_of
+from .race import Order, Seconds, Way
 from .shares import ROUNDS, TrialFailedError
 from .usual import Usual
 
@@ -77,16 +76,16 @@ class Final:
         """Of all these the fastest, in more rounds than they had; a device alone, if it does not beat that."""
         rivals, name, parts = self._raced(tried, untried)
         best, least_s = rivals[name].contender, CLOSING_S if parts else HEATS_PART * self.run.job.budget
-        ways = {REFERENCE: self.reference, name: self._way(best)}
-        closing = self._closing(best.name, ways, least_s)
+        closing = self._closing(best.name, {REFERENCE: self.reference, name: self._way(best)}, least_s)
         if closing is None:
             return None
-        usual = [self._usual(ways, one) for one in closing]
-        part = median([*parts, *(s[name] / s[REFERENCE] for s in usual)])
+        part = median([*parts, *(s[name] / s[REFERENCE] for s in closing)])
+        step_s = _median(closing, name)
         if self.alone is not None and part > WORTH:
-            best, name = self.alone, REFERENCE
+            best, step_s = self.alone, _median(closing, REFERENCE)
         said = f"the fastest split took {part:.3f}x of {beside(self.alone)}"
-        return self._entry(best, name, len(tried), closing, said)
+        self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {said}")
+        return self._entry(best, step_s, len(tried), closing)
 
     def likeliest(self, tried: Sequence[Rival]) -> Rival:
         """Of these to be the fastest, by what was predicted and measured."""
@@ -97,7 +96,11 @@ class Final:
         if self.alone is None:
             return None
         closing = self._closing(self.alone.name, {REFERENCE: self.reference}, CLOSING_S)
-        return self._entry(self.alone, REFERENCE, 0, closing, why) if closing is not None else None
+        if closing is None:
+            return None
+        alone_s = _median(closing, REFERENCE)
+        self.run.say.line(f"the plan is {self.alone.name}: {alone_s * 1e3:.1f} ms; {why}")
+        return self._entry(self.alone, alone_s, 0, closing)
 
     def _raced(self, tried: Sequence[Rival], untried: Sequence[Contender]) -> tuple[Rivals, str, list[float]]:
         """Who raced, who is left of them, and its steps as parts of the reference's, if there was a race."""
@@ -165,12 +168,12 @@ class Final:
             left = sorted(left, key=now.__getitem__)[: ceil(len(left) / 2)]
         return left[0], parts[left[0]]
 
-    def _closing(self, name: str, ways: Mapping[str, Way], least_s: float) -> Sequence[Round] | None:
+    def _closing(self, name: str, ways: Mapping[str, Way], least_s: float) -> list[Seconds] | None:
         """Rounds of these beside the even split, where that runs; or none."""
         for more in ({EVEN: self._way(self.even[1])}, {}) if self.even else ({},):
             order = Order(f"{name} again", {**ways, **more}, CLOSING_ROUNDS, least_s=least_s)
             try:
-                return self.run.race.lead(order).rounds
+                return [self._usual(order.ways, one) for one in self.run.race.lead(order).rounds]
             except TrialFailedError as e:
                 self.run.say.line(f"{name}{f' beside an {EVEN}' * bool(more)} failed {e}")
         return None
@@ -178,27 +181,19 @@ class Final:
     def _way(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)
 
-    def _entry(self, best: Contender, way: str, trials: int, closing: Sequence[Round], why: str) -> TunedPlan:
-        """Of the plan that these rounds had as this ``way``."""
-        step_s, pulse_s = _middle(closing, way)
-        self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {why}")
-        alone = _middle(closing, REFERENCE) if self.alone is not None else (None, ())
-        even = _middle(closing, EVEN) if self.even and EVEN in closing[0] else (None, ())
+    def _entry(self, best: Contender, step_s: float, trials: int, closing: Sequence[Seconds]) -> TunedPlan:
+        even = self.even[0] if self.even and EVEN in closing[0] else None
         return TunedPlan(
             self.run.graph.digest, self.run.job.mode, best.name, best.splits, step_s,
-            predicted_s=self._pricer.step_s(best.name, best.splits, pulse_s),
+            predicted_s=self._pricer.step_s(best.name, best.splits),
             trials=trials,
             alone=self.alone.name if self.alone is not None else None,
-            alone_s=alone[0],
+            alone_s=_median(closing, REFERENCE) if self.alone is not None else None,
             measured=conditions(self.run.device),
-            even=self.even[0] if self.even and even[0] is not None else None,
-            even_s=even[0],
-            pulse_s=pulse_s,
-            alone_pulse_s=alone[1],
-            even_pulse_s=even[1],
+            even=even,
+            even_s=_median(closing, EVEN) if even is not None else None,
         )  # fmt: skip
 
 
-def _middle(closing: Sequence[Round], name: str) -> tuple[float, tuple[float, ...]]:
-    """Seconds of its steps, and pulses within."""
-    return median(one[name].seconds for one in closing), pulses_of(closing, name)
+def _median(closing: Sequence[Seconds], name: str) -> float:
+    return median(seconds[name] for seconds in closing)

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -81,6 +82,9 @@ class _Plans:
         self.trial_s = max(TRIAL_S, ROUNDS_PART * left_s / (len(field) + MOST))
         tried = self.measured(field, "plans")
         learnt = self.learnt(tried)
+        if slow := self.surprising(tried, learnt):
+            tried = least_disturbed(self.measured(slow, "plans again", tried))
+            learnt = self.learnt(tried)
         after = near(contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode))
         new = [c for c in after if all(c.splits != other.splits for other in field)]
         tried = self.measured(new, "plans, corrected", tried)
@@ -103,6 +107,14 @@ class _Plans:
             part = best.part * ratio.step_s / ratio.computed_step_s
             ran.append(Rival(Contender(tuned_name(ratio), splits, *priced), part, best.noise))
         return Found(final.plan(ran, untried), learnt, ratio)
+
+    def surprising(self, tried: Sequence[Tried], learnt: Learnt) -> list[Contender]:
+        """Who took longer beside the device alone than predictions err: something else may have run meanwhile."""
+        if self.alone is None:
+            return []
+        pricer = Pricer(self.run.graph, with_learnt(self.profile, learnt), self.run.job.mode)
+        alone_s = pricer.step_s(self.alone.name, self.alone.splits)
+        return [c for c, t in tried if t.value and t.value > (1 + ERROR) * pricer.step_s(c.name, c.splits) / alone_s]
 
     def ratio(self, best: Rival) -> TunedRatio | None:
         """Of the plan that is likely to be the fastest, if it has one, and trials can tell what another gains."""
@@ -214,6 +226,13 @@ class _Plans:
 
     def plan(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)
+
+
+def least_disturbed(tried: Sequence[Tried]) -> list[Tried]:
+    """Of plans that were measured twice what was faster: what runs beside a step makes it longer."""
+    fastest = sorted(tried, key=lambda known: known[1].value or inf)
+    first = {digest([c]): k for k, (c, _) in reversed([*enumerate(fastest)])}
+    return [fastest[k] for k in sorted(first.values())]
 
 
 def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:

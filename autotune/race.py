@@ -171,7 +171,8 @@ class Race:
             (more,) = said
         if heard is None:
             return Outcome(rounds)
-        ran, mean_s = [one[heard.name] for one in rounds], pulses_of(rounds, heard.name)
+        ran = [one[heard.name] for one in rounds]
+        mean_s = pulses_of(ran)
         if waits:
             own_s = _after(heard, median(step.seconds for step in ran), self._x.device, team)
         else:

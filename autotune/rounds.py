@@ -65,9 +65,8 @@ def one_round(steps: Mapping[str, Step], device: torch.device, team: Team, pulse
     return {name: _of_all([of_rank[name] for of_rank in each]) for name in steps}
 
 
-def pulses_of(rounds: Sequence[Round], name: str | None = None) -> tuple[float, ...]:
-    """Of each rank, what a pulse takes at its mean speed, within these steps, or within all."""
-    steps = [step for one in rounds for step in ([one[name]] if name is not None else one.values())]
+def pulses_of(steps: Sequence[Paced]) -> tuple[float, ...]:
+    """Of each rank, what a pulse takes at its mean speed within these."""
     return tuple(map(harmonic_mean, zip(*(step.pulse_s for step in steps), strict=True)))
 
 

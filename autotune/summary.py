@@ -92,7 +92,7 @@ def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
     """Pure. Where no whole plan was measured, the even split and the device that are predicted to be the fastest."""
     ways = Candidates(graph, profile, mode)
     best, ratio = ways.tuned_plan(), next(iter(ways.tuned()), None)
-    predicted, splits = _predictions(graph, profile, mode, best), dict(best.splits) if best is not None else {}
+    predicted, splits = _predictions(graph, profile, mode), dict(best.splits) if best is not None else {}
     even, alone = ((best.even, best.even_s), (best.alone, best.alone_s)) if best is not None else (UNKNOWN, UNKNOWN)
     return Summary(
         graph.model, mode, tuple(d.name + " (emulated)" * d.emulated for d in profile.devices),
@@ -108,12 +108,11 @@ def _layers(best: TunedPlan) -> dict[str, int]:
     return {} if alone else dict(Counter(split.kind for split in best.splits.values()))
 
 
-def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode, best: TunedPlan | None) -> dict[str, float]:
-    """Of even splits and devices alone; of those that were measured, on devices as fast as they were meanwhile."""
+def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, float]:
+    """Of even splits and devices alone."""
     pricer, ways = Pricer(graph, profile, mode), Candidates(graph, profile, mode).whole_models()
-    pulse_s = {best.even: best.even_pulse_s, best.alone: best.alone_pulse_s} if best is not None else {}
     wanted = {name: splits for name, splits in ways.items() if name.startswith((EVEN, ALONE))}
-    return {name: pricer.step_s(name, splits, pulse_s.get(name, ())) for name, splits in wanted.items()}
+    return {name: pricer.step_s(name, splits) for name, splits in wanted.items()}
 
 
 def _way(sort: str, name: str | None, measured_s: float | None, predicted: Mapping[str, float]) -> Way | None:

@@ -21,7 +21,10 @@ _overslept = 0.0  # seconds, of all sleeps so far
 _aside = 0.0  # seconds, of all interludes so far
 LATE = 1e-3  # the latest that a timer wakes a process, in seconds, as long as a core is free
 listeners: list[Callable[[float, float], None]] = []
-"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that `stretched` ran."""
+"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that `stretched` ran.
+
+And with twice the same moment in the middle of one, see `interlude`.
+"""
 
 
 @dataclass(frozen=True)

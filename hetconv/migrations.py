@@ -54,8 +54,15 @@ def profile_3(document: Document) -> Document:
     return document
 
 
+def profile_4(document: Document) -> Document:
+    """Version 3 had whole steps at the speed that devices had meanwhile, and the pulses that told it."""
+    for plan in _members(document.get("plans")):
+        plan.pop("pulse_s", None)
+    return document
+
+
 PLAN = {1: plan_2, 2: plan_3}
-PROFILE = {1: profile_2, 2: profile_3}
+PROFILE = {1: profile_2, 2: profile_3, 3: profile_4}
 
 
 def _members(container: Any) -> Iterator[Document]:

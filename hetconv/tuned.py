@@ -51,12 +51,11 @@ class TunedChunks:
 class TunedPlan:
     """The fastest plan of those that were measured on whole steps of one model and mode; a device alone, if none was.
 
-    ``name``: what the planner calls it. ``predicted_s``: from all that was learnt by the end, for devices that take
-    ``pulse_s`` for a pulse, as they did when ``step_s`` was measured. ``trials``: plans that were measured. ``alone``
-    is the name of the device that is fastest by itself, and ``alone_s`` are seconds of the plain model's steps there,
-    in its faster memory format, beside which ``step_s`` were measured; none where the model fits no device. ``even``
-    and ``even_s``: likewise of the even split that was predicted to be the fastest; none where it did not run.
-    ``alone_pulse_s`` and ``even_pulse_s``: of pulses while these were measured.
+    ``name``: what the planner calls it. ``predicted_s``: from all that was learnt by the end. ``trials``: plans that
+    were measured. ``alone`` is the name of the device that is fastest by itself, and ``alone_s`` are seconds of the
+    plain model's steps there, in its faster memory format, beside which ``step_s`` were measured; none where the model
+    fits no device. ``even`` and ``even_s``: likewise of the even split that was predicted to be the fastest; none where
+    it did not run. All seconds are as on devices that are as fast as they usually are.
     """
 
     graph: str
@@ -71,7 +70,4 @@ class TunedPlan:
     measured: Conditions | None = None
     even: str | None = None
     even_s: Positive | None = None
-    pulse_s: tuple[Positive, ...] = ()
-    alone_pulse_s: tuple[Positive, ...] = ()
-    even_pulse_s: tuple[Positive, ...] = ()
     __pydantic_config__ = STRICT

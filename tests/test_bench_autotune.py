@@ -107,10 +107,8 @@ def test_results_are_printed_and_written_after_each_case(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | autotune.gains([AGAIN] * 4, PLANNED)
-    row |= {"possible vs_alone": 1.5, "possible vs_even": 2.0} | {
-        autotune.LAYERS: 0.05,
-        autotune.REPEATED: 0.04,
-    }
+    row |= {"possible vs_alone": 1.5, "possible vs_even": 2.0, autotune.AS_RUN: autotune.gains([AGAIN] * 4, PLANNED)}
+    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04}
     monkeypatch.setattr(autotune, "run_on", lambda devices, *_: row)
     file = tmp_path / "new" / "autotune.json"
     bench.main(
@@ -120,8 +118,8 @@ def test_results_are_printed_and_written_after_each_case(
     said = capsys.readouterr().out.splitlines()
     assert [r["pair"] for r in written["cases"]] == ["cpu,cpu@0.5", "cpu,cpu busy"]
     assert json.loads(said[-1]) == written
-    assert "1.20 of 1.50x alone, 1.60 of 2.00x even, regret 25.0%" in said[0]
-    assert "the same measured again: steps by 20.0%, layers by 4.0%" in said[0]
+    assert "1.20 of 1.50x alone, 1.60 of 2.00x even (1.20x and 1.60x as run), regret 25.0%" in said[0]
+    assert "the same measured again: steps by 0.0% (20.0% as run), layers by 4.0%" in said[0]
     assert any("MISSED" in text and "regret" in text for text in said)
 
 

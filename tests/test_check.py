@@ -25,18 +25,6 @@ def test_figures_are_of_errors_and_of_the_order() -> None:
     assert turned.figures == pytest.approx({"median error": (0.75 + 1.0) / 2, "p90 error": 0.975, "tau": -1.0})
 
 
-def test_an_order_counts_where_all_rounds_agree() -> None:
-    """a before b always, which is predicted; b before c always, which is not; a and c take turns."""
-    steps = {"a": (1.0, 1.0), "b": (2.0, 2.0), "c": (1.5, 3.0)}
-    found = Check(steps, {"a": [1.0, 1.1, 4.0], "b": [2.0, 2.1, 5.0], "c": [3.0, 3.1, 6.0]}).figures
-    assert (found["tau where rounds agree"], found["agreeing"]) == (pytest.approx(1 / 3), 1.0)
-    found = Check(steps, {"a": [1.0, 3.1], "b": [2.0, 3.3], "c": [3.0, 3.0]}).figures
-    assert (found["tau where rounds agree"], found["agreeing"]) == (1.0, pytest.approx(1 / 3))
-    assert "agreeing" not in Check(steps, {"a": [1.0, 2.0], "b": [2.0, 1.0]}).figures
-    once = Check(steps, {"a": [1.0] * 9 + [9.0], "b": [2.0] * 10, "c": [3.0] * 10}).figures  # one round of ten, in vain
-    assert (once["tau where rounds agree"], once["agreeing"]) == (pytest.approx(1 / 3), 1.0)
-
-
 def test_where_the_speed_of_devices_is_made_good_other_steps_are_compared() -> None:
     usual = {"a": [1.0, 1.1, 3.0], "b": [4.0, 4.0, 5.0]}
     check = Check({"a": (1.0, 2.0), "b": (4.0, 5.0)}, {"a": [2.0] * 3, "b": [5.0] * 3}, usual)

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "profile": Kind(ClusterProfile, PROFILE_VERSION, ("profile-v1.json", "profile-v2.json"), ProfileError),
+    "profile": Kind(ClusterProfile, PROFILE_VERSION, tuple(f"profile-v{n}.json" for n in (1, 2, 3)), ProfileError),
     "plan": Kind(Plan, PLAN_VERSION, ("plan-v1.json", "plan-v2.json"), PlanError),
 }
 
@@ -69,7 +69,8 @@ def test_there_is_a_file_of_every_older_version_and_each_loads(kind: str, tmp_pa
     versions = [json.loads((DATA / name).read_text())["version"] for name in KINDS[kind].old]
     assert versions[: KINDS[kind].version - 1] == [*range(1, KINDS[kind].version)]
     for value in loaded:
-        assert value == loaded[0]  # the samples say the same
+        same = replace(value, plans=()) if isinstance(value, ClusterProfile) else value
+        assert same == loaded[0]  # the samples say the same, but for tuned plans, which the first versions did not know
         value.save(tmp_path / "new.json")
         assert json.loads((tmp_path / "new.json").read_text())["version"] == KINDS[kind].version
         assert KINDS[kind].type.load(tmp_path / "new.json") == value
@@ -84,6 +85,11 @@ def test_an_old_profile_says_what_it_knows_of_its_conditions_and_finds_its_opera
     assert [x.measured for x in (*profile.links.values(), *profile.tuned, *profile.chunks)] == [UNKNOWN] * 3
     assert [d.identity for d in profile.devices] == [None, None]
     assert profile.chunks[0].spec.size == (16, 16)
+
+
+def test_an_old_profile_keeps_its_plans() -> None:
+    (plan,) = ClusterProfile.load(DATA / "profile-v3.json").plans
+    assert (plan.name, plan.step_s, plan.alone_s, plan.even_s) == ("uneven height split", 0.01, 0.014, 0.02)
 
 
 def test_an_old_profile_from_data_sheets_was_not_measured(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ from hetconv.autotune.rounds import Paced
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.autotune.store import Store
 from hetconv.candidates import EVEN, Candidates
+from hetconv.plan import ALONE
 from hetconv.planner import contenders
+from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.splits import Split
 from hetconv.tuned import TunedPlan
@@ -87,6 +89,23 @@ def test_an_even_split_that_fails_spoils_nothing(tmp_path: Path, monkeypatch: py
     ]
     assert any("beside an even split failed on rank 1: there is no more memory" in line for line in lines)
     assert not any("side by side" in line for line in lines)  # who failed does not race again
+
+
+def test_a_plan_that_is_surprisingly_slow_is_measured_again(tmp_path: Path) -> None:
+    """Something else ran while it did; all others take what is predicted."""
+    pricer = Pricer(captured(), ClusterProfile.from_devices(PAIR, link="host"), "train")
+    alone_s = pricer.step_s(ALONE, Candidates(captured(), pricer.profile, "train").alone(0) or {})
+    disturbed = iter([9.0])
+
+    def seconds(splits: Mapping[str, Split]) -> float:
+        usual = pricer.step_s("a split", splits) / alone_s
+        return next(disturbed, 1.0) * usual
+
+    _, studies, _ = studied(tmp_path, seconds)
+    assert [s.title for s in studies] == ["plans", "plans again"]
+    (first, *_), (again,) = ([t for t in s.trials if t.what == studies[0].trials[0].what] for s in studies)
+    assert first.value is not None
+    assert again.value == pytest.approx(first.value / 9)
 
 
 def test_a_device_alone_that_nothing_comes_near_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

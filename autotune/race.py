@@ -164,7 +164,7 @@ class Race:
         rounds: list[Round] = []
         more = order.rounds > 0
         while more:
-            rounds.append(one_round(steps, self._x.device, team))
+            rounds.append(one_round(steps, len(rounds), self._x.device, team))
             more = not _ended(rounds, order, enough(rounds[-1]))
             said = [more]
             dist.broadcast_object_list(said, group=team.control, group_src=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,13 +55,17 @@ def paced_rounds(
     while len(found) < rounds or (
         len(found) < MOST_ROUNDS and sum(step.seconds for one in found for step in one.values()) < longest
     ):  # alike on all ranks
-        found.append(one_round(steps, device, team_of(), pulses))
+        found.append(one_round(steps, len(found), device, team_of(), pulses))
     return found
 
 
-def one_round(steps: Mapping[str, Step], device: torch.device, team: Team, pulses: bool = True) -> Round:
-    """Every step once, one after the other; the same on every rank."""
-    own = {name: _timed(step, device, team, pulses) for name, step in steps.items()}
+def one_round(steps: Mapping[str, Step], turn: int, device: torch.device, team: Team, pulses: bool = True) -> Round:
+    """Every step once, one after the other; what it says is the same on every rank.
+
+    In each ``turn`` in another order, so that none is always the first, or always follows the same one.
+    """
+    order = random.Random(turn).sample([*steps], len(steps))
+    own = {name: _timed(steps[name], device, team, pulses) for name in order}
     each = objects_of_all(team, own)
     return {name: _of_all([of_rank[name] for of_rank in each]) for name in steps}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,22 @@ def test_a_step_is_as_long_as_without_the_pulses_of_one_rank() -> None:
 def test_rounds_have_a_device_at_its_mean_speed() -> None:
     """Half of the time three times as slow, it does two thirds of the work."""
     assert pulses_of([Paced(1.0, (1.0, 2.0)), Paced(1.0, (3.0, 2.0))]) == (1.5, 2.0)
+
+
+def ordered(turns: int) -> list[str]:
+    """In which order four steps ran, in rounds that follow each other."""
+    ran: list[str] = []
+    steps = {name: functools.partial(ran.append, name) for name in "abcd"}
+    paired(steps, turns, CPU)
+    return ran[len(steps) :]  # all have run once before
+
+
+def test_steps_take_turns_in_another_order_in_every_round_and_in_the_same_on_all_ranks() -> None:
+    first, second = on_ranks(2, ordered, 8)
+    assert first == second
+    rounds_of_it = [tuple(first[k : k + 4]) for k in range(0, 32, 4)]
+    assert all(sorted(one) == [*"abcd"] for one in rounds_of_it)
+    assert len({one[0] for one in rounds_of_it}) > 2
 
 
 def timed(computations: int) -> tuple[int, int, Any]:

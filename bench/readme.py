@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.autotune import CASES, PAIRS
+from bench.autotune import AS_RUN, CASES, PAIRS
 from bench.machine import RESULTS, ROOT
 from hetconv.errors import HetConvError
 from hetconv.plan import ALONE
@@ -98,16 +98,15 @@ def predictions(results: Path) -> str:
 
 def _predicted(r: dict[str, Any], path: Path) -> str:
     def gain(name: str) -> str:
-        possible = f" ({r[f'possible {name}']:.2f})" if f"possible {name}" in r else ""
-        return f"{r[name]:.2f}×{possible}"
+        possible = f"; {r[f'possible {name}']:.2f}" if f"possible {name}" in r else ""
+        return f"{r[name]:.2f}× ({r[AS_RUN][name]:.2f}{possible})"
 
-    noise = r.get("tau of rounds at speed", r["tau of rounds"])
     steps, most = (f"{r[f'{n} at speed']:.0%} ({r[n]:.0%})" for n in ("median error", "p90 error"))
     alone = "—" if r["chosen"].startswith(ALONE) else gain("vs_alone")
     cells = (
         f"`{r['pair']}`", f"[{r['model']}](../bench/results/cpu/{path.name})", MODES[r["mode"]], steps, most,
         f"{r['median error of layers']:.0%} ({r['of layers measured again']:.0%})",
-        f"{r['tau at speed']:.2f} ({noise:.2f})", alone, gain("vs_even"), f"{r['regret']:.0%}",
+        f"{r['tau at speed']:.2f} ({r['tau of rounds at speed']:.2f})", alone, gain("vs_even"), f"{r['regret']:.0%}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

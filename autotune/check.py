@@ -181,7 +181,8 @@ def predicted_and_measured(
 ) -> Check:
     """Collective: steps of `plan_steps`, all in turn in every round, as `paced_rounds`, beside what is predicted."""
     ran = paced_rounds(steps, rounds, device, longest)
-    pricer, at_usual = Pricer(graph, profile, mode), Usual(graph, profile, mode)
+    pricer = Pricer(graph, profile, mode)
+    at_usual = Usual(pricer)
     predicted = {name: pricer.step_s(name, splits) for name, splits in plans.items()}
     times = {name: [one[name].seconds for one in ran] for name in plans}
     usual = {name: [at_usual.seconds(name, splits, one[name]) for one in ran] for name, splits in plans.items()}

@@ -148,7 +148,7 @@ class Final:
 
     @cached_property
     def _usual(self) -> Usual:
-        return Usual(self.run.graph, self.corrected, self.run.job.mode)
+        return Usual(self._pricer)
 
     def _fastest(self, rivals: Rivals) -> tuple[str, list[float]]:
         """After each heat the slower half is out (successive halving: Karnin et al., 2013).

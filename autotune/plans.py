@@ -66,7 +66,8 @@ class _Plans:
         self.run, self.profile = run, profile
         self.base = make_plan(run.graph, profile, mode=run.job.mode)
         self.enough = run.passed(part_of(run, PLANS_PART))
-        self.usual = Usual(run.graph, profile, run.job.mode)
+        self.pricer = Pricer(run.graph, profile, run.job.mode)
+        self.usual = Usual(self.pricer)
         self.trial_s = TRIAL_S
         self.reference: Way | None = None
         self.alone: Contender | None = None
@@ -128,8 +129,7 @@ class _Plans:
 
     def learnt(self, tried: Sequence[Tried]) -> Learnt:
         """From steps beside the fastest device alone, and from its own."""
-        pricer = Pricer(self.run.graph, self.profile, self.run.job.mode)
-        seen = [observed(c._replace(costs=pricer.price(c.splits)[1]), t) for c, t in tried]
+        seen = [observed(c._replace(costs=self.pricer.price(c.splits)[1]), t) for c, t in tried]
         factors = corrected(self.profile.devices, seen)
         alone = self.alone
         if alone is None or not tried:

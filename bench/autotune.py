@@ -41,6 +41,7 @@ from hetconv.candidates import EVEN
 from hetconv.emulate import DeviceName
 from hetconv.plan import ALONE, Mode
 from hetconv.planner import PLANNED, make_plan
+from hetconv.pricing import Pricer
 from hetconv.recorder import capture
 from hetconv.transport import team_of
 
@@ -153,7 +154,7 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}
         again = paced_rounds(best, LAST_ROUNDS, x.device, LAST_S)
         layers = layer_errors(graph, profile, mode, x.device)
-    usual = Usual(graph, profile, mode)
+    usual = Usual(Pricer(graph, profile, mode))
     at_usual = [{name: usual.seconds(name, all_plans[name], step) for name, step in one.items()} for one in again]
     as_run = [{name: step.seconds for name, step in one.items()} for one in again]
     found = {"chosen": plan.chosen} | figures(check) | gains(at_usual, own) | {AS_RUN: gains(as_run, own)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -77,7 +77,8 @@ class Pricer:
         known = [self._of(a) for a in applied]
         rounds = self._rounds(sums)
         clocks = Clocks(world, listener, self.network.overlap)
-        self._run(clocks, known, sums, rounds)
+        for one in (*_in_order(known), *self._summing(sums, rounds)):
+            clocks.step(one)
         layers = {k.applied.node.layer: k.layer_cost for k in known if k.applied.node.layer is not None}
         step_s, summed_s = float(clocks.now.max()), self._summed(known, sums)
         busy, moving = tuple(clocks.busy.tolist()), tuple(clocks.moving.tolist())
@@ -100,20 +101,17 @@ class Pricer:
 
     def _step_s(self, splits: Mapping[str, Split], pulse_s: Sequence[float]) -> float:
         applied, sums = self.walk(splits)
-        clocks = Clocks(self.profile.world, overlap=self.network.overlap)
-        slowness = np.array(self.profile.slowness(pulse_s))
-        self._run(clocks, [self._of(a) for a in applied], sums, self._rounds(sums), slowness)
+        clocks, slowness = Clocks(self.profile.world, overlap=self.network.overlap), self.profile.slowness(pulse_s)
+        for one in _in_order([self._of(a) for a in applied]):
+            clocks.step(one._replace(seconds=one.seconds * slowness))
+        for one in self._summing(sums, self._rounds(sums)):
+            clocks.step(one)
         return float(clocks.now.max())
 
-    def _run(
-        self, clocks: Clocks, known: Sequence[_Known], sums: Transfers, rounds: Sequence[Messages],
-        slowness: Array | float = 1.0,
-    ) -> None:  # fmt: skip
-        """A step, on devices that take so many times as long as usually."""
-        for one in chain((k.passes[0] for k in known), *(k.passes[1:] for k in reversed(known))):
-            clocks.step(one._replace(seconds=one.seconds * slowness))
-        if self.mode == "train":
-            clocks.step(Pass("sums of gradients", True, self.network.summing(sums), rounds))
+    def _summing(self, sums: Transfers, rounds: Sequence[Messages]) -> list[Pass]:
+        """Of gradients, at the end of a step in training."""
+        training = self.mode == "train"
+        return [Pass("sums of gradients", True, self.network.summing(sums), rounds)] if training else []
 
     def _rounds(self, sums: Transfers) -> list[Messages]:
         return [self.network.messages(one, itemsize) for rounds, itemsize in sums for one in rounds]
@@ -166,6 +164,11 @@ class Pricer:
             holders = tuple(rank for rank, box in enumerate(held) if box.numel)
             total += held[holders[0]].numel * itemsize * self.network.s_per_summed_byte(holders)
         return total
+
+
+def _in_order(known: Sequence[_Known]) -> Iterator[Pass]:
+    """Forward, and backward from the end."""
+    return chain((k.passes[0] for k in known), *(k.passes[1:] for k in reversed(known)))
 
 
 def price(

@@ -18,6 +18,7 @@ from hetconv.autotune.store import Store
 from hetconv.autotune.usual import Usual
 from hetconv.plan import Plan
 from hetconv.planner import make_plan
+from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile, TunedRatio
 from hetconv.recorder import capture
 from hetconv.rules import REPLICATE, Split
@@ -46,7 +47,7 @@ def study(folder: Path, seconds: Callable[[int], float | None]) -> tuple[TunedRa
     """From 8:8 rows, where steps take ``seconds`` by the rows of the first device; and what is said."""
     graph, lines = capture(Chain(), torch.zeros(2, 4, 16, 16)), list[str]()
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
-    base, usual = make_plan(graph, profile), Usual(graph, profile, "train")
+    base, usual = make_plan(graph, profile), Usual(Pricer(graph, profile, "train"))
 
     def lead(order: Order, enough: Callable[[Any], bool] = lambda _: False) -> Outcome:
         took: dict[str, Paced] = {}

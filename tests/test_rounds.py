@@ -147,7 +147,7 @@ def chain() -> tuple[Any, ClusterProfile]:
 
 def test_a_step_on_slow_devices_would_have_taken_less_on_the_usual_ones() -> None:
     graph, profile = chain()
-    usual, plan = Usual(graph, profile, "infer"), make_plan(graph, profile, mode="infer")
+    usual, plan = Usual(Pricer(graph, profile, "infer")), make_plan(graph, profile, mode="infer")
     ways: Any = {"plan": plan.with_splits(splits_of(Chain(), ("height",), (3, 1))), "alone": Alone(0, "contiguous")}
     assert usual(ways, {name: Paced(6.0, (1e-3, 1e-3)) for name in ways})["plan"] == 6.0
     seconds = usual(ways, {name: Paced(6.0, (2e-3, 2e-3)) for name in ways})

@@ -25,6 +25,7 @@ from hetconv import emulate
 from hetconv.emulate import DeviceName
 from hetconv.errors import HetConvError, LostRankError
 
+from .cores import cores_of
 from .guard import guarded
 
 TIMEOUT = timedelta(minutes=10)
@@ -151,6 +152,8 @@ def _local(folder: Path, rank: int, devices: Sequence[DeviceName], fn: Callable[
     global _diary
     _diary = folder / f"{rank}.did"
     world = str(len(devices))
+    if hasattr(os, "sched_setaffinity") and (cores := cores_of(devices, os.sched_getaffinity(0))[rank]):
+        os.sched_setaffinity(0, cores)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     try:
         result = _rank(devices, f"file://{folder}/rendezvous", fn, args)

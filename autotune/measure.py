@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hetconv.emulate import work_clock
 from hetconv.transport import team_of
 
 from .sampling import Passes, Run, doubts, sampled
@@ -24,18 +25,25 @@ Samples = dict[str, dict[float, Passes]]
 """By a subject's key, seconds of its passes by share, or by bytes."""
 
 
-def timed(action: Callable[[], Any], device: torch.device) -> float:
+Clock = Callable[[], float]
+
+
+def _by_the_wall() -> float:
+    return time.perf_counter()
+
+
+def timed(action: Callable[[], Any], device: torch.device, clock: Clock = _by_the_wall) -> float:
     """Seconds of one call, with the device idle before and after."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     action()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def stopwatch(call: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+def stopwatch(call: Callable[[], Any], device: torch.device, clock: Clock = _by_the_wall) -> Callable[[], float]:
     """Gives seconds of one call whenever it is called, from a few in a row where one is too short for the clock.
 
     On a GPU they are its own, between events, without what the host needs to launch them.
@@ -45,13 +53,13 @@ def stopwatch(call: Callable[[], Any], device: torch.device) -> Callable[[], flo
     def seconds() -> float:
         nonlocal calls
         if not calls:
-            once = timed(call, device)
+            once = timed(call, device, clock)
             least = SHORT_ON_GPU if device.type == "cuda" else SHORT
             calls = min(max(int(least / once), 1), MOST_CALLS)
             return once
         if device.type == "cuda":
             return _between_events(call, calls)
-        return timed(lambda: [call() for _ in range(calls)], device) / calls
+        return timed(lambda: [call() for _ in range(calls)], device, clock) / calls
 
     return seconds
 
@@ -69,7 +77,8 @@ def pulse(device: torch.device) -> Callable[[], float]:
     """Gives seconds of a small fixed piece of work whenever it is called: how fast the device is just now.
 
     Clocks go up and down, and neighbours come and go. What takes longer because of these takes as many times as long as
-    the pulses beside it.
+    the pulses beside it. Who else uses the core of a device that is slowed on purpose does not matter, see
+    `work_clock`.
     """
     side = PULSE_ON_GPU if device.type == "cuda" else PULSE
     a = torch.ones(side, side, device=device)
@@ -80,7 +89,7 @@ def pulse(device: torch.device) -> Callable[[], float]:
             torch.mm(a, a, out=y)
 
     work()
-    seconds = stopwatch(work, device)
+    seconds = stopwatch(work, device, lambda: work_clock(device))
     seconds()  # decides how often it calls
 
     def now() -> float:

@@ -1,7 +1,8 @@
 """A device slowed on purpose, to try uneven pairs on one machine: ``cpu@0.5`` computes at half the speed of ``cpu``.
 
-Every local convolution and linear, forward and backward, is stretched by sleeping after it. What is measured or printed
-of such a device is marked as emulated by its name.
+Every local convolution and linear, forward and backward, is stretched by sleeping after it. A CPU with one thread is
+slowed to that speed however often others have its core: what it waited for the core it sleeps less. So two of
+``cpu@0.5`` can share one. What is measured or printed of such a device is marked as emulated by its name.
 """
 
 from __future__ import annotations
@@ -9,17 +10,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from .errors import HetConvError
 
 T = TypeVar("T")
+
+
+class _Spent(NamedTuple):
+    seconds: float
+    worked: float  # of these seconds, as `work_clock` tells
+
+
 _slowness = 1.0
 _overslept = 0.0  # seconds, of all sleeps so far
-_aside = 0.0  # seconds, of all interludes so far
-LATE = 1e-3  # the latest that a timer wakes a process, in seconds, as long as a core is free
+_aside = _Spent(0.0, 0.0)  # in all interludes so far
+CPU = torch.device("cpu")
+LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
 listeners: list[Callable[[float, float], None]] = []
 """Each is called with the start and end, in seconds of time.perf_counter, of every computation that `stretched` ran.
 
@@ -76,11 +85,12 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
         return compute()
     synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda *_: None)
     synchronize(device)
-    start, aside = time.perf_counter(), _aside
+    start, worked, aside = time.perf_counter(), work_clock(device), _aside
     result = compute()
     synchronize(device)
     done = time.perf_counter()
-    rest = (done - start - (_aside - aside)) * (_slowness - 1)
+    worked = work_clock(device) - worked - (_aside.worked - aside.worked)
+    rest = worked * _slowness - (done - start - (_aside.seconds - aside.seconds))
     time.sleep(max(rest - _overslept, 0.0))
     end = time.perf_counter()
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
@@ -93,7 +103,17 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
 def interlude() -> None:
     """Lets all listeners in, in the middle of what is `stretched` as a whole; what they take is not."""
     global _aside
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), work_clock(CPU)
     for listener in listeners:
         listener(start, start)
-    _aside += time.perf_counter() - start
+    _aside = _Spent(_aside.seconds + time.perf_counter() - start, _aside.worked + work_clock(CPU) - worked)
+
+
+def work_clock(device: torch.device) -> float:
+    """Seconds for which this thread has been at work, by what counts for this device.
+
+    Of one that is slowed, without those for which others had its core, since it sleeps less for them; with more threads
+    than one nobody can tell these.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time() if _slowness > 1 and alone else time.perf_counter()

@@ -22,11 +22,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What was slept; each look at the clock is a second later than the one before."""
+    """What was slept; each look at a clock is a second later than the one before."""
     slept: list[float] = []
-    ticks = iter(range(100))
     monkeypatch.setattr(emulate.time, "sleep", slept.append)
-    monkeypatch.setattr(emulate.time, "perf_counter", lambda: float(next(ticks)))
+    for name in ("perf_counter", "thread_time"):
+        ticks = iter(range(100))
+        monkeypatch.setattr(emulate.time, name, lambda ticks=ticks: float(next(ticks)))
     yield slept
     set_speed(1.0)
 
@@ -90,12 +91,75 @@ def test_sleeps_that_end_late_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> 
         now[0] += 0.01
 
     monkeypatch.setattr(emulate.time, "sleep", sleep)
-    monkeypatch.setattr(emulate.time, "perf_counter", lambda: now[0])
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(emulate.time, name, lambda: now[0])
     set_speed(0.5)
     for _ in range(20):
         stretched(compute, CPU)
     set_speed(1.0)
     assert now[0] == pytest.approx(20 * 0.02, abs=0.001)
+
+
+class Shared:
+    """Two clocks: a core that others have for ``others`` seconds in each computation of one second."""
+
+    def __init__(self, others: float, monkeypatch: pytest.MonkeyPatch):
+        self.others, self.now, self.worked = others, 0.0, 0.0
+        monkeypatch.setattr(emulate.time, "sleep", self.sleep)
+        monkeypatch.setattr(emulate.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(emulate.time, "thread_time", lambda: self.worked)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def compute(self) -> None:
+        self.now, self.worked = self.now + 1 + self.others, self.worked + 1
+
+    def stretched(self, speed: float, threads: int = 1) -> float:
+        """Seconds of ten computations."""
+        before, start = torch.get_num_threads(), self.now
+        try:
+            torch.set_num_threads(threads)
+            set_speed(speed)
+            for _ in range(10):
+                stretched(self.compute, CPU)
+            return self.now - start
+        finally:
+            set_speed(1.0)
+            torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("speed", "others", "threads", "seconds"),
+    [
+        (0.5, 0.0, 1, 20.0),
+        (0.5, 0.6, 1, 20.0),  # slept less
+        (0.5, 1.5, 1, 25.0),  # there was nothing left to sleep
+        (0.25, 1.5, 1, 40.0),
+        (0.5, 0.5, 2, 30.0),  # of several threads only the first is known
+        (1.0, 0.5, 1, 15.0),  # nothing makes good for it
+    ],
+)
+def test_a_slowed_device_is_no_slower_on_a_shared_core(
+    speed: float, others: float, threads: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Shared(others, monkeypatch).stretched(speed, threads) == pytest.approx(seconds)
+
+
+def test_what_listeners_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Shared(0.0, monkeypatch)
+    step = Shared.compute
+
+    def within(self: Shared) -> None:
+        step(self)
+        emulate.interlude()
+
+    monkeypatch.setattr(Shared, "compute", within)
+    emulate.listeners.append(lambda start, end: step(shared) if start == end else None)
+    try:
+        assert shared.stretched(0.5) == pytest.approx(30.0)  # ten seconds of listeners
+    finally:
+        emulate.listeners.clear()
 
 
 def watched(kind: SplitKind) -> Differences:

@@ -1,0 +1,44 @@
+"""Which ranks run on which cores."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hetconv.autotune.cores import cores_of
+from hetconv.autotune.launch import parse_devices, run_on
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "own"),
+    [
+        ("cpu,cpu@0.5", 2, [{0}, {1}]),
+        ("cpu@0.25,cpu", 2, [{1}, {0}]),
+        ("cpu,cpu@0.5,cpu@0.5", 2, [{0}, {1}, {1}]),
+        ("cpu@0.5,cpu@0.5", 2, [{0, 1}, {0, 1}]),
+        ("cpu@0.4,cpu@0.3,cpu@0.3,cpu@0.6", 2, [{0}, {1}, {1}, {0}]),
+        ("cpu,cpu@0.5", 5, [{0, 1}, {2, 3}]),
+        ("cpu,cpu@0.6,cpu@0.5", 2, [None, None, None]),  # too few cores
+        ("cpu,cpu", 2, [None, None]),  # as the system likes
+        ("cuda:0,cpu@0.5,cuda:1@0.5,cpu:0", 2, [None, {1}, None, {0}]),
+        ("cuda:0@0.5,cpu", 2, [None, None]),
+        ("cuda:0,cuda:1", 1, [None, None]),
+    ],
+)
+def test_slow_cpus_share_a_core_that_is_as_fast_as_all_of_them(
+    devices: str, cores: int, own: list[set[int] | None]
+) -> None:
+    assert cores_of(parse_devices(devices), range(cores)) == own
+
+
+def bound() -> set[int]:
+    return os.sched_getaffinity(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="ranks are not bound to cores here")
+def test_ranks_run_on_their_cores() -> None:
+    here = os.sched_getaffinity(0)
+    for devices in ("cpu,cpu@0.5", "cpu,cpu"):
+        own = cores_of(parse_devices(devices), here)[0] or here
+        assert run_on(parse_devices(devices), bound) == own

@@ -38,6 +38,7 @@ ROUNDS_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
 # Of a trial, on devices as fast as they usually are: seconds of what it ran beside; its standard error, in logarithms.
 REFERENCE_S, NOISE = "reference_s", "noise"
 COMPUTING, COMPUTING_NOISE = "computing", "computing_noise"  # by rank: for how many seconds of it, and as before
+UNSTEADY = 0.1  # of that noise: more than steps vary by themselves
 RATIO_PART = 0.06  # of the budget, from where the study of a ratio begins
 Tried = tuple[Contender, FrozenTrial]
 
@@ -83,8 +84,8 @@ class _Plans:
         self.trial_s = max(TRIAL_S, ROUNDS_PART * left_s / (len(field) + MOST))
         tried = self.measured(field, "plans")
         learnt = self.learnt(tried)
-        if slow := self.surprising(tried, learnt):
-            tried = least_disturbed(self.measured(slow, "plans again", tried))
+        if disturbed := self.disturbed(tried, learnt):
+            tried = least_disturbed(self.measured(disturbed, "plans again", tried))
             learnt = self.learnt(tried)
         after = near(contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode))
         new = [c for c in after if all(c.splits != other.splits for other in field)]
@@ -109,13 +110,19 @@ class _Plans:
             ran.append(Rival(Contender(tuned_name(ratio), splits, *priced), part, best.noise))
         return Found(final.plan(ran, untried), learnt, ratio)
 
-    def surprising(self, tried: Sequence[Tried], learnt: Learnt) -> list[Contender]:
-        """Who took longer beside the device alone than predictions err: something else may have run meanwhile."""
+    def disturbed(self, tried: Sequence[Tried], learnt: Learnt) -> list[Contender]:
+        """Whose steps vary too much, or took longer beside the device alone than predictions err: something else may
+        have run meanwhile.
+        """
         if self.alone is None:
             return []
         pricer = Pricer(self.run.graph, with_learnt(self.profile, learnt), self.run.job.mode)
         alone_s = pricer.step_s(self.alone.name, self.alone.splits)
-        return [c for c, t in tried if t.value and t.value > (1 + ERROR) * pricer.step_s(c.name, c.splits) / alone_s]
+
+        def surprising(c: Contender, part: float) -> bool:
+            return part > (1 + ERROR) * pricer.step_s(c.name, c.splits) / alone_s
+
+        return [c for c, t in tried if t.value and (unsteady(t) or surprising(c, t.value))]
 
     def ratio(self, best: Rival) -> TunedRatio | None:
         """Of the plan that is likely to be the fastest, if it has one, and trials can tell what another gains."""
@@ -228,11 +235,15 @@ class _Plans:
         return self.base.with_splits(contender.splits)
 
 
+def unsteady(trial: FrozenTrial) -> bool:
+    return bool(trial.user_attrs[NOISE] > UNSTEADY)
+
+
 def least_disturbed(tried: Sequence[Tried]) -> list[Tried]:
-    """Of plans that were measured twice what was faster: what runs beside a step makes it longer."""
-    fastest = sorted(tried, key=lambda known: known[1].value or inf)
-    first = {digest([c]): k for k, (c, _) in reversed([*enumerate(fastest)])}
-    return [fastest[k] for k in sorted(first.values())]
+    """Of plans that were measured twice what was steady, and then faster: what runs beside a step makes it longer."""
+    best = sorted(tried, key=lambda known: (unsteady(known[1]), known[1].value or inf))
+    first = {digest([c]): k for k, (c, _) in reversed([*enumerate(best)])}
+    return [best[k] for k in sorted(first.values())]
 
 
 def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:

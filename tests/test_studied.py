@@ -45,8 +45,26 @@ class Raced:
         return Outcome([took] * order.rounds, (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
 
 
+class Unsteady(Raced):
+    """Each other step of the first plan takes half as long while it is measured first."""
+
+    first: Any = None
+
+    def lead(self, order: Order, enough: Callable[[Any], bool] = lambda _: False) -> Outcome:
+        found, own = super().lead(order, enough), order.ways.get("trial")
+        if own is None or self.first is not None:
+            return found
+        self.first = own
+        (steady, *_), seconds = found.rounds, found.rounds[0]["trial"].seconds
+        other = {**steady, "trial": Paced(seconds / 2, (1.0, 1.0))}
+        return found._replace(rounds=[steady, other, other, steady, other])
+
+
 def studied(
-    folder: Path, seconds: Callable[[Mapping[str, Split]], float | None], link: str = "host"
+    folder: Path,
+    seconds: Callable[[Mapping[str, Split]], float | None],
+    link: str = "host",
+    raced: Callable[[Any], Raced] = Raced,
 ) -> tuple[TunedPlan | None, tuple[Study, ...], list[str]]:
     """What the stage of plans finds, its studies, and what it says."""
     lines: list[str] = []
@@ -54,7 +72,7 @@ def studied(
     graph, store = captured(), Store(folder, {}, resume=False)
     run: Any = SimpleNamespace(
         graph=graph, job=SimpleNamespace(mode="train", seed=0, budget=100.0, trials=0), spent=0.0, store=store, say=say,
-        race=Raced(seconds), x=torch.zeros(2, 4, 16, 16), device=torch.device("cpu"), on_gpu=False,
+        race=raced(seconds), x=torch.zeros(2, 4, 16, 16), device=torch.device("cpu"), on_gpu=False,
         passed=lambda part: lambda: False, known=lambda *_: None, keep=lambda *_: None,
     )  # fmt: skip
     found = _Plans(run, ClusterProfile.from_devices(PAIR, link=link)).found().plan
@@ -106,6 +124,40 @@ def test_a_plan_that_is_surprisingly_slow_is_measured_again(tmp_path: Path) -> N
     (first, *_), (again,) = ([t for t in s.trials if t.what == studies[0].trials[0].what] for s in studies)
     assert first.value is not None
     assert again.value == pytest.approx(first.value / 9)
+
+
+def test_a_plan_whose_steps_vary_is_measured_again(tmp_path: Path) -> None:
+    """What was steady counts, though it was faster at first."""
+    pricer = Pricer(captured(), ClusterProfile.from_devices(PAIR, link="host"), "train")
+    alone_s = pricer.step_s(ALONE, Candidates(captured(), pricer.profile, "train").alone(0) or {})
+    _, studies, _ = studied(tmp_path, lambda splits: pricer.step_s("a split", splits) / alone_s, raced=Unsteady)
+    assert [s.title for s in studies] == ["plans", "plans again"]
+    (first, *_), (again,) = (s.trials for s in studies)
+    assert first.value is not None
+    assert again.value == pytest.approx(2 * first.value)
+    assert again.what == first.what
+
+
+def trial(value: float, noise: float) -> Any:
+    return SimpleNamespace(value=value, user_attrs={plans.NOISE: noise})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counts"),
+    [
+        ((1.0, 0.01), (2.0, 0.02), 0),
+        ((2.0, 0.01), (1.0, 0.02), 1),
+        ((1.0, 0.3), (2.0, 0.02), 1),
+        ((1.0, 0.3), (2.0, 0.2), 0),
+        ((2.0, 0.02), (1.0, 0.3), 0),
+    ],
+)
+def test_of_two_outcomes_the_steady_one_counts_and_then_the_faster(
+    first: tuple[float, float], second: tuple[float, float], counts: int
+) -> None:
+    plan, other, *_ = contenders(captured(), ClusterProfile.from_devices(PAIR, link="host"))
+    tried = [(plan, trial(*first)), (other, trial(9.0, 0.5)), (plan, trial(*second))]
+    assert sorted(t.value for _, t in plans.least_disturbed(tried)) == [(first, second)[counts][0], 9.0]
 
 
 def test_a_device_alone_that_nothing_comes_near_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

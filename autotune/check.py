@@ -26,7 +26,7 @@ from hetconv.transport import objects_of_all, team_of
 from . import fit
 from .measure import more_samples, operator_samples
 from .race import step_alone, step_of
-from .rounds import Step, paced_rounds
+from .rounds import Round, Step
 from .sampling import Passes, Time
 from .subjects import Layer, subjects_of
 from .usual import Usual
@@ -170,17 +170,9 @@ def plan_steps(
 
 
 def predicted_and_measured(
-    steps: Mapping[str, Step],
-    device: torch.device,
-    graph: Graph,
-    profile: ClusterProfile,
-    mode: Mode,
-    plans: Plans,
-    rounds: int,
-    longest: float = 0.0,
+    ran: Sequence[Round], graph: Graph, profile: ClusterProfile, mode: Mode, plans: Plans
 ) -> Check:
-    """Collective: steps of `plan_steps`, all in turn in every round, as `paced_rounds`, beside what is predicted."""
-    ran = paced_rounds(steps, rounds, device, longest)
+    """Of `plan_steps` that ``ran`` in turn, as `paced_rounds`, what they took beside what is predicted. Pure."""
     pricer = Pricer(graph, profile, mode)
     at_usual = Usual(pricer)
     predicted = {name: pricer.step_s(name, splits) for name, splits in plans.items()}

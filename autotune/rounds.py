@@ -43,17 +43,22 @@ def paired(
 
 
 def paced_rounds(
-    steps: Mapping[str, Step], rounds: int, device: torch.device, longest: float = 0.0, pulses: bool = True
+    steps: Mapping[str, Step],
+    rounds: int,
+    device: torch.device,
+    longest: float = 0.0,
+    most: int = MOST_ROUNDS,
+    pulses: bool = True,
 ) -> list[Round]:
     """Collective: `one_round` after the other, once every step has run.
 
-    So many ``rounds``, and more, up to `MOST_ROUNDS`, until all have together taken ``longest`` seconds.
+    So many ``rounds``, and more, up to ``most``, until all have together taken ``longest`` seconds.
     """
     for step in steps.values():
         step()
     found: list[Round] = []
     while len(found) < rounds or (
-        len(found) < MOST_ROUNDS and sum(step.seconds for one in found for step in one.values()) < longest
+        len(found) < most and sum(step.seconds for one in found for step in one.values()) < longest
     ):  # alike on all ranks
         found.append(one_round(steps, len(found), device, team_of(), pulses))
     return found

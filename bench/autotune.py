@@ -49,7 +49,7 @@ MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
 RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # until who started it is gone
-ROUNDS, LONGEST = 7, 90.0  # of all plans: at least so many, more where they are short: seconds
+ROUNDS, LONGEST, MOST_ROUNDS = 7, 90.0, 101  # of all plans: at least so many, more where they are short: seconds
 FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 45.0  # how many that took so much longer, and more rounds of these
 AS_RUN = "as run"  # gains of the seconds that steps took, whatever speed devices had within each
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
@@ -149,10 +149,11 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         plans = {} if plan.chosen.startswith(ALONE) else {PLANNED: dict(plan.splits)}
         all_plans = compared(graph, profile, mode, plans)
         steps = plan_steps(model, x, graph, profile, mode, all_plans)
-        check = predicted_and_measured(steps, x.device, graph, profile, mode, all_plans, ROUNDS, LONGEST)
+        ran = paced_rounds(steps, ROUNDS, x.device, LONGEST, MOST_ROUNDS)
+        check = predicted_and_measured(ran, graph, profile, mode, all_plans)
         own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
         best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}
-        again = paced_rounds(best, LAST_ROUNDS, x.device, LAST_S)
+        again = paced_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
         layers = layer_errors(graph, profile, mode, x.device)
     usual = Usual(Pricer(graph, profile, mode))
     at_usual = [{name: usual.seconds(name, all_plans[name], step) for name, step in one.items()} for one in again]

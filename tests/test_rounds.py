@@ -165,3 +165,12 @@ def test_steps_are_predicted_for_the_speed_that_pulses_tell() -> None:
     alone = Candidates(graph, profile, "train").alone(1)
     assert alone is not None
     assert pricer.step_s(ALONE, alone, (9.9, 1e-3)) == pytest.approx(2 * pricer.step_s(ALONE, alone))
+
+
+@pytest.mark.parametrize(("longest", "count"), [(0.0, 2), (5.0, 3), (60.0, 4)])
+def test_short_steps_run_in_more_rounds_but_not_in_too_many(
+    longest: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "team_of", lambda: None)
+    monkeypatch.setattr(rounds, "one_round", lambda *_: {"a": Paced(1.5, ()), "b": Paced(0.5, ())})
+    assert len(paced_rounds({"a": lambda: None, "b": lambda: None}, 2, CPU, longest, most=4)) == count

@@ -94,9 +94,9 @@ def step_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
     """
 
     def between(_: nn.Module, __: Any, y: Any) -> None:
-        emulate.interlude()
+        emulate.interlude(x.device)
         if isinstance(y, Tensor) and y.requires_grad:
-            y.register_hook(lambda _: emulate.interlude())
+            y.register_hook(lambda _: emulate.interlude(x.device))
 
     for module in model.modules():
         if next(module.children(), None) is None:

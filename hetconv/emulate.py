@@ -27,7 +27,6 @@ class _Spent(NamedTuple):
 _slowness = 1.0
 _overslept = 0.0  # seconds, of all sleeps so far
 _aside = _Spent(0.0, 0.0)  # in all interludes so far
-CPU = torch.device("cpu")
 LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
 listeners: list[Callable[[float, float], None]] = []
 """Each is called with the start and end, in seconds of time.perf_counter, of every computation that `stretched` ran.
@@ -100,13 +99,13 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
     return result
 
 
-def interlude() -> None:
+def interlude(device: torch.device) -> None:
     """Lets all listeners in, in the middle of what is `stretched` as a whole; what they take is not."""
     global _aside
-    start, worked = time.perf_counter(), work_clock(CPU)
+    start, worked = time.perf_counter(), work_clock(device)
     for listener in listeners:
         listener(start, start)
-    _aside = _Spent(_aside.seconds + time.perf_counter() - start, _aside.worked + work_clock(CPU) - worked)
+    _aside = _Spent(_aside.seconds + time.perf_counter() - start, _aside.worked + work_clock(device) - worked)
 
 
 def work_clock(device: torch.device) -> float:
@@ -115,5 +114,5 @@ def work_clock(device: torch.device) -> float:
     Of one that is slowed, without those for which others had its core, since it sleeps less for them; with more threads
     than one nobody can tell these.
     """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.thread_time() if _slowness > 1 and alone else time.perf_counter()
+    own = _slowness > 1 and device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time() if own else time.perf_counter()

@@ -152,7 +152,7 @@ def test_what_listeners_do_meanwhile_is_not_stretched(monkeypatch: pytest.Monkey
 
     def within(self: Shared) -> None:
         step(self)
-        emulate.interlude()
+        emulate.interlude(CPU)
 
     monkeypatch.setattr(Shared, "compute", within)
     emulate.listeners.append(lambda start, end: step(shared) if start == end else None)

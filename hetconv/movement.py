@@ -146,7 +146,9 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
         ctx.move, ctx.team = move, team
         ctx.save_for_backward(_SAVED)
-        return _forward(local, move, team)
+        result = _forward(local, move, team)
+        # Autograd would view it, and torch does not take the strides of such a view of one image for channels-last.
+        return result.detach() if result is local else result
 
     @staticmethod
     @once_differentiable

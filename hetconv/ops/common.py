@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..calls import Call
@@ -14,6 +15,7 @@ from ..layout import Box, Layout, Need, Shape
 from ..movement import moved, take
 from ..replicas import contributed, is_replica
 from ..rules import REPLICATE, Op, Split, Step
+from ..spec import Span
 from ..tensor import HetTensor
 from ..transport import Team
 
@@ -57,6 +59,24 @@ def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
 def empty_output(source: Tensor, shape: tuple[int, ...]) -> Tensor:
     """An empty part of the graph: its backward still reaches ``source``, so that every rank joins every exchange."""
     return source.sum(dtype=source.dtype).expand(shape)
+
+
+class _Cropped(torch.autograd.Function):
+    """`torch.narrow`, but that the gradient of an image lies as the image does: torch's own never is channels-last."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, dim: int, span: Span) -> Tensor:
+        ctx.pads = *(0, 0) * (y.dim() - 1 - dim), span[0], y.shape[dim] - span[1]
+        return y.narrow(dim, span[0], span[1] - span[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return F.pad(g, ctx.pads), None, None
+
+
+def cropped(y: Tensor, dim: int, span: Span) -> Tensor:
+    """What lies within ``span`` along a dimension; a view."""
+    return y if span == (0, y.shape[dim]) else _Cropped.apply(y, dim, span)
 
 
 def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

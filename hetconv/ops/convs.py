@@ -16,7 +16,7 @@ from ..rules import Step
 from ..spec import Span
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, bring
+from .common import Args, Func, Kwargs, Runner, bring, cropped
 
 
 def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
@@ -40,20 +40,19 @@ def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, k
 def _own_outputs(
     op: ConvTranspose, func: Func, x: Tensor, w: Tensor, b: Tensor | None, dim: int, x_lo: int, own: Span
 ) -> Tensor:
-    windows = op.windows
-    pad, extra = [v.pad for v in windows], [v.extra for v in windows]
-    if dim > 1:  # all that the slab adds to, and own outputs of that
-        pad[dim - 2] = extra[dim - 2] = 0
-    stride, dilation = [v.stride for v in windows], [v.dilation for v in windows]
-    y: Tensor = func(x, w, b if dim < 2 else None, stride, pad, extra, op.groups, dilation)
+    pad, extra = [v.pad for v in op.windows], [v.extra for v in op.windows]
+    stride, dilation = [v.stride for v in op.windows], [v.dilation for v in op.windows]
     if dim < 2:
-        return y
-    first = windows[dim - 2].first(x_lo)
-    lo, hi = own[0] - first, own[1] - first
-    before, beyond = max(-lo, 0), max(hi - y.shape[dim], 0)  # outputs to which no input adds
-    y = F.pad(y, (*(0, 0) * (y.dim() - 1 - dim), before, beyond)) if before or beyond else y
-    y = y.narrow(dim, lo + before, hi - lo)
-    return y if b is None else y + per_channel(b, y).to(y.dtype)
+        return func(x, w, b, stride, pad, extra, op.groups, dilation)  # type: ignore[no-any-return]
+    pad[dim - 2] = extra[dim - 2] = 0  # all that the slab adds to, and own outputs of that
+    window = op.windows[dim - 2]
+    lo, hi = (n - window.first(x_lo) for n in own)
+    before, beyond = max(-lo, 0), max(hi - window._replace(pad=0, extra=0).out_size(x.shape[dim]), 0)
+    padded = bool(before or beyond)  # with outputs to which no input adds, but a bias
+    y = func(x, w, None if padded else b, stride, pad, extra, op.groups, dilation)
+    y = F.pad(y, (*(0, 0) * (y.dim() - 1 - dim), before, beyond)) if padded else y
+    y = cropped(y, dim, (lo + before, hi + before))
+    return y + per_channel(b, y).to(y.dtype) if padded and b is not None else y
 
 
 RUN: dict[type[Any], Runner] = {ConvTranspose: conv_transpose}

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..calls import BatchNormCall, Call, NormCall, name_of
 from ..following import BatchNorm, GroupNorm, OwnNorm
+from ..kernels.finish import per_channel
 from ..layout import Box, Layout
 from ..movement import perform
 from ..replicas import contributed
@@ -134,9 +135,9 @@ class _SplitBatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             scale = invstd if weight is None else invstd * _sliced(weight, held)
             along, shift = (sums if held is None else sums[:, held]) * (-scale / ctx.count)
-            by_channel = [t.view(-1, *[1] * (x.dim() - 2)) for t in (scale, along * invstd, shift, mean)]
-            scale, along, shift, mean = by_channel
-            gx = torch.addcmul(shift, g, scale).addcmul_(x - mean, along).to(x.dtype)
+            along = along * invstd
+            scale, along, shift = (per_channel(t, x) for t in (scale, along, shift - along * mean))
+            gx = torch.addcmul(shift, g, scale).addcmul_(x, along).to(x.dtype)
         g_weight = sums[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
         g_bias = sums[1].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return gx, g_weight, g_bias, None, None, None
@@ -160,11 +161,12 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     """(2, c): over the own part, the sums of g times normalized x, and of g."""
     if not x.numel():
         return torch.zeros((2, x.shape[1]), dtype=mean.dtype, device=mean.device)
-    _, along, _ = torch.ops.aten.native_batch_norm_backward(
-        g, x, None, None, None, mean, invstd, True, 0.0, [False, True, False]
+    _, along, total = torch.ops.aten.native_batch_norm_backward(
+        g, x, None, None, None, mean, invstd, True, 0.0, [False, True, True]
     )
-    # Its own sum of g, which it makes anyway, is in half precision where g is.
-    return torch.stack([along, g.sum([d for d in range(g.dim()) if d != 1], dtype=mean.dtype)])
+    if total.dtype != mean.dtype:  # half precision, where g is
+        total = g.sum([d for d in range(g.dim()) if d != 1], dtype=mean.dtype)
+    return torch.stack([along, total])
 
 
 def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from ..rules import Step
 from ..spec import Span
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import Args, Func, Kwargs, Runner, as_called, bring
+from .common import Args, Func, Kwargs, Runner, as_called, bring, cropped
 from .pools import empty_part, own_outputs
 
 MODES = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
@@ -44,7 +44,7 @@ def _slab(op: Interpolate, x: Tensor, dim: int, sizes: tuple[int, ...], out: Spa
     if not k:
         return _weighted(op, x, dim, sizes[dim], out, first)
     y = _by_torch(op, x, dim, k)
-    return y.narrow(dim, out[0] - k * first, out[1] - out[0]) if y.shape[dim] != out[1] - out[0] else y
+    return cropped(y, dim, (out[0] - k * first, out[1] - k * first))
 
 
 def _by_torch(op: Interpolate, x: Tensor, dim: int, factor: int) -> Tensor:

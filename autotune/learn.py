@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product, starmap
 from math import exp, hypot, log, pi, sqrt
 from statistics import stdev
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from hetconv.splits import KINDS
 
 MOST = 2.0  # a factor that is believed, up and down
 HARDLY = 0.5  # of what the busiest device computes: who has less shows what calls take, more than layers
-LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest
+LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest; or between two of these
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
 # How much better, in the sum of logarithms, steps must be predicted for each e-fold by which messages leave their rest:
 UNLIKELY_LATENCY, UNLIKELY_BYTES = 0.02, 0.05  # what hardly changes those that ran may change others out of reason
@@ -116,7 +117,9 @@ def at_work(
         by_itself = UNLIKELY_LATENCY * abs(log(way.latency)) + UNLIKELY_BYTES * abs(log(way.of_bytes))
         return by_itself + sum(w * abs(log(p / m)) for w, p, m in zip(weights, predicted(way), measured, strict=True))
 
-    return min((AtWork(latency, of_bytes) for latency in LATENCIES for of_bytes in BYTES), key=off)
+    likely = min(starmap(AtWork, product(LATENCIES, BYTES)), key=off)
+    between = [x for x in (likely.latency / sqrt(2), likely.latency * sqrt(2)) if LATENCIES[0] <= x <= LATENCIES[-1]]
+    return min((likely, *starmap(AtWork, product(between, BYTES))), key=off)
 
 
 def noise_of(seconds: Sequence[float]) -> float:

@@ -147,7 +147,7 @@ class _Plans:
         def steps(way: AtWork) -> list[float]:
             profile = with_learnt(self.profile, Learnt(factors, way))
             pricer = Pricer(self.run.graph, profile, self.run.job.mode)
-            return [pricer.price(c.splits)[0].step_s for c, *_ in ran]
+            return [pricer.step_s(c.name, c.splits) for c, *_ in ran]
 
         found = at_work(steps, [measured for _, measured, _ in ran], [noise for *_, noise in ran])
         return Learnt(factors, found, believed(alone_s / alone.predicted.step_s))

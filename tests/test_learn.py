@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
     return [price(graph, working, splits, "infer")[0].step_s for splits in cut]
 
 
-@pytest.mark.parametrize("way", [AtWork(), AtWork(8.0), AtWork(1.0, 2.0), AtWork(4.0, 1.5)], ids=str)
+@pytest.mark.parametrize("way", [AtWork(), AtWork(8.0), AtWork(1.0, 2.0), AtWork(4 * sqrt(2), 1.5)], ids=str)
 def test_what_messages_take_at_work_is_learnt_from_what_steps_took(way: AtWork) -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
     measured = steps_with(profile, way)

@@ -69,6 +69,8 @@ class Channel:
     def __init__(self, to_peer: socket.socket, timeout: timedelta):
         self._socket, self._timeout_ms = to_peer, min(timeout / timedelta(milliseconds=1), LONGEST)
         to_peer.setblocking(False)
+        self._arrivals = select.poll()
+        self._arrivals.register(to_peer, select.POLLIN)
         self._out, self._in = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
         self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet
         self._elsewhere = 0  # messages not taken yet that lie in memory from before
@@ -157,7 +159,9 @@ class Channel:
                 socket.send_fds(self._socket, packet, memory)
                 return
             except BlockingIOError:  # many packets that the other has not read
-                self._wait(self._timeout_ms, select.POLLIN | select.POLLOUT)
+                either = select.poll()
+                either.register(self._socket, select.POLLIN | select.POLLOUT)
+                _wait(either, self._timeout_ms)
                 self._listen()
 
     def _listen(self, wait_ms: float = 0) -> None:
@@ -171,7 +175,7 @@ class Channel:
             except BlockingIOError:
                 if heard or not wait_ms:
                     return
-                self._wait(wait_ms, select.POLLIN)
+                _wait(self._arrivals, wait_ms)
                 continue
             if packet:
                 what, start, stop = PACKET.unpack(packet)
@@ -193,11 +197,10 @@ class Channel:
         else:
             self._places.popleft()
 
-    def _wait(self, wait_ms: float, events: int) -> None:
-        poll = select.poll()
-        poll.register(self._socket, events)
-        if not poll.poll(wait_ms):
-            raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
+
+def _wait(poll: select.poll, wait_ms: float) -> None:
+    if not poll.poll(wait_ms):
+        raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
 
 
 def _mapped(memory: int, size: int) -> Tensor:

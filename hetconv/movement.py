@@ -7,8 +7,9 @@ adds what arrives in rank order, so that all replicas hold the same bits. Forwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from . import kernels
 from .agreement import prepared
 from .errors import LayoutError
-from .layout import Box, Boxes, Exchange, Layout, Move, Need, from_each, pieces
+from .layout import Box, Boxes, Exchange, Layout, Move, Need, Shape, from_each, pieces
 from .levels import TwoLevel
 from .transport import STILL, Round, Team, near, team_of
 
@@ -28,18 +29,38 @@ def take(local: Tensor, held: Box, wanted: Box) -> Tensor:
     return local if held == wanted else local[wanted.within(held)]
 
 
+class Side(NamedTuple):
+    """A round as one rank sees it; reading it from the boxes of all takes longer than a small message does.
+
+    ``sends``: to whom which part of what it holds; ``comes``: from whom pieces of which shape; ``parts``: of what it
+    wants, by whom they are held, its own included. ``moves``: whether anything moves, between any ranks.
+    """
+
+    sends: tuple[tuple[int, tuple[slice, ...]], ...]
+    comes: Mapping[int, Shape]
+    parts: tuple[tuple[int, Box], ...]
+    moves: bool
+
+
+@lru_cache(maxsize=4096)
+def side_of(held: Boxes, wanted: Boxes, me: int) -> Side:
+    every = pieces(held, wanted)
+    sends = tuple((r, box.within(held[me])) for s, r, box in every if s == me != r)
+    parts = tuple((s, box) for s, r, box in every if r == me)
+    return Side(sends, {s: box.shape for s, box in parts if s != me}, parts, any(s != r for s, r, _ in every))
+
+
 def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
     """Sends this rank's pieces of one round on their way; `Round.wait` gives the others' pieces."""
-    me, mine = team.rank, held[team.rank]
-    moving = [(s, r, box) for s, r, box in pieces(held, wanted) if s != r]
-    if not moving:  # between any ranks
+    side = side_of(held, wanted, team.rank)
+    if not side.moves:
         return STILL
-    outgoing = {r: local[box.within(mine)] for s, r, box in moving if s == me}
+    outgoing = {r: local[at] for r, at in side.sends}
     if local.dim() == 4:  # all in one launch; `Round` then finds them as they travel
         far = [r for r in outgoing if r not in near(team, local.device)]
         packed = kernels.pack([outgoing[r] for r in far])
         outgoing |= {r: t.movedim(-1, 1) for r, t in zip(far, packed, strict=True)}
-    return Round(team, local, outgoing, {s: box.shape for s, r, box in moving if r == me})
+    return Round(team, local, outgoing, side.comes)
 
 
 def sum_pieces(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
@@ -53,7 +74,7 @@ def start_sum(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Callable
 
     def arrived() -> Tensor:
         me, got = team.rank, under_way.wait()
-        mine = [(s, box) for s, r, box in pieces(held, wanted) if r == me]
+        mine = side_of(held, wanted, me).parts
         parts = [(box, got[s] if s != me else take(local, held[me], box)) for s, box in mine]
         if len(parts) == 1 and parts[0][0] == wanted[me]:
             return parts[0][1]
@@ -83,32 +104,49 @@ class Sum:
         return self._arrived()
 
 
+class _Fit(NamedTuple):
+    """How parts over some boxes make up the whole over another.
+
+    ``covered``: each element is in one part; ``summands``: each is in all. ``slices``: in which order they are slices
+    of an image along its channels, and nothing else. ``places``: where each belongs.
+    """
+
+    covered: bool
+    summands: bool
+    slices: tuple[int, ...]
+    places: tuple[tuple[slice, ...], ...]
+
+
+@lru_cache(maxsize=4096)
+def _fit(boxes: Boxes, whole: Box) -> _Fit:
+    covered = sum(box.numel for box in boxes) == whole.numel and disjoint(boxes)
+    image = len(whole.shape) == 4 and all(b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes)
+    slices = sorted(range(len(boxes)), key=lambda k: boxes[k].lo) if covered and image else ()
+    summands = len(boxes) > 1 and all(box == whole for box in boxes)
+    return _Fit(covered, summands, tuple(slices), tuple(box.within(whole) for box in boxes))
+
+
 def assemble(parts: list[tuple[Box, Tensor]], whole: Box, like: Tensor) -> Tensor:
     """Adds the parts, in order, into a tensor over ``whole``; zero where there is none. Images are channels-last."""
-    covered = sum(box.numel for box, _ in parts) == whole.numel and disjoint([box for box, _ in parts])
-    if parts and covered and _are_slices([box for box, _ in parts], whole, 1):
-        return kernels.concat_channels([part for _, part in sorted(parts, key=lambda p: p[0].lo)])
+    fit = _fit(tuple(box for box, _ in parts), whole)
+    if fit.slices:
+        return kernels.concat_channels([parts[k][1] for k in fit.slices])
     memory = torch.channels_last if len(whole.shape) == 4 else torch.contiguous_format
     out = torch.empty(whole.shape, dtype=like.dtype, device=like.device, memory_format=memory)
-    if len(parts) > 1 and all(box == whole for box, _ in parts):  # summands, as sums of gradients have them
+    if fit.summands:  # as sums of gradients have them
         torch.add(parts[0][1], parts[1][1], out=out)
         for _, part in parts[2:]:
             out.add_(part)
         return out
-    if not covered:
+    if not fit.covered:
         out.zero_()
-    views = [out[box.within(whole)] for box, _ in parts]
-    if covered and out.dim() == 4:
+    views = [out[place] for place in fit.places]
+    if fit.covered and out.dim() == 4:
         kernels.unpack([part for _, part in parts], views)
         return out
     for view, (_, part) in zip(views, parts, strict=True):
-        view.copy_(part) if covered else view.add_(part)
+        view.copy_(part) if fit.covered else view.add_(part)
     return out
-
-
-def _are_slices(boxes: list[Box], whole: Box, dim: int) -> bool:
-    """Whether the boxes are slices of images along ``dim`` and nothing else."""
-    return len(whole.shape) == 4 and all(b.along(dim, 0, 0) == whole.along(dim, 0, 0) for b in boxes)
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:

@@ -17,8 +17,7 @@ from ..emulate import stretched
 from ..kernels import Route
 from ..kernels.aten import summed_pixels
 from ..kernels.finish import per_channel
-from ..layout import pieces
-from ..movement import disjoint, start_round
+from ..movement import disjoint, side_of, start_round
 from ..spec import Segment
 from ..transport import Round, Team
 from .geometry import Geometry
@@ -118,8 +117,7 @@ class LocalConv(torch.autograd.Function):
 
 def _send_home(geo: Geometry, team: Team, x: Tensor, home: dict[int, Tensor]) -> Round:
     """Each halo's cotangent goes to the rank that lent it; from the others come those of this rank's rows."""
-    mine = pieces(geo.wanted, geo.held)
-    return Round(team, x, home, {s: box.shape for s, r, box in mine if r == team.rank and s != team.rank})
+    return Round(team, x, home, side_of(geo.wanted, geo.held, team.rank).comes)
 
 
 def _add_home(gx: Tensor, came: dict[int, Tensor], geo: Geometry, team: Team) -> None:

@@ -221,8 +221,8 @@ class _SplitGroupNorm(torch.autograd.Function):
         mean = (share * means).sum(0)
         invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
         scale, centre = _to_channels(invstd, op, lo, x), _to_channels(mean, op, lo, x)
-        scale = scale if weight is None else scale * _along_channels(weight.to(exact), x)
-        shift = -centre * scale if bias is None else _along_channels(bias.to(exact), x) - centre * scale
+        scale = scale if weight is None else scale * per_channel(weight.to(exact), x)
+        shift = -centre * scale if bias is None else per_channel(bias.to(exact), x) - centre * scale
         ctx.save_for_backward(x, weight, mean, invstd)
         ctx.op, ctx.step, ctx.team, ctx.lo = op, step, team, lo
         ctx.bias_dtype = bias.dtype if bias is not None else None
@@ -244,7 +244,7 @@ class _SplitGroupNorm(torch.autograd.Function):
         along, total = perform(ctx.team, own, move.forward, whole, whole).view(2, *mean.shape)
         gx = None
         if ctx.needs_input_grad[0]:
-            g = g if weight is None else g * _along_channels(gains, x)
+            g = g if weight is None else g * per_channel(gains, x)
             along, total = (_to_channels(s, op, lo, x) for s in (along, total))
             gx = ((g - (total + centred * along) / (op.channels * prod(op.shape[2:]))) * scale).to(x.dtype)
         g_weight = of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -272,11 +272,6 @@ def _to_channels(v: Tensor, op: GroupNorm, lo: int, like: Tensor) -> Tensor:
     """(N, G) to (N, c, 1, ...) of the own channels, with as many dimensions as ``like``, which has c channels."""
     own = v.repeat_interleave(op.channels, 1)[:, lo : lo + like.shape[1]]
     return own.view(*own.shape, *[1] * (like.dim() - 2))
-
-
-def _along_channels(p: Tensor, like: Tensor) -> Tensor:
-    """(c,) to (c, 1, ...), as it is broadcast along the channels of ``like``."""
-    return p.view(-1, *[1] * (like.dim() - 2))
 
 
 def own_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:

@@ -111,14 +111,14 @@ class LayerErrors(NamedTuple):
 
 
 def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torch.device) -> LayerErrors:
-    """Of the layers with the most work at some shares, along every axis, on every rank.
+    """Of the layers with the most work at some shares at which plans can cut, along every axis, on every rank.
 
     Collective. They are measured anew, most at shares that the profile has no point for; and all once more after it.
     """
-    layers = [s for s in subjects_of(graph) if isinstance(s, Layer) and not s.alone][:MOST_LAYERS]
-    shares = [(s, max(round(share * s.extent), 1)) for s in layers for share in SHARES]
-    spots = [Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=part) for s, part in dict.fromkeys(shares)]
     own, team = profile.devices[team_of().rank], team_of()
+    layers = [s for s in subjects_of(graph, team.size) if isinstance(s, Layer) and not s.alone][:MOST_LAYERS]
+    shares = [(s, max(round(share * s.extent / s.cut), 1) * s.cut) for s in layers for share in SHARES]
+    spots = [Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=part) for s, part in dict.fromkeys(shares)]
     first, again = (_spot_seconds(spots, device, own, mode == "train") for _ in range(2))
     predicted, repeated = [], []
     for spot, k in product(spots, range(1 + (mode == "train"))):

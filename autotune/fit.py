@@ -15,16 +15,18 @@ from .sampling import Passes
 LEAST_LATENCY_S = 1e-7
 
 
-def curve(samples: Mapping[float, Sequence[float]]) -> Curve:
-    """A piecewise-linear curve through the medians of the seconds at each share, made non-decreasing.
+def curve(samples: Mapping[float, Sequence[float]], rising: bool = True) -> Curve:
+    """A piecewise-linear curve through the medians of the seconds at each share.
 
-    Where a larger share was measured faster (noise), neighbours are pooled to their mean (isotonic regression).
+    Of what must be ``rising``: where a larger share was measured faster (noise), neighbours are pooled to their mean
+    (isotonic regression).
     """
     shares = sorted(samples)
-    blocks = [[median(samples[s]), 1] for s in shares]
+    if not rising:
+        return Curve(tuple(shares), tuple(median(samples[s]) for s in shares))
     pooled: list[list[float]] = []
-    for value, count in blocks:
-        pooled.append([value, count])
+    for share in shares:
+        pooled.append([median(samples[share]), 1])
         while len(pooled) > 1 and pooled[-2][0] > pooled[-1][0]:
             (a, m), (b, n) = pooled[-2:]
             pooled[-2:] = [[(a * m + b * n) / (m + n), m + n]]
@@ -32,10 +34,10 @@ def curve(samples: Mapping[float, Sequence[float]]) -> Curve:
     return Curve(tuple(shares), tuple(seconds))
 
 
-def operator(samples: Mapping[float, Passes]) -> OperatorModel:
-    """Of an operator that was measured at some shares, all at one speed of its device, see `at_pulse`."""
+def operator(samples: Mapping[float, Passes], rising: bool = True) -> OperatorModel:
+    """Of an operator that was measured at some shares, all at one speed of its device, see `at_pulse` and `curve`."""
     forward, backward = {x: p.forward for x, p in samples.items()}, {x: p.backward for x, p in samples.items()}
-    return OperatorModel(curve(forward), curve(backward))
+    return OperatorModel(curve(forward, rising), curve(backward, rising))
 
 
 def at_pulse(samples: Mapping[float, Passes], pulse_s: float | None) -> Mapping[float, Passes]:

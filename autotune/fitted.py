@@ -69,7 +69,7 @@ class _Fitted(NamedTuple):
 
 def _fitted(samples: Samples, subjects: Sequence[Subject], ahead: bool, pulse_s: float | None) -> _Fitted:
     known = [subject for subject in subjects if samples.get(subject.key)]
-    models = {s.key: fit.operator(fit.at_pulse(samples[s.key], pulse_s)) for s in known}
+    models = {s.key: fit.operator(fit.at_pulse(samples[s.key], pulse_s), _rising(s)) for s in known}
     host_s = next((fit.whole(models[s.key]) for s in known if isinstance(s, Call)), (0.0, 0.0))
     kernels = {s.key: models[s.key] for s in known if isinstance(s, Layer)}
     return _Fitted(
@@ -78,6 +78,11 @@ def _fitted(samples: Samples, subjects: Sequence[Subject], ahead: bool, pulse_s:
         {key: fit.whole(model) for key, model in kernels.items()},
         {f"{s.kind} {s.dtype}": models[s.key] for s in known if isinstance(s, Other)},
     )
+
+
+def _rising(subject: Subject) -> bool:
+    """Whether more of it never takes less: kernels may take whole blocks of filters or channels faster than a part."""
+    return not isinstance(subject, Layer) or subject.axis == "pixels"
 
 
 def _rested(layer: Layer, alone: _Fitted, on_parts: _Fitted) -> tuple[float, float]:

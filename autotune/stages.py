@@ -36,7 +36,7 @@ def part_of(run: Run, part: float) -> float:
 
 def operators(run: Run) -> ClusterProfile:
     """Devices, operator by operator, each of which is kept; and links."""
-    subjects, enough = subjects_of(run.graph), run.passed(part_of(run, OPERATORS_PART))
+    subjects, enough = subjects_of(run.graph, run.team.size), run.passed(part_of(run, OPERATORS_PART))
     run.say.stage("operators", len(subjects))
     samples: measure.Samples = {}
     for subject in subjects:

@@ -19,7 +19,8 @@ from hetconv.cost import kind_of, operator_key
 from hetconv.emulate import stretched
 from hetconv.graph import Graph
 from hetconv.profile import Axis
-from hetconv.rules import Conv, Linear
+from hetconv.proportions import extent_of, granularity
+from hetconv.rules import Conv, Linear, SplitKind
 from hetconv.spec import ConvSpec
 
 from .others import Call, Other, sets_of
@@ -34,7 +35,8 @@ class Layer:
     """A layer of a plan, by share along ``axis`` while all ranks are at work, or ``alone`` and whole.
 
     ``dtype`` of its result. ``between``: bytes that a step reads and writes until it comes to this layer again.
-    ``count``: how many layers of a model are like this one.
+    ``count``: how many layers of a model are like this one. ``cut``: of how many rows, filters or channels plans cut
+    whole multiples.
     """
 
     op: Conv | Linear
@@ -44,6 +46,7 @@ class Layer:
     between: int = 0
     alone: bool = False
     count: int = 1
+    cut: int = 1
 
     @property
     def key(self) -> str:
@@ -54,7 +57,8 @@ class Layer:
         extent = self.extent
         if self.alone or known:
             return {share: time(self.run(round(share * extent), device)) for share in known or (1.0,)}
-        explore = explored if self.axis == "pixels" else partial(explored_steps, grain=GRAIN)
+        steps = self.axis != "pixels" and self.cut == 1
+        explore = partial(explored_steps, grain=GRAIN) if steps else partial(explored, grain=self.cut)
         found = explore(lambda part: time(self.run(part, device)), extent)
         return {part / extent: seconds for part, seconds in found.items()}
 
@@ -134,8 +138,9 @@ def work(op: Conv | Linear) -> float:
     return float(op.spec.flops if isinstance(op, Conv) else 2 * prod(op.x_shape) * op.features)
 
 
-def subjects_of(graph: Graph) -> list[Subject]:
-    """All there is to measure of a model: its layers, those with the most work first, what else it runs, and calls.
+def subjects_of(graph: Graph, world: int) -> list[Subject]:
+    """All there is to measure of a model on so many ranks: its layers, those with the most work first, what else it
+    runs, and calls.
 
     Equal ones are one, and their order is the same on every rank. The smallest layers come last: time may be short.
     """
@@ -155,7 +160,8 @@ def subjects_of(graph: Graph) -> list[Subject]:
     found: list[Subject] = []
     for (op, dtype), count in sorted(layers.items(), key=lambda known: work(known[0][0]), reverse=True):
         layer = Layer(op, AXES[0], dtype, (op, dtype) in biased, between, count=count)
-        found += [*(replace(layer, axis=axis) for axis in axes_of(op)), replace(layer, alone=True)]
+        by_axis = (replace(layer, axis=axis, cut=_cut(op, axis, world)) for axis in axes_of(op))
+        found += [*by_axis, replace(layer, alone=True)]
     rest: list[Subject] = [Call(alone, layers.total()) for alone in (False, True)]
     rest += [
         Other(kind, dtype, between, alone, count)
@@ -171,6 +177,16 @@ def axes_of(op: Conv | Linear) -> tuple[Axis, ...]:
     if op.spec.groups == op.spec.K > 1:  # depthwise
         return AXES[:1]
     return AXES if op.spec.groups == 1 and op.spec.C >= GRAIN else AXES[:2]
+
+
+def _cut(op: Conv | Linear, axis: Axis, world: int) -> int:
+    """See `Layer`."""
+    if axis == "pixels" or (isinstance(op, Conv) and op.spec.groups > 1):
+        return 1
+    kind: SplitKind = "filter" if axis == "filters" else "channel"
+    extent = extent_of(op, kind)
+    assert extent is not None  # it has both
+    return granularity(op, kind, extent, world)
 
 
 def _bytes(op: Conv | Linear, dtype: str) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from heapq import heapify, heapreplace
+from itertools import pairwise
+from operator import or_
 
 import numpy as np
 
@@ -21,7 +24,7 @@ def added(curves: Iterable[tuple[Curve, float]]) -> Curve:
 
 
 def balance(curves: Sequence[Curve]) -> tuple[float, ...]:
-    """Shares that add up to 1 and make all devices finish together; per device, non-decreasing seconds of a share.
+    """Shares that add up to 1 and make all devices finish together; where seconds fall, a smaller share takes as long.
 
     Bisects on the common time: each device takes the largest share that it finishes by then, so one that cannot even
     start by then gets none (Lastovetsky & Reddy, 2007).
@@ -57,23 +60,47 @@ def _largest(knots: Knots, limit: float) -> float:
 def balanced_sizes(curves: Sequence[Curve], extent: int, granularity: int = 1) -> tuple[int, ...]:
     """``extent`` cut into whole multiples of ``granularity`` so that the slowest device is done as early as possible.
 
-    Exact for any non-decreasing seconds, staircases too: the next multiple always goes to the device that would be done
-    with it first. What multiples leave over goes to the last device that works, as `layout.apportion` does.
+    Exact, for staircases too. What multiples leave over goes to the last device that works, as `layout.apportion` does.
     """
     blocks = extent // granularity
-    sizes = [0] * len(curves)
     if not blocks:
-        sizes[min(range(len(curves)), key=lambda d: (curves[d].at(1.0), d))] = extent
-        return tuple(sizes)
-    unit = granularity / extent
-    start = [int(0.9 * s * blocks) for s in balance(curves)]  # no device gets less than this
-    queue = [(curve.at((n + 1) * unit), d) for d, (curve, n) in enumerate(zip(curves, start, strict=True))]
+        first = min(range(len(curves)), key=lambda d: (curves[d].at(1.0), d))
+        return tuple(extent * (d == first) for d in range(len(curves)))
+    rising = all(a <= b for curve in curves for a, b in pairwise(curve.seconds))
+    sizes = [n * granularity for n in (_one_by_one if rising else _of_all)(curves, blocks, granularity / extent)]
+    sizes[max(d for d, n in enumerate(sizes) if n)] += extent - sum(sizes)
+    return tuple(sizes)
+
+
+def _one_by_one(curves: Sequence[Curve], blocks: int, unit: float) -> list[int]:
+    """Blocks of ``unit`` shares, where more never take less: the next one goes to who would be done with it first."""
+    sizes = [int(0.9 * s * blocks) for s in balance(curves)]  # no device gets less than this
+    queue = [(curve.at((n + 1) * unit), d) for d, (curve, n) in enumerate(zip(curves, sizes, strict=True))]
     heapify(queue)
-    sizes = start
-    for _ in range(blocks - sum(start)):
+    for _ in range(blocks - sum(sizes)):
         _, d = queue[0]
         sizes[d] += 1
         heapreplace(queue, (curves[d].at((sizes[d] + 1) * unit), d))
-    sizes = [n * granularity for n in sizes]
-    sizes[max(d for d, n in enumerate(sizes) if n)] += extent - sum(sizes)
-    return tuple(sizes)
+    return sizes
+
+
+def _of_all(curves: Sequence[Curve], blocks: int, unit: float) -> list[int]:
+    """Blocks of ``unit`` shares, in any way: bisects on the slowest device's time, within which sizes must add up."""
+    seconds = [[curve.at(n * unit) for n in range(blocks + 1)] for curve in curves]
+
+    def sums(limit: float) -> list[int]:
+        """After each device, as bits: what they can have done together within ``limit``."""
+        found = [1]
+        for own in seconds:
+            able = (found[-1] << n for n, s in enumerate(own) if s <= limit)
+            found.append(reduce(or_, able) & ((2 << blocks) - 1))
+        return found
+
+    limits = sorted({s for own in seconds for s in own})
+    limit = limits[bisect_left(limits, True, key=lambda s: bool(sums(s)[-1] >> blocks & 1))]
+    before, left, sizes = sums(limit)[:-1], blocks, list[int]()
+    for own, others in zip(reversed(seconds), reversed(before), strict=True):
+        able = [n for n in range(left + 1) if own[n] <= limit and others >> (left - n) & 1]
+        sizes.append(min(able, key=lambda n: own[n]))
+        left -= sizes[-1]
+    return sizes[::-1]

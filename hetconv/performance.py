@@ -18,7 +18,10 @@ Axis = Literal["pixels", "filters", "channels"]  # what a share is a share of; p
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a piecewise-linear, non-decreasing function of a share, in (0, 1], or of bytes; nothing costs 0."""
+    """Seconds as a piecewise-linear function of a share, in (0, 1], or of bytes; nothing costs 0.
+
+    It may fall between two points, where kernels take a whole block faster than a part, but not beyond them.
+    """
 
     shares: tuple[Positive, ...]
     seconds: tuple[AtLeastZero, ...]
@@ -36,8 +39,11 @@ class Curve:
         if len(x) == 1:
             return y[0] * share / x[0]
         i = min(max(bisect_left(x, share), 1), len(x) - 1)
-        slope = max((y[i] - y[i - 1]) / (x[i] - x[i - 1]), 0.0)
-        return max(y[i - 1] + slope * (share - x[i - 1]), 0.0)
+        slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
+        if not x[0] <= share <= x[-1]:
+            slope = max(slope, 0.0)
+        near = i if share > x[-1] else i - 1
+        return max(y[near] + slope * (share - x[near]), 0.0)
 
     def times(self, factor: float) -> Curve:
         return Curve(self.shares, tuple(factor * seconds for seconds in self.seconds))

@@ -22,6 +22,11 @@ def test_falling_neighbours_are_pooled() -> None:
     assert fit.curve({0.25: [1.0], 0.5: [4.0], 0.75: [2.0], 1.0: [5.0]}).seconds == (1.0, 3.0, 3.0, 5.0)
 
 
+def test_what_may_fall_is_left_as_it_was_measured() -> None:
+    falling = {0.25: [1.0], 0.5: [4.0], 0.75: [2.0], 1.0: [5.0]}
+    assert fit.curve(falling, rising=False).seconds == (1.0, 4.0, 2.0, 5.0)
+
+
 @given(
     st.dictionaries(st.floats(0.01, 1), st.lists(st.floats(0.001, 10), min_size=1, max_size=3), min_size=1, max_size=6)
 )

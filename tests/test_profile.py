@@ -39,6 +39,11 @@ def test_curves_do_not_fall(shares: list[float]) -> None:
     assert seconds == sorted(seconds)
 
 
+def test_curves_fall_only_between_points() -> None:
+    falling = Curve((0.25, 0.5, 1.0), (2.0, 1.0, 0.5))
+    assert [falling.at(x) for x in (0.125, 0.25, 0.375, 0.75, 1.0, 2.0)] == [2.0, 2.0, 1.5, 0.75, 0.5, 0.5]
+
+
 @pytest.mark.parametrize("shares", [(), (0.5, 0.5), (1.0, 0.5), (0.0, 1.0)])
 def test_curves_need_rising_shares(shares: tuple[float, ...]) -> None:
     with pytest.raises(hetconv.ProfileError):

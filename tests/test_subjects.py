@@ -52,7 +52,8 @@ def test_layers_are_run_in_whole_parts() -> None:
     ]  # fmt: skip
     assert shares([Layer(dense, "channels", "float32")])[0] == [1 / 5, 2 / 5, 3 / 5, 1.0]
     deep = Conv(replace(CONV.spec, C=40))
-    assert shares([Layer(deep, "channels", "float32")])[0] == [n / 40 for n in (1, 16, 17, 32, 33, 40)]
+    assert shares([Layer(deep, "channels", "float32")])[0] == [n / 40 for n in (1, 15, 16, 17, 31, 32, 33, 40)]
+    assert shares([Layer(deep, "channels", "float32", cut=16)])[0] == [16 / 40, 1.0]  # as plans cut it
 
 
 def test_what_was_measured_is_measured_again_at_the_same_shares() -> None:
@@ -72,7 +73,7 @@ def test_channels_are_measured_where_they_can_be_cut_in_grains() -> None:
 @pytest.mark.parametrize("case", OTHER_RANKS)
 def test_sequences_and_volumes_are_run_along_both_axes(case: str) -> None:
     make, shape = OTHER_RANKS[case]
-    subjects = subjects_of(hetconv.capture(make(), torch.zeros(shape)))
+    subjects = subjects_of(hetconv.capture(make(), torch.zeros(shape)), 2)
     layers = [s for s in subjects if isinstance(s, Layer) and not s.alone]
     assert {layer.axis for layer in layers} >= {"pixels", "filters"}
     assert all(found[-1] == 1.0 for found in shares(layers))
@@ -166,7 +167,7 @@ def test_every_kind_that_is_priced_can_be_measured() -> None:
 
 def test_equal_layers_are_one_subject_and_the_largest_comes_first() -> None:
     graph = hetconv.capture(ResNet(), torch.zeros(2, 3, 45, 40))
-    subjects = subjects_of(graph)
+    subjects = subjects_of(graph, 2)
     keys = [subject.key for subject in subjects]
     assert len(set(keys)) == len(keys)
     layers = [s for s in subjects if isinstance(s, Layer)]
@@ -177,7 +178,7 @@ def test_equal_layers_are_one_subject_and_the_largest_comes_first() -> None:
         "elementwise float32",
     }
     assert [s.alone for s in subjects if isinstance(s, Call)] == [False, True]
-    depthwise = [s for s in subjects_of(hetconv.capture(MobileBlock(), torch.zeros(2, 4, 12, 11)))
+    depthwise = [s for s in subjects_of(hetconv.capture(MobileBlock(), torch.zeros(2, 4, 12, 11)), 2)
                  if isinstance(s, Layer) and isinstance(s.op, Conv) and s.op.spec.groups == s.op.spec.K]  # fmt: skip
     assert {s.axis for s in depthwise} == {"pixels"}
 

@@ -84,7 +84,7 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
 
     emulate.set_speed(DEVICES[dist.get_rank()].speed)
     with pytest.MonkeyPatch.context() as patch:  # layers, short messages, and nothing else, which takes seconds
-        patch.setattr(stages, "subjects_of", lambda graph: [s for s in subjects_of(graph) if isinstance(s, Layer)])
+        patch.setattr(stages, "subjects_of", lambda *of: [s for s in subjects_of(*of) if isinstance(s, Layer)])
         patch.setattr(stages, "link_models", partial(link_models, sizes=(1 << 10, 1 << 14)))
         patch.setattr(stages, "with_contention", lambda profile, *rest: profile)
         patch.setattr(stages, "settle", lambda *_: None)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
+from hetconv.autotune import others
 from hetconv.autotune.others import KINDS, Call, Other, local
 from hetconv.autotune.sampling import Passes, Run
 from hetconv.autotune.subjects import AXES, Layer, axes_of, of_rows, subjects_of
@@ -130,6 +131,26 @@ def test_results_lie_where_nothing_was_for_a_while(monkeypatch: pytest.MonkeyPat
         for _ in range(9):
             call()
         assert all(a not in written[max(k - 3, 0) : k] for k, a in enumerate(written))
+
+
+@pytest.mark.parametrize("subject", [Call(True), Other("elementwise", "float32", alone=True)])
+def test_a_device_alone_is_slowed_in_all_that_it_does(subject: Call | Other, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the emulation of a slow one: the plain model on it is stretched as a whole."""
+    slowed = []
+
+    def noted(compute: Callable[[], Any], device: torch.device) -> Any:
+        slowed.append(device)
+        return compute()
+
+    def run(run: Run) -> Passes:
+        for call in run[:2]:
+            slowed.clear()
+            call()
+            assert slowed == [CPU]
+        return once(run)
+
+    monkeypatch.setattr(others, "stretched", noted)
+    assert subject.samples(run, CPU)
 
 
 def kinds_run(alone: bool) -> tuple[dict[str, list[float]], set[tuple[type, type]]]:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from .holding import Ranks, summed_among
 from .layout import Boxes, Exchange
-from .profile import ClusterProfile
+from .profile import ClusterProfile, DeviceModel
 
 Array = npt.NDArray[np.float64]
+SUMMED_BYTES = 4 << 20  # of a large sum
 Wire = tuple[tuple[tuple[int, int], ...], float]  # the (sender, receiver) pairs that share it, seconds per byte
 
 
@@ -32,7 +33,8 @@ class Network:
     """``latency_s`` and ``s_per_byte``: (P, P), from sender to receiver, 0 from a rank to itself.
 
     ``shared``: wires that several pairs use at once, such as a host's uplink; one for each direction if it is duplex.
-    ``overlap`` and ``sum_s_per_byte``: as `ClusterProfile` has them.
+    ``overlap`` and ``sum_s_per_byte``: as `ClusterProfile` has them. ``adding``: (P,) seconds that each rank takes for
+    a byte that it adds to what it has.
     """
 
     latency_s: Array
@@ -40,6 +42,7 @@ class Network:
     shared: tuple[Wire, ...] = ()
     overlap: float = 1.0
     sum_s_per_byte: float = 0.0
+    adding: Array | float = 0.0
     _known: dict[tuple[Exchange, int], Messages] = field(default_factory=dict)
     _same: dict[tuple[int, int], tuple[Exchange, Messages]] = field(default_factory=dict)
     _per_byte: dict[Ranks, float] = field(default_factory=dict)
@@ -52,24 +55,26 @@ class Network:
             latency_s[a, b] = link.latency_s * profile.latency_at_work
             s_per_byte[a, b] = link.s_per_byte * profile.bytes_at_work
         shared = tuple((wire.pairs, wire.s_per_byte * profile.bytes_at_work) for wire in profile.shared)
-        return cls(latency_s, s_per_byte, shared, profile.overlap, profile.sum_s_per_byte)
+        adding = np.array([_adding(device) for device in profile.devices])
+        return cls(latency_s, s_per_byte, shared, profile.overlap, profile.sum_s_per_byte, adding)
 
     @property
     def world(self) -> int:
         return len(self.latency_s)
 
-    def spent(self, sent_bytes: Array) -> Array:
+    def spent(self, sent_bytes: Array, added_bytes: Array | float = 0.0) -> Array:
         """(..., P, P), sender by receiver -> (..., P): seconds in which each rank sends and receives all of one round.
 
         A rank sends one message after the other and receives meanwhile. No bytes are no message and cost no latency.
+        (..., P) ``added_bytes`` of what it has then are added to others.
         """
         messages = (sent_bytes > 0) * self.latency_s + sent_bytes * self.s_per_byte
-        longer: Array = np.maximum(messages.sum(-1), messages.sum(-2))
+        longer: Array = np.maximum(messages.sum(-1), messages.sum(-2)) + added_bytes * self.adding
         return longer
 
-    def seconds(self, sent_bytes: Array) -> Array:
+    def seconds(self, sent_bytes: Array, added_bytes: Array | float = 0.0) -> Array:
         """(..., P, P) -> (...): how long one round takes: what the slowest rank or the busiest shared wire does."""
-        slowest: Array = self.spent(sent_bytes).max(-1)
+        slowest: Array = self.spent(sent_bytes, added_bytes).max(-1)
         if self.shared:
             flat = sent_bytes.reshape(*sent_bytes.shape[:-2], -1)
             slowest = np.maximum(slowest, (flat @ self._loads).max(-1))
@@ -94,9 +99,12 @@ class Network:
         return self._same[key][1]
 
     def _messages(self, one: Exchange, itemsize: int) -> Messages:
-        sent = _common(*one) * (1.0 - np.eye(self.world)) * itemsize
+        held, wanted = one
+        common = _common(held, wanted) * float(itemsize)
+        wanted_bytes = np.array([box.numel * itemsize for box in wanted])
+        sent = common * (1.0 - np.eye(self.world))
         pairs = sent > 0
-        seconds = self.spent(sent)
+        seconds = self.spent(sent, added(common, wanted_bytes))
         for wire, load in zip(self.shared, sent.reshape(-1) @ self._loads, strict=True) if self.shared else ():
             users = [rank for pair in wire[0] if pairs[pair] for rank in pair]
             seconds[users] = np.maximum(seconds[users], load)
@@ -109,9 +117,8 @@ class Network:
     def s_per_summed_byte(self, holders: Ranks) -> float:
         """Seconds for a byte of a large sum among some ranks, as those of parameters' gradients are; remembered."""
         if holders not in self._per_byte:
-            size = 4 << 20
-            moving = self.rounds_s(summed_among(holders, size // 4, self.world), 4)
-            self._per_byte[holders] = moving / size + (self.sum_s_per_byte if len(holders) > 1 else 0.0)
+            moving = self.rounds_s(summed_among(holders, SUMMED_BYTES // 4, self.world), 4)
+            self._per_byte[holders] = moving / SUMMED_BYTES + (self.sum_s_per_byte if len(holders) > 1 else 0.0)
         return self._per_byte[holders]
 
     def summing(self, sums: Iterable[tuple[tuple[Exchange, ...], int]]) -> Array:
@@ -119,6 +126,21 @@ class Network:
         held = [[box.numel * itemsize for box in rounds[0][0]] for rounds, itemsize in sums if rounds]
         total: Array = np.array(held, dtype=np.float64).reshape(-1, self.world).sum(0)
         return total * self.sum_s_per_byte
+
+
+def added(common: Array, wanted: Array) -> Array:
+    """(..., P, P), (..., P) -> (..., P): what each receiver adds, of all that senders, itself among them, have of it.
+
+    What several have is summed: beyond the first summand of each element, all are added.
+    """
+    more: Array = np.maximum(common.sum(-2) - wanted, 0.0)
+    return more
+
+
+def _adding(device: DeviceModel) -> float:
+    """Of two that are read and one that is written; nothing where that was not measured, as data sheets say nothing."""
+    model = device.others.get("elementwise float32")
+    return model.forward.at(3.0 * SUMMED_BYTES) / SUMMED_BYTES if model is not None else 0.0
 
 
 def _common(held: Boxes, wanted: Boxes) -> Array:

@@ -63,7 +63,7 @@ class ClusterProfile:
     filter split is gathered while it is computed, where that was measured. ``shared``: wires that several pairs use,
     beside the link of each pair. ``nodes``: the ranks in each host; all in one, unless something else is said.
     ``overlap``: while halos travel and the device computes, which part of the shorter one takes no time of its own.
-    ``sum_s_per_byte``: what each rank takes, beside its messages, for a byte of the sums of gradients that it holds.
+    ``sum_s_per_byte``: what each rank takes, beside messages and adding, for a byte of sums of gradients that it holds.
     ``latency_at_work``: how many times the latency of links, between devices that rest, a message has in whole steps;
     ``bytes_at_work``: how many times as long its bytes travel there.
     ``fingerprint``: the names of the links that were taken from the catalogue.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .errors import LayoutError
 from .layout import Boxes, Layout, Need, exchanges
-from .network import Array, Network
+from .network import Array, Network, added
 
 # Numbers of an intermediate result: 120 KB stay in a core's cache. Above 128 KB malloc may hand pages back to the
 # system and take fresh ones at every step, which takes longer than filling them.
@@ -23,7 +23,8 @@ BLOCK = 15_000
 MOST_BOXES = 1 << 24  # whose pairs, with the bytes of an element, are counted in 64 bits
 
 Ints = npt.NDArray[np.intp]
-Measure = Callable[[Array], Array]  # of the bytes that ranks send each other in a round, (n, P, P) -> (n, ...)
+# Of the bytes that ranks send each other in a round, and that each adds, (n, P, P), (n, P) -> (n, ...).
+Measure = Callable[[Array, Array], Array]
 
 
 class Moved(NamedTuple):
@@ -61,12 +62,12 @@ def movement(
 
 def sent_bytes(sources: Sequence[Layout], reads: Sequence[Layout | Need], itemsize: int, adjoint: bool) -> Array:
     """(sources, reads): bytes that all ranks send together for what `movement` has the seconds of. Raises alike."""
-    return _tables([Moved(sources, reads, itemsize, adjoint)], lambda sent: sent.sum((-2, -1)))[0]
+    return _tables([Moved(sources, reads, itemsize, adjoint)], lambda sent, _: sent.sum((-2, -1)))[0]
 
 
 def received_bytes(one: Moved) -> Array:
     """(sources, reads, P): bytes that arrive at each rank for what `movement` has the seconds of. Raises alike."""
-    return _tables([one], lambda sent: sent.sum(-2), (one.sources[0].world,))[0]
+    return _tables([one], lambda sent, _: sent.sum(-2), (one.sources[0].world,))[0]
 
 
 def _tables(values: Sequence[Moved], measure: Measure, each: tuple[int, ...] = ()) -> list[Array]:
@@ -155,12 +156,15 @@ def _in_one_round(
     rank, _, world = lo.shape
     code = (1 << np.arange(rank)) @ cut
     groups = code[held] << rank | code[wanted]
+    numel = (hi - lo).prod(0)
     to_others, step = 1.0 - np.eye(world), max(BLOCK // world**2, 1)
     order = np.argsort(groups, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         for block in np.split(members, range(step, len(members), step)):
-            sent = _common(lo, hi, cut, held[block], wanted[block]) * to_others
-            result[block] = measure(sent * itemsizes[block, None, None])
+            common = np.broadcast_to(_common(lo, hi, cut, held[block], wanted[block]), (len(block), world, world))
+            itemsize = itemsizes[block, None]
+            sums = added(common, numel[wanted[block]]) * itemsize
+            result[block] = measure(common * to_others * itemsize[..., None], sums)
     return result
 
 

@@ -16,7 +16,7 @@ from hetconv.holding import summed_among
 from hetconv.layout import Layout, exchanges, traffic
 from hetconv.network import Network
 from hetconv.pricing import price
-from hetconv.profile import ClusterProfile, DeviceModel, LinkModel, SharedWire
+from hetconv.profile import ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
 from hetconv.rules import Split
 from hetconv.simulate import Clocks, Pass
 
@@ -112,6 +112,19 @@ def test_sums_of_gradients_take_their_holders_more_than_messages() -> None:
     sums = [(summed_among((0, 2), 5, 3), 4), (summed_among((0, 1, 2), 2, 3), 8), ((), 4)]
     assert slow.summing(sums).tolist() == [7 * (20 + 16), 7 * 16, 7 * (20 + 16)]
     assert slow.summing([]).tolist() == net.summing(sums).tolist() == [0, 0, 0]
+
+
+def test_who_gets_several_summands_adds_them() -> None:
+    """Of 12 numbers each rank gets 4 from each other one, and adds them; of disjoint parts nothing is added."""
+    like_relu = Curve((1.0, 2.0), (1.0, 2.0))  # a second for each byte read or written
+    slow = replace(DEVICE, others={"elementwise float32": OperatorModel(like_relu, like_relu)})
+    silent = LinkModel(0.0, 0.0)
+    net = Network.of(ClusterProfile((DEVICE, slow, slow), dict.fromkeys(("0-1", "0-2", "1-2"), silent)))
+    assert net.adding == pytest.approx([0.0, 3.0, 3.0])
+    partial, third, whole = Layout.partial((12,), 3), Layout.sharded((12,), 0, (4, 4, 4)), Layout.replicated((12,), 3)
+    (scattered,), (gathered,) = exchanges(partial.boxes, third.boxes), exchanges(third.boxes, whole.boxes)
+    assert net.messages(scattered, 4).seconds.tolist() == pytest.approx([0, 3 * 2 * 16, 3 * 2 * 16])
+    assert net.messages(gathered, 4).seconds.tolist() == [0, 0, 0]
 
 
 def test_a_step_counts_what_sums_take_beside_their_messages() -> None:

@@ -53,20 +53,24 @@ def networks(draw: st.DrawFn, world: int) -> Network:
     ranks = st.integers(0, world - 1)
     pairs = st.lists(st.tuples(ranks, ranks).filter(lambda pair: pair[0] != pair[1]), unique=True).map(tuple)
     wires = draw(st.lists(st.tuples(pairs, rates), max_size=2)) if world > 1 else []
-    return Network(latency_s, s_per_byte, tuple(wires))
+    adding = np.array(draw(st.lists(rates, min_size=world, max_size=world)))
+    return Network(latency_s, s_per_byte, tuple(wires), adding=adding)
 
 
 def seconds(network: Network, rounds: tuple[Exchange, ...], itemsize: int) -> float:
-    """Every round, message by message."""
+    """Every round, message by message, and what several have of it added to what the first of them has."""
     total = 0.0
     for one in rounds:
+        held, wanted = one
+        more = [sum(box.intersect(own).numel for box in held) - own.numel for own in wanted]
+        adds = [max(n, 0) * itemsize * float(s) for n, s in zip(more, network.adding, strict=True)]
         out, into, sent = [0.0] * network.world, [0.0] * network.world, traffic((one,), itemsize)
         for (s, r), size in sent.items():
             message = network.latency_s[s, r] + size * network.s_per_byte[s, r]
             out[s] += message
             into[r] += message
         wires = [sum(sent.get(pair, 0) for pair in pairs) * s_per_byte for pairs, s_per_byte in network.shared]
-        total += max(*out, *into, *wires)
+        total += max([*(max(a, b) + add for a, b, add in zip(out, into, adds, strict=True)), *wires])
     return total
 
 

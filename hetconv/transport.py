@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import HetConvError, LostRankError
+from .heap import keep_freed
 from .mailbox import Channel, channels
 
 T = TypeVar("T")
@@ -45,7 +46,10 @@ _teams: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()
 
 
 def team_of(group: dist.ProcessGroup | None = None) -> Team:
-    """The team of a process group (default: all ranks). The first call on a group is collective."""
+    """The team of a process group (default: all ranks). The first call on a group is collective.
+
+    Ranks that compute on CPUs keep the memory that they free, see `heap`.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise HetConvError(
             "torch.distributed is not initialised; start the program with torchrun (or hetconv's launcher) and call "
@@ -55,6 +59,8 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
     assert group is not None
     if group not in _teams:
         backend = str(dist.get_backend(group))
+        if backend == "gloo":
+            keep_freed()
         control = group
         if backend != "gloo":
             ranks = dist.get_process_group_ranks(group)

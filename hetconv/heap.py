@@ -1,0 +1,26 @@
+"""Memory that one step frees serves the next, in place of what the system clears page by page for it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt(3)
+CHOSEN = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
+
+
+@cache
+def keep_freed() -> bool:
+    """From now on this process keeps for itself what it frees, as allocators of GPU memory do.
+
+    Of glibc: nothing is trimmed from the heap, and large tensors come from it too. False where that cannot be, or where
+    the user chose another way, by `CHOSEN` in the environment or ``glibc.malloc`` among its GLIBC_TUNABLES.
+    """
+    if any(name in os.environ for name in CHOSEN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library, another system
+        return False
+    return bool(mallopt(TRIM_THRESHOLD, -1)) and bool(mallopt(MMAP_MAX, 0))

@@ -1,0 +1,58 @@
+"""What a step frees, the next one finds: no page comes from the system again."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource, torch
+from hetconv.heap import keep_freed
+
+def step():
+    x = torch.zeros(6 << 20)  # 24 MiB
+    tensors = [x + 1 for _ in range(4)]
+
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+kept = keep_freed()
+print(kept, min(pages() for _ in range(20)))  # once the heap has settled
+"""
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of another C library nothing is known")
+
+
+def ran(**environment: str) -> tuple[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    kept, pages = done.stdout.split()
+    return kept, int(pages)
+
+
+@glibc
+def test_memory_that_a_step_freed_serves_the_next() -> None:
+    kept, pages = ran()
+    assert kept == "True"
+    assert pages < 1000  # of 5 * 24 MiB, 30720 pages of 4 KiB
+
+
+@glibc
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"MALLOC_MMAP_MAX_": "9"},
+        {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"},
+    ],
+)
+def test_who_chose_another_way_keeps_it(chosen: dict[str, str]) -> None:
+    kept, pages = ran(**chosen)
+    assert kept == "False"
+    assert pages > 1000 or "MALLOC_TRIM_THRESHOLD_" not in chosen

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hetconv.emulate import work_clock
+from hetconv.heap import pages_taken
 from hetconv.transport import team_of
 
 from .sampling import Passes, Run, doubts, sampled
@@ -19,6 +20,7 @@ from .subjects import Subject
 
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20
+FEW_PAGES, MOST_NEW = 256, 10  # of memory that a call may take anew; calls that may take more, before one counts
 PULSE, PULSE_ON_GPU = 192, 2048  # rows and columns of a matrix that is multiplied with itself
 TURNS, TURN_S = 15, 0.01  # of all at work, and of each alone; seconds
 Samples = dict[str, dict[float, Passes]]
@@ -53,7 +55,7 @@ def stopwatch(call: Callable[[], Any], device: torch.device, clock: Clock = _by_
     def seconds() -> float:
         nonlocal calls
         if not calls:
-            once = timed(call, device, clock)
+            once = _warmed_up(lambda: timed(call, device, clock))
             least = SHORT_ON_GPU if device.type == "cuda" else SHORT
             calls = min(max(int(least / once), 1), MOST_CALLS)
             return once
@@ -62,6 +64,19 @@ def stopwatch(call: Callable[[], Any], device: torch.device, clock: Clock = _by_
         return timed(lambda: [call() for _ in range(calls)], device, clock) / calls
 
     return seconds
+
+
+def _warmed_up(seconds: Callable[[], float]) -> float:
+    """Of a call that the memory suffices for which earlier ones freed, as in all steps but the first.
+
+    What the system gives it has to clear before, and a virtual machine may have to fetch: many times what a call takes.
+    """
+    for _ in range(MOST_NEW):
+        before = pages_taken()
+        once = seconds()
+        if pages_taken() - before < FEW_PAGES:
+            break
+    return once
 
 
 def call_seconds(call: Callable[[], Any], device: torch.device, samples: int = 5) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache
+from importlib.util import find_spec
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt(3)
+_TOLD = find_spec("resource") is not None  # on Unix
 CHOSEN = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
 
 
@@ -24,3 +26,12 @@ def keep_freed() -> bool:
     except (AttributeError, OSError, TypeError):  # another C library, another system
         return False
     return bool(mallopt(TRIM_THRESHOLD, -1)) and bool(mallopt(MMAP_MAX, 0))
+
+
+def pages_taken() -> int:
+    """How many pages of memory the system has given this process so far; 0 where it does not say."""
+    if not _TOLD:
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -187,6 +187,24 @@ def test_short_calls_are_timed_together(seconds: float, calls: int, monkeypatch:
     assert clock.calls == 1 + calls
 
 
+@pytest.mark.parametrize(
+    ("taken", "calls"), [([0, 0, 0], 1), ([9000, 4000, 0, 9000], 3), ([9000] * 99, measure.MOST_NEW)]
+)
+def test_a_call_counts_once_it_needs_no_new_memory(
+    taken: list[int], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, ran = 0, list[int]()
+
+    def call() -> None:
+        nonlocal pages
+        pages += taken[len(ran)]
+        ran.append(pages)
+
+    monkeypatch.setattr(measure, "pages_taken", lambda: pages)
+    measure.stopwatch(call, CPU)()
+    assert len(ran) == calls
+
+
 def test_forward_is_taken_off_where_backward_runs_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock.now))

@@ -20,7 +20,7 @@ from .subjects import Subject
 
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20
-FEW_PAGES, MOST_NEW = 256, 10  # of memory that a call may take anew; calls that may take more, before one counts
+FEW_PAGES, MOST_NEW = 256, 20  # of memory that the system gives to a sample that counts; how many others there may be
 PULSE, PULSE_ON_GPU = 192, 2048  # rows and columns of a matrix that is multiplied with itself
 TURNS, TURN_S = 15, 0.01  # of all at work, and of each alone; seconds
 Samples = dict[str, dict[float, Passes]]
@@ -48,35 +48,33 @@ def timed(action: Callable[[], Any], device: torch.device, clock: Clock = _by_th
 def stopwatch(call: Callable[[], Any], device: torch.device, clock: Clock = _by_the_wall) -> Callable[[], float]:
     """Gives seconds of one call whenever it is called, from a few in a row where one is too short for the clock.
 
-    On a GPU they are its own, between events, without what the host needs to launch them.
+    On a GPU they are its own, between events, without what the host needs to launch them. Calls for which the system
+    had to give memory do not count, but for too many: in a step they take what earlier ones freed, and what is new is
+    cleared first, which takes longer than they do.
     """
-    calls = 0
+    calls, new = 0, 0
+
+    def counting(sample: Callable[[], float]) -> float:
+        nonlocal new
+        while True:
+            before = pages_taken()
+            found = sample()
+            if pages_taken() - before < FEW_PAGES or new == MOST_NEW:
+                return found
+            new += 1
 
     def seconds() -> float:
         nonlocal calls
         if not calls:
-            once = _warmed_up(lambda: timed(call, device, clock))
+            once = counting(lambda: timed(call, device, clock))
             least = SHORT_ON_GPU if device.type == "cuda" else SHORT
             calls = min(max(int(least / once), 1), MOST_CALLS)
             return once
         if device.type == "cuda":
             return _between_events(call, calls)
-        return timed(lambda: [call() for _ in range(calls)], device, clock) / calls
+        return counting(lambda: timed(lambda: [call() for _ in range(calls)], device, clock)) / calls
 
     return seconds
-
-
-def _warmed_up(seconds: Callable[[], float]) -> float:
-    """Of a call that the memory suffices for which earlier ones freed, as in all steps but the first.
-
-    What the system gives it has to clear before, and a virtual machine may have to fetch: many times what a call takes.
-    """
-    for _ in range(MOST_NEW):
-        before = pages_taken()
-        once = seconds()
-        if pages_taken() - before < FEW_PAGES:
-            break
-    return once
 
 
 def call_seconds(call: Callable[[], Any], device: torch.device, samples: int = 5) -> float:

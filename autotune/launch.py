@@ -24,20 +24,14 @@ import torch.distributed as dist
 from hetconv import emulate
 from hetconv.emulate import DeviceName
 from hetconv.errors import HetConvError, LostRankError
+from hetconv.heap import keep_freed
 
 from .cores import cores_of
 from .guard import guarded
 
 TIMEOUT = timedelta(minutes=10)
-# What ranks on CPUs start with unless they are told otherwise, so that a step takes what its parts take by themselves.
-# glibc would give freed memory back and have the pages of every large tensor made anew, a fifth of a step; oneDNN would
-# forget kernels when many plans take turns.
-CPU_SETTINGS = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(1 << 14),
-}
+# What ranks on CPUs start with unless they are told otherwise: oneDNN would forget kernels when many plans take turns.
+CPU_SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(1 << 14)}
 GRACE = 5.0  # seconds in which ranks may end by themselves once one of them has failed
 _diary: Path | None = None
 
@@ -171,6 +165,7 @@ def _rank(devices: Sequence[DeviceName], rendezvous: str, fn: Callable[..., Any]
     rank = int(os.environ["RANK"])
     device = torch.device(devices[rank].device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    keep_freed()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     emulate.set_speed(devices[rank].speed)

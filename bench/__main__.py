@@ -26,6 +26,8 @@ COMMANDS = {
     "halos, buckets, and chunks.",
     "overhead": "What running on parts costs in Python, per operator: "
     "tiny models on one rank, split and plain, in turn.",
+    "heap": "What steps gain where a process keeps the memory that it frees: "
+    "plain models in two processes, in turn.",
     "planner": "What a plan takes to compute, and what it is predicted to gain: "
     "known architectures on modelled devices.",
     "autotune": "What hetconv autotune finds on pairs of this machine: "

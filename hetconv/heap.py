@@ -7,17 +7,19 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt(3)
+TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4  # of mallopt(3)
+GROWS_BY = 1 << 26  # bytes
 _TOLD = find_spec("resource") is not None  # on Unix
-CHOSEN = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
+CHOSEN = "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_"
 
 
 @cache
 def keep_freed() -> bool:
     """From now on this process keeps for itself what it frees, as allocators of GPU memory do.
 
-    Of glibc: nothing is trimmed from the heap, and large tensors come from it too. False where that cannot be, or where
-    the user chose another way, by `CHOSEN` in the environment or ``glibc.malloc`` among its GLIBC_TUNABLES.
+    Of glibc: nothing is trimmed from the heap, which grows in large pieces, and all tensors come from it. False where
+    that cannot be, or where the user chose another way, by `CHOSEN` in the environment or ``glibc.malloc`` among its
+    GLIBC_TUNABLES.
     """
     if any(name in os.environ for name in CHOSEN) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
@@ -25,7 +27,7 @@ def keep_freed() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library, another system
         return False
-    return bool(mallopt(TRIM_THRESHOLD, -1)) and bool(mallopt(MMAP_MAX, 0))
+    return all([mallopt(TRIM_THRESHOLD, -1), mallopt(MMAP_MAX, 0), mallopt(TOP_PAD, GROWS_BY)])
 
 
 def pages_taken() -> int:

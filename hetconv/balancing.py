@@ -13,6 +13,7 @@ import numpy as np
 
 from .profile import Curve
 
+ROUNDED = 1e-9  # by which sums of curves that rise may fall
 Knots = tuple[list[float], list[float]]  # shares from 0 to 1 and seconds there; at 0 those of the smallest share
 
 
@@ -66,7 +67,7 @@ def balanced_sizes(curves: Sequence[Curve], extent: int, granularity: int = 1) -
     if not blocks:
         first = min(range(len(curves)), key=lambda d: (curves[d].at(1.0), d))
         return tuple(extent * (d == first) for d in range(len(curves)))
-    rising = all(a <= b for curve in curves for a, b in pairwise(curve.seconds))
+    rising = all(a <= b * (1 + ROUNDED) for curve in curves for a, b in pairwise(curve.seconds))
     sizes = [n * granularity for n in (_one_by_one if rising else _of_all)(curves, blocks, granularity / extent)]
     sizes[max(d for d, n in enumerate(sizes) if n)] += extent - sum(sizes)
     return tuple(sizes)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 
 from bench.grid import compared
-from bench.machine import commit, now
+from bench.machine import commit, now, save, software
 from bench.verdict import Demand
 from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_and_measured
 from hetconv.autotune.launch import parse_devices, run_on
@@ -103,15 +102,13 @@ def run(args: Namespace) -> None:
         rows.append({"pair": pair, "model": case.name, "mode": mode, "date": now()} | found)
         print(line(rows[-1]), flush=True)
         if args.output is not None:  # after each: a run of all takes an hour
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps(document(rows), indent=1) + "\n", encoding="utf-8")
+            save(args.output, document(rows))
     print("must hold:", *demands(rows), sep="\n  ")
     print(json.dumps(document(rows)))
 
 
 def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    setup = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-    return {"suite": "autotune", "setup": setup | commit(), "cases": rows}
+    return {"suite": "autotune", "setup": software() | commit(), "cases": rows}
 
 
 def line(row: Mapping[str, Any]) -> str:

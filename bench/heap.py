@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.autotune import CASES, MODES, Case
-from bench.machine import commit
+from bench.machine import commit, save, software
 from bench.verdict import Demand
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.race import step_of
@@ -54,16 +54,15 @@ def run(args: Namespace) -> None:
         rows.append({"model": case.name, "mode": mode} | r)
     least = min(row["ratio"] for row in rows)
     print(f"must hold:\n  {Demand('keeping it against giving it back, anywhere', LEAST, least)}")
-    setup = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-    document = {"suite": "heap", "setup": setup | {"libc": " ".join(platform.libc_ver())} | commit(), "cases": rows}
+    setup = software() | {"libc": " ".join(platform.libc_ver())} | commit()
+    document = {"suite": "heap", "setup": setup, "cases": rows}
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(args.output, document)
     print(json.dumps(document))
 
 
 def measure(case: Case, mode: Mode) -> dict[str, float]:
-    """Of one network: milliseconds in both processes, how many times as fast the first is, and the other's pages."""
+    """Of one network: milliseconds and new pages of a step in both processes; how many times as fast the first is."""
     with ExitStack() as stack:
         both = [stack.enter_context(stepping(case, mode, keep)) for keep in (True, False)]
         rounds = [[asked(pipe) for pipe in both] for _ in range(ROUNDS)]

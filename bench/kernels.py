@@ -29,7 +29,7 @@ from bench.kernel_checks import (
     slots,
     tiles_of,
 )
-from bench.machine import facts, need_cuda
+from bench.machine import facts, need_cuda, save
 from bench.timing import Timed, ceilings, host_seconds, prepared, raced, sets_for, short, tried
 from hetconv import kernels
 from hetconv.errors import KernelError
@@ -68,8 +68,7 @@ class Report:
 
     def write(self) -> None:
         if self.output is not None:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.output.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
+            save(self.output, self.document())
 
 
 def run(args: argparse.Namespace) -> None:

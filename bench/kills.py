@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.machine import ROOT, commit
+from bench.machine import ROOT, commit, save
 from hetconv.profile import ClusterProfile
 
 LIMIT_S = 30.0  # within which all is over
@@ -60,9 +60,8 @@ def run(args: Namespace) -> None:
         "over_s": {"median": median(k.over_s for k in kills), "most": max(k.over_s for k in kills)},
     }  # fmt: skip
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         document = results | {"cases": [asdict(kill) for kill in kills]}
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(args.output, document)
     print(json.dumps(results))
     if wrong:
         raise SystemExit(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,17 @@ def commit() -> dict[str, Any]:
     if found is None:
         return {"commit": os.environ.get("HETCONV_COMMIT"), "dirty": None}
     return {"commit": found, "dirty": bool(_said("git", "-C", str(ROOT), "status", "--porcelain"))}
+
+
+def software() -> dict[str, Any]:
+    """Of a measurement on CPUs, which nothing else identifies."""
+    return {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+
+
+def save(path: Path, document: Mapping[str, Any]) -> None:
+    """A result file, with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def slug(device: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import platform
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.machine import commit
+from bench.machine import commit, save, software
 from bench.verdict import Demand
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.rounds import paired
@@ -59,11 +58,9 @@ def run(args: Namespace) -> None:
         print(f"{r['kind']:8} {r['mode']:6} {r['us']:7.1f} us an operator more than plain ({r['plain_us']:.1f} us)")
     worst = max(r["us"] for r in rows if r["mode"] == "infer")
     print(f"must hold:\n  {Demand(f'{LIMIT_US:g} us over what inference adds to an operator', 1.0, LIMIT_US / worst)}")
-    setup = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-    document = {"suite": "overhead", "setup": setup | commit(), "cases": rows}
+    document = {"suite": "overhead", "setup": software() | commit(), "cases": rows}
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(args.output, document)
     print(json.dumps(document))
 
 

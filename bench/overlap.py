@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.cases import Stack, stack
-from bench.machine import commit
+from bench.machine import commit, save
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.overlap import gathering
@@ -85,8 +85,7 @@ def run(args: Namespace) -> None:
         print(*(f", {row[key]:.3f}x {what}" for key, what in more.items() if key in row), sep="")
     document = {"suite": "overlap", "setup": setup | commit(), "cases": rows}
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(args.output, document)
     print(json.dumps(document))
 
 

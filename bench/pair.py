@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.cases import Stack, stack
+from bench.machine import save
 from hetconv import ops
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import channels_last, random_input
@@ -75,8 +76,7 @@ def run(args: Namespace) -> None:
     if output is not None:
         setup = {"devices": [str(d) for d in devices], "shares": shares, "rounds": ROUNDS, "torch": torch.__version__}
         setup |= {"machine": platform.machine(), "python": platform.python_version()}
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"suite": "pair", "setup": setup, **results}, indent=1) + "\n", encoding="utf-8")
+        save(output, {"suite": "pair", "setup": setup, **results})
     print(json.dumps(results))
 
 

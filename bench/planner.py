@@ -17,7 +17,7 @@ from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.machine import commit
+from bench.machine import commit, save
 from bench.planner_models import captured
 from bench.verdict import Demand, Row
 from hetconv.candidates import Candidates
@@ -87,8 +87,7 @@ def run(args: Namespace) -> None:
     setup = {"machine": platform.machine(), "python": platform.python_version()} | commit()
     document = {"suite": "planner", "setup": setup, "cases": rows}
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        save(args.output, document)
     print(json.dumps(document))
 
 

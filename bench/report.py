@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.machine import save
 from bench.timing import host_seconds, tried
 from bench.verdict import Row, timed
 
@@ -43,8 +44,7 @@ class Report:
 
     def write(self) -> None:
         if self.output is not None:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.output.write_text(json.dumps(self.document(), indent=1) + "\n", encoding="utf-8")
+            save(self.output, self.document())
 
     def time_host(self, calls: Mapping[str, Callable[[], Any]]) -> None:
         self.host_us = {name: host_seconds(call) * 1e6 for name, call in calls.items()}

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from hetconv import emulate
 from hetconv.emulate import DeviceName
 from hetconv.errors import HetConvError, LostRankError
-from hetconv.heap import keep_freed
 
 from .cores import cores_of
 from .guard import guarded
@@ -165,7 +164,6 @@ def _rank(devices: Sequence[DeviceName], rendezvous: str, fn: Callable[..., Any]
     rank = int(os.environ["RANK"])
     device = torch.device(devices[rank].device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    keep_freed()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     emulate.set_speed(devices[rank].speed)

@@ -90,7 +90,7 @@ class Other:
             graphs.append(ahead())
             gradients.append(torch.autograd.grad(graphs.popleft(), wanted, g))
 
-        return float(x.nbytes + y.nbytes), _run(infer, train, self.alone, device)
+        return float(x.nbytes + y.nbytes), _both(infer, train, self.alone, device)
 
 
 KINDS: dict[str, Callable[..., Tensor]] = {
@@ -136,7 +136,7 @@ class Call:
             with torch.no_grad():
                 return run()
 
-        calls = time(_run(infer, lambda: torch.autograd.grad(run(), leaves, g), self.alone, device))
+        calls = time(_both(infer, lambda: torch.autograd.grad(run(), leaves, g), self.alone, device))
         if device.type == "cuda":
             return {1.0: calls}
         own = time(kernels_alone).at(calls.pulse_s)
@@ -147,7 +147,7 @@ class Call:
         return {1.0: Passes(forward, backward, calls.pulse_s)}
 
 
-def _run(infer: Callable[[], Any], train: Callable[[], Any], alone: bool, device: torch.device) -> Run:
+def _both(infer: Callable[[], Any], train: Callable[[], Any], alone: bool, device: torch.device) -> Run:
     """Of both passes together; an emulated device ``alone`` is slowed in all that it does, not in its layers only."""
     if alone:
         infer, train = partial(stretched, infer, device), partial(stretched, train, device)

@@ -9,6 +9,11 @@ import sys
 
 import pytest
 
+from hetconv.heap import CHOSEN, keep_freed
+from hetconv.transport import team_of
+
+from .spawn import on_ranks
+
 STEPS = """
 import torch
 from hetconv.heap import keep_freed, pages_taken
@@ -29,8 +34,9 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of another
 
 
 def ran(**environment: str) -> tuple[str, int]:
+    unset = {name: value for name, value in os.environ.items() if name not in (*CHOSEN, "GLIBC_TUNABLES")}
     done = subprocess.run(
-        [sys.executable, "-c", STEPS], env=os.environ | environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", STEPS], env=unset | environment, capture_output=True, text=True, check=True
     )
     kept, pages = done.stdout.split()
     return kept, int(pages)
@@ -56,3 +62,12 @@ def test_who_chose_another_way_keeps_it(chosen: dict[str, str]) -> None:
     kept, pages = ran(**chosen)
     assert kept == "False"
     assert pages > 1000 or "MALLOC_TRIM_THRESHOLD_" not in chosen
+
+
+def asked() -> int:
+    team_of()
+    return keep_freed.cache_info().currsize
+
+
+def test_ranks_over_gloo_keep_memory() -> None:
+    assert on_ranks(2, asked) == [1, 1]

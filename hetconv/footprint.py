@@ -110,7 +110,7 @@ def last_readers(graph: Graph) -> list[int]:
 
 def alive(results: Array, last: Sequence[int]) -> Array:
     """(operators, P) bytes: of all results, those that are there when each operator has run."""
-    changes = np.zeros((len(last) + 2, *results.shape[1:]))
+    changes = np.zeros((len(results) + 2, *results.shape[1:]))
     changes[: len(last)] += results[: len(last)]
     np.subtract.at(changes, np.array(last, dtype=int) + 1, results[: len(last)])
     total: Array = changes.cumsum(0)[: len(results)]

@@ -228,6 +228,13 @@ def from_each(shape: Shape, world: int) -> Move:
     return Move(each, Layout.replicated(each.shape, world))
 
 
+@lru_cache(maxsize=1024)
+def told(counts: tuple[int, ...]) -> Move:
+    """So many numbers of each rank, one rank after the other, go to every rank."""
+    own = Layout.sharded((sum(counts),), 0, counts)
+    return Move(own, Layout.replicated(own.shape, own.world))
+
+
 @lru_cache(maxsize=4096)
 def pieces(held: Boxes, wanted: Boxes) -> tuple[tuple[int, int, Box], ...]:
     """Every non-empty (sender, receiver, box) of one round, in rank order; a rank's own piece included."""

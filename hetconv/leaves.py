@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .replicas import running_of
 from .tensor import HetTensor
 
 ELEMENTWISE: tuple[type[nn.Module], ...] = (
@@ -28,9 +29,19 @@ class OnOwnPart:
         self._normalizes = type(module) in BATCH_NORMS
 
     def __call__(self, x: Any) -> Any:
-        if x.__class__ is HetTensor and self._is_local(x):
+        on_parts = x.__class__ is HetTensor
+        local = on_parts and self._is_local(x)
+        if self._normalizes and (local or not on_parts):
+            self._settle()
+        if local:
             return HetTensor.made(self._forward(x._local), x.placement, x.team)
         return self._forward(x)
+
+    def _settle(self) -> None:
+        """All ranks use all channels' statistics now."""
+        running, mean = running_of(None), self._module.running_mean
+        if running is not None and isinstance(mean, Tensor):
+            running.settle(mean)
 
     def _is_local(self, x: HetTensor) -> bool:
         """Elementwise, or a norm in evaluation of parts that have all channels, whose parameters want no gradient."""

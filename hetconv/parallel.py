@@ -21,8 +21,9 @@ from .errors import PlanError
 from .leaves import run_on_own_parts
 from .modules import HET_CONVS, HetLinear, PlainConv, least_op, lies_as_wired
 from .plan import LayerPlan, Plan
-from .replicas import SCOPE, Scope
+from .replicas import SCOPE, Scope, computed_again
 from .rules import Linear, Split
+from .running import Running
 from .sharing import Parameters, parameters_of
 from .tensor import HetTensor, compute_waiting, discard_waiting, gather
 from .transport import Team, answered, broadcast, team_of
@@ -205,7 +206,7 @@ class _Root:
 
     def __init__(self, model: nn.Module, team: Team, sync_every: int):
         self.model, self.team, self.sync_every = model, team, sync_every
-        self._trained = 0
+        self._trained, self._running = 0, Running(team)
         self._seen: set[str] = set()
         self._tokens: list[Any] = []
 
@@ -220,17 +221,20 @@ class _Root:
         said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
         said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
         said += f"; autocast {_autocast(module)}"
+        if self._running.untold:  # of a forward that raised an error
+            said += f"; running statistics of {self._running.untold} norms, not told yet"
         values = ""
         if said not in self._seen:  # once per signature: the same batch on every rank is easy to get wrong
             values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
         agree(self.team, "forward", said + values)
         self._seen.add(said)
-        again = torch._C._current_graph_task_id() != -1  # for a checkpoint, in the middle of a backward
-        if module.training and torch.is_grad_enabled() and self.sync_every and not again:
+        self._running.tell()
+        if module.training and torch.is_grad_enabled() and self.sync_every and not computed_again():
             self._trained += 1
             if self._trained % self.sync_every == 0:
                 sync_replicated(module)
-        self._tokens.append(SCOPE.set(_scope(module, self.team, any(map(_is_channels_last, tensors)))))
+        scope = _scope(module, self.team, any(map(_is_channels_last, tensors)), self._running)
+        self._tokens.append(SCOPE.set(scope))
 
     @eager
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -239,6 +243,7 @@ class _Root:
                 return None
             whole = torch.utils._pytree.tree_map(partial(gather, images=True), output)
             compute_waiting()  # what is left would read parameters and inputs as they are later
+            self._running.tell()
             return whole
         finally:
             discard_waiting()
@@ -257,8 +262,8 @@ def _is_channels_last(x: Any) -> bool:
     return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
 
 
-def _scope(model: nn.Module, team: Team, channels_last: bool) -> Scope:
+def _scope(model: nn.Module, team: Team, channels_last: bool, running: Running) -> Scope:
     """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
     found = parameters_of(model) if torch.is_grad_enabled() and team.size > 1 else Parameters([], {}, set())
     shared = [p for p in found.every if id(p) not in found.held or found.held[id(p)].repeated]
-    return Scope(team, shared, found.held, found.as_wired, channels_last=channels_last)
+    return Scope(team, shared, found.held, found.as_wired, channels_last=channels_last, running=running)

@@ -146,7 +146,7 @@ class Pricer:
             seconds = own[-1] + self.operators.forks(a.node, (a.step,), backward)[0]
             waited = tuple(m for m in messages if m.seconds.any())
             passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
-            moving = sum(self.network.rounds_s(*t) for t in transfers)
+            moving = sum(self.network.rounds_s(*t) for t in transfers) if not a.of_all else 0.0
             summed.append(both(float(seconds.max()), moving, self.network.overlap if a.hides else 0.0))
             sent += messages
             statistics = len(a.step.backward if backward else a.step.forward)  # come last, and stay with nobody

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from .holding import Atom, Held, Ranks, summed_among
 from .layout import Box, buckets
 from .movement import Sum, take
+from .running import Running
 from .transport import Team, as_wire
 
 Grads = tuple[Tensor | None, ...]
@@ -134,7 +135,7 @@ class Scope:
     """The aliases of a model's parameters, of which several ranks hold the same elements, during one forward pass.
 
     ``held``: by id, of those that are not whole on every rank. ``as_wired``: ids of those that lie, on all ranks, as
-    images travel. ``channels_last``: whether images that went into the model do.
+    images travel. ``channels_last``: whether images that went into the model do. ``running``: the model's statistics.
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class Scope:
         as_wired: Container[int] = (),
         *,
         channels_last: bool = False,
+        running: Running | None = None,
     ):
-        self.team, self.channels_last = team, channels_last
+        self.team, self.channels_last, self.running = team, channels_last, running
         self._bucket_of: dict[int, tuple[_Bucket, dict[int, Tensor]]] = {}
         self._aliases: dict[int, Tensor] = {}
         made: list[_Bucket] = []
@@ -171,6 +173,20 @@ class Scope:
 
 
 SCOPE: ContextVar[Scope | None] = ContextVar("hetconv_scope", default=None)
+
+
+def computed_again() -> bool:
+    """Whether this is in the middle of a backward, for a checkpoint."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def running_of(team: Team | None) -> Running | None:
+    """Of the model whose forward runs, at the end of which all ranks are told; none where nobody waits for that.
+
+    ``team``: of the tensor that is normalized, if it is in parts.
+    """
+    scope = SCOPE.get()
+    return scope.running if scope is not None and team in (scope.team, None) and not computed_again() else None
 
 
 def contributed(team: Team, param: Tensor, held: Held | None = None) -> Tensor:

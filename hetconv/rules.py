@@ -40,7 +40,8 @@ class Step:
     """How one operator runs on parts: each input is brought to ``reads``, the local result has the layout ``output``.
 
     ``contributes``: replicated parameters are used on own parts only, so their gradients are summed over ranks.
-    ``forward`` and ``backward`` are further movements, of statistics, performed in their forward sense.
+    ``forward`` and ``backward`` are further movements, of statistics, performed in their forward sense. ``tells``: how
+    many numbers each rank has to tell all others, which it does with those of other operators when the forward ends.
     """
 
     reads: tuple[Layout | Need, ...]
@@ -48,6 +49,7 @@ class Step:
     contributes: bool = False
     forward: tuple[Move, ...] = ()
     backward: tuple[Move, ...] = ()
+    tells: tuple[int, ...] = ()
 
 
 class Op(Hashable, Protocol):

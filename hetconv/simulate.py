@@ -1,8 +1,8 @@
 """What a plan's step looks like in time: when each device computes, sends and receives, and waits. Pure.
 
 Devices go on by themselves and wait only for the messages that they need, so a step takes at most, and often less than,
-the sum of what every operator takes alone, which the planner minimizes (``summed_s`` of `plan.Prediction`). Sums of
-gradients alone may take longer than they count there, where they cost no latency.
+the sum of what every operator takes alone, which the planner minimizes (``summed_s`` of `plan.Prediction`). But sums of
+gradients cost no latency there, and running statistics, which are told all at once, nothing.
 """
 
 from __future__ import annotations

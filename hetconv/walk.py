@@ -10,18 +10,22 @@ from typing import Any, TypeVar
 from .following import Pieces
 from .graph import Graph, Memory, Node
 from .holding import Atom, Held, Ranks, summed_among
-from .layout import Box, Exchange, Layout, Move, Shape, buckets
+from .layout import Box, Exchange, Layout, Move, Shape, buckets, told
 from .plan import Mode
 from .rules import REPLICATE, Gather, Split, Step, halos_travel
 
 T = TypeVar("T")
 Rounds = tuple[Exchange, ...]
 Transfers = tuple[tuple[Rounds, int], ...]  # (rounds, bytes per element)
+TOLD = "running statistics"
 
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """One operator under a plan: how it runs and what moves for it. ``hides``: halos travel while it computes."""
+    """One operator under a plan: how it runs and what moves for it. ``hides``: halos travel while it computes.
+
+    ``of_all``: it stands for what ranks tell each other of all operators, whose own costs leave it out.
+    """
 
     node: Node
     split: Split
@@ -29,6 +33,7 @@ class Applied:
     forward: Transfers
     backward: Transfers
     hides: bool
+    of_all: bool = False
 
 
 class Walk:
@@ -44,12 +49,14 @@ class Walk:
     def __call__(self, splits: Mapping[str, Split]) -> tuple[list[Applied], Transfers]:
         """Every operator under ``splits`` in order, and the sums of parameter gradients, as the runtime does them.
 
-        A layer without a split is replicated. The last entry stands for gathering the model's outputs.
+        A layer without a split is replicated. The last entries stand for the end of the forward: outputs are
+        gathered, and what operators have to tell is told, if any has.
         """
         graph = self.graph
         placed = {i: self._whole(i) for i in range(len(graph.values))}
         applied: list[Applied] = []
         contributed: set[int] = set()
+        tells: dict[int, tuple[int, ...]] = {}  # by bytes of a number, how many of each rank
         memory = Memory(placed)
         for node in graph.nodes:
             split = splits.get(node.layer, REPLICATE) if node.layer is not None else REPLICATE
@@ -70,7 +77,12 @@ class Walk:
             applied.append(self._once(self._applied, node, split, roots, step, *inputs, *(x for _, x in shared)))
             if step.contributes:
                 contributed |= {i for i in (*node.params, *node.inputs) if graph.values[i].param is not None}
+            if step.tells:
+                exact = _exact(graph, node)
+                tells[exact] = tuple(map(sum, zip(tells.get(exact, (0,) * self.world), step.tells, strict=True)))
         applied.append(self._once(self._outputs, *(placed[i] for i in graph.outputs)))
+        if tells:
+            applied.append(self._once(self._told, tuple(tells.items())))
         return applied, _gradient_sums(graph, splits, contributed, self.world) if self.mode == "train" else ()
 
     def _once(self, make: Callable[..., T], *given: Any) -> T:
@@ -102,6 +114,12 @@ class Walk:
     def _outputs(self, *lay: Layout) -> Applied:
         node, nowhere = Node("output", _NOTHING, self.graph.outputs, ()), Layout.replicated((), self.world)
         return Applied(node, REPLICATE, Step((), nowhere), self._gathers(self.graph.outputs, lay), (), False)
+
+    def _told(self, tells: tuple[tuple[int, tuple[int, ...]], ...]) -> Applied:
+        moves = tuple(told(counts) for _, counts in tells)
+        step = Step((), Layout.replicated((), self.world), forward=moves)
+        forward = tuple((move.forward, exact) for move, (exact, _) in zip(moves, tells, strict=True))
+        return Applied(Node(TOLD, _NOTHING, (), ()), REPLICATE, step, forward, (), False, of_all=True)
 
     def _gathers(self, values: Sequence[int], lay: Sequence[Layout]) -> Transfers:
         both = zip(values, lay, strict=True)
@@ -135,13 +153,17 @@ def _applied(graph: Graph, node: Node, split: Split, step: Step, inputs: tuple[L
         if value.requires_grad and differentiable:
             backward.append((move.adjoint, value.itemsize))
     if node.outputs:
-        out = graph.values[node.outputs[0]]
-        exact = max(out.itemsize, 4)
+        out, exact = graph.values[node.outputs[0]], _exact(graph, node)
         forward += [(move.forward, exact) for move in step.forward]
         if out.requires_grad and mode == "train":
             backward += [(move.forward, exact) for move in step.backward]
     hides = bool(inputs) and halos_travel(node.op, inputs[0], split)
     return Applied(node, split, step, tuple(forward), tuple(backward), hides)
+
+
+def _exact(graph: Graph, node: Node) -> int:
+    """Bytes of a number of an operator's statistics."""
+    return max(graph.values[node.outputs[0]].itemsize, 4)
 
 
 def _gradient_sums(graph: Graph, splits: Mapping[str, Split], used: set[int], world: int) -> Transfers:

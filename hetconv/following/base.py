@@ -60,7 +60,7 @@ def _led(op: Any, rule: Rule, counted: Counted, inputs: tuple[Layout, ...], lead
         return None
     once = {part: follow(part) for part in dict.fromkeys(x.parts)}
     steps = [once[part] for part in x.parts]
-    if any(step.forward or step.backward for step in steps):
+    if any(step.forward or step.backward or step.tells for step in steps):
         return None
     reads = list(zip(*(step.reads for step in steps), strict=True))
     found = in_nodes(x.nodes, x.samples, reads, [step.output for step in steps], of_samples)

@@ -14,7 +14,7 @@ from .base import cut_dims, on_parts
 class BatchNorm:
     """Batch norm over dimension 1. In training every rank needs the statistics of all parts.
 
-    ``tracks``: running statistics are updated, so a cut over channels must gather them.
+    ``tracks``: running statistics are updated, so that ranks tell each other those of their own channels.
     """
 
     shape: Shape
@@ -29,9 +29,7 @@ class BatchNorm:
         if not self.training:
             return Step((x,), x, contributes=True)
         if x.dim == 1:
-            stats = Layout.sharded((2, channels), 1, x.sizes)
-            gathered = (Move(stats, Layout.replicated((2, channels), world)),) if self.tracks else ()
-            return Step((x,), x, contributes=True, forward=gathered)
+            return Step((x,), x, contributes=True, tells=tuple(2 * n for n in x.sizes) if self.tracks else ())
         return Step((x,), x, forward=(from_each((2, channels), world),), backward=(summed((2, channels), world),))
 
 

@@ -1,8 +1,9 @@
 """Messages between ranks of one host, through memory that both of them map; nobody but the two takes part.
 
 The sender copies a piece into memory of its own, and rings: a packet on a socket between the two says where it lies.
-The receiver copies it out when it waits for it, and rings back, so that the place is free again. A backend's threads,
-which carry pieces otherwise, wait for a core wherever all cores compute, for milliseconds at a time.
+The receiver copies it out when it waits for it. That the place is free again it says when it next has something to
+send, or rings back once much is: every ring wakes the other one. A backend's threads, which carry pieces otherwise,
+wait for a core wherever all cores compute, for milliseconds at a time.
 
 Nothing has a name in the file system: what a rank that was killed leaves behind goes with its last process.
 """
@@ -29,21 +30,24 @@ from .errors import DisagreementError
 
 FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
 ALIGN = 64  # bytes, a cache line
-PACKET = struct.Struct("<BQQ")
+PACKET = struct.Struct("<BQQI")
+DESCRIPTOR = struct.Struct("i")  # of a file
+UNTOLD, UNTOLD_BYTES = 64, 1 << 20  # of messages that were taken, and the sender does not know it
 SECRET = 16  # bytes that a rank must know to be let in
 VISIT = struct.Struct(f"<{SECRET}sQ")  # the secret, and who it is
 PATIENCE = 1.0  # seconds, for what is there already
 LONGEST = (1 << 31) - 1  # milliseconds that poll(2) can wait
+Memory = mmap.mmap | bytearray
 Gather = Callable[[Any], list[Any]]
 """What every rank gives, in rank order; collective."""
 
 
 class What(IntEnum):
-    """Of a packet, which says where, in bytes."""
+    """Of a packet, which says where, in bytes, and how many of the oldest messages were taken since the last one."""
 
     MEMORY = 0  # comes with it, for all messages from now on
     MESSAGE = 1  # lies there
-    TAKEN = 2  # is the oldest message that was not; nowhere
+    TAKEN = 2  # are so many, and there is nothing else to say; nowhere
 
 
 class Place(NamedTuple):
@@ -55,7 +59,7 @@ NOWHERE = Place(0, 0)
 
 
 class Message(NamedTuple):
-    memory: Tensor
+    memory: Memory
     place: Place
 
 
@@ -71,16 +75,17 @@ class Channel:
         to_peer.setblocking(False)
         self._arrivals = select.poll()
         self._arrivals.register(to_peer, select.POLLIN)
-        self._out, self._in = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+        self._out: Memory = bytearray()
+        self._in: Memory = bytearray()
         self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet
         self._elsewhere = 0  # messages not taken yet that lie in memory from before
         self._came: deque[Message] = deque()
         self._expected: deque[Tensor] = deque()
         self._asked = self._got = 0
+        self._untold = self._untold_bytes = 0  # that were taken
 
     def send(self, piece: Tensor) -> None:
         """When this returns the piece may be written to, whatever the receiver does meanwhile."""
-        self._listen()
         start = self._room(piece.nbytes)
         place = Place(start, start + piece.nbytes)
         _piece(Message(self._out, place), piece).copy_(piece)
@@ -118,13 +123,19 @@ class Channel:
             )
         buffer.copy_(_piece(message, buffer))
         self._got += 1
-        with suppress(ConnectionError):  # of one that has ended and wants nothing any more
-            self._ring(What.TAKEN)
+        self._untold += 1
+        self._untold_bytes += buffer.nbytes
+        if self._untold > UNTOLD or self._untold_bytes > UNTOLD_BYTES:
+            with suppress(ConnectionError):  # of one that has ended and wants nothing any more
+                self._ring(What.TAKEN)
 
     def _room(self, size: int) -> int:
-        """Where so many bytes fit beside what was not taken yet; in new memory, if nowhere."""
+        """Where so many bytes fit beside what was not taken yet, as far as is known; in new memory, if nowhere."""
         size = max(-(-size // ALIGN), 1) * ALIGN
         start = self._gap(size)
+        if start is None and self._places:
+            self._listen()
+            start = self._gap(size)
         if start is None:
             self._grow(max(FIRST, 2 * len(self._out), 1 << (2 * size - 1).bit_length()))
             start = 0
@@ -145,7 +156,7 @@ class Channel:
         memory = os.memfd_create("hetconv")
         try:
             os.ftruncate(memory, size)
-            self._out = _mapped(memory, size)
+            self._out = mmap.mmap(memory, size)
             self._ring(What.MEMORY, Place(0, size), memory)
         finally:
             os.close(memory)
@@ -153,10 +164,14 @@ class Channel:
         self._places.clear()
 
     def _ring(self, what: What, place: Place = NOWHERE, *memory: int) -> None:
-        packet = [PACKET.pack(what, *place)]
+        packet = PACKET.pack(what, *place, self._untold)
+        self._untold = self._untold_bytes = 0
         while True:
             try:
-                socket.send_fds(self._socket, packet, memory)
+                if memory:
+                    socket.send_fds(self._socket, [packet], memory)
+                else:
+                    self._socket.send(packet)
                 return
             except BlockingIOError:  # many packets that the other has not read
                 either = select.poll()
@@ -165,37 +180,34 @@ class Channel:
                 self._listen()
 
     def _listen(self, wait_ms: float = 0) -> None:
-        """Reads the packets that have come; waits for one, if none has."""
-        heard = False
+        """Reads the packets that have come; or waits for one, and reads that."""
         while True:
             try:
-                packet, memory, *_ = socket.recv_fds(self._socket, PACKET.size, 1)
+                packet, memory, *_ = self._socket.recvmsg(PACKET.size, socket.CMSG_LEN(DESCRIPTOR.size))
             except ConnectionResetError:  # said once; what had come before can still be read
                 continue
             except BlockingIOError:
-                if heard or not wait_ms:
+                if not wait_ms:
                     return
                 _wait(self._arrivals, wait_ms)
                 continue
-            if packet:
-                what, start, stop = PACKET.unpack(packet)
-                self._heard(what, Place(start, stop), *memory)
-                heard = True
-            elif heard:
-                return
-            else:
+            if not packet:
                 raise ConnectionError("it closed the connection")
+            what, start, stop, taken = PACKET.unpack(packet)
+            self._heard(what, Place(start, stop), taken, *(DESCRIPTOR.unpack(data)[0] for _, _, data in memory))
+            if wait_ms:
+                return
 
-    def _heard(self, what: int, place: Place, memory: int = -1) -> None:
+    def _heard(self, what: int, place: Place, taken: int, memory: int = -1) -> None:
+        elsewhere = min(taken, self._elsewhere)
+        self._elsewhere -= elsewhere
+        for _ in range(taken - elsewhere):
+            self._places.popleft()
         if what == What.MEMORY:
-            self._in = _mapped(memory, place.stop)
+            self._in = mmap.mmap(memory, place.stop)
             os.close(memory)
         elif what == What.MESSAGE:
             self._came.append(Message(self._in, place))
-        elif self._elsewhere:
-            self._elsewhere -= 1
-        else:
-            self._places.popleft()
 
 
 def _wait(poll: select.poll, wait_ms: float) -> None:
@@ -203,13 +215,12 @@ def _wait(poll: select.poll, wait_ms: float) -> None:
         raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
 
 
-def _mapped(memory: int, size: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
-
-
 def _piece(message: Message, like: Tensor) -> Tensor:
-    (start, stop), memory = message.place, message.memory
-    return memory[start:stop].view(like.dtype).view(like.shape)
+    """What lies there, with the dtype and shape of another one."""
+    if not like.numel():
+        return torch.empty_like(like)
+    start = message.place.start
+    return torch.frombuffer(message.memory, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
 
 
 def channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:

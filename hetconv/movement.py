@@ -36,18 +36,44 @@ class Side(NamedTuple):
     wants, by whom they are held, its own included. ``moves``: whether anything moves, between any ranks.
     """
 
+    exchange: Exchange
     sends: tuple[tuple[int, tuple[slice, ...]], ...]
     comes: Mapping[int, Shape]
     parts: tuple[tuple[int, Box], ...]
     moves: bool
 
 
-@lru_cache(maxsize=4096)
+_moves: dict[tuple[int, int], Move] = {}
+_sides: dict[tuple[int, int, int], Side] = {}
+MOST_KNOWN = 4096
+
+
+def move_of(src: Layout, dst: Layout | Need) -> Move:
+    """Looked up by identity, as layouts are long to compare; who is known keeps its own, so that ids stay theirs."""
+    found = _moves.get((id(src), id(dst)))
+    if found is None:
+        if len(_moves) >= MOST_KNOWN:
+            _moves.clear()
+        found = _moves[id(src), id(dst)] = Move(src, dst)
+    return found
+
+
 def side_of(held: Boxes, wanted: Boxes, me: int) -> Side:
+    """Looked up as `move_of`."""
+    found = _sides.get((id(held), id(wanted), me))
+    if found is None:
+        if len(_sides) >= MOST_KNOWN:
+            _sides.clear()
+        found = _sides[id(held), id(wanted), me] = _side(held, wanted, me)
+    return found
+
+
+def _side(held: Boxes, wanted: Boxes, me: int) -> Side:
     every = pieces(held, wanted)
     sends = tuple((r, box.within(held[me])) for s, r, box in every if s == me != r)
     parts = tuple((s, box) for s, r, box in every if r == me)
-    return Side(sends, {s: box.shape for s, box in parts if s != me}, parts, any(s != r for s, r, _ in every))
+    comes = {s: box.shape for s, box in parts if s != me}
+    return Side((held, wanted), sends, comes, parts, any(s != r for s, r, _ in every))
 
 
 def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
@@ -58,7 +84,7 @@ def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
     outgoing = {r: local[at] for r, at in side.sends}
     if local.dim() == 4:  # all in one launch; `Round` then finds them as they travel
         far = [r for r in outgoing if r not in near(team, local.device)]
-        packed = kernels.pack([outgoing[r] for r in far])
+        packed = kernels.pack([outgoing[r] for r in far]) if far else []
         outgoing |= {r: t.movedim(-1, 1) for r, t in zip(far, packed, strict=True)}
     return Round(team, local, outgoing, side.comes)
 
@@ -200,9 +226,9 @@ class _Moved(torch.autograd.Function):
 def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
     """`redistribute` without its checks, for callers that agree already. May return a view of ``local``."""
     kind = dst.kind if isinstance(dst, Layout) else "sharded"  # a need of every rank's own box, and of nothing else
-    if (src.kind, src.boxes) == (kind, dst.boxes):
+    if src.kind == kind and src.boxes == dst.boxes:
         return local
-    move = Move(src, dst)
+    move = move_of(src, dst)
     return _Moved.apply(local, move, team) if torch.is_grad_enabled() else _forward(local, move, team)
 
 

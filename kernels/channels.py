@@ -49,10 +49,11 @@ def concat_channels(
     shape = (like.shape[0], sum(p.shape[1] for p in found), *like.shape[2:])
     check_parts(found, shape, scale, shift, residual, activation, out)
     finish = Finish.of(scale, shift, activation, slope)
-    why = obstacle(like.device) or refusal(found)
-    if known(backend) == "triton" and why is not None:
-        raise KernelError(f"a concatenation of channels was asked of Triton, but {why}; use backend='auto'")
-    if why is not None or not wants_triton(like, backend):
+    if not wants_triton(like, known(backend)):
+        return _by_aten(found, scale, shift, residual, finish, out)
+    if (why := obstacle(like.device) or refusal(found)) is not None:
+        if backend == "triton":
+            raise KernelError(f"a concatenation of channels was asked of Triton, but {why}; use backend='auto'")
         return _by_aten(found, scale, shift, residual, finish, out)
     ready = [in_rows(p) for p in found]
     scale, shift = (t.contiguous() if t is not None else None for t in (scale, shift))

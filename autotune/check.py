@@ -24,8 +24,8 @@ from hetconv.rules import Split
 from hetconv.transport import objects_of_all, team_of
 
 from . import fit
-from .measure import more_samples, operator_samples
-from .race import step_alone, step_of
+from .measure import more_samples, operator_samples, timed
+from .race import formats, step_in, step_of
 from .rounds import Round, Step
 from .sampling import Passes, Time
 from .subjects import Layer, subjects_of
@@ -34,6 +34,7 @@ from .usual import Usual
 MOST_LAYERS = 16  # of which errors are asked for, along one axis each
 SHARES = 0.3, 0.7
 VISITS = 3  # of each, some seconds apart
+TRIES = 3  # of the plain model in each memory format
 Plans = Mapping[str, Mapping[str, Split]]
 
 
@@ -155,7 +156,8 @@ def plan_steps(
 ) -> dict[str, Step]:
     """Collective: steps of copies of a plain ``model`` under these splits.
 
-    The splits of a device alone, by the name that `Candidates` gives them, run as the plain model on that rank.
+    The splits of a device alone, by the name that `Candidates` gives them, run as the plain model on that rank, in its
+    faster memory format.
     """
     plan, pricer = make_plan(graph, profile, mode=mode), Pricer(graph, profile, mode)
     steps: dict[str, Step] = {}
@@ -163,10 +165,17 @@ def plan_steps(
         if name.startswith(ALONE):
             busy_s = pricer.of(name).price(splits)[0].busy_s
             works = team_of().rank == busy_s.index(max(busy_s))
-            steps[name] = step_alone(copy.deepcopy(model), x, mode) if works else lambda: None
+            steps[name] = _fastest_alone(model, x, mode) if works else lambda: None
         else:
             steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
     return steps
+
+
+def _fastest_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
+    """On this rank, in the memory format in which a step takes less time."""
+    steps = [step_in(way, model, x, mode) for way in formats(team_of().rank, x)]
+    took = [[timed(step, x.device) for step in steps] for _ in range(1 + TRIES)][1:]
+    return min(zip(zip(*took, strict=True), steps, strict=True), key=lambda known: min(known[0]))[1]
 
 
 def predicted_and_measured(

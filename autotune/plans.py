@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
-from torch import Tensor
 
 from hetconv.candidates import Candidates, tuned_name
-from hetconv.kernels import CHANNELS_LAST
 from hetconv.plan import ALONE, Plan
 from hetconv.planner import Contender, contenders, make_plan
 from hetconv.pricing import Pricer
@@ -27,7 +25,7 @@ from .field import ERROR, MOST, even_split, near
 from .final import REFERENCE, Final, Rival, beside
 from .job import Run
 from .learn import AtWork, Learnt, Observed, at_work, believed, corrected, noise_of, with_learnt
-from .race import Alone, Order, Seconds, Way
+from .race import Alone, Order, Seconds, Way, formats
 from .ratio import RatioStudy, ratio_of, tells
 from .shares import NAME, ROUNDS, WHY, Hopeless, TrialFailedError, explore, judged
 from .stages import PLANS_PART, part_of
@@ -244,12 +242,6 @@ def least_disturbed(tried: Sequence[Tried]) -> list[Tried]:
     best = sorted(tried, key=lambda known: (unsteady(known[1]), known[1].value or inf))
     first = {digest([c]): k for k, (c, _) in reversed([*enumerate(best)])}
     return [best[k] for k in sorted(first.values())]
-
-
-def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:
-    """The ways to run the plain model on a rank's device."""
-    contiguous = Alone(rank, "contiguous")
-    return (contiguous, Alone(rank, "channels_last")) if x.dim() in CHANNELS_LAST else (contiguous,)
 
 
 def digest(field: Sequence[Contender]) -> str:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from hetconv import emulate
 from hetconv.emulate import stretched
+from hetconv.kernels import CHANNELS_LAST
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
 from hetconv.transport import Team, disband, objects_of_all, team_of
@@ -103,6 +104,20 @@ def step_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
             module.register_forward_hook(between)
     step = step_of(model, x, mode)
     return lambda: stretched(step, x.device)
+
+
+def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:
+    """The ways to run the plain model on a rank's device."""
+    contiguous = Alone(rank, "contiguous")
+    return (contiguous, Alone(rank, "channels_last")) if x.dim() in CHANNELS_LAST else (contiguous,)
+
+
+def step_in(way: Alone, model: nn.Module, x: Tensor, mode: Mode) -> Step:
+    """`step_alone` of a copy of a plain ``model`` in the way's memory format, on this rank."""
+    model = copy.deepcopy(model)
+    if way.memory_format == "channels_last":
+        return step_alone(*channels_last(model, x), mode)
+    return step_alone(model.to(memory_format=torch.contiguous_format), x.contiguous(), mode)  # type: ignore[call-overload]
 
 
 class Race:
@@ -196,14 +211,7 @@ class Race:
     def _step(self, way: Way, team: Team) -> Step:
         if isinstance(way, Plan):
             return step_of(parallelize(copy.deepcopy(self._model), way, group=team.group), self._x, self._mode)
-        if way.rank != team.rank:
-            return lambda: None
-        model, x = copy.deepcopy(self._model), self._x
-        if way.memory_format == "channels_last":
-            model, x = channels_last(model, x)
-        else:
-            model, x = model.to(memory_format=torch.contiguous_format), x.contiguous()  # type: ignore[call-overload]
-        return step_alone(model, x, self._mode)
+        return step_in(way, self._model, self._x, self._mode) if way.rank == team.rank else lambda: None
 
     def _clear(self) -> None:
         """Frees what ways hold, memory above all, and ends the connections that they used."""

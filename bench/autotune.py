@@ -1,11 +1,11 @@
 """What hetconv autotune finds on pairs of this machine: how well its profile predicts, and what its plan gains.
 
 For each case the profile is made as ``hetconv autotune`` makes it; then about twenty plans, predicted from it, run in
-turn within each round, with the plain model on each device alone among them. Steps are compared as they were, and with
-the speed made good that devices had within each, as tuning itself does. Then the tuned plan, those that were the
-fastest, the fastest device alone and even split run once more, and from these rounds the gains are told, in both ways:
-by noise alone the fastest of many seems faster than it is. Beside them stands what could be gained if nothing were
-sent.
+turn within each round, with the plain model on each device alone among them, until two halves of the rounds order them
+alike, or for so long. Steps are compared as they were, and with the speed made good that devices had within each, as
+tuning itself does. Then the tuned plan, those that were the fastest, the fastest device alone and even split run once
+more, and from these rounds the gains are told, in both ways: by noise alone the fastest of many seems faster than it
+is. Beside them stands what could be gained if nothing were sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_an
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.race import Seconds
-from hetconv.autotune.rounds import paced_rounds
+from hetconv.autotune.rounds import Round, Step, paced_rounds
 from hetconv.autotune.tune import Job, tune
 from hetconv.autotune.usual import Usual
 from hetconv.candidates import EVEN
@@ -48,7 +48,9 @@ MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
 RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # until who started it is gone
-ROUNDS, LONGEST, MOST_ROUNDS = 7, 100.0, 101  # of all plans: at least so many, more where they are short: seconds
+ROUNDS, MOST_ROUNDS = 7, 101  # of all plans
+LEAST_S, LONGEST_S = 60.0, 200.0  # that these take together
+AGREE = 0.95  # Kendall's tau of two halves of them: with less, noise orders plans
 FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 45.0  # how many that took so much longer, and more rounds of these
 AS_RUN = "as run"  # gains of the seconds that steps took, whatever speed devices had within each
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
@@ -146,8 +148,7 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         plans = {} if plan.chosen.startswith(ALONE) else {PLANNED: dict(plan.splits)}
         all_plans = compared(graph, profile, mode, plans)
         steps = plan_steps(model, x, graph, profile, mode, all_plans)
-        ran = paced_rounds(steps, ROUNDS, x.device, LONGEST, MOST_ROUNDS)
-        check = predicted_and_measured(ran, graph, profile, mode, all_plans)
+        check = checked(steps, x.device, lambda ran: predicted_and_measured(ran, graph, profile, mode, all_plans))
         own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
         best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}
         again = paced_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
@@ -158,6 +159,16 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
     found = {"chosen": plan.chosen} | figures(check) | gains(at_usual, own) | {AS_RUN: gains(as_run, own)}
     found |= {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
     return found if busy else found | possible([d.speed for d in devices], [d.pulse_s or 1.0 for d in profile.devices])
+
+
+def checked(steps: Mapping[str, Step], device: torch.device, check: Callable[[list[Round]], Check]) -> Check:
+    """Collective: of rounds of all plans, until two halves of them say the same, or they have taken long enough."""
+    ran = paced_rounds(steps, ROUNDS, device, LEAST_S, MOST_ROUNDS)
+    while True:
+        found, took = check(ran), sum(step.seconds for one in ran for step in one.values())
+        if found.at_speed.figures["tau of rounds"] >= AGREE or took >= LONGEST_S or len(ran) >= MOST_ROUNDS:
+            return found  # alike on all ranks
+        ran += paced_rounds(steps, ROUNDS, device)
 
 
 def last(measured: Mapping[str, float], own: str) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import os
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bench import autotune
 from bench.cases import stack
 from bench.grid import PLANS, compared
 from hetconv.autotune.check import Check
+from hetconv.autotune.rounds import Paced, Round
 from hetconv.candidates import Candidates
 from hetconv.plan import ALONE
 from hetconv.planner import PLANNED
@@ -53,6 +55,35 @@ def test_who_is_the_fastest_is_not_told_by_the_rounds_that_tell_by_how_much() ->
     assert autotune.regret(rounds, "a") == autotune.regret(rounds, "b") == 0.0
     rounds = [{"a": 1.0, "b": 1.25}] * 8
     assert (autotune.regret(rounds, "a"), autotune.regret(rounds, "b")) == (0.0, 0.25)
+
+
+class Halves:
+    """A check in which the two halves of so many rounds agree by this tau."""
+
+    def __init__(self, tau: float, ran: int):
+        self.figures, self.ran = {"tau of rounds": tau}, ran
+
+    @property
+    def at_speed(self) -> Halves:
+        return self
+
+
+@pytest.mark.parametrize(("taus", "more"), [([0.95], 0), ([0.9, 0.94, 0.96], 2), ([0.5] * 9, 4)])
+def test_rounds_go_on_until_their_halves_agree(taus: list[float], more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two plans that take 2 and 3 seconds, seven rounds at a time: 200 seconds are 40 rounds."""
+    asked: list[float] = []
+
+    def rounds(steps: object, count: int, device: object, longest: float = 0.0, most: int = 0) -> list[Round]:
+        asked.append(longest)
+        return [{"a": Paced(2.0, (1.0,)), "b": Paced(3.0, (1.0,))}] * max(count, int(longest / 5))
+
+    def check(ran: list[Round]) -> Any:
+        return Halves(taus[len(asked) - 1], len(ran))
+
+    monkeypatch.setattr(autotune, "paced_rounds", rounds)
+    found: Any = autotune.checked({}, torch.device("cpu"), check)
+    assert found.ran == 12 + 7 * more
+    assert asked == [autotune.LEAST_S, *[0.0] * more]
 
 
 def test_what_can_be_gained_hangs_on_how_fast_devices_are_meanwhile() -> None:

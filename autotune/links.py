@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from statistics import median
 from typing import Any
 
@@ -29,18 +29,21 @@ PARTS = tuple(1 << n for n in (16, 19, 22))  # bytes that a rank sends to each, 
 SUMS = tuple(1 << n for n in (18, 20, 23))  # bytes of a parameter
 CHANNELS, WIDTH = 16, 16  # of the images that are gathered
 ROW = 4 * CHANNELS * WIDTH  # bytes of a row of a rank's own
+VISITS = 5  # to every link and sum, all in turn: what is slow for a while is then a part of what is known, not all
 SLOWER = 1.05  # than what the links alone say: what is measured to be less so is noise
 OneWay = dict[int, list[float]]  # seconds by bytes
+Repeat = tuple[float, ...]  # seconds of all ranks in their order
 
 
 def link_models(team: Team, device: torch.device, sizes: Sequence[int] = SIZES) -> dict[str, LinkModel]:
     """Latency and bandwidth of every pair each way, one pair at a time while the other ranks wait. Collective."""
     mine: dict[tuple[int, int], OneWay] = {}
-    for sender, receiver in permutations(range(team.size), 2):
+    for _, (sender, receiver) in product(range(VISITS), permutations(range(team.size), 2)):
         echoes = _echoes(team, sender, receiver, TINY, device)
-        times = {size: _echoes(team, sender, receiver, size, device) for size in sizes}
-        if team.rank == sender:
-            mine[sender, receiver] = {size: _one_way(seconds, echoes) for size, seconds in times.items()}
+        for size in sizes:
+            seconds = _one_way(_echoes(team, sender, receiver, size, device), echoes)
+            if team.rank == sender:
+                mine.setdefault((sender, receiver), {}).setdefault(size, []).extend(seconds)
     found = {pair: one_way for known in objects_of_all(team, mine) for pair, one_way in known.items()}
     return {
         f"{a}-{b}": replace(fit.link(found[a, b], found[b, a]), measured=conditions(device))
@@ -68,8 +71,8 @@ def _echoes(team: Team, sender: int, receiver: int, size: int, device: torch.dev
 
 
 def _repeats(size: int) -> int:
-    """A number that all ranks know, and one more to warm up."""
-    return 25 if size < 1 << 20 else 6
+    """Of a visit: a number that all ranks know, and one more to warm up."""
+    return 9 if size < 1 << 20 else 3
 
 
 def with_contention(profile: ClusterProfile, team: Team, device: torch.device) -> ClusterProfile:
@@ -80,14 +83,15 @@ def with_contention(profile: ClusterProfile, team: Team, device: torch.device) -
     wires = (*_hosts(links_alone, team, device), *_cards(links_alone, team, device))
     measured = replace(links_alone, shared=tuple(w for w in wires if _matters(w, Network.of(links_alone))))
     everyone = tuple(range(team.size))
-    sums = {size: _slowest(_at_once(team, _sum(team, size, device), size, device), everyone) for size in SUMS}
+    repeats = _at_once(team, {size: _sum(team, size, device) for size in SUMS}, device)
+    sums = {size: _slowest(of_size, everyone) for size, of_size in repeats.items()}
     expected = Network.of(measured).s_per_summed_byte(everyone)
     return replace(measured, sum_s_per_byte=max(fit.line(sums)[1] - expected, 0.0))
 
 
 def _hosts(profile: ClusterProfile, team: Team, device: torch.device) -> list[SharedWire]:
     """The ranks of every host gather an image of their own, with all the copying that the runtime does for it."""
-    times = {part: _at_once(team, _gather(profile.nodes, team, part, device), part, device) for part in PARTS}
+    times = _at_once(team, {part: _gather(profile.nodes, team, part, device) for part in PARTS}, device)
     found = []
     for ranks in profile.nodes:
         if pairs := tuple(permutations(ranks, 2)):
@@ -122,7 +126,7 @@ def _cards(profile: ClusterProfile, team: Team, device: torch.device) -> list[Sh
         message = torch.zeros(part // 4, device=device)
         return lambda: Round(team, message, dict.fromkeys(others, message), dict.fromkeys(others, (part // 4,))).wait()
 
-    times = {part: _at_once(team, exchange(part), part, device) for part in PARTS}
+    times = _at_once(team, {part: exchange(part) for part in PARTS}, device)
     for ranks in nodes:
         out = tuple((a, b) for a in ranks for b in range(team.size) if b not in ranks)
         of_card = {part * len(out): _slowest(repeats, ranks) for part, repeats in times.items()}
@@ -153,16 +157,20 @@ def _matters(wire: SharedWire, links_alone: Network) -> bool:
     return wire.s_per_byte * float(sent.sum()) > SLOWER * float(links_alone.seconds(sent))
 
 
-def _at_once(team: Team, action: Callable[[], Any], size: int, device: torch.device) -> list[list[float]]:
-    """Seconds of every repeat, of all ranks in their order, which begin together."""
-    mine = []
-    for _ in range(_repeats(size)):
-        dist.barrier(group=team.control)
-        mine.append(timed(action, device))
-    return [list(repeat) for repeat in zip(*objects_of_all(team, mine[1:]), strict=True)]
+def _at_once(team: Team, actions: Mapping[int, Callable[[], Any]], device: torch.device) -> dict[int, list[Repeat]]:
+    """Of the action of so many bytes every repeat, which all ranks begin together."""
+    mine: dict[int, list[float]] = {size: [] for size in actions}
+    for _, (size, action) in product(range(VISITS), actions.items()):
+        for repeat in range(_repeats(size)):
+            dist.barrier(group=team.control)
+            seconds = timed(action, device)
+            if repeat > 0:
+                mine[size].append(seconds)
+    of_all = objects_of_all(team, mine)
+    return {size: [*zip(*(of_rank[size] for of_rank in of_all), strict=True)] for size in actions}
 
 
-def _slowest(repeats: Sequence[Sequence[float]], ranks: Sequence[int]) -> list[float]:
+def _slowest(repeats: Sequence[Repeat], ranks: Sequence[int]) -> list[float]:
     return [max(seconds[rank] for rank in ranks) for seconds in repeats]
 
 

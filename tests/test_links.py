@@ -46,7 +46,7 @@ def test_every_link_is_measured_each_way_and_known_to_all() -> None:
     assert all(0 < m.latency_s < 1 and 0 < m.s_per_byte < 1e-3 and m.back_s_per_byte for m in models.values())
     assert all(m.measured is not None for m in models.values())
     # A message of each size and of nothing, each of which a tiny one answers: as often to every other rank.
-    repeats = links._repeats(0)
+    repeats = links.VISITS * links._repeats(0)
     expected = repeats * (sum(sizes) + links.TINY * (1 + 3))
     assert [sent for _, sent in found] == [{other: expected for other in range(3) if other != r} for r in range(3)]
 
@@ -128,8 +128,8 @@ def test_sums_are_those_of_a_parameter_s_gradients() -> None:
 def test_what_sums_take_beside_their_messages_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second for nothing and three nanoseconds for a byte, of which the link takes one; gathers are as fast."""
 
-    def told(team: Any, action: Any, size: int, device: Any) -> list[list[float]]:
-        return [[seconds[action] + size * per_byte[action]] * 2] * 3
+    def told(team: Any, actions: dict[int, str], device: Any) -> dict[int, list[tuple[float, ...]]]:
+        return {size: [(seconds[action] + size * per_byte[action],) * 2] * 3 for size, action in actions.items()}
 
     seconds, per_byte = {"gather": 0.0, "sum": 0.5}, {"gather": 1e-9, "sum": 3e-9}
     monkeypatch.setattr(links, "_at_once", told)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,6 +21,7 @@ from .heap import keep_freed
 from .mailbox import Channel, channels
 
 T = TypeVar("T")
+PARTING_S = 0.02  # in which threads that wait for Python's lock get it
 _counters: list[Counter[int]] = []
 
 
@@ -61,6 +64,7 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
         backend = str(dist.get_backend(group))
         if backend == "gloo":
             keep_freed()
+            _part_in_time()
         control = group
         if backend != "gloo":
             ranks = dist.get_process_group_ranks(group)
@@ -69,6 +73,16 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
         team = Team(group, control, dist.get_rank(group), dist.get_world_size(group), backend)
         _teams[group] = _with_channels(team) if backend == "gloo" and team.size > 1 else team
     return _teams[group]
+
+
+@cache
+def _part_in_time() -> None:
+    """At the end of the program gloo's threads drop the tensors of what they did last while there is still a Python.
+
+    A team keeps its process group, and these threads with it, for as long as there is a model; one that drops a tensor
+    later aborts the process (torch 2.13).
+    """
+    atexit.register(time.sleep, PARTING_S)
 
 
 def _with_channels(team: Team) -> Team:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import hetconv
 from hetconv.autotune.launch import CPU_SETTINGS, GRACE, did, parse_devices, run_on
+from hetconv.transport import objects_of_all, team_of
 
 ROOT = Path(__file__).parent.parent
 PAIR = parse_devices("cpu,cpu@0.5")
@@ -40,6 +41,16 @@ def behaving(how: str) -> Any:
 
 def test_rank_0_s_result_comes_back() -> None:
     assert run_on(PAIR, behaving, "is right") == {"rank": 0}
+
+
+def much_said() -> int:
+    """Of what gloo's threads have let nothing go when the program ends."""
+    team = team_of()
+    return sum(sum(objects_of_all(team, 1)) for _ in range(20))
+
+
+def test_ranks_end_in_order_right_after_a_message() -> None:
+    assert run_on(PAIR, much_said) == 40
 
 
 def settings() -> dict[str, str]:

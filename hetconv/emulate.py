@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from .errors import HetConvError
 
@@ -26,10 +27,10 @@ class _Spent(NamedTuple):
 
 _slowness = 1.0
 _overslept = 0.0  # seconds, of all sleeps so far
-_aside = _Spent(0.0, 0.0)  # in all interludes so far
+_aside = _Spent(0.0, 0.0)  # so far, in all that was stretched and in all interludes
 LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
 listeners: list[Callable[[float, float], None]] = []
-"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that `stretched` ran.
+"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`.
 
 And with twice the same moment in the middle of one, see `interlude`.
 """
@@ -77,26 +78,55 @@ def as_it_is() -> bool:
     return _slowness == 1 and not listeners
 
 
+class _Begun(NamedTuple):
+    start: float
+    worked: float
+    aside: _Spent
+
+
 def stretched(compute: Callable[[], T], device: torch.device) -> T:
     """Runs ``compute``, and takes as much longer as the emulated speed says."""
-    global _overslept
     if as_it_is():
         return compute()
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda *_: None)
-    synchronize(device)
-    start, worked, aside = time.perf_counter(), work_clock(device), _aside
+    begun = _begin(device)
     result = compute()
-    synchronize(device)
+    _finish(begun, device)
+    return result
+
+
+def both_stretched(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """`stretched`, and so is the backward of what autograd has as one node, such as a convolution of torch's."""
+    y = stretched(compute, device)
+    if y.grad_fn is not None and not as_it_is():
+        begun: list[_Begun] = []
+        y.grad_fn.register_prehook(lambda *_: begun.append(_begin(device)))
+        y.grad_fn.register_hook(lambda *_: _finish(begun.pop(), device))
+    return y
+
+
+def _begin(device: torch.device) -> _Begun:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return _Begun(time.perf_counter(), work_clock(device), _aside)
+
+
+def _finish(begun: _Begun, device: torch.device) -> None:
+    """Sleeps for the rest. What was stretched, or an interlude, in the middle is not stretched again."""
+    global _overslept, _aside
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     done = time.perf_counter()
-    worked = work_clock(device) - worked - (_aside.worked - aside.worked)
-    rest = worked * _slowness - (done - start - (_aside.seconds - aside.seconds))
-    time.sleep(max(rest - _overslept, 0.0))
+    worked = work_clock(device) - begun.worked - (_aside.worked - begun.aside.worked)
+    rest = worked * _slowness - (done - begun.start - (_aside.seconds - begun.aside.seconds))
+    if _slowness > 1 and rest > _overslept:  # to sleep for no time takes as long as the timer is late
+        time.sleep(rest - _overslept)
     end = time.perf_counter()
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
     _overslept = min(_overslept + (end - done) - rest, LATE)
     for listener in listeners:
-        listener(start, end)
-    return result
+        listener(begun.start, end)
+    seconds, all_worked = time.perf_counter() - begun.start, work_clock(device) - begun.worked
+    _aside = _Spent(begun.aside.seconds + seconds, begun.aside.worked + all_worked)
 
 
 def interlude(device: torch.device) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hetconv import emulate
-from hetconv.emulate import DeviceName, set_speed, stretched
+from hetconv.emulate import DeviceName, both_stretched, set_speed, stretched
 from hetconv.errors import HetConvError
 from hetconv.rules import SplitKind
 
@@ -117,12 +119,16 @@ class Shared:
 
     def stretched(self, speed: float, threads: int = 1) -> float:
         """Seconds of ten computations."""
+        return self.seconds(lambda: stretched(self.compute, CPU), speed, threads)
+
+    def seconds(self, action: Callable[[], object], speed: float, threads: int) -> float:
+        """Of ten of these."""
         before, start = torch.get_num_threads(), self.now
         try:
             torch.set_num_threads(threads)
             set_speed(speed)
             for _ in range(10):
-                stretched(self.compute, CPU)
+                action()
             return self.now - start
         finally:
             set_speed(1.0)
@@ -162,8 +168,32 @@ def test_what_listeners_do_meanwhile_is_not_stretched(monkeypatch: pytest.Monkey
         emulate.listeners.clear()
 
 
+@pytest.mark.parametrize(("threads", "again"), [(1, False), (1, True), (2, True)])
+def test_both_passes_of_a_node_are_stretched(threads: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second; what backward computes again for a checkpoint is stretched by itself, and once."""
+    shared = Shared(0.0, monkeypatch)
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            shared.compute()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            if again:
+                stretched(shared.compute, CPU)
+            shared.compute()
+            return g
+
+    def passes() -> None:
+        both_stretched(lambda: Node.apply(torch.ones(1, requires_grad=True)), CPU).sum().backward()  # type: ignore[no-any-return]
+
+    assert shared.seconds(passes, 0.5, threads) == pytest.approx(60.0 if again else 40.0)
+
+
 def watched(kind: SplitKind) -> Differences:
-    """With a listener to what is computed, as while tuning, halves of our own run in place of torch's convolution."""
+    """With a listener to what is computed, as while tuning."""
     heard: list[float] = []
     emulate.listeners.append(lambda start, end: heard.append(end - start))
     try:

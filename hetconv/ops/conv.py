@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..emulate import as_it_is
+from ..emulate import both_stretched
 from ..holding import Held
 from ..kernels.aten import overruns
 from ..layout import Box, Layout
@@ -111,8 +111,8 @@ def convolution(
 
 
 def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, torchs: TorchsCall | None) -> Tensor:
-    if torchs is not None and as_it_is() and kernels.only_aten():
-        return torchs.conv(x, w, b, *torchs.args)  # brings its backward, and casts as autocast says
+    if torchs is not None and kernels.only_aten():  # it brings its backward, and casts as autocast says
+        return both_stretched(lambda: torchs.conv(x, w, b, *torchs.args), x.device)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x, w, b = autocast(x, w, b)

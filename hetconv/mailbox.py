@@ -1,9 +1,9 @@
 """Messages between ranks of one host, through memory that both of them map; nobody but the two takes part.
 
 The sender copies a piece into memory of its own, and rings: a packet on a socket between the two says where it lies.
-The receiver copies it out when it waits for it. That the place is free again it says when it next has something to
-send, or rings back once much is: every ring wakes the other one. A backend's threads, which carry pieces otherwise,
-wait for a core wherever all cores compute, for milliseconds at a time.
+The receiver reads it there, or copies it out, when it waits for it. That the place is free again it says when it next
+has something to send, or rings back once much is: every ring wakes the other one. A backend's threads, which carry
+pieces otherwise, wait for a core wherever all cores compute, for milliseconds at a time.
 
 Nothing has a name in the file system: what a rank that was killed leaves behind goes with its last process.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import select
 import socket
 import struct
@@ -21,11 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .doors import Gather, connected
 from .errors import DisagreementError
 
 FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
@@ -33,13 +34,9 @@ ALIGN = 64  # bytes, a cache line
 PACKET = struct.Struct("<BQQI")
 DESCRIPTOR = struct.Struct("i")  # of a file
 UNTOLD, UNTOLD_BYTES = 64, 1 << 20  # of messages that were taken, and the sender does not know it
-SECRET = 16  # bytes that a rank must know to be let in
-VISIT = struct.Struct(f"<{SECRET}sQ")  # the secret, and who it is
-PATIENCE = 1.0  # seconds, for what is there already
 LONGEST = (1 << 31) - 1  # milliseconds that poll(2) can wait
 Memory = mmap.mmap | bytearray
-Gather = Callable[[Any], list[Any]]
-"""What every rank gives, in rank order; collective."""
+Shape = tuple[int, ...]
 
 
 class What(IntEnum):
@@ -63,6 +60,32 @@ class Message(NamedTuple):
     place: Place
 
 
+class _Expected:
+    """What a message is to be; once it was taken, it is in the buffer."""
+
+    def __init__(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None):
+        self.dtype, self.shape, self.buffer = dtype, shape, buffer
+
+
+class Coming(NamedTuple):
+    """A message that was announced: either `take` or `lend` waits for it."""
+
+    channel: Channel
+    number: int
+    expected: _Expected
+
+    def take(self) -> Tensor:
+        """In memory of its own."""
+        self.channel.receive(self.number)
+        assert self.expected.buffer is not None
+        return self.expected.buffer
+
+    def lend(self) -> Tensor:
+        """Where it lies, to be read until `Channel.give_back`; nothing else may be received before that."""
+        lent = self.channel.lend(self.number)
+        return lent if lent is not None else self.take()
+
+
 class Channel:
     """Both ways between this rank and another. What is sent is taken in the same order.
 
@@ -80,31 +103,51 @@ class Channel:
         self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet
         self._elsewhere = 0  # messages not taken yet that lie in memory from before
         self._came: deque[Message] = deque()
-        self._expected: deque[Tensor] = deque()
+        self._announced: deque[_Expected] = deque()
         self._asked = self._got = 0
+        self._lent: Message | None = None
         self._untold = self._untold_bytes = 0  # that were taken
 
     def send(self, piece: Tensor) -> None:
         """When this returns the piece may be written to, whatever the receiver does meanwhile."""
         start = self._room(piece.nbytes)
         place = Place(start, start + piece.nbytes)
-        _piece(Message(self._out, place), piece).copy_(piece)
+        _piece(Message(self._out, place), piece.dtype, piece.shape).copy_(piece)
         self._ring(What.MESSAGE, place)
 
-    def expect(self, buffer: Tensor) -> Callable[[], None]:
-        """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
-        self._expected.append(buffer)
+    def announce(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None = None) -> Coming:
+        """The next message is of this dtype and shape; if it is taken, then into the ``buffer``, or a new one."""
         self._asked += 1
-        number = self._asked
+        self._announced.append(_Expected(dtype, shape, buffer))
+        return Coming(self, self._asked, self._announced[-1])
 
-        def wait() -> None:
-            while self._got < number:
-                if self._came:
-                    self._take()
-                else:
-                    self._listen(self._timeout_ms)
+    def expect(self, buffer: Tensor) -> Callable[[], Tensor]:
+        """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
+        return self.announce(buffer.dtype, tuple(buffer.shape), buffer).take
 
-        return wait
+    def receive(self, number: int) -> None:
+        """Takes messages until there were so many."""
+        while self._got < number:
+            if self._came:
+                self._take()
+            else:
+                self._listen(self._timeout_ms)
+
+    def lend(self, number: int) -> Tensor | None:
+        """The message of this number where it lies; None if it was taken before, by who waited for a later one."""
+        self.receive(number - 1)
+        while self._got < number and not self._came:
+            self._listen(self._timeout_ms)
+        if self._got >= number:
+            return None
+        self._lent, expected = self._next()
+        return _piece(self._lent, expected.dtype, expected.shape)
+
+    def give_back(self) -> None:
+        """What was lent, if anything was."""
+        if self._lent is not None:
+            message, self._lent = self._lent, None
+            self._was_taken(message)
 
     def close(self) -> None:
         self._socket.close()
@@ -114,17 +157,28 @@ class Channel:
 
     def _take(self) -> None:
         """The oldest message that lies there: into the buffer that was meant for it."""
-        message, buffer = self._came.popleft(), self._expected.popleft()
-        start, stop = message.place
-        if stop - start != buffer.nbytes:
+        message, expected = self._next()
+        piece = _piece(message, expected.dtype, expected.shape)
+        if expected.buffer is None:
+            expected.buffer = torch.empty_like(piece)
+        expected.buffer.copy_(piece)
+        self._was_taken(message)
+
+    def _next(self) -> tuple[Message, _Expected]:
+        assert self._lent is None  # what is told is how many of the oldest were taken
+        message, expected = self._came.popleft(), self._announced.popleft()
+        came, wanted = message.place.stop - message.place.start, prod(expected.shape) * expected.dtype.itemsize
+        if came != wanted:
             raise DisagreementError(
-                f"a message of {stop - start} bytes came where one of {buffer.nbytes} was expected: the two ranks do "
+                f"a message of {came} bytes came where one of {wanted} was expected: the two ranks do "
                 "different things; call the same on every rank, in the same order"
             )
-        buffer.copy_(_piece(message, buffer))
         self._got += 1
+        return message, expected
+
+    def _was_taken(self, message: Message) -> None:
         self._untold += 1
-        self._untold_bytes += buffer.nbytes
+        self._untold_bytes += message.place.stop - message.place.start
         if self._untold > UNTOLD or self._untold_bytes > UNTOLD_BYTES:
             with suppress(ConnectionError):  # of one that has ended and wants nothing any more
                 self._ring(What.TAKEN)
@@ -215,58 +269,14 @@ def _wait(poll: select.poll, wait_ms: float) -> None:
         raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
 
 
-def _piece(message: Message, like: Tensor) -> Tensor:
-    """What lies there, with the dtype and shape of another one."""
-    if not like.numel():
-        return torch.empty_like(like)
-    start = message.place.start
-    return torch.frombuffer(message.memory, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
+def _piece(message: Message, dtype: torch.dtype, shape: Shape) -> Tensor:
+    """What lies there."""
+    numel = prod(shape)
+    if not numel:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(message.memory, dtype=dtype, count=numel, offset=message.place.start).view(shape)
 
 
 def channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:
     """To every rank that this one can reach on its host, as both of the two know; collective."""
-    if not hasattr(os, "memfd_create"):  # not Linux
-        gather(None)
-        gather(())
-        return {}
-    name, secret = f"\0hetconv-{secrets.token_hex(SECRET)}", secrets.token_bytes(SECRET)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(name)
-        door.listen()
-        doors = gather((name, secret))
-        found = {peer: to for peer in range(rank) if doors[peer] is not None and (to := _visited(rank, *doors[peer]))}
-        visits = gather(tuple(found))
-        visitors = {peer for peer, visited in enumerate(visits) if rank in visited}
-        found |= _let_in(door, visitors, secret)
-    return {peer: Channel(to, timeout) for peer, to in found.items()}
-
-
-def _visited(rank: int, name: str, secret: bytes) -> socket.socket | None:
-    """A connection to the rank of this name; None if it is on another host, or in another network namespace."""
-    to_peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    to_peer.settimeout(PATIENCE)
-    try:
-        to_peer.connect(name)
-        to_peer.send(VISIT.pack(secret, rank))
-    except OSError:
-        to_peer.close()
-        return None
-    return to_peer
-
-
-def _let_in(door: socket.socket, visitors: set[int], secret: bytes) -> dict[int, socket.socket]:
-    """All of these, who are waiting there by now; nobody else, whoever may knock."""
-    found: dict[int, socket.socket] = {}
-    door.settimeout(PATIENCE)
-    while visitors - found.keys():
-        visitor, _ = door.accept()
-        visitor.settimeout(PATIENCE)
-        try:
-            said, peer = VISIT.unpack(visitor.recv(VISIT.size))
-        except (OSError, struct.error):
-            said, peer = b"", -1
-        if secrets.compare_digest(said, secret) and peer in visitors:
-            found[peer] = visitor
-        else:
-            visitor.close()
-    return found
+    return {peer: Channel(to, timeout) for peer, to in connected(rank, gather).items()}

@@ -99,12 +99,13 @@ def start_sum(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Callable
     under_way = start_round(team, local, held, wanted)
 
     def arrived() -> Tensor:
-        me, got = team.rank, under_way.wait()
-        mine = side_of(held, wanted, me).parts
-        parts = [(box, got[s] if s != me else take(local, held[me], box)) for s, box in mine]
-        if len(parts) == 1 and parts[0][0] == wanted[me]:
-            return parts[0][1]
-        return assemble(parts, wanted[me], local)
+        me, mine = team.rank, side_of(held, wanted, team.rank).parts
+        if len(mine) == 1 and mine[0][1] == wanted[me]:
+            (sender, box), got = mine[0], under_way.wait()
+            return got[sender] if sender != me else take(local, held[me], box)
+        with under_way.lent() as got:
+            parts = [(box, got[s] if s != me else take(local, held[me], box)) for s, box in mine]
+            return assemble(parts, wanted[me], local)
 
     return arrived
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import HetConvError, LostRankError
 from .heap import keep_freed
-from .mailbox import Channel, channels
+from .mailbox import Channel, Coming, Shape, channels
 
 T = TypeVar("T")
 PARTING_S = 0.02  # in which threads that wait for Python's lock get it
@@ -193,51 +193,61 @@ def as_wire(x: Tensor) -> Tensor:
     return x.movedim(1, -1) if x.dim() in (4, 5) else x
 
 
-def wire_buffer(like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(buffer to receive into, the same memory as a tensor of ``shape``)."""
-    memory = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
-    piece = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory)
-    return piece.movedim(1, -1) if len(shape) in (4, 5) else piece, piece
+def _wire_shape(shape: Shape) -> Shape:
+    """Of what is to be of this shape, as it travels."""
+    return (shape[0], *shape[2:], shape[1]) if len(shape) in (4, 5) else shape
+
+
+def _from_wire(x: Tensor) -> Tensor:
+    return x.movedim(-1, 1) if x.dim() in (4, 5) else x
 
 
 class Round:
-    """One round of messages under way. `wait` gives what came, by sender."""
+    """One round of messages under way. `wait` gives what came, by sender, and `lent` shows it."""
 
     def __init__(
         self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]
     ):
-        self._team = team
-        self._received = {peer: wire_buffer(like, shape) for peer, shape in incoming.items()}
+        self._team, self._from = team, tuple(incoming)
         self._arriving: list[tuple[Tensor, Tensor]] = []  # where it belongs, where it comes to
         for counts in _counters:
             counts.update({peer: piece.nbytes for peer, piece in outgoing.items()})
         self._near = near(team, like.device)
         self._sent = {peer: as_wire(t).contiguous() for peer, t in outgoing.items() if peer not in self._near}
+        shapes = {peer: _wire_shape(shape) for peer, shape in incoming.items()}
+        self._buffers = {peer: like.new_empty(shape) for peer, shape in shapes.items() if peer not in self._near}
         staged = team.backend == "gloo" and like.device.type != "cpu"
         start = (lambda: self._all_to_all(like)) if staged else self._point_to_point
-        self._waits = answered(team, lambda: [*self._by_channels(outgoing), *start()])
+        self._waits: list[Callable[[], Any]] = []
+        self._coming: dict[int, Coming] = {}
+
+        def begin() -> None:
+            self._by_channels(outgoing, shapes, like.dtype)
+            self._waits = start()
+
+        answered(team, begin)
         if in_turn.on:
             self.wait()
             if like.device.type == "cuda":
                 torch.cuda.synchronize(like.device)
 
-    def _by_channels(self, outgoing: Mapping[int, Tensor]) -> list[Callable[[], Any]]:
+    def _by_channels(self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, Shape], dtype: torch.dtype) -> None:
         for peer, channel in self._near.items():
             if peer in outgoing:
                 channel.send(as_wire(outgoing[peer]))
-        return [self._near[peer].expect(buffer) for peer, (buffer, _) in self._received.items() if peer in self._near]
+        self._coming = {p: self._near[p].announce(dtype, shape) for p, shape in shapes.items() if p in self._near}
 
     def _point_to_point(self) -> list[Callable[[], Any]]:
-        group, coming = self._team.group, self._received.items()
+        group = self._team.group
         ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in self._sent.items()]
-        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=p) for p, (t, _) in coming if p not in self._near]
+        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in self._buffers.items()]
         return [work.wait for work in dist.batch_isend_irecv(ops)] if ops else []
 
     def _all_to_all(self, like: Tensor) -> list[Callable[[], Any]]:
         """gloo takes CUDA tensors only in collectives, through host memory; every rank takes part."""
         ranks, nothing = range(self._team.size), like.new_empty(0)
         outgoing = torch.cat([self._sent.get(r, nothing).flatten() for r in ranks])
-        incoming = [self._received[r][0] if r in self._received else nothing for r in ranks]
+        incoming = [self._buffers.get(r, nothing) for r in ranks]
         sizes = [t.numel() for t in incoming], [self._sent.get(r, nothing).numel() for r in ranks]
         got = like.new_empty(sum(sizes[0]))
         self._arriving = list(zip(incoming, got.split(sizes[0]), strict=True))
@@ -246,12 +256,30 @@ class Round:
         return [work.wait] if work is not None else []
 
     def wait(self) -> dict[int, Tensor]:
+        return self._arrived(Coming.take)
+
+    @contextmanager
+    def lent(self) -> Iterator[dict[int, Tensor]]:
+        """What came, by sender, to be read while the context lasts: pieces of this host stay where they lie."""
+
+        def give_back() -> None:
+            for peer in self._coming:
+                self._near[peer].give_back()
+
+        try:
+            yield self._arrived(Coming.lend)
+        finally:
+            answered(self._team, give_back)
+
+    def _arrived(self, how: Callable[[Coming], Tensor]) -> dict[int, Tensor]:
         for wait in self._waits:
             answered(self._team, wait)
         for buffer, part in self._arriving:
             buffer.copy_(part.view_as(buffer))
         self._waits, self._sent, self._arriving = [], {}, []
-        return {peer: view for peer, (_, view) in self._received.items()}
+        near_ones = answered(self._team, lambda: {peer: how(coming) for peer, coming in self._coming.items()})
+        found = self._buffers | near_ones
+        return {peer: _from_wire(found[peer]) for peer in self._from}
 
 
 class _Still(Round):
@@ -260,7 +288,11 @@ class _Still(Round):
     def __init__(self) -> None:
         pass
 
-    def wait(self) -> dict[int, Tensor]:
+    @contextmanager
+    def lent(self) -> Iterator[dict[int, Tensor]]:
+        yield {}
+
+    def _arrived(self, how: Callable[[Coming], Tensor]) -> dict[int, Tensor]:
         return {}
 
 

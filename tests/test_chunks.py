@@ -98,7 +98,7 @@ def events(chunks: int) -> list[str]:
     model, x = nn.Conv2d(4, 8, 3), torch.randn(4, 4, 6, 6)
     split = cut(model, (1, 1), chunks, x)
     said: list[str] = []
-    start, wait = Round.__init__, Round.wait
+    start, arrived = Round.__init__, Round._arrived
 
     def noted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -108,13 +108,13 @@ def events(chunks: int) -> list[str]:
         return call
 
     emulate.listeners.append(lambda *_: said.append("compute"))
-    Round.__init__, Round.wait = noted("send", start), noted("wait", wait)  # type: ignore[method-assign]
+    Round.__init__, Round._arrived = noted("send", start), noted("wait", arrived)  # type: ignore[method-assign]
     try:
         with torch.no_grad():
             split(x)
     finally:
         emulate.listeners.clear()
-        Round.__init__, Round.wait = start, wait  # type: ignore[method-assign]
+        Round.__init__, Round._arrived = start, arrived  # type: ignore[method-assign]
     return said
 
 

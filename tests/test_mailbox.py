@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetconv import mailbox
+from hetconv import doors, mailbox
 from hetconv.errors import DisagreementError
 from hetconv.mailbox import Channel, channels
 
@@ -90,6 +90,35 @@ def test_messages_come_in_order_whichever_is_waited_for_first(ends: tuple[Channe
     assert [float(b[0]) for b in buffers] == [1, 2, 3, 4]
 
 
+def test_what_is_lent_stays_where_it_lies_until_it_is_given_back(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "FIRST", 256)
+    monkeypatch.setattr(mailbox, "UNTOLD", 0)
+    here, there = ends
+    lent = []
+    for k in range(3):
+        here.send(torch.full((32,), float(k)))
+        lent.append(there.announce(torch.float32, (32,)).lend())
+        here.send(torch.full((32,), 9.0))
+        assert lent[k].tolist() == [k] * 32
+        there.give_back()
+        passed(there, here, torch.zeros(1))
+        there.announce(torch.float32, (32,)).take()
+    assert lent[0].data_ptr() == lent[2].data_ptr()  # not a copy
+
+
+def test_what_is_to_be_lent_was_taken_by_who_waited_for_more(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    first, second = (there.announce(torch.float32, (3,)) for _ in range(2))
+    for k in range(2):
+        here.send(torch.full((3,), float(k)))
+    assert second.take().tolist() == [1.0] * 3
+    assert first.lend().tolist() == [0.0] * 3
+    there.give_back()  # of nothing
+    assert torch.equal(passed(here, there, torch.ones(2)), torch.ones(2))
+
+
 def test_a_message_of_another_length_is_not_taken_for_the_expected_one(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     here.send(torch.zeros(3))
@@ -112,12 +141,20 @@ class Ends:
     def take(self, _: int) -> None:
         if self.on_its_way:
             piece = self.on_its_way.popleft()
-            buffer = torch.zeros_like(piece)
-            self.there.expect(buffer)()
-            assert torch.equal(buffer, piece)
+            assert torch.equal(self.there.announce(piece.dtype, tuple(piece.shape)).take(), piece)
+
+    def borrow(self, size: int) -> None:
+        """While another message is sent."""
+        if self.on_its_way:
+            piece = self.on_its_way.popleft()
+            lent = self.there.announce(piece.dtype, tuple(piece.shape)).lend()
+            self.send(size)
+            assert torch.equal(lent, piece)
+            self.there.give_back()
 
 
-STEPS = st.lists(st.tuples(st.sampled_from([Ends.send, Ends.send, Ends.take]), st.integers(0, 700)), max_size=60)
+DO = [Ends.send, Ends.send, Ends.take, Ends.borrow]
+STEPS = st.lists(st.tuples(st.sampled_from(DO), st.integers(0, 700)), max_size=60)
 
 
 @settings(max_examples=200)
@@ -260,7 +297,7 @@ def test_a_stranger_is_not_let_in() -> None:
     def gather(rank: int, word: Any) -> list[Any]:
         words = hosts.gather(rank, word)
         if rank == 1 and all(words):  # before rank 1 knocks
-            for said in (b"x", b"x" * mailbox.VISIT.size, b""):
+            for said in (b"x", b"x" * doors.VISIT.size, b""):
                 strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 strangers[-1].connect(words[0][0])
                 if said:

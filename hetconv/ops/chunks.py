@@ -40,7 +40,8 @@ def gathered_in_chunks(
     memory = kernels.CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
     y = torch.empty(layout.shape, dtype=x.dtype, device=x.device, memory_format=memory)
     for lo, hi, part, round_ in under_way:
-        got = round_.wait() | {team.rank: part}
-        places = dict(enumerate(y[lo:hi].split(layout.sizes, 1)))
-        kernels.unpack([got[r] for r in sorted(got)], [places[r] for r in sorted(got)])
+        places = y[lo:hi].split(layout.sizes, 1)
+        with round_.lent() as came:
+            got = came | {team.rank: part}
+            kernels.unpack([*got.values()], [places[r] for r in got])
     return y

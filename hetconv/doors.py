@@ -1,0 +1,64 @@
+"""How ranks of one host find each other: each opens a door, and visits all that were there before it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+SECRET = 16  # bytes that a rank must know to be let in
+VISIT = struct.Struct(f"<{SECRET}sQ")  # the secret, and who it is
+PATIENCE = 1.0  # seconds, for what is there already
+Gather = Callable[[Any], list[Any]]
+"""What every rank gives, in rank order; collective."""
+
+
+def connected(rank: int, gather: Gather) -> dict[int, socket.socket]:
+    """To every rank that this one can reach on its host, as both of the two know; collective."""
+    if not hasattr(os, "memfd_create"):  # not Linux
+        gather(None)
+        gather(())
+        return {}
+    name, secret = f"\0hetconv-{secrets.token_hex(SECRET)}", secrets.token_bytes(SECRET)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(name)
+        door.listen()
+        doors = gather((name, secret))
+        found = {peer: to for peer in range(rank) if doors[peer] is not None and (to := _visited(rank, *doors[peer]))}
+        visits = gather(tuple(found))
+        visitors = {peer for peer, visited in enumerate(visits) if rank in visited}
+        return found | _let_in(door, visitors, secret)
+
+
+def _visited(rank: int, name: str, secret: bytes) -> socket.socket | None:
+    """A connection to the rank of this name; None if it is on another host, or in another network namespace."""
+    to_peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    to_peer.settimeout(PATIENCE)
+    try:
+        to_peer.connect(name)
+        to_peer.send(VISIT.pack(secret, rank))
+    except OSError:
+        to_peer.close()
+        return None
+    return to_peer
+
+
+def _let_in(door: socket.socket, visitors: set[int], secret: bytes) -> dict[int, socket.socket]:
+    """All of these, who are waiting there by now; nobody else, whoever may knock."""
+    found: dict[int, socket.socket] = {}
+    door.settimeout(PATIENCE)
+    while visitors - found.keys():
+        visitor, _ = door.accept()
+        visitor.settimeout(PATIENCE)
+        try:
+            said, peer = VISIT.unpack(visitor.recv(VISIT.size))
+        except (OSError, struct.error):
+            said, peer = b"", -1
+        if secrets.compare_digest(said, secret) and peer in visitors:
+            found[peer] = visitor
+        else:
+            visitor.close()
+    return found

@@ -5,7 +5,7 @@ turn within each round, with the plain model on each device alone among them, un
 alike, or for so long. Steps are compared as they were, and with the speed made good that devices had within each, as
 tuning itself does. Then the tuned plan, those that were the fastest, the fastest device alone and even split run once
 more, and from these rounds the gains are told, in both ways: by noise alone the fastest of many seems faster than it
-is. Beside them stands what could be gained if nothing were sent.
+is. Beside them stands what could be gained if nothing were sent: by devices of such speeds, and by the plan's own cuts.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ AGREE = 0.95  # Kendall's tau of two halves of them: with less, noise orders pla
 FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 45.0  # how many that took so much longer, and more rounds of these
 AS_RUN = "as run"  # gains of the seconds that steps took, whatever speed devices had within each
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
+OF_BOUND = "of computing"  # how many times as long a step takes as its busiest device is predicted to compute
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def line(row: Mapping[str, Any]) -> str:
     as_run = row[AS_RUN]
     return (
         f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {alone}x alone, {even}x even "
-        f"({as_run['vs_alone']:.2f}x and {as_run['vs_even']:.2f}x as run), regret {row['regret']:.1%}; predicted steps "
+        f"({as_run['vs_alone']:.2f}x and {as_run['vs_even']:.2f}x as run), {row[OF_BOUND]:.2f}x what it computes, "
+        f"regret {row['regret']:.1%}; predicted steps "
         f"off by {both('median error')}, nine of ten by {both('p90 error')}, layers by {row[LAYERS]:.1%}; "
         f"tau {row['tau at speed']:.2f} ({row['tau']:.2f} as run), of two halves of the rounds "
         f"{row['tau of rounds at speed']:.2f} ({row['tau of rounds']:.2f}); the same measured again: steps by "
@@ -145,6 +147,7 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         with torch.set_grad_enabled(mode == "train"):
             graph = capture(model, x)
         plan = make_plan(graph, profile, mode=mode)
+        assert plan.predicted is not None
         plans = {} if plan.chosen.startswith(ALONE) else {PLANNED: dict(plan.splits)}
         all_plans = compared(graph, profile, mode, plans)
         steps = plan_steps(model, x, graph, profile, mode, all_plans)
@@ -158,6 +161,7 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
     as_run = [{name: step.seconds for name, step in one.items()} for one in again]
     found = {"chosen": plan.chosen} | figures(check) | gains(at_usual, own) | {AS_RUN: gains(as_run, own)}
     found |= {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
+    found |= {OF_BOUND: round(found["measured again ms"][own] / 1e3 / max(plan.predicted.busy_s), 4)}
     return found if busy else found | possible([d.speed for d in devices], [d.pulse_s or 1.0 for d in profile.devices])
 
 
@@ -251,7 +255,7 @@ def demands(rows: list[dict[str, Any]]) -> list[Demand]:
 
     of_pair = {"pair": PAIRS[0], "model": CASES[0].name}
     split = [r for r in rows if r["pair"] in PAIRS[:2] and not r["chosen"].startswith(ALONE)]
-    of_bound = [r["vs_alone"] / r["possible vs_alone"] for r in split]
+    of_bound = [r[OF_BOUND] for r in split]
     return [
         Demand("10 % over the median error of layers", 1.0, 0.1 / usual(LAYERS)),
         Demand("10 % over the median error of predicted steps", 1.0, 0.1 / usual("median error at speed")),
@@ -261,7 +265,7 @@ def demands(rows: list[dict[str, Any]]) -> list[Demand]:
         Demand("against the fastest alone, anywhere", 0.98, worst("vs_alone")),
         Demand("super-resolution against alone on cpu,cpu@0.5", 1.25, worst("vs_alone", of_pair | {"mode": "infer"})),
         Demand("the same in training", 1.05, worst("vs_alone", of_pair | {"mode": "train"})),
-        Demand("10 % over a split's step without messages", 1.0, 1.1 * min(of_bound) if of_bound else None),
+        Demand("10 % over a split's step without messages", 1.0, 1.1 / max(of_bound) if of_bound else None),
         Demand("against even on cpu,cpu@0.5", 1.35, worst("vs_even", {"pair": PAIRS[0]})),
         Demand("against even on cpu,cpu@0.25", 1.8, worst("vs_even", {"pair": PAIRS[1]})),
     ]

@@ -139,7 +139,7 @@ def test_results_are_printed_and_written_after_each_case(
 ) -> None:
     row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | autotune.gains([AGAIN] * 4, PLANNED)
     row |= {"possible vs_alone": 1.5, "possible vs_even": 2.0, autotune.AS_RUN: autotune.gains([AGAIN] * 4, PLANNED)}
-    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04}
+    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04, autotune.OF_BOUND: 1.25}
     monkeypatch.setattr(autotune, "run_on", lambda devices, *_: row)
     file = tmp_path / "new" / "autotune.json"
     bench.main(
@@ -149,9 +149,11 @@ def test_results_are_printed_and_written_after_each_case(
     said = capsys.readouterr().out.splitlines()
     assert [r["pair"] for r in written["cases"]] == ["cpu,cpu@0.5", "cpu,cpu busy"]
     assert json.loads(said[-1]) == written
-    assert "1.20 of 1.50x alone, 1.60 of 2.00x even (1.20x and 1.60x as run), regret 25.0%" in said[0]
+    assert "1.20 of 1.50x alone, 1.60 of 2.00x even (1.20x and 1.60x as run), 1.25x" in said[0]
+    assert "1.25x what it computes, regret 25.0%" in said[0]
     assert "the same measured again: steps by 0.0% (20.0% as run), layers by 4.0%" in said[0]
     assert any("MISSED" in text and "regret" in text for text in said)
+    assert any("MISSED" in text and "without messages" in text for text in said)
 
 
 @pytest.mark.parametrize("wrong", [["--pairs", "cpu,tpu"], ["--models", "LeNet"], ["--modes", "sleep"]])

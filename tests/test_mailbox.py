@@ -5,13 +5,11 @@ Both ends are in this process; `test_movement` has ranks use them.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetconv import doors, mailbox
+from hetconv import mailbox
 from hetconv.errors import DisagreementError
-from hetconv.mailbox import Channel, channels
+from hetconv.mailbox import Channel
 
 MINUTE = timedelta(minutes=1)
 MOMENT = timedelta(seconds=0.05)
@@ -233,80 +231,3 @@ def test_waiting_ends(what: str) -> None:
 
     with pytest.raises(TimeoutError, match=r"nothing came within 0\.05 s"):
         wait()
-
-
-class Hosts:
-    """Ranks as threads, each of which finds those that it can reach."""
-
-    def __init__(self, world: int):
-        self.world, self.found, self._words = world, [dict[int, Channel]()] * world, list[Any]()
-        self._all = threading.Barrier(world)
-
-    def gather(self, rank: int, word: Any) -> list[Any]:
-        self._all.wait()
-        if rank == 0:
-            self._words = [None] * self.world
-        self._all.wait()
-        self._words[rank] = word
-        self._all.wait()
-        return list(self._words)
-
-    def meet(self, gather: Callable[[int, Any], list[Any]]) -> list[dict[int, Channel]]:
-        def rank(r: int) -> None:
-            self.found[r] = channels(r, lambda word: gather(r, word), MINUTE)
-
-        threads = [threading.Thread(target=rank, args=(r,)) for r in range(self.world)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        return self.found
-
-
-def test_ranks_of_a_host_reach_each_other() -> None:
-    hosts = Hosts(4)
-    found = hosts.meet(hosts.gather)
-    assert [sorted(f) for f in found] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
-    for r, s in ((0, 1), (2, 3), (3, 0)):
-        assert passed(found[r][s], found[s][r], torch.tensor([r * 10 + s])) == r * 10 + s
-
-
-def test_who_is_out_of_reach_is_left_to_the_backend() -> None:
-    """Rank 2 is on another host."""
-    hosts = Hosts(4)
-
-    def gather(rank: int, word: Any) -> list[Any]:
-        words = hosts.gather(rank, word)
-        if all(words) and isinstance(words[0][0], str):
-            return [(f"{w[0]} elsewhere" if (rank == 2) != (r == 2) else w[0], w[1]) for r, w in enumerate(words)]
-        return words
-
-    found = hosts.meet(gather)
-    assert [sorted(f) for f in found] == [[1, 3], [0, 3], [], [0, 1]]
-
-
-def test_a_system_without_such_memory_leaves_all_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    hosts = Hosts(2)
-    assert hosts.meet(hosts.gather) == [{}, {}]
-
-
-def test_a_stranger_is_not_let_in() -> None:
-    hosts, strangers = Hosts(2), list[socket.socket]()
-
-    def gather(rank: int, word: Any) -> list[Any]:
-        words = hosts.gather(rank, word)
-        if rank == 1 and all(words):  # before rank 1 knocks
-            for said in (b"x", b"x" * doors.VISIT.size, b""):
-                strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                strangers[-1].connect(words[0][0])
-                if said:
-                    strangers[-1].send(said)
-                else:
-                    strangers[-1].close()
-        return words
-
-    here, there = hosts.meet(gather)
-    assert passed(here[1], there[0], torch.tensor([7])) == 7
-    for s in strangers:
-        s.close()

@@ -31,6 +31,7 @@ from bench.machine import commit, now, save, software
 from bench.verdict import Demand
 from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_and_measured
 from hetconv.autotune.launch import parse_devices, run_on
+from hetconv.autotune.learn import noise_of
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.race import Seconds
 from hetconv.autotune.rounds import Round, Step, paced_rounds
@@ -52,6 +53,7 @@ ROUNDS, MOST_ROUNDS = 7, 101  # of all plans
 LEAST_S, LONGEST_S = 60.0, 200.0  # that these take together
 AGREE = 0.95  # Kendall's tau of two halves of them: with less, noise orders plans
 FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 45.0  # how many that took so much longer, and more rounds of these
+SURE = 0.01  # standard error of what the plan loses against the fastest of these, or twice as many seconds
 AS_RUN = "as run"  # gains of the seconds that steps took, whatever speed devices had within each
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
 OF_BOUND = "of computing"  # how many times as long a step takes as its busiest device is predicted to compute
@@ -154,10 +156,16 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         check = checked(steps, x.device, lambda ran: predicted_and_measured(ran, graph, profile, mode, all_plans))
         own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
         best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}
+        usual = Usual(Pricer(graph, profile, mode))
+
+        def brought(rounds: Iterable[Round]) -> list[Seconds]:
+            return [{name: usual.seconds(name, all_plans[name], step) for name, step in one.items()} for one in rounds]
+
         again = paced_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
+        if doubt(brought(again), own) > SURE:  # alike on all ranks
+            again += paced_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
         layers = layer_errors(graph, profile, mode, x.device)
-    usual = Usual(Pricer(graph, profile, mode))
-    at_usual = [{name: usual.seconds(name, all_plans[name], step) for name, step in one.items()} for one in again]
+    at_usual = brought(again)
     as_run = [{name: step.seconds for name, step in one.items()} for one in again]
     found = {"chosen": plan.chosen} | figures(check) | gains(at_usual, own) | {AS_RUN: gains(as_run, own)}
     found |= {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
@@ -203,6 +211,12 @@ def regret(rounds: Sequence[Seconds], own: str) -> float:
         best = min(rounds[0], key=lambda name: median(one[name] for one in choose))
         found.append(median(one[own] for one in judge) / median(one[best] for one in judge) - 1)
     return max(sum(found) / 2, 0.0)
+
+
+def doubt(rounds: Sequence[Seconds], own: str) -> float:
+    """Standard error of what ``own`` plan takes against the fastest, in logarithms; none where it is the fastest."""
+    best = min(rounds[0], key=lambda name: median(one[name] for one in rounds))
+    return noise_of([one[own] / one[best] for one in rounds])
 
 
 def possible(speeds: Sequence[float], pulse_s: Sequence[float]) -> dict[str, float]:

@@ -57,6 +57,15 @@ def test_who_is_the_fastest_is_not_told_by_the_rounds_that_tell_by_how_much() ->
     assert (autotune.regret(rounds, "a"), autotune.regret(rounds, "b")) == (0.0, 0.25)
 
 
+def test_a_plan_is_in_doubt_where_rounds_differ_about_it() -> None:
+    """The fastest is in none: it loses nothing, however its steps vary."""
+    steady = [{"a": 1.0, "b": 1.25}] * 8
+    assert autotune.doubt(steady, "b") < autotune.SURE
+    varying = [{"a": 1.0, "b": b} for b in (1.1, 1.5)] * 4
+    assert autotune.doubt(varying, "a") == 0.0
+    assert autotune.doubt(varying, "b") > 5 * autotune.SURE
+
+
 class Halves:
     """A check in which the two halves of so many rounds agree by this tau."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product, starmap
+from itertools import product
 from math import exp, hypot, log, pi, sqrt
 from statistics import stdev
 from typing import NamedTuple
@@ -19,8 +19,11 @@ MOST = 2.0  # a factor that is believed, up and down
 HARDLY = 0.5  # of what the busiest device computes: who has less shows what calls take, more than layers
 LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest; or between two of these
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
-# How much better, in the sum of logarithms, steps must be predicted for each e-fold by which messages leave their rest:
+OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)  # parts of halos that may be hidden
+# How much better, in the sum of logarithms, steps must be predicted for each e-fold by which messages leave their rest,
+# and for halos of which no more than one layer has shown is hidden, but all, or the other way round:
 UNLIKELY_LATENCY, UNLIKELY_BYTES = 0.02, 0.05  # what hardly changes those that ran may change others out of reason
+UNLIKELY_OVERLAP = 0.05
 # In logarithms, how far whole steps are from what layers took one by one: on a device, and for a kind of split there;
 # and how far a plan is from both.
 OF_DEVICE, OF_KIND, MISFIT = 0.07, 0.03, 0.05
@@ -40,10 +43,14 @@ class Observed(NamedTuple):
 
 
 class AtWork(NamedTuple):
-    """How many times the latency of links, and the time of bytes, messages have between devices that work."""
+    """How many times the latency of links, and the time of bytes, messages have between devices that work.
+
+    ``overlap``: the part of halos that is hidden, if that is not what one layer has shown.
+    """
 
     latency: float = 1.0
     of_bytes: float = 1.0
+    overlap: float | None = None
 
 
 class Learnt(NamedTuple):
@@ -60,8 +67,9 @@ def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
     for device, factors in zip(profile.devices, learnt.corrections, strict=True):
         alone = replace(device.alone, slowness=learnt.slowness) if device.alone is not None else None
         devices.append(replace(device, corrections=factors, alone=alone))
-    latency, of_bytes = learnt.at_work
-    return replace(profile, devices=tuple(devices), latency_at_work=latency, bytes_at_work=of_bytes)
+    latency, of_bytes, overlap = learnt.at_work
+    overlap = profile.overlap if overlap is None else overlap
+    return replace(profile, devices=tuple(devices), latency_at_work=latency, bytes_at_work=of_bytes, overlap=overlap)
 
 
 def corrected(devices: Sequence[DeviceModel], observed: Sequence[Observed]) -> list[dict[str, float]]:
@@ -103,23 +111,29 @@ def believed(factor: float) -> float:
 
 
 def at_work(
-    predicted: Callable[[AtWork], Sequence[float]], measured: Sequence[float], noise: Sequence[float]
+    predicted: Callable[[AtWork], Sequence[float]],
+    measured: Sequence[float],
+    noise: Sequence[float],
+    overlap: float = 1.0,
 ) -> AtWork:
-    """With which of `LATENCIES` and `BYTES` the plans' steps would have been predicted best: off by the least factor.
+    """With which of `LATENCIES`, `BYTES` and `OVERLAPS` the plans' steps would have been predicted best: off by the
+    least factor.
 
     ``predicted``: the steps with messages that are so many times as long under way. ``noise`` of what was measured, in
-    logarithms: the more, the less it counts. The nearer to ones, the likelier a way is by itself: plans that send next
-    to nothing tell nothing of bytes, but noise would.
+    logarithms: the more, the less it counts. The nearer to ones, and to the ``overlap`` that one layer has shown, the
+    likelier a way is by itself: plans that send next to nothing tell nothing of bytes, but noise would.
     """
     weights = [MISFIT / hypot(MISFIT, of_plan) for of_plan in noise]
 
     def off(way: AtWork) -> float:
         by_itself = UNLIKELY_LATENCY * abs(log(way.latency)) + UNLIKELY_BYTES * abs(log(way.of_bytes))
+        by_itself += UNLIKELY_OVERLAP * abs(way.overlap - overlap) if way.overlap is not None else 0.0
         return by_itself + sum(w * abs(log(p / m)) for w, p, m in zip(weights, predicted(way), measured, strict=True))
 
-    likely = min(starmap(AtWork, product(LATENCIES, BYTES)), key=off)
+    likely = min((AtWork(*way) for way in product(LATENCIES, BYTES, (None, *OVERLAPS[::2]))), key=off)
     between = [x for x in (likely.latency / sqrt(2), likely.latency * sqrt(2)) if LATENCIES[0] <= x <= LATENCIES[-1]]
-    return min((likely, *starmap(AtWork, product(between, BYTES))), key=off)
+    likely = min((likely, *(AtWork(*way, likely.overlap) for way in product(between, BYTES))), key=off)
+    return min((likely, *(likely._replace(overlap=part) for part in (None, *OVERLAPS))), key=off)
 
 
 def noise_of(seconds: Sequence[float]) -> float:

@@ -142,12 +142,15 @@ class _Plans:
         alone_s = median(t.user_attrs[REFERENCE_S] for _, t in tried)
         ran = [(c, t.value * alone_s, t.user_attrs[NOISE]) for c, t in tried if t.value]
 
-        def steps(way: AtWork) -> list[float]:
-            profile = with_learnt(self.profile, Learnt(factors, way))
-            pricer = Pricer(self.run.graph, profile, self.run.job.mode)
-            return [pricer.step_s(c.name, c.splits) for c, *_ in ran]
+        base = Pricer(self.run.graph, with_learnt(self.profile, Learnt(factors)), self.run.job.mode)
+        walked = [base.walk(c.splits) for c, *_ in ran]
 
-        found = at_work(steps, [measured for _, measured, _ in ran], [noise for *_, noise in ran])
+        def steps(way: AtWork) -> list[float]:
+            pricer = base.over(with_learnt(self.profile, Learnt(factors, way)))
+            return [pricer.walked_s(of_plan) for of_plan in walked]
+
+        took, noise = [seconds for _, seconds, _ in ran], [of_plan for *_, of_plan in ran]
+        found = at_work(steps, took, noise, self.profile.overlap)
         return Learnt(factors, found, believed(alone_s / alone.predicted.step_s))
 
     def find_reference(self, found: Sequence[Contender]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from .plan import ALONE, Gathered, Mode, Prediction
 from .profile import ClusterProfile
 from .rules import Split
 from .simulate import Clocks, Listener, Pass
-from .walk import Applied, Transfers, Walk, walk
+from .walk import Applied, Transfers, Walk, Walked, walk
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Pricer:
         self.operators = Operators(graph, profile.devices)
         self.walk = Walk(graph, profile.world, mode)
         self._known: dict[int, _Known] = {}
+        self._computing: dict[tuple[int, bool], tuple[Array, Array]] = {}
         self._last = last_readers(graph)
         self._lone: Pricer | None = None
 
@@ -95,12 +97,20 @@ class Pricer:
             self._lone = Pricer(self.graph, self.profile.alone(), self.mode)
         return self._lone
 
+    def over(self, profile: ClusterProfile) -> Pricer:
+        """Who prices plans on these devices with the links of ``profile``; what the devices compute is remembered."""
+        other = copy(self)
+        other.profile, other.network, other._known, other._lone = profile, Network.of(profile), {}, None
+        return other
+
     def step_s(self, name: str, splits: Mapping[str, Split], pulse_s: Sequence[float] = ()) -> float:
         """Seconds of a step of the plan of this name, see `of`; of devices that a pulse takes so long, or the usual."""
-        return self.of(name)._step_s(splits, pulse_s)
+        pricer = self.of(name)
+        return pricer.walked_s(pricer.walk(splits), pulse_s)
 
-    def _step_s(self, splits: Mapping[str, Split], pulse_s: Sequence[float]) -> float:
-        applied, sums = self.walk(splits)
+    def walked_s(self, walked: Walked, pulse_s: Sequence[float] = ()) -> float:
+        """`step_s` of a plan with which this pricer, or one that it was made `over` from, has walked."""
+        applied, sums = walked
         clocks, slowness = Clocks(self.profile.world, overlap=self.network.overlap), self.profile.slowness(pulse_s)
         for one in _in_order([self._of(a) for a in applied]):
             clocks.step(one._replace(seconds=one.seconds * slowness))
@@ -142,8 +152,8 @@ class Pricer:
         copies = passing = np.zeros(world)
         for transfers, backward in ((a.forward, False), (a.backward, True))[: 1 + (self.mode == "train")]:
             messages = [self.network.messages(one, itemsize) for rounds, itemsize in transfers for one in rounds]
-            own.append(self.operators.seconds(a.node, a.split, a.step, backward))
-            seconds = own[-1] + self.operators.forks(a.node, (a.step,), backward)[0]
+            layer_s, seconds = self._computed(a, backward)
+            own.append(layer_s)
             waited = tuple(m for m in messages if m.seconds.any())
             passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
             moving = sum(self.network.rounds_s(*t) for t in transfers) if not a.of_all else 0.0
@@ -155,6 +165,14 @@ class Pricer:
             passing = np.maximum(passing, most_passing(messages, world) + (made if backward else 0.0))
         result = np.array(result_bytes(self.graph, a.node, a.step), dtype=np.float64)
         return _Known(a, tuple(passes), tuple(own), tuple(summed), tuple(sent), Footprint(result, copies, passing))
+
+    def _computed(self, a: Applied, backward: bool) -> tuple[Array, Array]:
+        """Of the operator, and with the gradients that are added up for it."""
+        key = id(a), backward
+        if key not in self._computing:
+            layer_s = self.operators.seconds(a.node, a.split, a.step, backward)
+            self._computing[key] = layer_s, layer_s + self.operators.forks(a.node, (a.step,), backward)[0]
+        return self._computing[key]
 
     def _summed(self, known: Sequence[_Known], sums: Transfers) -> float:
         """What every operator and movement takes alone, added up; halos are hidden by what is computed meanwhile."""

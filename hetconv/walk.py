@@ -36,6 +36,10 @@ class Applied:
     of_all: bool = False
 
 
+Walked = tuple[list[Applied], Transfers]
+"""Every operator in order, and the sums of parameter gradients."""
+
+
 class Walk:
     """Walks of one model, one after another: how an operator runs on inputs that lie alike is the same object in all.
 
@@ -46,7 +50,7 @@ class Walk:
         self.graph, self.world, self.mode = graph, world, mode
         self._known: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, splits: Mapping[str, Split]) -> tuple[list[Applied], Transfers]:
+    def __call__(self, splits: Mapping[str, Split]) -> Walked:
         """Every operator under ``splits`` in order, and the sums of parameter gradients, as the runtime does them.
 
         A layer without a split is replicated. The last entries stand for the end of the forward: outputs are

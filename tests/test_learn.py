@@ -169,15 +169,19 @@ def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
     graph = hetconv.capture(SuperResolution(), torch.zeros(2, 3, 24, 20))
     whole = Candidates(graph, profile, "infer").whole_models()
     cut = [splits for name, splits in whole.items() if name.startswith("uneven")]
-    working = replace(profile, latency_at_work=way.latency, bytes_at_work=way.of_bytes)
+    working = learn.with_learnt(profile, learn.Learnt([{}] * profile.world, way))
     return [price(graph, working, splits, "infer")[0].step_s for splits in cut]
 
 
-@pytest.mark.parametrize("way", [AtWork(), AtWork(8.0), AtWork(1.0, 2.0), AtWork(4 * sqrt(2), 1.5)], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [AtWork(), AtWork(8.0), AtWork(1.0, 2.0), AtWork(4 * sqrt(2), 2.0), AtWork(16.0, 1.0, 0.25), AtWork(overlap=0.0)],
+    ids=str,
+)
 def test_what_messages_take_at_work_is_learnt_from_what_steps_took(way: AtWork) -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
     measured = steps_with(profile, way)
-    assert at_work(lambda tried: steps_with(profile, tried), measured, [0.0] * len(measured)) == way
+    assert at_work(lambda tried: steps_with(profile, tried), measured, [0.0] * len(measured), profile.overlap) == way
 
 
 def test_messages_at_work_are_those_at_rest_where_nothing_says_more() -> None:
@@ -187,6 +191,14 @@ def test_messages_at_work_are_those_at_rest_where_nothing_says_more() -> None:
     assert little == AtWork()
     slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0], [0.0] * 3)
     assert slow == AtWork(LATENCIES[-1], BYTES[-1])
+
+
+def test_halos_are_hidden_as_one_layer_has_shown_where_steps_say_nearly_the_same() -> None:
+    def halos(way: AtWork) -> list[float]:
+        return [2.0 - (0.3 if way.overlap is None else way.overlap)]
+
+    found = [at_work(halos, [took], [0.0], 0.3) for took in (1.72, 1.26, 1.0)]
+    assert found == [AtWork(), AtWork(overlap=0.75), AtWork(overlap=1.0)]
 
 
 def test_noisy_steps_say_less_of_messages() -> None:

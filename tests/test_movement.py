@@ -21,10 +21,9 @@ from torch import Tensor
 import hetconv
 from hetconv import transport
 from hetconv.errors import HetConvError, LayoutError
-from hetconv.layout import Box, Layout, Move, Need, summed, traffic
+from hetconv.layout import Box, Layout, Move, Need, traffic
 from hetconv.levels import TwoLevel
 from hetconv.movement import redistribute
-from hetconv.replicas import contributed
 from hetconv.transport import Round, count_sent, team_of, through_backend
 
 from .spawn import on_ranks
@@ -242,31 +241,6 @@ def test_other_transports_give_the_same_bits(rank: Callable[..., tuple[Tensor, T
     for (fx, g, *_), other in zip(found, on_ranks(src.world, rank, src, dst, x, y), strict=True):
         assert torch.equal(fx, other[0])
         assert torch.equal(g, other[1])
-
-
-def contribution(rank: int) -> Tensor:
-    return torch.randn(1001, generator=torch.Generator().manual_seed(rank))
-
-
-def sum_of_contributions() -> tuple[Tensor, Counter[int]]:
-    p = torch.zeros(1001, requires_grad=True)
-    with count_sent() as sent:
-        (g,) = torch.autograd.grad(contributed(team_of(), p), p, contribution(dist.get_rank()))
-    return g, sent
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_sums_of_contributions_have_the_same_bits_on_every_rank(world: int) -> None:
-    found = [g for g, _ in on_ranks(world, sum_of_contributions)]
-    torch.testing.assert_close(found[0], sum(contribution(r) for r in range(world)))
-    assert all(torch.equal(g, found[0]) for g in found)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_contributions_send_the_bytes_of_their_move(world: int) -> None:
-    found = on_ranks(world, sum_of_contributions)
-    sent = {(r, peer): n for r, (_, counts) in enumerate(found) for peer, n in counts.items()}
-    assert sent == traffic(summed((1001,), world).forward, 4)
 
 
 def rank_refusing(src: Layout, dst: Place, shape: tuple[int, ...]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import emulate, replicas
-from hetconv.layout import buckets
+from hetconv.layout import buckets, summed, traffic
+from hetconv.replicas import contributed
 from hetconv.rules import SplitKind
+from hetconv.transport import count_sent, team_of
 
 from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair
 from .nets import NETS, plan_of, splits_of
@@ -202,3 +205,28 @@ def test_sums_agree_on_the_order_of_memory(kind: SplitKind) -> None:
     answers = on_ranks(3, lying_otherwise, kind)
     assert_same([differences for _, differences in answers])
     assert all("channels-last" in said for said, _ in answers)
+
+
+def contribution(rank: int) -> Tensor:
+    return torch.randn(1001, generator=torch.Generator().manual_seed(rank))
+
+
+def sum_of_contributions() -> tuple[Tensor, Counter[int]]:
+    p = torch.zeros(1001, requires_grad=True)
+    with count_sent() as sent:
+        (g,) = torch.autograd.grad(contributed(team_of(), p), p, contribution(dist.get_rank()))
+    return g, sent
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_of_contributions_have_the_same_bits_on_every_rank(world: int) -> None:
+    found = [g for g, _ in on_ranks(world, sum_of_contributions)]
+    torch.testing.assert_close(found[0], sum(contribution(r) for r in range(world)))
+    assert all(torch.equal(g, found[0]) for g in found)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_contributions_send_the_bytes_of_their_move(world: int) -> None:
+    found = on_ranks(world, sum_of_contributions)
+    sent = {(r, peer): n for r, (_, counts) in enumerate(found) for peer, n in counts.items()}
+    assert sent == traffic(summed((1001,), world).forward, 4)

@@ -124,15 +124,15 @@ class _Pulses:
         self.pulse_s: list[float] = []
         self.took_s, self._beat, self._next = 0.0, pulse(device), 0.0
 
-    def __call__(self, _: float, end: float) -> None:
-        """As `emulate.listeners` are called."""
-        if end < self._next:
+    def __call__(self, start: float, end: float) -> None:
+        """As `emulate.listeners` are called; of a device that just slept a pulse would take up to twice as long."""
+        if start != end or end < self._next:
             return
-        start = time.perf_counter()
+        began = time.perf_counter()
         self.pulse_s.append(self._beat())
         done = time.perf_counter()
-        self.took_s += done - start
-        self._next = done + EVERY * (done - start)
+        self.took_s += done - began
+        self._next = done + EVERY * (done - began)
 
     @staticmethod
     @contextmanager

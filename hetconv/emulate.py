@@ -32,7 +32,8 @@ LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others
 listeners: list[Callable[[float, float], None]] = []
 """Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`.
 
-And with twice the same moment in the middle of one, see `interlude`.
+Before that with twice the moment at which it was done, and what is slowed has yet to sleep: a core that slept is slower
+at first. And so in the middle of one, see `interlude`. What they take then counts for no computation.
 """
 
 
@@ -118,13 +119,16 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     done = time.perf_counter()
     worked = work_clock(device) - begun.worked - (_aside.worked - begun.aside.worked)
     rest = worked * _slowness - (done - begun.start - (_aside.seconds - begun.aside.seconds))
+    for listener in listeners:
+        listener(done, done)
+    heard = time.perf_counter()
     if _slowness > 1 and rest > _overslept:  # to sleep for no time takes as long as the timer is late
         time.sleep(rest - _overslept)
-    end = time.perf_counter()
+    slept = time.perf_counter() - heard
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
-    _overslept = min(_overslept + (end - done) - rest, LATE)
+    _overslept = min(_overslept + slept - rest, LATE)
     for listener in listeners:
-        listener(begun.start, end)
+        listener(begun.start, done + slept)
     seconds, all_worked = time.perf_counter() - begun.start, work_clock(device) - begun.worked
     _aside = _Spent(begun.aside.seconds + seconds, begun.aside.worked + all_worked)
 

@@ -163,7 +163,7 @@ def test_what_listeners_do_meanwhile_is_not_stretched(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Shared, "compute", within)
     emulate.listeners.append(lambda start, end: step(shared) if start == end else None)
     try:
-        assert shared.stretched(0.5) == pytest.approx(30.0)  # ten seconds of listeners
+        assert shared.stretched(0.5) == pytest.approx(40.0)  # in the middle and at the end of each a second of theirs
     finally:
         emulate.listeners.clear()
 

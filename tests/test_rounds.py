@@ -56,8 +56,23 @@ def test_pulses_within_a_step_take_a_small_part_of_it(clock: Clock) -> None:
     with rounds._Pulses.within(CPU) as found:
         for clock.now in (10.0, 12.0, 11.0 + EVERY - 1, 11.0 + EVERY, 12.0 + EVERY):
             for listener in emulate.listeners:
-                listener(clock.now - 1, clock.now)
+                listener(clock.now, clock.now)
     assert (found.pulse_s, found.took_s) == ([0.25, 0.25], 2.0)
+
+
+def test_no_pulse_is_taken_after_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes, is listened to, sleeps, and is told: a core that just slept would take longer for a pulse."""
+    done: list[str] = []
+    monkeypatch.setattr(rounds, "pulse", lambda _: lambda: done.append("pulse") or 0.25)
+    monkeypatch.setattr(emulate.time, "sleep", lambda _: done.append("sleep"))
+    monkeypatch.setattr(rounds, "EVERY", 0)
+    emulate.set_speed(0.5)
+    try:
+        with rounds._Pulses.within(CPU):
+            emulate.stretched(lambda: torch.randn(300, 300) @ torch.randn(300, 300), CPU)
+    finally:
+        emulate.set_speed(1.0)
+    assert done == ["pulse", "sleep"]
 
 
 def test_a_gpu_is_not_made_to_wait_within_a_step(clock: Clock) -> None:
@@ -134,8 +149,8 @@ def test_a_plain_model_lets_listeners_in_between_its_modules(mode: Mode, least: 
         step()
     finally:
         emulate.listeners.clear()
-    assert len(heard) == least + 1
-    assert heard[:-1] == [0.0] * least
+    assert len(heard) == least + 2
+    assert heard[:-1] == [0.0] * (least + 1)  # the last when all is done
     assert heard[-1] > 0  # the whole
 
 

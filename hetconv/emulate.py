@@ -32,8 +32,8 @@ LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others
 listeners: list[Callable[[float, float], None]] = []
 """Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`.
 
-Before that with twice the moment at which it was done, and what is slowed has yet to sleep: a core that slept is slower
-at first. And so in the middle of one, see `interlude`. What they take then counts for no computation.
+And with twice the same moment, which counts for no computation, see `interlude`: in the middle of one, and at its end,
+when what is slowed has yet to sleep, for a core that slept is slower at first.
 """
 
 
@@ -119,8 +119,7 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     done = time.perf_counter()
     worked = work_clock(device) - begun.worked - (_aside.worked - begun.aside.worked)
     rest = worked * _slowness - (done - begun.start - (_aside.seconds - begun.aside.seconds))
-    for listener in listeners:
-        listener(done, done)
+    interlude(device)
     heard = time.perf_counter()
     if _slowness > 1 and rest > _overslept:  # to sleep for no time takes as long as the timer is late
         time.sleep(rest - _overslept)
@@ -134,7 +133,7 @@ def _finish(begun: _Begun, device: torch.device) -> None:
 
 
 def interlude(device: torch.device) -> None:
-    """Lets all listeners in, in the middle of what is `stretched` as a whole; what they take is not."""
+    """Lets all listeners in, within what is `stretched`; what they take is not."""
     global _aside
     start, worked = time.perf_counter(), work_clock(device)
     for listener in listeners:

@@ -18,9 +18,11 @@ from hetconv.following import (
     Contraction,
     Drawn,
     GlobalAveragePool,
+    GroupNorm,
     Interpolate,
     Like,
     NoiseLike,
+    OwnNorm,
     Pad,
     Pieces,
     PixelShuffle,
@@ -176,3 +178,40 @@ def test_a_pool_over_rows_reads_a_halo() -> None:
     (need,) = pool.step((Layout.sharded((1, 1, 8, 4), 2, (6, 2)),)).reads
     assert isinstance(need, Need)
     assert [(b.lo[2], b.hi[2]) for b in need.boxes] == [(0, 7), (5, 8)]
+
+
+@given(st.data(), worlds, st.sampled_from([1, 2, 4, 8]))
+def test_shares_of_groups_are_counts_of_their_elements(data: st.DataObject, world: int, groups: int) -> None:
+    op, x = GroupNorm((3, 8, 6, 5), groups), data.draw(layouts((3, 8, 6, 5), world))
+    step = op.step((x,))
+    assert step.output.kind == "replicated" or step.reads == (step.output,)
+    if not step.forward:
+        return
+    owner = np.full(op.shape, -1)
+    for rank, box in enumerate(step.output.boxes):
+        owner[box.within(Box.whole(op.shape))] = rank
+    of_a_group = owner.reshape(3, groups, -1)
+    for rank, shares in enumerate(op.shares(step.output)):
+        box = step.output.boxes[rank]
+        for group, share in enumerate(shares):
+            held = {int((of_a_group[n, group] == rank).sum()) for n in range(box.lo[0], box.hi[0])}
+            assert held <= {round(share * of_a_group.shape[2], 9)}
+
+
+@pytest.mark.parametrize(
+    ("dim", "sizes", "messages"),
+    [(0, (2, 1), 0), (1, (4, 4), 0), (1, (8, 0), 0), (1, (5, 3), 1), (1, (2, 6), 1), (2, (6, 0), 1), (3, (1, 4), 1)],
+)
+def test_ranks_that_share_a_group_exchange_two_numbers_of_it(dim: int, sizes: tuple[int, int], messages: int) -> None:
+    shape = (3, 8, 6, 5)
+    step = GroupNorm(shape, 2).step((Layout.sharded(shape, dim, sizes),))
+    assert (len(step.forward), len(step.backward)) == (messages, messages)
+    assert step.contributes
+    assert all(move.src.shape[-1] == 3 * 2 for move in (*step.forward, *step.backward))
+
+
+@pytest.mark.parametrize(("dim", "local"), [(0, True), (1, True), (2, False), (3, False)])
+def test_a_norm_over_whole_dimensions_stays_where_it_is(dim: int, local: bool) -> None:
+    shape = (3, 8, 6, 5)
+    x = Layout.sharded(shape, dim, (shape[dim], 0))
+    assert OwnNorm(shape, (2, 3)).step((x,)).output == (x if local else Layout.replicated(shape, 2))

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.following import GroupNorm, OwnNorm
-from hetconv.layout import Box, Layout
+from hetconv.following import GroupNorm
+from hetconv.layout import Layout
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Gather, SplitKind
@@ -25,7 +22,6 @@ from .equivalence import Differences, apart, assert_same, loss_of, train
 from .nets import plan_of, splits_of
 from .placed import PLACEMENTS, WORLD, Fn, full_gradient, on_parts, placed
 from .spawn import on_ranks
-from .strategies import layouts, worlds
 
 
 def running(p: Any) -> tuple[Tensor, Tensor]:
@@ -262,40 +258,3 @@ def evaluated(kind: SplitKind, fuse: bool) -> Differences:
 @pytest.mark.parametrize("kind", ["height", "filter"])
 def test_instance_norm_in_evaluation(kind: SplitKind, fuse: bool) -> None:
     assert_same(on_ranks(3, evaluated, kind, fuse))
-
-
-@given(st.data(), worlds, st.sampled_from([1, 2, 4, 8]))
-def test_shares_of_groups_are_counts_of_their_elements(data: st.DataObject, world: int, groups: int) -> None:
-    op, x = GroupNorm((3, 8, 6, 5), groups), data.draw(layouts((3, 8, 6, 5), world))
-    step = op.step((x,))
-    assert step.output.kind == "replicated" or step.reads == (step.output,)
-    if not step.forward:
-        return
-    owner = np.full(op.shape, -1)
-    for rank, box in enumerate(step.output.boxes):
-        owner[box.within(Box.whole(op.shape))] = rank
-    of_a_group = owner.reshape(3, groups, -1)
-    for rank, shares in enumerate(op.shares(step.output)):
-        box = step.output.boxes[rank]
-        for group, share in enumerate(shares):
-            held = {int((of_a_group[n, group] == rank).sum()) for n in range(box.lo[0], box.hi[0])}
-            assert held <= {round(share * of_a_group.shape[2], 9)}
-
-
-@pytest.mark.parametrize(
-    ("dim", "sizes", "messages"),
-    [(0, (2, 1), 0), (1, (4, 4), 0), (1, (8, 0), 0), (1, (5, 3), 1), (1, (2, 6), 1), (2, (6, 0), 1), (3, (1, 4), 1)],
-)
-def test_ranks_that_share_a_group_exchange_two_numbers_of_it(dim: int, sizes: tuple[int, int], messages: int) -> None:
-    shape = (3, 8, 6, 5)
-    step = GroupNorm(shape, 2).step((Layout.sharded(shape, dim, sizes),))
-    assert (len(step.forward), len(step.backward)) == (messages, messages)
-    assert step.contributes
-    assert all(move.src.shape[-1] == 3 * 2 for move in (*step.forward, *step.backward))
-
-
-@pytest.mark.parametrize(("dim", "local"), [(0, True), (1, True), (2, False), (3, False)])
-def test_a_norm_over_whole_dimensions_stays_where_it_is(dim: int, local: bool) -> None:
-    shape = (3, 8, 6, 5)
-    x = Layout.sharded(shape, dim, (shape[dim], 0))
-    assert OwnNorm(shape, (2, 3)).step((x,)).output == (x if local else Layout.replicated(shape, 2))

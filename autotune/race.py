@@ -91,7 +91,7 @@ def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
 def step_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
     """`step_of` a plain model, all of which takes longer where the device is emulated.
 
-    `emulate.listeners` are let in between its modules. The ``model`` is this step's own from now on.
+    `emulate.visitors` are let in between its modules. The ``model`` is this step's own from now on.
     """
 
     def between(_: nn.Module, __: Any, y: Any) -> None:

@@ -20,6 +20,7 @@ from .measure import pulse, timed
 MOST_ROUNDS = 31
 BEATS = 4  # pulses before each step; as many within it tell more than these
 EVERY = 20  # times as long as a pulse takes, it is to the next one within a step
+WARM_S = 5e-3  # seconds after which work that follows a pause is as fast as ever: a pulse at once takes twice as long
 Step = Callable[[], Any]
 
 
@@ -102,11 +103,17 @@ class _Timed(NamedTuple):
 def _timed(step: Step, device: torch.device, team: Team, pulses: bool) -> _Timed:
     if not pulses:
         return _Timed(until_all_are_done(step, device, team), 0.0, ())
-    beat = pulse(device)
-    before = [beat() for _ in range(BEATS)]
+    before = _warm_beats(device)
     with _Pulses.within(device) as own:
         seconds = until_all_are_done(step, device, team)
     return _Timed(seconds, own.took_s, (*([] if len(own.pulse_s) >= BEATS else before), *own.pulse_s))
+
+
+def _warm_beats(device: torch.device) -> list[float]:
+    beat, start = pulse(device), time.perf_counter()
+    while time.perf_counter() < start + WARM_S:
+        beat()
+    return [beat() for _ in range(BEATS)]
 
 
 def _of_all(ranks: Sequence[_Timed]) -> Paced:
@@ -124,11 +131,11 @@ class _Pulses:
         self.pulse_s: list[float] = []
         self.took_s, self._beat, self._next = 0.0, pulse(device), 0.0
 
-    def __call__(self, start: float, end: float) -> None:
-        """As `emulate.listeners` are called; of a device that just slept a pulse would take up to twice as long."""
-        if start != end or end < self._next:
-            return
+    def __call__(self, at_work_s: float) -> None:
+        """As `emulate.visitors` are called."""
         began = time.perf_counter()
+        if at_work_s < WARM_S or began < self._next:
+            return
         self.pulse_s.append(self._beat())
         done = time.perf_counter()
         self.took_s += done - began
@@ -140,9 +147,9 @@ class _Pulses:
         """While a step runs; a GPU's host is ahead of it, and would have to wait for each."""
         found = _Pulses(device)
         if device.type == "cpu":
-            emulate.listeners.append(found)
+            emulate.visitors.append(found)
         try:
             yield found
         finally:
-            if found in emulate.listeners:
-                emulate.listeners.remove(found)
+            if found in emulate.visitors:
+                emulate.visitors.remove(found)

@@ -25,15 +25,25 @@ class _Spent(NamedTuple):
     worked: float  # of these seconds, as `work_clock` tells
 
 
+class _Seen(NamedTuple):
+    """When this thread was last seen at work, by the wall and by its own clock, and since when without a `PAUSE`."""
+
+    wall: float
+    own: float
+    since: float
+
+
 _slowness = 1.0
 _overslept = 0.0  # seconds, of all sleeps so far
 _aside = _Spent(0.0, 0.0)  # so far, in all that was stretched and in all interludes
+_seen = _Seen(0.0, 0.0, 0.0)
 LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
+PAUSE = 1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
 listeners: list[Callable[[float, float], None]] = []
-"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`.
-
-And with twice the same moment, which counts for no computation, see `interlude`: in the middle of one, and at its end,
-when what is slowed has yet to sleep, for a core that slept is slower at first.
+"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`."""
+visitors: list[Callable[[float], None]] = []
+"""Each is let in at the end of every computation, before what is slowed sleeps, and in the middle of some, see
+`interlude`; with the seconds for which this thread has been at work since it last slept, or waited for others.
 """
 
 
@@ -75,8 +85,8 @@ def set_speed(speed: float) -> None:
 
 
 def as_it_is() -> bool:
-    """Whether nothing is slowed and nobody listens, so that `stretched` does nothing."""
-    return _slowness == 1 and not listeners
+    """Whether nothing is slowed and nobody listens or visits, so that `stretched` does nothing."""
+    return _slowness == 1 and not listeners and not visitors
 
 
 class _Begun(NamedTuple):
@@ -108,6 +118,7 @@ def both_stretched(compute: Callable[[], Tensor], device: torch.device) -> Tenso
 def _begin(device: torch.device) -> _Begun:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    _look(paused=True)
     return _Begun(time.perf_counter(), work_clock(device), _aside)
 
 
@@ -124,6 +135,7 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     if _slowness > 1 and rest > _overslept:  # to sleep for no time takes as long as the timer is late
         time.sleep(rest - _overslept)
     slept = time.perf_counter() - heard
+    _look(paused=True)
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
     _overslept = min(_overslept + slept - rest, LATE)
     for listener in listeners:
@@ -133,12 +145,21 @@ def _finish(begun: _Begun, device: torch.device) -> None:
 
 
 def interlude(device: torch.device) -> None:
-    """Lets all listeners in, within what is `stretched`; what they take is not."""
+    """Lets all visitors in, within what is `stretched`; what they take is not."""
     global _aside
     start, worked = time.perf_counter(), work_clock(device)
-    for listener in listeners:
-        listener(start, start)
+    for visitor in visitors:
+        visitor(start - _seen.since)
+    _look(paused=False)
     _aside = _Spent(_aside.seconds + time.perf_counter() - start, _aside.worked + work_clock(device) - worked)
+
+
+def _look(paused: bool) -> None:
+    """Sees this thread at work; ``paused``: what it was not since it was last seen was a pause, not others' turn."""
+    global _seen
+    wall, own = time.perf_counter(), time.thread_time()
+    idle = wall - _seen.wall - (own - _seen.own)
+    _seen = _Seen(wall, own, wall if paused and idle > PAUSE else _seen.since)
 
 
 def work_clock(device: torch.device) -> float:

@@ -107,7 +107,7 @@ def events(chunks: int) -> list[str]:
 
         return call
 
-    emulate.listeners.append(lambda start, end: said.extend(["compute"] if end > start else []))
+    emulate.listeners.append(lambda *_: said.append("compute"))
     Round.__init__, Round._arrived = noted("send", start), noted("wait", arrived)  # type: ignore[method-assign]
     try:
         with torch.no_grad():

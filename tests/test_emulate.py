@@ -152,7 +152,7 @@ def test_a_slowed_device_is_no_slower_on_a_shared_core(
     assert Shared(others, monkeypatch).stretched(speed, threads) == pytest.approx(seconds)
 
 
-def test_what_listeners_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Shared(0.0, monkeypatch)
     step = Shared.compute
 
@@ -161,11 +161,37 @@ def test_what_listeners_do_meanwhile_is_not_stretched(monkeypatch: pytest.Monkey
         emulate.interlude(CPU)
 
     monkeypatch.setattr(Shared, "compute", within)
-    emulate.listeners.append(lambda start, end: step(shared) if start == end else None)
+    emulate.visitors.append(lambda _: step(shared))
     try:
         assert shared.stretched(0.5) == pytest.approx(40.0)  # in the middle and at the end of each a second of theirs
     finally:
-        emulate.listeners.clear()
+        emulate.visitors.clear()
+
+
+@pytest.mark.parametrize(
+    ("speed", "others", "waits", "at_work_s"),
+    [
+        (1.0, 0.0, 0.0, [1.0, 2.0, 3.0]),  # without a pause
+        (1.0, 0.5, 0.0, [1.5, 3.0, 4.5]),  # others' turns are none
+        (1.0, 0.0, 2.0, [1.0, 1.0, 1.0]),  # it waits before each
+        (0.5, 0.0, 0.0, [1.0, 1.0, 1.0]),  # and sleeps after each
+    ],
+)
+def test_visitors_know_since_when_there_was_no_pause(
+    speed: float, others: float, waits: float, at_work_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, heard = Shared(others, monkeypatch), list[float]()
+    monkeypatch.setattr(emulate, "_seen", emulate._Seen(0.0, 0.0, 0.0))
+    emulate.visitors.append(heard.append)
+    try:
+        set_speed(speed)
+        for _ in at_work_s:
+            shared.sleep(waits)
+            stretched(shared.compute, CPU)
+    finally:
+        set_speed(1.0)
+        emulate.visitors.clear()
+    assert heard == pytest.approx(at_work_s)
 
 
 @pytest.mark.parametrize(("threads", "again"), [(1, False), (1, True), (2, True)])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetconv.emulate import work_clock
+from hetconv.emulate import at_work_s, work_clock
 from hetconv.heap import pages_taken
 from hetconv.transport import team_of
 
@@ -21,6 +21,7 @@ from .subjects import Subject
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20
 FEW_PAGES, MOST_NEW = 256, 20  # of memory that the system gives to a sample that counts; how many others there may be
+WARM_S = 5e-3  # seconds after which work that follows a pause is as fast as ever: a pulse at once takes twice as long
 PULSE, PULSE_ON_GPU = 192, 2048  # rows and columns of a matrix that is multiplied with itself
 TURNS, TURN_S = 15, 0.01  # of all at work, and of each alone; seconds
 Samples = dict[str, dict[float, Passes]]
@@ -107,6 +108,10 @@ def pulse(device: torch.device) -> Callable[[], float]:
 
     def now() -> float:
         work()  # what ran before has left its own in the caches
+        if device.type == "cpu":
+            warm = time.perf_counter() + WARM_S - at_work_s()
+            while time.perf_counter() < warm:
+                work()
         return seconds()
 
     return now

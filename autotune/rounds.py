@@ -15,12 +15,11 @@ import torch.distributed as dist
 from hetconv import emulate
 from hetconv.transport import Team, objects_of_all, team_of
 
-from .measure import pulse, timed
+from .measure import WARM_S, pulse, timed
 
 MOST_ROUNDS = 31
 BEATS = 4  # pulses before each step; as many within it tell more than these
 EVERY = 20  # times as long as a pulse takes, it is to the next one within a step
-WARM_S = 5e-3  # seconds after which work that follows a pause is as fast as ever: a pulse at once takes twice as long
 Step = Callable[[], Any]
 
 
@@ -103,17 +102,11 @@ class _Timed(NamedTuple):
 def _timed(step: Step, device: torch.device, team: Team, pulses: bool) -> _Timed:
     if not pulses:
         return _Timed(until_all_are_done(step, device, team), 0.0, ())
-    before = _warm_beats(device)
+    beat = pulse(device)
+    before = [beat() for _ in range(BEATS)]
     with _Pulses.within(device) as own:
         seconds = until_all_are_done(step, device, team)
     return _Timed(seconds, own.took_s, (*([] if len(own.pulse_s) >= BEATS else before), *own.pulse_s))
-
-
-def _warm_beats(device: torch.device) -> list[float]:
-    beat, start = pulse(device), time.perf_counter()
-    while time.perf_counter() < start + WARM_S:
-        beat()
-    return [beat() for _ in range(BEATS)]
 
 
 def _of_all(ranks: Sequence[_Timed]) -> Paced:
@@ -131,10 +124,10 @@ class _Pulses:
         self.pulse_s: list[float] = []
         self.took_s, self._beat, self._next = 0.0, pulse(device), 0.0
 
-    def __call__(self, at_work_s: float) -> None:
-        """As `emulate.visitors` are called."""
+    def __call__(self) -> None:
+        """As `emulate.visitors` are called; a device that has just paused is left at that."""
         began = time.perf_counter()
-        if at_work_s < WARM_S or began < self._next:
+        if began < self._next or emulate.at_work_s() < WARM_S:
             return
         self.pulse_s.append(self._beat())
         done = time.perf_counter()

@@ -41,9 +41,9 @@ LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others
 PAUSE = 1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
 listeners: list[Callable[[float, float], None]] = []
 """Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`."""
-visitors: list[Callable[[float], None]] = []
+visitors: list[Callable[[], None]] = []
 """Each is let in at the end of every computation, before what is slowed sleeps, and in the middle of some, see
-`interlude`; with the seconds for which this thread has been at work since it last slept, or waited for others.
+`interlude`.
 """
 
 
@@ -148,10 +148,17 @@ def interlude(device: torch.device) -> None:
     """Lets all visitors in, within what is `stretched`; what they take is not."""
     global _aside
     start, worked = time.perf_counter(), work_clock(device)
+    _look(paused=False)
     for visitor in visitors:
-        visitor(start - _seen.since)
+        visitor()
     _look(paused=False)
     _aside = _Spent(_aside.seconds + time.perf_counter() - start, _aside.worked + work_clock(device) - worked)
+
+
+def at_work_s() -> float:
+    """Seconds for which this thread has been at work without a `PAUSE`, as far as was looked."""
+    _look(paused=True)
+    return _seen.wall - _seen.since
 
 
 def _look(paused: bool) -> None:

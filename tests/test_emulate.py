@@ -161,7 +161,7 @@ def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyP
         emulate.interlude(CPU)
 
     monkeypatch.setattr(Shared, "compute", within)
-    emulate.visitors.append(lambda _: step(shared))
+    emulate.visitors.append(lambda: step(shared))
     try:
         assert shared.stretched(0.5) == pytest.approx(40.0)  # in the middle and at the end of each a second of theirs
     finally:
@@ -182,7 +182,7 @@ def test_visitors_know_since_when_there_was_no_pause(
 ) -> None:
     shared, heard = Shared(others, monkeypatch), list[float]()
     monkeypatch.setattr(emulate, "_seen", emulate._Seen(0.0, 0.0, 0.0))
-    emulate.visitors.append(heard.append)
+    emulate.visitors.append(lambda: heard.append(emulate.at_work_s()))
     try:
         set_speed(speed)
         for _ in at_work_s:

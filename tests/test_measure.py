@@ -251,3 +251,10 @@ def test_a_call_takes_the_host_some_microseconds() -> None:
         assert min(*found.forward, *found.backward) >= 0
         assert max(median(found.forward), median(found.backward)) < 0.1
     assert max(parts.backward) > 0
+
+
+def test_a_pulse_after_a_pause_is_that_of_a_core_that_works_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = measure.pulse(CPU)
+    monkeypatch.setattr(measure, "at_work_s", lambda: 0.0)
+    start = time.perf_counter()
+    assert beat() <= time.perf_counter() - start - measure.WARM_S

@@ -13,6 +13,7 @@ from torch import nn
 
 from hetconv import emulate
 from hetconv.autotune import rounds
+from hetconv.autotune.measure import WARM_S
 from hetconv.autotune.race import Alone, step_alone
 from hetconv.autotune.rounds import BEATS, EVERY, Paced, paced_rounds, paired, pulses_of
 from hetconv.autotune.usual import Usual
@@ -52,29 +53,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     assert emulate.as_it_is()  # nobody listens or visits any more
 
 
-def visit(at_work_s: float) -> None:
-    for visitor in emulate.visitors:
-        visitor(at_work_s)
+def visit(at_work_s: float = WARM_S) -> None:
+    """By a thread that is at work for so long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulate, "at_work_s", lambda: at_work_s)
+        for visitor in emulate.visitors:
+            visitor()
 
 
 def test_pulses_within_a_step_take_a_small_part_of_it(clock: Clock) -> None:
     with rounds._Pulses.within(CPU) as found:
         for clock.now in (10.0, 12.0, 11.0 + EVERY - 1, 11.0 + EVERY, 12.0 + EVERY):
-            visit(rounds.WARM_S)
+            visit()
     assert (found.pulse_s, found.took_s) == ([0.25, 0.25], 2.0)
 
 
 def test_no_pulse_is_taken_soon_after_a_pause(clock: Clock) -> None:
     with rounds._Pulses.within(CPU) as found:
-        visit(rounds.WARM_S / 2)
+        visit(WARM_S / 2)
         assert found.pulse_s == []
-        visit(rounds.WARM_S)
+        visit(WARM_S)
         assert found.pulse_s == [0.25]
-
-
-def test_pulses_before_a_step_are_those_of_a_core_that_is_warm(clock: Clock) -> None:
-    assert rounds._warm_beats(CPU) == [0.25] * BEATS
-    assert clock.now >= rounds.WARM_S + BEATS
 
 
 def test_no_pulse_is_taken_after_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +162,12 @@ def test_a_plain_model_lets_visitors_in_between_its_modules(mode: Mode, least: i
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
     step, heard = step_alone(model, torch.zeros(1, 3, 8, 8), mode), list[float]()
     step()
-    emulate.visitors.append(heard.append)
+    emulate.visitors.append(lambda: heard.append(emulate.at_work_s()))
     try:
         step()
     finally:
         emulate.visitors.clear()
     assert len(heard) == least + 1  # the last when all is done
-    assert 0 < heard[0] <= heard[-1]
 
 
 def chain() -> tuple[Any, ClusterProfile]:

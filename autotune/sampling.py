@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 PRECISION = 0.03  # of the median: how far the ends of its interval may be off it
 TOLERANCE = 0.05  # of the seconds at a share: how far a line between two others may be off them
 MOST_SHARES = 8
-STEPS = 4  # of whole grains: so few are measured one by one
+FEW = 64  # parts, of which every whole grain is measured
 LEAST, MOST = 3, 50  # repeats
 LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
 BESIDE, MOST_PULSES = 0.1, 100  # of the samples' seconds, that pulses between them take where more than a few are due
@@ -136,13 +136,13 @@ def explored(passes: Callable[[int], Passes], extent: int, grain: int = 1) -> di
 
 
 def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> dict[int, Passes]:
-    """`explored`, of what is computed in whole grains: where these are few, each is measured where it begins and ends.
+    """`explored`, of what is computed in whole grains: where parts are `FEW`, each is measured where it begins and ends.
 
     And one short of its end: kernels may take longer for that than for the whole grain, and seconds fall there.
     """
     if extent < grain:
         return explored(passes, extent)
-    if extent > STEPS * grain:
+    if extent > FEW:
         return explored(passes, extent, grain)
     starts = range(0, extent, grain)
     ends = {min(lo + part, extent) for lo in starts for part in (1, grain - 1, grain)}

@@ -27,7 +27,7 @@ from .others import Call, Other, sets_of
 from .sampling import Passes, Run, Time, explored, explored_steps
 
 AXES: tuple[Axis, ...] = ("pixels", "filters", "channels")
-GRAIN = 16  # filters, or channels, of which kernels compute whole multiples
+FEWEST = 16  # channels that a convolution is measured with a part of
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Layer:
         if self.alone or known:
             return {share: time(self.run(round(share * extent), device)) for share in known or (1.0,)}
         steps = self.axis != "pixels" and self.cut == 1
-        explore = partial(explored_steps, grain=GRAIN) if steps else partial(explored, grain=self.cut)
+        explore = partial(explored_steps, grain=grain_of(device)) if steps else partial(explored, grain=self.cut)
         found = explore(lambda part: time(self.run(part, device)), extent)
         return {part / extent: seconds for part, seconds in found.items()}
 
@@ -170,13 +170,19 @@ def subjects_of(graph: Graph, world: int) -> list[Subject]:
     return [*found[:3], *rest, *found[3:]]
 
 
+def grain_of(device: torch.device) -> int:
+    """Filters, or channels, of which kernels compute whole multiples: as many as a vector of the processor holds."""
+    short = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return 8 if short else 16
+
+
 def axes_of(op: Conv | Linear) -> tuple[Axis, ...]:
     """Along which it is measured; channels of which there are few, or in groups, are taken to be like filters."""
     if isinstance(op, Linear):
         return AXES
     if op.spec.groups == op.spec.K > 1:  # depthwise
         return AXES[:1]
-    return AXES if op.spec.groups == 1 and op.spec.C >= GRAIN else AXES[:2]
+    return AXES if op.spec.groups == 1 and op.spec.C >= FEWEST else AXES[:2]
 
 
 def _cut(op: Conv | Linear, axis: Axis, world: int) -> int:

@@ -163,6 +163,8 @@ def show_summary(summary: Summary, console: Console) -> None:
         tried = f"{s.trials} plan{'s' * (s.trials != 1)} measured"
         console.print(f"layers: {cut or 'none is cut'}; work: {shares}; {tried}", highlight=False)
     console.print(_table(s))
+    if s.tuned is not None:
+        console.print("measured: as on devices that are as fast as while their layers were", style="dim", highlight=False)
 
 
 def _table(s: Summary) -> Table:

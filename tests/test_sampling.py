@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from hetconv.autotune import sampling
 from hetconv.autotune.sampling import (
+    FEW,
     LEAST,
     MOST,
     MOST_PULSES,
     MOST_SHARES,
-    STEPS,
     TOLERANCE,
     Passes,
     doubt,
@@ -236,13 +236,13 @@ def test_a_median_of_no_time_breaks_nothing() -> None:
         (17, [1, 15, 16, 17]),
         (16, [1, 15, 16]),
         (15, [1, 4, 15]),
-        (16 * STEPS, [n + k for n in range(0, 16 * STEPS, 16) for k in (1, 15, 16)]),
-        (16 * STEPS + 16, [16, 32, 80]),
+        (FEW, [n + k for n in range(0, FEW, 16) for k in (1, 15, 16)]),
+        (FEW + 16, [16, 32, 80]),
     ],
 )
 def test_few_steps_are_measured_where_they_begin_and_end(extent: int, parts: list[int]) -> None:
     found = explored_steps(operator(lambda part: float(-(-part // 16)))[0], extent, 16)
-    if 16 <= extent <= 16 * STEPS:
+    if 16 <= extent <= FEW:
         assert list(found) == parts
     else:
         assert set(parts) <= set(found)

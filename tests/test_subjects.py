@@ -15,7 +15,7 @@ import hetconv
 from hetconv.autotune import others
 from hetconv.autotune.others import KINDS, Call, Other, local
 from hetconv.autotune.sampling import Passes, Run
-from hetconv.autotune.subjects import AXES, Layer, axes_of, of_rows, subjects_of
+from hetconv.autotune.subjects import AXES, Layer, axes_of, grain_of, of_rows, subjects_of
 from hetconv.cost import kind_of
 from hetconv.rules import Conv, Linear
 from hetconv.spec import ConvSpec
@@ -38,7 +38,12 @@ def shares(layers: list[Layer]) -> list[list[float]]:
     return [list(layer.samples(once, CPU)) for layer in layers]
 
 
-def test_layers_are_run_in_whole_parts() -> None:
+def processor(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+
+
+def test_layers_are_run_in_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor("AVX512", monkeypatch)
     wide = Conv(replace(CONV.spec, K=256, groups=2, C=6))
     pixels, filters, halves = (
         Layer(CONV, "pixels", "float32"), Layer(CONV, "filters", "float32"), Layer(wide, "filters", "float32"),
@@ -55,6 +60,13 @@ def test_layers_are_run_in_whole_parts() -> None:
     deep = Conv(replace(CONV.spec, C=40))
     assert shares([Layer(deep, "channels", "float32")])[0] == [n / 40 for n in (1, 15, 16, 17, 31, 32, 33, 40)]
     assert shares([Layer(deep, "channels", "float32", cut=16)])[0] == [16 / 40, 1.0]  # as plans cut it
+
+
+def test_short_vectors_hold_fewer_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor("AVX2", monkeypatch)
+    assert [grain_of(torch.device(name)) for name in ("cpu", "cuda")] == [8, 16]
+    wide = Conv(replace(CONV.spec, K=20))
+    assert shares([Layer(wide, "filters", "float32")])[0] == [n / 20 for n in (1, 7, 8, 9, 15, 16, 17, 20)]
 
 
 def test_what_was_measured_is_measured_again_at_the_same_shares() -> None:

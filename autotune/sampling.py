@@ -136,7 +136,7 @@ def explored(passes: Callable[[int], Passes], extent: int, grain: int = 1) -> di
 
 
 def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> dict[int, Passes]:
-    """`explored`, of what is computed in whole grains: where parts are `FEW`, each is measured where it begins and ends.
+    """`explored`, of what is computed in whole grains: where parts are `FEW`, each where it begins and ends.
 
     And one short of its end: kernels may take longer for that than for the whole grain, and seconds fall there.
     """

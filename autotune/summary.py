@@ -164,7 +164,7 @@ def show_summary(summary: Summary, console: Console) -> None:
         console.print(f"layers: {cut or 'none is cut'}; work: {shares}; {tried}", highlight=False)
     console.print(_table(s))
     if s.tuned is not None:
-        console.print("measured: as on devices that are as fast as while their layers were", style="dim", highlight=False)
+        console.print("measured: on devices as fast as when their layers were", style="dim", highlight=False)
 
 
 def _table(s: Summary) -> Table:

@@ -1,4 +1,6 @@
-"""What hetconv computes around ATen's convolutions on a CPU: where oneDNN's gradient of filters leaves its memory."""
+"""What hetconv computes around ATen's convolutions on a CPU: where oneDNN's gradient of filters leaves its memory, or
+takes long.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetconv import Split, kernels
-from hetconv.kernels.aten import overruns
+from hetconv.kernels import aten
+from hetconv.kernels.aten import outgrows, overruns
 from hetconv.modules import HetConv2d
 from hetconv.tensor import gather
 
@@ -62,6 +65,51 @@ def test_gradients_of_the_pixels_that_are_read(size: Any, stride: Any, padding: 
     assert found[2] is None
     for mine, theirs in zip(found, expected, strict=False):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("width", "padding", "dilation"),
+    [
+        (21, ((1, 1), (1, 1)), (1, 1)),
+        (21, ((0, 2), (3, 0)), (2, 2)),
+        (20, ((1, 0), (9, 11)), (1, 3)),  # some blocks lie in the padding
+        (1, ((1, 1), (7, 7)), (1, 1)),
+    ],
+)
+def test_gradients_of_blocks_of_columns_add_up(
+    width: int, padding: Any, dilation: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, wide = torch.Generator().manual_seed(0), torch.channels_last
+    x = torch.randn(2, 5, 9, width, generator=random).contiguous(memory_format=wide)
+    w = torch.randn(4, 5, 3, 3, generator=random).contiguous(memory_format=wide)
+    y = aten.conv(x, w, None, (1, 1), padding, dilation, 1)
+    g = torch.randn(y.shape, generator=random).contiguous(memory_format=wide)
+    args = (g, x, w, (1, 1), padding, dilation, 1, (True, True, True))
+    expected = aten.backward(*args)
+    monkeypatch.setattr(aten, "NEAREST", 0)
+    monkeypatch.setattr(aten, "COLUMNS", 4 * 5 * 4)  # four of them
+    monkeypatch.setattr(aten, "short_vectors", lambda: True)
+    assert outgrows(g, x, w, (1, 1))
+    for mine, theirs in zip(aten.backward(*args), expected, strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_a_cache_holds_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def x(channels: int, width: int) -> Tensor:
+        return torch.zeros(1, channels, 3, width).contiguous(memory_format=torch.channels_last)
+
+    w = torch.zeros(48, 48, 3, 3)
+    monkeypatch.setattr(aten, "short_vectors", lambda: True)
+    assert outgrows(x(48, 256), x(48, 256), w, (1, 1))
+    assert outgrows(x(3, 256), x(48, 256), torch.zeros(3, 48, 3, 3), (1, 1))
+    assert not outgrows(x(48, 128), x(48, 128), w, (1, 1))
+    assert not outgrows(x(48, 256), x(48, 256), w, (2, 2))
+    assert not outgrows(x(48, 256), x(48, 256).contiguous(), w, (1, 1))
+    assert not outgrows(x(48, 256).bfloat16(), x(48, 256).bfloat16(), w, (1, 1))
+    assert not outgrows(x(256, 256), x(256, 256), torch.zeros(256, 256, 3, 3), (1, 1))
+    monkeypatch.setattr(aten, "short_vectors", lambda: False)
+    assert not outgrows(x(48, 256), x(48, 256), w, (1, 1))
 
 
 def test_others_are_torchs_own() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def test_ranks_end_with_the_process_that_started_them(how: signal.Signals, tmp_p
     (tmp_path / "sleeping.py").write_text(SLEEPING)
     env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(tmp_path / "sleeping.py"), str(tmp_path)]
-    launcher = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which what runs in the background does not
+    launcher = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
     files = [tmp_path / "0", tmp_path / "1"]
     _until(lambda: all(f.exists() and f.read_text() for f in files))
     launcher.send_signal(how)

@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 PRECISION = 0.03  # of the median: how far the ends of its interval may be off it
 TOLERANCE = 0.05  # of the seconds at a share: how far a line between two others may be off them
 MOST_SHARES = 8
-FEW = 64  # parts, of which every whole grain is measured
+FEW = 64  # parts; where there are no more, every grain is measured
 LEAST, MOST = 3, 50  # repeats
 LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
 BESIDE, MOST_PULSES = 0.1, 100  # of the samples' seconds, that pulses between them take where more than a few are due
@@ -136,7 +136,7 @@ def explored(passes: Callable[[int], Passes], extent: int, grain: int = 1) -> di
 
 
 def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> dict[int, Passes]:
-    """`explored`, of what is computed in whole grains: where parts are `FEW`, each where it begins and ends.
+    """`explored`, of what is computed in whole grains: of no more than `FEW` parts each where it begins and ends.
 
     And one short of its end: kernels may take longer for that than for the whole grain, and seconds fall there.
     """

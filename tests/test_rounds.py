@@ -162,12 +162,15 @@ def test_a_plain_model_lets_visitors_in_between_its_modules(mode: Mode, least: i
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
     step, heard = step_alone(model, torch.zeros(1, 3, 8, 8), mode), list[float]()
     step()
-    emulate.visitors.append(lambda: heard.append(emulate.at_work_s()))
+    emulate.visitors.append(lambda: heard.append(0.0))
+    emulate.listeners.append(lambda start, end: heard.append(end - start))
     try:
         step()
     finally:
         emulate.visitors.clear()
-    assert len(heard) == least + 1  # the last when all is done
+        emulate.listeners.clear()
+    assert heard[:-1] == [0.0] * (least + 1)  # the last when all is done
+    assert heard[-1] > 0  # the whole, of which listeners hear
 
 
 def chain() -> tuple[Any, ClusterProfile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 
@@ -69,18 +70,27 @@ def backward(
         zeros = (torch.zeros_like(x_NCHW), torch.zeros_like(w_KCRS), summed_pixels(g_NKPQ))
         gx, gw, gb = (t if w else None for t, w in zip(zeros, wanted, strict=True))
         return gx, gw, gb
-    of_filters = any(wanted[1:])  # oneDNN computes a bias's with theirs
-    if of_filters and x_NCHW.device.type == "cpu" and overruns(tuple(w_KCRS.shape), stride):
-        of_input, geometry = (True, False, False), (stride, padding, dilation, groups)
-        gx = backward(g_NKPQ, x_NCHW, w_KCRS, *geometry, of_input)[0] if wanted[0] else None
-        gw = _of_read_pixels(g_NKPQ, x_NCHW, w_KCRS, stride, padding, groups) if wanted[1] else None
-        return gx, gw, summed_pixels(g_NKPQ) if wanted[2] else None
-    if wanted[1] and groups == 1 and outgrows(g_NKPQ, x_NCHW, w_KCRS, stride):
-        rest = (wanted[0], False, False)
-        gx = _gradients(g_NKPQ, x_NCHW, w_KCRS, stride, padding, dilation, groups, rest)[0] if wanted[0] else None
-        gw = _by_columns(g_NKPQ, x_NCHW, w_KCRS, padding, dilation)
-        return gx, gw, summed_pixels(g_NKPQ) if wanted[2] else None
-    return _gradients(g_NKPQ, x_NCHW, w_KCRS, stride, padding, dilation, groups, wanted)
+    geometry = stride, padding, dilation, groups
+    in_parts = _in_parts(g_NKPQ, x_NCHW, w_KCRS, *geometry) if any(wanted[1:]) else None
+    if in_parts is None:
+        return _gradients(g_NKPQ, x_NCHW, w_KCRS, *geometry, wanted)
+    of_input = (True, False, False)
+    gx = _gradients(g_NKPQ, x_NCHW, w_KCRS, *geometry, of_input)[0] if wanted[0] else None
+    # oneDNN would compute a bias's gradient with that of the filters
+    return gx, in_parts() if wanted[1] else None, summed_pixels(g_NKPQ) if wanted[2] else None
+
+
+def _in_parts(
+    g: Tensor, x: Tensor, w: Tensor, stride: Ints, padding: Sides, dilation: Ints, groups: int
+) -> Callable[[], Tensor] | None:
+    """The gradient of filters of a convolution for which oneDNN's is no good on this device, see below."""
+    if x.device.type != "cpu":
+        return None
+    if overruns(tuple(w.shape), stride):
+        return lambda: _of_read_pixels(g, x, w, stride, padding, groups)
+    if outgrows(x, w, g.shape[-1], stride, groups):
+        return lambda: _by_columns(g, x, w, padding, dilation)
+    return None
 
 
 def _gradients(
@@ -116,18 +126,18 @@ def short_vectors() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def outgrows(g_NKPQ: Tensor, x_NCHW: Tensor, w_KCRS: Tensor, stride: Ints) -> bool:
+def outgrows(x_NCHW: Tensor, w_KCRS: Tensor, columns_of_y: int, stride: Ints, groups: int) -> bool:
     """Whether oneDNN's gradient of filters is slow for rows that a core's nearest cache does not hold (torch 2.13).
 
-    For channels last in float32, where vectors are short: with 48 channels and filters and 256 columns it takes more
-    than six times as long as the gradient of the input, and 2.8 times as long as in blocks of 32 columns.
+    On a CPU with short vectors, for channels last in float32: with 48 channels and filters and 256 columns it takes
+    more than six times as long as the gradient of the input, and 2.8 times as long as in blocks of 32 columns.
     """
-    if x_NCHW.device.type != "cpu" or x_NCHW.dtype != torch.float32 or x_NCHW.dim() != 4 or max(stride) > 1:
+    if x_NCHW.device.type != "cpu" or x_NCHW.dtype != torch.float32 or x_NCHW.dim() != 4 or max(*stride, groups) > 1:
         return False
     features = max(w_KCRS.shape[:2])
-    row = 4 * max(x_NCHW.shape[1] * x_NCHW.shape[3], g_NKPQ.shape[1] * g_NKPQ.shape[3])
+    row = 4 * max(x_NCHW.shape[1] * x_NCHW.shape[3], w_KCRS.shape[0] * columns_of_y)
     wide = w_KCRS.shape[3] > 1 and features <= MOST_FEATURES and row > NEAREST
-    return wide and short_vectors() and x_NCHW.is_contiguous(memory_format=torch.channels_last)
+    return wide and short_vectors() and x_NCHW.stride(1) == 1  # channels last, if of a part of an image
 
 
 def _by_columns(g_NKPQ: Tensor, x_NCHW: Tensor, w_KCRS: Tensor, padding: Sides, dilation: Ints) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..emulate import both_stretched
 from ..holding import Held
-from ..kernels.aten import overruns
+from ..kernels.aten import outgrows, overruns
 from ..layout import Box, Layout
 from ..replicas import contributed
 from ..rules import Conv, Split, Step, halos_travel
@@ -111,7 +111,8 @@ def convolution(
 
 
 def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, torchs: TorchsCall | None) -> Tensor:
-    if torchs is not None and kernels.only_aten():  # it brings its backward, and casts as autocast says
+    torchs_is_slow = torch.is_grad_enabled() and outgrows(x, w, geo.y_shape[-1], geo.op.spec.stride, geo.groups)
+    if torchs is not None and kernels.only_aten() and not torchs_is_slow:  # it brings its backward, and casts
         return both_stretched(lambda: torchs.conv(x, w, b, *torchs.args), x.device)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):

@@ -18,7 +18,7 @@ from hetconv import kernels
 from hetconv.cost import kind_of, operator_key
 from hetconv.emulate import stretched
 from hetconv.graph import Graph
-from hetconv.kernels import aten
+from hetconv.kernels.tap_products import short_vectors
 from hetconv.profile import Axis
 from hetconv.proportions import extent_of, granularity
 from hetconv.rules import Conv, Linear, SplitKind
@@ -173,7 +173,7 @@ def subjects_of(graph: Graph, world: int) -> list[Subject]:
 
 def grain_of(device: torch.device) -> int:
     """Filters, or channels, of which kernels compute whole multiples: as many as a vector of the processor holds."""
-    return 8 if device.type == "cpu" and aten.short_vectors() else 16
+    return 8 if device.type == "cpu" and short_vectors() else 16
 
 
 def axes_of(op: Conv | Linear) -> tuple[Axis, ...]:

@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import Ints, Span
+from . import tap_products
 from .finish import Finish, finished, per_channel, shift_with
 
 Sides = tuple[Span, ...]
-NEAREST = 32 << 10  # bytes of a core's nearest cache
-COLUMNS = 8 << 10  # bytes of a row of a block of columns
-MOST_FEATURES = 128  # with more, a block has too few columns
 
 
 def forward(
@@ -71,16 +69,16 @@ def backward(
         gx, gw, gb = (t if w else None for t, w in zip(zeros, wanted, strict=True))
         return gx, gw, gb
     geometry = stride, padding, dilation, groups
-    in_parts = _in_parts(g_NKPQ, x_NCHW, w_KCRS, *geometry) if any(wanted[1:]) else None
-    if in_parts is None:
+    of_filters = _of_filters(g_NKPQ, x_NCHW, w_KCRS, *geometry) if any(wanted[1:]) else None
+    if of_filters is None:
         return _gradients(g_NKPQ, x_NCHW, w_KCRS, *geometry, wanted)
     of_input = (True, False, False)
     gx = _gradients(g_NKPQ, x_NCHW, w_KCRS, *geometry, of_input)[0] if wanted[0] else None
     # oneDNN would compute a bias's gradient with that of the filters
-    return gx, in_parts() if wanted[1] else None, summed_pixels(g_NKPQ) if wanted[2] else None
+    return gx, of_filters() if wanted[1] else None, summed_pixels(g_NKPQ) if wanted[2] else None
 
 
-def _in_parts(
+def _of_filters(
     g: Tensor, x: Tensor, w: Tensor, stride: Ints, padding: Sides, dilation: Ints, groups: int
 ) -> Callable[[], Tensor] | None:
     """The gradient of filters of a convolution for which oneDNN's is no good on this device, see below."""
@@ -88,8 +86,8 @@ def _in_parts(
         return None
     if overruns(tuple(w.shape), stride):
         return lambda: _of_read_pixels(g, x, w, stride, padding, groups)
-    if outgrows(x, w, g.shape[-1], stride, groups):
-        return lambda: _by_columns(g, x, w, padding, dilation)
+    if tap_products.are_faster(x, w, prod(g.shape[2:]), stride, groups):
+        return lambda: tap_products.gradient_of_filters(g, x, w, padding, dilation)
     return None
 
 
@@ -119,46 +117,6 @@ def overruns(w_shape: Ints, stride: Ints) -> bool:
     fewer channels than a register holds. It may crash at any time after it.
     """
     return max(w_shape[2:]) == 1 < max(stride) and w_shape[1] < 16
-
-
-def short_vectors() -> bool:
-    """Whether this processor's vectors hold 8 numbers of float32, not 16."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
-
-
-def outgrows(x_NCHW: Tensor, w_KCRS: Tensor, columns_of_y: int, stride: Ints, groups: int) -> bool:
-    """Whether oneDNN's gradient of filters is slow for rows that a core's nearest cache does not hold (torch 2.13).
-
-    On a CPU with short vectors, for channels last in float32: with 48 channels and filters and 256 columns it takes
-    more than six times as long as the gradient of the input, and 2.8 times as long as in blocks of 32 columns.
-    """
-    if x_NCHW.device.type != "cpu" or x_NCHW.dtype != torch.float32 or x_NCHW.dim() != 4 or max(*stride, groups) > 1:
-        return False
-    features = max(w_KCRS.shape[:2])
-    row = 4 * max(x_NCHW.shape[1] * x_NCHW.shape[3], w_KCRS.shape[0] * columns_of_y)
-    wide = w_KCRS.shape[3] > 1 and features <= MOST_FEATURES and row > NEAREST
-    return wide and short_vectors() and x_NCHW.stride(1) == 1  # channels last, if of a part of an image
-
-
-def _by_columns(g_NKPQ: Tensor, x_NCHW: Tensor, w_KCRS: Tensor, padding: Sides, dilation: Ints) -> Tensor:
-    """The gradient of filters without stride, summed over blocks of columns that are copied out."""
-    total = torch.zeros_like(w_KCRS)
-    rows, (left, _) = padding
-    columns, reach = COLUMNS // (4 * max(w_KCRS.shape[:2])), (w_KCRS.shape[3] - 1) * dilation[1] - left
-    ones, width, columns_of_g = (1, 1), x_NCHW.shape[3], g_NKPQ.shape[3]
-    for lo in range(0, columns_of_g, columns):
-        hi = min(lo + columns, columns_of_g)
-        start, stop = max(lo - left, 0), min(hi + reach, width)
-        if start < stop:
-            sides = (rows, (max(left - lo, 0), max(hi + reach - width, 0)))
-            g, x = (
-                t.contiguous(memory_format=torch.channels_last)
-                for t in (g_NKPQ[..., lo:hi], x_NCHW[..., start:stop])
-            )  # fmt: skip
-            gw = _gradients(g, x, w_KCRS, ones, sides, dilation, 1, (False, True, False))[1]
-            assert gw is not None
-            total += gw
-    return total
 
 
 def _of_read_pixels(g: Tensor, x: Tensor, w: Tensor, stride: Ints, padding: Sides, groups: int) -> Tensor:

@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetconv import Split, kernels
-from hetconv.kernels import aten
-from hetconv.kernels.aten import outgrows, overruns
+from hetconv.kernels.aten import overruns
 from hetconv.modules import HetConv2d
-from hetconv.rules import SplitKind
 from hetconv.tensor import gather
 
 from .equivalence import full_gradients
@@ -66,82 +64,6 @@ def test_gradients_of_the_pixels_that_are_read(size: Any, stride: Any, padding: 
     assert found[2] is None
     for mine, theirs in zip(found, expected, strict=False):
         torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize(
-    ("width", "padding", "dilation"),
-    [
-        (21, ((1, 1), (1, 1)), (1, 1)),
-        (21, ((0, 2), (3, 0)), (2, 2)),
-        (20, ((1, 0), (9, 11)), (1, 3)),  # some blocks lie in the padding
-        (1, ((1, 1), (7, 7)), (1, 1)),
-    ],
-)
-def test_gradients_of_blocks_of_columns_add_up(
-    width: int, padding: Any, dilation: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    random, wide = torch.Generator().manual_seed(0), torch.channels_last
-    x = torch.randn(2, 5, 9, width, generator=random).contiguous(memory_format=wide)
-    w = torch.randn(4, 5, 3, 3, generator=random).contiguous(memory_format=wide)
-    y = aten.conv(x, w, None, (1, 1), padding, dilation, 1)
-    g = torch.randn(y.shape, generator=random).contiguous(memory_format=wide)
-    args = (g, x, w, (1, 1), padding, dilation, 1, (True, True, True))
-    expected = aten.backward(*args)
-    monkeypatch.setattr(aten, "NEAREST", 0)
-    monkeypatch.setattr(aten, "COLUMNS", 4 * 5 * 4)  # four of them
-    monkeypatch.setattr(aten, "short_vectors", lambda: True)
-    assert outgrows(x, w, g.shape[-1], (1, 1), 1)
-    for mine, theirs in zip(aten.backward(*args), expected, strict=True):
-        assert mine is not None
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_rows_that_a_cache_holds_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def x(channels: int, width: int) -> Tensor:
-        return torch.zeros(1, channels, 3, width).contiguous(memory_format=torch.channels_last)
-
-    w, ones = torch.zeros(48, 48, 3, 3), (1, 1)
-    monkeypatch.setattr(aten, "short_vectors", lambda: True)
-    assert outgrows(x(48, 256), w, 256, ones, 1)
-    assert outgrows(x(48, 256), torch.zeros(3, 48, 3, 3), 256, ones, 1)
-    assert not outgrows(x(48, 128), w, 128, ones, 1)
-    assert not outgrows(x(48, 256), w, 256, (2, 2), 1)
-    assert not outgrows(x(48, 256), torch.zeros(48, 24, 3, 3), 256, ones, 2)
-    assert not outgrows(x(48, 256).contiguous(), w, 256, ones, 1)
-    assert not outgrows(x(48, 256).bfloat16(), w, 256, ones, 1)
-    assert not outgrows(x(256, 256), torch.zeros(256, 256, 3, 3), 256, ones, 1)
-    monkeypatch.setattr(aten, "short_vectors", lambda: False)
-    assert not outgrows(x(48, 256), w, 256, ones, 1)
-
-
-def trained_by_columns(kind: SplitKind) -> tuple[int, float]:
-    """How often the gradient of filters was summed over columns, in a step of a layer on a CPU with short vectors; and
-    its error.
-    """
-    plain = nn.Conv2d(6, 8, 3, padding=1).to(memory_format=torch.channels_last)
-    sizes = {"replicate": (), "filter": (4, 4), "channel": (3, 3)}.get(kind, (1, 1))
-    cut = HetConv2d.from_conv(plain, Split(kind, sizes), output="split")
-    x = torch.randn(2, 6, 9, 40, generator=torch.Generator().manual_seed(0)).contiguous(
-        memory_format=torch.channels_last
-    )
-    plain(x).square().sum().backward()
-    with pytest.MonkeyPatch.context() as patch:
-        calls, real = list[int](), aten._by_columns
-        patch.setattr(aten, "NEAREST", 0)
-        patch.setattr(aten, "short_vectors", lambda: True)
-        patch.setattr(aten, "_by_columns", lambda *args: calls.append(1) or real(*args))
-        gather(cut(x)).square().sum().backward()
-    expected, found = plain.weight.grad, full_gradients(cut)["weight"]
-    assert expected is not None
-    assert found is not None
-    return len(calls), float((found - expected).abs().max() / expected.abs().max())
-
-
-@pytest.mark.parametrize("kind", ["replicate", "filter", "channel", "height", "width"])
-def test_a_step_sums_over_columns_as_what_is_measured_does(kind: SplitKind) -> None:
-    for calls, error in on_ranks(2, trained_by_columns, kind):
-        assert calls
-        assert error <= 1e-4
 
 
 def test_others_are_torchs_own() -> None:

@@ -51,6 +51,20 @@ def usual_pulse(found: Iterable[Mapping[float, Passes]]) -> float | None:
     return median(pulses) if pulses else None
 
 
+def pulse_at_rest(usual_s: float, resting: float, alone: Iterable[Mapping[float, Passes]]) -> float:
+    """What a pulse takes while all others rest, if that is ``resting`` times what it usually takes while they work.
+
+    No longer than that; and neither shorter nor longer than in most of what was measured ``alone``, but for a tenth at
+    either end: cores may be in each other's way for some seconds, hyperthreads of one core above all, and take
+    twice as long together then.
+    """
+    pulses = _pulses(alone)
+    if len(pulses) < 2:
+        return min(usual_s * resting, usual_s)
+    tenths = quantiles(pulses, n=10, method="inclusive")
+    return min(max(usual_s * resting, tenths[0]), tenths[-1], usual_s)
+
+
 def slow_phases(found: Iterable[Mapping[float, Passes]]) -> float:
     """How many times as long as usually a pulse took in the slowest tenth of all that was measured."""
     pulses = _pulses(found)

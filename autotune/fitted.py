@@ -30,11 +30,12 @@ def device_model(
 ) -> DeviceModel:
     """The model of this rank's device from its samples; the roofline is fitted to the whole operators among them.
 
-    All as on the device when it is as fast as it mostly was. ``resting``: see there.
+    All as on the device when it is as fast as it mostly was. ``resting``: see `measure`.
     """
     kind: Any = device.type
     pulse_s = fit.usual_pulse(samples.get(s.key, {}) for s in subjects if not s.alone)
-    alone_s = pulse_s * resting if pulse_s is not None else None
+    by_themselves = [samples.get(s.key, {}) for s in subjects if s.alone]
+    alone_s = fit.pulse_at_rest(pulse_s, resting, by_themselves) if pulse_s is not None else None
     on_parts, alone = (
         _fitted(samples, [s for s in subjects if s.alone is a], kind == "cuda", own_s)
         for a, own_s in ((False, pulse_s), (True, alone_s))

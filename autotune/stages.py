@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 from hetconv.parallel import parallelize
 from hetconv.planner import make_plan
@@ -45,16 +46,18 @@ def operators(run: Run) -> ClusterProfile:
             samples[subject.key] = known[run.team.rank]
             run.say.advance(f"{subject.key}, known")
     left = [subject for subject in subjects if subject.key not in samples]
+    resting = [measure.resting(run.device)]  # some seconds apart: what disturbed one is gone
     for key, found in measure.operator_samples(left, run.device, enough):
         samples[key] = found
         run.keep("operators", key, objects_of_all(run.team, found))
         run.say.advance(key)
+    resting.append(measure.resting(run.device))
     settle(run, [subject for subject in subjects if subject.key in samples], samples, enough)
     if missing := len(subjects) - len(samples):
         run.say.line(f"{missing} smaller operators were left to the fitted roofline; --budget would allow more")
     bandwidth = measure.copy_bandwidth(run.device)
-    resting = measure.resting(run.device)
-    mine = device_model(run.name, run.device, samples, subjects, bandwidth, resting)
+    resting.append(measure.resting(run.device))
+    mine = device_model(run.name, run.device, samples, subjects, bandwidth, median(resting))
     devices, slower = zip(*objects_of_all(run.team, (mine, fit.slow_phases(samples.values()))), strict=True)
     for device, times in zip(devices, slower, strict=True):
         if times > STEADY:

@@ -28,6 +28,8 @@ COMMANDS = {
     "tiny models on one rank, split and plain, in turn.",
     "heap": "What steps gain where a process keeps the memory that it frees: "
     "plain models in two processes, in turn.",
+    "filter-gradients": "The gradient of filters on a CPU as products of matrices against oneDNN's own: "
+    "first whether right, then how fast.",
     "planner": "What a plan takes to compute, and what it is predicted to gain: "
     "known architectures on modelled devices.",
     "autotune": "What hetconv autotune finds on pairs of this machine: "

@@ -100,6 +100,26 @@ def test_what_was_measured_at_several_speeds_is_brought_to_one() -> None:
     assert fit.usual_pulse([{}]) is None
 
 
+@pytest.mark.parametrize(
+    ("usual_s", "resting", "expected"),
+    [
+        (4e-3, 0.7, 2.8e-3),
+        (4e-3, 0.25, 2.2e-3),  # faster than it ever was by itself
+        (6e-3, 0.9, 3e-3),  # slower
+        (4e-3, 1.25, 3e-3),
+        (1e-3, 0.75, 1e-3),  # no slower than while others work
+    ],
+)
+def test_a_pulse_at_rest_is_as_it_was_where_devices_were_alone(usual_s: float, resting: float, expected: float) -> None:
+    alone = [{float(k): Passes([], [], seconds)} for k, seconds in enumerate((2e-3, 3e-3, 3e-3))]
+    assert fit.pulse_at_rest(usual_s, resting, alone) == pytest.approx(expected)
+
+
+def test_a_pulse_at_rest_is_compared_where_nothing_else_is_known() -> None:
+    for alone in ([{1.0: Passes([], [], 9e-3)}], [{}]):
+        assert fit.pulse_at_rest(4e-3, 0.25, alone) == 1e-3
+
+
 def test_slow_phases_are_told_from_steady_devices() -> None:
     steady = {share: Passes([], [], 1e-3) for share in (0.25, 0.5, 0.75, 1.0)}
     slow = {1.0: Passes([], [], 3e-3)}

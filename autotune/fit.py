@@ -35,8 +35,12 @@ def curve(samples: Mapping[float, Sequence[float]], rising: bool = True) -> Curv
 
 
 def operator(samples: Mapping[float, Passes], rising: bool = True) -> OperatorModel:
-    """Of an operator that was measured at some shares, all at one speed of its device, see `at_pulse` and `curve`."""
-    forward, backward = {x: p.forward for x, p in samples.items()}, {x: p.backward for x, p in samples.items()}
+    """Of an operator that was measured at some shares, all at one speed of its device, see `at_pulse` and `curve`.
+
+    Backward at some of these, one at least.
+    """
+    forward = {x: p.forward for x, p in samples.items()}
+    backward = {x: p.backward for x, p in samples.items() if p.backward}
     return OperatorModel(curve(forward, rising), curve(backward, rising))
 
 

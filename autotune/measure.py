@@ -153,16 +153,18 @@ def _between_events(call: Callable[[], Any], calls: int) -> float:
 
 
 def operator_samples(
-    subjects: Sequence[Subject], device: torch.device, enough: Callable[[], bool]
+    subjects: Sequence[Subject], device: torch.device, enough: Callable[[], bool], backward: bool = True
 ) -> Iterator[tuple[str, dict[float, Passes]]]:
     """(key, share or bytes -> seconds of the passes) of each subject; nothing where the memory does not suffice.
 
-    Collective. Stops early, after the first, once ``enough`` says so on rank 0.
+    Collective. Stops early, after the first, once ``enough`` says so on rank 0. Unless ``backward`` matters, that of a
+    layer is measured of the whole alone: it takes twice as long as forward, and time may be short.
     """
     for i, subject in enumerate(subjects):
         if told(enough()) and i:
             return
-        yield subject.key, (_in_turn if subject.alone else _together)(subject, device)
+        measured = _in_turn if subject.alone else _together
+        yield subject.key, measured(subject, device, (), lambda run: backward or run.whole)
 
 
 def more_samples(
@@ -174,12 +176,12 @@ def more_samples(
     all once more, for the others want it to be at work. Forward alone, unless ``backward`` matters.
     """
     at = [*doubts(known, backward)] or [*known]
-    again = (_in_turn if subject.alone else _together)(subject, device, at, backward)
+    again = (_in_turn if subject.alone else _together)(subject, device, at, lambda _: backward)
     return {share: passes.and_again(again[share]) if share in again else passes for share, passes in known.items()}
 
 
 def _together(
-    subject: Subject, device: torch.device, known: Collection[float] = (), backward: bool = True
+    subject: Subject, device: torch.device, known: Collection[float], backward: Callable[[Run], bool]
 ) -> dict[float, Passes]:
     """While all ranks are at work on the same: each takes as many shares and repeats as its own curve wants.
 
@@ -191,7 +193,7 @@ def _together(
 
     def passes(run: Run) -> Passes:
         last[:] = [run]
-        return _passes(run, device, backward)
+        return _passes(run, device, backward(run))
 
     found = _fitting(lambda: subject.samples(passes, device, known))
     others = dist.barrier(group=team_of().control, async_op=True)
@@ -203,13 +205,13 @@ def _together(
 
 
 def _in_turn(
-    subject: Subject, device: torch.device, known: Collection[float] = (), backward: bool = True
+    subject: Subject, device: torch.device, known: Collection[float], backward: Callable[[Run], bool]
 ) -> dict[float, Passes]:
     """One rank after the other, while all others rest."""
     team, found = team_of(), {}
     for rank in range(team.size):
         if rank == team.rank:
-            found = _fitting(lambda: subject.samples(lambda run: _passes(run, device, backward), device, known))
+            found = _fitting(lambda: subject.samples(lambda run: _passes(run, device, backward(run)), device, known))
         dist.barrier(group=team.control)
     return found
 

@@ -38,11 +38,12 @@ class Passes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Two calls to be timed. ``both``: the second one runs the first one's work too."""
+    """Two calls to be timed. ``both``: the second one runs the first one's work too. ``whole``: of all of a layer."""
 
     forward: Callable[[], Any]
     backward: Callable[[], Any]
     both: bool = False
+    whole: bool = True
 
 
 Time = Callable[[Run], Passes]
@@ -152,11 +153,12 @@ def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> 
 def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:
     """How far off the line between two others what was measured in the middle is, of what it was: the worse pass.
 
-    Less what their medians may be off: a bend that noise may have made asks for nothing.
+    Less what their medians may be off: a bend that noise may have made asks for nothing. Nor does a pass that was not
+    measured at all three.
     """
     a, b = first.at(middle.pulse_s), last.at(middle.pulse_s)
     forward, backward = (a.forward, middle.forward, b.forward), (a.backward, middle.backward, b.backward)
-    return max(_surely_off(*forward, at), _surely_off(*backward, at))
+    return max(_surely_off(*each, at) if all(each) else 0.0 for each in (forward, backward))
 
 
 def _surely_off(first: Sequence[float], middle: Sequence[float], last: Sequence[float], at: float) -> float:

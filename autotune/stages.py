@@ -47,7 +47,7 @@ def operators(run: Run) -> ClusterProfile:
             run.say.advance(f"{subject.key}, known")
     left = [subject for subject in subjects if subject.key not in samples]
     resting = [measure.resting(run.device)]  # some seconds apart: what disturbed one is gone
-    for key, found in measure.operator_samples(left, run.device, enough):
+    for key, found in measure.operator_samples(left, run.device, enough, run.job.mode == "train"):
         samples[key] = found
         run.keep("operators", key, objects_of_all(run.team, found))
         run.say.advance(key)

@@ -71,7 +71,8 @@ class Layer:
         return {"pixels": s.y_shape[2], "filters": s.K // s.groups, "channels": s.C}[self.axis]
 
     def run(self, part: int, device: torch.device) -> Run:
-        return self._conv(self.op.spec, part, device) if isinstance(self.op, Conv) else self._linear(part, device)
+        run = self._conv(self.op.spec, part, device) if isinstance(self.op, Conv) else self._linear(part, device)
+        return run._replace(whole=part == self.extent)
 
     def _conv(self, s: ConvSpec, part: int, device: torch.device) -> Run:
         if self.axis == "pixels":

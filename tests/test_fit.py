@@ -100,6 +100,11 @@ def test_what_was_measured_at_several_speeds_is_brought_to_one() -> None:
     assert fit.usual_pulse([{}]) is None
 
 
+def test_backward_may_be_known_of_the_whole_alone() -> None:
+    model = fit.operator({0.5: Passes([1.0], [], 1e-3), 1.0: Passes([3.0], [4.0], 1e-3)})
+    assert (model.forward.at(0.5), model.backward.at(0.5), model.backward.at(1.0)) == (1.0, 2.0, 4.0)
+
+
 @pytest.mark.parametrize(
     ("usual_s", "resting", "expected"),
     [

@@ -165,6 +165,27 @@ def test_who_is_done_keeps_up_the_load() -> None:
     assert first > 10 * max(last, 1)
 
 
+def of_parts(backward: bool) -> list[bool]:
+    """Whether backward was measured of a part of a layer, and of the whole."""
+
+    @dataclass(frozen=True)
+    class Parts:
+        key: str = "parts"
+        alone: bool = False
+
+        def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+            run = Run(lambda: None, lambda: None)
+            return {0.5: time_(run._replace(whole=False)), 1.0: time_(run)}
+
+    ((_, found),) = measure.operator_samples([Parts()], CPU, lambda: False, backward)  # type: ignore[list-item]
+    return [bool(passes.backward) for passes in found.values()]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_where_backward_does_not_matter_that_of_the_whole_is_measured(backward: bool) -> None:
+    assert on_ranks(2, of_parts, backward) == [[backward, True]] * 2
+
+
 class Clock:
     """Of time.perf_counter; calls move it on."""
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from bench.machine import commit, now, save, software
+from bench.timing import sets_for
 from bench.verdict import Demand
 from hetconv.errors import KernelError
 from hetconv.heap import keep_freed
 from hetconv.kernels import tap_products
 
 WARM_UP, ROUNDS = 1, 9
-CACHES = 64 << 20  # bytes of the images that are taken in turn
+CACHES = 32 << 20  # bytes that they hold at most; images that are taken in turn fill twice as many
 LEAST = 0.95  # of oneDNN's speed, wherever products are chosen
 EXACT = 1e-4  # of the largest gradient, that a result may be off
 Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -121,15 +122,15 @@ def measured(case: Case) -> dict[str, Any]:
 
 
 def tensors(case: Case) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Pairs of an output's gradient and an input that together fill `CACHES`, and filters."""
+    """Pairs of an output's gradient and an input that `CACHES` do not keep, and filters."""
     random = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random).contiguous(memory_format=torch.channels_last)
 
     g, x = some(case.images, case.filters, *case.size), some(case.images, case.channels, *case.size)
-    count = max(CACHES // (g.nbytes + x.nbytes), 2)
-    return [(g.clone(), x.clone()) for _ in range(count)], some(case.filters, case.channels, case.taps, case.taps)
+    sets = [(g.clone(), x.clone()) for _ in range(sets_for(g.nbytes + x.nbytes, CACHES))]
+    return sets, some(case.filters, case.channels, case.taps, case.taps)
 
 
 def error(pair: tuple[Tensor, Tensor], w: Tensor) -> float:
@@ -145,15 +146,17 @@ def products(g: Tensor, x: Tensor, w: Tensor) -> Tensor:
 
 
 def onednn(g: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    found: Tensor = _atens(g, x, w, (False, True, False))[1]
-    return found
+    return _atens(g, x, w, 1)
 
 
 def of_input(g: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    found: Tensor = _atens(g, x, w, (True, False, False))[0]
+    return _atens(g, x, w, 0)
+
+
+def _atens(g: Tensor, x: Tensor, w: Tensor, which: int) -> Tensor:
+    """The gradient of input or filters, by its place."""
+    side, ones, wanted = w.shape[2] // 2, (1, 1), [k == which for k in range(3)]
+    found: Tensor = torch.ops.aten.convolution_backward(
+        g, x, w, [len(w)], ones, (side, side), ones, False, (0, 0), 1, wanted
+    )[which]
     return found
-
-
-def _atens(g: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool]) -> Any:
-    side, ones = w.shape[2] // 2, (1, 1)
-    return torch.ops.aten.convolution_backward(g, x, w, [len(w)], ones, (side, side), ones, False, (0, 0), 1, wanted)

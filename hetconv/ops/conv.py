@@ -128,8 +128,9 @@ def _may_be_torchs(x: Tensor, w: Tensor, geo: Geometry) -> bool:
     """Where nobody but `aten` would compute it, and that with torch's own gradients."""
     if not kernels.only_aten():
         return False
-    pixels = prod(geo.y_shape[2:])
-    return not (torch.is_grad_enabled() and tap_products.are_faster(x, w, pixels, geo.op.spec.stride, geo.groups))
+    if not torch.is_grad_enabled():
+        return True
+    return not tap_products.are_faster(x, w, prod(geo.y_shape[2:]), geo.op.spec.stride, geo.groups)
 
 
 def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: Team) -> Tensor:

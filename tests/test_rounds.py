@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -79,10 +80,12 @@ def test_no_pulse_is_taken_soon_after_a_pause(clock: Clock) -> None:
 def test_no_pulse_is_taken_after_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computes, is visited, and sleeps: a core that just slept would take longer for a pulse."""
     done: list[str] = []
+    worked = itertools.count()
     monkeypatch.setattr(rounds, "pulse", lambda _: lambda: done.append("pulse") or 0.25)
     monkeypatch.setattr(emulate.time, "sleep", lambda _: done.append("sleep"))
     monkeypatch.setattr(rounds, "EVERY", 0)
     monkeypatch.setattr(rounds, "WARM_S", 0.0)
+    monkeypatch.setattr(emulate, "work_clock", lambda _: next(worked))  # what had to wait for its core sleeps less
     emulate.set_speed(0.5)
     try:
         with rounds._Pulses.within(CPU):

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from math import inf
 from statistics import median
 from typing import NamedTuple
@@ -87,8 +88,8 @@ class _Plans:
             learnt = self.learnt(tried)
         after = near(contenders(self.run.graph, with_learnt(self.profile, learnt), mode=self.run.job.mode))
         new = [c for c in after if all(c.splits != other.splits for other in field)]
-        tried = self.measured(new, "plans, corrected", tried)
-        learnt = self.learnt(tried) if new else learnt
+        before_new, tried = tried, self.measured(new, "plans, corrected", tried)
+        learnt = self.learnt(tried) if len(tried) > len(before_new) else learnt
         if self.reference is None:
             return Found(None, learnt)
         corrected = with_learnt(self.profile, learnt)
@@ -145,9 +146,13 @@ class _Plans:
         base = Pricer(self.run.graph, with_learnt(self.profile, Learnt(factors)), self.run.job.mode)
         walked = [base.walk(c.splits) for c, *_ in ran]
 
+        @cache
+        def sending(latency: float, of_bytes: float) -> Pricer:
+            return base.over(with_learnt(self.profile, Learnt(factors, AtWork(latency, of_bytes))))
+
         def steps(way: AtWork) -> list[float]:
-            pricer = base.over(with_learnt(self.profile, Learnt(factors, way)))
-            return [pricer.walked_s(of_plan) for of_plan in walked]
+            pricer = sending(way.latency, way.of_bytes)
+            return [pricer.walked_s(of_plan, overlap=way.overlap) for of_plan in walked]
 
         took, noise = [seconds for _, seconds, _ in ran], [of_plan for *_, of_plan in ran]
         found = at_work(steps, took, noise, self.profile.overlap)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,24 +30,49 @@ class LayerCost:
     sent_bytes: int
 
 
-class _Known(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Known:
     """What an operator under a plan takes: forward and, in training, backward.
 
-    ``layer_s``: of each pass, without sums of gradients. ``summed_s``: seconds of each pass alone, as `Prediction` has
-    them; ``messages``: of all passes.
+    ``layer_s``: of each pass, without sums of gradients; ``messages``: of each pass, in all rounds. What steps alone do
+    not need is found when it is asked for.
     """
 
     applied: Applied
     passes: tuple[Pass, ...]
     layer_s: tuple[Array, ...]
-    summed_s: tuple[float, ...]
-    messages: tuple[Messages, ...]
-    footprint: Footprint
+    messages: tuple[tuple[Messages, ...], ...]
+    network: Network
+    graph: Graph
 
     @property
     def layer_cost(self) -> LayerCost:
         forward, *backward = (tuple(seconds.tolist()) for seconds in self.layer_s)
-        return LayerCost(forward, backward[0] if backward else (), int(sum(m.sent_bytes.sum() for m in self.messages)))
+        sent_bytes = sum(m.sent_bytes.sum() for m in chain(*self.messages))
+        return LayerCost(forward, backward[0] if backward else (), int(sent_bytes))
+
+    @cached_property
+    def summed_s(self) -> tuple[float, ...]:
+        """Seconds of each pass alone, as `Prediction` has them."""
+        a, network = self.applied, self.network
+        found = []
+        for one, transfers in zip(self.passes, (a.forward, a.backward), strict=False):
+            moving = sum(network.rounds_s(*t) for t in transfers) if not a.of_all else 0.0
+            found.append(both(float(one.seconds.max()), moving, network.overlap if a.hides else 0.0))
+        return tuple(found)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        a, world = self.applied, self.network.world
+        copies = passing = np.zeros(world)
+        sides = ((a.forward, a.step.forward), (a.backward, a.step.backward))
+        for backward, ((transfers, statistics), messages) in enumerate(zip(sides, self.messages, strict=False)):
+            own = transfers[: len(transfers) - len(statistics)]  # statistics come last, and stay with nobody
+            made = copied(own, messages, world, beside=a.hides)
+            copies = copies if backward else made
+            passing = np.maximum(passing, most_passing(messages, world) + (made if backward else 0.0))
+        result = np.array(result_bytes(self.graph, a.node, a.step), dtype=np.float64)
+        return Footprint(result, copies, passing)
 
 
 class Pricer:
@@ -84,7 +109,7 @@ class Pricer:
         layers = {k.applied.node.layer: k.layer_cost for k in known if k.applied.node.layer is not None}
         step_s, summed_s = float(clocks.now.max()), self._summed(known, sums)
         busy, moving = tuple(clocks.busy.tolist()), tuple(clocks.moving.tolist())
-        messages = chain(rounds, *(k.messages for k in known))
+        messages = chain(rounds, *chain(*(k.messages for k in known)))
         matrix = sum((m.sent_bytes for m in messages), np.zeros((world, world))).astype(int).tolist()
         memory = self._memory(splits, known, sums)
         return Prediction(step_s, step_s - max(busy), busy, tuple(map(tuple, matrix)), memory, summed_s, moving), layers
@@ -108,10 +133,14 @@ class Pricer:
         pricer = self.of(name)
         return pricer.walked_s(pricer.walk(splits), pulse_s)
 
-    def walked_s(self, walked: Walked, pulse_s: Sequence[float] = ()) -> float:
-        """`step_s` of a plan with which this pricer, or one that it was made `over` from, has walked."""
+    def walked_s(self, walked: Walked, pulse_s: Sequence[float] = (), overlap: float | None = None) -> float:
+        """`step_s` of a plan with which this pricer, or one that it was made `over` from, has walked.
+
+        ``overlap``: in place of the profile's.
+        """
         applied, sums = walked
-        clocks, slowness = Clocks(self.profile.world, overlap=self.network.overlap), self.profile.slowness(pulse_s)
+        hidden = self.network.overlap if overlap is None else overlap
+        clocks, slowness = Clocks(self.profile.world, overlap=hidden), self.profile.slowness(pulse_s)
         for one in _in_order([self._of(a) for a in applied]):
             clocks.step(one._replace(seconds=one.seconds * slowness))
         for one in self._summing(sums, self._rounds(sums)):
@@ -148,23 +177,15 @@ class Pricer:
         return self._known[id(applied)]
 
     def _priced(self, a: Applied) -> _Known:
-        world, passes, own, summed, sent = self.profile.world, [], [], [], []
-        copies = passing = np.zeros(world)
+        passes, own, sent = [], [], []
         for transfers, backward in ((a.forward, False), (a.backward, True))[: 1 + (self.mode == "train")]:
-            messages = [self.network.messages(one, itemsize) for rounds, itemsize in transfers for one in rounds]
+            messages = tuple(self.network.messages(one, itemsize) for rounds, itemsize in transfers for one in rounds)
             layer_s, seconds = self._computed(a, backward)
             own.append(layer_s)
             waited = tuple(m for m in messages if m.seconds.any())
             passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
-            moving = sum(self.network.rounds_s(*t) for t in transfers) if not a.of_all else 0.0
-            summed.append(both(float(seconds.max()), moving, self.network.overlap if a.hides else 0.0))
-            sent += messages
-            statistics = len(a.step.backward if backward else a.step.forward)  # come last, and stay with nobody
-            made = copied(transfers[: len(transfers) - statistics], messages, world, beside=a.hides)
-            copies = copies if backward else made
-            passing = np.maximum(passing, most_passing(messages, world) + (made if backward else 0.0))
-        result = np.array(result_bytes(self.graph, a.node, a.step), dtype=np.float64)
-        return _Known(a, tuple(passes), tuple(own), tuple(summed), tuple(sent), Footprint(result, copies, passing))
+            sent.append(messages)
+        return _Known(a, tuple(passes), tuple(own), tuple(sent), self.network, self.graph)
 
     def _computed(self, a: Applied, backward: bool) -> tuple[Array, Array]:
         """Of the operator, and with the gradients that are added up for it."""

@@ -51,6 +51,17 @@ class Rival(NamedTuple):
 
 
 Rivals = dict[str, Rival]
+Heat = list[Seconds]  # its rounds, on devices as fast as they usually are
+
+
+class Ended(NamedTuple):
+    """The ``plan``, and what the heats and the closing tell: ``seen``, of all that ran in them, the even split too;
+    ``reference_s``: in each, of what these ran beside.
+    """
+
+    plan: TunedPlan
+    seen: Sequence[Rival]
+    reference_s: Sequence[float]
 
 
 def beside(alone: Contender | None) -> str:
@@ -74,20 +85,23 @@ class Final:
     even: tuple[str, Contender] | None
     corrected: ClusterProfile
 
-    def plan(self, tried: Sequence[Rival], untried: Sequence[Contender] = ()) -> TunedPlan | None:
+    def plan(self, tried: Sequence[Rival], untried: Sequence[Contender] = ()) -> Ended | None:
         """Of all these the fastest, in more rounds than they had; a device alone, if it does not beat that."""
-        rivals, name, parts = self._raced(tried, untried)
-        best, least_s = rivals[name].contender, CLOSING_S if parts else HEATS_PART * self.run.job.budget
+        rivals, name, heats = self._raced(tried, untried)
+        best, least_s = rivals[name].contender, CLOSING_S if heats else HEATS_PART * self.run.job.budget
         closing = self._closing(best.name, {REFERENCE: self.reference, name: self._way(best)}, least_s)
         if closing is None:
             return None
-        part = median([*parts, *(s[name] / s[REFERENCE] for s in closing)])
-        step_s = _median(closing, name)
+        heats.append(closing)
+        part, step_s = median(_parts(name, heats)), _median(closing, name)
         if self.alone is not None and part > WORTH:
             best, step_s = self.alone, _median(closing, REFERENCE)
         said = f"the fastest split took {part:.3f}x of {beside(self.alone)}"
         self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {said}")
-        return self._entry(best, step_s, len(tried), closing)
+        ran = {n: rival.contender for n, rival in rivals.items()} | ({EVEN: self.even[1]} if self.even else {})
+        parts = {n: found for n in ran if (found := _parts(n, heats))}
+        seen = [Rival(ran[n], median(found), noise_of(found)) for n, found in parts.items()]
+        return Ended(self._entry(best, step_s, len(tried), closing), seen, [_median(heat, REFERENCE) for heat in heats])
 
     def likeliest(self, tried: Sequence[Rival]) -> Rival:
         """Of these to be the fastest, by what was predicted and measured."""
@@ -104,8 +118,8 @@ class Final:
         self.run.say.line(f"the plan is {self.alone.name}: {alone_s * 1e3:.1f} ms; {why}")
         return self._entry(self.alone, alone_s, 0, closing)
 
-    def _raced(self, tried: Sequence[Rival], untried: Sequence[Contender]) -> tuple[Rivals, str, list[float]]:
-        """Who raced, who is left of them, and its steps as parts of the reference's, if there was a race."""
+    def _raced(self, tried: Sequence[Rival], untried: Sequence[Contender]) -> tuple[Rivals, str, list[Heat]]:
+        """Who raced, who is left of them, and the heats, if there were any."""
         rivals: Rivals = {}
         for others in (untried, ()) if untried else ((),):  # who was not tried may not run at all
             rivals = self._rivals(tried, others)
@@ -152,25 +166,23 @@ class Final:
     def _usual(self) -> Usual:
         return Usual(self._pricer)
 
-    def _fastest(self, rivals: Rivals) -> tuple[str, list[float]]:
+    def _fastest(self, rivals: Rivals) -> tuple[str, list[Heat]]:
         """After each heat the slower half is out (successive halving: Karnin et al., 2013).
 
         All its rounds count, as sure as they are, and all that was known before.
         """
-        parts: dict[str, list[float]] = {name: [] for name in rivals}
-        left, heats = [*rivals], ceil(log2(len(rivals)))
-        for _ in range(heats):
+        left, heats, count = [*rivals], list[Heat](), ceil(log2(len(rivals)))
+        for _ in range(count):
             ways = {REFERENCE: self.reference, **{name: self._way(rivals[name].contender) for name in left}}
-            order = Order("the fastest plans", ways, ROUNDS, least_s=HEATS_PART * self.run.job.budget / heats)
-            rounds = [self._usual(ways, one) for one in self.run.race.lead(order).rounds]
-            for name in left:
-                parts[name] += [s[name] / s[REFERENCE] for s in rounds]
-            noise = max(fmean(noise_of(parts[name]) ** 2 for name in left) ** 0.5, STEADIEST)
-            now = {name: rivals[name].seen(median(parts[name]), noise).part for name in left}
+            order = Order("the fastest plans", ways, ROUNDS, least_s=HEATS_PART * self.run.job.budget / count)
+            heats.append([self._usual(ways, one) for one in self.run.race.lead(order).rounds])
+            parts = {name: _parts(name, heats) for name in left}
+            noise = max(fmean(noise_of(of_plan) ** 2 for of_plan in parts.values()) ** 0.5, STEADIEST)
+            now = {name: rivals[name].seen(median(of_plan), noise).part for name, of_plan in parts.items()}
             left = sorted(left, key=now.__getitem__)[: ceil(len(left) / 2)]
-        return left[0], parts[left[0]]
+        return left[0], heats
 
-    def _closing(self, name: str, ways: Mapping[str, Way], least_s: float) -> list[Seconds] | None:
+    def _closing(self, name: str, ways: Mapping[str, Way], least_s: float) -> Heat | None:
         """Rounds of these beside the even split, where that runs; or none."""
         for more in ({EVEN: self._way(self.even[1])}, {}) if self.even else ({},):
             order = Order(f"{name} again", {**ways, **more}, CLOSING_ROUNDS, least_s=least_s)
@@ -183,7 +195,7 @@ class Final:
     def _way(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)
 
-    def _entry(self, best: Contender, step_s: float, trials: int, closing: Sequence[Seconds]) -> TunedPlan:
+    def _entry(self, best: Contender, step_s: float, trials: int, closing: Heat) -> TunedPlan:
         even = self.even[0] if self.even and EVEN in closing[0] else None
         return TunedPlan(
             self.run.graph.digest, self.run.job.mode, best.name, best.splits, step_s,
@@ -197,5 +209,10 @@ class Final:
         )  # fmt: skip
 
 
-def _median(closing: Sequence[Seconds], name: str) -> float:
-    return median(seconds[name] for seconds in closing)
+def _median(heat: Heat, name: str) -> float:
+    return median(seconds[name] for seconds in heat)
+
+
+def _parts(name: str, heats: Sequence[Heat]) -> list[float]:
+    """Of the reference's steps, what a plan's took in each round in which it ran."""
+    return [seconds[name] / seconds[REFERENCE] for heat in heats for seconds in heat if name in seconds]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from math import inf
+from math import inf, log
 from statistics import median
 from typing import NamedTuple
 
@@ -107,7 +107,13 @@ class _Plans:
             priced = Pricer(self.run.graph, corrected, self.run.job.mode).price(splits)
             part = best.part * ratio.step_s / ratio.computed_step_s
             ran.append(Rival(Contender(tuned_name(ratio), splits, *priced), part, best.noise))
-        return Found(final.plan(ran, untried), learnt, ratio)
+        ended = final.plan(ran, untried)
+        if ended is None:
+            return Found(None, learnt, ratio)
+        learnt = self.learnt(undisproved(tried, ended.seen), ended.seen, ended.reference_s)
+        pricer = Pricer(self.run.graph, with_learnt(self.profile, learnt), self.run.job.mode)
+        plan = replace(ended.plan, predicted_s=pricer.step_s(ended.plan.name, ended.plan.splits))
+        return Found(plan, learnt, ratio)
 
     def disturbed(self, tried: Sequence[Tried], learnt: Learnt) -> list[Contender]:
         """Whose steps vary too much, or took longer beside the device alone than predictions err: something else may
@@ -133,18 +139,20 @@ class _Plans:
             return None
         return RatioStudy(self.run, self.base, self.usual, *found, self.trial_s).tuned(part_of(self.run, RATIO_PART))
 
-    def learnt(self, tried: Sequence[Tried]) -> Learnt:
-        """From steps beside the fastest device alone, and from its own."""
-        seen = [observed(c._replace(costs=self.pricer.price(c.splits)[1]), t) for c, t in tried]
-        factors = corrected(self.profile.devices, seen)
+    def learnt(self, tried: Sequence[Tried], seen: Sequence[Rival] = (), reference_s: Sequence[float] = ()) -> Learnt:
+        """From steps beside the fastest device alone, and from its own; of who was ``seen`` since, from these steps."""
+        observations = [observed(c._replace(costs=self.pricer.price(c.splits)[1]), t) for c, t in tried]
+        factors = corrected(self.profile.devices, observations)
         alone = self.alone
         if alone is None or not tried:
             return Learnt(factors)
-        alone_s = median(t.user_attrs[REFERENCE_S] for _, t in tried)
-        ran = [(c, t.value * alone_s, t.user_attrs[NOISE]) for c, t in tried if t.value]
+        alone_s = median([*(t.user_attrs[REFERENCE_S] for _, t in tried), *reference_s])
+        since = [rival.contender.splits for rival in seen]
+        before = [Rival(c, t.value, t.user_attrs[NOISE]) for c, t in tried if t.value and c.splits not in since]
+        ran = [*before, *seen]
 
         base = Pricer(self.run.graph, with_learnt(self.profile, Learnt(factors)), self.run.job.mode)
-        walked = [base.walk(c.splits) for c, *_ in ran]
+        walked = [base.walk(rival.contender.splits) for rival in ran]
 
         @cache
         def sending(latency: float, of_bytes: float) -> Pricer:
@@ -154,7 +162,7 @@ class _Plans:
             pricer = sending(way.latency, way.of_bytes)
             return [pricer.walked_s(of_plan, overlap=way.overlap) for of_plan in walked]
 
-        took, noise = [seconds for _, seconds, _ in ran], [of_plan for *_, of_plan in ran]
+        took, noise = [rival.part * alone_s for rival in ran], [rival.noise for rival in ran]
         found = at_work(steps, took, noise, self.profile.overlap)
         return Learnt(factors, found, believed(alone_s / alone.predicted.step_s))
 
@@ -250,6 +258,15 @@ def least_disturbed(tried: Sequence[Tried]) -> list[Tried]:
     best = sorted(tried, key=lambda known: (unsteady(known[1]), known[1].value or inf))
     first = {digest([c]): k for k, (c, _) in reversed([*enumerate(best)])}
     return [best[k] for k in sorted(first.values())]
+
+
+def undisproved(tried: Sequence[Tried], seen: Sequence[Rival]) -> Sequence[Tried]:
+    """Without those that took another part of the device alone's steps when they were ``seen`` again, in more rounds:
+    something else ran beside the one or the other. All, if it is every one.
+    """
+    since = {digest([rival.contender]): rival.part for rival in seen}
+    found = [(c, t) for c, t in tried if t.value and abs(log(t.value / since.get(digest([c]), t.value))) <= UNSTEADY]
+    return found or tried
 
 
 def digest(field: Sequence[Contender]) -> str:

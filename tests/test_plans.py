@@ -10,18 +10,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from optuna.trial import create_trial
 
 from hetconv import performance
 from hetconv.autotune import field, plans
 from hetconv.autotune.field import near
+from hetconv.autotune.final import Rival
 from hetconv.autotune.job import Run
-from hetconv.autotune.plans import digest
+from hetconv.autotune.plans import digest, undisproved
 from hetconv.autotune.progress import Reporter
 from hetconv.autotune.race import Alone, Order, Outcome, Race, formats
 from hetconv.autotune.rounds import Paced, Round
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.plan import Plan, Prediction
 from hetconv.planner import Contender, contenders
+from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split, SplitKind
 
@@ -86,17 +89,28 @@ def test_images_have_two_formats_and_a_field_has_an_order() -> None:
     assert digest([a, b]) == digest([a, b])
 
 
+def test_a_trial_that_later_races_disprove_teaches_nothing() -> None:
+    a, b = contender("a", 1.0), contender("b", 1.0, (2, 1))
+    tried = [(c, create_trial(value=part)) for c, part in ((a, 0.8), (b, 0.9))]
+    assert undisproved(tried, []) == undisproved(tried, [Rival(a, 0.85, 0.0), Rival(b, 0.85, 0.0)]) == tried
+    assert undisproved(tried, [Rival(a, 0.6, 0.0)]) == tried[1:]
+    assert undisproved(tried, [Rival(a, 0.6, 0.0), Rival(b, 1.2, 0.0)]) == tried  # something must
+
+
 SLOWNESS = 1.3
 
 
 class Decided(NamedTuple):
-    """``raced``: how many ways; ``learnt``: kinds; ``slowness`` of each device; ``alone_s``: of the fastest."""
+    """``raced``: how many ways; ``learnt``: kinds; ``slowness`` of each device; ``alone_s``: of the fastest;
+    ``predicted_s``: from the profile.
+    """
 
     plans: Any
     raced: int
     learnt: list[str]
     slowness: list[float]
     alone_s: float
+    predicted_s: float
 
 
 def decided(folder: Path, faster: float | None) -> Decided:
@@ -128,7 +142,9 @@ def decided(folder: Path, faster: float | None) -> Decided:
         alone_s = SLOWNESS * alone.predicted.step_s
         found = plans.plans(run, profile)
     slowness = [d.alone.slowness for d in found.devices if d.alone]
-    return Decided(found.plans, len(raced), [*found.devices[1].corrections], slowness, alone_s)
+    (plan,) = found.plans
+    predicted_s = Pricer(run.graph, found, run.job.mode).step_s(plan.name, plan.splits)
+    return Decided(found.plans, len(raced), [*found.devices[1].corrections], slowness, alone_s, predicted_s)
 
 
 @pytest.mark.parametrize(("faster", "alone"), [(0.95, False), (0.97, True), (1.5, True), (None, True)])
@@ -141,6 +157,7 @@ def test_a_plan_must_beat_a_device_alone_by_4_percent(tmp_path: Path, faster: fl
     assert (found.name == found.alone) is alone
     assert found.name.startswith("fastest device alone") is alone
     assert found.alone_s == first.alone_s
+    assert found.predicted_s == first.predicted_s
     assert found.step_s == first.alone_s * (1.0 if alone or faster is None else faster)
     assert (found.trials > 0) is (faster is not None)
     assert bool(first.learnt) is (faster is not None)

@@ -13,20 +13,29 @@ from bench import kills
 from bench.kills import Kill, Tuning
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_what_was_measured_survives_the_death_of_any_process(tmp_path: Path) -> None:
-    """While operators are measured, and in the midst of a study's trials: once, for one kill may be among the last."""
+def survived(folder: Path) -> bool:
+    """Whether a job was killed twice, and all was right; or it was over before, as where no split comes near alone."""
     for victim, file in (("launcher", "measured.jsonl"), ("rank 0", "trials.journal")):
-        tuning, latest = Tuning(tmp_path), time.monotonic() + 180
+        tuning, latest = Tuning(folder), time.monotonic() + 180
         while tuning.launcher.poll() is None and tuning.grown(file) < 5:
             assert time.monotonic() < latest, tuning.said
             time.sleep(0.02)
-        kill = tuning.kill(victim, tuning.victims[victim])
+        if victim not in (victims := tuning.victims):
+            assert tuning.launcher.wait(timeout=60) == 0, tuning.said
+            return False
+        kill = tuning.kill(victim, victims[victim])
         assert kill is not None, tuning.said
         assert kill.wrong == ()
         assert tuning.grown(file) >= 5
-    assert kills.whole(tmp_path) > 0
+    assert kills.whole(folder) > 0
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_was_measured_survives_the_death_of_any_process(tmp_path: Path) -> None:
+    """While operators are measured, and in the midst of a study's trials: once, for one kill may be among the last."""
+    assert any(survived(tmp_path / str(job)) for job in range(3))
 
 
 def test_what_is_wrong_is_counted_and_fails(

@@ -74,8 +74,8 @@ class Final:
     """Rank 0's. ``base``: any plan of the model.
 
     ``reference``: what plans are measured beside, ``alone`` if that is the plain model on a device. ``even``: the name
-    of the even split that is predicted to be the fastest, and its splits. ``corrected``: the profile with all that was
-    learnt from whole steps.
+    of the even split that is predicted to be the fastest, and its splits. ``corrected``: the profile with what was
+    learnt from trials: heats and the closing teach more, see `Ended`.
     """
 
     run: Run

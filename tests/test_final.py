@@ -73,7 +73,7 @@ def final(steps: Steps) -> tuple[Final, list[Contender]]:
     return Final(run, make_plan(graph, profile), Alone(0, "contiguous"), alone, even, profile), plans
 
 
-def ended(of: Final, tried: list[Rival], untried: Sequence[Contender] = ()) -> TunedPlan | None:
+def plan_of(of: Final, tried: list[Rival], untried: Sequence[Contender] = ()) -> TunedPlan | None:
     found = of.plan(tried, untried)
     return found.plan if found is not None else None
 
@@ -90,7 +90,7 @@ def _by_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_slower_half_of_the_rivals_goes_after_each_heat() -> None:
     steps = Steps(STEPS)
     of, plans = final(steps)
-    found = ended(of, [Rival(c, 0.5 * (1 + k * HARDLY / RIVALS), 0.0) for k, c in enumerate(plans)])
+    found = plan_of(of, [Rival(c, 0.5 * (1 + k * HARDLY / RIVALS), 0.0) for k, c in enumerate(plans)])
     ways = [{name.split(": ")[-1] for name in order.ways} for order in steps.orders]
     assert ways == [{REFERENCE, "p0", "p1", "p2", "p3"}, {REFERENCE, "p2", "p3"}, {REFERENCE, "p3", EVEN}]
     assert sum(order.least_s for order in steps.orders[:2]) == pytest.approx(100 * HEATS_PART)
@@ -112,7 +112,7 @@ def test_what_all_races_say_of_every_plan_is_told() -> None:
 @pytest.mark.parametrize(("noise", "name"), [([0.5, 1.0, 2.0, 1.0], "p0"), ([1.0], "p1")])
 def test_a_noisy_heat_does_not_overturn_what_was_known(noise: list[float], name: str) -> None:
     of, plans = final(Steps(STEPS | {"p0": 0.62, "p1": 0.61}, noise={"p0": noise}))
-    found = ended(of, [Rival(plans[0], 0.50, 0.0), Rival(plans[1], 0.52, 0.0)])
+    found = plan_of(of, [Rival(plans[0], 0.50, 0.0), Rival(plans[1], 0.52, 0.0)])
     assert found is not None
     assert found.name == name
 
@@ -121,7 +121,7 @@ def test_what_is_kept_is_of_devices_as_fast_as_they_usually_are() -> None:
     steps = Steps(STEPS | {"p0": 0.1})
     steps.pulse_s = SLOW
     of, plans = final(steps)
-    found = ended(of, [Rival(plans[0], 0.1, 0.0)])
+    found = plan_of(of, [Rival(plans[0], 0.1, 0.0)])
     assert found is not None
     assert found.alone_s == pytest.approx(STEPS[REFERENCE] / 2)
     assert found.even_s is not None
@@ -133,7 +133,7 @@ def test_what_is_kept_is_of_devices_as_fast_as_they_usually_are() -> None:
 def test_who_is_far_off_is_not_raced_again() -> None:
     steps = Steps(STEPS)
     of, plans = final(steps)
-    found = ended(of, [Rival(plans[0], 0.5, 0.0), Rival(plans[3], 0.5 * (1 + 2 * HARDLY), 0.0)])
+    found = plan_of(of, [Rival(plans[0], 0.5, 0.0), Rival(plans[3], 0.5 * (1 + 2 * HARDLY), 0.0)])
     (closing,) = steps.orders
     assert closing.least_s == 100 * HEATS_PART  # that no heat needed
     assert found is not None
@@ -145,7 +145,7 @@ def test_who_was_not_tried_but_may_be_the_fastest_races_too(fails: str, name: st
     """Predicted of all about the same: what was tried took far longer."""
     steps = Steps(STEPS, fails)
     of, plans = final(steps)
-    found = ended(of, [Rival(plans[0], 9.0, 0.0), Rival(plans[1], 9.1, 0.0)], plans[4:])
+    found = plan_of(of, [Rival(plans[0], 9.0, 0.0), Rival(plans[1], 9.1, 0.0)], plans[4:])
     assert {n.split(": ")[-1] for n in steps.orders[0].ways} == {REFERENCE, "p0", "p4"}
     assert found is not None
     assert found.name == name
@@ -155,7 +155,7 @@ def test_without_time_for_two_the_best_that_ran_is_the_plan() -> None:
     steps = Steps(STEPS)
     of, plans = final(steps)
     of.run.job.budget = 1e-3
-    found = ended(of, [Rival(plans[0], 9.0, 0.0), Rival(plans[1], 9.1, 0.0)], plans[4:])
+    found = plan_of(of, [Rival(plans[0], 9.0, 0.0), Rival(plans[1], 9.1, 0.0)], plans[4:])
     assert len(steps.orders) == 1
     assert found is not None
     assert found.name == "p0"
@@ -172,7 +172,7 @@ def test_a_noisy_step_counts_less_than_what_was_predicted(
 
 def test_a_plan_that_does_not_beat_the_device_alone_is_not_the_plan() -> None:
     of, plans = final(Steps(STEPS | {"p0": 0.985}))
-    found = ended(of, [Rival(plans[0], 0.5, 0.0)])
+    found = plan_of(of, [Rival(plans[0], 0.5, 0.0)])
     assert found is not None
     assert found.name == found.alone == "fastest device alone (0: cpu)"
     assert (found.step_s, found.trials) == (1.0, 1)
@@ -182,7 +182,7 @@ def test_a_plan_that_does_not_beat_the_device_alone_is_not_the_plan() -> None:
 def test_what_does_not_run_side_by_side_leaves_what_ran_by_itself(failing: str) -> None:
     steps = Steps(STEPS, failing)
     of, plans = final(steps)
-    found = ended(of, [Rival(plans[0], 0.5, 0.0), Rival(plans[1], 0.51, 0.0)])
+    found = plan_of(of, [Rival(plans[0], 0.5, 0.0), Rival(plans[1], 0.51, 0.0)])
     assert found is not None
     assert found.name == ("p0" if failing != EVEN else "p1")
     assert found.even == (None if failing == EVEN else "even split by height")

@@ -10,9 +10,19 @@ from statistics import median, quantiles
 
 from hetconv.profile import Curve, LinkModel, OperatorModel
 
-from .sampling import Passes
+from .sampling import Passes, Steps
 
 LEAST_LATENCY_S = 1e-7
+
+
+def stepped(known: Curve, steps: Steps) -> Curve:
+    """Where nothing was measured within a grain, any part of it takes what the whole grain does."""
+    points = dict(zip(known.shares, known.seconds, strict=True))
+    for lo in range(0, steps.extent, steps.grain):
+        first, end = (lo + 1) / steps.extent, min(lo + steps.grain, steps.extent) / steps.extent
+        if not any(first <= share < end for share in known.shares):
+            points |= {first: known.at(end), end: known.at(end)}
+    return Curve(tuple(sorted(points)), tuple(points[share] for share in sorted(points)))
 
 
 def curve(samples: Mapping[float, Sequence[float]], rising: bool = True) -> Curve:
@@ -34,14 +44,15 @@ def curve(samples: Mapping[float, Sequence[float]], rising: bool = True) -> Curv
     return Curve(tuple(shares), tuple(seconds))
 
 
-def operator(samples: Mapping[float, Passes], rising: bool = True) -> OperatorModel:
+def operator(samples: Mapping[float, Passes], rising: bool = True, steps: Steps | None = None) -> OperatorModel:
     """Of an operator that was measured at some shares, all at one speed of its device, see `at_pulse` and `curve`.
 
-    Backward at some of these, one at least.
+    Backward at some of these, one at least. In ``steps``, if it is computed so, see `stepped`.
     """
     forward = {x: p.forward for x, p in samples.items()}
     backward = {x: p.backward for x, p in samples.items() if p.backward}
-    return OperatorModel(curve(forward, rising), curve(backward, rising))
+    ahead, back = curve(forward, rising), curve(backward, rising)
+    return OperatorModel(stepped(ahead, steps), stepped(back, steps)) if steps else OperatorModel(ahead, back)
 
 
 def at_pulse(samples: Mapping[float, Passes], pulse_s: float | None) -> Mapping[float, Passes]:

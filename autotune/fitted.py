@@ -15,6 +15,7 @@ from . import fit
 from .machine import conditions, identity, memory_bytes
 from .measure import Samples
 from .others import Call, Other
+from .sampling import Steps
 from .subjects import AXES, Layer, Subject, work
 
 UNKNOWN = 1e9  # operations per second, where no layer was measured
@@ -37,7 +38,7 @@ def device_model(
     by_themselves = [samples.get(s.key, {}) for s in subjects if s.alone]
     alone_s = fit.pulse_at_rest(pulse_s, resting, by_themselves) if pulse_s is not None else None
     on_parts, alone = (
-        _fitted(samples, [s for s in subjects if s.alone is a], kind == "cuda", own_s)
+        _fitted(samples, [s for s in subjects if s.alone is a], device, own_s)
         for a, own_s in ((False, pulse_s), (True, alone_s))
     )
     bare = {(s.op, s.dtype): on_parts.bare[s.key] for s in subjects if isinstance(s, Layer) and s.key in on_parts.bare}
@@ -68,9 +69,9 @@ class _Fitted(NamedTuple):
     others: dict[str, OperatorModel]
 
 
-def _fitted(samples: Samples, subjects: Sequence[Subject], ahead: bool, pulse_s: float | None) -> _Fitted:
-    known = [subject for subject in subjects if samples.get(subject.key)]
-    models = {s.key: fit.operator(fit.at_pulse(samples[s.key], pulse_s), _rising(s)) for s in known}
+def _fitted(samples: Samples, subjects: Sequence[Subject], device: torch.device, pulse_s: float | None) -> _Fitted:
+    known, ahead = [subject for subject in subjects if samples.get(subject.key)], device.type == "cuda"
+    models = {s.key: fit.operator(fit.at_pulse(samples[s.key], pulse_s), _rising(s), _steps(s, device)) for s in known}
     host_s = next((fit.whole(models[s.key]) for s in known if isinstance(s, Call)), (0.0, 0.0))
     kernels = {s.key: models[s.key] for s in known if isinstance(s, Layer)}
     return _Fitted(
@@ -84,6 +85,10 @@ def _fitted(samples: Samples, subjects: Sequence[Subject], ahead: bool, pulse_s:
 def _rising(subject: Subject) -> bool:
     """Whether more of it never takes less: kernels may take whole blocks of filters or channels faster than a part."""
     return not isinstance(subject, Layer) or subject.axis == "pixels"
+
+
+def _steps(subject: Subject, device: torch.device) -> Steps | None:
+    return subject.steps(device) if isinstance(subject, Layer) else None
 
 
 def _rested(layer: Layer, alone: _Fitted, on_parts: _Fitted) -> tuple[float, float]:

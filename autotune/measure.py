@@ -168,16 +168,20 @@ def operator_samples(
 
 
 def more_samples(
-    subject: Subject, known: Mapping[float, Passes], device: torch.device, backward: bool
+    subject: Subject,
+    known: Mapping[float, Passes],
+    device: torch.device,
+    backward: bool,
+    new: Collection[float] = (),
 ) -> dict[float, Passes]:
-    """What this rank has ``known`` of a subject, with as many samples again where it is in doubt. Collective.
+    """What this rank has ``known`` of a subject, and ``new`` shares, or as many samples again where it is in doubt.
 
-    Minutes may lie between: what disturbed the device for some seconds then is gone. A rank that has no doubts measures
-    all once more, for the others want it to be at work. Forward alone, unless ``backward`` matters.
+    Collective. Minutes may lie between: what disturbed the device for some seconds then is gone. A rank that has no
+    doubts measures all once more, for the others want it to be at work. Forward alone, unless ``backward`` matters.
     """
-    at = [*doubts(known, backward)] or [*known]
+    at = [*new] or [*doubts(known, backward)] or [*known]
     again = (_in_turn if subject.alone else _together)(subject, device, at, lambda _: backward)
-    return {share: passes.and_again(again[share]) if share in again else passes for share, passes in known.items()}
+    return {**again, **{at: passes.and_again(again[at]) if at in again else passes for at, passes in known.items()}}
 
 
 def _together(

@@ -13,7 +13,7 @@ CONFIDENCE = 0.95
 PRECISION = 0.03  # of the median: how far the ends of its interval may be off it
 TOLERANCE = 0.05  # of the seconds at a share: how far a line between two others may be off them
 MOST_SHARES = 8
-FEW = 64  # parts; where there are no more, every grain is measured
+FEW = 64  # parts; where there are no more, every grain is measured within, if there is time
 LEAST, MOST = 3, 50  # repeats
 LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
 BESIDE, MOST_PULSES = 0.1, 100  # of the samples' seconds, that pulses between them take where more than a few are due
@@ -35,6 +35,27 @@ class Passes(NamedTuple):
         """With more of the same, which were taken on the device as it was then."""
         same = later.at(self.pulse_s)
         return Passes([*self.forward, *same.forward], [*self.backward, *same.backward], self.pulse_s)
+
+
+class Steps(NamedTuple):
+    """Of ``extent`` filters or channels, so many at a time are computed, a ``grain``."""
+
+    extent: int
+    grain: int
+
+    @property
+    def few(self) -> bool:
+        """Grains, one at least: all of each may be told."""
+        return self.grain <= self.extent <= FEW
+
+    @property
+    def ends(self) -> list[int]:
+        """Parts that tell all of it: where each grain begins and ends.
+
+        And one short of its end: kernels may take longer for that than for the whole grain, and seconds fall there.
+        """
+        parts = (1, self.grain - 1, self.grain)
+        return sorted({min(lo + part, self.extent) for lo in range(0, self.extent, self.grain) for part in parts})
 
 
 class Run(NamedTuple):
@@ -134,20 +155,6 @@ def explored(passes: Callable[[int], Passes], extent: int, grain: int = 1) -> di
             off = _off_line(found[a], found[middle], found[b], (middle - a) / (b - a))
             errors |= {(a, middle): off, (middle, b): off}
     return {extent if unit == units else unit * grain: found[unit] for unit in sorted(found)}
-
-
-def explored_steps(passes: Callable[[int], Passes], extent: int, grain: int) -> dict[int, Passes]:
-    """`explored`, of what is computed in whole grains: of no more than `FEW` parts each where it begins and ends.
-
-    And one short of its end: kernels may take longer for that than for the whole grain, and seconds fall there.
-    """
-    if extent < grain:
-        return explored(passes, extent)
-    if extent > FEW:
-        return explored(passes, extent, grain)
-    starts = range(0, extent, grain)
-    ends = {min(lo + part, extent) for lo in starts for part in (1, grain - 1, grain)}
-    return {part: passes(part) for part in sorted(ends)}
 
 
 def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from statistics import median
+
+import torch
 
 from hetconv.parallel import parallelize
 from hetconv.planner import make_plan
@@ -20,7 +23,7 @@ from .machine import conditions
 from .overlap import tune_chunks, with_overlap
 from .race import step_of
 from .sampling import Passes, doubts
-from .subjects import Subject, subjects_of
+from .subjects import Layer, Subject, subjects_of
 from .tiling import tune_tiles
 
 OPERATORS_PART = 0.5  # of the budget
@@ -52,7 +55,9 @@ def operators(run: Run) -> ClusterProfile:
         run.keep("operators", key, objects_of_all(run.team, found))
         run.say.advance(key)
     resting.append(measure.resting(run.device))
-    settle(run, [subject for subject in subjects if subject.key in samples], samples, enough)
+    visited = [subject for subject in subjects if subject.key in samples]
+    look_within(run, visited, samples, enough)
+    settle(run, visited, samples, enough)
     if missing := len(subjects) - len(samples):
         run.say.line(f"{missing} smaller operators were left to the fitted roofline; --budget would allow more")
     bandwidth = measure.copy_bandwidth(run.device)
@@ -67,6 +72,32 @@ def operators(run: Run) -> ClusterProfile:
         run.say.line(f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s")
     profile = with_contention(profile, run.team, run.device)
     return with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
+
+
+def look_within(run: Run, subjects: Sequence[Subject], samples: measure.Samples, enough: Callable[[], bool]) -> None:
+    """Adds to ``samples`` where whole grains of layers' filters and channels begin and end, until it is ``enough``.
+
+    Only now that all layers have been seen: this takes longer than whole grains, which tell most of it.
+    """
+    layers = [subject for subject in subjects if isinstance(subject, Layer)]
+    mine = [_ends_within(layer, samples[layer.key], run.device) for layer in layers]
+    wanted = [any(of_ranks) for of_ranks in zip(*objects_of_all(run.team, mine), strict=True)]
+    run.say.stage("operators within", sum(wanted))
+    for subject, new in compress(zip(layers, mine, strict=True), wanted):
+        if measure.told(enough()):
+            return
+        samples[subject.key] = measure.more_samples(
+            subject, samples[subject.key], run.device, run.job.mode == "train", new
+        )
+        run.keep("operators", subject.key, objects_of_all(run.team, samples[subject.key]))
+        run.say.advance(subject.key)
+
+
+def _ends_within(layer: Layer, known: Mapping[float, Passes], device: torch.device) -> list[float]:
+    """Shares that are not ``known``; none of a layer for which the memory did not suffice."""
+    steps = layer.steps(device) if known else None
+    ends = [part / layer.extent for part in steps.ends] if steps is not None else []
+    return [share for share in ends if share not in known]
 
 
 def settle(run: Run, subjects: Sequence[Subject], samples: measure.Samples, enough: Callable[[], bool]) -> None:

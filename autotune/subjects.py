@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
 from math import prod
 from typing import Any
@@ -25,7 +24,7 @@ from hetconv.rules import Conv, Linear, SplitKind
 from hetconv.spec import ConvSpec
 
 from .others import Call, Other, sets_of
-from .sampling import Passes, Run, Time, explored, explored_steps
+from .sampling import Passes, Run, Steps, Time, explored
 
 AXES: tuple[Axis, ...] = ("pixels", "filters", "channels")
 FEWEST = 16  # channels that a convolution is measured with a part of
@@ -58,10 +57,19 @@ class Layer:
         extent = self.extent
         if self.alone or known:
             return {share: time(self.run(round(share * extent), device)) for share in known or (1.0,)}
-        steps = self.axis != "pixels" and self.cut == 1
-        explore = partial(explored_steps, grain=grain_of(device)) if steps else partial(explored, grain=self.cut)
-        found = explore(lambda part: time(self.run(part, device)), extent)
+        grain = self.cut if self._cut_whole else grain_of(device)
+        found = explored(lambda part: time(self.run(part, device)), extent, grain if grain <= extent else 1)
         return {part / extent: seconds for part, seconds in found.items()}
+
+    def steps(self, device: torch.device) -> Steps | None:
+        """In which it is computed, if these are few and plans cut within them, of which `samples` tells nothing."""
+        steps = Steps(self.extent, grain_of(device))
+        return steps if steps.few and not self._cut_whole else None
+
+    @property
+    def _cut_whole(self) -> bool:
+        """Pixels are computed one by one; of filters and channels plans may cut no less than some multiple."""
+        return self.axis == "pixels" or self.cut > 1
 
     @property
     def extent(self) -> int:

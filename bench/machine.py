@@ -57,7 +57,10 @@ def commit() -> dict[str, Any]:
 
 def software() -> dict[str, Any]:
     """Of a measurement on CPUs, which nothing else identifies."""
-    return {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+    return {
+        "machine": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
 
 
 def save(path: Path, document: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.autotune import fit
-from hetconv.autotune.sampling import Passes
+from hetconv.autotune.sampling import Passes, Steps
 
 
 def test_a_curve_goes_through_medians() -> None:
@@ -25,6 +25,15 @@ def test_falling_neighbours_are_pooled() -> None:
 def test_what_may_fall_is_left_as_it_was_measured() -> None:
     falling = {0.25: [1.0], 0.5: [4.0], 0.75: [2.0], 1.0: [5.0]}
     assert fit.curve(falling, rising=False).seconds == (1.0, 4.0, 2.0, 5.0)
+
+
+def test_where_nothing_was_measured_within_a_grain_its_parts_take_what_the_whole_does() -> None:
+    """40 in grains of 16: the first is known within, the second not at all, of the third the end."""
+    known = fit.curve({1 / 40: [1.0], 16 / 40: [2.0], 1.0: [5.0]}, rising=False)
+    steps = fit.stepped(known, Steps(40, 16))
+    assert steps.shares == tuple(n / 40 for n in (1, 16, 17, 32, 33, 40))
+    assert steps.seconds == (1.0, 2.0, 4.0, 4.0, 5.0, 5.0)
+    assert fit.stepped(steps, Steps(40, 16)) == steps
 
 
 @given(

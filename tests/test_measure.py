@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from types import SimpleNamespace
@@ -18,6 +18,9 @@ from hetconv import emulate
 from hetconv.autotune import measure, sampling, stages
 from hetconv.autotune.others import Call
 from hetconv.autotune.sampling import Passes, Run, Time
+from hetconv.autotune.subjects import Layer
+from hetconv.rules import Conv
+from hetconv.spec import ConvSpec
 from hetconv.transport import team_of
 
 from .spawn import on_ranks
@@ -95,10 +98,11 @@ class Again:
         return {share: Passes([3.0] * 50, [3.0] * 50, PULSE_S) for share in known}
 
 
-def more(alone: bool) -> tuple[list[list[float]], dict[float, Passes]]:
-    """Rank 0 is in doubt at one share, rank 1 at none."""
+def more(alone: bool, new: bool = False) -> tuple[list[list[float]], dict[float, Passes]]:
+    """Rank 0 is in doubt at one share, rank 1 at none. Rank 0 may want a ``new`` share."""
     subject, known = Again("again", alone=alone), {0.5: QUIET, 1.0: QUIET if dist.get_rank() else LOUD}
-    found = measure.more_samples(subject, known, CPU, True)  # type: ignore[arg-type]
+    wanted = [0.75] if new and not dist.get_rank() else []
+    found = measure.more_samples(subject, known, CPU, True, wanted)  # type: ignore[arg-type]
     return subject.asked, found
 
 
@@ -107,6 +111,49 @@ def test_what_is_in_doubt_is_measured_again_while_all_are_at_work(alone: bool) -
     (asked, found), (others, _) = on_ranks(2, more, alone)
     assert (asked, others) == ([[1.0]], [[0.5, 1.0]])
     assert found == {0.5: QUIET, 1.0: LOUD.and_again(Passes([3.0] * 50, [3.0] * 50, PULSE_S))}
+
+
+def test_new_shares_are_added_while_all_are_at_work() -> None:
+    (asked, found), (others, kept) = on_ranks(2, more, False, True)
+    assert (asked, others) == ([[0.75]], [[0.5, 1.0]])
+    assert found == {0.5: QUIET, 0.75: Passes([3.0] * 50, [3.0] * 50, PULSE_S), 1.0: LOUD}
+    assert list(kept) == [0.5, 1.0]
+
+
+SPEC = ConvSpec(1, 24, (6, 6), 40, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
+
+
+def ends(layer: Layer) -> list[int]:
+    steps = layer.steps(CPU)
+    return steps.ends if steps else []
+
+
+def looked_within(enough: bool) -> tuple[list[str], list[list[int]]]:
+    """What was kept, in order, and the parts that are known then; no rank but the last lacks any of filters."""
+    pixels = Layer(Conv(SPEC), "pixels", "float32")
+    layers = [pixels, replace(pixels, axis="filters"), replace(pixels, axis="channels"), replace(pixels, alone=True)]
+    whole = {1.0: QUIET}
+    samples = {layer.key: whole for layer in layers}
+    if dist.get_rank() == 0:
+        samples[layers[1].key] = {part / 40: QUIET for part in ends(layers[1])}
+    kept: list[str] = []
+    run: Any = SimpleNamespace(
+        job=SimpleNamespace(mode="train"), team=team_of(), device=CPU, keep=lambda stage, key, value: kept.append(key),
+        say=SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None),
+    )  # fmt: skip
+    stages.look_within(run, layers, samples, lambda: enough and dist.get_rank() == 0)
+    return kept, [sorted(round(share * layer.extent) for share in samples[layer.key]) for layer in layers[:3]]
+
+
+def test_layers_are_looked_into_where_grains_begin_and_end() -> None:
+    pixels = Layer(Conv(SPEC), "pixels", "float32")
+    filters, channels = replace(pixels, axis="filters"), replace(pixels, axis="channels")
+    for kept, parts in on_ranks(2, looked_within, False):
+        assert kept == [filters.key, channels.key]
+        assert parts == [[6], ends(filters), ends(channels)]
+    for kept, parts in on_ranks(2, looked_within, True):
+        assert kept == []
+        assert parts[2] == [24]
 
 
 def settled(mode: str, enough_after: int) -> tuple[list[str], list[str], measure.Samples]:

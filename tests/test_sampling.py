@@ -21,10 +21,10 @@ from hetconv.autotune.sampling import (
     MOST_SHARES,
     TOLERANCE,
     Passes,
+    Steps,
     doubt,
     doubts,
     explored,
-    explored_steps,
     interval,
     sampled,
     settled,
@@ -235,15 +235,15 @@ def test_a_median_of_no_time_breaks_nothing() -> None:
         (40, [1, 15, 16, 17, 31, 32, 33, 40]),
         (17, [1, 15, 16, 17]),
         (16, [1, 15, 16]),
-        (15, [1, 4, 15]),
         (FEW, [n + k for n in range(0, FEW, 16) for k in (1, 15, 16)]),
-        (FEW + 16, [16, 32, 80]),
     ],
 )
-def test_few_steps_are_measured_where_they_begin_and_end(extent: int, parts: list[int]) -> None:
-    found = explored_steps(operator(lambda part: float(-(-part // 16)))[0], extent, 16)
-    if 16 <= extent <= FEW:
-        assert list(found) == parts
-    else:
-        assert set(parts) <= set(found)
-        assert len(found) <= MOST_SHARES
+def test_few_steps_have_ends_to_be_measured(extent: int, parts: list[int]) -> None:
+    steps = Steps(extent, 16)
+    assert steps.few
+    assert steps.ends == parts
+
+
+def test_less_than_a_grain_and_many_grains_are_not_few() -> None:
+    assert not Steps(15, 16).few
+    assert not Steps(FEW + 1, 16).few

@@ -58,15 +58,21 @@ def test_layers_are_run_in_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert shares([Layer(dense, "channels", "float32")])[0] == [1 / 5, 2 / 5, 3 / 5, 1.0]
     deep = Conv(replace(CONV.spec, C=40))
-    assert shares([Layer(deep, "channels", "float32")])[0] == [n / 40 for n in (1, 15, 16, 17, 31, 32, 33, 40)]
-    assert shares([Layer(deep, "channels", "float32", cut=16)])[0] == [16 / 40, 1.0]  # as plans cut it
+    by_channels = Layer(deep, "channels", "float32")
+    assert shares([by_channels])[0] == [16 / 40, 1.0]  # whole grains first
+    assert by_channels.steps(CPU) == (40, 16)
+    for other in (pixels, halves, Layer(dense, "filters", "float32"), replace(by_channels, cut=16)):
+        assert other.steps(CPU) is None
+    assert shares([replace(by_channels, cut=16)])[0] == [16 / 40, 1.0]  # as plans cut it
 
 
 def test_short_vectors_hold_fewer_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     processor("AVX2", monkeypatch)
     assert [grain_of(torch.device(name)) for name in ("cpu", "cuda")] == [8, 16]
     wide = Conv(replace(CONV.spec, K=20))
-    assert shares([Layer(wide, "filters", "float32")])[0] == [n / 20 for n in (1, 7, 8, 9, 15, 16, 17, 20)]
+    filters = Layer(wide, "filters", "float32")
+    assert shares([filters])[0] == [8 / 20, 1.0]
+    assert filters.steps(CPU) == (20, 8)
 
 
 def test_what_was_measured_is_measured_again_at_the_same_shares() -> None:

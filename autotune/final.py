@@ -98,10 +98,8 @@ class Final:
             best, step_s = self.alone, _median(closing, REFERENCE)
         said = f"the fastest split took {part:.3f}x of {beside(self.alone)}"
         self.run.say.line(f"the plan is {best.name}: {step_s * 1e3:.1f} ms; {said}")
-        ran = {n: rival.contender for n, rival in rivals.items()} | ({EVEN: self.even[1]} if self.even else {})
-        parts = {n: found for n in ran if (found := _parts(n, heats))}
-        seen = [Rival(ran[n], median(found), noise_of(found)) for n, found in parts.items()]
-        return Ended(self._entry(best, step_s, len(tried), closing), seen, [_median(heat, REFERENCE) for heat in heats])
+        entry = self._entry(best, step_s, len(tried), closing)
+        return Ended(entry, self._seen(rivals, heats), [_median(heat, REFERENCE) for heat in heats])
 
     def likeliest(self, tried: Sequence[Rival]) -> Rival:
         """Of these to be the fastest, by what was predicted and measured."""
@@ -128,6 +126,17 @@ class Final:
             except TrialFailedError as e:
                 self.run.say.line(f"the fastest plans were not run side by side, that failed {e}")
         return rivals, next(iter(rivals)), []
+
+    def _seen(self, rivals: Rivals, heats: Sequence[Heat]) -> list[Rival]:
+        """What heats, and the closing among them, tell of each plan once: the even split may have been a rival too."""
+        ran = {name: rival.contender for name, rival in rivals.items()} | ({EVEN: self.even[1]} if self.even else {})
+        seen = []
+        for name, contender in ran.items():
+            same = [n for n, other in ran.items() if other.splits == contender.splits]
+            parts = [part for n in same for part in _parts(n, heats)]
+            if name == same[0] and parts:
+                seen.append(Rival(contender, median(parts), noise_of(parts)))
+        return seen
 
     def _rivals(self, tried: Sequence[Rival], untried: Sequence[Contender]) -> Rivals:
         """By a name of their own, fastest first, those that may be the fastest by what was predicted and measured.

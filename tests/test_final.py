@@ -109,6 +109,17 @@ def test_what_all_races_say_of_every_plan_is_told() -> None:
     assert found.reference_s == [1.0, 1.0]  # of the heat and the closing
 
 
+def test_an_even_split_that_was_a_rival_too_is_told_of_once() -> None:
+    """In the closing it took another part of the steps than in the heat."""
+    of, plans = final(Steps(STEPS | {"even split by height": 0.625}))
+    assert of.even is not None
+    found = of.plan([Rival(plans[0], 0.50, 0.0), Rival(of.even[1], 0.51, 0.0)])
+    assert found is not None
+    assert [rival.contender.name for rival in found.seen] == ["p0", "even split by height"]
+    assert 0.625 <= found.seen[1].part <= 0.8
+    assert found.seen[1].noise > 0
+
+
 @pytest.mark.parametrize(("noise", "name"), [([0.5, 1.0, 2.0, 1.0], "p0"), ([1.0], "p1")])
 def test_a_noisy_heat_does_not_overturn_what_was_known(noise: list[float], name: str) -> None:
     of, plans = final(Steps(STEPS | {"p0": 0.62, "p1": 0.61}, noise={"p0": noise}))

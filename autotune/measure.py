@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetconv.emulate import at_work_s, work_clock
+from hetconv.emulate import at_work_s, slowness, work_clock
 from hetconv.heap import pages_taken
 from hetconv.transport import team_of
 
@@ -211,11 +211,19 @@ def _together(
 def _in_turn(
     subject: Subject, device: torch.device, known: Collection[float], backward: Callable[[Run], bool]
 ) -> dict[float, Passes]:
-    """One rank after the other, while all others rest."""
+    """One rank after the other, while all others rest.
+
+    A device that is slowed on purpose is not while it is measured: alone it takes as much longer for all that it does,
+    and sleeps for that once, at the end of a step. After a sleep for every operator these would begin cold.
+    """
     team, found = team_of(), {}
+
+    def passes(run: Run) -> Passes:
+        return _passes(run, device, backward(run)).times(slowness())
+
     for rank in range(team.size):
         if rank == team.rank:
-            found = _fitting(lambda: subject.samples(lambda run: _passes(run, device, backward(run)), device, known))
+            found = _fitting(lambda: subject.samples(passes, device, known))
         dist.barrier(group=team.control)
     return found
 

@@ -90,7 +90,7 @@ class Other:
             graphs.append(ahead())
             gradients.append(torch.autograd.grad(graphs.popleft(), wanted, g))
 
-        return float(x.nbytes + y.nbytes), _both(infer, train, self.alone, device)
+        return float(x.nbytes + y.nbytes), Run(infer, train, both=True)
 
 
 KINDS: dict[str, Callable[..., Tensor]] = {
@@ -125,9 +125,13 @@ class Call:
         s = op.spec
         x, w, g = (torch.randn(shape, device=device) for shape in (s.x_shape, s.w_shape, s.y_shape))
         geometry: Any = (s.stride, s.padding, s.dilation, s.groups)
+
+        def computed(compute: Callable[[], Any]) -> Any:
+            return compute() if self.alone else stretched(compute, device)
+
         kernels_alone = Run(
-            lambda: stretched(lambda: kernels.conv_forward(x, w, None, *geometry), device),
-            lambda: stretched(lambda: kernels.conv_backward(g, x, w, *geometry), device),
+            lambda: computed(lambda: kernels.conv_forward(x, w, None, *geometry)),
+            lambda: computed(lambda: kernels.conv_backward(g, x, w, *geometry)),
         )
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
         run = partial(F.conv2d, *leaves, padding=1) if self.alone else _on_a_part(op, *leaves)
@@ -136,7 +140,7 @@ class Call:
             with torch.no_grad():
                 return run()
 
-        calls = time(_both(infer, lambda: torch.autograd.grad(run(), leaves, g), self.alone, device))
+        calls = time(Run(infer, lambda: torch.autograd.grad(run(), leaves, g), both=True))
         if device.type == "cuda":
             return {1.0: calls}
         own = time(kernels_alone).at(calls.pulse_s)
@@ -145,13 +149,6 @@ class Call:
             for seconds, less in ((calls.forward, own.forward), (calls.backward, own.backward))
         )
         return {1.0: Passes(forward, backward, calls.pulse_s)}
-
-
-def _both(infer: Callable[[], Any], train: Callable[[], Any], alone: bool, device: torch.device) -> Run:
-    """Of both passes together; an emulated device ``alone`` is slowed in all that it does, not in its layers only."""
-    if alone:
-        infer, train = partial(stretched, infer, device), partial(stretched, train, device)
-    return Run(infer, train, both=True)
 
 
 def _on_a_part(op: Conv, x: Tensor, w: Tensor) -> Callable[[], Tensor]:

@@ -84,6 +84,11 @@ def set_speed(speed: float) -> None:
     _slowness, _overslept = 1 / speed, 0.0
 
 
+def slowness() -> float:
+    """How many times as long as it could this process takes for what is `stretched`."""
+    return _slowness
+
+
 def as_it_is() -> bool:
     """Whether nothing is slowed and nobody listens or visits, so that `stretched` does nothing."""
     return _slowness == 1 and not listeners and not visitors
@@ -96,7 +101,7 @@ class _Begun(NamedTuple):
 
 
 def stretched(compute: Callable[[], T], device: torch.device) -> T:
-    """Runs ``compute``, and takes as much longer as the emulated speed says."""
+    """Runs ``compute``, and sleeps for as much longer as the emulated speed says."""
     if as_it_is():
         return compute()
     begun = _begin(device)

@@ -81,6 +81,31 @@ def test_rank_0_says_when_it_is_enough_but_something_is_measured() -> None:
     assert on_ranks(2, stopped_early) == [["a", "b"]] * 2
 
 
+def slowed(alone: bool) -> float:
+    """Seconds of what takes five milliseconds, at least, on a device at half its speed; it is not `stretched`."""
+
+    @dataclass(frozen=True)
+    class Nap:
+        key: str = "nap"
+        alone: bool = False
+
+        def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+            return {1.0: time_(Run(lambda: time.sleep(0.005), lambda: time.sleep(0.005)))}
+
+    emulate.set_speed(0.5)
+    try:
+        ((_, found),) = measure.operator_samples([Nap(alone=alone)], CPU, lambda: False)  # type: ignore[list-item]
+    finally:
+        emulate.set_speed(1.0)
+    return min(found[1.0].forward)
+
+
+def test_a_device_alone_takes_longer_by_what_it_is_slowed() -> None:
+    for alone, together in zip(on_ranks(2, slowed, True), on_ranks(2, slowed, False), strict=True):
+        assert alone >= 0.01
+        assert together < alone
+
+
 QUIET, LOUD = Passes([1.0] * 6, [1.0] * 6, PULSE_S), Passes([1.0, 5.0, 9.0], [1.0] * 6, PULSE_S)
 
 

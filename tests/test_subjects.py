@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune import others
+from hetconv.autotune import others, subjects
 from hetconv.autotune.others import KINDS, Call, Other, local
 from hetconv.autotune.sampling import Passes, Run
 from hetconv.autotune.subjects import AXES, Layer, axes_of, grain_of, of_rows, subjects_of
@@ -151,24 +151,22 @@ def test_results_lie_where_nothing_was_for_a_while(monkeypatch: pytest.MonkeyPat
         assert all(a not in written[max(k - 3, 0) : k] for k, a in enumerate(written))
 
 
-@pytest.mark.parametrize("subject", [Call(True), Other("elementwise", "float32", alone=True)])
-def test_a_device_alone_is_slowed_in_all_that_it_does(subject: Call | Other, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the emulation of a slow one: the plain model on it is stretched as a whole."""
-    slowed = []
+@pytest.mark.parametrize(
+    "subject",
+    [Call(True), Other("elementwise", "float32", alone=True), Layer(CONV, "pixels", "float32", alone=True),
+     Layer(Linear((2, 3, 5), 7), "pixels", "float32", alone=True)],
+)  # fmt: skip
+def test_a_device_alone_does_not_sleep_for_every_operator(
+    subject: Call | Other | Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the plain model's step that sleeps, once; who measures makes seconds longer."""
 
-    def noted(compute: Callable[[], Any], device: torch.device) -> Any:
-        slowed.append(device)
-        return compute()
+    def refused(compute: Callable[[], Any], device: torch.device) -> Any:
+        raise AssertionError("it would sleep")
 
-    def run(run: Run) -> Passes:
-        for call in run[:2]:
-            slowed.clear()
-            call()
-            assert slowed == [CPU]
-        return once(run)
-
-    monkeypatch.setattr(others, "stretched", noted)
-    assert subject.samples(run, CPU)
+    for module in (others, subjects):
+        monkeypatch.setattr(module, "stretched", refused)
+    assert subject.samples(once, CPU)
 
 
 def kinds_run(alone: bool) -> tuple[dict[str, list[float]], set[tuple[type, type]]]:

@@ -18,8 +18,8 @@ LEAST_LATENCY_S = 1e-7
 def stepped(known: Curve, steps: Steps) -> Curve:
     """Where nothing was measured within a grain, any part of it takes what the whole grain does."""
     points = dict(zip(known.shares, known.seconds, strict=True))
-    for lo in range(0, steps.extent, steps.grain):
-        first, end = (lo + 1) / steps.extent, min(lo + steps.grain, steps.extent) / steps.extent
+    for lo, hi in steps.grains:
+        first, end = (lo + 1) / steps.extent, hi / steps.extent
         if not any(first <= share < end for share in known.shares):
             points |= {first: known.at(end), end: known.at(end)}
     return Curve(tuple(sorted(points)), tuple(points[share] for share in sorted(points)))

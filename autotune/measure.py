@@ -181,7 +181,7 @@ def more_samples(
     """
     at = [*new] or [*doubts(known, backward)] or [*known]
     again = (_in_turn if subject.alone else _together)(subject, device, at, lambda _: backward)
-    return {**again, **{at: passes.and_again(again[at]) if at in again else passes for at, passes in known.items()}}
+    return again | {share: p.and_again(again[share]) if share in again else p for share, p in known.items()}
 
 
 def _together(

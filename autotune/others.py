@@ -125,13 +125,9 @@ class Call:
         s = op.spec
         x, w, g = (torch.randn(shape, device=device) for shape in (s.x_shape, s.w_shape, s.y_shape))
         geometry: Any = (s.stride, s.padding, s.dilation, s.groups)
-
-        def computed(compute: Callable[[], Any]) -> Any:
-            return compute() if self.alone else stretched(compute, device)
-
         kernels_alone = Run(
-            lambda: computed(lambda: kernels.conv_forward(x, w, None, *geometry)),
-            lambda: computed(lambda: kernels.conv_backward(g, x, w, *geometry)),
+            lambda: computed(lambda: kernels.conv_forward(x, w, None, *geometry), device, self.alone),
+            lambda: computed(lambda: kernels.conv_backward(g, x, w, *geometry), device, self.alone),
         )
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
         run = partial(F.conv2d, *leaves, padding=1) if self.alone else _on_a_part(op, *leaves)
@@ -149,6 +145,11 @@ class Call:
             for seconds, less in ((calls.forward, own.forward), (calls.backward, own.backward))
         )
         return {1.0: Passes(forward, backward, calls.pulse_s)}
+
+
+def computed(compute: Callable[[], Any], device: torch.device, alone: bool) -> Any:
+    """What a layer computes, as on parts; ``alone`` by a device as fast as it is: who measures makes it slow."""
+    return compute() if alone else stretched(compute, device)
 
 
 def _on_a_part(op: Conv, x: Tensor, w: Tensor) -> Callable[[], Tensor]:

@@ -28,8 +28,7 @@ class Passes(NamedTuple):
 
     def at(self, pulse_s: float) -> Passes:
         """As they would be on the device when a pulse takes it so long."""
-        forward, backward = ([s * pulse_s / self.pulse_s for s in own] for own in (self.forward, self.backward))
-        return Passes(forward, backward, pulse_s)
+        return self.times(pulse_s / self.pulse_s)._replace(pulse_s=pulse_s)
 
     def times(self, factor: float) -> Passes:
         """Of what takes so many times as long, but for pulses."""
@@ -50,8 +49,13 @@ class Steps(NamedTuple):
 
     @property
     def few(self) -> bool:
-        """Grains, one at least: all of each may be told."""
+        """Whether there is time to measure within each grain; less than one has none."""
         return self.grain <= self.extent <= FEW
+
+    @property
+    def grains(self) -> list[tuple[int, int]]:
+        """Of each, how many come before it, and how many with it; the last one may be part of one."""
+        return [(lo, min(lo + self.grain, self.extent)) for lo in range(0, self.extent, self.grain)]
 
     @property
     def ends(self) -> list[int]:
@@ -59,8 +63,7 @@ class Steps(NamedTuple):
 
         And one short of its end: kernels may take longer for that than for the whole grain, and seconds fall there.
         """
-        parts = (1, self.grain - 1, self.grain)
-        return sorted({min(lo + part, self.extent) for lo in range(0, self.extent, self.grain) for part in parts})
+        return sorted({part for lo, hi in self.grains for part in (lo + 1, min(lo + self.grain - 1, hi), hi)})
 
 
 class Run(NamedTuple):

@@ -86,11 +86,7 @@ def look_within(run: Run, subjects: Sequence[Subject], samples: measure.Samples,
     for subject, new in compress(zip(layers, mine, strict=True), wanted):
         if measure.told(enough()):
             return
-        samples[subject.key] = measure.more_samples(
-            subject, samples[subject.key], run.device, run.job.mode == "train", new
-        )
-        run.keep("operators", subject.key, objects_of_all(run.team, samples[subject.key]))
-        run.say.advance(subject.key)
+        _visit_again(run, subject, samples, new)
 
 
 def _ends_within(layer: Layer, known: Mapping[float, Passes], device: torch.device) -> list[float]:
@@ -115,11 +111,17 @@ def settle(run: Run, subjects: Sequence[Subject], samples: measure.Samples, enou
             return
         run.say.stage("operators again", len(doubtful))
         for subject in doubtful:
-            samples[subject.key] = measure.more_samples(subject, samples[subject.key], run.device, training)
-            run.keep("operators", subject.key, objects_of_all(run.team, samples[subject.key]))
-            run.say.advance(subject.key)
+            _visit_again(run, subject, samples)
             if measure.told(enough()):
                 return
+
+
+def _visit_again(run: Run, subject: Subject, samples: measure.Samples, new: Sequence[float] = ()) -> None:
+    """Adds to ``samples`` what `more_samples` finds, which is kept."""
+    training = run.job.mode == "train"
+    samples[subject.key] = measure.more_samples(subject, samples[subject.key], run.device, training, new)
+    run.keep("operators", subject.key, objects_of_all(run.team, samples[subject.key]))
+    run.say.advance(subject.key)
 
 
 def chunks(run: Run, profile: ClusterProfile) -> ClusterProfile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from math import prod
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.cost import kind_of, operator_key
-from hetconv.emulate import stretched
 from hetconv.graph import Graph
 from hetconv.kernels.tap_products import short_vectors
 from hetconv.profile import Axis
@@ -23,7 +22,7 @@ from hetconv.proportions import extent_of, granularity
 from hetconv.rules import Conv, Linear, SplitKind
 from hetconv.spec import ConvSpec
 
-from .others import Call, Other, sets_of
+from .others import Call, Other, computed, sets_of
 from .sampling import Passes, Run, Steps, Time, explored
 
 AXES: tuple[Axis, ...] = ("pixels", "filters", "channels")
@@ -93,11 +92,11 @@ class Layer:
 
         def forward() -> Any:
             _, w = next(sets)
-            return self._computed(lambda: kernels.conv_forward(x, w, None, *args), device)
+            return computed(lambda: kernels.conv_forward(x, w, None, *args), device, self.alone)
 
         def backward() -> Any:
             x, w = next(sets)
-            return self._computed(lambda: kernels.conv_backward(g, x, w, *args, wanted), device)
+            return computed(lambda: kernels.conv_backward(g, x, w, *args, wanted), device, self.alone)
 
         return Run(forward, backward)
 
@@ -109,17 +108,13 @@ class Layer:
 
         def forward() -> Any:
             _, w = next(sets)
-            return self._computed(lambda: F.linear(x, w), device)
+            return computed(lambda: F.linear(x, w), device, self.alone)
 
         def backward() -> Any:
             x, w = next(sets)
-            return self._computed(lambda: (g @ w, g.t() @ x, g.sum(0) if self.bias else None), device)
+            return computed(lambda: (g @ w, g.t() @ x, g.sum(0) if self.bias else None), device, self.alone)
 
         return Run(forward, backward)
-
-    def _computed(self, compute: Callable[[], Any], device: torch.device) -> Any:
-        """As on parts; ``alone`` by a device as fast as it is: who measures makes it slow."""
-        return compute() if self.alone else stretched(compute, device)
 
     def _tensors(
         self, x: Sequence[int], w: Sequence[int], y: Sequence[int], device: torch.device

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetconv.emulate import at_work_s, slowness, work_clock
+from hetconv.emulate import at_work_s, forget_waits, slowness, work_clock
 from hetconv.heap import pages_taken
 from hetconv.transport import team_of
 
@@ -39,6 +39,7 @@ def timed(action: Callable[[], Any], device: torch.device, clock: Clock = _by_th
     """Seconds of one call, with the device idle before and after."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    forget_waits()
     start = clock()
     action()
     if device.type == "cuda":

@@ -1,12 +1,14 @@
 """A device slowed on purpose, to try uneven pairs on one machine: ``cpu@0.5`` computes at half the speed of ``cpu``.
 
 Every local convolution and linear, forward and backward, is stretched by sleeping after it. A CPU with one thread is
-slowed to that speed however often others have its core: what it waited for the core it sleeps less. So two of
-``cpu@0.5`` can share one. What is measured or printed of such a device is marked as emulated by its name.
+slowed to that speed however often others have its core: what it waited for the core, in computations and between them,
+it sleeps less. So two of ``cpu@0.5`` can share one. What is measured or printed of such a device is marked as emulated
+by its name.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +36,8 @@ class _Seen(NamedTuple):
 
 
 _slowness = 1.0
-_overslept = 0.0  # seconds, of all sleeps so far
+_overslept = 0.0  # seconds, of all sleeps so far, and waited between what was stretched
+_waited = 0.0  # seconds until the last time that something had been stretched
 _aside = _Spent(0.0, 0.0)  # so far, in all that was stretched and in all interludes
 _seen = _Seen(0.0, 0.0, 0.0)
 LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
@@ -81,12 +84,19 @@ def set_speed(speed: float) -> None:
     global _slowness, _overslept
     if not 0 < speed <= 1:
         raise HetConvError(f"an emulated speed of {speed} was asked for; give one above 0 and at most 1")
+    forget_waits()
     _slowness, _overslept = 1 / speed, 0.0
 
 
 def slowness() -> float:
     """How many times as long as it could this process takes for what is `stretched`."""
     return _slowness
+
+
+def forget_waits() -> None:
+    """What comes next is measured: it sleeps no less for what this thread waited for its core before."""
+    global _waited
+    _waited = _waits_s()
 
 
 def as_it_is() -> bool:
@@ -121,8 +131,11 @@ def both_stretched(compute: Callable[[], Tensor], device: torch.device) -> Tenso
 
 
 def _begin(device: torch.device) -> _Begun:
+    global _overslept
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    if _shares_its_core(device):
+        _overslept = min(_overslept + max(_waits_s() - _waited, 0.0), LATE)
     _look(paused=True)
     return _Begun(time.perf_counter(), work_clock(device), _aside)
 
@@ -145,6 +158,8 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     _overslept = min(_overslept + slept - rest, LATE)
     for listener in listeners:
         listener(begun.start, done + slept)
+    if _shares_its_core(device):
+        forget_waits()
     seconds, all_worked = time.perf_counter() - begun.start, work_clock(device) - begun.worked
     _aside = _Spent(begun.aside.seconds + seconds, begun.aside.worked + all_worked)
 
@@ -180,5 +195,21 @@ def work_clock(device: torch.device) -> float:
     Of one that is slowed, without those for which others had its core, since it sleeps less for them; with more threads
     than one nobody can tell these.
     """
-    own = _slowness > 1 and device.type == "cpu" and torch.get_num_threads() == 1
-    return time.thread_time() if own else time.perf_counter()
+    return time.thread_time() if _shares_its_core(device) else time.perf_counter()
+
+
+def _waits_s() -> float:
+    """Seconds in which this thread waited for its core while it could have run; none where the system does not tell."""
+    try:
+        told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return 0.0
+    try:
+        return int(os.read(told, 128).split()[1]) / 1e9
+    finally:
+        os.close(told)
+
+
+def _shares_its_core(device: torch.device) -> bool:
+    """Whether this process sleeps less for what others had its core."""
+    return _slowness > 1 and device.type == "cpu" and torch.get_num_threads() == 1

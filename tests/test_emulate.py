@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hetconv import emulate
+from hetconv.autotune.measure import timed
 from hetconv.emulate import DeviceName, both_stretched, set_speed, stretched
 from hetconv.errors import HetConvError
 from hetconv.rules import SplitKind
@@ -20,6 +26,15 @@ from .spawn import on_ranks
 from .test_modules import standalone
 
 CPU = torch.device("cpu")
+TOLD = emulate._waits_s
+
+
+@pytest.fixture(autouse=True)
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """In which this thread waited for its core, by turns."""
+    turns: list[float] = []
+    monkeypatch.setattr(emulate, "_waits_s", lambda: sum(turns))
+    return turns
 
 
 @pytest.fixture
@@ -150,6 +165,55 @@ def test_a_slowed_device_is_no_slower_on_a_shared_core(
     speed: float, others: float, threads: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Shared(others, monkeypatch).stretched(speed, threads) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("speed", "wait", "seconds"),
+    [
+        (0.5, 0.003, 20.003),  # nothing follows the last one
+        (0.5, 0.02, 20.2 - 9 * emulate.LATE),  # no more than a turn of others
+        (1.0, 0.003, 10.03),  # nothing makes good for it
+    ],
+)
+def test_a_slowed_device_sleeps_less_for_what_it_waited_between_computations(
+    speed: float, wait: float, seconds: float, monkeypatch: pytest.MonkeyPatch, waited: list[float]
+) -> None:
+    shared = Shared(0.0, monkeypatch)
+
+    def message() -> None:
+        stretched(shared.compute, CPU)
+        shared.now += wait
+        waited.append(wait)
+
+    assert shared.seconds(message, speed, 1) == pytest.approx(seconds)
+
+
+def test_what_is_measured_makes_good_for_nothing_before_it(
+    monkeypatch: pytest.MonkeyPatch, waited: list[float]
+) -> None:
+    shared = Shared(0.0, monkeypatch)
+    set_speed(0.5)
+    try:
+        stretched(shared.compute, CPU)
+        waited.append(0.003)
+        assert timed(lambda: stretched(shared.compute, CPU), CPU, lambda: shared.now) == pytest.approx(2.0)
+    finally:
+        set_speed(1.0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell waits for a core")
+def test_waits_for_a_core_that_is_shared_are_told() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before, start = TOLD(), time.perf_counter()
+        while TOLD() < before + 0.02:
+            assert time.perf_counter() < start + 60
+    finally:
+        rival.kill()
+        rival.wait()
+        os.sched_setaffinity(0, cores)
 
 
 def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,10 +160,10 @@ class _Plans:
 
         def steps(way: AtWork) -> list[float]:
             pricer = sending(way.latency, way.of_bytes)
-            return [pricer.walked_s(of_plan, overlap=way.overlap) for of_plan in walked]
+            return [pricer.walked_s(of_plan, way.slowness, way.overlap) for of_plan in walked]
 
         took, noise = [rival.part * alone_s for rival in ran], [rival.noise for rival in ran]
-        found = at_work(steps, took, noise, self.profile.overlap)
+        found = at_work(steps, took, noise, self.profile.world, self.profile.overlap)
         return Learnt(factors, found, believed(alone_s / alone.predicted.step_s))
 
     def find_reference(self, found: Sequence[Contender]) -> None:

@@ -43,7 +43,10 @@ _seen = _Seen(0.0, 0.0, 0.0)
 LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
 PAUSE = 1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
 listeners: list[Callable[[float, float], None]] = []
-"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`."""
+"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`.
+
+The end is where it would be if the computation had not been shorter for what was waited before it.
+"""
 visitors: list[Callable[[], None]] = []
 """Each is let in at the end of every computation, before what is slowed sleeps, and in the middle of some, see
 `interlude`.
@@ -108,6 +111,7 @@ class _Begun(NamedTuple):
     start: float
     worked: float
     aside: _Spent
+    waited: float  # seconds, for the core since the last computation, which the sleep is to make good
 
 
 def stretched(compute: Callable[[], T], device: torch.device) -> T:
@@ -134,10 +138,11 @@ def _begin(device: torch.device) -> _Begun:
     global _overslept
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    if _shares_its_core(device):
-        _overslept = min(_overslept + max(_waits_s() - _waited, 0.0), LATE)
+    waited = max(_waits_s() - _waited, 0.0) if _shares_its_core(device) else 0.0
+    waited = min(waited, LATE - _overslept)
+    _overslept += waited
     _look(paused=True)
-    return _Begun(time.perf_counter(), work_clock(device), _aside)
+    return _Begun(time.perf_counter(), work_clock(device), _aside, waited)
 
 
 def _finish(begun: _Begun, device: torch.device) -> None:
@@ -157,7 +162,7 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
     _overslept = min(_overslept + slept - rest, LATE)
     for listener in listeners:
-        listener(begun.start, done + slept)
+        listener(begun.start, done + slept + begun.waited)
     if _shares_its_core(device):
         forget_waits()
     seconds, all_worked = time.perf_counter() - begun.start, work_clock(device) - begun.worked

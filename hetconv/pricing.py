@@ -131,18 +131,19 @@ class Pricer:
     def step_s(self, name: str, splits: Mapping[str, Split], pulse_s: Sequence[float] = ()) -> float:
         """Seconds of a step of the plan of this name, see `of`; of devices that a pulse takes so long, or the usual."""
         pricer = self.of(name)
-        return pricer.walked_s(pricer.walk(splits), pulse_s)
+        return pricer.walked_s(pricer.walk(splits), pricer.profile.slowness(pulse_s))
 
-    def walked_s(self, walked: Walked, pulse_s: Sequence[float] = (), overlap: float | None = None) -> float:
+    def walked_s(self, walked: Walked, slowness: Sequence[float] = (), overlap: float | None = None) -> float:
         """`step_s` of a plan with which this pricer, or one that it was made `over` from, has walked.
 
-        ``overlap``: in place of the profile's.
+        ``slowness``: how many times as long each device takes for all that it computes; ``overlap``: in place of the
+        profile's.
         """
         applied, sums = walked
         hidden = self.network.overlap if overlap is None else overlap
-        clocks, slowness = Clocks(self.profile.world, overlap=hidden), self.profile.slowness(pulse_s)
+        clocks = Clocks(self.profile.world, overlap=hidden)
         for one in _in_order([self._of(a) for a in applied]):
-            clocks.step(one._replace(seconds=one.seconds * slowness))
+            clocks.step(one._replace(seconds=one.seconds * slowness) if slowness else one)
         for one in self._summing(sums, self._rounds(sums)):
             clocks.step(one)
         return float(clocks.now.max())

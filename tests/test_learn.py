@@ -175,21 +175,34 @@ def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
 
 @pytest.mark.parametrize(
     "way",
-    [AtWork(), AtWork(8.0), AtWork(1.0, 2.0), AtWork(4 * sqrt(2), 2.0), AtWork(16.0, 1.0, 0.25), AtWork(overlap=0.0)],
+    [
+        AtWork(),
+        AtWork(8.0),
+        AtWork(1.0, 2.0),
+        AtWork(4 * sqrt(2), 2.0),
+        AtWork(16.0, 1.0, 0.25),
+        AtWork(overlap=0.0),
+        AtWork(slowness=(1.0, 1.2)),
+        AtWork(4.0, 1.5, slowness=(1.0, 1.45)),
+        AtWork(slowness=(1.3, 1.0)),
+    ],
     ids=str,
 )
 def test_what_messages_take_at_work_is_learnt_from_what_steps_took(way: AtWork) -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
     measured = steps_with(profile, way)
-    assert at_work(lambda tried: steps_with(profile, tried), measured, [0.0] * len(measured), profile.overlap) == way
+    found = at_work(lambda tried: steps_with(profile, tried), measured, [0.0] * len(measured), 2, profile.overlap)
+    assert found == way
 
 
 def test_messages_at_work_are_those_at_rest_where_nothing_says_more() -> None:
-    assert at_work(lambda _: [], [], []) == AtWork()
-    assert at_work(lambda _: [1.0], [2.0], [0.0]) == AtWork()  # where it makes no difference
-    little = at_work(lambda way: [1.0 + 0.001 * way.of_bytes, 1.0], [1.011, 1.0], [0.0] * 2)  # a percent, maybe noise
+    assert at_work(lambda _: [], [], [], 2) == AtWork()
+    assert at_work(lambda _: [1.0], [2.0], [0.0], 2) == AtWork()  # where it makes no difference
+    little = at_work(
+        lambda way: [1.0 + 0.001 * way.of_bytes, 1.0], [1.011, 1.0], [0.0] * 2, 2
+    )  # a percent, maybe noise
     assert little == AtWork()
-    slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0], [0.0] * 3)
+    slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0], [0.0] * 3, 2)
     assert slow == AtWork(LATENCIES[-1], BYTES[-1])
 
 
@@ -197,10 +210,10 @@ def test_halos_are_hidden_as_one_layer_has_shown_where_steps_say_nearly_the_same
     def halos(way: AtWork) -> list[float]:
         return [2.0 - (0.3 if way.overlap is None else way.overlap)]
 
-    found = [at_work(halos, [took], [0.0], 0.3) for took in (1.72, 1.26, 1.0)]
+    found = [at_work(halos, [took], [0.0], 2, 0.3) for took in (1.72, 1.26, 1.0)]
     assert found == [AtWork(), AtWork(overlap=0.75), AtWork(overlap=1.0)]
 
 
 def test_noisy_steps_say_less_of_messages() -> None:
-    found = [at_work(lambda way: [1 + 0.1 * way.of_bytes], [1.2], [noise]) for noise in (0.0, 2.0)]
+    found = [at_work(lambda way: [1 + 0.1 * way.of_bytes], [1.2], [noise], 2) for noise in (0.0, 2.0)]
     assert found == [AtWork(1.0, 2.0), AtWork()]

@@ -264,8 +264,11 @@ def undisproved(tried: Sequence[Tried], seen: Sequence[Rival]) -> Sequence[Tried
     """Without those that took another part of the device alone's steps when they were ``seen`` again, in more rounds:
     something else ran beside the one or the other. All, if it is every one.
     """
-    since = {digest([rival.contender]): rival.part for rival in seen}
-    found = [(c, t) for c, t in tried if t.value and abs(log(t.value / since.get(digest([c]), t.value))) <= UNSTEADY]
+
+    def disproved(c: Contender, part: float) -> bool:
+        return any(abs(log(part / r.part)) > UNSTEADY for r in seen if r.contender.splits == c.splits)
+
+    found = [(c, t) for c, t in tried if t.value and not disproved(c, t.value)]
     return found or tried
 
 

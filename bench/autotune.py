@@ -18,7 +18,7 @@ import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -39,9 +39,11 @@ from hetconv.autotune.tune import Job, tune
 from hetconv.autotune.usual import Usual
 from hetconv.candidates import EVEN
 from hetconv.emulate import DeviceName
-from hetconv.plan import ALONE, Mode
+from hetconv.graph import Graph
+from hetconv.plan import ALONE, Mode, Plan
 from hetconv.planner import PLANNED, make_plan
 from hetconv.pricing import Pricer
+from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture
 from hetconv.transport import team_of
 
@@ -149,7 +151,6 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         with torch.set_grad_enabled(mode == "train"):
             graph = capture(model, x)
         plan = make_plan(graph, profile, mode=mode)
-        assert plan.predicted is not None
         plans = {} if plan.chosen.startswith(ALONE) else {PLANNED: dict(plan.splits)}
         all_plans = compared(graph, profile, mode, plans)
         steps = plan_steps(model, x, graph, profile, mode, all_plans)
@@ -169,8 +170,14 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
     as_run = [{name: step.seconds for name, step in one.items()} for one in again]
     found = {"chosen": plan.chosen} | figures(check) | gains(at_usual, own) | {AS_RUN: gains(as_run, own)}
     found |= {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
-    found |= {OF_BOUND: round(found["measured again ms"][own] / 1e3 / max(plan.predicted.busy_s), 4)}
+    found |= {OF_BOUND: round(found["measured again ms"][own] / 1e3 / computing_s(graph, profile, plan), 4)}
     return found if busy else found | possible([d.speed for d in devices], [d.pulse_s or 1.0 for d in profile.devices])
+
+
+def computing_s(graph: Graph, profile: ClusterProfile, plan: Plan) -> float:
+    """Of the plan's busiest device, as fast as its layers say; not with what it waits for its core beside them."""
+    as_layers = replace(profile, devices=tuple(replace(device, slowness=1.0) for device in profile.devices))
+    return max(Pricer(graph, as_layers, plan.mode).of(plan.chosen).price(plan.splits)[0].busy_s)
 
 
 def checked(steps: Mapping[str, Step], device: torch.device, check: Callable[[list[Round]], Check]) -> Check:

@@ -171,10 +171,10 @@ class DeviceModel:
         return once * (self.backward_ratio if backward else 1.0) + self.overhead(backward)
 
     def by_itself(self) -> DeviceModel:
-        """This device while all others rest; as it is if that was not measured."""
+        """This device while all others rest; as its layers are if that was not measured."""
         known = self.alone
         if known is None:
-            return self
+            return replace(self, slowness=1.0)
         whole = {
             key: OperatorModel(Curve((1.0,), (forward,)), Curve((1.0,), (backward,)))
             for key, (forward, backward) in known.operators.items()

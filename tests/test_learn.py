@@ -155,13 +155,13 @@ def _observed(plan: Contender) -> list[dict[str, float]]:
 def test_shares_are_balanced_by_corrected_seconds(kind: SplitKind) -> None:
     graph = hetconv.capture(nn.Conv2d(256, 96, 3, padding=1), torch.ones(1, 256, 96, 96))
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
-    slower = replace(profile.devices[1], corrections={kind: 2.0})
-    even, uneven = (
-        Candidates(graph, p, "train").balanced(kind)[""].sizes
-        for p in (profile, replace(profile, devices=(profile.devices[0], slower)))
+    slower = [replace(profile.devices[1], corrections={kind: 2.0}), replace(profile.devices[1], slowness=2.0)]
+    even, *uneven = (
+        Candidates(graph, replace(profile, devices=(profile.devices[0], d)), "train").balanced(kind)[""].sizes
+        for d in (profile.devices[1], *slower)
     )
     assert even == (48, 48)
-    assert uneven == (64, 32)
+    assert uneven == [(64, 32)] * 2
 
 
 def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:

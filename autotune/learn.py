@@ -21,7 +21,7 @@ HARDLY = 0.5  # of what the busiest device computes: who has less shows what cal
 LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest; or between two of these
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)  # parts of halos that may be hidden
-SLOWNESS = (1.0, 1.1, 1.2, 1.3, 1.45)  # of a device in steps: it waits for its core between computations too
+SLOWNESS = (1.0, 1.1, 1.2, 1.3, 1.45)  # in steps, of a device that waits for its core between computations too
 # How much better, in the sum of logarithms, steps must be predicted for each e-fold by which messages leave their rest,
 # and for halos of which no more than one layer has shown is hidden, but all, or the other way round:
 UNLIKELY_LATENCY, UNLIKELY_BYTES = 0.02, 0.05  # what hardly changes those that ran may change others out of reason
@@ -120,11 +120,11 @@ def at_work(
     predicted: Callable[[AtWork], Sequence[float]],
     measured: Sequence[float],
     noise: Sequence[float],
-    world: int,
+    sharing: Sequence[bool] = (),
     overlap: float = 1.0,
 ) -> AtWork:
-    """With which of `LATENCIES`, `BYTES`, `OVERLAPS`, and `SLOWNESS` of each of ``world`` devices, the plans' steps
-    would have been predicted best: off by the least factor.
+    """With which of `LATENCIES`, `BYTES`, `OVERLAPS`, and `SLOWNESS` of devices that are ``sharing`` their cores, by
+    rank, the plans' steps would have been predicted best: off by the least factor.
 
     ``predicted``: the steps when it is so. ``noise`` of what was measured, in logarithms: the more, the less it counts.
     The nearer to ones, and to the ``overlap`` that one layer has shown, the likelier a way is by itself: plans that
@@ -141,7 +141,7 @@ def at_work(
 
     as_fast = min((AtWork(*way) for way in product(LATENCIES, BYTES, (None, *OVERLAPS[::2]))), key=off)
     starts = _refined(as_fast, off), AtWork()
-    return _refined(min((_with_slower_devices(way, world, off) for way in starts), key=off), off)
+    return _refined(min((_with_slower_devices(way, sharing, off) for way in starts), key=off), off)
 
 
 def _refined(likely: AtWork, off: Callable[[AtWork], float]) -> AtWork:
@@ -152,13 +152,14 @@ def _refined(likely: AtWork, off: Callable[[AtWork], float]) -> AtWork:
     return min((likely, *(likely._replace(overlap=part) for part in (None, *OVERLAPS))), key=off)
 
 
-def _with_slower_devices(likely: AtWork, world: int, off: Callable[[AtWork], float]) -> AtWork:
+def _with_slower_devices(likely: AtWork, sharing: Sequence[bool], off: Callable[[AtWork], float]) -> AtWork:
     """One more, or another slowness of it, with latencies that suit that, as long as steps are predicted better so."""
+    ranks = [rank for rank, shares in enumerate(sharing) if shares]
     while True:
-        before, now = likely, likely.slowness or (1.0,) * world
+        before, now = likely, likely.slowness or (1.0,) * len(sharing)
         slower = (
             likely._replace(latency=latency, slowness=(*now[:rank], slow, *now[rank + 1 :]))
-            for rank, slow, latency in product(range(world), SLOWNESS, LATENCIES)
+            for rank, slow, latency in product(ranks, SLOWNESS, LATENCIES)
         )
         likely = min((likely, *slower), key=off)
         if likely == before:

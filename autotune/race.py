@@ -64,13 +64,14 @@ class Outcome(NamedTuple):
     """``rounds``: of each way a step; of the one that was listened to, for how many seconds each rank computed.
 
     These are as on devices that took ``pulse_s`` for a pulse, their mean while it ran. ``noise``: their standard error,
-    in logarithms.
+    in logarithms. ``waited``: for which part of the step each rank waited for its core.
     """
 
     rounds: list[Round]
     computing: tuple[float, ...] = ()
     noise: tuple[float, ...] = ()
     pulse_s: tuple[float, ...] = ()
+    waited: tuple[float, ...] = ()
 
 
 def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
@@ -193,8 +194,11 @@ class Race:
         else:
             slow = [step.pulse_s[team.rank] / mean_s[team.rank] for step in ran]
             own_s = [seconds / times for seconds, times in zip(heard.seconds, slow, strict=True)]
-        computing, noise = zip(*objects_of_all(team, (median(own_s), noise_of(own_s))), strict=True)
-        return Outcome(rounds, computing, noise, mean_s)
+        waited = median(heard.waited) / median(step.seconds for step in ran)
+        computing, noise, waits_of_all = zip(
+            *objects_of_all(team, (median(own_s), noise_of(own_s), waited)), strict=True
+        )
+        return Outcome(rounds, computing, noise, mean_s, waits_of_all)
 
     def _heard(self, order: Order, steps: dict[str, Step], team: Team) -> tuple[_Heard | None, bool]:
         """Who listens, in place of the step, if anybody; and whether that makes a host wait for its device.
@@ -234,18 +238,21 @@ def _ended(rounds: Sequence[Round], order: Order, told: bool) -> bool:
 
 
 class _Heard:
-    """A step that notes for how many seconds of it this rank computes convolutions and linears."""
+    """A step that notes how long this rank computes convolutions and linears, and waits for its core."""
 
     def __init__(self, name: str, step: Step):
-        self.name, self._step, self.seconds = name, step, list[float]()
+        self.name, self._step = name, step
+        self.seconds, self.waited = list[float](), list[float]()
 
     def __call__(self) -> None:
         self.seconds.append(0.0)
+        before = emulate.waits_s()
         emulate.listeners.append(self._note)
         try:
             self._step()
         finally:
             emulate.listeners.remove(self._note)
+        self.waited.append(emulate.waits_s() - before)
 
     def _note(self, start: float, end: float) -> None:
         self.seconds[-1] += end - start

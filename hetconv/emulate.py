@@ -96,10 +96,22 @@ def slowness() -> float:
     return _slowness
 
 
+def waits_s() -> float:
+    """Seconds in which this thread waited for its core while it could have run; none where the system does not tell."""
+    try:
+        told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        return 0.0
+    try:
+        return int(os.read(told, 128).split()[1]) / 1e9
+    finally:
+        os.close(told)
+
+
 def forget_waits() -> None:
     """What comes next is measured: it sleeps no less for what this thread waited for its core before."""
     global _waited
-    _waited = _waits_s()
+    _waited = waits_s()
 
 
 def as_it_is() -> bool:
@@ -138,7 +150,7 @@ def _begin(device: torch.device) -> _Begun:
     global _overslept
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    waited = max(_waits_s() - _waited, 0.0) if _shares_its_core(device) else 0.0
+    waited = max(waits_s() - _waited, 0.0) if _shares_its_core(device) else 0.0
     waited = min(waited, LATE - _overslept)
     _overslept += waited
     _look(paused=True)
@@ -201,18 +213,6 @@ def work_clock(device: torch.device) -> float:
     than one nobody can tell these.
     """
     return time.thread_time() if _shares_its_core(device) else time.perf_counter()
-
-
-def _waits_s() -> float:
-    """Seconds in which this thread waited for its core while it could have run; none where the system does not tell."""
-    try:
-        told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return 0.0
-    try:
-        return int(os.read(told, 128).split()[1]) / 1e9
-    finally:
-        os.close(told)
 
 
 def _shares_its_core(device: torch.device) -> bool:

@@ -104,7 +104,7 @@ class DeviceModel:
     run on tensor cores. ``overhead_s``: what the host takes to call an operator, and ``backward_overhead_s`` what
     training adds to that; where it is not known, the first times ``backward_ratio``. ``alone``: without the others.
     ``corrections``, by kind of split: what layers were found to take in whole steps, of what they take one by one;
-    ``slowness``: what all that the device computes was found to take beside that, with what it waits for its core.
+    ``slowness``: what all that the device computes was found to take beside that, where others have its core too.
     ``measured``: under which conditions; nothing was, if it says nothing. ``pulse_s``: of a small fixed piece of work
     meanwhile, by which to tell how fast the device is at another time.
     """

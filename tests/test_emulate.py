@@ -26,14 +26,14 @@ from .spawn import on_ranks
 from .test_modules import standalone
 
 CPU = torch.device("cpu")
-TOLD = emulate._waits_s
+TOLD = emulate.waits_s
 
 
 @pytest.fixture(autouse=True)
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """In which this thread waited for its core, by turns."""
     turns: list[float] = []
-    monkeypatch.setattr(emulate, "_waits_s", lambda: sum(turns))
+    monkeypatch.setattr(emulate, "waits_s", lambda: sum(turns))
     return turns
 
 

@@ -14,7 +14,7 @@ from torch import nn
 import hetconv
 from hetconv.autotune import learn
 from hetconv.autotune.learn import BYTES, LATENCIES, MOST, AtWork, Observed, at_work, corrected, noise_of
-from hetconv.autotune.plans import observed
+from hetconv.autotune.plans import observed, sharing
 from hetconv.candidates import Candidates
 from hetconv.plan import Mode
 from hetconv.planner import Contender, contenders
@@ -164,6 +164,9 @@ def test_shares_are_balanced_by_corrected_seconds(kind: SplitKind) -> None:
     assert uneven == [(64, 32)] * 2
 
 
+SHARING = True, True
+
+
 def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
     """Of the kinds in which a small net can be cut."""
     graph = hetconv.capture(SuperResolution(), torch.zeros(2, 3, 24, 20))
@@ -191,18 +194,34 @@ def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
 def test_what_messages_take_at_work_is_learnt_from_what_steps_took(way: AtWork) -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
     measured = steps_with(profile, way)
-    found = at_work(lambda tried: steps_with(profile, tried), measured, [0.0] * len(measured), 2, profile.overlap)
+    found = at_work(lambda tried: steps_with(profile, tried), measured, [0.0] * len(measured), SHARING, profile.overlap)
     assert found == way
 
 
+def test_only_who_shares_its_core_is_slower_than_its_layers_say() -> None:
+    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
+    measured = steps_with(profile, AtWork(slowness=(1.0, 1.3)))
+
+    def found(*sharing: bool) -> AtWork:
+        tried = [0.0] * len(measured)
+        return at_work(lambda way: steps_with(profile, way), measured, tried, sharing, profile.overlap)
+
+    assert found(False, True).slowness == (1.0, 1.3)
+    assert found(False, False).slowness == found().slowness == ()
+    waits = ([0.02, 0.4], [0.3, 0.3], [0.01, 0.05])
+    trials = [create_trial(value=1.0, user_attrs={"waited": of_ranks}) for of_ranks in waits]
+    assert sharing(trials) == (False, True)
+    assert sharing([]) == ()
+
+
 def test_messages_at_work_are_those_at_rest_where_nothing_says_more() -> None:
-    assert at_work(lambda _: [], [], [], 2) == AtWork()
-    assert at_work(lambda _: [1.0], [2.0], [0.0], 2) == AtWork()  # where it makes no difference
+    assert at_work(lambda _: [], [], [], SHARING) == AtWork()
+    assert at_work(lambda _: [1.0], [2.0], [0.0], SHARING) == AtWork()  # where it makes no difference
     little = at_work(
-        lambda way: [1.0 + 0.001 * way.of_bytes, 1.0], [1.011, 1.0], [0.0] * 2, 2
+        lambda way: [1.0 + 0.001 * way.of_bytes, 1.0], [1.011, 1.0], [0.0] * 2, SHARING
     )  # a percent, maybe noise
     assert little == AtWork()
-    slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0], [0.0] * 3, 2)
+    slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0], [0.0] * 3, SHARING)
     assert slow == AtWork(LATENCIES[-1], BYTES[-1])
 
 
@@ -210,10 +229,10 @@ def test_halos_are_hidden_as_one_layer_has_shown_where_steps_say_nearly_the_same
     def halos(way: AtWork) -> list[float]:
         return [2.0 - (0.3 if way.overlap is None else way.overlap)]
 
-    found = [at_work(halos, [took], [0.0], 2, 0.3) for took in (1.72, 1.26, 1.0)]
+    found = [at_work(halos, [took], [0.0], SHARING, 0.3) for took in (1.72, 1.26, 1.0)]
     assert found == [AtWork(), AtWork(overlap=0.75), AtWork(overlap=1.0)]
 
 
 def test_noisy_steps_say_less_of_messages() -> None:
-    found = [at_work(lambda way: [1 + 0.1 * way.of_bytes], [1.2], [noise], 2) for noise in (0.0, 2.0)]
+    found = [at_work(lambda way: [1 + 0.1 * way.of_bytes], [1.2], [noise], SHARING) for noise in (0.0, 2.0)]
     assert found == [AtWork(1.0, 2.0), AtWork()]

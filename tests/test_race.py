@@ -68,6 +68,8 @@ def test_every_way_is_timed_in_every_round() -> None:
     assert min(first[0].computing) > 0
     assert [len(outcome.noise) for outcome in first] == [2, 0]
     assert [len(outcome.pulse_s) for outcome in first] == [2, 0]
+    assert [len(outcome.waited) for outcome in first] == [2, 0]
+    assert min(first[0].waited) >= 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

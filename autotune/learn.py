@@ -147,9 +147,16 @@ def at_work(
 def _refined(likely: AtWork, off: Callable[[AtWork], float]) -> AtWork:
     """With latencies between those of the grid, and all of `OVERLAPS`."""
     between = [x for x in (likely.latency / sqrt(2), likely.latency * sqrt(2)) if LATENCIES[0] <= x <= LATENCIES[-1]]
-    ways = (likely._replace(latency=x, of_bytes=y) for x, y in product(between, BYTES))
+    return _with_messages(likely, between, OVERLAPS, off)
+
+
+def _with_messages(
+    likely: AtWork, latencies: Sequence[float], overlaps: Sequence[float], off: Callable[[AtWork], float]
+) -> AtWork:
+    """With other messages, if steps are predicted better so, and then with more or less of halos hidden."""
+    ways = (likely._replace(latency=x, of_bytes=y) for x, y in product(latencies, BYTES))
     likely = min((likely, *ways), key=off)
-    return min((likely, *(likely._replace(overlap=part) for part in (None, *OVERLAPS))), key=off)
+    return min((likely, *(likely._replace(overlap=part) for part in (None, *overlaps))), key=off)
 
 
 def _with_slower_devices(likely: AtWork, sharing: Sequence[bool], off: Callable[[AtWork], float]) -> AtWork:
@@ -164,9 +171,7 @@ def _with_slower_devices(likely: AtWork, sharing: Sequence[bool], off: Callable[
         likely = min((likely, *slower), key=off)
         if likely == before:
             return likely
-        ways = (likely._replace(latency=x, of_bytes=y) for x, y in product(LATENCIES, BYTES))
-        likely = min((likely, *ways), key=off)
-        likely = min((likely, *(likely._replace(overlap=part) for part in (None, *OVERLAPS[::2]))), key=off)
+        likely = _with_messages(likely, LATENCIES, OVERLAPS[::2], off)
 
 
 def noise_of(seconds: Sequence[float]) -> float:

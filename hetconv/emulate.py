@@ -109,7 +109,7 @@ def waits_s() -> float:
 
 
 def forget_waits() -> None:
-    """What comes next is measured: it sleeps no less for what this thread waited for its core before."""
+    """No sleep is shorter any more for what this thread waited for its core until now."""
     global _waited
     _waited = waits_s()
 

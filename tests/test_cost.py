@@ -19,7 +19,7 @@ from hetconv.graph import Node
 from hetconv.layout import Layout
 from hetconv.ops.geometry import spatial_geometry
 from hetconv.plan import Mode
-from hetconv.pricing import Pricer, price
+from hetconv.pricing import price
 from hetconv.profile import Axis, ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
 from hetconv.proportions import whole_model
 from hetconv.provenance import Conditions
@@ -28,7 +28,7 @@ from hetconv.spec import ConvSpec
 from hetconv.walk import walk
 
 from .equivalence import captured, loss_of
-from .nets import OTHER_RANKS, MobileBlock, ResNet, SuperResolution, UNet, kinds_of, plan_of
+from .nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
 from .spawn import on_ranks
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -138,22 +138,6 @@ def test_convolutions_of_float32_run_in_tf32_where_a_device_does_that_faster() -
     whole = up.nodes[0].op.step((Layout.replicated((1, 2, 4, 4), 1),), REPLICATE)
     seconds = Operators(up, [device]).seconds(up.nodes[0], REPLICATE, whole, False)
     assert seconds == pytest.approx([2 * 32 * 3 * 4 / 8])
-
-
-def test_a_device_is_slower_in_steps_than_its_layers_say() -> None:
-    """All that it computes, measured or not; alone it is as fast as ever."""
-    graph = hetconv.capture(SuperResolution(), torch.zeros(2, 3, 24, 20))
-    fast = ClusterProfile.from_devices(["cpu", "cpu"])
-    conv = next(iter(graph.layers.values()))
-    known = OperatorModel(Curve((1.0,), (3e-3,)), Curve((1.0,), (5e-3,)))
-    device = replace(fast.devices[1], operators={operator_key(conv, "pixels", "float32"): known})
-    fast, slow = (replace(fast, devices=(fast.devices[0], replace(device, slowness=s))) for s in (1.0, 1.5))
-    splits = dict.fromkeys(graph.layers, Split("sample", (1, 1)))
-    for profile, more in ((fast, 1.0), (slow, 1.5)):
-        busy_s = Pricer(graph, profile, "train").price(splits)[0].busy_s
-        assert busy_s[1] == pytest.approx(more * Pricer(graph, fast, "train").price(splits)[0].busy_s[1])
-        assert busy_s[0] == Pricer(graph, fast, "train").price(splits)[0].busy_s[0]
-        assert profile.alone().devices[1] == fast.alone().devices[1]
 
 
 @pytest.mark.parametrize(

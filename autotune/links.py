@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from hetconv.layout import Box
 from hetconv.movement import sum_pieces
@@ -21,7 +20,7 @@ from hetconv.transport import Round, Team, objects_of_all
 
 from . import fit
 from .machine import conditions
-from .measure import timed
+from .measure import meet, timed
 
 TINY = 4  # bytes
 SIZES = tuple(1 << n for n in (10, 13, 16, 19, 22, 26))  # bytes
@@ -162,7 +161,7 @@ def _at_once(team: Team, actions: Mapping[int, Callable[[], Any]], device: torch
     mine: dict[int, list[float]] = {size: [] for size in actions}
     for _, (size, action) in product(range(VISITS), actions.items()):
         for repeat in range(_repeats(size)):
-            dist.barrier(group=team.control)
+            meet(team)
             seconds = timed(action, device)
             if repeat > 0:
                 mine[size].append(seconds)

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import harmonic_mean
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from hetconv import emulate
 from hetconv.transport import Team, objects_of_all, team_of
 
-from .measure import WARM_S, pulse, timed
+from .measure import WARM_S, meet, pulse, timed
 
 MOST_ROUNDS = 31
 BEATS = 4  # pulses before each step; as many within it tell more than these
@@ -83,11 +84,14 @@ def pulses_of(steps: Sequence[Paced]) -> tuple[float, ...]:
 def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
     """Seconds of a step that all ranks begin together."""
 
+    # Between hosts, and by NCCL, who waits gives up when the team's own connections do.
+    all_here = partial(meet, team) if team.one_host else partial(dist.barrier, team.group)
+
     def together() -> None:
         timed(step, device)
-        dist.barrier(team.group)
+        all_here()
 
-    dist.barrier(team.group)
+    all_here()
     return timed(together, device)
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hetconv import emulate
 from hetconv.autotune import rounds
 from hetconv.autotune.measure import WARM_S
 from hetconv.autotune.race import Alone, step_alone
-from hetconv.autotune.rounds import BEATS, EVERY, Paced, paced_rounds, paired, pulses_of
+from hetconv.autotune.rounds import BEATS, EVERY, Paced, paced_rounds, paired, pulses_of, until_all_are_done
 from hetconv.autotune.usual import Usual
 from hetconv.candidates import Candidates
 from hetconv.plan import ALONE, Mode
@@ -25,6 +27,7 @@ from hetconv.pricing import Pricer
 from hetconv.profile import Alone as Rested
 from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture
+from hetconv.transport import team_of
 
 from .nets import Chain, splits_of
 from .spawn import on_ranks
@@ -211,3 +214,27 @@ def test_short_steps_run_in_more_rounds_but_not_in_too_many(
     monkeypatch.setattr(rounds, "team_of", lambda: None)
     monkeypatch.setattr(rounds, "one_round", lambda *_: {"a": Paced(1.5, ()), "b": Paced(0.5, ())})
     assert len(paced_rounds({"a": lambda: None, "b": lambda: None}, 2, CPU, longest, most=4)) == count
+
+
+def a_step() -> tuple[float, float, float, float]:
+    """When this rank came to it, began it, was done and had seen all done; rank 1 comes late and takes long."""
+    team, late = team_of(), 0.2 * dist.get_rank()
+    times = list[float]()
+
+    def step() -> None:
+        times.append(time.monotonic())
+        time.sleep(late)
+        times.append(time.monotonic())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "barrier", None)  # its threads wait for the system's next turn where a core is full
+        time.sleep(late)
+        came = time.monotonic()
+        until_all_are_done(step, CPU, team)
+    return came, *times, time.monotonic()
+
+
+def test_ranks_of_a_host_begin_a_step_and_end_it_together_without_the_backend() -> None:
+    came, began, done, saw_all_done = zip(*on_ranks(2, a_step), strict=True)
+    assert max(came) <= min(began)
+    assert max(done) <= min(saw_all_done)

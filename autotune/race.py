@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 from hetconv import emulate
 from hetconv.emulate import stretched
 from hetconv.kernels import CHANNELS_LAST
+from hetconv.own_core import waits_s
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
 from hetconv.transport import Team, disband, objects_of_all, team_of
@@ -246,13 +247,13 @@ class _Heard:
 
     def __call__(self) -> None:
         self.seconds.append(0.0)
-        before = emulate.waits_s()
+        before = waits_s()
         emulate.listeners.append(self._note)
         try:
             self._step()
         finally:
             emulate.listeners.remove(self._note)
-        self.waited.append(emulate.waits_s() - before)
+        self.waited.append(waits_s() - before)
 
     def _note(self, start: float, end: float) -> None:
         self.seconds[-1] += end - start

@@ -8,7 +8,6 @@ by its name.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import HetConvError
+from .own_core import waits_s
 
 T = TypeVar("T")
 
@@ -94,18 +94,6 @@ def set_speed(speed: float) -> None:
 def slowness() -> float:
     """How many times as long as it could this process takes for what is `stretched`."""
     return _slowness
-
-
-def waits_s() -> float:
-    """Seconds in which this thread waited for its core while it could have run; none where the system does not tell."""
-    try:
-        told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        return 0.0
-    try:
-        return int(os.read(told, 128).split()[1]) / 1e9
-    finally:
-        os.close(told)
 
 
 def forget_waits() -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +21,6 @@ from .spawn import on_ranks
 from .test_modules import standalone
 
 CPU = torch.device("cpu")
-TOLD = emulate.waits_s
 
 
 @pytest.fixture(autouse=True)
@@ -199,21 +193,6 @@ def test_what_is_measured_makes_good_for_nothing_before_it(
         assert timed(lambda: stretched(shared.compute, CPU), CPU, lambda: shared.now) == pytest.approx(2.0)
     finally:
         set_speed(1.0)
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell waits for a core")
-def test_waits_for_a_core_that_is_shared_are_told() -> None:
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        before, start = TOLD(), time.perf_counter()
-        while TOLD() < before + 0.02:
-            assert time.perf_counter() < start + 60
-    finally:
-        rival.kill()
-        rival.wait()
-        os.sched_setaffinity(0, cores)
 
 
 def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:

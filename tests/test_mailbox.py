@@ -231,3 +231,27 @@ def test_waiting_ends(what: str) -> None:
 
     with pytest.raises(TimeoutError, match=r"nothing came within 0\.05 s"):
         wait()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_receiver_sleeps_at_once_but_on_a_core_of_its_own(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    here, there = ends
+    passed(here, there, torch.ones(1))  # memory for messages comes with the first one
+    monkeypatch.setattr(mailbox, "_own_core", lambda: own)
+    monkeypatch.setattr(mailbox, "LOOK_S", MINUTE.total_seconds())
+    slept = list[float]()
+    monkeypatch.setattr(mailbox, "_wait", lambda poll, wait_ms: (slept.append(wait_ms), poll.poll(wait_ms)))
+    wait = there.expect(torch.zeros(1))
+    sender = threading.Timer(0.05, here.send, [torch.ones(1)])
+    sender.start()
+    assert wait() == 1
+    sender.join()
+    assert slept == ([] if own else [6e4])
+
+
+def test_who_has_looked_in_vain_sleeps(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_own_core", lambda: True)
+    here, _there = ends
+    assert not here._looked()

@@ -1,0 +1,78 @@
+"""Whether a thread is told that its core is its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hetconv import own_core
+from hetconv.own_core import PERIOD_S, SHARED, OwnCore, waits_s
+
+
+class Core:
+    """What a thread had of one so far, in seconds."""
+
+    now, waited = 0.0, 1.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float, waiting: float) -> None:
+        self.now += seconds
+        self.waited += waiting
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    made = Core()
+    monkeypatch.setattr(own_core, "time", made)
+    monkeypatch.setattr(own_core, "waits_s", lambda: made.waited)
+    return made
+
+
+def test_a_core_is_ones_own_as_long_as_one_hardly_waits_for_it(core: Core) -> None:
+    own = OwnCore()
+    assert not own()  # nothing is known yet
+    core.passes(1.0, 0.9 * SHARED)
+    assert own()
+    core.passes(1.0, 1.1 * SHARED)
+    assert not own()
+    core.passes(1.0, 0.0)
+    assert own()
+
+
+def test_it_is_asked_once_in_some_turns_of_the_system(core: Core) -> None:
+    own = OwnCore()
+    core.passes(1.0, 0.0)
+    assert own()
+    core.passes(0.9 * PERIOD_S, PERIOD_S)
+    assert own()
+    core.passes(0.2 * PERIOD_S, 0.0)
+    assert not own()
+
+
+def test_nobody_has_a_core_of_its_own_where_the_system_does_not_tell(core: Core) -> None:
+    core.waited = 0.0
+    own = OwnCore()
+    core.passes(1.0, 0.0)
+    assert not own()
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell waits for a core")
+def test_waits_for_a_core_that_is_shared_are_told() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before, start = waits_s(), time.perf_counter()
+        while waits_s() < before + 0.02:
+            assert time.perf_counter() < start + 60
+    finally:
+        rival.kill()
+        rival.wait()
+        os.sched_setaffinity(0, cores)

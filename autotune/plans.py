@@ -281,7 +281,7 @@ def undisproved(tried: Sequence[Tried], seen: Sequence[Rival]) -> Sequence[Tried
 
 def digest(field: Sequence[Contender]) -> str:
     """Of the plans, in order: a study's trials name them by their place."""
-    said = [[(name, s.kind, s.sizes, s.nodes) for name, s in c.splits.items()] for c in field]
+    said = [[(name, s.kind, s.sizes, s.nodes, s.whole) for name, s in c.splits.items()] for c in field]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 

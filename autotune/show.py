@@ -29,9 +29,12 @@ def share_bar(split: Split) -> str:
 
 
 def sizes_text(split: Split) -> str:
-    """One size per rank; of two levels node after node, and the samples of each: ``3:1 | 2:2, samples 5:3``."""
+    """One size per rank: ``3:1``; of two levels node after node, and the samples of each: ``3:1 | 2:2, samples 5:3``.
+
+    And whether its sum is whole on every rank: ``3:1, whole sum``.
+    """
     nodes = spans(split.ranks or (len(split.sizes),))
-    text = " | ".join(":".join(map(str, split.sizes[a:b])) for a, b in nodes)
+    text = " | ".join(":".join(map(str, split.sizes[a:b])) for a, b in nodes) + ", whole sum" * split.whole
     return f"{text}, samples {':'.join(str(samples) for _, samples in split.nodes)}" if split.nodes else text
 
 

@@ -24,6 +24,7 @@ from .proportions import (
     nodes_by,
     split_of,
     whole_model,
+    with_whole_sum,
 )
 from .rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
 from .splits import INNER
@@ -107,8 +108,9 @@ class Candidates:
             if op not in known:
                 found: list[Split] = []
                 for kind, grids in cuts.items():
-                    found += [split_of(op, kind, grid, self.kinds) for grid in grids]
-                    found += [self._suited(name, op, kind)] if own else []
+                    own_kind = [split_of(op, kind, grid, self.kinds) for grid in grids]
+                    own_kind += [self._suited(name, op, kind)] if own else []
+                    found += [*own_kind, *map(with_whole_sum, own_kind)]
                 found += [split_of(op, kind, grid, self.kinds, nodes) for kind, grid in inner.items()]
                 legal = [s for s in dict.fromkeys(found) if s.kind != "replicate"]
                 whole = [REPLICATE] if "replicate" in self.kinds or not legal else []

@@ -74,7 +74,7 @@ class Layout:
 
     ``replicated``: every rank holds the whole. ``sharded``: the boxes are disjoint and cover the tensor; empty ones are
     allowed. ``partial``: every rank holds a summand of the whole; ``shares`` are the proportions in which a consumer
-    that works on parts sums it.
+    that works on parts sums it, and without any it takes the whole.
     """
 
     shape: Shape
@@ -91,8 +91,10 @@ class Layout:
         return _replicated(tuple(shape), world)
 
     @staticmethod
-    def partial(shape: Sequence[int], world: int, shares: Sequence[int] = ()) -> Layout:
-        return Layout(tuple(shape), "partial", (Box.whole(tuple(shape)),) * world, tuple(shares) or (1,) * world)
+    def partial(shape: Sequence[int], world: int, shares: Sequence[int] | None = None) -> Layout:
+        """``shares``: even ones, unless given."""
+        shares = (1,) * world if shares is None else tuple(shares)
+        return Layout(tuple(shape), "partial", (Box.whole(tuple(shape)),) * world, shares)
 
     @staticmethod
     def sharded(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Layout:

@@ -15,7 +15,7 @@ from .files import STRICT
 from .rules import Conv, Linear, Split
 from .tuned import TunedTile
 
-VERSION = 3
+VERSION = 4
 ALONE = "fastest device alone"  # so begins the name of a plan that leaves the model as it is
 Mode = Literal["train", "infer"]
 
@@ -144,7 +144,7 @@ class Plan:
     def digest(self) -> str:
         """What ranks compare before they act on a plan: the number of ranks, and all that decides what moves when."""
         layers = ((n, x.split, (x.followers, x.chunks)) for n, x in sorted(self.layers.items()))
-        said = [str(self.world), *(f"{n}={s.kind}{s.sizes}{s.nodes}{rest}" for n, s, rest in layers)]
+        said = [str(self.world), *(f"{n}={s}{rest}" for n, s, rest in layers)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
 
     def with_splits(self, splits: Mapping[str, Split]) -> Plan:

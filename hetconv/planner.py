@@ -19,7 +19,7 @@ from .memory import Limits, least_memory
 from .plan import ALONE, Considered, LayerPlan, Mode, Plan, Prediction
 from .pricing import LayerCost, Pricer, gathers
 from .profile import ClusterProfile
-from .proportions import Splits, split_of
+from .proportions import Splits, split_of, with_whole_sum
 from .rules import KINDS, Conv, Split, SplitKind
 from .search import Search
 
@@ -176,12 +176,12 @@ def _nudged(ways: Candidates, splits: Splits, group: Split, source: int, target:
     moved = min(moved, weights[source])
     weights[source] -= moved
     weights[target] += moved
-    return {
-        name: split_of(ways.graph.layers[name], split.kind, weights, ways.kinds, split.nodes)
-        if split == group
-        else split
-        for name, split in splits.items()
-    }
+
+    def nudged(name: str) -> Split:
+        cut = split_of(ways.graph.layers[name], group.kind, weights, ways.kinds, group.nodes)
+        return with_whole_sum(cut) if group.whole else cut
+
+    return {name: nudged(name) if split == group else split for name, split in splits.items()}
 
 
 def _fits(prediction: Prediction, limits: Limits) -> bool:

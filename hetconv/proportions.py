@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 from .errors import SplitError
@@ -93,6 +94,11 @@ def checked(
     except SplitError:
         return REPLICATE
     return split
+
+
+def with_whole_sum(split: Split) -> Split:
+    """The same, but that every rank gets the whole sum of a channel split."""
+    return replace(split, whole=True) if split.kind == "channel" and not split.nodes else split
 
 
 def extent_of(op: Conv | Linear, kind: SplitKind) -> int | None:

@@ -104,6 +104,11 @@ def _in_nodes(op: Conv | Linear, shape: Shape, x: Layout, split: Split) -> Step:
     return Step(*found, contributes=True) if found is not None else Gather(shape).step((x,))
 
 
+def _summands(shape: Shape, split: Split) -> Layout:
+    """Of a result under a channel split."""
+    return Layout.partial(shape, len(split.sizes), () if split.whole else split.sizes)
+
+
 def halos_travel(op: Op, x: Layout, split: Split) -> bool:
     """Whether a convolution's input is cut as a spatial split cuts it, so that own rows stay and halos come to them."""
     if not isinstance(op, Conv) or split.kind not in SPACE or x.kind != "sharded" or x.inner != op.dim(split.kind):
@@ -190,7 +195,7 @@ class Conv:
         if split.kind == "replicate":
             return Gather(s.y_shape).step(inputs)
         if split.kind == "channel":
-            return Step((Layout.sharded(s.x_shape, 1, split.sizes),), Layout.partial(s.y_shape, x.world, split.sizes))
+            return Step((Layout.sharded(s.x_shape, 1, split.sizes),), _summands(s.y_shape, split))
         if split.kind == "filter":
             per_group = s.C // s.groups
             groups = [self.group_span(f) for f in spans(split.sizes)]
@@ -254,8 +259,7 @@ class Linear:
         if split.kind == "filter":
             return Step((Need.everything(x.shape, x.world),), Layout.sharded(self.y_shape, last, split.sizes))
         if split.kind == "channel":
-            partial = Layout.partial(self.y_shape, x.world, split.sizes)
-            return Step((Layout.sharded(x.shape, last, split.sizes),), partial)
+            return Step((Layout.sharded(x.shape, last, split.sizes),), _summands(self.y_shape, split))
         if (dim := self.dim(split.kind)) is not None:
             sizes = apportion(x.shape[dim], split.sizes)
             cut = Layout.sharded(x.shape, dim, sizes)

@@ -25,11 +25,16 @@ class Split:
 
     ``nodes``: of a split of two levels, the ranks that each node has, one after another, and its proportion of the
     samples. Kind and sizes then say how each node shares its samples among its ranks.
+
+    ``whole``: what follows a ``channel`` split on parts, such as a norm, gets its sum whole on every rank. Otherwise
+    that is scattered over channels, in the proportions of the sizes, and gathered where it is wanted whole: as many
+    bytes in twice as many messages, but each rank norms its own channels alone.
     """
 
     kind: SplitKind
     sizes: tuple[int, ...] = ()
     nodes: tuple[tuple[int, int], ...] = ()
+    whole: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(self.sizes))
@@ -42,6 +47,8 @@ class Split:
                 f"Split({self.kind!r}, {self.sizes}) has no valid sizes; give one non-negative integer per rank, "
                 f"at least one of them positive (and none at all for 'replicate')"
             )
+        if self.whole and (self.kind != "channel" or self.nodes):
+            raise SplitError(f"{self} has no sum that could be whole; give that to channel splits of one level alone")
         if self.nodes:
             self._check_nodes()
 

@@ -12,6 +12,7 @@ from hetconv.calls import conv_spec
 from hetconv.layout import apportion
 from hetconv.modules import PlainConv
 from hetconv.plan import LayerPlan, Plan
+from hetconv.proportions import with_whole_sum
 from hetconv.rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
 
 
@@ -206,7 +207,10 @@ def plan_of(
     return Plan(("cpu",) * world, "train", type(model).__name__, (), named, "by hand")
 
 
-def splits_of(model: nn.Module, kinds: Sequence[SplitKind], ratio: Sequence[int]) -> dict[str, Split]:
-    """Every convolution and linear of a model, the kinds taken in turn."""
+def splits_of(
+    model: nn.Module, kinds: Sequence[SplitKind], ratio: Sequence[int], whole: bool = False
+) -> dict[str, Split]:
+    """Every convolution and linear of a model, the kinds taken in turn. ``whole``: the sums of channel splits are."""
     ops = [(name, op) for name, layer in model.named_modules() if (op := operator_of(layer)) is not None]
-    return {name: split_of(op, kinds[i % len(kinds)], ratio) for i, (name, op) in enumerate(ops)}
+    splits = {name: split_of(op, kinds[i % len(kinds)], ratio) for i, (name, op) in enumerate(ops)}
+    return {name: with_whole_sum(split) for name, split in splits.items()} if whole else splits

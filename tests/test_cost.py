@@ -21,7 +21,7 @@ from hetconv.ops.geometry import spatial_geometry
 from hetconv.plan import Mode
 from hetconv.pricing import price
 from hetconv.profile import Axis, ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
-from hetconv.proportions import whole_model
+from hetconv.proportions import whole_model, with_whole_sum
 from hetconv.provenance import Conditions
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split, SplitKind
 from hetconv.spec import ConvSpec
@@ -40,7 +40,7 @@ CUTS = [(case, kind) for case, (_, shape) in CASES.items() for kind in kinds_of(
 
 
 def sent_and_predicted(
-    case: str, kind: SplitKind, weights: tuple[int, ...], mode: Mode, input_gradient: bool
+    case: str, kind: SplitKind, weights: tuple[int, ...], mode: Mode, input_gradient: bool, whole: bool = False
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Bytes to every other rank in one step: as counted, and as the plan says."""
     make, shape = CASES[case]
@@ -49,6 +49,7 @@ def sent_and_predicted(
     world, rank = len(weights), dist.get_rank()
     graph = captured(make, shape, mode, input_gradient)
     splits = dict(whole_model(graph, kind, weights, KINDS).items()) if kind != "replicate" else {}
+    splits = {name: with_whole_sum(split) for name, split in splits.items()} if whole else splits
     predicted, _ = price(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), splits, mode)
     model = hetconv.parallelize(model, plan_of(model, splits, world))
     with hetconv.count_sent() as sent, torch.set_grad_enabled(mode == "train"):

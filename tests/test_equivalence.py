@@ -31,9 +31,11 @@ MIXES: tuple[tuple[SplitKind, ...], ...] = (
 )
 
 
-def trained(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], optimizer: str, steps: int) -> Differences:
+def trained(
+    net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], optimizer: str, steps: int, whole: bool = False
+) -> Differences:
     make, shape = NETS[net]
-    return train(make, splits_of(make(), kinds, ratio), shape, len(ratio), optimizer, steps)
+    return train(make, splits_of(make(), kinds, ratio, whole), shape, len(ratio), optimizer, steps)
 
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
@@ -62,17 +64,17 @@ def test_training_on_one_rank(net: str, kind: SplitKind) -> None:
 
 
 @st.composite
-def mixed(draw: st.DrawFn) -> tuple[str, tuple[SplitKind, ...], tuple[int, ...]]:
+def mixed(draw: st.DrawFn) -> tuple[str, tuple[SplitKind, ...], tuple[int, ...], bool]:
     ratio = draw(st.integers(2, 4).flatmap(weights))
     kinds = draw(st.lists(st.sampled_from(IMAGE_KINDS), min_size=1, max_size=6))
-    return draw(st.sampled_from(sorted(NETS))), tuple(kinds), ratio
+    return draw(st.sampled_from(sorted(NETS))), tuple(kinds), ratio, draw(st.booleans())
 
 
 @settings(max_examples=40)
 @given(mixed())
-def test_any_kinds_in_any_ratio(case: tuple[str, tuple[SplitKind, ...], tuple[int, ...]]) -> None:
-    net, kinds, ratio = case
-    assert_same(on_ranks(len(ratio), trained, net, kinds, ratio, "sgd", 1))
+def test_any_kinds_in_any_ratio(case: tuple[str, tuple[SplitKind, ...], tuple[int, ...], bool]) -> None:
+    net, kinds, ratio, whole = case
+    assert_same(on_ranks(len(ratio), trained, net, kinds, ratio, "sgd", 1, whole))
 
 
 class Mapped(nn.Module):

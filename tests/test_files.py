@@ -39,8 +39,8 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "profile": Kind(ClusterProfile, PROFILE_VERSION, tuple(f"profile-v{n}.json" for n in (1, 2, 3)), ProfileError),
-    "plan": Kind(Plan, PLAN_VERSION, ("plan-v1.json", "plan-v2.json"), PlanError),
+    "profile": Kind(ClusterProfile, PROFILE_VERSION, tuple(f"profile-v{n}.json" for n in (1, 2, 3, 4)), ProfileError),
+    "plan": Kind(Plan, PLAN_VERSION, ("plan-v1.json", "plan-v2.json", "plan-v3.json"), PlanError),
 }
 
 

@@ -99,12 +99,14 @@ def ready(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
     return model.to(dtype)
 
 
-def fused(model: nn.Module, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], shape: tuple[int, ...]) -> nn.Module:
+def fused(
+    model: nn.Module, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], shape: tuple[int, ...], whole: bool = False
+) -> nn.Module:
     x = torch.zeros(shape, dtype=next(model.parameters()).dtype)
     with torch.no_grad():
         following = followers(hetconv.capture(model, x))
     cut = copy.deepcopy(model)
-    return hetconv.parallelize(cut, plan_of(cut, splits_of(cut, kinds, ratio), len(ratio), following), fuse=True)
+    return hetconv.parallelize(cut, plan_of(cut, splits_of(cut, kinds, ratio, whole), len(ratio), following), fuse=True)
 
 
 @contextmanager
@@ -130,10 +132,10 @@ def counting() -> Iterator[dict[str, int]]:
         F.batch_norm, kernels.conv_forward = norm, conv
 
 
-def evaluated(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]) -> Differences:
+def evaluated(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], whole: bool = False) -> Differences:
     make, shape = NETS[net]
     serial = ready(make)
-    cut = fused(serial, kinds, ratio, shape)
+    cut = fused(serial, kinds, ratio, shape, whole)
     found: Differences = {}
     for how in (torch.no_grad, torch.inference_mode):
         x = torch.randn(shape, dtype=torch.float64)

@@ -22,7 +22,7 @@ from hetconv.plan import Mode
 from hetconv.pricing import Pricer
 from hetconv.problem import tables
 from hetconv.profile import ClusterProfile, Curve, OperatorModel
-from hetconv.proportions import aligned, split_of
+from hetconv.proportions import aligned, split_of, with_whole_sum
 from hetconv.provenance import Conditions
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split
 from hetconv.splits import INNER
@@ -163,7 +163,7 @@ def choices_of(graph: Graph) -> dict[str, tuple[Split, ...]]:
             grids = [(kind, aligned(graph, kind, ratio)) for kind in KINDS if kind != "replicate" for ratio in RATIOS]
             splits = [split_of(op, kind, grid, KINDS) for kind, grid in grids]
             splits += [split_of(op, kind, RATIOS[1], KINDS, nodes) for kind in INNER for nodes in NODES]
-            known[op] = tuple(dict.fromkeys((REPLICATE, *splits)))
+            known[op] = tuple(dict.fromkeys((REPLICATE, *splits, *map(with_whole_sum, splits))))
     return {name: known[op] for name, op in graph.layers.items()}
 
 

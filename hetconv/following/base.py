@@ -68,12 +68,15 @@ def _led(op: Any, rule: Rule, counted: Counted, inputs: tuple[Layout, ...], lead
 
 
 def on_parts(x: Layout) -> Layout:
-    """A partial sum as its consumers on parts want it: scattered over channels in the proportions of its shares."""
+    """A partial sum as its consumers on parts want it: scattered over channels in the proportions of its shares.
+
+    Whole, if it has none.
+    """
     if isinstance(x, TwoLevel) and x.kind == "partial":
         parts = [on_parts(part) for part in x.parts]
         scattered = parts[0].kind == "sharded"
         return TwoLevel.of(x.nodes, x.samples, parts) if scattered else Layout.replicated(x.shape, x.world)
-    if x.kind != "partial" or len(x.shape) < 2:
+    if x.kind != "partial" or len(x.shape) < 2 or not x.shares:
         return Layout.replicated(x.shape, x.world) if x.kind == "partial" else x
     return Layout.sharded(x.shape, 1, apportion(x.shape[1], x.shares))
 

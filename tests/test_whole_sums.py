@@ -57,9 +57,9 @@ def normed() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Conv2d(64, 32, 3, padding=1))
 
 
-def messages_alone() -> ClusterProfile:
-    """Of two devices that compute in no time; each message takes a second, whatever it says."""
-    device = DeviceModel("toy", "cpu", 1e12, {"float32": 1e30}, 1e30)
+def seconds_of_messages(flops_per_s: float = 1e30) -> ClusterProfile:
+    """Of two devices, which compute in no time unless they are slow; each message takes a second, whatever it says."""
+    device = DeviceModel("toy", "cpu", 1e12, {"float32": flops_per_s}, 1e30)
     return ClusterProfile((device, device), {"0-1": LinkModel(1.0, 0.0)})
 
 
@@ -68,7 +68,7 @@ def test_bytes_are_as_many_in_fewer_messages() -> None:
     with torch.no_grad():
         graph = hetconv.capture(model, torch.zeros(1, 32, 8, 8))
     sums, scattered = (
-        price(graph, messages_alone(), splits_of(model, ("filter", "channel"), (1, 1), whole), "infer")[0]
+        price(graph, seconds_of_messages(), splits_of(model, ("filter", "channel"), (1, 1), whole), "infer")[0]
         for whole in (True, False)
     )
     assert scattered.step_s == pytest.approx(3.0)  # scattered, gathered, and the result
@@ -77,10 +77,8 @@ def test_bytes_are_as_many_in_fewer_messages() -> None:
 
 
 def test_a_plan_has_them_where_messages_are_what_counts() -> None:
-    slow = DeviceModel("toy", "cpu", 1e12, {"float32": 1e6}, 1e30)
-    profile = ClusterProfile((slow, slow), {"0-1": LinkModel(1.0, 0.0)})
     graph = hetconv.capture(normed(), torch.zeros(1, 32, 8, 8))
-    plan = make_plan(graph, profile, mode="train", kinds=("filter", "channel"))
+    plan = make_plan(graph, seconds_of_messages(1e6), mode="train", kinds=("filter", "channel"))
     assert [split.kind for split in plan.splits.values()] == ["filter", "channel"] * 2
     assert plan.splits["3"].whole
 

@@ -76,8 +76,10 @@ def on_parts(x: Layout) -> Layout:
         parts = [on_parts(part) for part in x.parts]
         scattered = parts[0].kind == "sharded"
         return TwoLevel.of(x.nodes, x.samples, parts) if scattered else Layout.replicated(x.shape, x.world)
-    if x.kind != "partial" or len(x.shape) < 2 or not x.shares:
-        return Layout.replicated(x.shape, x.world) if x.kind == "partial" else x
+    if x.kind != "partial":
+        return x
+    if len(x.shape) < 2 or not x.shares:
+        return Layout.replicated(x.shape, x.world)
     return Layout.sharded(x.shape, 1, apportion(x.shape[1], x.shares))
 
 

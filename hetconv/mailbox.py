@@ -201,14 +201,13 @@ class Channel:
         return start
 
     def _gap(self, size: int) -> int | None:
-        if not self._places:
-            return 0 if size <= len(self._out) else None
-        oldest, newest = self._places[0], self._places[-1]
-        if newest.start < oldest.start:  # it has begun again from the front
-            return newest.stop if size <= oldest.start - newest.stop else None
-        if size <= len(self._out) - newest.stop:
-            return newest.stop
-        return 0 if size <= oldest.start else None
+        """The first one that is long enough: what was used last is what both sides' caches still hold."""
+        end = 0
+        for place in sorted(self._places):
+            if size <= place.start - end:
+                return end
+            end = place.stop
+        return end if size <= len(self._out) - end else None
 
     def _grow(self, size: int) -> None:
         memory = os.memfd_create("hetconv")

@@ -160,7 +160,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(DO), st.integers(0, 700)), max_size=6
 def test_any_messages_under_way_at_once_keep_what_they_say(
     steps: list[tuple[Callable[[Ends, int], None], int]],
 ) -> None:
-    """In memory so small that it is begun again from the front, and outgrown."""
+    """In memory so small that its gaps are filled, and it is outgrown."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(mailbox, "FIRST", 1024)
         ends = Ends()
@@ -177,6 +177,18 @@ def test_memory_does_not_grow_while_messages_are_taken(ends: tuple[Channel, Chan
     assert len(here._out) <= 2 * (mailbox.UNTOLD_BYTES + 400_000)
     passed(here, there, torch.zeros(1_000_000))
     assert len(here._out) >= 4_000_000
+
+
+def test_messages_lie_where_earlier_ones_lay(ends: tuple[Channel, Channel]) -> None:
+    """Though that the last one was taken is not known yet: caches hold the memory of two."""
+    here, there = ends
+    lay = set()
+    for _ in range(100):
+        passed(here, there, torch.zeros(5_000))
+        passed(there, here, torch.zeros(1))
+        passed(here, there, torch.zeros(5_000))
+        lay |= {place.start for place in here._places}
+    assert max(lay) < 2 * 20_000 + mailbox.ALIGN
 
 
 def test_who_answers_tells_what_was_taken_with_the_answer(ends: tuple[Channel, Channel]) -> None:

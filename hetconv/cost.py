@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from .rules import SPACE, Conv, Linear, Op, Split, SplitKind, Step
 
 # Along filters, as along channels, a share reads its share of the weights; along pixels, of the input.
 LIKENESS: dict[Axis, int] = {"pixels": 0, "filters": 2, "channels": 3}
+# How often the weights of a halo's taps are read or written beside its computation: to lie in one piece, and backward,
+# for which they do too, when their gradient is added to the whole one.
+COPIED, COPIED_BACKWARD = 2, 5
 
 
 def operator_key(op: Op, axis: Axis, dtype: str) -> str:
@@ -78,8 +82,15 @@ def shares_of(split: Split, step: Step) -> list[float]:
     return [box.numel / max(prod(out.shape), 1) for box in out.boxes]
 
 
-def seams_of(op: Conv | Linear, split: Split, step: Step) -> list[list[float]] | None:
-    """By rank, the shares of the layer's pixels that halos add to: each is a call of its own, see `ops.halo`.
+class Seam(NamedTuple):
+    """What a halo adds to: a ``share`` of the layer's pixels, through a part of the kernel's ``taps``."""
+
+    share: float
+    taps: float
+
+
+def seams_of(op: Conv | Linear, split: Split, step: Step) -> list[list[Seam]] | None:
+    """By rank, what halos add to: each is a call of its own, see `ops.halo`.
 
     None without halos. An input that is not cut as the layer is has none either, which is not asked here: they are
     counted all the same.
@@ -94,7 +105,9 @@ def seams_of(op: Conv | Linear, split: Split, step: Step) -> list[list[float]] |
         own = mine[0] * n // m, -(-mine[1] * n // m)  # the rows of the input that lie where the output does
         sides = [side for side in ((rows[0], own[0]), (own[1], rows[1])) if side[0] < side[1] and out.numel]
         seams = [s for side in sides if (s := window.segment(side, mine)) is not None]
-        found.append([(s.out[1] - s.out[0]) / m * out.shape[0] / op.spec.N for s in seams])
+        samples = out.shape[0] / op.spec.N
+        taps = [(s.taps[1] - s.taps[0]) / window.kernel for s in seams]
+        found.append([Seam((s.out[1] - s.out[0]) / m * samples, part) for s, part in zip(seams, taps, strict=True)])
     return found if any(found) else None
 
 
@@ -168,8 +181,14 @@ class Operators:
         by_share = self.layer(op, axis_of(split.kind), backward, dtype)
         found = [seconds(share) for seconds, share in zip(by_share, shares_of(split, step), strict=True)]
         if self._measured and (seams := seams_of(op, split, step)) is not None:
+            assert isinstance(op, Conv)
+            copied = (COPIED_BACKWARD if backward else COPIED) * prod(op.spec.w_shape) * op.spec.itemsize
             for rank in self._measured:
-                found[rank] += sum(by_share[rank](share) for share in seams[rank])
+                call_s, copying_s = self.devices[rank].overhead(backward), copied / float(self._bytes_per_s[rank])
+                found[rank] += sum(
+                    call_s + seam.taps * (max(by_share[rank](seam.share) - call_s, 0.0) + copying_s)
+                    for seam in seams[rank]
+                )
         return [s * device.corrections.get(split.kind, 1.0) for s, device in zip(found, self.devices, strict=True)]
 
     def _roofline(self, flops: Array, moved: Array, dtype: str, backward: bool) -> Array:

@@ -182,21 +182,24 @@ def test_seams_are_what_halos_add_to(cut: tuple[Conv, Split]) -> None:
     found = seams_of(op, split, op.step((x,), split)) or [[] for _ in range(world)]
     for rank, seams in enumerate(found):
         halos = [segment for _, segment, _ in spatial_geometry(op, x, split, rank).halos if segment is not None]
-        rows = [(segment.out[1] - segment.out[0]) / s.y_shape[2] for segment in halos]
-        assert seams == pytest.approx(rows)
+        assert [seam.share for seam in seams] == pytest.approx([(h.out[1] - h.out[0]) / s.y_shape[2] for h in halos])
+        assert [seam.taps for seam in seams] == pytest.approx([(h.taps[1] - h.taps[0]) / s.kernel[0] for h in halos])
 
 
 def test_only_cuts_of_space_have_seams_and_only_what_was_measured_pays_for_them() -> None:
     graph = hetconv.capture(nn.Conv2d(3, 8, 3, padding=1), torch.randn(1, 3, 12, 12))
     (op,), height = graph.layers.values(), Split("height", (8, 4))
     step = op.step((Layout.replicated((1, 3, 12, 12), 2),), height)
-    assert seams_of(op, height, step) == [[1 / 12], [1 / 12]]
+    assert seams_of(op, height, step) == [[(1 / 12, 1 / 3)]] * 2
     for split in (Split("filter", (6, 2)), Split("width", (12, 0))):
         assert seams_of(op, split, op.step((Layout.replicated((1, 3, 12, 12), 2),), split)) is None
     profile = toy((1.0, 0.5), 6.0, op)
     measured = replace(profile, devices=tuple(replace(d, measured=Conditions("", "")) for d in profile.devices))
     assert price(graph, profile, {"": height}, "infer")[0].busy_s == pytest.approx((4.0, 4.0))
-    assert price(graph, measured, {"": height}, "infer")[0].busy_s == pytest.approx((4.5, 5.0))
+    assert price(graph, measured, {"": height}, "infer")[0].busy_s == pytest.approx((4 + 0.5 / 3, 4 + 1 / 3))
+    slow = replace(measured, devices=tuple(replace(d, bytes_per_s=8 * 27 * 4.0) for d in measured.devices))
+    busy_s = price(graph, slow, {"": height}, "infer")[0].busy_s  # where the weights of a tap are copied in 2/3 s
+    assert busy_s == pytest.approx((4 + 2.5 / 3, 5.0))
 
 
 def test_other_operators_take_what_their_kind_was_measured_to_take() -> None:

@@ -98,8 +98,9 @@ def test_seams_are_of_own_samples() -> None:
     two = Split("height", (4, 5, 4, 5), ((2, 3), (2, 1)))
     of_all = seams_of(op, one, op.step((x,), one))
     of_own = seams_of(op, two, op.step((Layout.replicated(SPEC.x_shape, 4),), two))
-    assert of_all == [[1 / 9], [1 / 9]]
-    assert of_own == [[share / 9] for share in (0.75, 0.75, 0.25, 0.25)]
+    taps = 1 / SPEC.kernel[0]
+    assert of_all == [[(1 / 9, taps)], [(1 / 9, taps)]]
+    assert of_own == [[(share / 9, taps)] for share in (0.75, 0.75, 0.25, 0.25)]
 
 
 SQUARE = (4, 4, 4, 4)  # where samples are mistaken for something else, no shape tells

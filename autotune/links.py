@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, permutations, product
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from hetconv.layout import Box
-from hetconv.movement import sum_pieces
+from hetconv.movement import start_sum
 from hetconv.network import Network
-from hetconv.profile import ClusterProfile, LinkModel, SharedWire
+from hetconv.own_core import waits_s
+from hetconv.profile import ClusterProfile, Copying, LinkModel, SharedWire
 from hetconv.replicas import Scope
-from hetconv.transport import Round, Team, objects_of_all
+from hetconv.transport import Round, Team, near, objects_of_all
 
 from . import fit
 from .machine import conditions
-from .measure import meet, timed
+from .measure import meet, part_of_core, timed
 
+T = TypeVar("T")
 TINY = 4  # bytes
 SIZES = tuple(1 << n for n in (10, 13, 16, 19, 22, 26))  # bytes
+COPIES = tuple(1 << n for n in (18, 20, 22, 24))  # bytes that a rank sends; small ones lie in caches, large ones do not
 PARTS = tuple(1 << n for n in (16, 19, 22))  # bytes that a rank sends to each, when all do
 SUMS = tuple(1 << n for n in (18, 20, 23))  # bytes of a parameter
 CHANNELS, WIDTH = 16, 16  # of the images that are gathered
@@ -32,6 +36,7 @@ VISITS = 5  # to every link and sum, all in turn: what is slow for a while is th
 SLOWER = 1.05  # than what the links alone say: what is measured to be less so is noise
 OneWay = dict[int, list[float]]  # seconds by bytes
 Repeat = tuple[float, ...]  # seconds of all ranks in their order
+Start = Callable[[], Callable[[], Any]]  # what is returned waits for the result
 
 
 def link_models(team: Team, device: torch.device, sizes: Sequence[int] = SIZES) -> dict[str, LinkModel]:
@@ -75,10 +80,15 @@ def _repeats(size: int) -> int:
 
 
 def with_contention(profile: ClusterProfile, team: Team, device: torch.device) -> ClusterProfile:
-    """The profile with what only shows when all ranks send at once: shared wires, and what sums take. Collective."""
+    """The profile with what only shows when all ranks send at once. Collective.
+
+    What ranks of one host take to copy messages, wires that links share, and what sums take.
+    """
     if team.size < 2:
         return profile
-    links_alone = replace(profile, shared=(), sum_s_per_byte=0.0)
+    copying = _copying(profile.nodes, team, device)
+    devices = tuple(replace(one, copying=known) for one, known in zip(profile.devices, copying, strict=True))
+    links_alone = replace(profile, devices=devices, shared=(), sum_s_per_byte=0.0)
     wires = (*_hosts(links_alone, team, device), *_cards(links_alone, team, device))
     measured = replace(links_alone, shared=tuple(w for w in wires if _matters(w, Network.of(links_alone))))
     everyone = tuple(range(team.size))
@@ -89,10 +99,17 @@ def with_contention(profile: ClusterProfile, team: Team, device: torch.device) -
 
 
 def _hosts(profile: ClusterProfile, team: Team, device: torch.device) -> list[SharedWire]:
-    """The ranks of every host gather an image of their own, with all the copying that the runtime does for it."""
-    times = _at_once(team, {part: _gather(profile.nodes, team, part, device) for part in PARTS}, device)
+    """The ranks of every host gather an image of their own, with all the copying that the runtime does for it.
+
+    Where ranks do all of it themselves it is known what each of them takes, and there is no wire.
+    """
+    by_wire = [ranks for ranks in profile.nodes if None in (profile.devices[rank].copying for rank in ranks)]
+    if not any(len(ranks) > 1 for ranks in by_wire):
+        return []
+    starts = {part: _gather(profile.nodes, team, part, device) for part in PARTS}
+    times = _at_once(team, {part: partial(_done, start) for part, start in starts.items()}, device)
     found = []
-    for ranks in profile.nodes:
+    for ranks in by_wire:
         if pairs := tuple(permutations(ranks, 2)):
             of_host = {part * len(pairs): _slowest(repeats, ranks) for part, repeats in times.items()}
             name = f"host {_host(profile, ranks)}"
@@ -100,17 +117,62 @@ def _hosts(profile: ClusterProfile, team: Team, device: torch.device) -> list[Sh
     return found
 
 
-def _gather(nodes: Sequence[Sequence[int]], team: Team, part: int, device: torch.device) -> Callable[[], Any]:
-    """Of an image per host, cut by channels as filters leave it, of ``part`` bytes on each of its ranks."""
+def _done(start: Start) -> Any:
+    return start()()
+
+
+def _copying(nodes: Sequence[Sequence[int]], team: Team, device: torch.device) -> list[Copying | None]:
+    """Of every rank; None where a backend carries messages.
+
+    All send at once, and when all have sent, all join what came, or add it. Who shares a core takes as many times as
+    long: not for a moment after a pause, in which it goes first, but in steps that never rest.
+    """
+    (own,) = (ranks for ranks in nodes if team.rank in ranks)
+    copies = len(own) > 1 and {*own} - {team.rank} <= near(team, device).keys()
+    if not any(objects_of_all(team, copies)):
+        return [None] * team.size
+    others = max(map(len, nodes)) - 1
+    parts = [max(size // others // ROW, 1) * ROW for size in COPIES]
+    sent, joined, added = ({part: list[float]() for part in parts} for _ in range(3))
+    starts = {(part, sums): _gather(nodes, team, part, device, sums) for sums in (False, True) for part in parts}
+    for _, ((part, sums), start) in product(range(VISITS), starts.items()):
+        for repeat in range(_repeats(part)):
+            sending, arrived = _timed(team, start, device)
+            receiving, _ = _timed(team, arrived, device)
+            if repeat > 0:
+                sent[part].append(sending)
+                (added if sums else joined)[part].append(receiving)
+    meet(team)
+    of_core, n = part_of_core(), len(own)
+    pieces = ((sent, n - 1), (joined, n), (added, n - 1)) if copies else ()
+    per_byte = [fit.line({part * k: of[part] for part in parts})[1] / of_core for of, k in pieces]
+    return objects_of_all(team, Copying(*per_byte) if copies else None)
+
+
+def _timed(team: Team, action: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds of an action that all ranks begin together, without waits for a core, and what it gave."""
+    given: list[T] = []
+    meet(team)
+    waited = waits_s()
+    seconds = timed(lambda: given.append(action()), device)
+    return max(seconds - (waits_s() - waited), 1e-9), given[0]
+
+
+def _gather(nodes: Sequence[Sequence[int]], team: Team, part: int, device: torch.device, sums: bool = False) -> Start:
+    """Of an image per host, cut by channels as filters leave it, of ``part`` bytes on each of its ranks.
+
+    ``sums``: the other way round, whole summands on all of them become parts of their sum.
+    """
     images = Box.whole((len(nodes), max(map(len, nodes)) * CHANNELS, part // ROW, WIDTH))
-    held, wanted = [images] * team.size, [images] * team.size
+    parts, wholes = [images] * team.size, [images] * team.size
     for n, ranks in enumerate(nodes):
         for k, rank in enumerate(ranks):
             own = images.along(0, n, n + 1)
-            held[rank] = own.along(1, k * CHANNELS, (k + 1) * CHANNELS)
-            wanted[rank] = own.along(1, 0, len(ranks) * CHANNELS)
+            parts[rank] = own.along(1, k * CHANNELS, (k + 1) * CHANNELS)
+            wholes[rank] = own.along(1, 0, len(ranks) * CHANNELS)
+    held, wanted = (tuple(boxes) for boxes in ((wholes, parts) if sums else (parts, wholes)))
     local = torch.zeros(held[team.rank].shape, device=device).contiguous(memory_format=torch.channels_last)
-    return lambda: sum_pieces(team, local, tuple(held), tuple(wanted))
+    return partial(start_sum, team, local, held, wanted)
 
 
 def _cards(profile: ClusterProfile, team: Team, device: torch.device) -> list[SharedWire]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hetconv.emulate import at_work_s, forget_waits, slowness, work_clock
 from hetconv.heap import pages_taken
+from hetconv.own_core import waits_s
 from hetconv.transport import Team, team_of, words_of_all
 
 from .sampling import Passes, Run, doubts, sampled
@@ -24,6 +25,7 @@ FEW_PAGES, MOST_NEW = 256, 20  # of memory that the system gives to a sample tha
 WARM_S = 5e-3  # seconds after which work that follows a pause is as fast as ever: a pulse at once takes twice as long
 PULSE, PULSE_ON_GPU = 192, 2048  # rows and columns of a matrix that is multiplied with itself
 HERE = torch.zeros(1)
+CORE_S = 0.2  # for which it is watched whether a rank waits for its core
 TURNS, TURN_S = 15, 0.01  # of all at work, and of each alone; seconds
 Samples = dict[str, dict[float, Passes]]
 """By a subject's key, seconds of its passes by share, or by bytes."""
@@ -55,6 +57,14 @@ def meet(team: Team) -> None:
     4 ms apart, at turns of the system's clock, and steps seemed to take a whole number of such turns.
     """
     words_of_all(team, HERE)
+
+
+def part_of_core() -> float:
+    """Of its core, which this thread gets while it never rests: less than 1 where others use it too."""
+    began, waited, a = time.perf_counter(), waits_s(), torch.ones(PULSE, PULSE)
+    while time.perf_counter() < began + CORE_S:
+        torch.mm(a, a)
+    return 1 - (waits_s() - waited) / (time.perf_counter() - began)
 
 
 def stopwatch(call: Callable[[], Any], device: torch.device, clock: Clock = _by_the_wall) -> Callable[[], float]:

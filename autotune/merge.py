@@ -148,7 +148,10 @@ def _device(models: Sequence[DeviceModel]) -> DeviceModel:
     same = sorted((m for m in known if _versions(m) == _versions(newest)), key=lambda model: _at(model.measured))
     corrections = {kind: factor for model in same for kind, factor in model.corrections.items()}
     alone = _alone([model.alone for model in same if model.alone is not None])
-    return replace(newest, operators=operators, others=others, corrections=corrections, alone=alone)
+    *_, copying = (None, *(model.copying for model in same if model.copying is not None))  # by itself it copies nothing
+    return replace(
+        newest, operators=operators, others=others, corrections=corrections, alone=alone, copying=copying
+    )  # fmt: skip
 
 
 def _operators(

@@ -156,6 +156,10 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
         console.print(ESTIMATED)
     for pair, link in profile.links.items():
         console.print(f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s")
+    for rank, d in enumerate(profile.devices):
+        if d.copying is not None:
+            sends, joins, adds = (1e-9 / s for s in (d.copying.sends, d.copying.joins, d.copying.adds))
+            console.print(f"rank {rank} sends {sends:.1f}, joins {joins:.1f} and adds {adds:.1f} GB/s through memory")
     for wire in profile.shared:
         console.print(f"{wire.name}: {1e-9 / wire.s_per_byte:.2f} GB/s, shared by {len(wire.pairs)} pairs of devices")
     if profile.overlap < 1:

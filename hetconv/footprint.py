@@ -7,7 +7,6 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from .graph import Graph, Node
 from .layout import Boxes
@@ -41,8 +40,8 @@ def _leaves(node: Node) -> bool:
     return bool(node.outputs) and not node.views
 
 
-def copied(transfers: Transfers, messages: Sequence[Messages], world: int, *, beside: bool) -> Array:
-    """(P,) bytes of the tensors that are made of what arrives; ``beside``: what a rank has stays where it is.
+def copied(transfers: Transfers, messages: Sequence[Messages], world: int, *, apart: bool) -> Array:
+    """(P,) bytes of the tensors that are made of what arrives; ``apart``: see `Network.messages`.
 
     ``messages``: of all rounds of the transfers. Where nothing arrives nothing is made.
     """
@@ -51,7 +50,7 @@ def copied(transfers: Transfers, messages: Sequence[Messages], world: int, *, be
         made = np.zeros(world)
         for (_, wanted), one in zip(rounds, each, strict=False):  # each round's tensor is there until the next one's is
             arriving = one.sent_bytes.sum(0)
-            made = arriving if beside else np.where(arriving > 0, _bytes(wanted, itemsize), 0.0)
+            made = arriving if apart else np.where(arriving > 0, _bytes(wanted, itemsize), 0.0)
         found = found + made
     return found
 
@@ -62,11 +61,11 @@ def most_passing(messages: Sequence[Messages], world: int) -> Array:
     return most
 
 
-def copied_between(moved: Moved, beside: npt.NDArray[np.bool_] | None) -> Array:
+def copied_between(moved: Moved) -> Array:
     """(sources, reads, P): `copied` of a value that is brought from each layout to each of the reads."""
     arriving = received_bytes(moved)
     whole = np.array([_bytes(read.boxes, moved.itemsize) for read in moved.reads])
-    made = np.where(beside[..., None], arriving, whole) if beside is not None else whole
+    made = np.where(moved.apart[..., None], arriving, whole) if moved.apart is not None else whole
     found: Array = np.where(arriving > 0, made, 0.0)
     return found
 

@@ -71,8 +71,13 @@ def profile_5(document: Document) -> Document:
     return document
 
 
+def profile_6(document: Document) -> Document:
+    """Version 5 had wires where ranks of a host copy messages themselves, and does not know what that takes them."""
+    return document
+
+
 PLAN = {1: plan_2, 2: plan_3, 3: plan_4}
-PROFILE = {1: profile_2, 2: profile_3, 3: profile_4, 4: profile_5}
+PROFILE = {1: profile_2, 2: profile_3, 3: profile_4, 4: profile_5, 5: profile_6}
 
 
 def _members(container: Any) -> Iterator[Document]:

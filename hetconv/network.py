@@ -21,11 +21,21 @@ Wire = tuple[tuple[tuple[int, int], ...], float]  # the (sender, receiver) pairs
 
 
 class Messages(NamedTuple):
-    """One round: (P, P) bytes from sender to receiver, which pairs that are, and (P,) seconds that each rank takes."""
+    """One round: (P, P) bytes from sender to receiver, and which pairs that are.
+
+    (P,) seconds: for ``sending`` each rank puts its messages where receivers find them; from when that is done, for
+    what it sends and for all that it gets, it takes ``receiving``.
+    """
 
     sent_bytes: Array
     pairs: npt.NDArray[np.bool_]
-    seconds: Array
+    sending: Array
+    receiving: Array
+
+    @property
+    def together(self) -> Array:
+        """(P,) seconds of ranks that begin the round together."""
+        return _there(self.sending, self.pairs) + self.receiving
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +44,8 @@ class Network:
 
     ``shared``: wires that several pairs use at once, such as a host's uplink; one for each direction if it is duplex.
     ``overlap`` and ``sum_s_per_byte``: as `ClusterProfile` has them. ``adding``: (P,) seconds that each rank takes for
-    a byte that it adds to what it has.
+    a byte that it adds to what it has. ``by_memory``: (P, P), which pairs have no wire; (P,) ``sends`` and ``joins``
+    are then as `Copying` has them.
     """
 
     latency_s: Array
@@ -43,8 +54,11 @@ class Network:
     overlap: float = 1.0
     sum_s_per_byte: float = 0.0
     adding: Array | float = 0.0
-    _known: dict[tuple[Exchange, int], Messages] = field(default_factory=dict)
-    _same: dict[tuple[int, int], tuple[Exchange, Messages]] = field(default_factory=dict)
+    by_memory: npt.NDArray[np.bool_] | bool = False
+    sends: Array | float = 0.0
+    joins: Array | float = 0.0
+    _known: dict[tuple[Exchange, int, bool], Messages] = field(default_factory=dict)
+    _same: dict[tuple[int, int, bool], tuple[Exchange, Messages]] = field(default_factory=dict)
     _per_byte: dict[Ranks, float] = field(default_factory=dict)
 
     @classmethod
@@ -55,26 +69,48 @@ class Network:
             latency_s[a, b] = link.latency_s * profile.latency_at_work
             s_per_byte[a, b] = link.s_per_byte * profile.bytes_at_work
         shared = tuple((wire.pairs, wire.s_per_byte * profile.bytes_at_work) for wire in profile.shared)
-        adding = np.array([_adding(device) for device in profile.devices])
-        return cls(latency_s, s_per_byte, shared, profile.overlap, profile.sum_s_per_byte, adding)
+        copying = [device.copying for device in profile.devices]
+        own = np.array([(c.sends, c.joins, c.adds) if c else (0.0, 0.0, 0.0) for c in copying]) * profile.bytes_at_work
+        by_memory = np.zeros((profile.world, profile.world), dtype=bool)
+        for ranks in profile.nodes:
+            copies = [rank for rank in ranks if copying[rank] is not None]
+            by_memory[np.ix_(copies, copies)] = True
+        sends, joins, adds = own.T
+        adding = np.where(adds > 0, adds, [_adding(device) for device in profile.devices])
+        return cls(
+            latency_s, s_per_byte, shared, profile.overlap, profile.sum_s_per_byte, adding, by_memory, sends, joins
+        )  # fmt: skip
 
     @property
     def world(self) -> int:
         return len(self.latency_s)
 
-    def spent(self, sent_bytes: Array, added_bytes: Array | float = 0.0) -> Array:
+    def spent(self, sent_bytes: Array, added_bytes: Array | float = 0.0, joined_bytes: Array | float = 0.0) -> Array:
         """(..., P, P), sender by receiver -> (..., P): seconds in which each rank sends and receives all of one round.
 
-        A rank sends one message after the other and receives meanwhile. No bytes are no message and cost no latency.
-        (..., P) ``added_bytes`` of what it has then are added to others.
+        Of ranks that begin together. A rank sends one message after the other; by wires it receives meanwhile, by
+        memory afterwards. No bytes are no message and cost no latency. Then (..., P) ``added_bytes`` of what it has are
+        added to others, or messages and its own part are joined to so many.
         """
-        messages = (sent_bytes > 0) * self.latency_s + sent_bytes * self.s_per_byte
-        longer: Array = np.maximum(messages.sum(-1), messages.sum(-2)) + added_bytes * self.adding
-        return longer
+        sending, receiving = self._sides(sent_bytes, added_bytes, joined_bytes)
+        return _there(sending, sent_bytes > 0) + receiving
 
-    def seconds(self, sent_bytes: Array, added_bytes: Array | float = 0.0) -> Array:
+    def _sides(self, sent_bytes: Array, added_bytes: Array | float, joined_bytes: Array | float) -> tuple[Array, Array]:
+        """(..., P) seconds before and after messages lie where receivers find them, see `Messages`."""
+        pairs, added = sent_bytes > 0, added_bytes * self.adding
+        by_wire = (pairs * self.latency_s + sent_bytes * self.s_per_byte) * ~np.asarray(self.by_memory)
+        carried: Array = np.maximum(by_wire.sum(-1), by_wire.sum(-2))
+        if not np.any(self.by_memory):
+            return np.zeros_like(carried), carried + added
+        by_memory = pairs & self.by_memory
+        half = by_memory * self.latency_s / 2
+        sending = half.sum(-1) + (sent_bytes * by_memory).sum(-1) * self.sends
+        joined = np.where(added > 0, 0.0, by_memory.any(-2) * joined_bytes * self.joins)
+        return sending, carried + half.sum(-2) + joined + added
+
+    def seconds(self, sent_bytes: Array, added_bytes: Array | float = 0.0, joined_bytes: Array | float = 0.0) -> Array:
         """(..., P, P) -> (...): how long one round takes: what the slowest rank or the busiest shared wire does."""
-        slowest: Array = self.spent(sent_bytes, added_bytes).max(-1)
+        slowest: Array = self.spent(sent_bytes, added_bytes, joined_bytes).max(-1)
         if self.shared:
             flat = sent_bytes.reshape(*sent_bytes.shape[:-2], -1)
             slowest = np.maximum(slowest, (flat @ self._loads).max(-1))
@@ -89,30 +125,33 @@ class Network:
                 loads[sender, receiver, wire] = s_per_byte
         return loads.reshape(-1, len(self.shared))
 
-    def messages(self, one: Exchange, itemsize: int) -> Messages:
-        """Of one round, remembered. Ranks whose messages share a wire are done when that has carried all of them."""
-        key = id(one), itemsize  # equal ones are long to compare
+    def messages(self, one: Exchange, itemsize: int, apart: bool = False) -> Messages:
+        """Of one round, remembered. Ranks whose messages share a wire are done when that has carried all of them.
+
+        ``apart``: what arrives is not joined with what a rank has, as halos are not.
+        """
+        key = id(one), itemsize, apart  # equal ones are long to compare
         if key not in self._same:
-            if (one, itemsize) not in self._known:
-                self._known[one, itemsize] = self._messages(one, itemsize)
-            self._same[key] = one, self._known[one, itemsize]  # the round is kept, so that its id stays what it is
+            if (one, itemsize, apart) not in self._known:
+                self._known[one, itemsize, apart] = self._messages(one, itemsize, apart)
+            self._same[key] = one, self._known[one, itemsize, apart]  # the round is kept, so that its id stays
         return self._same[key][1]
 
-    def _messages(self, one: Exchange, itemsize: int) -> Messages:
+    def _messages(self, one: Exchange, itemsize: int, apart: bool) -> Messages:
         held, wanted = one
         common = _common(held, wanted) * float(itemsize)
         wanted_bytes = np.array([box.numel * itemsize for box in wanted])
         sent = common * (1.0 - np.eye(self.world))
         pairs = sent > 0
-        seconds = self.spent(sent, added(common, wanted_bytes))
+        sending, receiving = self._sides(sent, added(common, wanted_bytes), sent.sum(0) if apart else wanted_bytes)
         for wire, load in zip(self.shared, sent.reshape(-1) @ self._loads, strict=True) if self.shared else ():
             users = [rank for pair in wire[0] if pairs[pair] for rank in pair]
-            seconds[users] = np.maximum(seconds[users], load)
-        return Messages(sent, pairs, seconds)
+            receiving[users] = np.maximum(receiving[users], load)
+        return Messages(sent, pairs, sending, receiving)
 
-    def rounds_s(self, rounds: tuple[Exchange, ...], itemsize: int) -> float:
+    def rounds_s(self, rounds: tuple[Exchange, ...], itemsize: int, apart: bool = False) -> float:
         """Seconds of rounds one after the other, each as long as its slowest rank takes."""
-        return sum(float(self.messages(one, itemsize).seconds.max(initial=0.0)) for one in rounds)
+        return sum(float(self.messages(one, itemsize, apart).together.max(initial=0.0)) for one in rounds)
 
     def s_per_summed_byte(self, holders: Ranks) -> float:
         """Seconds for a byte of a large sum among some ranks, as those of parameters' gradients are; remembered."""
@@ -135,6 +174,12 @@ def added(common: Array, wanted: Array) -> Array:
     """
     more: Array = np.maximum(common.sum(-2) - wanted, 0.0)
     return more
+
+
+def _there(sending: Array, pairs: npt.NDArray[np.bool_]) -> Array:
+    """(..., P), (..., P, P) -> (..., P): when all that each rank sends and gets lies where it is to be found."""
+    there: Array = np.maximum(sending, np.where(pairs, sending[..., None], 0.0).max(-2))
+    return there
 
 
 def _adding(device: DeviceModel) -> float:

@@ -96,6 +96,20 @@ class Alone:
 
 
 @dataclass(frozen=True)
+class Copying:
+    """What messages through memory take the devices themselves, while all of a host are at it, in seconds per byte.
+
+    ``sends``: of a message, to put it where the receiver reads it, whoever may wait there; ``joins``: of what is put
+    together of messages and a device's own part; ``adds``: of what is added to something.
+    """
+
+    sends: Positive
+    joins: Positive
+    adds: Positive
+    __pydantic_config__ = STRICT
+
+
+@dataclass(frozen=True)
 class DeviceModel:
     """One device, while all are at work. What was not measured takes the roofline fitted to what was.
 
@@ -106,7 +120,8 @@ class DeviceModel:
     ``corrections``, by kind of split: what layers were found to take in whole steps, of what they take one by one;
     ``slowness``: what all that the device computes was found to take beside that, where others have its core too.
     ``measured``: under which conditions; nothing was, if it says nothing. ``pulse_s``: of a small fixed piece of work
-    meanwhile, by which to tell how fast the device is at another time.
+    meanwhile, by which to tell how fast the device is at another time. ``copying``: of messages to ranks of its host,
+    unless links carry them by themselves.
     """
 
     name: str
@@ -126,6 +141,7 @@ class DeviceModel:
     corrections: Mapping[str, Positive] = field(default_factory=dict)
     pulse_s: Positive | None = None
     slowness: Positive = 1.0
+    copying: Copying | None = None
     __pydantic_config__ = STRICT
 
     def in_steps(self) -> DeviceModel:
@@ -174,7 +190,7 @@ class DeviceModel:
         """This device while all others rest; as its layers are if that was not measured."""
         known = self.alone
         if known is None:
-            return replace(self, slowness=1.0)
+            return replace(self, slowness=1.0, copying=None)
         whole = {
             key: OperatorModel(Curve((1.0,), (forward,)), Curve((1.0,), (backward,)))
             for key, (forward, backward) in known.operators.items()
@@ -182,7 +198,7 @@ class DeviceModel:
         alone = replace(
             self, operators={**self.operators, **whole}, others=known.others, overhead_s=known.overhead_s,
             backward_overhead_s=known.backward_overhead_s, corrections={}, pulse_s=known.pulse_s or self.pulse_s,
-            slowness=1.0,
+            slowness=1.0, copying=None,
         )  # fmt: skip
         return alone.times(known.slowness)
 

@@ -57,7 +57,7 @@ class _Known:
         a, network = self.applied, self.network
         found = []
         for one, transfers in zip(self.passes, (a.forward, a.backward), strict=False):
-            moving = sum(network.rounds_s(*t) for t in transfers) if not a.of_all else 0.0
+            moving = sum(network.rounds_s(*t, apart=a.hides) for t in transfers) if not a.of_all else 0.0
             found.append(both(float(one.seconds.max()), moving, network.overlap if a.hides else 0.0))
         return tuple(found)
 
@@ -68,7 +68,7 @@ class _Known:
         sides = ((a.forward, a.step.forward), (a.backward, a.step.backward))
         for backward, ((transfers, statistics), messages) in enumerate(zip(sides, self.messages, strict=False)):
             own = transfers[: len(transfers) - len(statistics)]  # statistics come last, and stay with nobody
-            made = copied(own, messages, world, beside=a.hides)
+            made = copied(own, messages, world, apart=a.hides)
             copies = copies if backward else made
             passing = np.maximum(passing, most_passing(messages, world) + (made if backward else 0.0))
         result = np.array(result_bytes(self.graph, a.node, a.step), dtype=np.float64)
@@ -166,7 +166,7 @@ class Pricer:
         passing = nothing
         for rounds, itemsize in sums:  # one bucket after the other
             messages = [self.network.messages(one, itemsize) for one in rounds]
-            bucket = copied(((rounds, itemsize),), messages, world, beside=False)
+            bucket = copied(((rounds, itemsize),), messages, world, apart=False)
             passing = np.maximum(passing, bucket + most_passing(messages, world))
         held = [*(k.footprint for k in known), Footprint(nothing, nothing, passing)]
         return memory_bytes(self.graph, held, splits, world, self.mode, self._last)
@@ -180,10 +180,12 @@ class Pricer:
     def _priced(self, a: Applied) -> _Known:
         passes, own, sent = [], [], []
         for transfers, backward in ((a.forward, False), (a.backward, True))[: 1 + (self.mode == "train")]:
-            messages = tuple(self.network.messages(one, itemsize) for rounds, itemsize in transfers for one in rounds)
+            messages = tuple(
+                self.network.messages(one, itemsize, a.hides) for rounds, itemsize in transfers for one in rounds
+            )
             layer_s, seconds = self._computed(a, backward)
             own.append(layer_s)
-            waited = tuple(m for m in messages if m.seconds.any())
+            waited = tuple(m for m in messages if m.pairs.any())
             passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
             sent.append(messages)
         return _Known(a, tuple(passes), tuple(own), tuple(sent), self.network, self.graph)

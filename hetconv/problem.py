@@ -274,14 +274,13 @@ class _Builder:
         if node == reader and all(x is r for x, r in zip(layouts, reads, strict=True)):
             return
         for k, backward in enumerate(self.passes if gradient and known.requires_grad else (False,)):
+            apart = hides if hides is not None and hides.any() else None
             key = layouts, reads, known.itemsize, backward
-            moved = self.once(key, partial(Moved, *key))
-            hidden = None if hides is None or not hides.any() else (hides, computing[k])
+            moved = self.once((*key, apart.tobytes() if apart is not None else b""), partial(Moved, *key, apart))
+            hidden = (apart, computing[k]) if apart is not None else None
             self._movements.append(_Movement(node, reader, moved, hidden))
             if not backward and True in self.passes:
-                beside = hides if hidden is not None else None
-                alike = moved, beside.tobytes() if beside is not None else b""
-                counted = self.once(alike, partial(partial, copied_between, moved, beside))
+                counted = self.once(("copies", moved), partial(partial, copied_between, moved))
                 self.tables.copies.append(Copies(node, reader, counted))
 
     def charge_moves(self) -> None:

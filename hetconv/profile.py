@@ -12,7 +12,7 @@ from . import files, migrations
 from .catalogue import find_device, find_link, parse_nodes
 from .errors import ProfileError
 from .files import STRICT, AtLeastZero, Fraction, Positive
-from .performance import Alone, Axis, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
+from .performance import Alone, Axis, Copying, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
 from .provenance import Conditions
 from .spec import ConvSpec
 from .tuned import TunedChunks, TunedPlan, TunedTile
@@ -21,6 +21,7 @@ __all__ = [
     "Alone",
     "Axis",
     "ClusterProfile",
+    "Copying",
     "Curve",
     "DeviceModel",
     "LinkModel",
@@ -31,7 +32,7 @@ __all__ = [
     "nodes_of",
 ]
 
-VERSION = 5
+VERSION = 6
 ACHIEVED = 0.5  # of a data sheet's peak, in a convolution; an estimate until something is measured
 CALL_S = 5e-6  # that an operator takes however little it computes; an estimate too
 

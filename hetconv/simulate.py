@@ -66,7 +66,7 @@ class Clocks:
         """
         starts = leaves = self.now
         if one.hides and self.overlap < 1:
-            travels = sum((messages.seconds for messages in one.rounds), np.zeros(len(starts)))
+            travels = sum((messages.together for messages in one.rounds), np.zeros(len(starts)))
             later = (1 - self.overlap) * np.minimum(one.seconds, travels)
             longer = one.seconds >= travels
             starts, leaves = starts + later * longer, leaves + later * ~longer
@@ -88,13 +88,16 @@ class Clocks:
         """When every rank has what was sent to it, if each starts ``now``; when it computes, it is not only moving."""
         starts, computed = computing
         for messages in one.rounds:
-            ready = np.maximum(now, np.where(messages.pairs, now[:, None], 0.0).max(0))
-            before, now = now, ready + messages.seconds
+            before, sent = now, now + messages.sending
+            ready = np.maximum(sent, np.where(messages.pairs, sent[:, None], 0.0).max(0))
+            now = ready + messages.receiving
+            for begins, ends in ((before, sent), (ready, now)):
+                after = np.maximum(ends - np.maximum(begins, computed), 0.0)
+                self.moving = self.moving + (after + np.maximum(np.minimum(ends, starts) - begins, 0.0))
             if self.listener is not None:
-                self._tell("transfer", one, True, before, ready)
+                self._tell("transfer", one, False, before, sent)
+                self._tell("transfer", one, True, sent, ready)
                 self._tell("transfer", one, False, ready, now)
-            alone = np.maximum(now - np.maximum(ready, computed), 0.0)
-            self.moving = self.moving + (alone + np.maximum(np.minimum(now, starts) - ready, 0.0))
         return now
 
     def _tell(self, thread: Thread, one: Pass, waits: bool, starts: Array, ends: Array) -> None:

@@ -20,23 +20,26 @@ from .network import Array, Network, added
 # Numbers of an intermediate result: 120 KB stay in a core's cache. Above 128 KB malloc may hand pages back to the
 # system and take fresh ones at every step, which takes longer than filling them.
 BLOCK = 15_000
+APART = 1 << 7  # beside the bytes of an element, of which no dtype has so many
 MOST_BOXES = 1 << 24  # whose pairs, with the bytes of an element, are counted in 64 bits
 
 Ints = npt.NDArray[np.intp]
-# Of the bytes that ranks send each other in a round, and that each adds, (n, P, P), (n, P) -> (n, ...).
-Measure = Callable[[Array, Array], Array]
+# Of the bytes that ranks send each other in a round, that each adds, and that each has in the end, if they are joined:
+Measure = Callable[[Array, Array, Array], Array]  # (n, P, P), (n, P), (n, P) -> (n, ...)
 
 
 class Moved(NamedTuple):
     """A value that is moved from each of these layouts to each of these reads, ``itemsize`` bytes per element.
 
-    ``adjoint``: its gradient is moved back.
+    ``adjoint``: its gradient is moved back. ``apart``: (sources, reads), of which what arrives stays as it is, see
+    `Network.messages`.
     """
 
     sources: Sequence[Layout]
     reads: Sequence[Layout | Need]
     itemsize: int
     adjoint: bool
+    apart: npt.NDArray[np.bool_] | None = None
 
 
 def movements(values: Sequence[Moved], network: Network) -> list[Array]:
@@ -62,12 +65,12 @@ def movement(
 
 def sent_bytes(sources: Sequence[Layout], reads: Sequence[Layout | Need], itemsize: int, adjoint: bool) -> Array:
     """(sources, reads): bytes that all ranks send together for what `movement` has the seconds of. Raises alike."""
-    return _tables([Moved(sources, reads, itemsize, adjoint)], lambda sent, _: sent.sum((-2, -1)))[0]
+    return _tables([Moved(sources, reads, itemsize, adjoint)], lambda sent, *_: sent.sum((-2, -1)))[0]
 
 
 def received_bytes(one: Moved) -> Array:
     """(sources, reads, P): bytes that arrive at each rank for what `movement` has the seconds of. Raises alike."""
-    return _tables([one], lambda sent, _: sent.sum(-2), (one.sources[0].world,))[0]
+    return _tables([one], lambda sent, *_: sent.sum(-2), (one.sources[0].world,))[0]
 
 
 def _tables(values: Sequence[Moved], measure: Measure, each: tuple[int, ...] = ()) -> list[Array]:
@@ -78,9 +81,9 @@ def _tables(values: Sequence[Moved], measure: Measure, each: tuple[int, ...] = (
         return []
     codes, at = np.unique(np.concatenate([code.ravel() for code in coded]), return_inverse=True)
     moving = codes[codes >= 0]
-    ends, itemsizes = np.divmod(moving, 1 << 8)
+    ends, sorts = np.divmod(moving, 1 << 8)
     took = np.zeros((len(codes), *each))
-    took[codes >= 0] = _exchanged(boxes.given, *np.divmod(ends, MOST_BOXES), itemsizes, measure, each)
+    took[codes >= 0] = _exchanged(boxes.given, *np.divmod(ends, MOST_BOXES), sorts, measure, each)
     parts = np.split(took[at], np.cumsum([code.size for code in coded])[:-1])
     return [part.reshape(*code.shape, *each) for part, code in zip(parts, coded, strict=True)]
 
@@ -106,7 +109,10 @@ class _Numbered:
 
 
 def _coded(one: Moved, boxes: _Numbered) -> Ints:
-    """(sources, reads): which boxes are exchanged, and the bytes of an element, in one number; -1 for nothing."""
+    """(sources, reads): which boxes are exchanged, whether `APART`, and the bytes of an element, in one number.
+
+    -1 for nothing.
+    """
     both = (*one.sources, *one.reads)
     if len({(x.shape, x.world) for x in both}) > 1:
         shapes, worlds = sorted({x.shape for x in both}), sorted({x.world for x in both})
@@ -116,7 +122,8 @@ def _coded(one: Moved, boxes: _Numbered) -> Ints:
     held, wanted = boxes.of(one.sources)[:, None], boxes.of(one.reads)[None]
     if one.adjoint:
         held, wanted = wanted, held
-    codes: Ints = np.where(_moves(one), (held * MOST_BOXES + wanted) << 8 | one.itemsize, -1)
+    sort = one.itemsize if one.apart is None else one.itemsize | APART * one.apart
+    codes: Ints = np.where(_moves(one), (held * MOST_BOXES + wanted) << 8 | sort, -1)
     return codes
 
 
@@ -130,22 +137,22 @@ def _moves(one: Moved) -> npt.NDArray[np.bool_]:
 
 
 def _exchanged(
-    boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsizes: Ints, measure: Measure, each: tuple[int, ...]
+    boxes: Sequence[Boxes], held: Ints, wanted: Ints, sorts: Ints, measure: Measure, each: tuple[int, ...]
 ) -> Array:
     """(n, *each): of `exchanges` between ``boxes[held]`` and ``boxes[wanted]``; no two of ``boxes`` are the same."""
-    result = _in_one_round(boxes, held, wanted, itemsizes, measure, each)
+    result = _in_one_round(boxes, held, wanted, sorts, measure, each)
     for k in np.flatnonzero(held == wanted):  # only a sum of wholes into wholes takes more rounds
         rounds = exchanges(boxes[held[k]], boxes[held[k]])
         if len(rounds) > 1:
             ends = np.arange(2 * len(rounds)).reshape(-1, 2)
-            alike = itemsizes[[k] * len(rounds)]
+            alike = sorts[[k] * len(rounds)]
             by_round = _in_one_round(tuple(chain(*rounds)), ends[:, 0], ends[:, 1], alike, measure, each)
             result[k] = by_round.sum(0)
     return result
 
 
 def _in_one_round(
-    boxes: Sequence[Boxes], held: Ints, wanted: Ints, itemsizes: Ints, measure: Measure, each: tuple[int, ...]
+    boxes: Sequence[Boxes], held: Ints, wanted: Ints, sorts: Ints, measure: Measure, each: tuple[int, ...]
 ) -> Array:
     """(n, *each): block by block, each of pairs whose ranks differ in the same dimensions."""
     result = np.zeros((len(held), *each))
@@ -162,9 +169,10 @@ def _in_one_round(
     for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         for block in np.split(members, range(step, len(members), step)):
             common = np.broadcast_to(_common(lo, hi, cut, held[block], wanted[block]), (len(block), world, world))
-            itemsize = itemsizes[block, None]
+            apart, itemsize = np.divmod(sorts[block, None], APART)
+            sent, whole = common * to_others * itemsize[..., None], numel[wanted[block]] * itemsize
             sums = added(common, numel[wanted[block]]) * itemsize
-            result[block] = measure(common * to_others * itemsize[..., None], sums)
+            result[block] = measure(sent, sums, np.where(apart, sent.sum(-2), whole))
     return result
 
 

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "profile": Kind(ClusterProfile, PROFILE_VERSION, tuple(f"profile-v{n}.json" for n in (1, 2, 3, 4)), ProfileError),
+    "profile": Kind(ClusterProfile, PROFILE_VERSION, tuple(f"profile-v{n}.json" for n in range(1, 6)), ProfileError),
     "plan": Kind(Plan, PLAN_VERSION, ("plan-v1.json", "plan-v2.json", "plan-v3.json"), PlanError),
 }
 

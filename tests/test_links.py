@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +15,9 @@ import torch
 
 from hetconv.autotune import links
 from hetconv.network import Network
-from hetconv.profile import ClusterProfile, DeviceModel, LinkModel, SharedWire
+from hetconv.profile import ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
 from hetconv.provenance import Identity
-from hetconv.transport import count_sent, team_of
+from hetconv.transport import Team, count_sent, team_of, through_backend
 
 from .spawn import on_ranks
 
@@ -67,9 +70,10 @@ def test_a_message_takes_what_its_answer_did_not() -> None:
     assert links._one_way([5.0, 3.0, 1.0], [2.0, 2.0, 9.0]) == [4.0, 2.0, 1.0]
 
 
-def at_once(hosts: str, slow: bool) -> ClusterProfile:
+def at_once(hosts: str, slow: bool, by_backend: bool = True) -> ClusterProfile:
     """With links that are said to be so fast, or so slow, that contention shows, or does not."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, through_backend() if by_backend else nullcontext():
+        patch.setattr(links, "COPIES", (KILOBYTE, 64 * KILOBYTE))
         patch.setattr(links, "PARTS", (KILOBYTE, 64 * KILOBYTE))
         patch.setattr(links, "SUMS", (KILOBYTE, 64 * KILOBYTE))
         return links.with_contention(cluster(hosts, 1.0 if slow else 1e-15), team_of(), CPU)
@@ -98,10 +102,48 @@ def test_what_ranks_share_shows_when_all_send(hosts: str, names: list[str]) -> N
     assert slow[0].sum_s_per_byte == 0.0
 
 
+def test_ranks_of_a_host_know_what_their_copies_take_and_have_no_wire() -> None:
+    found = on_ranks(3, at_once, "aba", False, False)
+    assert all(profile == found[0] for profile in found)
+    assert [device.copying is None for device in found[0].devices] == [False, True, False]
+    both = (found[0].devices[0].copying, found[0].devices[2].copying)
+    assert all(1e-12 < s < 1e-3 for c in both if c is not None for s in (c.sends, c.joins, c.adds))
+    assert [wire.name for wire in found[0].shared if wire.name.startswith("host")] == []
+
+
+def told_to_copy(part: float) -> list[Copying | None]:
+    """Rank 0 sends a byte in 2 seconds, joins in 3 and adds in 7, rank 1 twice as slowly; calls take both a second."""
+    rank, step = team_of().rank, count()
+
+    def timed(team: Team, action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+        given = action()
+        if callable(given):
+            return 1 + (1 + rank) * 2 * sizes[next(step) // 2], given
+        joins = given.shape[1] == 2 * links.CHANNELS
+        return 1 + (1 + rank) * (3 * 2 if joins else 7) * sizes[next(step) // 2], given
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "COPIES", (4 * links.ROW, 16 * links.ROW))
+        visit = [size for _ in (False, True) for size in links.COPIES for _ in range(links._repeats(size))]
+        sizes = visit * links.VISITS
+        patch.setattr(links, "_timed", timed)
+        patch.setattr(links, "part_of_core", lambda: part)
+        return links._copying([(0, 1)], team_of(), CPU)
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5])
+def test_what_copies_take_is_told_by_the_byte_and_longer_on_part_of_a_core(part: float) -> None:
+    found = on_ranks(2, told_to_copy, part)
+    assert found[0] == found[1]
+    for rank, one in enumerate(found[0]):
+        assert one is not None
+        assert (one.sends, one.joins, one.adds) == pytest.approx([(1 + rank) * s / part for s in (2, 3, 7)], rel=1e-6)
+
+
 def gathered(hosts: str) -> tuple[tuple[int, ...], dict[int, int]]:
     profile = cluster(hosts)
     with count_sent() as sent:
-        whole = links._gather(profile.nodes, team_of(), 2 * links.ROW, CPU)()
+        whole = links._gather(profile.nodes, team_of(), 2 * links.ROW, CPU)()()
     return tuple(whole.shape), dict(sent)
 
 
@@ -133,7 +175,9 @@ def test_what_sums_take_beside_their_messages_is_kept(monkeypatch: pytest.Monkey
 
     seconds, per_byte = {"gather": 0.0, "sum": 0.5}, {"gather": 1e-9, "sum": 3e-9}
     monkeypatch.setattr(links, "_at_once", told)
+    monkeypatch.setattr(links, "_copying", lambda *_: [None, None])
     monkeypatch.setattr(links, "_gather", lambda *_: "gather")
+    monkeypatch.setattr(links, "partial", lambda _, start: start)
     monkeypatch.setattr(links, "_sum", lambda *_: "sum")
     two: Any = SimpleNamespace(rank=0, size=2)
     found = links.with_contention(cluster("aa"), two, CPU)

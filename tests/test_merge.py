@@ -11,7 +11,7 @@ from hetconv.autotune.merge import merge
 from hetconv.autotune.stale import stale
 from hetconv.catalogue import find_link
 from hetconv.errors import ProfileError
-from hetconv.profile import Alone, ClusterProfile, DeviceModel, LinkModel, SharedWire
+from hetconv.profile import Alone, ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
 from hetconv.provenance import Conditions, Identity
 from hetconv.spec import Conv2dSpec, ConvSpec
 from hetconv.splits import Split
@@ -196,6 +196,20 @@ def test_what_a_device_takes_alone_is_merged_if_it_was_measured_under_the_newest
     assert merge({"old": old, "none": profile([A0], NEW)})[0].devices[0].alone == old.devices[0].alone
 
 
+def test_what_copies_take_is_the_newest_that_was_measured_with_others_on_the_host() -> None:
+    def copying(at: Conditions, seconds: float | None) -> ClusterProfile:
+        made = profile([A0], at)
+        known = Copying(seconds, seconds, seconds) if seconds is not None else None
+        return replace(made, devices=(replace(made.devices[0], copying=known),))
+
+    old, new, by_itself = copying(OLD, 1.0), copying(NEW, 2.0), copying(replace(NEW, at="2099-01-01"), None)
+    assert merge({"old": old})[0].devices[0].copying == Copying(1.0, 1.0, 1.0)
+    assert merge({"by itself": by_itself})[0].devices[0].copying is None
+    for profiles in ({"old": old, "new": new}, {"new": new, "old": old}):
+        assert merge(profiles)[0].devices[0].copying == Copying(2.0, 2.0, 2.0)
+    assert merge({"new": new, "by itself": by_itself})[0].devices[0].copying == Copying(2.0, 2.0, 2.0)
+
+
 def test_what_was_measured_is_brought_to_the_newest_speed() -> None:
     """A pulse took the device twice as long when the older profile was made; other versions may multiply otherwise."""
 
@@ -217,7 +231,7 @@ def test_merging_knows_every_field_of_a_profile() -> None:
         ClusterProfile: "devices links tuned fingerprint estimated tiles chunks shared nodes overlap sum_s_per_byte "
         "plans latency_at_work bytes_at_work",
         DeviceModel: "name kind memory_bytes flops_per_s bytes_per_s overhead_s backward_ratio emulated operators "
-        "identity measured backward_overhead_s others alone corrections pulse_s slowness",
+        "identity measured backward_overhead_s others alone corrections pulse_s slowness copying",
         Alone: "operators others overhead_s backward_overhead_s slowness pulse_s",
         SharedWire: "name pairs s_per_byte measured",
     }

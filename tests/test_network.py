@@ -16,7 +16,7 @@ from hetconv.holding import summed_among
 from hetconv.layout import Layout, exchanges, traffic
 from hetconv.network import Network
 from hetconv.pricing import price
-from hetconv.profile import ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
+from hetconv.profile import ClusterProfile, Copying, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
 from hetconv.rules import Split
 from hetconv.simulate import Clocks, Pass
 
@@ -28,9 +28,10 @@ rates = st.floats(0, 9, allow_subnormal=False)
 
 @st.composite
 def profiles(draw: st.DrawFn, world: int) -> ClusterProfile:
-    """Of devices that are linked at random."""
+    """Of devices that are linked at random, some of which share memory."""
     links = {f"{a}-{b}": LinkModel(draw(rates), draw(rates)) for b in range(world) for a in range(b)}
-    return ClusterProfile((DEVICE,) * world, links)
+    some = st.one_of(st.none(), st.builds(Copying, *(st.floats(0.1, 9),) * 3))
+    return ClusterProfile(tuple(replace(DEVICE, copying=draw(some)) for _ in range(world)), links)
 
 
 def network(*shared: SharedWire) -> Network:
@@ -52,9 +53,14 @@ def test_a_round_takes_what_clocks_that_start_together_say(
     clocks, rounds = Clocks(world), [Network.of(profile).messages(r, itemsize) for r in one]
     assert all((r.sent_bytes == sent).all() for r in rounds)
     clocks.step(Pass("", False, np.zeros(world), rounds))
-    arrivals = clocks.now
-    assert Network.of(profile).spent(sent) == pytest.approx(arrivals, rel=1e-12, abs=0)
-    assert Network.of(profile).seconds(sent) == pytest.approx(max(arrivals), rel=1e-12, abs=0)
+    arrivals, (_, wanted) = clocks.now, one[0] if one else ((), ())
+    joined = np.array([box.numel * itemsize for box in wanted] or [0.0] * world)
+    held_twice = [np.zeros(world)]
+    for held, boxes in one:
+        more = [sum(box.intersect(own).numel for box in held) - own.numel for own in boxes]
+        held_twice = [np.maximum(more, 0) * itemsize]
+    assert Network.of(profile).spent(sent, *held_twice, joined) == pytest.approx(arrivals, rel=1e-12, abs=0)
+    assert Network.of(profile).seconds(sent, *held_twice, joined) == pytest.approx(max(arrivals), rel=1e-12, abs=0)
 
 
 def test_a_rank_sends_in_turn_and_receives_meanwhile() -> None:
@@ -123,8 +129,8 @@ def test_who_gets_several_summands_adds_them() -> None:
     assert net.adding == pytest.approx([0.0, 3.0, 3.0])
     partial, third, whole = Layout.partial((12,), 3), Layout.sharded((12,), 0, (4, 4, 4)), Layout.replicated((12,), 3)
     (scattered,), (gathered,) = exchanges(partial.boxes, third.boxes), exchanges(third.boxes, whole.boxes)
-    assert net.messages(scattered, 4).seconds.tolist() == pytest.approx([0, 3 * 2 * 16, 3 * 2 * 16])
-    assert net.messages(gathered, 4).seconds.tolist() == [0, 0, 0]
+    assert net.messages(scattered, 4).together.tolist() == pytest.approx([0, 3 * 2 * 16, 3 * 2 * 16])
+    assert net.messages(gathered, 4).together.tolist() == [0, 0, 0]
 
 
 def test_a_step_counts_what_sums_take_beside_their_messages() -> None:
@@ -137,6 +143,60 @@ def test_a_step_counts_what_sums_take_beside_their_messages() -> None:
     assert second.step_s == pytest.approx(first.step_s + added)
     assert second.busy_s == pytest.approx([busy + added for busy in first.busy_s])
     assert second.summed_s == pytest.approx((first.summed_s or 0) + added)
+
+
+MEMORY = replace(DEVICE, copying=Copying(2.0, 3.0, 7.0))
+
+
+def by_memory(*devices: DeviceModel, nodes: tuple[tuple[int, ...], ...] = ()) -> Network:
+    """Without latency; by wires a byte takes 100 seconds."""
+    links = {f"{a}-{b}": LinkModel(0.0, 100.0) for b in range(len(devices)) for a in range(b)}
+    return Network.of(ClusterProfile(devices, links, nodes=nodes))
+
+
+def test_by_memory_each_rank_sends_and_then_joins_what_is_there() -> None:
+    """The first has 1 byte of 4; half as fast, it would take as many times as long for its copies alone."""
+    net = by_memory(MEMORY, replace(MEMORY, copying=Copying(4.0, 6.0, 14.0)))
+    (gathered,) = exchanges(Layout.sharded((4,), 0, (1, 3)).boxes, Layout.replicated((4,), 2).boxes)
+    found = net.messages(gathered, 1)
+    assert found.sending.tolist() == [2, 12]
+    assert found.receiving.tolist() == [12, 24]
+    assert found.together.tolist() == [12 + 12, 12 + 24]
+    assert net.messages(gathered, 1, apart=True).receiving.tolist() == [3 * 3, 1 * 6]  # of what arrives alone
+
+
+def test_who_comes_late_finds_its_messages_there() -> None:
+    """The second computes for 20 seconds first: it takes no longer than its own copies then, the first waits."""
+    net, clocks = by_memory(MEMORY, MEMORY), Clocks(2)
+    (gathered,) = exchanges(Layout.sharded((4,), 0, (1, 3)).boxes, Layout.replicated((4,), 2).boxes)
+    clocks.step(Pass("late", False, np.array([0.0, 20.0]), []))
+    clocks.step(Pass("gathers", False, np.zeros(2), [net.messages(gathered, 1)]))
+    assert clocks.now.tolist() == [20 + 6 + 12, 20 + 6 + 12]
+    assert clocks.moving.tolist() == [2 + 12, 6 + 12]
+    clocks = Clocks(2)
+    clocks.step(Pass("late", False, np.array([20.0, 0.0]), []))
+    clocks.step(Pass("gathers", False, np.zeros(2), [net.messages(gathered, 1)]))
+    assert clocks.now.tolist() == [20 + 2 + 12, 20 + 2 + 12]  # though three bytes came to the first, and one from it
+
+
+def test_sums_by_memory_are_added_where_they_lie() -> None:
+    partial, half = Layout.partial((4,), 2), Layout.sharded((4,), 0, (2, 2))
+    (scattered,) = exchanges(partial.boxes, half.boxes)
+    found = by_memory(MEMORY, MEMORY).messages(scattered, 1)
+    assert (found.sending.tolist(), found.receiving.tolist()) == ([4, 4], [14, 14])
+
+
+def test_between_hosts_wires_carry_messages() -> None:
+    """0 and 1 share memory; 2 is elsewhere, and 3 is with it but was not measured. Copies are made first."""
+    net = by_memory(MEMORY, MEMORY, MEMORY, DEVICE, nodes=((0, 1), (2, 3)))
+    sent = np.zeros((4, 4))
+    sent[0, 1] = sent[0, 2] = sent[2, 3] = 1.0
+    assert net.spent(sent, 0.0, np.array([0.0, 1.0, 1.0, 1.0])).tolist() == [2 + 100, 2 + 3, 2 + 100, 100]
+
+
+def test_a_device_alone_copies_no_messages() -> None:
+    profile = ClusterProfile((MEMORY,) * 2, {"0-1": LinkModel(1.0, 1.0)})
+    assert [device.copying for device in profile.alone().devices] == [None, None]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -154,4 +214,4 @@ def test_messages_of_a_plan_share_wires_too() -> None:
     here = Layout.sharded((4 * 10**8,), 0, (2 * 10**8, 2 * 10**8, 0, 0, 0))
     there = Layout.sharded((4 * 10**8,), 0, (0, 0, 2 * 10**8, 2 * 10**8, 0))
     (one,) = exchanges(here.boxes, there.boxes)
-    assert Network.of(profile).messages(one, 4).seconds == pytest.approx([2 * 0.8e9 / 12.5e9] * 4 + [0])
+    assert Network.of(profile).messages(one, 4).together == pytest.approx([2 * 0.8e9 / 12.5e9] * 4 + [0])

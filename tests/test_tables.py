@@ -12,7 +12,7 @@ from hetconv import LayoutError
 from hetconv.layout import Box, Exchange, Layout, Move, Need, Shape, apportion, traffic
 from hetconv.network import Network
 from hetconv.rules import window_need
-from hetconv.tables import movement, sent_bytes
+from hetconv.tables import Moved, movement, movements, sent_bytes
 
 from .strategies import boxes, layouts, needs, weights, windows
 from .test_network import rates
@@ -53,24 +53,43 @@ def networks(draw: st.DrawFn, world: int) -> Network:
     ranks = st.integers(0, world - 1)
     pairs = st.lists(st.tuples(ranks, ranks).filter(lambda pair: pair[0] != pair[1]), unique=True).map(tuple)
     wires = draw(st.lists(st.tuples(pairs, rates), max_size=2)) if world > 1 else []
-    adding = np.array(draw(st.lists(rates, min_size=world, max_size=world)))
-    return Network(latency_s, s_per_byte, tuple(wires), adding=adding)
+    adding, sends, joins = (np.array(draw(st.lists(rates, min_size=world, max_size=world))) for _ in range(3))
+    copies = np.array(draw(st.lists(st.booleans(), min_size=world, max_size=world)))
+    by_memory = np.outer(copies, copies)
+    return Network(
+        latency_s, s_per_byte, tuple(wires), adding=adding, by_memory=by_memory, sends=sends, joins=joins
+    )  # fmt: skip
 
 
-def seconds(network: Network, rounds: tuple[Exchange, ...], itemsize: int) -> float:
-    """Every round, message by message, and what several have of it added to what the first of them has."""
-    total = 0.0
+def seconds(network: Network, rounds: tuple[Exchange, ...], itemsize: int, apart: bool = False) -> float:
+    """Every round, message by message, and what several have of it added to what the first of them has.
+
+    By memory a rank sends all of its messages before anything else, and joins what it wants in the end.
+    """
+    total, by_memory = 0.0, np.asarray(network.by_memory)
+    sends, joins = np.asarray(network.sends), np.asarray(network.joins)
     for one in rounds:
         held, wanted = one
         more = [sum(box.intersect(own).numel for box in held) - own.numel for own in wanted]
         adds = [max(n, 0) * itemsize * float(s) for n, s in zip(more, network.adding, strict=True)]
-        out, into, sent = [0.0] * network.world, [0.0] * network.world, traffic((one,), itemsize)
+        out, into, first, last = ([0.0] * network.world for _ in range(4))
+        sent, got = traffic((one,), itemsize), set[int]()
         for (s, r), size in sent.items():
-            message = network.latency_s[s, r] + size * network.s_per_byte[s, r]
-            out[s] += message
-            into[r] += message
+            if by_memory[s, r]:
+                first[s] += network.latency_s[s, r] / 2 + size * sends[s]
+                last[r] += network.latency_s[s, r] / 2
+                got.add(r)
+            else:
+                message = network.latency_s[s, r] + size * network.s_per_byte[s, r]
+                out[s] += message
+                into[r] += message
+        for r in got:
+            came = sum(size for (_, to), size in sent.items() if to == r)
+            last[r] += (came if apart else wanted[r].numel * itemsize) * joins[r] * (adds[r] <= 0)
+        there = [max([first[r], *(first[s] for s, to in sent if to == r)]) for r in range(network.world)]
         wires = [sum(sent.get(pair, 0) for pair in pairs) * s_per_byte for pairs, s_per_byte in network.shared]
-        total += max([*(max(a, b) + add for a, b, add in zip(out, into, adds, strict=True)), *wires])
+        ranks = zip(there, out, into, last, adds, strict=True)
+        total += max([*(before + max(a, b) + after + add for before, a, b, after, add in ranks), *wires])
     return total
 
 
@@ -84,13 +103,15 @@ def test_every_entry_is_that_of_its_move(
     R = data.draw(st.lists(reads(shape, world), max_size=6))
     network = data.draw(networks(world))
     rounds = [[Move(s, r).adjoint if adjoint else Move(s, r).forward for r in R] for s in S]
+    apart = np.array([[data.draw(st.booleans()) for _ in R] for _ in S], dtype=bool).reshape(len(S), len(R))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hetconv.tables, "BLOCK", block)
-        took, sent = movement(S, R, itemsize, network, adjoint), sent_bytes(S, R, itemsize, adjoint)
+        (took,) = movements([Moved(S, R, itemsize, adjoint, apart)], network)
+        sent = sent_bytes(S, R, itemsize, adjoint)
     assert took.shape == sent.shape == (len(S), len(R))
     for i, row in enumerate(rounds):
         for j, one in enumerate(row):
-            assert took[i, j] == pytest.approx(seconds(network, one, itemsize), rel=1e-12, abs=0)
+            assert took[i, j] == pytest.approx(seconds(network, one, itemsize, bool(apart[i, j])), rel=1e-12, abs=0)
             assert sent[i, j] == sum(traffic(one, itemsize).values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,14 +16,14 @@ import torch
 from hetconv.layout import Box
 from hetconv.movement import start_sum
 from hetconv.network import Network
-from hetconv.own_core import waits_s
 from hetconv.profile import ClusterProfile, Copying, LinkModel, SharedWire
 from hetconv.replicas import Scope
 from hetconv.transport import Round, Team, near, objects_of_all
 
 from . import fit
 from .machine import conditions
-from .measure import meet, part_of_core, timed
+from .measure import timed
+from .meeting import meet, parts_of_core
 
 T = TypeVar("T")
 TINY = 4  # bytes
@@ -142,20 +143,18 @@ def _copying(nodes: Sequence[Sequence[int]], team: Team, device: torch.device) -
             if repeat > 0:
                 sent[part].append(sending)
                 (added if sums else joined)[part].append(receiving)
-    meet(team)
-    of_core, n = part_of_core(), len(own)
+    of_core, n = parts_of_core(team).together, len(own)
     pieces = ((sent, n - 1), (joined, n), (added, n - 1)) if copies else ()
     per_byte = [fit.line({part * k: of[part] for part in parts})[1] / of_core for of, k in pieces]
     return objects_of_all(team, Copying(*per_byte) if copies else None)
 
 
 def _timed(team: Team, action: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds of an action that all ranks begin together, without waits for a core, and what it gave."""
+    """For how many seconds this rank is at work for an action that all begin together, and what it gave."""
     given: list[T] = []
     meet(team)
-    waited = waits_s()
-    seconds = timed(lambda: given.append(action()), device)
-    return max(seconds - (waits_s() - waited), 1e-9), given[0]
+    seconds = timed(lambda: given.append(action()), device, time.thread_time)
+    return seconds, given[0]
 
 
 def _gather(nodes: Sequence[Sequence[int]], team: Team, part: int, device: torch.device, sums: bool = False) -> Start:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from hetconv.emulate import at_work_s, forget_waits, slowness, work_clock
 from hetconv.heap import pages_taken
-from hetconv.own_core import waits_s
-from hetconv.transport import Team, team_of, words_of_all
+from hetconv.transport import team_of
 
+from .meeting import meet, parts_of_core
+from .others import Other
 from .sampling import Passes, Run, doubts, sampled
 from .subjects import Subject
 
@@ -24,8 +25,6 @@ MOST_CALLS = 20
 FEW_PAGES, MOST_NEW = 256, 20  # of memory that the system gives to a sample that counts; how many others there may be
 WARM_S = 5e-3  # seconds after which work that follows a pause is as fast as ever: a pulse at once takes twice as long
 PULSE, PULSE_ON_GPU = 192, 2048  # rows and columns of a matrix that is multiplied with itself
-HERE = torch.zeros(1)
-CORE_S = 0.2  # for which it is watched whether a rank waits for its core
 TURNS, TURN_S = 15, 0.01  # of all at work, and of each alone; seconds
 Samples = dict[str, dict[float, Passes]]
 """By a subject's key, seconds of its passes by share, or by bytes."""
@@ -48,23 +47,6 @@ def timed(action: Callable[[], Any], device: torch.device, clock: Clock = _by_th
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return clock() - start
-
-
-def meet(team: Team) -> None:
-    """Returns once all ranks have called it: on one host within 0.4 ms of each other, mostly 0.2.
-
-    A backend's barrier wakes threads of its own, which wait for the core that the rank fills: ranks left it up to
-    4 ms apart, at turns of the system's clock, and steps seemed to take a whole number of such turns.
-    """
-    words_of_all(team, HERE)
-
-
-def part_of_core() -> float:
-    """Of its core, which this thread gets while it never rests: less than 1 where others use it too."""
-    began, waited, a = time.perf_counter(), waits_s(), torch.ones(PULSE, PULSE)
-    while time.perf_counter() < began + CORE_S:
-        torch.mm(a, a)
-    return 1 - (waits_s() - waited) / (time.perf_counter() - began)
 
 
 def stopwatch(call: Callable[[], Any], device: torch.device, clock: Clock = _by_the_wall) -> Callable[[], float]:
@@ -216,9 +198,11 @@ def _together(
     """
     last: list[Run] = []
 
+    clock, longer = _clock(device, isinstance(subject, Other), parts_of_core(team_of()).together)
+
     def passes(run: Run) -> Passes:
         last[:] = [run]
-        return _passes(run, device, backward(run))
+        return _passes(run, device, backward(run), clock).times(longer)
 
     found = _fitting(lambda: subject.samples(passes, device, known))
     others = dist.barrier(group=team_of().control, async_op=True)
@@ -238,15 +222,26 @@ def _in_turn(
     and sleeps for that once, at the end of a step. After a sleep for every operator these would begin cold.
     """
     team, found = team_of(), {}
+    clock, longer = _clock(device, True, parts_of_core(team).alone)
 
     def passes(run: Run) -> Passes:
-        return _passes(run, device, backward(run)).times(slowness())
+        return _passes(run, device, backward(run), clock).times(longer * slowness())
 
     for rank in range(team.size):
         if rank == team.rank:
             found = _fitting(lambda: subject.samples(passes, device, known))
         dist.barrier(group=team.control)
     return found
+
+
+def _clock(device: torch.device, never_sleeps: bool, part: float) -> tuple[Clock, float]:
+    """By which an operator is timed, and how many times as long it takes, on a ``part`` of the core, in a step.
+
+    Without others' turns on the core, which fall into long samples and between short ones. A device that is slowed
+    sleeps less for them, in what it sleeps for; with more threads than one nobody can tell them.
+    """
+    own = device.type == "cpu" and torch.get_num_threads() == 1 and (never_sleeps or slowness() == 1)
+    return (time.thread_time, 1 / part) if own else (_by_the_wall, 1.0)
 
 
 def _fitting(samples: Callable[[], dict[float, Passes]]) -> dict[float, Passes]:
@@ -256,12 +251,12 @@ def _fitting(samples: Callable[[], dict[float, Passes]]) -> dict[float, Passes]:
         return {}
 
 
-def _passes(run: Run, device: torch.device, backward: bool = True) -> Passes:
+def _passes(run: Run, device: torch.device, backward: bool, clock: Clock) -> Passes:
     beat = pulse(device)
-    forward, pulse_s = sampled(stopwatch(run.forward, device), beat)
+    forward, pulse_s = sampled(stopwatch(run.forward, device, clock), beat)
     if not backward:
         return Passes(forward, [], pulse_s)
-    behind, then_s = sampled(stopwatch(run.backward, device), beat)
+    behind, then_s = sampled(stopwatch(run.backward, device, clock), beat)
     less = median(forward) if run.both else 0.0
     return Passes(forward, [max(seconds * pulse_s / then_s - less, 0.0) for seconds in behind], pulse_s)
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from hetconv import emulate
 from hetconv.transport import Team, objects_of_all, team_of
 
-from .measure import WARM_S, meet, pulse, timed
+from .measure import WARM_S, pulse, timed
+from .meeting import meet
 
 MOST_ROUNDS = 31
 BEATS = 4  # pulses before each step; as many within it tell more than these

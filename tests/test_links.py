@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hetconv.autotune import links
+from hetconv.autotune.meeting import Parts
 from hetconv.network import Network
 from hetconv.profile import ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
 from hetconv.provenance import Identity
@@ -127,7 +128,7 @@ def told_to_copy(part: float) -> list[Copying | None]:
         visit = [size for _ in (False, True) for size in links.COPIES for _ in range(links._repeats(size))]
         sizes = visit * links.VISITS
         patch.setattr(links, "_timed", timed)
-        patch.setattr(links, "part_of_core", lambda: part)
+        patch.setattr(links, "parts_of_core", lambda _: Parts(part, 1.0))
         return links._copying([(0, 1)], team_of(), CPU)
 
 

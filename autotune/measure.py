@@ -251,7 +251,7 @@ def _fitting(samples: Callable[[], dict[float, Passes]]) -> dict[float, Passes]:
         return {}
 
 
-def _passes(run: Run, device: torch.device, backward: bool, clock: Clock) -> Passes:
+def _passes(run: Run, device: torch.device, backward: bool = True, clock: Clock = _by_the_wall) -> Passes:
     beat = pulse(device)
     forward, pulse_s = sampled(stopwatch(run.forward, device, clock), beat)
     if not backward:

@@ -197,7 +197,6 @@ def _together(
     are done at about the same time, whatever their shares.
     """
     last: list[Run] = []
-
     clock, longer = _clock(device, isinstance(subject, Other), parts_of_core(team_of()).together)
 
     def passes(run: Run) -> Passes:

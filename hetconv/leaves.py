@@ -32,27 +32,40 @@ class OnOwnPart:
         on_parts = x.__class__ is HetTensor
         local = on_parts and self._is_local(x)
         if self._normalizes and (local or not on_parts):
-            self._settle()
-        if local:
-            return HetTensor.made(self._forward(x._local), x.placement, x.team)
-        return self._forward(x)
+            self._settle(x.placement.sizes if on_parts and x.placement.dim == 1 else ())
+        if not local:
+            return self._forward(x)
+        y = self._normalized(x) if self._normalizes else self._forward(x._local)
+        return HetTensor.made(y, x.placement, x.team)
 
-    def _settle(self) -> None:
-        """All ranks use all channels' statistics now."""
+    def _settle(self, sizes: tuple[int, ...]) -> None:
+        """All ranks use all channels' statistics now, or each its own of so many."""
         running, mean = running_of(None), self._module.running_mean
         if running is not None and isinstance(mean, Tensor):
-            running.settle(mean)
+            running.settle(mean, sizes)
 
     def _is_local(self, x: HetTensor) -> bool:
-        """Elementwise, or a norm in evaluation of parts that have all channels, whose parameters want no gradient."""
+        """Elementwise, or a norm in evaluation whose parameters want no gradient."""
         if x.later is not None or x.placement.kind != "sharded":
             return False
         if not self._normalizes:
             return True
         norm: Any = self._module
-        if norm.training or norm.running_mean is None or x.placement.inner in (None, 1) or not x._local.numel():
+        if norm.training or norm.running_mean is None or not x._local.numel() or x.shape[1] != norm.num_features:
             return False
         return not (torch.is_grad_enabled() and any(p.requires_grad for p in norm.parameters(recurse=False)))
+
+    def _normalized(self, x: HetTensor) -> Tensor:
+        """By the statistics of this rank's channels."""
+        norm: Any = self._module
+        if x._local.shape[1] == norm.num_features:
+            return self._forward(x._local)  # type: ignore[no-any-return]
+        box = x.placement.boxes[x.team.rank]
+        own = slice(box.lo[1], box.hi[1])
+        weight, bias, mean, var = (
+            t[own] if t is not None else None for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+        )
+        return torch.batch_norm(x._local, weight, bias, mean, var, False, 0.0, norm.eps, torch.backends.cudnn.enabled)
 
 
 def run_on_own_parts(model: nn.Module) -> None:

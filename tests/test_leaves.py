@@ -88,7 +88,7 @@ def dispatched(name: str, placement: str) -> list[str]:
         ("batch norm and ReLU", "rows", []),
         ("batch norm in evaluation", "rows", []),
         ("GELU", "channels", []),
-        ("batch norm in evaluation", "channels", ["batch_norm"]),
+        ("batch norm in evaluation", "channels", []),
         ("batch norm in training", "rows", ["batch_norm"]),
         ("batch norm without running statistics", "rows", ["batch_norm"]),
         ("ReLU in place", "rows", ["relu"]),
@@ -96,6 +96,21 @@ def dispatched(name: str, placement: str) -> list[str]:
 )
 def test_only_what_needs_nothing_of_others_skips_the_dispatch(name: str, placement: str, expected: list[str]) -> None:
     assert all(seen == expected for seen in on_ranks(WORLD, dispatched, name, placement))
+
+
+def refused(placement: str) -> bool:
+    """Whether a norm of four channels refuses eight, of which no rank may have more."""
+    layout, module = PLACEMENTS[placement], nn.Sequential(nn.BatchNorm2d(4).double().eval())
+    run_on_own_parts(module)
+    x, _ = placed(torch.ones(layout.shape, dtype=torch.float64), layout)
+    with torch.no_grad(), pytest.raises((hetconv.HetConvError, RuntimeError)):
+        module(x)
+    return True
+
+
+@pytest.mark.parametrize("placement", ["rows", "channels"])
+def test_a_norm_of_other_channels_refuses_parts_of_them(placement: str) -> None:
+    assert all(on_ranks(WORLD, refused, placement))
 
 
 def test_a_copy_runs_its_own_module() -> None:

@@ -236,11 +236,18 @@ def _in_turn(
 def _clock(device: torch.device, never_sleeps: bool, part: float) -> tuple[Clock, float]:
     """By which an operator is timed, and how many times as long it takes, on a ``part`` of the core, in a step.
 
-    Without others' turns on the core, which fall into long samples and between short ones. A device that is slowed
-    sleeps less for them, in what it sleeps for; with more threads than one nobody can tell them.
+    Without others' turns on the core, which fall into long samples and between short ones.
     """
-    own = device.type == "cpu" and torch.get_num_threads() == 1 and (never_sleeps or slowness() == 1)
+    own = tells_its_turns(device) and (never_sleeps or slowness() == 1)
     return (time.thread_time, 1 / part) if own else (_by_the_wall, 1.0)
+
+
+def tells_its_turns(device: torch.device) -> bool:
+    """Whether the clock of the thread that works on a device tells when others have the core: not of several threads.
+
+    A device that is slowed sleeps less for these, and takes what the wall says for what it sleeps for.
+    """
+    return device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def _fitting(samples: Callable[[], dict[float, Passes]]) -> dict[float, Passes]:

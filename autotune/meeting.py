@@ -13,7 +13,6 @@ from hetconv.transport import Team, words_of_all
 
 HERE = torch.zeros(1)
 CORE_S = 0.2  # for which it is watched whether a rank waits for its core
-SIDE = 192  # rows and columns of a matrix that is multiplied with itself meanwhile
 
 
 def meet(team: Team) -> None:
@@ -37,9 +36,9 @@ def parts_of_core(team: Team) -> Parts:
     """Collective. Less than 1 where others use the core too, and nobody sees it in what takes less than their turn."""
 
     def part() -> float:
-        began, worked, a = time.perf_counter(), time.thread_time(), torch.ones(SIDE, SIDE)
+        began, worked = time.perf_counter(), time.thread_time()
         while time.perf_counter() < began + CORE_S:
-            torch.mm(a, a)
+            pass
         found = (time.thread_time() - worked) / (time.perf_counter() - began)
         return found if found < 1 - SHARED else 1.0
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from hetconv import emulate
-from hetconv.emulate import stretched
+from hetconv.emulate import Computation, slowness, stretched
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.own_core import waits_s
 from hetconv.parallel import parallelize
@@ -27,6 +27,7 @@ from hetconv.transport import Team, disband, objects_of_all, team_of
 from . import measure
 from .launch import did
 from .learn import noise_of
+from .meeting import parts_of_core
 from .models import channels_last
 from .rounds import MOST_ROUNDS, Round, Step, one_round, pulses_of, until_all_are_done
 from .shares import TrialFailedError
@@ -208,7 +209,10 @@ class Race:
         """
         if order.listen is None:
             return None, False
-        heard, waits = _Heard(order.listen, steps[order.listen]), "cuda" in objects_of_all(team, self._x.device.type)
+        part = parts_of_core(team_of()).together
+        own = measure.tells_its_turns(self._x.device) and slowness() == 1
+        heard = _Heard(order.listen, steps[order.listen], part if own else None)
+        waits = "cuda" in objects_of_all(team, self._x.device.type)
         if not waits:
             steps[order.listen] = heard
         return heard, waits
@@ -239,10 +243,14 @@ def _ended(rounds: Sequence[Round], order: Order, told: bool) -> bool:
 
 
 class _Heard:
-    """A step that notes how long this rank computes convolutions and linears, and waits for its core."""
+    """A step that notes how long this rank computes convolutions and linears, and waits for its core.
 
-    def __init__(self, name: str, step: Step):
-        self.name, self._step = name, step
+    ``part``: of the core, if it is timed by its own clock, as operators are: others' turns fall between computations
+    too, so that the wall does not see all that these take longer.
+    """
+
+    def __init__(self, name: str, step: Step, part: float | None):
+        self.name, self._step, self._part = name, step, part
         self.seconds, self.waited = list[float](), list[float]()
 
     def __call__(self) -> None:
@@ -255,8 +263,9 @@ class _Heard:
             emulate.listeners.remove(self._note)
         self.waited.append(waits_s() - before)
 
-    def _note(self, start: float, end: float) -> None:
-        self.seconds[-1] += end - start
+    def _note(self, computation: Computation) -> None:
+        start, end, own_s = computation
+        self.seconds[-1] += own_s / self._part if self._part is not None else end - start
 
 
 def _after(heard: _Heard, step_s: float, device: torch.device, team: Team) -> list[float]:

@@ -160,7 +160,7 @@ def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
     recorded = []
     for _ in range(5):
         busy: list[tuple[float, float]] = []
-        emulate.listeners.append(lambda start, end, busy=busy: busy.append((start, end)))  # type: ignore[misc]
+        emulate.listeners.append(lambda seen, busy=busy: busy.append((seen.start, seen.end)))  # type: ignore[misc]
         dist.barrier()
         start = time.perf_counter()
         step()

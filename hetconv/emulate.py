@@ -25,6 +25,19 @@ T = TypeVar("T")
 class _Spent(NamedTuple):
     seconds: float
     worked: float  # of these seconds, as `work_clock` tells
+    own: float  # and as the thread's own clock does
+
+
+class Computation(NamedTuple):
+    """What was `stretched`, ``start`` to ``end`` in seconds of time.perf_counter, in ``own_s`` of the thread's clock.
+
+    The end is where it would be if the computation had not been shorter for what was waited before it. The thread's own
+    seconds are without others' turns on its core, and without sleep.
+    """
+
+    start: float
+    end: float
+    own_s: float
 
 
 class _Seen(NamedTuple):
@@ -38,15 +51,12 @@ class _Seen(NamedTuple):
 _slowness = 1.0
 _overslept = 0.0  # seconds, of all sleeps so far, and waited between what was stretched
 _waited = 0.0  # seconds until the last time that something had been stretched
-_aside = _Spent(0.0, 0.0)  # so far, in all that was stretched and in all interludes
+_aside = _Spent(0.0, 0.0, 0.0)  # so far, in all that was stretched and in all interludes
 _seen = _Seen(0.0, 0.0, 0.0)
 LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
 PAUSE = 1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
-listeners: list[Callable[[float, float], None]] = []
-"""Each is called with the start and end, in seconds of time.perf_counter, of every computation that was `stretched`.
-
-The end is where it would be if the computation had not been shorter for what was waited before it.
-"""
+listeners: list[Callable[[Computation], None]] = []
+"""Each is told of every computation that was `stretched`, when it is over."""
 visitors: list[Callable[[], None]] = []
 """Each is let in at the end of every computation, before what is slowed sleeps, and in the middle of some, see
 `interlude`.
@@ -110,6 +120,7 @@ def as_it_is() -> bool:
 class _Begun(NamedTuple):
     start: float
     worked: float
+    own: float
     aside: _Spent
     waited: float  # seconds, for the core since the last computation, which the sleep is to make good
 
@@ -142,7 +153,8 @@ def _begin(device: torch.device) -> _Begun:
     waited = min(waited, LATE - _overslept)
     _overslept += waited
     _look(paused=True)
-    return _Begun(time.perf_counter(), work_clock(device), _aside, waited)
+    own = time.thread_time()
+    return _Begun(time.perf_counter(), work_clock(device), own, _aside, waited)
 
 
 def _finish(begun: _Begun, device: torch.device) -> None:
@@ -152,6 +164,7 @@ def _finish(begun: _Begun, device: torch.device) -> None:
         torch.cuda.synchronize(device)
     done = time.perf_counter()
     worked = work_clock(device) - begun.worked - (_aside.worked - begun.aside.worked)
+    own_s = time.thread_time() - begun.own - (_aside.own - begun.aside.own)
     rest = worked * _slowness - (done - begun.start - (_aside.seconds - begun.aside.seconds))
     interlude(device)
     heard = time.perf_counter()
@@ -162,22 +175,29 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
     _overslept = min(_overslept + slept - rest, LATE)
     for listener in listeners:
-        listener(begun.start, done + slept + begun.waited)
+        listener(Computation(begun.start, done + slept + begun.waited, own_s))
     if _shares_its_core(device):
         forget_waits()
-    seconds, all_worked = time.perf_counter() - begun.start, work_clock(device) - begun.worked
-    _aside = _Spent(begun.aside.seconds + seconds, begun.aside.worked + all_worked)
+    _aside = _Spent(
+        begun.aside.seconds + time.perf_counter() - begun.start,
+        begun.aside.worked + work_clock(device) - begun.worked,
+        begun.aside.own + time.thread_time() - begun.own,
+    )
 
 
 def interlude(device: torch.device) -> None:
     """Lets all visitors in, within what is `stretched`; what they take is not."""
     global _aside
-    start, worked = time.perf_counter(), work_clock(device)
+    start, worked, own = time.perf_counter(), work_clock(device), time.thread_time()
     _look(paused=False)
     for visitor in visitors:
         visitor()
     _look(paused=False)
-    _aside = _Spent(_aside.seconds + time.perf_counter() - start, _aside.worked + work_clock(device) - worked)
+    _aside = _Spent(
+        _aside.seconds + time.perf_counter() - start,
+        _aside.worked + work_clock(device) - worked,
+        _aside.own + time.thread_time() - own,
+    )
 
 
 def at_work_s() -> float:

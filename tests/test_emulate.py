@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetconv import emulate
 from hetconv.autotune.measure import timed
-from hetconv.emulate import DeviceName, both_stretched, set_speed, stretched
+from hetconv.emulate import Computation, DeviceName, both_stretched, set_speed, stretched
 from hetconv.errors import HetConvError
 from hetconv.rules import SplitKind
 
@@ -211,6 +211,30 @@ def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyP
         emulate.visitors.clear()
 
 
+@pytest.mark.parametrize("speed", [1.0, 0.5])
+def test_listeners_are_told_the_wall_and_the_threads_own_clock(speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have the core for half a second of each, and a visitor works for one more in the middle."""
+    shared, heard = Shared(0.5, monkeypatch), list[Computation]()
+    step = Shared.compute
+
+    def within(self: Shared) -> None:
+        step(self)
+        emulate.interlude(CPU)
+
+    monkeypatch.setattr(Shared, "compute", within)
+    emulate.listeners.append(heard.append)
+    visits = iter([lambda: step(shared), *[lambda: None] * 99])
+    emulate.visitors.append(lambda: next(visits)())
+    try:
+        shared.stretched(speed)
+    finally:
+        emulate.visitors.clear()
+        emulate.listeners.clear()
+    first, others = (3.0, 1.5) if speed == 1 else (3.5, 2.0)
+    assert [c.own_s for c in heard] == pytest.approx([1.0] * 10)
+    assert [c.end - c.start for c in heard] == pytest.approx([first, *[others] * 9])
+
+
 @pytest.mark.parametrize(
     ("speed", "others", "waits", "at_work_s"),
     [
@@ -264,7 +288,7 @@ def test_both_passes_of_a_node_are_stretched(threads: int, again: bool, monkeypa
 def watched(kind: SplitKind) -> Differences:
     """With a listener to what is computed, as while tuning."""
     heard: list[float] = []
-    emulate.listeners.append(lambda start, end: heard.append(end - start))
+    emulate.listeners.append(lambda seen: heard.append(seen.end - seen.start))
     try:
         found = standalone(kind, (1, 1), "split", {"padding": 1})
     finally:

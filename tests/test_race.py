@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv import emulate
+from hetconv.autotune.meeting import Parts
 from hetconv.autotune.race import LEAST_ROUNDS, Alone, Order, Outcome, Race
 from hetconv.autotune.rounds import Round
 from hetconv.autotune.shares import TrialFailedError
@@ -70,6 +71,26 @@ def test_every_way_is_timed_in_every_round() -> None:
     assert [len(outcome.pulse_s) for outcome in first] == [2, 0]
     assert [len(outcome.waited) for outcome in first] == [2, 0]
     assert min(first[0].waited) >= 0
+
+
+def computing_on(part: float, speed: float) -> tuple[float, ...]:
+    """Seconds in which each rank computes, on a part of its core."""
+    emulate.set_speed(speed)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hetconv.autotune.race.parts_of_core", lambda _: Parts(part, 1.0))
+            outcomes, _ = raced(Chain(), Order("it", {"trial": plan((2, 2))}, 9, "trial"))
+    finally:
+        emulate.set_speed(1.0)
+    return outcomes[0].computing if outcomes and isinstance(outcomes[0], Outcome) else ()
+
+
+def test_computing_is_heard_as_operators_are_timed() -> None:
+    """By the own clock, over the part of the core; of a slowed device by the wall."""
+    (whole, _), (part, _) = (on_ranks(2, computing_on, part, 1.0) for part in (1.0, 0.01))
+    assert all(b > 20 * a > 0 for a, b in zip(whole, part, strict=True))
+    (slowed, _) = on_ranks(2, computing_on, 0.01, 0.9)
+    assert all(a < b / 5 for a, b in zip(slowed, part, strict=True))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -169,7 +169,7 @@ def test_a_plain_model_lets_visitors_in_between_its_modules(mode: Mode, least: i
     step, heard = step_alone(model, torch.zeros(1, 3, 8, 8), mode), list[float]()
     step()
     emulate.visitors.append(lambda: heard.append(0.0))
-    emulate.listeners.append(lambda start, end: heard.append(end - start))
+    emulate.listeners.append(lambda seen: heard.append(seen.end - seen.start))
     try:
         step()
     finally:

@@ -21,12 +21,10 @@ HARDLY = 0.5  # of what the busiest device computes: who has less shows what cal
 LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest; or between two of these
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)  # parts of halos that may be hidden
-SLOWNESS = (1.0, 1.1, 1.2, 1.3, 1.45)  # in steps, of a device that waits for its core between computations too
 # How much better, in the sum of logarithms, steps must be predicted for each e-fold by which messages leave their rest,
 # and for halos of which no more than one layer has shown is hidden, but all, or the other way round:
 UNLIKELY_LATENCY, UNLIKELY_BYTES = 0.02, 0.05  # what hardly changes those that ran may change others out of reason
 UNLIKELY_OVERLAP = 0.05
-UNLIKELY_SLOWNESS = 0.3  # for each e-fold by which a device takes longer than its layers say
 # In logarithms, how far whole steps are from what layers took one by one: on a device, and for a kind of split there;
 # and how far a plan is from both.
 OF_DEVICE, OF_KIND, MISFIT = 0.07, 0.03, 0.05
@@ -48,14 +46,12 @@ class Observed(NamedTuple):
 class AtWork(NamedTuple):
     """How many times the latency of links, and the time of bytes, messages have between devices that work.
 
-    ``overlap``: the part of halos that is hidden, if that is not what one layer has shown. ``slowness``: how many times
-    as long each device takes for all that it computes, if that is not what its layers say.
+    ``overlap``: the part of halos that is hidden, if that is not what one layer has shown.
     """
 
     latency: float = 1.0
     of_bytes: float = 1.0
     overlap: float | None = None
-    slowness: tuple[float, ...] = ()
 
 
 class Learnt(NamedTuple):
@@ -68,12 +64,11 @@ class Learnt(NamedTuple):
 
 def with_learnt(profile: ClusterProfile, learnt: Learnt) -> ClusterProfile:
     """Every device alone is as slow as the one that was measured, so that none is preferred for not having been."""
-    latency, of_bytes, overlap, slowness = learnt.at_work
+    latency, of_bytes, overlap = learnt.at_work
     devices = []
-    slowness = slowness or (1.0,) * profile.world
-    for device, factors, slow in zip(profile.devices, learnt.corrections, slowness, strict=True):
+    for device, factors in zip(profile.devices, learnt.corrections, strict=True):
         alone = replace(device.alone, slowness=learnt.alone) if device.alone is not None else None
-        devices.append(replace(device, corrections=factors, alone=alone, slowness=slow))
+        devices.append(replace(device, corrections=factors, alone=alone))
     overlap = profile.overlap if overlap is None else overlap
     return replace(profile, devices=tuple(devices), latency_at_work=latency, bytes_at_work=of_bytes, overlap=overlap)
 
@@ -120,11 +115,10 @@ def at_work(
     predicted: Callable[[AtWork], Sequence[float]],
     measured: Sequence[float],
     noise: Sequence[float],
-    sharing: Sequence[bool] = (),
     overlap: float = 1.0,
 ) -> AtWork:
-    """With which of `LATENCIES`, `BYTES`, `OVERLAPS`, and `SLOWNESS` of devices that are ``sharing`` their cores, by
-    rank, the plans' steps would have been predicted best: off by the least factor.
+    """With which of `LATENCIES`, `BYTES` and `OVERLAPS` the plans' steps would have been predicted best: off by the
+    least factor.
 
     ``predicted``: the steps when it is so. ``noise`` of what was measured, in logarithms: the more, the less it counts.
     The nearer to ones, and to the ``overlap`` that one layer has shown, the likelier a way is by itself: plans that
@@ -136,42 +130,13 @@ def at_work(
     def off(way: AtWork) -> float:
         by_itself = UNLIKELY_LATENCY * abs(log(way.latency)) + UNLIKELY_BYTES * abs(log(way.of_bytes))
         by_itself += UNLIKELY_OVERLAP * abs(way.overlap - overlap) if way.overlap is not None else 0.0
-        by_itself += UNLIKELY_SLOWNESS * sum(map(log, way.slowness))
         return by_itself + sum(w * abs(log(p / m)) for w, p, m in zip(weights, predicted(way), measured, strict=True))
 
-    as_fast = min((AtWork(*way) for way in product(LATENCIES, BYTES, (None, *OVERLAPS[::2]))), key=off)
-    starts = _refined(as_fast, off), AtWork()
-    return _refined(min((_with_slower_devices(way, sharing, off) for way in starts), key=off), off)
-
-
-def _refined(likely: AtWork, off: Callable[[AtWork], float]) -> AtWork:
-    """With latencies between those of the grid, and all of `OVERLAPS`."""
+    likely = min((AtWork(*way) for way in product(LATENCIES, BYTES, (None, *OVERLAPS[::2]))), key=off)
     between = [x for x in (likely.latency / sqrt(2), likely.latency * sqrt(2)) if LATENCIES[0] <= x <= LATENCIES[-1]]
-    return _with_messages(likely, between, OVERLAPS, off)
-
-
-def _with_messages(
-    likely: AtWork, latencies: Sequence[float], overlaps: Sequence[float], off: Callable[[AtWork], float]
-) -> AtWork:
-    """With other messages, if steps are predicted better so, and then with more or less of halos hidden."""
-    ways = (likely._replace(latency=x, of_bytes=y) for x, y in product(latencies, BYTES))
+    ways = (likely._replace(latency=x, of_bytes=y) for x, y in product(between, BYTES))
     likely = min((likely, *ways), key=off)
-    return min((likely, *(likely._replace(overlap=part) for part in (None, *overlaps))), key=off)
-
-
-def _with_slower_devices(likely: AtWork, sharing: Sequence[bool], off: Callable[[AtWork], float]) -> AtWork:
-    """One more, or another slowness of it, with latencies that suit that, as long as steps are predicted better so."""
-    ranks = [rank for rank, shares in enumerate(sharing) if shares]
-    while True:
-        before, now = likely, likely.slowness or (1.0,) * len(sharing)
-        slower = (
-            likely._replace(latency=latency, slowness=(*now[:rank], slow, *now[rank + 1 :]))
-            for rank, slow, latency in product(ranks, SLOWNESS, LATENCIES)
-        )
-        likely = min((likely, *slower), key=off)
-        if likely == before:
-            return likely
-        likely = _with_messages(likely, LATENCIES, OVERLAPS[::2], off)
+    return min((likely, *(likely._replace(overlap=part) for part in (None, *OVERLAPS))), key=off)
 
 
 def noise_of(seconds: Sequence[float]) -> float:

@@ -37,7 +37,6 @@ ROUNDS_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
 # Of a trial, on devices as fast as they usually are: seconds of what it ran beside; its standard error, in logarithms.
 REFERENCE_S, NOISE = "reference_s", "noise"
 COMPUTING, COMPUTING_NOISE = "computing", "computing_noise"  # by rank: for how many seconds of it, and as before
-WAITED, SHARED = "waited", 0.1  # by rank: for which part of it the rank waited for its core; more tells of others there
 UNSTEADY = 0.1  # of that noise: more than steps vary by themselves
 RATIO_PART = 0.06  # of the budget, from where the study of a ratio begins
 Tried = tuple[Contender, FrozenTrial]
@@ -161,10 +160,10 @@ class _Plans:
 
         def steps(way: AtWork) -> list[float]:
             pricer = sending(way.latency, way.of_bytes)
-            return [pricer.walked_s(of_plan, way.slowness, way.overlap) for of_plan in walked]
+            return [pricer.walked_s(of_plan, overlap=way.overlap) for of_plan in walked]
 
         took, noise = [rival.part * alone_s for rival in ran], [rival.noise for rival in ran]
-        found = at_work(steps, took, noise, sharing([t for _, t in tried]), self.profile.overlap)
+        found = at_work(steps, took, noise, self.profile.overlap)
         return Learnt(factors, found, believed(alone_s / alone.predicted.step_s))
 
     def find_reference(self, found: Sequence[Contender]) -> None:
@@ -242,18 +241,12 @@ class _Plans:
         rounds, slowness = [self.usual(ways, ran) for ran in found.rounds], self.profile.slowness(found.pulse_s)
         trial.set_user_attr(COMPUTING, [s / slow for s, slow in zip(found.computing, slowness, strict=True)])
         trial.set_user_attr(COMPUTING_NOISE, found.noise)
-        trial.set_user_attr(WAITED, found.waited)
         trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in rounds))
         trial.set_user_attr(NOISE, noise_of([s["trial"] for s in rounds]))
         return [*map(part, rounds)]
 
     def plan(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)
-
-
-def sharing(trials: Sequence[FrozenTrial]) -> tuple[bool, ...]:
-    """Which ranks have others on their core, if anything was heard of that."""
-    return tuple(median(parts) > SHARED for parts in zip(*(t.user_attrs[WAITED] for t in trials), strict=True))
 
 
 def unsteady(trial: FrozenTrial) -> bool:

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_iter
 from hetconv import emulate
 from hetconv.emulate import Computation, slowness, stretched
 from hetconv.kernels import CHANNELS_LAST
-from hetconv.own_core import waits_s
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
 from hetconv.transport import Team, disband, objects_of_all, team_of
@@ -66,14 +65,13 @@ class Outcome(NamedTuple):
     """``rounds``: of each way a step; of the one that was listened to, for how many seconds each rank computed.
 
     These are as on devices that took ``pulse_s`` for a pulse, their mean while it ran. ``noise``: their standard error,
-    in logarithms. ``waited``: for which part of the step each rank waited for its core.
+    in logarithms.
     """
 
     rounds: list[Round]
     computing: tuple[float, ...] = ()
     noise: tuple[float, ...] = ()
     pulse_s: tuple[float, ...] = ()
-    waited: tuple[float, ...] = ()
 
 
 def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
@@ -196,11 +194,8 @@ class Race:
         else:
             slow = [step.pulse_s[team.rank] / mean_s[team.rank] for step in ran]
             own_s = [seconds / times for seconds, times in zip(heard.seconds, slow, strict=True)]
-        waited = median(heard.waited) / median(step.seconds for step in ran)
-        computing, noise, waits_of_all = zip(
-            *objects_of_all(team, (median(own_s), noise_of(own_s), waited)), strict=True
-        )
-        return Outcome(rounds, computing, noise, mean_s, waits_of_all)
+        computing, noise = zip(*objects_of_all(team, (median(own_s), noise_of(own_s))), strict=True)
+        return Outcome(rounds, computing, noise, mean_s)
 
     def _heard(self, order: Order, steps: dict[str, Step], team: Team) -> tuple[_Heard | None, bool]:
         """Who listens, in place of the step, if anybody; and whether that makes a host wait for its device.
@@ -243,7 +238,7 @@ def _ended(rounds: Sequence[Round], order: Order, told: bool) -> bool:
 
 
 class _Heard:
-    """A step that notes how long this rank computes convolutions and linears, and waits for its core.
+    """A step that notes how long this rank computes convolutions and linears.
 
     ``part``: of the core, if it is timed by its own clock, as operators are: others' turns fall between computations
     too, so that the wall does not see all that these take longer.
@@ -251,17 +246,15 @@ class _Heard:
 
     def __init__(self, name: str, step: Step, part: float | None):
         self.name, self._step, self._part = name, step, part
-        self.seconds, self.waited = list[float](), list[float]()
+        self.seconds = list[float]()
 
     def __call__(self) -> None:
         self.seconds.append(0.0)
-        before = waits_s()
         emulate.listeners.append(self._note)
         try:
             self._step()
         finally:
             emulate.listeners.remove(self._note)
-        self.waited.append(waits_s() - before)
 
     def _note(self, computation: Computation) -> None:
         start, end, own_s = computation

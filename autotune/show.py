@@ -167,9 +167,6 @@ def show_profile(profile: ClusterProfile, console: Console) -> None:
     if (profile.latency_at_work, profile.bytes_at_work) != (1, 1):
         more = f"{profile.latency_at_work:g} times these latencies and {profile.bytes_at_work:g} times the bytes' time"
         console.print(f"messages between devices at work have {more}")
-    for rank, d in enumerate(profile.devices):
-        if d.slowness != 1:
-            console.print(f"rank {rank} takes {d.slowness:g} times as long in steps as its layers say")
     for t in profile.tuned:
         weights, computed = (":".join(map(str, w)) for w in (t.weights, t.computed_weights))
         console.print(

@@ -19,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from hetconv.errors import HetConvError
 
-FORMAT, VERSION = "hetconv-study", 7
+FORMAT, VERSION = "hetconv-study", 8
 PATIENCE = 2.0  # seconds that a process which was just killed may take to be gone
 TITLE, BESIDE = "title", "beside"  # of a study
 Document = dict[str, Any]

@@ -18,7 +18,7 @@ import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -175,9 +175,8 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
 
 
 def computing_s(graph: Graph, profile: ClusterProfile, plan: Plan) -> float:
-    """Of the plan's busiest device, as fast as its layers say; not with what it waits for its core beside them."""
-    as_layers = replace(profile, devices=tuple(replace(device, slowness=1.0) for device in profile.devices))
-    return max(Pricer(graph, as_layers, plan.mode).of(plan.chosen).price(plan.splits)[0].busy_s)
+    """Of the plan's busiest device."""
+    return max(Pricer(graph, profile, plan.mode).of(plan.chosen).price(plan.splits)[0].busy_s)
 
 
 def checked(steps: Mapping[str, Step], device: torch.device, check: Callable[[list[Round]], Check]) -> Check:

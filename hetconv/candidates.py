@@ -42,7 +42,6 @@ class Candidates:
 
     def __init__(self, graph: Graph, profile: ClusterProfile, mode: Mode, kinds: Sequence[SplitKind] = KINDS):
         self.graph, self.profile, self.mode, self.kinds = graph, profile, mode, tuple(kinds)
-        self._devices = [device.in_steps() for device in profile.devices]
         self._dtypes = {n.layer: graph.values[n.outputs[0]].dtype for n in graph.nodes if n.layer is not None}
         self._curves: dict[tuple[Conv | Linear, Axis], list[Curve]] = {}
 
@@ -65,7 +64,8 @@ class Candidates:
         if (op, axis) not in self._curves:
             passes = (False, True) if self.mode == "train" else (False,)
             self._curves[op, axis] = [
-                added((layer_curve(d, op, axis, b, self._dtypes[name]), 1) for b in passes) for d in self._devices
+                added((layer_curve(d, op, axis, b, self._dtypes[name]), 1) for b in passes)
+                for d in self.profile.devices
             ]
         return self._curves[op, axis]
 

@@ -120,7 +120,6 @@ class Operators:
     """Seconds that the operators of a graph take on each device; what a layer takes by share is looked up once."""
 
     def __init__(self, graph: Graph, devices: Sequence[DeviceModel]):
-        devices = [device.in_steps() for device in devices]
         self.graph, self.devices = graph, devices
         self._measured = [rank for rank, device in enumerate(devices) if device.measured is not None]
         self._layers: dict[tuple[Op, Axis, bool, str], list[Callable[[float], float]]] = {}

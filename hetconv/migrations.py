@@ -76,8 +76,19 @@ def profile_6(document: Document) -> Document:
     return document
 
 
+def profile_7(document: Document) -> Document:
+    """Version 6 had a factor of all that a device computes in steps beside the corrections of its layers."""
+    for device in _members(document.get("devices")):
+        slowness, corrections = device.get("slowness"), device.get("corrections")
+        if isinstance(slowness, float) and slowness > 0 and isinstance(corrections, dict):
+            del device["slowness"]
+            for kind, factor in corrections.items():
+                corrections[kind] = factor * slowness if isinstance(factor, float) else factor
+    return document
+
+
 PLAN = {1: plan_2, 2: plan_3, 3: plan_4}
-PROFILE = {1: profile_2, 2: profile_3, 3: profile_4, 4: profile_5, 5: profile_6}
+PROFILE = {1: profile_2, 2: profile_3, 3: profile_4, 4: profile_5, 5: profile_6, 6: profile_7}
 
 
 def _members(container: Any) -> Iterator[Document]:

@@ -117,8 +117,7 @@ class DeviceModel:
     of bytes read and written. ``flops_per_s`` by dtype, with ``tf32`` beside ``float32`` where convolutions of float32
     run on tensor cores. ``overhead_s``: what the host takes to call an operator, and ``backward_overhead_s`` what
     training adds to that; where it is not known, the first times ``backward_ratio``. ``alone``: without the others.
-    ``corrections``, by kind of split: what layers were found to take in whole steps, of what they take one by one;
-    ``slowness``: what all that the device computes was found to take beside that, where others have its core too.
+    ``corrections``, by kind of split: what layers were found to take in whole steps, of what they take one by one.
     ``measured``: under which conditions; nothing was, if it says nothing. ``pulse_s``: of a small fixed piece of work
     meanwhile, by which to tell how fast the device is at another time. ``copying``: of messages to ranks of its host,
     unless links carry them by themselves.
@@ -140,13 +139,8 @@ class DeviceModel:
     alone: Alone | None = None
     corrections: Mapping[str, Positive] = field(default_factory=dict)
     pulse_s: Positive | None = None
-    slowness: Positive = 1.0
     copying: Copying | None = None
     __pydantic_config__ = STRICT
-
-    def in_steps(self) -> DeviceModel:
-        """This device as plans have it."""
-        return replace(self.times(self.slowness), slowness=1.0) if self.slowness != 1 else self
 
     def at_pulse(self, pulse_s: float) -> DeviceModel:
         """This device when it is so fast: all that it computes takes as many times as long as a pulse does."""
@@ -190,7 +184,7 @@ class DeviceModel:
         """This device while all others rest; as its layers are if that was not measured."""
         known = self.alone
         if known is None:
-            return replace(self, slowness=1.0, copying=None)
+            return replace(self, copying=None)
         whole = {
             key: OperatorModel(Curve((1.0,), (forward,)), Curve((1.0,), (backward,)))
             for key, (forward, backward) in known.operators.items()
@@ -198,7 +192,7 @@ class DeviceModel:
         alone = replace(
             self, operators={**self.operators, **whole}, others=known.others, overhead_s=known.overhead_s,
             backward_overhead_s=known.backward_overhead_s, corrections={}, pulse_s=known.pulse_s or self.pulse_s,
-            slowness=1.0, copying=None,
+            copying=None,
         )  # fmt: skip
         return alone.times(known.slowness)
 

@@ -32,7 +32,7 @@ __all__ = [
     "nodes_of",
 ]
 
-VERSION = 6
+VERSION = 7
 ACHIEVED = 0.5  # of a data sheet's peak, in a convolution; an estimate until something is measured
 CALL_S = 5e-6  # that an operator takes however little it computes; an estimate too
 

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "profile": Kind(ClusterProfile, PROFILE_VERSION, tuple(f"profile-v{n}.json" for n in range(1, 6)), ProfileError),
+    "profile": Kind(ClusterProfile, PROFILE_VERSION, tuple(f"profile-v{n}.json" for n in range(1, 7)), ProfileError),
     "plan": Kind(Plan, PLAN_VERSION, ("plan-v1.json", "plan-v2.json", "plan-v3.json"), PlanError),
 }
 
@@ -90,6 +90,14 @@ def test_an_old_profile_says_what_it_knows_of_its_conditions_and_finds_its_opera
 def test_an_old_profile_keeps_its_plans() -> None:
     (plan,) = ClusterProfile.load(DATA / "profile-v3.json").plans
     assert (plan.name, plan.step_s, plan.alone_s, plan.even_s) == ("uneven height split", 0.01, 0.014, 0.02)
+
+
+def test_an_old_profile_has_corrected_layers_that_take_as_long_as_they_did(tmp_path: Path) -> None:
+    document = json.loads((DATA / "profile-v6.json").read_text())
+    document["devices"][1] |= {"slowness": 1.25, "corrections": {"filter": 0.8, "height": 2.0}}
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    fast, slow = ClusterProfile.load(tmp_path / "old.json").devices
+    assert (fast.corrections, slow.corrections) == ({}, {"filter": 1.0, "height": 2.5})
 
 
 def test_an_old_profile_from_data_sheets_was_not_measured(tmp_path: Path) -> None:

@@ -18,11 +18,9 @@ from hetconv.autotune.subjects import AXES, Layer
 from hetconv.cost import operator_key
 from hetconv.emulate import DeviceName
 from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile, Curve, LinkModel, OperatorModel
+from hetconv.profile import ClusterProfile, LinkModel
 from hetconv.rules import Conv, Split
 from hetconv.spec import ConvSpec
-
-from .nets import SuperResolution
 
 CPU = torch.device("cpu")
 CONV = Conv(ConvSpec(2, 6, (9, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
@@ -139,19 +137,3 @@ def test_a_device_alone_is_as_slow_as_whole_steps_were(measured: bool) -> None:
         return max(Pricer(graph, profile.alone(), "train").price({"conv": Split("filter", (8, 0))})[0].busy_s)
 
     assert alone_s(1.5) == pytest.approx(1.5 * alone_s(1.0))
-
-
-def test_a_device_is_slower_in_steps_than_its_layers_say() -> None:
-    """All that it computes, measured or not; alone it is as fast as ever."""
-    graph = hetconv.capture(SuperResolution(), torch.zeros(2, 3, 24, 20))
-    fast = ClusterProfile.from_devices(["cpu", "cpu"])
-    conv = next(iter(graph.layers.values()))
-    known = OperatorModel(Curve((1.0,), (3e-3,)), Curve((1.0,), (5e-3,)))
-    device = replace(fast.devices[1], operators={operator_key(conv, "pixels", "float32"): known})
-    fast, slow = (replace(fast, devices=(fast.devices[0], replace(device, slowness=s))) for s in (1.0, 1.5))
-    splits = dict.fromkeys(graph.layers, Split("sample", (1, 1)))
-    for profile, more in ((fast, 1.0), (slow, 1.5)):
-        busy_s = Pricer(graph, profile, "train").price(splits)[0].busy_s
-        assert busy_s[1] == pytest.approx(more * Pricer(graph, fast, "train").price(splits)[0].busy_s[1])
-        assert busy_s[0] == Pricer(graph, fast, "train").price(splits)[0].busy_s[0]
-        assert profile.alone().devices[1] == fast.alone().devices[1]

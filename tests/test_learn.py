@@ -14,7 +14,7 @@ from torch import nn
 import hetconv
 from hetconv.autotune import learn
 from hetconv.autotune.learn import BYTES, LATENCIES, MOST, AtWork, Observed, at_work, corrected, noise_of
-from hetconv.autotune.plans import observed, sharing
+from hetconv.autotune.plans import observed
 from hetconv.candidates import Candidates
 from hetconv.plan import Mode
 from hetconv.planner import Contender, contenders
@@ -155,16 +155,13 @@ def _observed(plan: Contender) -> list[dict[str, float]]:
 def test_shares_are_balanced_by_corrected_seconds(kind: SplitKind) -> None:
     graph = hetconv.capture(nn.Conv2d(256, 96, 3, padding=1), torch.ones(1, 256, 96, 96))
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
-    slower = [replace(profile.devices[1], corrections={kind: 2.0}), replace(profile.devices[1], slowness=2.0)]
-    even, *uneven = (
+    slower = replace(profile.devices[1], corrections={kind: 2.0})
+    even, uneven = (
         Candidates(graph, replace(profile, devices=(profile.devices[0], d)), "train").balanced(kind)[""].sizes
-        for d in (profile.devices[1], *slower)
+        for d in (profile.devices[1], slower)
     )
     assert even == (48, 48)
-    assert uneven == [(64, 32)] * 2
-
-
-SHARING = True, True
+    assert uneven == (64, 32)
 
 
 def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
@@ -185,43 +182,22 @@ def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
         AtWork(4 * sqrt(2), 2.0),
         AtWork(16.0, 1.0, 0.25),
         AtWork(overlap=0.0),
-        AtWork(slowness=(1.0, 1.2)),
-        AtWork(4.0, 1.5, slowness=(1.0, 1.45)),
-        AtWork(slowness=(1.3, 1.0)),
     ],
     ids=str,
 )
 def test_what_messages_take_at_work_is_learnt_from_what_steps_took(way: AtWork) -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
     measured = steps_with(profile, way)
-    found = at_work(lambda tried: steps_with(profile, tried), measured, [0.0] * len(measured), SHARING, profile.overlap)
+    found = at_work(lambda tried: steps_with(profile, tried), measured, [0.0] * len(measured), profile.overlap)
     assert found == way
 
 
-def test_only_who_shares_its_core_is_slower_than_its_layers_say() -> None:
-    profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")
-    measured = steps_with(profile, AtWork(slowness=(1.0, 1.3)))
-
-    def found(*sharing: bool) -> AtWork:
-        tried = [0.0] * len(measured)
-        return at_work(lambda way: steps_with(profile, way), measured, tried, sharing, profile.overlap)
-
-    assert found(False, True).slowness == (1.0, 1.3)
-    assert found(False, False).slowness == found().slowness == ()
-    waits = ([0.02, 0.4], [0.3, 0.3], [0.01, 0.05])
-    trials = [create_trial(value=1.0, user_attrs={"waited": of_ranks}) for of_ranks in waits]
-    assert sharing(trials) == (False, True)
-    assert sharing([]) == ()
-
-
 def test_messages_at_work_are_those_at_rest_where_nothing_says_more() -> None:
-    assert at_work(lambda _: [], [], [], SHARING) == AtWork()
-    assert at_work(lambda _: [1.0], [2.0], [0.0], SHARING) == AtWork()  # where it makes no difference
-    little = at_work(
-        lambda way: [1.0 + 0.001 * way.of_bytes, 1.0], [1.011, 1.0], [0.0] * 2, SHARING
-    )  # a percent, maybe noise
+    assert at_work(lambda _: [], [], []) == AtWork()
+    assert at_work(lambda _: [1.0], [2.0], [0.0]) == AtWork()  # where it makes no difference
+    little = at_work(lambda way: [1.0 + 0.001 * way.of_bytes, 1.0], [1.011, 1.0], [0.0] * 2)  # a percent, maybe noise
     assert little == AtWork()
-    slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0], [0.0] * 3, SHARING)
+    slow = at_work(lambda way: [way.latency, way.of_bytes, 1.0], [1e9, 1e9, 1.0], [0.0] * 3)
     assert slow == AtWork(LATENCIES[-1], BYTES[-1])
 
 
@@ -229,10 +205,10 @@ def test_halos_are_hidden_as_one_layer_has_shown_where_steps_say_nearly_the_same
     def halos(way: AtWork) -> list[float]:
         return [2.0 - (0.3 if way.overlap is None else way.overlap)]
 
-    found = [at_work(halos, [took], [0.0], SHARING, 0.3) for took in (1.72, 1.26, 1.0)]
+    found = [at_work(halos, [took], [0.0], 0.3) for took in (1.72, 1.26, 1.0)]
     assert found == [AtWork(), AtWork(overlap=0.75), AtWork(overlap=1.0)]
 
 
 def test_noisy_steps_say_less_of_messages() -> None:
-    found = [at_work(lambda way: [1 + 0.1 * way.of_bytes], [1.2], [noise], SHARING) for noise in (0.0, 2.0)]
+    found = [at_work(lambda way: [1 + 0.1 * way.of_bytes], [1.2], [noise]) for noise in (0.0, 2.0)]
     assert found == [AtWork(1.0, 2.0), AtWork()]

@@ -231,7 +231,7 @@ def test_merging_knows_every_field_of_a_profile() -> None:
         ClusterProfile: "devices links tuned fingerprint estimated tiles chunks shared nodes overlap sum_s_per_byte "
         "plans latency_at_work bytes_at_work",
         DeviceModel: "name kind memory_bytes flops_per_s bytes_per_s overhead_s backward_ratio emulated operators "
-        "identity measured backward_overhead_s others alone corrections pulse_s slowness copying",
+        "identity measured backward_overhead_s others alone corrections pulse_s copying",
         Alone: "operators others overhead_s backward_overhead_s slowness pulse_s",
         SharedWire: "name pairs s_per_byte measured",
     }

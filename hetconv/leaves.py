@@ -60,6 +60,7 @@ class OnOwnPart:
         norm: Any = self._module
         if x._local.shape[1] == norm.num_features:
             return self._forward(x._local)  # type: ignore[no-any-return]
+        norm._check_input_dim(x)
         box = x.placement.boxes[x.team.rank]
         own = slice(box.lo[1], box.hi[1])
         weight, bias, mean, var = (

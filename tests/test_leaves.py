@@ -98,19 +98,20 @@ def test_only_what_needs_nothing_of_others_skips_the_dispatch(name: str, placeme
     assert all(seen == expected for seen in on_ranks(WORLD, dispatched, name, placement))
 
 
-def refused(placement: str) -> bool:
-    """Whether a norm of four channels refuses eight, of which no rank may have more."""
-    layout, module = PLACEMENTS[placement], nn.Sequential(nn.BatchNorm2d(4).double().eval())
+def refused(norm: nn.Module, placement: str) -> bool:
+    layout, module = PLACEMENTS[placement], nn.Sequential(norm.double().eval())
     run_on_own_parts(module)
     x, _ = placed(torch.ones(layout.shape, dtype=torch.float64), layout)
-    with torch.no_grad(), pytest.raises((hetconv.HetConvError, RuntimeError)):
+    with torch.no_grad(), pytest.raises((hetconv.HetConvError, RuntimeError, ValueError)):
         module(x)
     return True
 
 
 @pytest.mark.parametrize("placement", ["rows", "channels"])
-def test_a_norm_of_other_channels_refuses_parts_of_them(placement: str) -> None:
-    assert all(on_ranks(WORLD, refused, placement))
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.BatchNorm3d(8)], ids=["channels", "dimensions"])
+def test_a_norm_refuses_parts_of_what_it_is_not_for(norm: nn.Module, placement: str) -> None:
+    """Of eight channels, of which no rank may have more than four, and of images."""
+    assert all(on_ranks(WORLD, refused, norm, placement))
 
 
 def test_a_copy_runs_its_own_module() -> None:

@@ -51,7 +51,7 @@ class OnOwnPart:
         if not self._normalizes:
             return True
         norm: Any = self._module
-        if norm.training or norm.running_mean is None or not x._local.numel() or x.shape[1] != norm.num_features:
+        if norm.training or norm.running_mean is None or not x._local.numel() or x.shape[1:2] != (norm.num_features,):
             return False
         return not (torch.is_grad_enabled() and any(p.requires_grad for p in norm.parameters(recurse=False)))
 

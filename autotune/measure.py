@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetconv.emulate import at_work_s, forget_waits, slowness, work_clock
+from hetconv.emulate import at_work_s, forget_waits, slowness, tells_turns, work_clock
 from hetconv.heap import pages_taken
 from hetconv.transport import team_of
 
@@ -238,16 +238,15 @@ def _clock(device: torch.device, never_sleeps: bool, part: float) -> tuple[Clock
 
     Without others' turns on the core, which fall into long samples and between short ones.
     """
-    own = tells_its_turns(device) and (never_sleeps or slowness() == 1)
-    return (time.thread_time, 1 / part) if own else (_by_the_wall, 1.0)
+    return (time.thread_time, 1 / part) if by_own_clock(device, never_sleeps) else (_by_the_wall, 1.0)
 
 
-def tells_its_turns(device: torch.device) -> bool:
-    """Whether the clock of the thread that works on a device tells when others have the core: not of several threads.
+def by_own_clock(device: torch.device, never_sleeps: bool = False) -> bool:
+    """Whether what a device computes is timed by the thread's own clock, over the part of the core that it gets.
 
-    A device that is slowed sleeps less for these, and takes what the wall says for what it sleeps for.
+    A device that is slowed sleeps less for others' turns, and takes what the wall says for what it sleeps for.
     """
-    return device.type == "cpu" and torch.get_num_threads() == 1
+    return tells_turns(device) and (never_sleeps or slowness() == 1)
 
 
 def _fitting(samples: Callable[[], dict[float, Passes]]) -> dict[float, Passes]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from hetconv import emulate
-from hetconv.emulate import Computation, slowness, stretched
+from hetconv.emulate import Computation, stretched
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
@@ -96,9 +96,9 @@ def step_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
     """
 
     def between(_: nn.Module, __: Any, y: Any) -> None:
-        emulate.interlude(x.device)
+        emulate.interlude()
         if isinstance(y, Tensor) and y.requires_grad:
-            y.register_hook(lambda _: emulate.interlude(x.device))
+            y.register_hook(lambda _: emulate.interlude())
 
     for module in model.modules():
         if next(module.children(), None) is None:
@@ -205,8 +205,7 @@ class Race:
         if order.listen is None:
             return None, False
         part = parts_of_core(team_of()).together
-        own = measure.tells_its_turns(self._x.device) and slowness() == 1
-        heard = _Heard(order.listen, steps[order.listen], part if own else None)
+        heard = _Heard(order.listen, steps[order.listen], part if measure.by_own_clock(self._x.device) else None)
         waits = "cuda" in objects_of_all(team, self._x.device.type)
         if not waits:
             steps[order.listen] = heard

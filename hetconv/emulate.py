@@ -22,10 +22,11 @@ from .own_core import waits_s
 T = TypeVar("T")
 
 
-class _Spent(NamedTuple):
-    seconds: float
-    worked: float  # of these seconds, as `work_clock` tells
-    own: float  # and as the thread's own clock does
+class _Clocks(NamedTuple):
+    """Seconds by the wall, and by the thread's own clock."""
+
+    wall: float
+    own: float
 
 
 class Computation(NamedTuple):
@@ -51,7 +52,7 @@ class _Seen(NamedTuple):
 _slowness = 1.0
 _overslept = 0.0  # seconds, of all sleeps so far, and waited between what was stretched
 _waited = 0.0  # seconds until the last time that something had been stretched
-_aside = _Spent(0.0, 0.0, 0.0)  # so far, in all that was stretched and in all interludes
+_aside = _Clocks(0.0, 0.0)  # so far, in all that was stretched and in all interludes
 _seen = _Seen(0.0, 0.0, 0.0)
 LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
 PAUSE = 1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
@@ -118,10 +119,8 @@ def as_it_is() -> bool:
 
 
 class _Begun(NamedTuple):
-    start: float
-    worked: float
-    own: float
-    aside: _Spent
+    at: _Clocks
+    aside: _Clocks
     waited: float  # seconds, for the core since the last computation, which the sleep is to make good
 
 
@@ -153,8 +152,7 @@ def _begin(device: torch.device) -> _Begun:
     waited = min(waited, LATE - _overslept)
     _overslept += waited
     _look(paused=True)
-    own = time.thread_time()
-    return _Begun(time.perf_counter(), work_clock(device), own, _aside, waited)
+    return _Begun(_now(), _aside, waited)
 
 
 def _finish(begun: _Begun, device: torch.device) -> None:
@@ -162,11 +160,11 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     global _overslept, _aside
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    done = time.perf_counter()
-    worked = work_clock(device) - begun.worked - (_aside.worked - begun.aside.worked)
-    own_s = time.thread_time() - begun.own - (_aside.own - begun.aside.own)
-    rest = worked * _slowness - (done - begun.start - (_aside.seconds - begun.aside.seconds))
-    interlude(device)
+    done = _now()
+    seconds = done.wall - begun.at.wall - (_aside.wall - begun.aside.wall)
+    own_s = done.own - begun.at.own - (_aside.own - begun.aside.own)
+    rest = (own_s if _shares_its_core(device) else seconds) * _slowness - seconds
+    interlude()
     heard = time.perf_counter()
     if _slowness > 1 and rest > _overslept:  # to sleep for no time takes as long as the timer is late
         time.sleep(rest - _overslept)
@@ -175,29 +173,30 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
     _overslept = min(_overslept + slept - rest, LATE)
     for listener in listeners:
-        listener(Computation(begun.start, done + slept + begun.waited, own_s))
+        listener(Computation(begun.at.wall, done.wall + slept + begun.waited, own_s))
     if _shares_its_core(device):
         forget_waits()
-    _aside = _Spent(
-        begun.aside.seconds + time.perf_counter() - begun.start,
-        begun.aside.worked + work_clock(device) - begun.worked,
-        begun.aside.own + time.thread_time() - begun.own,
-    )
+    _aside = _with_time_since(begun.at, begun.aside)
 
 
-def interlude(device: torch.device) -> None:
+def interlude() -> None:
     """Lets all visitors in, within what is `stretched`; what they take is not."""
     global _aside
-    start, worked, own = time.perf_counter(), work_clock(device), time.thread_time()
+    began = _now()
     _look(paused=False)
     for visitor in visitors:
         visitor()
     _look(paused=False)
-    _aside = _Spent(
-        _aside.seconds + time.perf_counter() - start,
-        _aside.worked + work_clock(device) - worked,
-        _aside.own + time.thread_time() - own,
-    )
+    _aside = _with_time_since(began, _aside)
+
+
+def _now() -> _Clocks:
+    return _Clocks(time.perf_counter(), time.thread_time())
+
+
+def _with_time_since(began: _Clocks, before: _Clocks) -> _Clocks:
+    now = _now()
+    return _Clocks(before.wall + now.wall - began.wall, before.own + now.own - began.own)
 
 
 def at_work_s() -> float:
@@ -209,7 +208,7 @@ def at_work_s() -> float:
 def _look(paused: bool) -> None:
     """Sees this thread at work; ``paused``: what it was not since it was last seen was a pause, not others' turn."""
     global _seen
-    wall, own = time.perf_counter(), time.thread_time()
+    wall, own = _now()
     idle = wall - _seen.wall - (own - _seen.own)
     _seen = _Seen(wall, own, wall if paused and idle > PAUSE else _seen.since)
 
@@ -225,4 +224,9 @@ def work_clock(device: torch.device) -> float:
 
 def _shares_its_core(device: torch.device) -> bool:
     """Whether this process sleeps less for what others had its core."""
-    return _slowness > 1 and device.type == "cpu" and torch.get_num_threads() == 1
+    return _slowness > 1 and tells_turns(device)
+
+
+def tells_turns(device: torch.device) -> bool:
+    """Whether the clock of the thread that works on a device tells when others have its core: of one thread alone."""
+    return device.type == "cpu" and torch.get_num_threads() == 1

@@ -195,16 +195,17 @@ def test_what_is_measured_makes_good_for_nothing_before_it(
         set_speed(1.0)
 
 
+class Interrupted(Shared):
+    """With visitors in the middle of each computation too."""
+
+    def compute(self) -> None:
+        super().compute()
+        emulate.interlude()
+
+
 def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Shared(0.0, monkeypatch)
-    step = Shared.compute
-
-    def within(self: Shared) -> None:
-        step(self)
-        emulate.interlude(CPU)
-
-    monkeypatch.setattr(Shared, "compute", within)
-    emulate.visitors.append(lambda: step(shared))
+    shared = Interrupted(0.0, monkeypatch)
+    emulate.visitors.append(lambda: Shared.compute(shared))
     try:
         assert shared.stretched(0.5) == pytest.approx(40.0)  # in the middle and at the end of each a second of theirs
     finally:
@@ -214,16 +215,9 @@ def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("speed", [1.0, 0.5])
 def test_listeners_are_told_the_wall_and_the_threads_own_clock(speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have the core for half a second of each, and a visitor works for one more in the middle."""
-    shared, heard = Shared(0.5, monkeypatch), list[Computation]()
-    step = Shared.compute
-
-    def within(self: Shared) -> None:
-        step(self)
-        emulate.interlude(CPU)
-
-    monkeypatch.setattr(Shared, "compute", within)
+    shared, heard = Interrupted(0.5, monkeypatch), list[Computation]()
     emulate.listeners.append(heard.append)
-    visits = iter([lambda: step(shared), *[lambda: None] * 99])
+    visits = iter([lambda: Shared.compute(shared), *[lambda: None] * 99])
     emulate.visitors.append(lambda: next(visits)())
     try:
         shared.stretched(speed)

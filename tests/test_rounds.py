@@ -83,12 +83,14 @@ def test_no_pulse_is_taken_soon_after_a_pause(clock: Clock) -> None:
 def test_no_pulse_is_taken_after_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computes, is visited, and sleeps: a core that just slept would take longer for a pulse."""
     done: list[str] = []
-    worked = itertools.count()
+    ticks = itertools.count()
     monkeypatch.setattr(rounds, "pulse", lambda _: lambda: done.append("pulse") or 0.25)
     monkeypatch.setattr(emulate.time, "sleep", lambda _: done.append("sleep"))
     monkeypatch.setattr(rounds, "EVERY", 0)
     monkeypatch.setattr(rounds, "WARM_S", 0.0)
-    monkeypatch.setattr(emulate, "work_clock", lambda _: next(worked))  # what had to wait for its core sleeps less
+    monkeypatch.setattr(emulate, "_seen", emulate._Seen(0.0, 0.0, 0.0))
+    # What had to wait for its core sleeps less.
+    monkeypatch.setattr(emulate, "_now", lambda: emulate._Clocks(*(float(next(ticks)),) * 2))
     emulate.set_speed(0.5)
     try:
         with rounds._Pulses.within(CPU):

@@ -1,4 +1,4 @@
-"""Modules of torch's own that need nothing from other ranks: they run on own parts without a torch function between.
+"""Modules of torch's own, on parts without a torch function between.
 
 A norm or an activation comes to `ops.dispatch` through several functions of torch in Python, which on small parts take
 longer than it does. What is done here is what would be done there.
@@ -6,13 +6,14 @@ longer than it does. What is done here is what would be done there.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from .ops.batch_norm import Norm, on_own_channels
 from .replicas import running_of
-from .tensor import HetTensor
+from .tensor import HetTensor, gather
 
 ELEMENTWISE: tuple[type[nn.Module], ...] = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardsigmoid,
@@ -29,42 +30,41 @@ class OnOwnPart:
         self._normalizes = type(module) in BATCH_NORMS
 
     def __call__(self, x: Any) -> Any:
-        on_parts = x.__class__ is HetTensor
-        local = on_parts and self._is_local(x)
-        if self._normalizes and (local or not on_parts):
-            self._settle(x.placement.sizes if on_parts and x.placement.dim == 1 else ())
-        if not local:
-            return self._forward(x)
-        y = self._normalized(x) if self._normalizes else self._forward(x._local)
-        return HetTensor.made(y, x.placement, x.team)
+        if x.__class__ is HetTensor and x.later is None:
+            if x.placement.kind == "sharded":
+                if not self._normalizes:
+                    return HetTensor.made(self._forward(x._local), x.placement, x.team)
+                if self._is_on_own_channels(x):
+                    return HetTensor.made(self._normalized(x), x.placement, x.team)
+            elif x.placement.kind == "partial" and not x.placement.shares:  # its sum is wanted whole
+                x = gather(x, images=self._normalizes)
+        if self._normalizes and x.__class__ is not HetTensor:
+            running, mean = running_of(None), self._module.running_mean
+            if running is not None and isinstance(mean, Tensor):
+                running.settle(mean)
+        return self._forward(x)
 
-    def _settle(self, sizes: tuple[int, ...]) -> None:
-        """All ranks use all channels' statistics now, or each its own of so many."""
-        running, mean = running_of(None), self._module.running_mean
-        if running is not None and isinstance(mean, Tensor):
-            running.settle(mean, sizes)
-
-    def _is_local(self, x: HetTensor) -> bool:
-        """Elementwise, or a norm in evaluation whose parameters want no gradient."""
-        if x.later is not None or x.placement.kind != "sharded":
-            return False
-        if not self._normalizes:
-            return True
+    def _is_on_own_channels(self, x: HetTensor) -> bool:
+        """Whether each rank needs no statistics but those that it has, and torch would take the whole."""
         norm: Any = self._module
-        if norm.training or norm.running_mean is None or not x._local.numel() or x.shape[1:2] != (norm.num_features,):
+        if x.shape[1:2] != (norm.num_features,):
             return False
-        return not (torch.is_grad_enabled() and any(p.requires_grad for p in norm.parameters(recurse=False)))
+        if norm.training:
+            return x.placement.dim == 1 and prod(x.placement.shape) > norm.num_features
+        return norm.running_mean is not None
 
     def _normalized(self, x: HetTensor) -> Tensor:
-        """By the statistics of this rank's channels."""
         norm: Any = self._module
         norm._check_input_dim(x)
-        box = x.placement.boxes[x.team.rank]
-        own = slice(box.lo[1], box.hi[1])
-        weight, bias, mean, var = (
-            t[own] if t is not None else None for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)
-        )
-        return torch.batch_norm(x._local, weight, bias, mean, var, False, 0.0, norm.eps, torch.backends.cudnn.enabled)
+        momentum, mean, var = norm.momentum, norm.running_mean, norm.running_var
+        if norm.training and not norm.track_running_stats:
+            mean = var = None
+        elif norm.training and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+            if momentum is None:  # then all batches weigh alike
+                momentum = 1 / float(norm.num_batches_tracked)
+        of_all = Norm(norm.weight, norm.bias, mean, var, norm.training, momentum or 0.0, norm.eps)
+        return on_own_channels(x._local, of_all, x.placement, x.team)
 
 
 def run_on_own_parts(model: nn.Module) -> None:

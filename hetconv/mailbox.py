@@ -35,6 +35,7 @@ FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
 ALIGN = 64  # bytes, a cache line
 PACKET = struct.Struct("<BQQI")
 DESCRIPTOR = struct.Struct("i")  # of a file
+BESIDE = socket.CMSG_LEN(DESCRIPTOR.size)  # a packet, in bytes
 UNTOLD, UNTOLD_BYTES = 64, 1 << 20  # of messages that were taken, and the sender does not know it
 LOOK_S = 1e-3  # for which a receiver looks for a message before it sleeps
 LONGEST = (1 << 31) - 1  # milliseconds that poll(2) can wait
@@ -56,33 +57,28 @@ class Place(NamedTuple):
     stop: int
 
 
-NOWHERE = Place(0, 0)
-
-
 class Message(NamedTuple):
+    """Where a message lies."""
+
     memory: Memory
-    place: Place
+    start: int
+    stop: int
 
 
-class _Expected:
-    """What a message is to be; once it was taken, it is in the buffer."""
+class Coming:
+    """A message that was announced: either `take` or `lend` waits for it. Once it was taken, it is in the buffer."""
 
-    def __init__(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None):
+    __slots__ = ("buffer", "channel", "dtype", "number", "shape")
+
+    def __init__(self, channel: Channel, number: int, dtype: torch.dtype, shape: Shape, buffer: Tensor | None):
+        self.channel, self.number = channel, number
         self.dtype, self.shape, self.buffer = dtype, shape, buffer
-
-
-class Coming(NamedTuple):
-    """A message that was announced: either `take` or `lend` waits for it."""
-
-    channel: Channel
-    number: int
-    expected: _Expected
 
     def take(self) -> Tensor:
         """In memory of its own."""
         self.channel.receive(self.number)
-        assert self.expected.buffer is not None
-        return self.expected.buffer
+        assert self.buffer is not None
+        return self.buffer
 
     def lend(self) -> Tensor:
         """Where it lies, to be read until `Channel.give_back`; nothing else may be received before that."""
@@ -107,7 +103,7 @@ class Channel:
         self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet
         self._elsewhere = 0  # messages not taken yet that lie in memory from before
         self._came: deque[Message] = deque()
-        self._announced: deque[_Expected] = deque()
+        self._announced: deque[Coming] = deque()
         self._asked = self._got = 0
         self._lent: Message | None = None
         self._untold = self._untold_bytes = 0  # that were taken
@@ -115,15 +111,15 @@ class Channel:
     def send(self, piece: Tensor) -> None:
         """When this returns the piece may be written to, whatever the receiver does meanwhile."""
         start = self._room(piece.nbytes)
-        place = Place(start, start + piece.nbytes)
-        _piece(Message(self._out, place), piece.dtype, piece.shape).copy_(piece)
-        self._ring(What.MESSAGE, place)
+        _piece(self._out, start, piece.dtype, piece.shape).copy_(piece)
+        self._ring(What.MESSAGE, start, start + piece.nbytes)
 
     def announce(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None = None) -> Coming:
         """The next message is of this dtype and shape; if it is taken, then into the ``buffer``, or a new one."""
         self._asked += 1
-        self._announced.append(_Expected(dtype, shape, buffer))
-        return Coming(self, self._asked, self._announced[-1])
+        coming = Coming(self, self._asked, dtype, shape, buffer)
+        self._announced.append(coming)
+        return coming
 
     def expect(self, buffer: Tensor) -> Callable[[], Tensor]:
         """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
@@ -144,8 +140,8 @@ class Channel:
             self._listen(self._timeout_ms)
         if self._got >= number:
             return None
-        self._lent, expected = self._next()
-        return _piece(self._lent, expected.dtype, expected.shape)
+        self._lent, coming = self._next()
+        return _piece(self._lent.memory, self._lent.start, coming.dtype, coming.shape)
 
     def give_back(self) -> None:
         """What was lent, if anything was."""
@@ -161,28 +157,28 @@ class Channel:
 
     def _take(self) -> None:
         """The oldest message that lies there: into the buffer that was meant for it."""
-        message, expected = self._next()
-        piece = _piece(message, expected.dtype, expected.shape)
-        if expected.buffer is None:
-            expected.buffer = torch.empty_like(piece)
-        expected.buffer.copy_(piece)
+        message, coming = self._next()
+        piece = _piece(message.memory, message.start, coming.dtype, coming.shape)
+        if coming.buffer is None:
+            coming.buffer = torch.empty_like(piece)
+        coming.buffer.copy_(piece)
         self._was_taken(message)
 
-    def _next(self) -> tuple[Message, _Expected]:
+    def _next(self) -> tuple[Message, Coming]:
         assert self._lent is None  # what is told is how many of the oldest were taken
-        message, expected = self._came.popleft(), self._announced.popleft()
-        came, wanted = message.place.stop - message.place.start, prod(expected.shape) * expected.dtype.itemsize
+        message, coming = self._came.popleft(), self._announced.popleft()
+        came, wanted = message.stop - message.start, prod(coming.shape) * coming.dtype.itemsize
         if came != wanted:
             raise DisagreementError(
                 f"a message of {came} bytes came where one of {wanted} was expected: the two ranks do "
                 "different things; call the same on every rank, in the same order"
             )
         self._got += 1
-        return message, expected
+        return message, coming
 
     def _was_taken(self, message: Message) -> None:
         self._untold += 1
-        self._untold_bytes += message.place.stop - message.place.start
+        self._untold_bytes += message.stop - message.start
         if self._untold > UNTOLD or self._untold_bytes > UNTOLD_BYTES:
             with suppress(ConnectionError):  # of one that has ended and wants nothing any more
                 self._ring(What.TAKEN)
@@ -214,14 +210,14 @@ class Channel:
         try:
             os.ftruncate(memory, size)
             self._out = mmap.mmap(memory, size)
-            self._ring(What.MEMORY, Place(0, size), memory)
+            self._ring(What.MEMORY, 0, size, memory)
         finally:
             os.close(memory)
         self._elsewhere += len(self._places)
         self._places.clear()
 
-    def _ring(self, what: What, place: Place = NOWHERE, *memory: int) -> None:
-        packet = PACKET.pack(what, *place, self._untold)
+    def _ring(self, what: What, start: int = 0, stop: int = 0, *memory: int) -> None:
+        packet = PACKET.pack(what, start, stop, self._untold)
         self._untold = self._untold_bytes = 0
         while True:
             try:
@@ -240,7 +236,7 @@ class Channel:
         """Reads the packets that have come; or waits for one, and reads that."""
         while True:
             try:
-                packet, memory, *_ = self._socket.recvmsg(PACKET.size, socket.CMSG_LEN(DESCRIPTOR.size))
+                packet, memory, *_ = self._socket.recvmsg(PACKET.size, BESIDE)
             except ConnectionResetError:  # said once; what had come before can still be read
                 continue
             except BlockingIOError:
@@ -252,7 +248,7 @@ class Channel:
             if not packet:
                 raise ConnectionError("it closed the connection")
             what, start, stop, taken = PACKET.unpack(packet)
-            self._heard(what, Place(start, stop), taken, *(DESCRIPTOR.unpack(data)[0] for _, _, data in memory))
+            self._heard(what, start, stop, taken, *(DESCRIPTOR.unpack(data)[0] for _, _, data in memory))
             if wait_ms:
                 return
 
@@ -267,16 +263,16 @@ class Channel:
                 return True
         return False
 
-    def _heard(self, what: int, place: Place, taken: int, memory: int = -1) -> None:
+    def _heard(self, what: int, start: int, stop: int, taken: int, memory: int = -1) -> None:
         elsewhere = min(taken, self._elsewhere)
         self._elsewhere -= elsewhere
         for _ in range(taken - elsewhere):
             self._places.popleft()
         if what == What.MEMORY:
-            self._in = mmap.mmap(memory, place.stop)
+            self._in = mmap.mmap(memory, stop)
             os.close(memory)
         elif what == What.MESSAGE:
-            self._came.append(Message(self._in, place))
+            self._came.append(Message(self._in, start, stop))
 
 
 def _wait(poll: select.poll, wait_ms: float) -> None:
@@ -284,12 +280,12 @@ def _wait(poll: select.poll, wait_ms: float) -> None:
         raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
 
 
-def _piece(message: Message, dtype: torch.dtype, shape: Shape) -> Tensor:
+def _piece(memory: Memory, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
     """What lies there."""
     numel = prod(shape)
     if not numel:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(message.memory, dtype=dtype, count=numel, offset=message.place.start).view(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start).view(shape)
 
 
 def channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:

@@ -8,7 +8,6 @@ adds what arrives in rank order, so that all replicas hold the same bits. Forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,23 +22,50 @@ from .layout import Box, Boxes, Exchange, Layout, Move, Need, Shape, from_each, 
 from .levels import TwoLevel
 from .transport import STILL, Round, Team, near, team_of
 
+Slices = tuple[slice, ...]
+
 
 def take(local: Tensor, held: Box, wanted: Box) -> Tensor:
     """The part of ``wanted`` within what this rank holds; a view."""
     return local if held == wanted else local[wanted.within(held)]
 
 
+class Fit(NamedTuple):
+    """How parts over some boxes make up the whole over another, of this ``shape``.
+
+    ``covered``: each element is in one part; ``summands``: each is in all. ``slices``: in which order they are slices
+    of an image along its channels, and nothing else. ``places``: where each belongs.
+    """
+
+    shape: Shape
+    covered: bool
+    summands: bool
+    slices: tuple[int, ...]
+    places: tuple[Slices, ...]
+
+    @staticmethod
+    def of(boxes: Sequence[Box], whole: Box) -> Fit:
+        covered = sum(box.numel for box in boxes) == whole.numel and disjoint(boxes)
+        image = len(whole.shape) == 4 and all(b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes)
+        slices = sorted(range(len(boxes)), key=lambda k: boxes[k].lo) if covered and image else ()
+        summands = bool(boxes) and all(box == whole for box in boxes)
+        return Fit(whole.shape, covered, summands, tuple(slices), tuple(box.within(whole) for box in boxes))
+
+
 class Side(NamedTuple):
     """A round as one rank sees it; reading it from the boxes of all takes longer than a small message does.
 
-    ``sends``: to whom which part of what it holds; ``comes``: from whom pieces of which shape; ``parts``: of what it
-    wants, by whom they are held, its own included. ``moves``: whether anything moves, between any ranks.
+    ``sends``: to whom which part of what it holds; ``comes``: from whom pieces of which shape. Of what it wants,
+    ``parts`` says by whom they are held, ``own`` which of what it holds itself is one, and ``fit`` how they make it up.
+    ``moves``: whether anything moves, between any ranks. There are no slices of what is all.
     """
 
     exchange: Exchange
-    sends: tuple[tuple[int, tuple[slice, ...]], ...]
+    sends: tuple[tuple[int, Slices | None], ...]
     comes: Mapping[int, Shape]
-    parts: tuple[tuple[int, Box], ...]
+    parts: tuple[int, ...]
+    own: Slices | None
+    fit: Fit
     moves: bool
 
 
@@ -69,21 +95,30 @@ def side_of(held: Boxes, wanted: Boxes, me: int) -> Side:
 
 
 def _side(held: Boxes, wanted: Boxes, me: int) -> Side:
+    def of_own(box: Box) -> Slices | None:
+        return None if box == held[me] else box.within(held[me])
+
     every = pieces(held, wanted)
-    sends = tuple((r, box.within(held[me])) for s, r, box in every if s == me != r)
-    parts = tuple((s, box) for s, r, box in every if r == me)
+    sends = tuple((r, of_own(box)) for s, r, box in every if s == me != r)
+    parts = [(s, box) for s, r, box in every if r == me]
     comes = {s: box.shape for s, box in parts if s != me}
-    return Side((held, wanted), sends, comes, parts, any(s != r for s, r, _ in every))
+    own = next((of_own(box) for s, box in parts if s == me), None)
+    fit, moves = Fit.of([box for _, box in parts], wanted[me]), any(s != r for s, r, _ in every)
+    return Side((held, wanted), sends, comes, tuple(s for s, _ in parts), own, fit, moves)
 
 
 def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
     """Sends this rank's pieces of one round on their way; `Round.wait` gives the others' pieces."""
-    side = side_of(held, wanted, team.rank)
+    return _started(team, local, side_of(held, wanted, team.rank))
+
+
+def _started(team: Team, local: Tensor, side: Side) -> Round:
     if not side.moves:
         return STILL
-    outgoing = {r: local[at] for r, at in side.sends}
-    if local.dim() == 4:  # all in one launch; `Round` then finds them as they travel
-        far = [r for r in outgoing if r not in near(team, local.device)]
+    outgoing = {r: local if at is None else local[at] for r, at in side.sends}
+    if local.dim() == 4 and len(channels := near(team, local.device)) < team.size - 1:
+        # All in one launch; `Round` then finds them as they travel.
+        far = [r for r in outgoing if r not in channels]
         packed = kernels.pack([outgoing[r] for r in far]) if far else []
         outgoing |= {r: t.movedim(-1, 1) for r, t in zip(far, packed, strict=True)}
     return Round(team, local, outgoing, side.comes)
@@ -96,16 +131,16 @@ def sum_pieces(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
 
 def start_sum(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Callable[[], Tensor]:
     """`sum_pieces` under way: what is returned waits for it."""
-    under_way = start_round(team, local, held, wanted)
+    me, side = team.rank, side_of(held, wanted, team.rank)
+    under_way, parts, own = _started(team, local, side), side.parts, side.own
 
     def arrived() -> Tensor:
-        me, mine = team.rank, side_of(held, wanted, team.rank).parts
-        if len(mine) == 1 and mine[0][1] == wanted[me]:
-            (sender, box), got = mine[0], under_way.wait()
-            return got[sender] if sender != me else take(local, held[me], box)
-        with under_way.lent() as got:
-            parts = [(box, got[s] if s != me else take(local, held[me], box)) for s, box in mine]
-            return assemble(parts, wanted[me], local)
+        mine = local if own is None else local[own]
+        if len(parts) == 1 and side.fit.summands:
+            got = under_way.wait()  # also until what it sends is sent
+            return mine if parts[0] == me else got[parts[0]]
+        with under_way as got:
+            return assemble([got[s] if s != me else mine for s in parts], side.fit, local)
 
     return arrived
 
@@ -131,47 +166,24 @@ class Sum:
         return self._arrived()
 
 
-class _Fit(NamedTuple):
-    """How parts over some boxes make up the whole over another.
-
-    ``covered``: each element is in one part; ``summands``: each is in all. ``slices``: in which order they are slices
-    of an image along its channels, and nothing else. ``places``: where each belongs.
-    """
-
-    covered: bool
-    summands: bool
-    slices: tuple[int, ...]
-    places: tuple[tuple[slice, ...], ...]
-
-
-@lru_cache(maxsize=4096)
-def _fit(boxes: Boxes, whole: Box) -> _Fit:
-    covered = sum(box.numel for box in boxes) == whole.numel and disjoint(boxes)
-    image = len(whole.shape) == 4 and all(b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes)
-    slices = sorted(range(len(boxes)), key=lambda k: boxes[k].lo) if covered and image else ()
-    summands = len(boxes) > 1 and all(box == whole for box in boxes)
-    return _Fit(covered, summands, tuple(slices), tuple(box.within(whole) for box in boxes))
-
-
-def assemble(parts: list[tuple[Box, Tensor]], whole: Box, like: Tensor) -> Tensor:
-    """Adds the parts, in order, into a tensor over ``whole``; zero where there is none. Images are channels-last."""
-    fit = _fit(tuple(box for box, _ in parts), whole)
+def assemble(parts: Sequence[Tensor], fit: Fit, like: Tensor) -> Tensor:
+    """Adds the parts, in order, into a tensor that they ``fit``; zero where there is none. Images are channels-last."""
     if fit.slices:
-        return kernels.concat_channels([parts[k][1] for k in fit.slices])
-    memory = torch.channels_last if len(whole.shape) == 4 else torch.contiguous_format
-    out = torch.empty(whole.shape, dtype=like.dtype, device=like.device, memory_format=memory)
-    if fit.summands:  # as sums of gradients have them
-        torch.add(parts[0][1], parts[1][1], out=out)
-        for _, part in parts[2:]:
+        return kernels.concat_channels([parts[k] for k in fit.slices])
+    memory = torch.channels_last if len(fit.shape) == 4 else torch.contiguous_format
+    out = torch.empty(fit.shape, dtype=like.dtype, device=like.device, memory_format=memory)
+    if fit.summands and len(parts) > 1:  # as sums of gradients have them
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
             out.add_(part)
         return out
     if not fit.covered:
         out.zero_()
     views = [out[place] for place in fit.places]
     if fit.covered and out.dim() == 4:
-        kernels.unpack([part for _, part in parts], views)
+        kernels.unpack(parts, views)
         return out
-    for view, (_, part) in zip(views, parts, strict=True):
+    for view, part in zip(views, parts, strict=True):
         view.copy_(part) if fit.covered else view.add_(part)
     return out
 

@@ -203,39 +203,63 @@ def _from_wire(x: Tensor) -> Tensor:
 
 
 class Round:
-    """One round of messages under way. `wait` gives what came, by sender, and `lent` shows it."""
+    """One round of messages under way. `wait` gives what came, by sender.
+
+    As a context it lends that, to be read while the context lasts: pieces of this host stay where they lie.
+    """
 
     def __init__(
         self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]
     ):
         self._team, self._from = team, tuple(incoming)
-        self._arriving: list[tuple[Tensor, Tensor]] = []  # where it belongs, where it comes to
+        self._near, self._coming = near(team, like.device), dict[int, Coming]()
+        self._far: _Far | None = None
         for counts in _counters:
             counts.update({peer: piece.nbytes for peer, piece in outgoing.items()})
-        self._near = near(team, like.device)
-        self._sent = {peer: as_wire(t).contiguous() for peer, t in outgoing.items() if peer not in self._near}
-        shapes = {peer: _wire_shape(shape) for peer, shape in incoming.items()}
-        self._buffers = {peer: like.new_empty(shape) for peer, shape in shapes.items() if peer not in self._near}
-        staged = team.backend == "gloo" and like.device.type != "cpu"
-        start = (lambda: self._all_to_all(like)) if staged else self._point_to_point
-        self._waits: list[Callable[[], Any]] = []
-        self._coming: dict[int, Coming] = {}
-
-        def begin() -> None:
-            self._by_channels(outgoing, shapes, like.dtype)
-            self._waits = start()
-
-        answered(team, begin)
+        answered(team, lambda: self._begin(like, outgoing, incoming))
         if in_turn.on:
             self.wait()
             if like.device.type == "cuda":
                 torch.cuda.synchronize(like.device)
 
-    def _by_channels(self, outgoing: Mapping[int, Tensor], shapes: Mapping[int, Shape], dtype: torch.dtype) -> None:
+    def _begin(self, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape]) -> None:
         for peer, channel in self._near.items():
             if peer in outgoing:
                 channel.send(as_wire(outgoing[peer]))
-        self._coming = {p: self._near[p].announce(dtype, shape) for p, shape in shapes.items() if p in self._near}
+            if peer in incoming:
+                self._coming[peer] = channel.announce(like.dtype, _wire_shape(incoming[peer]))
+        if len(self._near) < self._team.size - 1:
+            sent = {peer: piece for peer, piece in outgoing.items() if peer not in self._near}
+            self._far = _Far(self._team, like, sent, {p: s for p, s in incoming.items() if p not in self._near})
+
+    def wait(self) -> dict[int, Tensor]:
+        return answered(self._team, lambda: self._arrived(Coming.take))
+
+    def __enter__(self) -> dict[int, Tensor]:
+        return answered(self._team, lambda: self._arrived(Coming.lend))
+
+    def __exit__(self, *_: object) -> None:
+        answered(self._team, self._give_back)
+
+    def _arrived(self, how: Callable[[Coming], Tensor]) -> dict[int, Tensor]:
+        far = self._far.arrived() if self._far is not None else {}
+        return {p: _from_wire(far[p] if p in far else how(self._coming[p])) for p in self._from}
+
+    def _give_back(self) -> None:
+        for peer in self._coming:
+            self._near[peer].give_back()
+
+
+class _Far:
+    """Those pieces of a round that the backend carries."""
+
+    def __init__(self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape]):
+        self._team = team
+        self._arriving: list[tuple[Tensor, Tensor]] = []  # where it belongs, where it comes to
+        self._sent = {peer: as_wire(t).contiguous() for peer, t in outgoing.items()}  # to be kept until it is sent
+        self._buffers = {peer: like.new_empty(_wire_shape(shape)) for peer, shape in incoming.items()}
+        staged = team.backend == "gloo" and like.device.type != "cpu"
+        self._waits: list[Callable[[], Any]] = self._all_to_all(like) if staged else self._point_to_point()
 
     def _point_to_point(self) -> list[Callable[[], Any]]:
         group = self._team.group
@@ -251,35 +275,18 @@ class Round:
         sizes = [t.numel() for t in incoming], [self._sent.get(r, nothing).numel() for r in ranks]
         got = like.new_empty(sum(sizes[0]))
         self._arriving = list(zip(incoming, got.split(sizes[0]), strict=True))
-        self._sent = {0: outgoing}  # to be kept until it is sent
+        self._sent = {0: outgoing}
         work = dist.all_to_all_single(got, outgoing, *sizes, group=self._team.group, async_op=True)
         return [work.wait] if work is not None else []
 
-    def wait(self) -> dict[int, Tensor]:
-        return self._arrived(Coming.take)
-
-    @contextmanager
-    def lent(self) -> Iterator[dict[int, Tensor]]:
-        """What came, by sender, to be read while the context lasts: pieces of this host stay where they lie."""
-
-        def give_back() -> None:
-            for peer in self._coming:
-                self._near[peer].give_back()
-
-        try:
-            yield self._arrived(Coming.lend)
-        finally:
-            answered(self._team, give_back)
-
-    def _arrived(self, how: Callable[[Coming], Tensor]) -> dict[int, Tensor]:
+    def arrived(self) -> dict[int, Tensor]:
+        """As it travelled, by sender."""
         for wait in self._waits:
-            answered(self._team, wait)
+            wait()
         for buffer, part in self._arriving:
             buffer.copy_(part.view_as(buffer))
         self._waits, self._sent, self._arriving = [], {}, []
-        near_ones = answered(self._team, lambda: {peer: how(coming) for peer, coming in self._coming.items()})
-        found = self._buffers | near_ones
-        return {peer: _from_wire(found[peer]) for peer in self._from}
+        return self._buffers
 
 
 class _Still(Round):
@@ -288,12 +295,14 @@ class _Still(Round):
     def __init__(self) -> None:
         pass
 
-    @contextmanager
-    def lent(self) -> Iterator[dict[int, Tensor]]:
-        yield {}
-
-    def _arrived(self, how: Callable[[Coming], Tensor]) -> dict[int, Tensor]:
+    def wait(self) -> dict[int, Tensor]:
         return {}
+
+    def __enter__(self) -> dict[int, Tensor]:
+        return {}
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 STILL = _Still()

@@ -19,7 +19,7 @@ from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import channels
 from hetconv.layout import Box
-from hetconv.movement import assemble
+from hetconv.movement import Fit, assemble
 
 from .interpreter import DEVICE, ON_GPU
 
@@ -170,8 +170,9 @@ def test_slices_of_channels_that_arrive_are_joined(sizes: tuple[int, ...], backe
     K, first = sum(sizes), 7
     whole = torch.randn(2, K, 3, 4, device=DEVICE)
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    parts = [(Box((0, first + a, 2, 0), (2, first + b, 5, 4)), whole[:, a:b]) for a, b in pairwise(ends)]
-    found = assemble(parts[::-1], Box((0, first, 2, 0), (2, first + K, 5, 4)), whole)
+    boxes = [Box((0, first + a, 2, 0), (2, first + b, 5, 4)) for a, b in pairwise(ends)]
+    fit = Fit.of(boxes[::-1], Box((0, first, 2, 0), (2, first + K, 5, 4)))
+    found = assemble([whole[:, a:b] for a, b in pairwise(ends)][::-1], fit, whole)
     assert found.equal(whole)
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert bool(by_triton) == (len(sizes) <= channels.MOST_PARTS and (backend == "triton" or ON_GPU))

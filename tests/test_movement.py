@@ -24,7 +24,7 @@ from hetconv.errors import HetConvError, LayoutError
 from hetconv.layout import Box, Layout, Move, Need, traffic
 from hetconv.levels import TwoLevel
 from hetconv.movement import redistribute
-from hetconv.transport import Round, count_sent, team_of, through_backend
+from hetconv.transport import _Far, count_sent, team_of, through_backend
 
 from .spawn import on_ranks
 from .strategies import layouts, needs, shapes, sharded, worlds
@@ -77,12 +77,12 @@ def both(case: Case) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Ten
 
 def rank_on_staged_transport(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The same through the all-to-all that gloo needs for CUDA tensors."""
-    plain = Round._point_to_point
-    Round._point_to_point = lambda self: self._all_to_all(torch.empty(0, dtype=torch.float64))  # type: ignore[method-assign]
+    plain = _Far._point_to_point
+    _Far._point_to_point = lambda self: self._all_to_all(torch.empty(0, dtype=torch.float64))  # type: ignore[method-assign]
     try:
         return rank_on_backend(src, dst, x, y)
     finally:
-        Round._point_to_point = plain  # type: ignore[method-assign]
+        _Far._point_to_point = plain  # type: ignore[method-assign]
 
 
 def rank_on_backend(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:

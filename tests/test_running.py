@@ -28,17 +28,17 @@ RATIO = (2, 0, 1)
 @contextmanager
 def rounds_counted() -> Iterator[list[int]]:
     """Of messages, while the context lasts; one number."""
-    counted, start = [0], movement.start_round
+    counted, start = [0], movement._started
 
     def counting(*args: object) -> object:
         counted[0] += 1
         return start(*args)  # type: ignore[arg-type]
 
-    movement.start_round = counting  # type: ignore[assignment]
+    movement._started = counting  # type: ignore[assignment]
     try:
         yield counted
     finally:
-        movement.start_round = start
+        movement._started = start
 
 
 def told(wanted: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Differences, int]:

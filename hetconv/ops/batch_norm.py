@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,73 +24,98 @@ from ..transport import Team
 from .common import Args, Func, Kwargs, bring
 
 
+class Norm(NamedTuple):
+    """A batch norm of C channels, all (C,): its parameters, and the statistics that it reads, or is to update.
+
+    ``tracks``: it is in training, and updates them.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+    @property
+    def tracks(self) -> bool:
+        return self.training and self.mean is not None
+
+
 def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """x of any rank >= 2, cut over channels alone (statistics are local) or in any other way (they are combined)."""
     assert isinstance(call, BatchNormCall)
     assert isinstance(call.op, BatchNorm)
     op, layout = call.op, step.output
     x = bring(call.inputs[0], step.reads[0], team)
-    if call.mean is not None and (running := running_of(team)) is not None:
-        running.settle(call.mean, layout.sizes if layout.dim == 1 else ())
-    if team.size == 1:
-        tracked = (call.mean, call.var) if op.tracks or not op.training else (None, None)
-        y = F.batch_norm(x, *tracked, call.weight, call.bias, op.training, call.momentum, call.eps)
-    elif not op.training or layout.dim == 1:
-        y = _own_channels(call, x, step, team)
+    norm = Norm(call.weight, call.bias, call.mean, call.var, op.training, call.momentum, call.eps)
+    if not op.training or layout.dim == 1 or team.size == 1:
+        return HetTensor.wrap(on_own_channels(x, norm, layout, team), layout, team)
+    _settle(norm, (), team)
+    return HetTensor.wrap(_SplitBatchNorm.apply(x, norm.weight, norm.bias, norm, step, team), layout, team)
+
+
+def on_own_channels(x: Tensor, norm: Norm, layout: Layout, team: Team) -> Tensor:
+    """Of this rank's part ``x``, where every statistic that it uses is its own: evaluation, or a cut over channels."""
+    sizes = layout.sizes if layout.dim == 1 else ()
+    running = _settle(norm, sizes, team)
+    own = _own_slice(layout, team)
+    weight, bias, mean, var, training, momentum, eps = norm
+    weight, bias = (_sliced(contributed(team, p), own) if p is not None else None for p in (weight, bias))
+    if norm.tracks and team.size > 1:
+        mean, var, momentum = _tracked(x, norm, sizes, own, running, team)
     else:
-        y = _SplitBatchNorm.apply(x, call.weight, call.bias, call, step, team)
-    return HetTensor.wrap(y, layout, team)
-
-
-def _own_channels(call: BatchNormCall, x: Tensor, step: Step, team: Team) -> Tensor:
-    """Every statistic that this rank uses is its own: evaluation, or a cut over channels."""
-    op, own = call.op, _own_slice(step, team)
-    assert isinstance(op, BatchNorm)
-    weight, bias = (contributed(team, p) if p is not None else None for p in (call.weight, call.bias))
-    weight, bias = _sliced(weight, own), _sliced(bias, own)
-    mean, var, momentum = _sliced(call.mean, own), _sliced(call.var, own), 0.0
-    if op.tracks:
-        mean, var, momentum = _tracked(call, x, step, team)
-    if not x.numel():
+        mean, var = _sliced(mean, own), _sliced(var, own)
+    if not x.numel() and team.size > 1:
         return of_nothing(x, weight, bias)
-    return F.batch_norm(x, mean, var, weight, bias, op.training, momentum, call.eps)
+    return torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
 
 
-def _own_slice(step: Step, team: Team) -> slice | None:
+def _settle(norm: Norm, sizes: tuple[int, ...], team: Team) -> Running | None:
+    """All ranks use all channels' statistics now, or each its own of so many. Who is told later what they become."""
+    running = running_of(team)
+    if running is not None and norm.mean is not None:
+        running.settle(norm.mean, sizes)
+    return running
+
+
+def _own_slice(layout: Layout, team: Team) -> slice | None:
     """This rank's channels, unless it has all."""
-    box, channels = step.output.boxes[team.rank], step.output.shape[1]
-    return slice(box.lo[1], box.hi[1]) if box.shape[1] < channels else None
+    box = layout.boxes[team.rank]
+    lo, hi = box.lo[1], box.hi[1]
+    return slice(lo, hi) if hi - lo < layout.shape[1] else None
 
 
 def _sliced(t: Tensor | None, own: slice | None) -> Tensor | None:
     return t[own] if t is not None and own is not None else t
 
 
-def _tracked(call: BatchNormCall, x: Tensor, step: Step, team: Team) -> tuple[Tensor, Tensor, float]:
+def _tracked(
+    x: Tensor, norm: Norm, sizes: tuple[int, ...], own: slice | None, later: Running | None, team: Team
+) -> tuple[Tensor | None, Tensor | None, float]:
     """The running statistics of this rank's channels, and the momentum with which torch is to update them yet."""
-    assert call.mean is not None
-    assert call.var is not None
-    own = _own_slice(step, team) or slice(None)
+    assert norm.mean is not None
+    assert norm.var is not None
     # Autograd keeps what torch is given, and would not let anybody write to the statistics until the backward.
-    mean, var = call.mean.data[own], call.var.data[own]
-    later = running_of(team)
+    mean, var = _sliced(norm.mean.data, own), _sliced(norm.var.data, own)
     running = later if later is not None else Running(team)
-    running.note((call.mean, call.var), step.output.sizes, exact_of(x))
+    running.note((norm.mean, norm.var), sizes, exact_of(x))
     if later is not None:
-        return mean, var, call.momentum
+        return mean, var, norm.momentum
     if x.numel():  # before anything is saved: by that a checkpoint knows how far to compute again
         with torch.no_grad():
-            torch.batch_norm_update_stats(x, mean, var, call.momentum)
+            torch.batch_norm_update_stats(x, mean, var, norm.momentum)
     running.tell()
     return mean, var, 0.0
 
 
-def _track(call: BatchNormCall, mean: Tensor, var: Tensor, count: int) -> None:
-    assert call.mean is not None
-    assert call.var is not None
+def _track(norm: Norm, mean: Tensor, var: Tensor, count: int) -> None:
+    assert norm.mean is not None
+    assert norm.var is not None
     with torch.no_grad():
-        call.mean.lerp_(mean.to(call.mean.dtype), call.momentum)
-        call.var.lerp_(var.to(call.var.dtype) * (count / max(count - 1, 1)), call.momentum)
+        norm.mean.lerp_(mean.to(norm.mean.dtype), norm.momentum)
+        norm.var.lerp_(var.to(norm.var.dtype) * (count / max(count - 1, 1)), norm.momentum)
 
 
 def exact_of(x: Tensor) -> torch.dtype:
@@ -114,11 +139,11 @@ class _SplitBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: BatchNormCall, step: Step, team: Team
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm, step: Step, team: Team
     ) -> Tensor:
         count = prod(step.output.shape) // step.output.shape[1]
         exact = exact_of(x)
-        held = _own_slice(step, team)
+        held = _own_slice(step.output, team)
         own = _among_all(_moments(x, exact), held, step)
         (move,) = step.forward
         each = perform(team, own[None], move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
@@ -130,12 +155,12 @@ class _SplitBatchNorm(torch.autograd.Function):
         # One fused pass, in the input's own precision outside (x, y) and in `exact` inside.
         gain, shift = (_sliced(_as(p, exact, x), held) for p in (weight, bias))
         if x.numel():
-            y = F.batch_norm(x, _sliced(mean, held), _sliced(var, held), gain, shift, False, 0.0, call.eps)
+            y = F.batch_norm(x, _sliced(mean, held), _sliced(var, held), gain, shift, False, 0.0, norm.eps)
         else:
             y = x.clone()  # torch refuses one without channels
-        if call.mean is not None:  # before anything is saved: by that a checkpoint knows how far to compute again
-            _track(call, mean, var, count)
-        ctx.save_for_backward(x, weight, _sliced(mean, held), _sliced((var + call.eps).rsqrt(), held))
+        if norm.mean is not None:  # before anything is saved: by that a checkpoint knows how far to compute again
+            _track(norm, mean, var, count)
+        ctx.save_for_backward(x, weight, _sliced(mean, held), _sliced((var + norm.eps).rsqrt(), held))
         ctx.step, ctx.team, ctx.count, ctx.held = step, team, count, held
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return y

@@ -41,7 +41,7 @@ def gathered_in_chunks(
     y = torch.empty(layout.shape, dtype=x.dtype, device=x.device, memory_format=memory)
     for lo, hi, part, round_ in under_way:
         places = y[lo:hi].split(layout.sizes, 1)
-        with round_.lent() as came:
+        with round_ as came:
             got = came | {team.rank: part}
             kernels.unpack([*got.values()], [places[r] for r in got])
     return y

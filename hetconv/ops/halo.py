@@ -111,7 +111,7 @@ class LocalConv(torch.autograd.Function):
             gb = summed_pixels(g)[: ctx.biases]  # of which a rank may hold none
         gx = x.new_zeros(x.shape) if want_x and gx is None else gx
         if under_way is not None:
-            with under_way.lent() as came:
+            with under_way as came:
                 _add_home(gx, came, geo, team)
         return gx, _weight_gradient(partial_w, w, geo) if want_w else None, gb, None, None
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .following import on_parts
+from .movement import moved
 from .ops.batch_norm import Norm, on_own_channels
 from .replicas import running_of
 from .tensor import HetTensor, gather
@@ -31,18 +33,25 @@ class OnOwnPart:
 
     def __call__(self, x: Any) -> Any:
         if x.__class__ is HetTensor and x.later is None:
-            if x.placement.kind == "sharded":
+            if x.placement.kind == "partial":
+                x = self._summed(x)
+            if x.__class__ is HetTensor and x.placement.kind == "sharded":
                 if not self._normalizes:
                     return HetTensor.made(self._forward(x._local), x.placement, x.team)
                 if self._is_on_own_channels(x):
                     return HetTensor.made(self._normalized(x), x.placement, x.team)
-            elif x.placement.kind == "partial" and not x.placement.shares:  # its sum is wanted whole
-                x = gather(x, images=self._normalizes)
         if self._normalizes and x.__class__ is not HetTensor:
             running, mean = running_of(None), self._module.running_mean
             if running is not None and isinstance(mean, Tensor):
                 running.settle(mean)
         return self._forward(x)
+
+    def _summed(self, x: HetTensor) -> Tensor:
+        """As a consumer of the sum wants it: whole, or own channels of it."""
+        wanted = on_parts(x.placement)
+        if wanted.kind == "replicated":
+            return gather(x, images=self._normalizes)
+        return HetTensor.made(moved(x.team, x._local, x.placement, wanted), wanted, x.team)
 
     def _is_on_own_channels(self, x: HetTensor) -> bool:
         """Whether each rank needs no statistics but those that it has, and torch would take the whole."""

@@ -33,7 +33,7 @@ class Running:
 
     def __init__(self, team: Team):
         self._team = team
-        self._untold: list[_Untold] = []
+        self._untold: dict[int, _Untold] = {}  # by the id of the first of its statistics
 
     @property
     def untold(self) -> int:
@@ -42,16 +42,20 @@ class Running:
 
     def note(self, stats: tuple[Tensor, ...], sizes: Sizes, exact: torch.dtype) -> None:
         """Every rank has updated these (C,), or is about to, in its own of the ranges of these ``sizes``."""
-        self._untold.append(_Untold(stats, sizes, exact))
+        before = self._untold.get(id(stats[0]))
+        if before is not None:  # a norm that is called twice
+            exact = torch.promote_types(exact, before.exact)
+        self._untold[id(stats[0])] = _Untold(stats, sizes, exact)
 
     def settle(self, stat: Tensor, sizes: Sizes = ()) -> None:
         """Before ``stat`` is used in other ranges than those in which ranks know it. Collective."""
-        if any(stat is one.stats[0] and one.sizes != sizes for one in self._untold):
+        untold = self._untold.get(id(stat))
+        if untold is not None and untold.sizes != sizes:
             self.tell()
 
     def tell(self) -> None:
         """All ranks have all channels then, each as the rank says whose own it is. Collective."""
-        untold, self._untold = self._untold, []
+        untold, self._untold = [*self._untold.values()], {}
         with torch.no_grad():
             for dtype in dict.fromkeys(one.exact for one in untold):
                 self._tell([one for one in untold if one.exact == dtype], dtype)

@@ -34,6 +34,7 @@ PLACEMENTS: dict[str, Layout] = {
     "replicated": Layout.replicated(SHAPE, WORLD),
     "partial": Layout.partial(SHAPE, WORLD, (5, 2, 1)),
     "partial, one rank without channels": Layout.partial(SHAPE, WORLD, (4, 0, 4)),
+    "partial, wanted whole": Layout.partial(SHAPE, WORLD, ()),
     "samples": Layout.sharded(SHAPE, 0, (1, 2, 1)),
     "samples on two ranks": Layout.sharded(SHAPE, 0, (3, 0, 1)),
     "channels": Layout.sharded(SHAPE, 1, (5, 2, 1)),

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -66,24 +67,12 @@ class Message(NamedTuple):
 
 
 class Coming:
-    """A message that was announced: either `take` or `lend` waits for it. Once it was taken, it is in the buffer."""
+    """A message that was announced, as which of all, and what it is to be; once it was taken, it is in the buffer."""
 
-    __slots__ = ("buffer", "channel", "dtype", "number", "shape")
+    __slots__ = ("buffer", "dtype", "number", "shape")
 
-    def __init__(self, channel: Channel, number: int, dtype: torch.dtype, shape: Shape, buffer: Tensor | None):
-        self.channel, self.number = channel, number
-        self.dtype, self.shape, self.buffer = dtype, shape, buffer
-
-    def take(self) -> Tensor:
-        """In memory of its own."""
-        self.channel.receive(self.number)
-        assert self.buffer is not None
-        return self.buffer
-
-    def lend(self) -> Tensor:
-        """Where it lies, to be read until `Channel.give_back`; nothing else may be received before that."""
-        lent = self.channel.lend(self.number)
-        return lent if lent is not None else self.take()
+    def __init__(self, number: int, dtype: torch.dtype, shape: Shape, buffer: Tensor | None):
+        self.number, self.dtype, self.shape, self.buffer = number, dtype, shape, buffer
 
 
 class Channel:
@@ -115,17 +104,20 @@ class Channel:
         self._ring(What.MESSAGE, start, start + piece.nbytes)
 
     def announce(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None = None) -> Coming:
-        """The next message is of this dtype and shape; if it is taken, then into the ``buffer``, or a new one."""
+        """The next message is of this dtype and shape: either `take` or `lend` waits for it.
+
+        If it is taken, then into the ``buffer``, or a new one.
+        """
         self._asked += 1
-        coming = Coming(self, self._asked, dtype, shape, buffer)
+        coming = Coming(self._asked, dtype, shape, buffer)
         self._announced.append(coming)
         return coming
 
     def expect(self, buffer: Tensor) -> Callable[[], Tensor]:
         """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
-        return self.announce(buffer.dtype, tuple(buffer.shape), buffer).take
+        return partial(self.take, self.announce(buffer.dtype, tuple(buffer.shape), buffer))
 
-    def receive(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         """Takes messages until there were so many."""
         while self._got < number:
             if self._came:
@@ -133,13 +125,22 @@ class Channel:
             else:
                 self._listen(self._timeout_ms)
 
-    def lend(self, number: int) -> Tensor | None:
-        """The message of this number where it lies; None if it was taken before, by who waited for a later one."""
-        self.receive(number - 1)
-        while self._got < number and not self._came:
+    def take(self, coming: Coming) -> Tensor:
+        """In memory of its own."""
+        self._receive(coming.number)
+        assert coming.buffer is not None
+        return coming.buffer
+
+    def lend(self, coming: Coming) -> Tensor:
+        """Where it lies, to be read until `give_back`; nothing else may be received before that.
+
+        In memory of its own, if it was taken before, by who waited for a later one.
+        """
+        self._receive(coming.number - 1)
+        while self._got < coming.number and not self._came:
             self._listen(self._timeout_ms)
-        if self._got >= number:
-            return None
+        if self._got >= coming.number:
+            return self.take(coming)
         self._lent, coming = self._next()
         return _piece(self._lent.memory, self._lent.start, coming.dtype, coming.shape)
 

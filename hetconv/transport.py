@@ -233,17 +233,21 @@ class Round:
             self._far = _Far(self._team, like, sent, {p: s for p, s in incoming.items() if p not in self._near})
 
     def wait(self) -> dict[int, Tensor]:
-        return answered(self._team, lambda: self._arrived(Coming.take))
+        return answered(self._team, lambda: self._arrived(Channel.take))
 
     def __enter__(self) -> dict[int, Tensor]:
-        return answered(self._team, lambda: self._arrived(Coming.lend))
+        try:
+            return answered(self._team, lambda: self._arrived(Channel.lend))
+        except BaseException:
+            self._give_back()
+            raise
 
     def __exit__(self, *_: object) -> None:
         answered(self._team, self._give_back)
 
-    def _arrived(self, how: Callable[[Coming], Tensor]) -> dict[int, Tensor]:
+    def _arrived(self, how: Callable[[Channel, Coming], Tensor]) -> dict[int, Tensor]:
         far = self._far.arrived() if self._far is not None else {}
-        return {p: _from_wire(far[p] if p in far else how(self._coming[p])) for p in self._from}
+        return {p: _from_wire(far[p] if p in far else how(self._near[p], self._coming[p])) for p in self._from}
 
     def _give_back(self) -> None:
         for peer in self._coming:

@@ -97,12 +97,12 @@ def test_what_is_lent_stays_where_it_lies_until_it_is_given_back(
     lent = []
     for k in range(3):
         here.send(torch.full((32,), float(k)))
-        lent.append(there.announce(torch.float32, (32,)).lend())
+        lent.append(there.lend(there.announce(torch.float32, (32,))))
         here.send(torch.full((32,), 9.0))
         assert lent[k].tolist() == [k] * 32
         there.give_back()
         passed(there, here, torch.zeros(1))
-        there.announce(torch.float32, (32,)).take()
+        there.take(there.announce(torch.float32, (32,)))
     assert lent[0].data_ptr() == lent[2].data_ptr()  # not a copy
 
 
@@ -111,8 +111,8 @@ def test_what_is_to_be_lent_was_taken_by_who_waited_for_more(ends: tuple[Channel
     first, second = (there.announce(torch.float32, (3,)) for _ in range(2))
     for k in range(2):
         here.send(torch.full((3,), float(k)))
-    assert second.take().tolist() == [1.0] * 3
-    assert first.lend().tolist() == [0.0] * 3
+    assert there.take(second).tolist() == [1.0] * 3
+    assert there.lend(first).tolist() == [0.0] * 3
     there.give_back()  # of nothing
     assert torch.equal(passed(here, there, torch.ones(2)), torch.ones(2))
 
@@ -139,13 +139,13 @@ class Ends:
     def take(self, _: int) -> None:
         if self.on_its_way:
             piece = self.on_its_way.popleft()
-            assert torch.equal(self.there.announce(piece.dtype, tuple(piece.shape)).take(), piece)
+            assert torch.equal(self.there.take(self.there.announce(piece.dtype, tuple(piece.shape))), piece)
 
     def borrow(self, size: int) -> None:
         """While another message is sent."""
         if self.on_its_way:
             piece = self.on_its_way.popleft()
-            lent = self.there.announce(piece.dtype, tuple(piece.shape)).lend()
+            lent = self.there.lend(self.there.announce(piece.dtype, tuple(piece.shape)))
             self.send(size)
             assert torch.equal(lent, piece)
             self.there.give_back()

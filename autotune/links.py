@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from hetconv.layout import Box
+from hetconv.messages import Round
 from hetconv.movement import start_sum
 from hetconv.network import Network
 from hetconv.profile import ClusterProfile, Copying, LinkModel, SharedWire
 from hetconv.replicas import Scope
-from hetconv.transport import Round, Team, near, objects_of_all
+from hetconv.transport import Team, near, objects_of_all
 
 from . import fit
 from .machine import conditions

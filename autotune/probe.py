@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetconv.transport import Round, team_of
+from hetconv.messages import Round
+from hetconv.transport import team_of
 
 START = 60.0  # seconds in which a process is there, and its device with it, on a busy machine
 STARTING = "starting"

@@ -20,7 +20,8 @@ from .agreement import prepared
 from .errors import LayoutError
 from .layout import Box, Boxes, Exchange, Layout, Move, Need, Shape, from_each, pieces
 from .levels import TwoLevel
-from .transport import STILL, Round, Team, near, team_of
+from .messages import STILL, Round
+from .transport import Team, near, team_of
 
 Slices = tuple[slice, ...]
 

@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from .holding import Atom, Held, Ranks, summed_among
 from .layout import Box, buckets
+from .messages import as_wire
 from .movement import Sum, take
 from .running import Running
-from .transport import Team, as_wire
+from .transport import Team
 
 Grads = tuple[Tensor | None, ...]
 

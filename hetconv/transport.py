@@ -1,4 +1,4 @@
-"""Messages among the ranks of a process group: who they are, and one round of pieces. No geometry here."""
+"""The ranks of a process group: who they are, by which ways they reach each other, and words that all hear."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import HetConvError, LostRankError
 from .heap import keep_freed
-from .mailbox import Channel, Coming, Shape, channels
+from .mailbox import Channel, channels
 
 T = TypeVar("T")
 PARTING_S = 0.02  # in which threads that wait for Python's lock get it
@@ -117,6 +117,12 @@ def count_sent() -> Iterator[Counter[int]]:
         _counters.remove(counts)
 
 
+def count(outgoing: Mapping[int, Tensor]) -> None:
+    """Notes for who counts that this rank sends these."""
+    for counts in _counters:
+        counts.update({peer: piece.nbytes for peer, piece in outgoing.items()})
+
+
 class Switch:
     """Off, but while the context that it gives when it is called lasts."""
 
@@ -186,127 +192,3 @@ def broadcast(team: Team, tensors: list[Tensor]) -> None:
         with torch.no_grad():
             for t, new in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 t.copy_(new.view(t.shape))
-
-
-def as_wire(x: Tensor) -> Tensor:
-    """Images travel channels-last, whatever the memory format on either side: rows are then one run of memory."""
-    return x.movedim(1, -1) if x.dim() in (4, 5) else x
-
-
-def _wire_shape(shape: Shape) -> Shape:
-    """Of what is to be of this shape, as it travels."""
-    return (shape[0], *shape[2:], shape[1]) if len(shape) in (4, 5) else shape
-
-
-def _from_wire(x: Tensor) -> Tensor:
-    return x.movedim(-1, 1) if x.dim() in (4, 5) else x
-
-
-class Round:
-    """One round of messages under way. `wait` gives what came, by sender.
-
-    As a context it lends that, to be read while the context lasts: pieces of this host stay where they lie.
-    """
-
-    def __init__(
-        self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]
-    ):
-        self._team, self._from = team, tuple(incoming)
-        self._near, self._coming = near(team, like.device), dict[int, Coming]()
-        self._far: _Far | None = None
-        for counts in _counters:
-            counts.update({peer: piece.nbytes for peer, piece in outgoing.items()})
-        answered(team, lambda: self._begin(like, outgoing, incoming))
-        if in_turn.on:
-            self.wait()
-            if like.device.type == "cuda":
-                torch.cuda.synchronize(like.device)
-
-    def _begin(self, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape]) -> None:
-        for peer, channel in self._near.items():
-            if peer in outgoing:
-                channel.send(as_wire(outgoing[peer]))
-            if peer in incoming:
-                self._coming[peer] = channel.announce(like.dtype, _wire_shape(incoming[peer]))
-        if len(self._near) < self._team.size - 1:
-            sent = {peer: piece for peer, piece in outgoing.items() if peer not in self._near}
-            self._far = _Far(self._team, like, sent, {p: s for p, s in incoming.items() if p not in self._near})
-
-    def wait(self) -> dict[int, Tensor]:
-        return answered(self._team, lambda: self._arrived(Channel.take))
-
-    def __enter__(self) -> dict[int, Tensor]:
-        try:
-            return answered(self._team, lambda: self._arrived(Channel.lend))
-        except BaseException:
-            self._give_back()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        answered(self._team, self._give_back)
-
-    def _arrived(self, how: Callable[[Channel, Coming], Tensor]) -> dict[int, Tensor]:
-        far = self._far.arrived() if self._far is not None else {}
-        return {p: _from_wire(far[p] if p in far else how(self._near[p], self._coming[p])) for p in self._from}
-
-    def _give_back(self) -> None:
-        for peer in self._coming:
-            self._near[peer].give_back()
-
-
-class _Far:
-    """Those pieces of a round that the backend carries."""
-
-    def __init__(self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape]):
-        self._team = team
-        self._arriving: list[tuple[Tensor, Tensor]] = []  # where it belongs, where it comes to
-        self._sent = {peer: as_wire(t).contiguous() for peer, t in outgoing.items()}  # to be kept until it is sent
-        self._buffers = {peer: like.new_empty(_wire_shape(shape)) for peer, shape in incoming.items()}
-        staged = team.backend == "gloo" and like.device.type != "cpu"
-        self._waits: list[Callable[[], Any]] = self._all_to_all(like) if staged else self._point_to_point()
-
-    def _point_to_point(self) -> list[Callable[[], Any]]:
-        group = self._team.group
-        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in self._sent.items()]
-        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in self._buffers.items()]
-        return [work.wait for work in dist.batch_isend_irecv(ops)] if ops else []
-
-    def _all_to_all(self, like: Tensor) -> list[Callable[[], Any]]:
-        """gloo takes CUDA tensors only in collectives, through host memory; every rank takes part."""
-        ranks, nothing = range(self._team.size), like.new_empty(0)
-        outgoing = torch.cat([self._sent.get(r, nothing).flatten() for r in ranks])
-        incoming = [self._buffers.get(r, nothing) for r in ranks]
-        sizes = [t.numel() for t in incoming], [self._sent.get(r, nothing).numel() for r in ranks]
-        got = like.new_empty(sum(sizes[0]))
-        self._arriving = list(zip(incoming, got.split(sizes[0]), strict=True))
-        self._sent = {0: outgoing}
-        work = dist.all_to_all_single(got, outgoing, *sizes, group=self._team.group, async_op=True)
-        return [work.wait] if work is not None else []
-
-    def arrived(self) -> dict[int, Tensor]:
-        """As it travelled, by sender."""
-        for wait in self._waits:
-            wait()
-        for buffer, part in self._arriving:
-            buffer.copy_(part.view_as(buffer))
-        self._waits, self._sent, self._arriving = [], {}, []
-        return self._buffers
-
-
-class _Still(Round):
-    """A round in which no rank sends anything."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait(self) -> dict[int, Tensor]:
-        return {}
-
-    def __enter__(self) -> dict[int, Tensor]:
-        return {}
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-STILL = _Still()

@@ -12,7 +12,7 @@ from bench import __main__ as bench
 from bench import overlap
 from bench.cases import Stack
 from hetconv.emulate import DeviceName
-from hetconv.transport import Round
+from hetconv.messages import Round
 
 from .spawn import spawn
 

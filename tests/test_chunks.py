@@ -17,10 +17,11 @@ import hetconv
 from hetconv import emulate, kernels
 from hetconv.autotune import overlap, rounds
 from hetconv.fusing import followers
+from hetconv.messages import Round
 from hetconv.plan import Plan
 from hetconv.rules import Conv, Split, SplitKind
 from hetconv.spec import ConvSpec
-from hetconv.transport import Round, count_sent, in_turn
+from hetconv.transport import count_sent, in_turn
 from hetconv.tuned import TunedChunks
 
 from . import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)

@@ -23,8 +23,9 @@ from hetconv import transport
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.layout import Box, Layout, Move, Need, traffic
 from hetconv.levels import TwoLevel
+from hetconv.messages import _Far
 from hetconv.movement import redistribute
-from hetconv.transport import _Far, count_sent, team_of, through_backend
+from hetconv.transport import count_sent, team_of, through_backend
 
 from .spawn import on_ranks
 from .strategies import layouts, needs, shapes, sharded, worlds

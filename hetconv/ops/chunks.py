@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..layout import Layout, apportion, spans
+from ..messages import Round
 from ..movement import start_round
-from ..transport import Round, Team
+from ..transport import Team
 from .geometry import Geometry
 from .halo import ANY, After, computed
 

@@ -17,9 +17,10 @@ from ..emulate import stretched
 from ..kernels import Route
 from ..kernels.aten import summed_pixels
 from ..kernels.finish import per_channel
+from ..messages import Round
 from ..movement import disjoint, side_of, start_round
 from ..spec import Segment
-from ..transport import Round, Team
+from ..transport import Team
 from .geometry import Geometry
 
 

@@ -74,8 +74,11 @@ class Case:
 CASES = (
     Case("super-resolution", "bench.cases:stack", '{"blocks": 4, "channels": 48}', (1, 3, 256, 256)),
     Case("U-Net", "bench.planner_models:UNet", '{"width": 16, "depth": 3}', (1, 3, 192, 192)),
+    Case("U-Net 512", "bench.planner_models:UNet", '{"width": 16, "depth": 3}', (1, 3, 512, 512)),
     Case("ResNet-18", "bench.cases:resnet18", "{}", (1, 3, 224, 224)),
+    Case("ResNet-18 512", "bench.cases:resnet18", "{}", (1, 3, 512, 512)),
 )
+"""The last two networks also at images of 512 by 512: what moves and what Python takes is then a smaller part."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -5,7 +5,8 @@ turn within each round, with the plain model on each device alone among them, un
 alike, or for so long. Steps are compared as they were, and with the speed made good that devices had within each, as
 tuning itself does. Then the tuned plan, those that were the fastest, the fastest device alone and even split run once
 more, and from these rounds the gains are told, in both ways: by noise alone the fastest of many seems faster than it
-is. Beside them stands what could be gained if nothing were sent: by devices of such speeds, and by the plan's own cuts.
+is. Beside them stands what devices of such speeds could gain if nothing were sent, and how long the plan's own step
+takes without its messages, in turn with it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -26,18 +27,18 @@ from typing import Any
 
 import torch
 
+from bench.gains import OF_SILENT, SILENT, doubt, gains, last, possible
 from bench.grid import compared
 from bench.machine import commit, now, save, software
+from bench.overlap import within
 from bench.verdict import Demand
 from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_and_measured
 from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.learn import noise_of
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.race import Seconds
 from hetconv.autotune.rounds import Round, Step, paced_rounds
 from hetconv.autotune.tune import Job, tune
 from hetconv.autotune.usual import Usual
-from hetconv.candidates import EVEN
 from hetconv.emulate import DeviceName
 from hetconv.graph import Graph
 from hetconv.plan import ALONE, Mode, Plan
@@ -45,7 +46,7 @@ from hetconv.planner import PLANNED, make_plan
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture
-from hetconv.transport import team_of
+from hetconv.transport import silent, team_of
 
 MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
@@ -54,11 +55,11 @@ RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  
 ROUNDS, MOST_ROUNDS = 7, 101  # of all plans
 LEAST_S, LONGEST_S = 60.0, 200.0  # that these take together
 AGREE = 0.95  # Kendall's tau of two halves of them: with less, noise orders plans
-FASTEST, NEAR, LAST_ROUNDS, LAST_S = 4, 1.1, 11, 45.0  # how many that took so much longer, and more rounds of these
+LAST_ROUNDS, LAST_S = 11, 45.0  # more rounds of the fastest
 SURE = 0.01  # standard error of what the plan loses against the fastest of these, or twice as many seconds
 AS_RUN = "as run"  # gains of the seconds that steps took, whatever speed devices had within each
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
-OF_BOUND = "of computing"  # how many times as long a step takes as its busiest device is predicted to compute
+OF_COMPUTING = "of computing"  # how many times as long a step takes as its busiest device is predicted to compute
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,11 @@ def line(row: Mapping[str, Any]) -> str:
         return f"{row[f'{figure} at speed']:.1%} ({row[figure]:.1%} as run)"
 
     alone, even = (f"{row[gain]:.2f}" + most(f"possible {gain}") for gain in ("vs_alone", "vs_even"))
-    as_run = row[AS_RUN]
+    as_run, split = row[AS_RUN], f", {row[OF_SILENT]:.2f}x its step without messages" if OF_SILENT in row else ""
     return (
         f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {alone}x alone, {even}x even "
-        f"({as_run['vs_alone']:.2f}x and {as_run['vs_even']:.2f}x as run), {row[OF_BOUND]:.2f}x what it computes, "
-        f"regret {row['regret']:.1%}; predicted steps "
+        f"({as_run['vs_alone']:.2f}x and {as_run['vs_even']:.2f}x as run), {row[OF_COMPUTING]:.2f}x what it computes"
+        f"{split}, regret {row['regret']:.1%}; predicted steps "
         f"off by {both('median error')}, nine of ten by {both('p90 error')}, layers by {row[LAYERS]:.1%}; "
         f"tau {row['tau at speed']:.2f} ({row['tau']:.2f} as run), of two halves of the rounds "
         f"{row['tau of rounds at speed']:.2f} ({row['tau of rounds']:.2f}); the same measured again: steps by "
@@ -160,6 +161,9 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         check = checked(steps, x.device, lambda ran: predicted_and_measured(ran, graph, profile, mode, all_plans))
         own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
         best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}
+        if own == PLANNED:
+            best[SILENT] = within(silent, steps[PLANNED])
+            all_plans[SILENT] = all_plans[PLANNED]
         usual = Usual(Pricer(graph, profile, mode))
 
         def brought(rounds: Iterable[Round]) -> list[Seconds]:
@@ -173,7 +177,7 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
     as_run = [{name: step.seconds for name, step in one.items()} for one in again]
     found = {"chosen": plan.chosen} | figures(check) | gains(at_usual, own) | {AS_RUN: gains(as_run, own)}
     found |= {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
-    found |= {OF_BOUND: round(found["measured again ms"][own] / 1e3 / computing_s(graph, profile, plan), 4)}
+    found |= {OF_COMPUTING: round(found["measured again ms"][own] / 1e3 / computing_s(graph, profile, plan), 4)}
     return found if busy else found | possible([d.speed for d in devices], [d.pulse_s or 1.0 for d in profile.devices])
 
 
@@ -190,53 +194,6 @@ def checked(steps: Mapping[str, Step], device: torch.device, check: Callable[[li
         if found.at_speed.figures["tau of rounds"] >= AGREE or took >= LONGEST_S or len(ran) >= MOST_ROUNDS:
             return found  # alike on all ranks
         ran += paced_rounds(steps, ROUNDS, device)
-
-
-def last(measured: Mapping[str, float], own: str) -> list[str]:
-    """Of plans that took so many seconds: ``own``, those that are nearly the fastest, a device alone, an even split."""
-    fastest = sorted(measured, key=measured.__getitem__)
-    near = [name for name in fastest if measured[name] <= NEAR * measured[fastest[0]]][:FASTEST]
-    first = (next(name for name in fastest if name.startswith(sort)) for sort in (ALONE, EVEN))
-    return [*dict.fromkeys((own, *near, *first))]
-
-
-def gains(rounds: Sequence[Seconds], own: str) -> dict[str, Any]:
-    """``own`` plan's against the fastest device alone, the best even split, and all; what they took, in ms."""
-    again = {name: median(one[name] for one in rounds) for name in rounds[0]}
-    alone, even = (min(s for name, s in again.items() if name.startswith(sort)) for sort in (ALONE, EVEN))
-    found = {"vs_alone": alone / again[own], "vs_even": even / again[own], "regret": regret(rounds, own)}
-    rounded = {name: round(value, 4) for name, value in found.items()}
-    return rounded | {"measured again ms": {name: round(s * 1e3, 3) for name, s in again.items()}}
-
-
-def regret(rounds: Sequence[Seconds], own: str) -> float:
-    """What ``own`` plan takes more than the fastest, as a part of that.
-
-    Which plan that is half of the rounds say, and how fast it is the others, and the other way round: in the rounds in
-    which it seems the fastest, noise alone has made it somewhat faster than it is.
-    """
-    found = []
-    for choose, judge in ((rounds[::2], rounds[1::2]), (rounds[1::2], rounds[::2])):
-        best = min(rounds[0], key=lambda name: median(one[name] for one in choose))
-        found.append(median(one[own] for one in judge) / median(one[best] for one in judge) - 1)
-    return max(sum(found) / 2, 0.0)
-
-
-def doubt(rounds: Sequence[Seconds], own: str) -> float:
-    """Standard error of what ``own`` plan takes against the fastest, in logarithms; none where it is the fastest."""
-    best = min(rounds[0], key=lambda name: median(one[name] for one in rounds))
-    return noise_of([one[own] / one[best] for one in rounds])
-
-
-def possible(speeds: Sequence[float], pulse_s: Sequence[float]) -> dict[str, float]:
-    """What a plan could gain if nothing were sent, on devices slowed so much on purpose that took so long for a pulse.
-
-    Two cores are not equally fast while they are tuned: where the slowed one happens to be the faster core, an even
-    split loses less.
-    """
-    now = [speed / seconds for speed, seconds in zip(speeds, pulse_s, strict=True)]
-    found = {"possible vs_alone": sum(now) / max(now), "possible vs_even": sum(now) / (len(now) * min(now))}
-    return {name: round(value, 4) for name, value in found.items()}
 
 
 def figures(check: Check) -> dict[str, Any]:
@@ -278,7 +235,7 @@ def demands(rows: list[dict[str, Any]]) -> list[Demand]:
 
     of_pair = {"pair": PAIRS[0], "model": CASES[0].name}
     split = [r for r in rows if r["pair"] in PAIRS[:2] and not r["chosen"].startswith(ALONE)]
-    of_bound = [r[OF_BOUND] for r in split]
+    of_bound = [r[OF_SILENT] for r in split]
     return [
         Demand("10 % over the median error of layers", 1.0, 0.1 / usual(LAYERS)),
         Demand("10 % over the median error of predicted steps", 1.0, 0.1 / usual("median error at speed")),

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.autotune import AS_RUN, CASES, OF_BOUND, PAIRS
+from bench.autotune import AS_RUN, CASES, OF_COMPUTING, PAIRS
+from bench.gains import OF_SILENT
 from bench.machine import RESULTS, ROOT
 from hetconv.errors import HetConvError
 from hetconv.plan import ALONE
@@ -91,7 +92,7 @@ def predictions(results: Path) -> str:
                 found[key] = max(found.get(key, (case, path)), (case, path), key=lambda known: str(known[0]["date"]))
     columns = (
         "devices", "network", "mode", "steps off", "nine in ten", "layers off", "order", "alone", "even",
-        "of computing", "off the best",
+        "of computing", "of no messages", "off the best",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     return "\n".join([*lines, *(_predicted(*found[key]) for key in sorted(found))])
@@ -105,11 +106,11 @@ def _predicted(r: dict[str, Any], path: Path) -> str:
     steps, most = (f"{r[f'{n} at speed']:.0%} ({r[n]:.0%})" for n in ("median error", "p90 error"))
     split = not r["chosen"].startswith(ALONE)
     alone = gain("vs_alone") if split else "—"
-    of_bound = f"{r[OF_BOUND]:.2f}×" if split and OF_BOUND in r else "—"
+    bounds = [f"{r[name]:.2f}×" if split and name in r else "—" for name in (OF_COMPUTING, OF_SILENT)]
     cells = (
         f"`{r['pair']}`", f"[{r['model']}](../bench/results/cpu/{path.name})", MODES[r["mode"]], steps, most,
         f"{r['median error of layers']:.0%} ({r['of layers measured again']:.0%})",
-        f"{r['tau at speed']:.2f} ({r['tau of rounds at speed']:.2f})", alone, gain("vs_even"), of_bound,
+        f"{r['tau at speed']:.2f} ({r['tau of rounds at speed']:.2f})", alone, gain("vs_even"), *bounds,
         f"{r['regret']:.0%}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .mailbox import Channel, Coming, Shape
-from .transport import Team, answered, count, in_turn, near
+from .transport import Team, answered, count, in_turn, near, silent
 
 
 def as_wire(x: Tensor) -> Tensor:
@@ -38,7 +39,10 @@ class Round:
     ):
         self._team, self._from = team, tuple(incoming)
         self._near, self._coming = near(team, like.device), dict[int, Coming]()
-        self._far: _Far | None = None
+        self._far: _Far | _Silence | None = None
+        if silent.on:
+            self._far = _Silence(like, incoming)
+            return
         count(outgoing)
         answered(team, lambda: self._begin(like, outgoing, incoming))
         if in_turn.on:
@@ -115,6 +119,21 @@ class _Far:
             buffer.copy_(part.view_as(buffer))
         self._waits, self._sent, self._arriving = [], {}, []
         return self._buffers
+
+
+class _Silence:
+    """In the place of pieces that would come while all are `silent`."""
+
+    def __init__(self, like: Tensor, incoming: Mapping[int, Shape]):
+        self._lying = {p: _zeros(_wire_shape(shape), like.dtype, like.device) for p, shape in incoming.items()}
+
+    def arrived(self) -> dict[int, Tensor]:
+        return {p: zeros.data for p, zeros in self._lying.items()}  # by autograd's count of writes each is another one
+
+
+@lru_cache(1024)
+def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _Still(Round):

@@ -141,6 +141,8 @@ in_turn = Switch()
 """Messages are waited for where they start: what overlap gains shows beside this."""
 through_backend = Switch()
 """On all ranks alike, no piece goes by a `Channel`: what they gain shows beside this."""
+silent = Switch()
+"""On all ranks alike, no piece is sent, and zeros lie where one would come: what messages cost shows beside this."""
 
 
 def answered(team: Team, action: Callable[[], T]) -> T:

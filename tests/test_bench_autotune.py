@@ -13,7 +13,7 @@ import torch
 
 import hetconv
 from bench import __main__ as bench
-from bench import autotune
+from bench import autotune, gains
 from bench.cases import stack
 from bench.grid import PLANS, compared
 from hetconv.autotune.check import Check
@@ -43,27 +43,39 @@ AGAIN = {name: measured for name, (_, measured) in STEPS.items()}
 
 
 def test_the_plan_is_compared_with_what_ran_again_beside_it() -> None:
-    found = autotune.gains([AGAIN] * 4, PLANNED)
+    found = gains.gains([AGAIN] * 4, PLANNED)
     assert (found["vs_alone"], found["vs_even"], found["regret"]) == (1.2, 1.6, 0.25)
     assert found["measured again ms"] == {name: 1e3 * seconds for name, seconds in AGAIN.items()}
-    assert autotune.gains([AGAIN] * 4, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
+    assert gains.gains([AGAIN] * 4, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
+
+
+def test_a_split_is_no_slower_than_its_own_step_without_messages() -> None:
+    """That is told apart: no plan can be so fast."""
+    rounds = [AGAIN | {gains.SILENT: silent} for silent in (2.0, 1.0, 2.5)]
+    found = gains.gains(rounds, PLANNED)
+    assert found[gains.OF_SILENT] == 1.25
+    assert {name: found[name] for name in ("vs_alone", "vs_even", "regret")} == {
+        "vs_alone": 1.2, "vs_even": 1.6, "regret": 0.25,
+    }  # fmt: skip
+    assert gains.doubt([AGAIN | {gains.SILENT: 0.1}] * 3, "uneven height split") == 0.0
+    assert gains.OF_SILENT not in gains.gains([AGAIN] * 2, PLANNED)
 
 
 def test_who_is_the_fastest_is_not_told_by_the_rounds_that_tell_by_how_much() -> None:
     """Two plans that are alike but for noise, which makes each the faster one in every other round."""
     rounds = [{"a": 1.0, "b": 1.25}, {"a": 1.25, "b": 1.0}] * 4
-    assert autotune.regret(rounds, "a") == autotune.regret(rounds, "b") == 0.0
+    assert gains.regret(rounds, "a") == gains.regret(rounds, "b") == 0.0
     rounds = [{"a": 1.0, "b": 1.25}] * 8
-    assert (autotune.regret(rounds, "a"), autotune.regret(rounds, "b")) == (0.0, 0.25)
+    assert (gains.regret(rounds, "a"), gains.regret(rounds, "b")) == (0.0, 0.25)
 
 
 def test_a_plan_is_in_doubt_where_rounds_differ_about_it() -> None:
     """The fastest is in none: it loses nothing, however its steps vary."""
     steady = [{"a": 1.0, "b": 1.25}] * 8
-    assert autotune.doubt(steady, "b") < autotune.SURE
+    assert gains.doubt(steady, "b") < autotune.SURE
     varying = [{"a": 1.0, "b": b} for b in (1.1, 1.5)] * 4
-    assert autotune.doubt(varying, "a") == 0.0
-    assert autotune.doubt(varying, "b") > 5 * autotune.SURE
+    assert gains.doubt(varying, "a") == 0.0
+    assert gains.doubt(varying, "b") > 5 * autotune.SURE
 
 
 class Halves:
@@ -96,17 +108,17 @@ def test_rounds_go_on_until_their_halves_agree(taus: list[float], more: int, mon
 
 
 def test_what_can_be_gained_hangs_on_how_fast_devices_are_meanwhile() -> None:
-    assert autotune.possible((1.0, 0.5), (1e-3, 1e-3)) == {"possible vs_alone": 1.5, "possible vs_even": 1.5}
-    assert autotune.possible((1.0, 0.5), (1e-3, 5e-4)) == {"possible vs_alone": 2.0, "possible vs_even": 1.0}
+    assert gains.possible((1.0, 0.5), (1e-3, 1e-3)) == {"possible vs_alone": 1.5, "possible vs_even": 1.5}
+    assert gains.possible((1.0, 0.5), (1e-3, 5e-4)) == {"possible vs_alone": 2.0, "possible vs_even": 1.0}
 
 
 def test_the_fastest_run_again_with_what_they_are_compared_with() -> None:
     alone, slow_alone, even, best, planned = AGAIN
-    assert autotune.last(AGAIN, planned) == [planned, best, alone, even]
-    assert autotune.last(AGAIN, alone) == [alone, best, even]
+    assert gains.last(AGAIN, planned) == [planned, best, alone, even]
+    assert gains.last(AGAIN, alone) == [alone, best, even]
     close = {f"{k}": 2.0 + k / 100 for k in range(1, 9)}
-    assert autotune.last(AGAIN | close, planned) == [planned, best, "1", "2", "3", alone, even]
-    assert slow_alone not in autotune.last(AGAIN | close, planned)
+    assert gains.last(AGAIN | close, planned) == [planned, best, "1", "2", "3", alone, even]
+    assert slow_alone not in gains.last(AGAIN | close, planned)
 
 
 def test_predictions_are_compared_with_what_was_measured() -> None:
@@ -146,9 +158,9 @@ def test_plans_are_spread_from_the_fastest_to_the_slowest() -> None:
 def test_results_are_printed_and_written_after_each_case(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | autotune.gains([AGAIN] * 4, PLANNED)
-    row |= {"possible vs_alone": 1.5, "possible vs_even": 2.0, autotune.AS_RUN: autotune.gains([AGAIN] * 4, PLANNED)}
-    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04, autotune.OF_BOUND: 1.25}
+    row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | gains.gains([AGAIN] * 4, PLANNED)
+    row |= {"possible vs_alone": 1.5, "possible vs_even": 2.0, autotune.AS_RUN: gains.gains([AGAIN] * 4, PLANNED)}
+    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04, autotune.OF_COMPUTING: 1.25, gains.OF_SILENT: 1.2}
     monkeypatch.setattr(autotune, "run_on", lambda devices, *_: row)
     file = tmp_path / "new" / "autotune.json"
     bench.main(
@@ -159,7 +171,7 @@ def test_results_are_printed_and_written_after_each_case(
     assert [r["pair"] for r in written["cases"]] == ["cpu,cpu@0.5", "cpu,cpu busy"]
     assert json.loads(said[-1]) == written
     assert "1.20 of 1.50x alone, 1.60 of 2.00x even (1.20x and 1.60x as run), 1.25x" in said[0]
-    assert "1.25x what it computes, regret 25.0%" in said[0]
+    assert "1.25x what it computes, 1.20x its step without messages, regret 25.0%" in said[0]
     assert "the same measured again: steps by 0.0% (20.0% as run), layers by 4.0%" in said[0]
     assert any("MISSED" in text and "regret" in text for text in said)
     assert any("MISSED" in text and "without messages" in text for text in said)

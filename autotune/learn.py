@@ -18,7 +18,7 @@ from hetconv.splits import KINDS
 
 MOST = 2.0  # a factor that is believed, up and down
 HARDLY = 0.5  # of what the busiest device computes: who has less shows what calls take, more than layers
-LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0)  # that messages may have, of what links have at rest; or between two of these
+LATENCIES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # that messages may have, of links' at rest; or between two of these
 BYTES = (1.0, 0.6, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # times that their bytes may take, of what they take at rest; 1 first
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)  # parts of halos that may be hidden
 # How much better, in the sum of logarithms, steps must be predicted for each e-fold by which messages leave their rest,

@@ -180,6 +180,21 @@ class DeviceModel:
         once = max(flops / self.rate(dtype), moved_bytes / self.bytes_per_s)
         return once * (self.backward_ratio if backward else 1.0) + self.overhead(backward)
 
+    @property
+    def relief(self) -> float:
+        """What its layers take while all others rest, as a part of what they take beside others at work; 1 at most.
+
+        Devices may share more than links: memory, caches, power, a core's two threads. 1 where that was not measured,
+        and of an emulated device: by itself it sleeps once for all layers, which says nothing of its core.
+        """
+        if self.alone is None or self.emulated:
+            return 1.0
+        both = [
+            (sum(known), self.operators[key]) for key, known in self.alone.operators.items() if key in self.operators
+        ]
+        beside_s = sum(model.forward.at(1.0) + model.backward.at(1.0) for _, model in both)
+        return min(sum(alone_s for alone_s, _ in both) / beside_s, 1.0) if beside_s > 0 else 1.0
+
     def by_itself(self) -> DeviceModel:
         """This device while all others rest; as its layers are if that was not measured."""
         known = self.alone
@@ -192,7 +207,7 @@ class DeviceModel:
         alone = replace(
             self, operators={**self.operators, **whole}, others=known.others, overhead_s=known.overhead_s,
             backward_overhead_s=known.backward_overhead_s, corrections={}, pulse_s=known.pulse_s or self.pulse_s,
-            copying=None,
+            copying=None, alone=None,
         )  # fmt: skip
         return alone.times(known.slowness)
 

@@ -45,9 +45,9 @@ class _Known:
     network: Network
     graph: Graph
 
-    @property
-    def layer_cost(self) -> LayerCost:
-        forward, *backward = (tuple(seconds.tolist()) for seconds in self.layer_s)
+    def layer_cost(self, factors: Array) -> LayerCost:
+        """On devices that take so many times as long."""
+        forward, *backward = (tuple((seconds * factors).tolist()) for seconds in self.layer_s)
         sent_bytes = sum(m.sent_bytes.sum() for m in chain(*self.messages))
         return LayerCost(forward, backward[0] if backward else (), int(sent_bytes))
 
@@ -86,6 +86,7 @@ class Pricer:
         self._known: dict[int, _Known] = {}
         self._computing: dict[tuple[int, bool], tuple[Array, Array]] = {}
         self._last = last_readers(graph)
+        self._relieves = any(device.relief < 1 for device in profile.devices)
         self._lone: Pricer | None = None
 
     def price(
@@ -103,10 +104,10 @@ class Pricer:
         applied, sums = self.walk(splits)
         known = [self._of(a) for a in applied]
         rounds = self._rounds(sums)
-        clocks = Clocks(world, listener, self.network.overlap)
-        for one in (*_in_order(known), *self._summing(sums, rounds)):
-            clocks.step(one)
-        layers = {k.applied.node.layer: k.layer_cost for k in known if k.applied.node.layer is not None}
+        passes = [*_in_order(known), *self._summing(sums, rounds)]
+        factors = self._factors(passes, self.network.overlap)
+        clocks = _walked(passes, factors, Clocks(world, listener, self.network.overlap))
+        layers = {k.applied.node.layer: k.layer_cost(factors) for k in known if k.applied.node.layer is not None}
         step_s, summed_s = float(clocks.now.max()), self._summed(known, sums)
         busy, moving = tuple(clocks.busy.tolist()), tuple(clocks.moving.tolist())
         messages = chain(rounds, *chain(*(k.messages for k in known)))
@@ -140,13 +141,21 @@ class Pricer:
         profile's.
         """
         applied, sums = walked
+        passes: list[Pass] = [*_in_order([self._of(a) for a in applied])]
+        if slowness:
+            passes = [one._replace(seconds=one.seconds * slowness) for one in passes]
+        passes += self._summing(sums, self._rounds(sums))
         hidden = self.network.overlap if overlap is None else overlap
-        clocks = Clocks(self.profile.world, overlap=hidden)
-        for one in _in_order([self._of(a) for a in applied]):
-            clocks.step(one._replace(seconds=one.seconds * slowness) if slowness else one)
-        for one in self._summing(sums, self._rounds(sums)):
-            clocks.step(one)
+        clocks = _walked(passes, self._factors(passes, hidden), Clocks(self.profile.world, overlap=hidden))
         return float(clocks.now.max())
+
+    def _factors(self, passes: Sequence[Pass], overlap: float) -> Array:
+        """(P,): `ClusterProfile.relieved` in this step, of which it is known then for how long each device rests."""
+        none = np.ones(self.profile.world)
+        if not self._relieves:
+            return none
+        clocks = _walked(passes, none, Clocks(self.profile.world, overlap=overlap))
+        return np.array(self.profile.relieved((clocks.busy / (clocks.now.max() or 1.0)).tolist()))
 
     def _summing(self, sums: Transfers, rounds: Sequence[Messages]) -> list[Pass]:
         """Of gradients, at the end of a step in training."""
@@ -206,6 +215,13 @@ class Pricer:
             holders = tuple(rank for rank, box in enumerate(held) if box.numel)
             total += held[holders[0]].numel * itemsize * self.network.s_per_summed_byte(holders)
         return total
+
+
+def _walked(passes: Sequence[Pass], factors: Array, clocks: Clocks) -> Clocks:
+    """After all passes, on devices that take so many times as long for each."""
+    for one in passes:
+        clocks.step(one._replace(seconds=one.seconds * factors))
+    return clocks
 
 
 def _in_order(known: Sequence[_Known]) -> Iterator[Pass]:

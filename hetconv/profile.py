@@ -132,6 +132,16 @@ class ClusterProfile:
         usual = (device.pulse_s for device in self.devices)
         return tuple(s / u if u is not None else 1.0 for s, u in zip(pulse_s, usual, strict=True))
 
+    def relieved(self, busy: Sequence[float]) -> tuple[float, ...]:
+        """How many times as long as beside others at work devices take for what they compute, see `DeviceModel.relief`.
+
+        ``busy``: for which part of the step each of them computes; for the rest of it the others have that relief.
+        """
+        others = [(sum(busy) - own) / max(self.world - 1, 1) for own in busy]
+        return tuple(
+            at_work + (1 - at_work) * device.relief for at_work, device in zip(others, self.devices, strict=True)
+        )
+
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
         """Of the batch, for a convolution cut by filter in these sizes: one unless more were measured to be faster."""
         return next((c.chunks for c in self.chunks if (c.spec, c.sizes) == (spec, tuple(sizes))), 1)

@@ -222,7 +222,7 @@ def test_an_interpolation_reads_all_that_torch_reads(
     call = read(F.interpolate, (torch.empty((1, n, n, 1), device="meta"),), options)
     assert call is not None
     assert isinstance(call.op, Interpolate)
-    step = call.op.step((Layout.sharded((1, n, n, 1), 2, (n,)),))
+    step = call.op.step((Layout.sharded((1, n, n, 1), 2, (n, 0)),))  # by two ranks: whether it runs on parts
     assume(call.op.filter is not None and step.output.kind == "sharded")
     weights = F.interpolate(torch.eye(n, dtype=dtype).view(1, n, n, 1), **options)[0, :, :, 0]
     lo, hi = min(span[0], weights.shape[1] - 1), min(sum(span), weights.shape[1])

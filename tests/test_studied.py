@@ -30,15 +30,15 @@ from .test_summary import PAIR, captured
 
 
 class Raced:
-    """Rank 0's race, in which a device alone takes a second, and plans what ``seconds`` says by how they are cut."""
+    """Rank 0's race, in which a device alone takes ``alone_s``, and plans what ``seconds`` says by how they are cut."""
 
-    def __init__(self, seconds: Callable[[Mapping[str, Split]], float | None]):
-        self.seconds = seconds
+    def __init__(self, seconds: Callable[[Mapping[str, Split]], float | None], alone_s: float = 1.0):
+        self.seconds, self.alone_s = seconds, alone_s
 
     def lead(self, order: Order, enough: Callable[[Any], bool] = lambda _: False) -> Outcome:
         took: dict[str, Paced] = {}
         for name, way in order.ways.items():
-            found = 1.0 if isinstance(way, Alone) else self.seconds(way.splits)
+            found = self.alone_s if isinstance(way, Alone) else self.seconds(way.splits)
             if found is None:
                 raise TrialFailedError("on rank 1: there is no more memory")
             took[name] = Paced(found, (1.0, 1.0))
@@ -116,10 +116,9 @@ def test_a_plan_that_is_surprisingly_slow_is_measured_again(tmp_path: Path) -> N
     disturbed = iter([9.0])
 
     def seconds(splits: Mapping[str, Split]) -> float:
-        usual = pricer.step_s("a split", splits) / alone_s
-        return next(disturbed, 1.0) * usual
+        return next(disturbed, 1.0) * pricer.step_s("a split", splits)
 
-    _, studies, _ = studied(tmp_path, seconds)
+    _, studies, _ = studied(tmp_path, seconds, raced=lambda of_plans: Raced(of_plans, alone_s))
     assert [s.title for s in studies] == ["plans", "plans again"]
     (first, *_), (again,) = ([t for t in s.trials if t.what == studies[0].trials[0].what] for s in studies)
     assert first.value is not None

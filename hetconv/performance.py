@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -180,7 +181,7 @@ class DeviceModel:
         once = max(flops / self.rate(dtype), moved_bytes / self.bytes_per_s)
         return once * (self.backward_ratio if backward else 1.0) + self.overhead(backward)
 
-    @property
+    @cached_property  # every step that is predicted asks for it
     def relief(self) -> float:
         """What its layers take while all others rest, as a part of what they take beside others at work; 1 at most.
 

@@ -106,7 +106,7 @@ class Pricer:
         rounds = self._rounds(sums)
         passes = [*_in_order(known), *self._summing(sums, rounds)]
         factors = self._factors(passes, self.network.overlap)
-        clocks = _walked(passes, factors, Clocks(world, listener, self.network.overlap))
+        clocks = _walked(_slowed(passes, factors), Clocks(world, listener, self.network.overlap))
         layers = {k.applied.node.layer: k.layer_cost(factors) for k in known if k.applied.node.layer is not None}
         step_s, summed_s = float(clocks.now.max()), self._summed(known, sums)
         busy, moving = tuple(clocks.busy.tolist()), tuple(clocks.moving.tolist())
@@ -141,20 +141,19 @@ class Pricer:
         profile's.
         """
         applied, sums = walked
-        passes: list[Pass] = [*_in_order([self._of(a) for a in applied])]
-        if slowness:
-            passes = [one._replace(seconds=one.seconds * slowness) for one in passes]
-        passes += self._summing(sums, self._rounds(sums))
+        computing = [*_in_order([self._of(a) for a in applied])]
+        computing = _slowed(computing, np.array(slowness)) if slowness else computing
+        passes = [*computing, *self._summing(sums, self._rounds(sums))]
         hidden = self.network.overlap if overlap is None else overlap
-        clocks = _walked(passes, self._factors(passes, hidden), Clocks(self.profile.world, overlap=hidden))
-        return float(clocks.now.max())
+        slowed = _slowed(passes, self._factors(passes, hidden))
+        return float(_walked(slowed, Clocks(self.profile.world, overlap=hidden)).now.max())
 
     def _factors(self, passes: Sequence[Pass], overlap: float) -> Array:
         """(P,): `ClusterProfile.relieved` in this step, of which it is known then for how long each device rests."""
         none = np.ones(self.profile.world)
         if not self._relieves:
             return none
-        clocks = _walked(passes, none, Clocks(self.profile.world, overlap=overlap))
+        clocks = _walked(passes, Clocks(self.profile.world, overlap=overlap))
         return np.array(self.profile.relieved((clocks.busy / (clocks.now.max() or 1.0)).tolist()))
 
     def _summing(self, sums: Transfers, rounds: Sequence[Messages]) -> list[Pass]:
@@ -217,10 +216,15 @@ class Pricer:
         return total
 
 
-def _walked(passes: Sequence[Pass], factors: Array, clocks: Clocks) -> Clocks:
-    """After all passes, on devices that take so many times as long for each."""
+def _slowed(passes: list[Pass], factors: Array) -> list[Pass]:
+    """On devices that take so many times as long."""
+    return passes if (factors == 1).all() else [one._replace(seconds=one.seconds * factors) for one in passes]
+
+
+def _walked(passes: Sequence[Pass], clocks: Clocks) -> Clocks:
+    """After all passes."""
     for one in passes:
-        clocks.step(one._replace(seconds=one.seconds * factors))
+        clocks.step(one)
     return clocks
 
 

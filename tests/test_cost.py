@@ -18,9 +18,8 @@ from hetconv.cost import Operators, layer_curve, operator_key, seams_of
 from hetconv.graph import Node
 from hetconv.layout import Layout
 from hetconv.ops.geometry import spatial_geometry
-from hetconv.performance import Alone
 from hetconv.plan import Mode
-from hetconv.pricing import Pricer, price
+from hetconv.pricing import price
 from hetconv.profile import Axis, ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
 from hetconv.proportions import whole_model, with_whole_sum
 from hetconv.provenance import Conditions
@@ -96,27 +95,6 @@ def test_a_step_takes_as_long_as_its_slowest_share() -> None:
         prediction, layers = price(graph, profile, {"": Split("height", sizes)}, "infer")
         assert prediction.step_s == pytest.approx(expected)
         assert layers[""].forward_s == pytest.approx((sizes[0] / 2, float(sizes[1])))
-
-
-def test_a_device_is_faster_for_as_long_as_the_others_rest() -> None:
-    """Alone its layers take half of the time."""
-    graph = hetconv.capture(nn.Conv2d(3, 8, 3, padding=1), torch.randn(1, 3, 12, 12))
-    (op,) = graph.layers.values()
-    profile = toy((1.0, 0.5), 6.0, op)
-    fast, slow = profile.devices
-    fast = replace(fast, alone=Alone({operator_key(op, "pixels", "float32"): (3.0, 3.0)}))
-    shared = replace(profile, devices=(fast, slow))
-    assert (fast.relief, slow.relief) == (0.5, 1.0)
-    assert replace(fast, emulated=True).relief == fast.by_itself().relief == 1.0
-    assert shared.relieved((1.0, 1.0)) == (1.0, 1.0)
-    assert shared.relieved((0.9, 0.25)) == (0.625, 1.0)
-    # seconds of layers beside each other at work, and the part of the step in which the second one rests
-    for sizes, beside, rests in (((8, 4), (4.0, 4.0), 0.0), ((9, 3), (4.5, 3.0), 1 / 3), ((12, 0), (6.0, 0.0), 1.0)):
-        splits = {"": Split("height", sizes)}
-        prediction, layers = price(graph, shared, splits, "infer")
-        expected = beside[0] * (1 - rests / 2), beside[1]
-        assert layers[""].forward_s == prediction.busy_s == pytest.approx(expected)
-        assert prediction.step_s == Pricer(graph, shared, "infer").step_s("", splits) == pytest.approx(max(expected))
 
 
 def test_what_was_not_measured_takes_the_other_axis_and_then_the_roofline() -> None:

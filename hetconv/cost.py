@@ -13,7 +13,7 @@ from .graph import Graph, Node
 from .layout import Boxes
 from .network import Array
 from .profile import Axis, Curve, DeviceModel
-from .rules import SPACE, Conv, Linear, Op, Split, SplitKind, Step
+from .rules import SPACE, Conv, Linear, Op, Split, SplitKind, Step, joins_halos
 
 # Along filters, as along channels, a share reads its share of the weights; along pixels, of the input.
 LIKENESS: dict[Axis, int] = {"pixels": 0, "filters": 2, "channels": 3}
@@ -92,11 +92,11 @@ class Seam(NamedTuple):
 def seams_of(op: Conv | Linear, split: Split, step: Step) -> list[list[Seam]] | None:
     """By rank, what halos add to: each is a call of its own, see `ops.halo`.
 
-    None without halos. An input that is not cut as the layer is has none either, which is not asked here: they are
-    counted all the same.
+    None without halos, and where they are joined to own rows. An input that is not cut as the layer is has none either,
+    which is not asked here: they are counted all the same.
     """
     dim = op.dim(split.kind) if split.kind in SPACE else None
-    if dim is None or not isinstance(op, Conv):
+    if dim is None or not isinstance(op, Conv) or joins_halos(op, split.kind):
         return None
     n, m, window = op.spec.x_shape[dim], op.spec.y_shape[dim], op.spec.windows[dim - 2]
     found = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Protocol
 
 from .errors import SplitError
@@ -31,8 +32,11 @@ __all__ = [
     "Step",
     "cut_dim",
     "halos_travel",
+    "joins_halos",
     "window_need",
 ]
+
+JOINED = 1.0  # times as many numbers in the filters as in the input, from which on halos are joined to own rows
 
 
 @dataclass(frozen=True)
@@ -113,8 +117,19 @@ def halos_travel(op: Op, x: Layout, split: Split) -> bool:
     """Whether a convolution's input is cut as a spatial split cuts it, so that own rows stay and halos come to them."""
     if not isinstance(op, Conv) or split.kind not in SPACE or x.kind != "sharded" or x.inner != op.dim(split.kind):
         return False
+    if joins_halos(op, split.kind):
+        return False
     levels = (x.nodes, x.samples) if isinstance(x, TwoLevel) else ()
     return levels == ((split.ranks, split.samples(x.shape[0])) if split.nodes else ())
+
+
+def joins_halos(op: Conv, kind: SplitKind) -> bool:
+    """Whether halos are joined to own rows, and both convolved at once: of small maps with many channels, where to read
+    the filters once more, for a halo alone, takes longer than to copy own rows.
+    """
+    dim, s = op.dim(kind), op.spec
+    has_halos = dim is not None and s.kernel[dim - 2] > 1
+    return has_halos and prod(s.w_shape) > JOINED * prod(s.x_shape)
 
 
 @lru_cache(maxsize=4096)

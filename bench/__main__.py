@@ -28,6 +28,8 @@ COMMANDS = {
     "tiny models on one rank, split and plain, in turn.",
     "heap": "What steps gain where a process keeps the memory that it frees: "
     "plain models in two processes, in turn.",
+    "fused": "What folding what follows a convolution into it gains in inference: "
+    "the same split with and without, in turn.",
     "filter-gradients": "The gradient of filters on a CPU as products of matrices against oneDNN's own: "
     "first whether right, then how fast.",
     "planner": "What a plan takes to compute, and what it is predicted to gain: "

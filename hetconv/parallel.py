@@ -20,6 +20,7 @@ from .eager import EagerForward, eager
 from .errors import PlanError
 from .leaves import run_on_own_parts
 from .modules import HET_CONVS, HetLinear, PlainConv, least_op, lies_as_wired
+from .ops.waiting import folding_pays
 from .plan import LayerPlan, Plan
 from .replicas import SCOPE, Scope, computed_again
 from .rules import Linear, Split
@@ -49,7 +50,7 @@ def parallelize(
 
     ``fuse``: without autograd (`torch.no_grad`, `torch.inference_mode`), a cut convolution computes the batch norm in
     evaluation, the residual and the activation that alone follow it, as the plan says, while it stores its own slice:
-    the same up to rounding, in fewer passes.
+    the same up to rounding, in fewer passes. On CPUs, where that would take longer, it does not.
 
     ``sync_every``: forwards in training after which `sync_replicated` compares the replicas, and brings them back to
     rank 0's if unequal hardware has rounded them apart; 0 for never.
@@ -74,8 +75,10 @@ def parallelize(
         check,
         lambda _: f"plan {plan.digest}, fuse {fuse}, sync_every {sync_every}, model {_signature(model)}",
     )
-    for device in {p.device for p in model.parameters()}:
+    devices = {p.device for p in model.parameters()}
+    for device in devices:
         _install(tiles, device)
+    fuse = fuse and folding_pays(team, devices)
     broadcast(team, [t.data for t in (*model.parameters(), *model.buffers())])
     _share_random_state(team, model)
     swapped: dict[int, nn.Module] = {}

@@ -18,6 +18,7 @@ from hetconv import emulate, kernels
 from hetconv.autotune import overlap, rounds
 from hetconv.fusing import followers
 from hetconv.messages import Round
+from hetconv.ops.waiting import fold_anywhere
 from hetconv.plan import Plan
 from hetconv.rules import Conv, Split, SplitKind
 from hetconv.spec import ConvSpec
@@ -52,7 +53,8 @@ def cut(model: nn.Module, ratio: tuple[int, ...], chunks: int, x: Tensor, kind: 
         following = followers(hetconv.capture(model, x))
     plan = plan_of(model, splits_of(model, (kind,), ratio), len(ratio), following)
     layers = {n: replace(layer, chunks=chunks) for n, layer in plan.layers.items()}
-    return hetconv.parallelize(copy.deepcopy(model), replace(plan, layers=layers), fuse=True)
+    with fold_anywhere():
+        return hetconv.parallelize(copy.deepcopy(model), replace(plan, layers=layers), fuse=True)
 
 
 def outputs(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv import kernels
 from hetconv.fusing import followers
+from hetconv.ops.waiting import fold_anywhere
 from hetconv.rules import SplitKind
 
 from . import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
@@ -106,7 +107,9 @@ def fused(
     with torch.no_grad():
         following = followers(hetconv.capture(model, x))
     cut = copy.deepcopy(model)
-    return hetconv.parallelize(cut, plan_of(cut, splits_of(cut, kinds, ratio, whole), len(ratio), following), fuse=True)
+    with fold_anywhere():
+        plan = plan_of(cut, splits_of(cut, kinds, ratio, whole), len(ratio), following)
+        return hetconv.parallelize(cut, plan, fuse=True)
 
 
 @contextmanager
@@ -286,3 +289,47 @@ def trained() -> Differences:
 
 def test_training_is_as_without() -> None:
     assert_same(on_ranks(2, trained))
+
+
+def not_folded() -> dict[str, int]:
+    serial, shape = ready(lambda: Activated("relu")), (2, 4, 9, 7)
+    with torch.no_grad():
+        following = followers(hetconv.capture(serial, torch.zeros(shape, dtype=torch.float64)))
+    plan = plan_of(serial, splits_of(serial, ("height",), (2, 1)), 2, following)
+    cut = hetconv.parallelize(copy.deepcopy(serial), plan, fuse=True)
+    with torch.no_grad(), counting() as counts:
+        assert (
+            apart(cut(torch.ones(shape, dtype=torch.float64)), serial(torch.ones(shape, dtype=torch.float64))) <= 1e-12
+        )
+    return counts
+
+
+def test_on_cpus_it_is_left_out() -> None:
+    for counts in on_ranks(2, not_folded):
+        assert counts["finished"] == 0
+
+
+class Tuned(nn.Module):
+    """A convolution without autograd, under a norm that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.graded = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.conv(x)
+        with torch.set_grad_enabled(self.graded):
+            y: Tensor = self.bn(x)
+            return y
+
+
+def tuned() -> Differences:
+    serial, shape = ready(Tuned), (2, 4, 9, 7)
+    cut = fused(serial, ("height",), (2, 1), shape)
+    serial.graded = cut.graded = True  # type: ignore[assignment]
+    return one_step(serial, cut, torch.randn(shape, dtype=torch.float64))
+
+
+def test_what_autograd_is_to_know_of_is_not_folded() -> None:
+    assert_same(on_ranks(2, tuned))

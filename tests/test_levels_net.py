@@ -17,6 +17,7 @@ from torch import nn
 import hetconv
 from hetconv.fusing import followers
 from hetconv.layout import spans
+from hetconv.ops.waiting import fold_anywhere
 from hetconv.plan import LayerPlan, Mode, Plan
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
@@ -127,7 +128,8 @@ def fused(kinds: tuple[SplitKind, ...], cluster: str) -> Differences:
     with torch.no_grad():
         following = followers(hetconv.capture(serial, x))
         plan = plan_of(serial, splits_of(serial, kinds, CLUSTERS[cluster]), 4, following)
-        cut = hetconv.parallelize(copy.deepcopy(serial), plan, fuse=True)
+        with fold_anywhere():
+            cut = hetconv.parallelize(copy.deepcopy(serial), plan, fuse=True)
         return {"output": apart(cut(x), serial(x)), "again": apart(cut(x), serial(x))}
 
 

@@ -45,7 +45,7 @@ from . import (
 from .common import Args, Func, Kwargs, Runner, cached_step, placement_of
 from .conv import Way, convolution, way_of
 from .dense import linear
-from .waiting import fold
+from .folding import fold
 
 __all__ = ["Way", "convolution", "dispatch", "linear", "placement_of", "way_of"]
 
@@ -84,6 +84,8 @@ def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwar
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any:
     """``key``: what to remember the call by, if it turns out to move nothing."""
+    if key is None and (folded := fold(func, args, kwargs)) is not None:
+        return folded
     call = read(func, args, kwargs)
     if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
         return _without_values(func, args, kwargs)
@@ -91,9 +93,6 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
         team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
         step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
         if team is not None and step is not None and runs_on_parts(call, step):
-            folded = fold(call, step, func, args, kwargs)
-            if folded is not None:
-                return _finish(call, folded)
             if call.in_place:
                 compute_waiting()
             y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))

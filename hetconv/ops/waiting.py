@@ -6,30 +6,28 @@ the result has it computed first, as it stands, so that the listing is a hint an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..calls import BatchNormCall, Call, activation_of, name_of
+from .. import kernels
 from ..errors import HetConvError
-from ..following import BatchNorm
-from ..layout import Box, Layout
+from ..layout import Layout
 from ..replicas import SCOPE
-from ..rules import Step
 from ..tensor import HetTensor
-from ..transport import Team
+from ..transport import Switch, Team, objects_of_all
 from .chunks import gathered_in_chunks
-from .common import bring
 from .geometry import Geometry
 from .halo import NOTHING, After, computed
 
+fold_anywhere = Switch()
+"""What is parallelized meanwhile folds also where that does not pay."""
 
-@dataclass(frozen=True, eq=False)
-class Waiting:
+
+class Waiting(NamedTuple):
     """This rank's part of a convolution, put off, with what was folded into it so far. A call computes it.
 
     ``expects``: what may be folded next, in order. ``chunks`` of the batch in which it is gathered, where the whole is
@@ -49,7 +47,7 @@ class Waiting:
 
     def with_residual(self, residual: Tensor) -> Waiting:
         after = self.after._replace(residual=residual)
-        return replace(self, after=after, seen=self.seen + version(residual))
+        return self._replace(after=after, seen=self.seen + version(residual))
 
     def __call__(self) -> Tensor:
         with self._reading():
@@ -77,6 +75,17 @@ def version(t: Tensor) -> tuple[tuple[Tensor, int], ...]:
     return () if t.is_inference() else ((t, t._version),)
 
 
+def folding_pays(team: Team, devices: Iterable[torch.device]) -> bool:
+    """Whether a model with parameters on these devices folds; alike on all ranks, for when halos travel goes by it.
+    Collective.
+
+    Not on CPUs, where ATen does what is folded in passes of its own, and Python takes longer to fold it than the one
+    pass takes that is saved.
+    """
+    own = fold_anywhere.on or not kernels.only_aten() or any(device.type != "cpu" for device in devices)
+    return any(objects_of_all(team, own))
+
+
 def may_wait(x: Tensor) -> bool:
     """Within a parallelized model's forward, without autograd, and not where writes to ``x`` would go unnoticed."""
     if torch.is_grad_enabled() or SCOPE.get() is None:
@@ -84,63 +93,3 @@ def may_wait(x: Tensor) -> bool:
     if isinstance(x, HetTensor):
         return x.placement.kind != "replicated" or not x.local.is_inference()
     return not x.is_inference()
-
-
-def fold(
-    call: Call, step: Step, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> HetTensor | None:
-    """The result of a call on a convolution that waits for it, which goes on waiting; None if it is another call."""
-    name = name_of(func)
-    for i, x in enumerate(call.inputs if not call.in_place else call.inputs[:1]):
-        if not isinstance(x, HetTensor) or not isinstance(x.later, Waiting) or x.later.expects[:1] != (name,):
-            continue
-        if step.output != x.placement:
-            continue
-        waiting = replace(x.later, expects=x.later.expects[1:])
-        folded = _folded(waiting, call, i, step, args, kwargs, name)
-        if folded is not None:
-            return x.superseded_by(folded)
-    return None
-
-
-def _folded(
-    waiting: Waiting, call: Call, i: int, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> Waiting | None:
-    """With one more thing done after the convolution, if it can be: input ``i`` of the call is what waits."""
-    after = waiting.after
-    if isinstance(call, BatchNormCall):
-        assert isinstance(call.op, BatchNorm)
-        if call.op.training or after != NOTHING:
-            return None
-        return replace(waiting, after=_normalizing(call, step.output.boxes[waiting.team.rank], waiting.x.dtype))
-    if after.activation is not None:
-        return None
-    if name == "add":
-        others = [(x, r) for j, (x, r) in enumerate(zip(call.inputs, step.reads, strict=True)) if j != i]
-        if after.residual is not None or len(others) != 1 or kwargs.get("alpha", 1) != 1:
-            return None
-        other, read = others[0]
-        like = call.inputs[i]
-        if other is like or other.shape != like.shape or other.dtype != like.dtype or not may_wait(other):
-            return None
-        return waiting.with_residual(bring(other, read, waiting.team))
-    activation = activation_of(name, args, kwargs)
-    if activation is None:
-        return None
-    return replace(waiting, after=after._replace(activation=activation[0], slope=activation[1]))
-
-
-def _normalizing(call: BatchNormCall, box: Box, dtype: torch.dtype) -> After:
-    """Batch norm in evaluation, of this rank's channels, as a scale and a shift."""
-    assert call.mean is not None
-    assert call.var is not None
-    own, exact = slice(box.lo[1], box.hi[1]), torch.promote_types(dtype, torch.float32)
-    mean, var, weight, bias = (
-        t[own].detach().to(exact) if t is not None else None for t in (call.mean, call.var, call.weight, call.bias)
-    )
-    assert mean is not None
-    assert var is not None
-    scale = (var + call.eps).rsqrt_()
-    scale = scale * weight if weight is not None else scale
-    shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
-    return After(scale, shift)

@@ -1,0 +1,95 @@
+"""Calls that a waiting convolution has been waiting for: they become part of it, unread by anything else.
+
+What is read here is less than `calls` reads, for what is folded moves nothing and lies as the convolution does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..calls import BatchNormCall, activation_of, name_of, read, writes_in_place
+from ..following import BatchNorm
+from ..layout import Layout
+from ..replicas import running_of
+from ..tensor import HetTensor
+from . import views
+from .common import Args, Func, Kwargs, bring
+from .halo import NOTHING, After
+from .waiting import Waiting, may_wait
+
+
+def fold(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
+    """The result of a call on a convolution that waits for it, which goes on waiting; None if it is another call."""
+    for i, x in enumerate(args[:2]):
+        if x.__class__ is not HetTensor or not isinstance(x.later, Waiting):
+            continue
+        waiting, name = x.later, name_of(func)
+        if waiting.expects[:1] != (name,) or torch.is_grad_enabled():  # for autograd nothing waits
+            continue
+        in_place = writes_in_place(func, kwargs)
+        if in_place and (i or not views.may_write(x, x.placement)):
+            continue
+        further = _further(waiting, x, i, name, func, args, kwargs)
+        if further is not None:
+            folded = x.superseded_by(further._replace(expects=waiting.expects[1:]))
+            if not in_place:
+                return folded
+            x.become(folded)
+            return x
+    return None
+
+
+def _further(
+    waiting: Waiting, x: HetTensor, i: int, name: str, func: Func, args: Args, kwargs: Kwargs
+) -> Waiting | None:
+    """With one more thing done after the convolution, if it can be: argument ``i`` of the call is what waits."""
+    after = waiting.after
+    if name == "batch_norm":
+        call = read(func, args, kwargs)
+        if not isinstance(call, BatchNormCall) or not isinstance(call.op, BatchNorm):
+            return None
+        if call.op.training or after is not NOTHING:
+            return None
+        return waiting._replace(after=_normalizing(call, x.placement, waiting))
+    if after.activation is not None:
+        return None
+    if name == "add":
+        return _with_residual(waiting, x, i, args, kwargs)
+    activation = activation_of(name, args, kwargs)
+    if activation is None:
+        return None
+    return waiting._replace(after=after._replace(activation=activation[0], slope=activation[1]))
+
+
+def _with_residual(waiting: Waiting, x: HetTensor, i: int, args: Args, kwargs: Kwargs) -> Waiting | None:
+    """The sum lies as the first of both does; the other one is brought there."""
+    if waiting.after.residual is not None or len(args) != 2 or kwargs.get("alpha", 1) != 1:
+        return None
+    other = args[1 - i]
+    if not isinstance(other, Tensor) or other is x or other.shape != x.shape or other.dtype != x.dtype:
+        return None
+    alike = isinstance(other, HetTensor) and other.placement == x.placement
+    if (i and not alike) or not may_wait(other):
+        return None
+    return waiting.with_residual(bring(other, x.placement, waiting.team))
+
+
+def _normalizing(call: BatchNormCall, placement: Layout, waiting: Waiting) -> After:
+    """Batch norm in evaluation, of this rank's channels, as a scale and a shift."""
+    assert call.mean is not None
+    assert call.var is not None
+    running = running_of(waiting.team)
+    if running is not None:
+        running.settle(call.mean, placement.sizes if placement.dim == 1 else ())
+    box = placement.boxes[waiting.team.rank]
+    own, exact = slice(box.lo[1], box.hi[1]), torch.promote_types(waiting.x.dtype, torch.float32)
+    mean, var, weight, bias = (
+        t[own].to(exact) if t is not None else None for t in (call.mean, call.var, call.weight, call.bias)
+    )
+    assert mean is not None
+    assert var is not None
+    scale = (var + call.eps).rsqrt_()
+    scale = scale.mul_(weight) if weight is not None else scale
+    shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
+    return After(scale, shift)

@@ -114,7 +114,10 @@ def _summands(shape: Shape, split: Split) -> Layout:
 
 
 def halos_travel(op: Op, x: Layout, split: Split) -> bool:
-    """Whether a convolution's input is cut as a spatial split cuts it, so that own rows stay and halos come to them."""
+    """Whether a convolution's input is cut as a spatial split cuts it, so that own rows stay and halos come to them.
+
+    Not where these are joined.
+    """
     if not isinstance(op, Conv) or split.kind not in SPACE or x.kind != "sharded" or x.inner != op.dim(split.kind):
         return False
     if joins_halos(op, split.kind):

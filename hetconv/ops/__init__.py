@@ -84,6 +84,7 @@ def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwar
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any:
     """``key``: what to remember the call by, if it turns out to move nothing."""
+    # An argument that waits leaves no key.
     if key is None and (folded := fold(func, args, kwargs)) is not None:
         return folded
     call = read(func, args, kwargs)

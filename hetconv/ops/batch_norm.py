@@ -43,14 +43,17 @@ class Norm(NamedTuple):
         return self.training and self.mean is not None
 
 
+def norm_of(call: BatchNormCall) -> Norm:
+    assert isinstance(call.op, BatchNorm)
+    return Norm(call.weight, call.bias, call.mean, call.var, call.op.training, call.momentum, call.eps)
+
+
 def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     """x of any rank >= 2, cut over channels alone (statistics are local) or in any other way (they are combined)."""
     assert isinstance(call, BatchNormCall)
-    assert isinstance(call.op, BatchNorm)
-    op, layout = call.op, step.output
+    layout, norm = step.output, norm_of(call)
     x = bring(call.inputs[0], step.reads[0], team)
-    norm = Norm(call.weight, call.bias, call.mean, call.var, op.training, call.momentum, call.eps)
-    if not op.training or layout.dim == 1 or team.size == 1:
+    if not norm.training or layout.dim == 1 or team.size == 1:
         return HetTensor.wrap(on_own_channels(x, norm, layout, team), layout, team)
     _settle(norm, (), team)
     return HetTensor.wrap(_SplitBatchNorm.apply(x, norm.weight, norm.bias, norm, step, team), layout, team)
@@ -58,7 +61,7 @@ def batch_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwarg
 
 def on_own_channels(x: Tensor, norm: Norm, layout: Layout, team: Team) -> Tensor:
     """Of this rank's part ``x``, where every statistic that it uses is its own: evaluation, or a cut over channels."""
-    sizes = layout.sizes if layout.dim == 1 else ()
+    sizes = _told_sizes(layout)
     running = _settle(norm, sizes, team)
     own = _own_slice(layout, team)
     weight, bias, mean, var, training, momentum, eps = norm
@@ -70,6 +73,25 @@ def on_own_channels(x: Tensor, norm: Norm, layout: Layout, team: Team) -> Tensor
     if not x.numel() and team.size > 1:
         return of_nothing(x, weight, bias)
     return torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
+
+
+def scale_and_shift(norm: Norm, dtype: torch.dtype, layout: Layout, team: Team) -> tuple[Tensor, Tensor]:
+    """What evaluation multiplies own channels by, and adds then, to a part of this ``dtype``; without autograd."""
+    _settle(norm, _told_sizes(layout), team)
+    own, exact = _own_slice(layout, team), torch.promote_types(dtype, torch.float32)
+    of_own = (_sliced(t, own) for t in (norm.mean, norm.var, norm.weight, norm.bias))
+    mean, var, weight, bias = (t.to(exact) if t is not None else None for t in of_own)
+    assert mean is not None
+    assert var is not None
+    scale = (var + norm.eps).rsqrt_()
+    scale = scale.mul_(weight) if weight is not None else scale
+    shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
+    return scale, shift
+
+
+def _told_sizes(layout: Layout) -> tuple[int, ...]:
+    """In which ranges of channels ranks know their own statistics; none where all know all."""
+    return layout.sizes if layout.dim == 1 else ()
 
 
 def _settle(norm: Norm, sizes: tuple[int, ...], team: Team) -> Running | None:

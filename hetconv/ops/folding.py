@@ -1,6 +1,6 @@
-"""Calls that a waiting convolution has been waiting for: they become part of it, unread by anything else.
+"""Calls that a waiting convolution has been waiting for: they become part of it.
 
-What is read here is less than `calls` reads, for what is folded moves nothing and lies as the convolution does.
+No step is asked for, as it is for calls that run on parts: what is folded lies as the convolution does.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from ..calls import BatchNormCall, activation_of, name_of, read, writes_in_place
-from ..following import BatchNorm
-from ..layout import Layout
-from ..replicas import running_of
 from ..tensor import HetTensor
 from . import views
+from .batch_norm import norm_of, scale_and_shift
 from .common import Args, Func, Kwargs, bring
 from .halo import NOTHING, After
 from .waiting import Waiting, may_wait
@@ -46,12 +44,11 @@ def _further(
     """With one more thing done after the convolution, if it can be: argument ``i`` of the call is what waits."""
     after = waiting.after
     if name == "batch_norm":
-        call = read(func, args, kwargs)
-        if not isinstance(call, BatchNormCall) or not isinstance(call.op, BatchNorm):
+        call = read(func, args, kwargs) if after is NOTHING else None
+        norm = norm_of(call) if isinstance(call, BatchNormCall) else None
+        if norm is None or norm.training:
             return None
-        if call.op.training or after is not NOTHING:
-            return None
-        return waiting._replace(after=_normalizing(call, x.placement, waiting))
+        return waiting._replace(after=After(*scale_and_shift(norm, waiting.x.dtype, x.placement, waiting.team)))
     if after.activation is not None:
         return None
     if name == "add":
@@ -73,23 +70,3 @@ def _with_residual(waiting: Waiting, x: HetTensor, i: int, args: Args, kwargs: K
     if (i and not alike) or not may_wait(other):
         return None
     return waiting.with_residual(bring(other, x.placement, waiting.team))
-
-
-def _normalizing(call: BatchNormCall, placement: Layout, waiting: Waiting) -> After:
-    """Batch norm in evaluation, of this rank's channels, as a scale and a shift."""
-    assert call.mean is not None
-    assert call.var is not None
-    running = running_of(waiting.team)
-    if running is not None:
-        running.settle(call.mean, placement.sizes if placement.dim == 1 else ())
-    box = placement.boxes[waiting.team.rank]
-    own, exact = slice(box.lo[1], box.hi[1]), torch.promote_types(waiting.x.dtype, torch.float32)
-    mean, var, weight, bias = (
-        t[own].to(exact) if t is not None else None for t in (call.mean, call.var, call.weight, call.bias)
-    )
-    assert mean is not None
-    assert var is not None
-    scale = (var + call.eps).rsqrt_()
-    scale = scale.mul_(weight) if weight is not None else scale
-    shift = -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
-    return After(scale, shift)

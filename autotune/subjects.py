@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from math import prod
@@ -16,7 +16,8 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.cost import kind_of, operator_key
 from hetconv.graph import Graph
-from hetconv.kernels.tap_products import short_vectors
+from hetconv.kernels import aten, products
+from hetconv.kernels.processor import short_vectors
 from hetconv.profile import Axis
 from hetconv.proportions import extent_of, granularity
 from hetconv.rules import Conv, Linear, SplitKind
@@ -90,13 +91,16 @@ class Layer:
         wanted = (s.C > 4, True, self.bias)  # nobody asks for the gradient of an image
         x, g, sets = self._tensors(local.x_shape, local.w_shape, local.y_shape, device)
 
+        convolve: Callable[..., Any] = aten.torchs_conv if self.alone else kernels.conv_forward
+        differentiate: Callable[..., Any] = aten.torchs_gradients if self.alone else kernels.conv_backward
+
         def forward() -> Any:
             _, w = next(sets)
-            return computed(lambda: kernels.conv_forward(x, w, None, *args), device, self.alone)
+            return computed(lambda: convolve(x, w, None, *args), device, self.alone)
 
         def backward() -> Any:
             x, w = next(sets)
-            return computed(lambda: kernels.conv_backward(g, x, w, *args, wanted), device, self.alone)
+            return computed(lambda: differentiate(g, x, w, *args, wanted), device, self.alone)
 
         return Run(forward, backward)
 
@@ -105,16 +109,31 @@ class Layer:
         assert isinstance(op, Linear)
         rows, features, inner = (_extents(op) | {self.axis: part}).values()
         x, g, sets = self._tensors((rows, inner), (features, inner), (rows, features), device)
+        multiply, differentiate = (F.linear, _torchs) if self.alone else (products.linear, _on_parts)
 
         def forward() -> Any:
             _, w = next(sets)
-            return computed(lambda: F.linear(x, w), device, self.alone)
+            return computed(lambda: multiply(x, w, None), device, self.alone)
 
         def backward() -> Any:
             x, w = next(sets)
-            return computed(lambda: (g @ w, g.t() @ x, g.sum(0) if self.bias else None), device, self.alone)
+            return computed(lambda: (*differentiate(g, x, w), g.sum(0) if self.bias else None), device, self.alone)
 
         return Run(forward, backward)
+
+    def as_torch(self, device: torch.device) -> tuple[bool, bool]:
+        """Whether parts of its forward and of its backward are computed as the whole is in a plain model."""
+        if isinstance(self.op, Linear):
+            rows, features, inner = _extents(self.op).values()
+            ours = [what for what in aten.PASSES if products.are_faster(what, rows, features, inner)]
+        else:
+            s = self.op.spec
+            x, w = (torch.empty(shape, dtype=getattr(torch, s.dtype)) for shape in (s.x_shape, s.w_shape))
+            memory = kernels.CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+            x, w = (t.contiguous(memory_format=memory) for t in (x, w))
+            ours = [*aten.by_products(x, w, s.y_shape[2:], s.stride, s.groups)]
+        on_cpu = device.type == "cpu"
+        return not (on_cpu and "forward" in ours), not (on_cpu and set(ours) - {"forward"})
 
     def _tensors(
         self, x: Sequence[int], w: Sequence[int], y: Sequence[int], device: torch.device
@@ -127,6 +146,15 @@ class Layer:
         first, weight, g = (torch.randn(n, dtype=dtype, device=device).to(memory_format=memory) for n in (x, w, y))
         count = sets_of(first.nbytes + weight.nbytes, self.between)
         return first, g, cycle([(first, weight), *((first.clone(), weight.clone()) for _ in range(count - 1))])
+
+
+def _torchs(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a linear layer's input and weight, as in the plain model."""
+    return g @ w, g.t() @ x
+
+
+def _on_parts(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    return products.gradient_of_rows(g, w), products.gradient_of_weights(g, x)
 
 
 def _extents(op: Linear) -> dict[Axis, int]:

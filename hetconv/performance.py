@@ -186,15 +186,19 @@ class DeviceModel:
         """What its layers take while all others rest, as a part of what they take beside others at work; 1 at most.
 
         Devices may share more than links: memory, caches, power, a core's two threads. 1 where that was not measured,
-        and of an emulated device: by itself it sleeps once for all layers, which says nothing of its core.
+        and of an emulated device: by itself it sleeps once for all layers, which says nothing of its core. Layers that
+        take longer by themselves are computed in another way there, as a plain model does, and tell nothing.
         """
         if self.alone is None or self.emulated:
             return 1.0
+        known = {key: model for key, model in self.operators.items() if key in self.alone.operators}
         both = [
-            (sum(known), self.operators[key]) for key, known in self.alone.operators.items() if key in self.operators
+            (sum(self.alone.operators[key]), model.forward.at(1.0) + model.backward.at(1.0))
+            for key, model in known.items()
         ]
-        beside_s = sum(model.forward.at(1.0) + model.backward.at(1.0) for _, model in both)
-        return min(sum(alone_s for alone_s, _ in both) / beside_s, 1.0) if beside_s > 0 else 1.0
+        alike = [(alone_s, beside_s) for alone_s, beside_s in both if alone_s <= beside_s]
+        beside_s = sum(seconds for _, seconds in alike)
+        return sum(alone_s for alone_s, _ in alike) / beside_s if beside_s > 0 else 1.0
 
     def by_itself(self) -> DeviceModel:
         """This device while all others rest; as its layers are if that was not measured."""

@@ -6,14 +6,10 @@ import torch
 from torch import Tensor
 
 from ..spec import Ints, Span
+from .processor import short_vectors
 
 BLOCK = 2 << 20  # bytes of the matrices of a block of rows
 FEWEST, FEW, LEAST = 8, 32, 1 << 24  # channels; channels or filters; multiplications of an image that are worth it
-
-
-def short_vectors() -> bool:
-    """Whether this processor's vectors hold 8 numbers of float32, not 16."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def are_faster(x_NCHW: Tensor, w_KCRS: Tensor, pixels: int, stride: Ints, groups: int) -> bool:

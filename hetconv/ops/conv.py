@@ -14,8 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..emulate import both_stretched
 from ..holding import Held
-from ..kernels import tap_products
-from ..kernels.aten import overruns
+from ..kernels.aten import by_products, overruns
 from ..layout import Box, Layout
 from ..replicas import contributed
 from ..rules import Conv, Split, Step, halos_travel
@@ -125,12 +124,11 @@ def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, to
 
 
 def _may_be_torchs(x: Tensor, w: Tensor, geo: Geometry) -> bool:
-    """Where nobody but `aten` would compute it, and that with torch's own gradients."""
+    """Where nobody but `aten` would compute it, and that as torch does."""
     if not kernels.only_aten():
         return False
-    if not torch.is_grad_enabled():
-        return True
-    return not tap_products.are_faster(x, w, prod(geo.y_shape[2:]), geo.op.spec.stride, geo.groups)
+    ours = by_products(x, w, geo.y_shape[2:], geo.op.spec.stride, geo.groups)
+    return not ours or (not torch.is_grad_enabled() and "forward" not in ours)
 
 
 def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: Team) -> Tensor:

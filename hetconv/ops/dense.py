@@ -6,11 +6,11 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..emulate import stretched
+from ..kernels import products
 from ..replicas import contributed
 from ..rules import Linear, Split
 from ..tensor import HetTensor, gather
@@ -26,7 +26,8 @@ class _Linear(torch.autograd.Function):
         ctx.works = w.shape == (features, x.shape[-1])
         if not ctx.works:  # no rows, of which the rank needs no weight
             return x.new_empty((*x.shape[:-1], features))
-        return stretched(lambda: F.linear(x, w, b if adds_bias else None), x.device)
+        bias, rows = b if adds_bias else None, x.reshape(-1, x.shape[-1])
+        return stretched(lambda: products.linear(rows, w, bias).view(*x.shape[:-1], features), x.device)
 
     @staticmethod
     @once_differentiable
@@ -39,9 +40,9 @@ class _Linear(torch.autograd.Function):
             g_rows, x_rows = g.reshape(rows, g.shape[-1]), x.reshape(rows, x.shape[-1])
             gx, gw = None, None
             if wants[0]:
-                gx = g @ w if ctx.works else torch.zeros_like(x)
+                gx = products.gradient_of_rows(g_rows, w).view(x.shape) if ctx.works else torch.zeros_like(x)
             if wants[1]:
-                gw = g_rows.t() @ x_rows if ctx.works else torch.zeros_like(w)
+                gw = products.gradient_of_weights(g_rows, x_rows) if ctx.works else torch.zeros_like(w)
             return gx, gw, g_rows.sum(0)[: ctx.biases] if wants[2] else None, None, None
 
         return stretched(gradients, x.device)

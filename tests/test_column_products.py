@@ -1,0 +1,268 @@
+"""Convolutions as products of columns: right, chosen where they are faster, and in steps as where measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hetconv import Split
+from hetconv.autotune.subjects import Layer
+from hetconv.kernels import aten, column_products, processor, products
+from hetconv.kernels.tiles import Pass
+from hetconv.modules import HetConv2d, HetLinear
+from hetconv.rules import Conv, SplitKind
+from hetconv.spec import ConvSpec
+from hetconv.tensor import gather
+from hetconv.transport import team_of
+
+from .equivalence import full_gradients, relative
+from .spawn import on_ranks
+
+WIDE = torch.channels_last
+SIDES = st.tuples(st.integers(0, 4), st.integers(0, 4))
+ONES, NONE = (1, 1), ((0, 0), (0, 0))
+pytestmark = pytest.mark.skipif(not processor.has_products(), reason="this torch multiplies no matrices by oneDNN")
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=WIDE)
+
+
+@contextmanager
+def long_vectors(least: int | None = None) -> Iterator[pytest.MonkeyPatch]:
+    """As on a CPU with long vectors, of which MKL uses half; for the ``least`` convolutions too."""
+    column_products._are_faster.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(column_products, "long_vectors", lambda: True)
+        patch.setattr(products, "halved_by_mkl", lambda: True)
+        if least is not None:
+            for module, names in (
+                (column_products, ("FEWEST", "LEAST", "FOR_EACH_TAP")),
+                (products, ("FEWEST", "LEAST", "WIDE")),
+            ):
+                for name in names:
+                    patch.setattr(module, name, least)
+            for name in ("FEW", "FEW_OF_WIDE", "FEW_OF_GRADIENT", "FOR_EACH"):
+                patch.setattr(column_products, name, 1 << 20)
+        yield patch
+    column_products._are_faster.cache_clear()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-4)
+
+
+@given(
+    size=st.tuples(st.integers(1, 9), st.integers(1, 9)), taps=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)), padding=st.tuples(SIDES, SIDES),
+    dilation=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)  # fmt: skip
+def test_products_are_the_convolution_and_its_gradients(
+    size: Any, taps: Any, stride: Any, padding: Any, dilation: Any
+) -> None:
+    """Also where taps meet padding alone, or stride leaves out what is last."""
+    reach = [(t - 1) * d for t, d in zip(taps, dilation, strict=True)]
+    if min(n + sum(sides) - r for n, sides, r in zip(size, padding, reach, strict=True)) < 1:
+        return
+    x, w, b = images(2, 5, *size), images(4, 5, *taps), torch.randn(4)
+    in_double = x.double().requires_grad_(), w.double().requires_grad_()
+    padded = nn.functional.pad(in_double[0], [n for sides in reversed(padding) for n in sides])
+    y = nn.functional.conv2d(padded, in_double[1], b.double(), stride, dilation=dilation)
+    g = images(*y.shape)
+    of_input, of_filters = torch.autograd.grad(y, in_double, g.double())
+    geometry = stride, padding, dilation
+    close(column_products.forward(x, w, b, *geometry), y.detach())
+    close(column_products.gradient_of_input(g, x.shape, w, *geometry), of_input)
+    close(column_products.gradient_of_filters(g, x, w, *geometry), of_filters)
+
+
+def test_results_are_channels_last_and_lie_close() -> None:
+    """What comes after them goes by strides."""
+    x, w, g, side = images(2, 5, 6, 7), images(4, 5, 3, 3), images(2, 4, 6, 7), ((1, 1), (1, 1))
+    for found in (
+        column_products.forward(x, w, None, ONES, side, ONES),
+        column_products.gradient_of_input(g, x.shape, w, ONES, side, ONES),
+        column_products.gradient_of_filters(g, x, w, ONES, side, ONES),
+    ):
+        assert found.is_contiguous(memory_format=WIDE)
+
+
+@pytest.mark.parametrize(("k", "c", "m"), [(3, 9, 40), (200, 9, 40), (200, 2, 40)])
+def test_the_smaller_matrix_is_copied_and_the_sum_is_the_same(k: int, c: int, m: int) -> None:
+    g, x = torch.randn(m, k), torch.randn(m, c)
+    found = products.summed_rows(g, x)
+    close(found, g.t() @ x)
+    assert found.is_contiguous()
+
+
+def test_a_part_of_an_image_and_a_gradient_that_lies_otherwise_give_the_same() -> None:
+    x, w, g = images(2, 5, 9, 12)[:, :, 2:8, 2:9], images(4, 5, 3, 3), images(2, 4, 6, 7)
+    geometry = ONES, ((1, 1), (1, 1)), ONES
+    expected = aten.torchs_gradients(g, x.contiguous(), w, *geometry, 1, (True, True, False))
+    with long_vectors(1):
+        assert column_products.fit(x, w, 1)
+        for gradient in (g, g.contiguous()):
+            for mine, theirs in zip(
+                aten.backward(gradient, x, w, *geometry, 1, (True, True, False)), expected, strict=True
+            ):
+                assert (mine is None) == (theirs is None)
+                if mine is not None and theirs is not None:
+                    close(mine, theirs)
+
+
+def chosen(x: Tensor, k: int, taps: int, size: int, stride: int = 1, groups: int = 1) -> tuple[Pass, ...]:
+    w = torch.empty(k, x.shape[1] // groups, taps, taps).contiguous(memory_format=WIDE)
+    return aten.by_products(x, w, (size, size), (stride, stride), groups)
+
+
+def test_few_pixels_and_one_tap_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    every, filters = aten.PASSES, ("weight gradient",)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with long_vectors() as patch:
+            assert chosen(images(1, 512, 7, 7), 512, 3, 7) == every
+            assert chosen(images(1, 256, 14, 14), 512, 3, 7, 2) == every
+            assert chosen(images(1, 256, 14, 14), 256, 3, 14) == every
+            assert chosen(images(1, 256, 14, 14), 176, 3, 14) == filters
+            assert chosen(images(8, 512, 7, 7), 512, 3, 7) == filters
+            assert chosen(images(1, 128, 28, 28), 128, 3, 28) == ()
+            assert chosen(images(1, 128, 9, 9), 128, 5, 9) == ("forward", *filters)
+            assert chosen(images(1, 64, 8, 8), 64, 3, 8) == ()
+            assert chosen(images(1, 256, 56, 56), 64, 1, 56) == every
+            assert chosen(images(1, 32, 56, 56), 32, 1, 56) == every[:2]
+            assert chosen(images(16, 256, 14, 14), 64, 1, 14) == ()
+            assert chosen(images(1, 512, 7, 7), 512, 3, 7, groups=2) == ()
+            assert chosen(images(1, 512, 7, 7).contiguous(), 512, 3, 7) == ()
+            assert chosen(images(1, 512, 7, 7).bfloat16(), 512, 3, 7) == ()
+            torch.set_num_threads(2)
+            assert chosen(images(1, 256, 56, 56), 64, 1, 56) == ()
+            torch.set_num_threads(1)
+            patch.setattr(products, "halved_by_mkl", lambda: False)
+            column_products._are_faster.cache_clear()
+            assert chosen(images(1, 256, 56, 56), 64, 1, 56) == ()
+            assert chosen(images(1, 512, 7, 7), 512, 3, 7) == every
+            patch.setattr(column_products, "long_vectors", lambda: False)
+            monkeypatch.setattr(aten.tap_products, "short_vectors", lambda: False)
+            assert chosen(images(1, 512, 7, 7), 512, 3, 7) == ()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_torch_differentiates_what_asks_for_autograd() -> None:
+    """A product has no gradient of its own."""
+    x, w = images(1, 5, 6, 6).requires_grad_(), images(4, 5, 3, 3).requires_grad_()
+    with long_vectors(1):
+        y = aten.conv(x, w, None, ONES, NONE, ONES, 1)
+        y.sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+
+
+def trained(kind: SplitKind) -> tuple[set[str], float]:
+    """Which passes were products in a step of a layer, and the errors of its output and gradients."""
+    plain = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=WIDE)  # type: ignore[call-overload]
+    sizes = {"replicate": (), "filter": (5, 3), "channel": (3, 5)}.get(kind, (1, 1))
+    cut = HetConv2d.from_conv(plain, Split(kind, sizes), output="split")
+    x = images(2, 8, 6, 8).requires_grad_()
+    expected = plain(x)
+    expected.square().sum().backward()
+    expected_gx, x.grad = x.grad, None
+    with long_vectors(1) as patch:
+        calls = set[str]()
+
+        def watch(name: str) -> None:
+            right = getattr(column_products, name)
+            patch.setattr(column_products, name, lambda *args: calls.add(name) or right(*args))
+
+        for name in ("forward", "gradient_of_input", "gradient_of_filters"):
+            watch(name)
+        y = gather(cut(x))
+        y.square().sum().backward()
+    pairs = [(y, expected), (x.grad, expected_gx), (full_gradients(cut)["weight"], plain.weight.grad)]
+    return calls, max(relative(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", ["replicate", "filter", "channel", "height", "width"])
+def test_a_step_computes_products_where_what_is_measured_does(kind: SplitKind) -> None:
+    for calls, error in on_ranks(2, trained, kind):
+        assert calls == {"forward", "gradient_of_input", "gradient_of_filters"}
+        assert error <= 1e-4
+
+
+def linear_trained(kind: SplitKind, sizes: tuple[int, ...]) -> tuple[int, float]:
+    """How many products by oneDNN a step of a split linear layer took, and its largest error."""
+    plain = nn.Linear(12, 8)
+    cut = HetLinear(plain, Split(kind, sizes), team_of())
+    x = torch.randn(6, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = plain(x)
+    expected.square().sum().backward()
+    expected_gx, x.grad = x.grad, None
+    with long_vectors(1) as patch:
+        taken, right = list[int](), products.product
+        patch.setattr(products, "product", lambda *args: taken.append(1) or right(*args))
+        y = gather(cut(x))
+        y.square().sum().backward()
+    pairs = [(y, expected), (x.grad, expected_gx), (full_gradients(cut)["weight"], plain.weight.grad)]
+    return len(taken), max(relative(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("replicate", ()), ("filter", (5, 3)), ("channel", (4, 8)), ("sample", (3, 3))]
+)
+def test_linear_layers_multiply_by_onednn(kind: SplitKind, sizes: tuple[int, ...]) -> None:
+    for taken, error in on_ranks(2, linear_trained, kind, sizes):
+        assert taken == 3
+        assert error <= 1e-4
+
+
+def test_products_of_linear_layers_are_chosen_where_they_are_faster() -> None:
+    threads = torch.get_num_threads()
+    try:
+        with long_vectors() as patch:
+            torch.set_num_threads(1)
+            assert all(products.are_faster(what, 197, 3072, 768) for what in aten.PASSES)
+            assert all(products.are_faster(what, 4096, 384, 96) for what in aten.PASSES)
+            assert not any(products.are_faster(what, 1, 4096, 4096) for what in aten.PASSES)
+            assert not any(products.are_faster(what, 64, 64, 64) for what in aten.PASSES)
+            torch.set_num_threads(2)
+            assert [products.are_faster(what, 4096, 384, 96) for what in aten.PASSES] == [True, True, False]
+            patch.setattr(products, "halved_by_mkl", lambda: False)
+            assert not products.are_faster("forward", 197, 3072, 768)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_other_numbers_than_float32_are_torchs() -> None:
+    with long_vectors(1) as patch:
+        patch.setattr(products, "product", lambda *_: pytest.fail("a product by oneDNN"))
+        g, x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((8, 5), (8, 6), (5, 6)))
+        assert torch.equal(products.linear(x, w, None), nn.functional.linear(x, w))
+        assert torch.equal(products.gradient_of_rows(g, w), g @ w)
+        assert torch.equal(products.gradient_of_weights(g, x), g.t() @ x)
+
+
+def test_a_device_alone_is_measured_as_a_plain_model_computes() -> None:
+    op = Conv(ConvSpec(1, 16, (6, 6), 16, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
+    cpu = torch.device("cpu")
+    with long_vectors(1) as patch:
+        on_parts, alone = (Layer(op, "filters", "float32", alone=alone) for alone in (False, True))
+        assert on_parts.as_torch(cpu) == (False, False)
+        called = list[str]()
+        for name in ("forward", "gradient_of_input", "gradient_of_filters"):
+            right = getattr(column_products, name)
+            patch.setattr(column_products, name, lambda *args, of=name, right=right: called.append(of) or right(*args))
+        for layer, count in ((alone, 0), (on_parts, 3)):
+            run = layer.run(16, cpu)
+            run.forward()
+            run.backward()
+            assert len(called) == count
+    with long_vectors():
+        assert on_parts.as_torch(cpu) == (True, True)

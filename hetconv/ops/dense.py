@@ -26,7 +26,7 @@ class _Linear(torch.autograd.Function):
         ctx.works = w.shape == (features, x.shape[-1])
         if not ctx.works:  # no rows, of which the rank needs no weight
             return x.new_empty((*x.shape[:-1], features))
-        bias, rows = b if adds_bias else None, x.reshape(-1, x.shape[-1])
+        bias, rows = b if adds_bias else None, x.reshape(prod(x.shape[:-1]), x.shape[-1])
         return stretched(lambda: products.linear(rows, w, bias).view(*x.shape[:-1], features), x.device)
 
     @staticmethod

@@ -14,8 +14,12 @@ TALL = 512, 32  # rows, for each column, up to which it does: of one thread, and
 
 
 def product(a_MC: Tensor, b_KC: Tensor, bias_K: Tensor | None = None) -> Tensor:
-    """a @ b.T + bias, (M, K), of float32, by oneDNN. ``b`` may be a transposed matrix as it lies."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(a_MC, b_KC, bias_K, "none", [], "")
+    """a @ b.T + bias, (M, K), of float32, by oneDNN. ``b`` may be a transposed matrix as it lies.
+
+    What lies with gaps is copied first: oneDNN would take a thousand times as long.
+    """
+    b_KC = b_KC if b_KC.t().is_contiguous() else b_KC.contiguous()
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(a_MC.contiguous(), b_KC, bias_K, "none", [], "")
     return found
 
 

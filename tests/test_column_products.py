@@ -102,6 +102,20 @@ def test_the_smaller_matrix_is_copied_and_the_sum_is_the_same(k: int, c: int, m:
     assert found.is_contiguous()
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_matrices_that_lie_with_gaps_are_copied(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are oneDNN takes a thousand times as long."""
+    a, b = torch.randn(6, 9)[:, :5], torch.randn(7, 9)[:, :5]
+    b = torch.randn(9, 7)[:5].t() if turned else b
+    given = list[Tensor]()
+    right = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *args: given.extend(args[:2]) or right(*args))
+    close(products.product(a, b), a @ b.t())
+    assert given[0].is_contiguous()
+    assert given[1].is_contiguous() or given[1].t().is_contiguous()
+    assert (given[1].data_ptr() == b.data_ptr()) == turned
+
+
 def test_a_part_of_an_image_and_a_gradient_that_lies_otherwise_give_the_same() -> None:
     x, w, g = images(2, 5, 9, 12)[:, :, 2:8, 2:9], images(4, 5, 3, 3), images(2, 4, 6, 7)
     geometry = ONES, ((1, 1), (1, 1)), ONES

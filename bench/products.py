@@ -1,7 +1,6 @@
-"""Convolutions and their gradients on a CPU as products of matrices against torch's own: first whether right, then how
-fast.
+"""Convolutions on a CPU, and their gradients, as products of matrices: first whether right, then how fast.
 
-Both compute in float32 with channels last, in turn, and over so many images and filters that no cache keeps them.
+Torch's own and these compute in float32 with channels last, in turn, and over so many images and filters that no cache keeps them.
 Products run where `aten.by_products` says so; elsewhere they are timed all the same.
 """
 

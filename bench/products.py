@@ -1,7 +1,7 @@
 """Convolutions on a CPU, and their gradients, as products of matrices: first whether right, then how fast.
 
-Torch's own and these compute in float32 with channels last, in turn, and over so many images and filters that no cache keeps them.
-Products run where `aten.by_products` says so; elsewhere they are timed all the same.
+Torch's own and these compute in float32 with channels last, in turn, and over so many images and filters that no cache
+keeps them. Products run where `aten.by_products` says so; elsewhere they are timed all the same.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Prints a line per convolution and pass, what must hold, and the results as one JSON document last."""
-    torch.set_num_threads(max(args.threads, 1))
+    if args.threads < 1:
+        raise KernelError(f"--threads {args.threads} compute nothing; give at least 1")
+    torch.set_num_threads(args.threads)
     keep_freed()
     rows = [row for case in CASES for row in told(case)]
     chosen = [row["ratio"] for row in rows if row["chosen"]]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..spec import Ints, Span
 from . import products
-from .processor import has_products, long_vectors
+from .processor import has_products, in_full, long_vectors
 from .products import product, summed_rows
 from .tiles import Pass
 
@@ -34,7 +34,9 @@ def fit(x_NCHW: Tensor, w_KCRS: Tensor, groups: int) -> bool:
         return False
     if not (long_vectors() and has_products()) or w_KCRS.dtype != torch.float32:
         return False
-    return x_NCHW.stride(1) == 1 and w_KCRS.is_contiguous(memory_format=torch.channels_last)
+    if x_NCHW.stride(1) != 1 or not w_KCRS.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return in_full()
 
 
 def are_faster(what: Pass, images: int, w_KCRS: Ints, size: Ints, stride: Ints) -> bool:

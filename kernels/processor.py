@@ -24,6 +24,13 @@ def has_products() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def in_full() -> bool:
+    """Whether oneDNN may be asked, and computes in all of float32's digits: the user may want neither."""
+    onednn = torch.backends.mkldnn
+    asked: tuple[str, ...] = (onednn.matmul.fp32_precision, onednn.conv.fp32_precision)  # type: ignore[attr-defined]
+    return bool(onednn.enabled) and all(precision in ("none", "ieee") for precision in asked)
+
+
 @cache
 def halved_by_mkl() -> bool:
     """Whether MKL, by which torch multiplies matrices by default, leaves half of the processor's vectors unused.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .processor import halved_by_mkl, has_products
+from .processor import halved_by_mkl, has_products, in_full
 from .tiles import Pass
 
 FEWEST, LEAST = 8, 1 << 21  # rows or columns of a matrix, multiplications: of less, a call takes too long
@@ -61,4 +61,4 @@ def summed_rows(g_MK: Tensor, x_MC: Tensor) -> Tensor:
 
 
 def _fit(what: Pass, a: Tensor, b: Tensor, m: int, k: int, c: int) -> bool:
-    return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and are_faster(what, m, k, c)
+    return a.dtype == b.dtype == torch.float32 and a.device.type == "cpu" and are_faster(what, m, k, c) and in_full()

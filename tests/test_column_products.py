@@ -170,6 +170,27 @@ def test_few_pixels_and_one_tap_are_chosen(monkeypatch: pytest.MonkeyPatch) -> N
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("of", ["matmul", "conv"])
+def test_who_wants_fewer_digits_or_no_onednn_gets_torchs(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = images(1, 5, 6, 6), images(4, 5, 3, 3)
+    with long_vectors(1):
+        assert column_products.fit(x, w, 1)
+        before = getattr(torch.backends.mkldnn, of).fp32_precision
+        getattr(torch.backends.mkldnn, of).fp32_precision = "bf16"
+        try:
+            assert not column_products.fit(x, w, 1)
+            monkeypatch.setattr(products, "product", lambda *_: pytest.fail("a product by oneDNN"))
+            products.linear(torch.randn(8, 6), torch.randn(5, 6), None)
+        finally:
+            getattr(torch.backends.mkldnn, of).fp32_precision = before
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            assert not column_products.fit(x, w, 1)
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+        assert column_products.fit(x, w, 1)
+
+
 def test_torch_differentiates_what_asks_for_autograd() -> None:
     """A product has no gradient of its own."""
     x, w = images(1, 5, 6, 6).requires_grad_(), images(4, 5, 3, 3).requires_grad_()

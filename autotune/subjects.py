@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from math import prod
 from typing import Any
@@ -123,17 +124,17 @@ class Layer:
 
     def as_torch(self, device: torch.device) -> tuple[bool, bool]:
         """Whether parts of its forward and of its backward are computed as the whole is in a plain model."""
+        if device.type != "cpu":
+            return True, True
         if isinstance(self.op, Linear):
             rows, features, inner = _extents(self.op).values()
             ours = [what for what in aten.PASSES if products.are_faster(what, rows, features, inner)]
         else:
             s = self.op.spec
-            x, w = (torch.empty(shape, dtype=getattr(torch, s.dtype)) for shape in (s.x_shape, s.w_shape))
-            memory = kernels.CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
-            x, w = (t.contiguous(memory_format=memory) for t in (x, w))
-            ours = [*aten.by_products(x, w, s.y_shape[2:], s.stride, s.groups)]
-        on_cpu = device.type == "cpu"
-        return not (on_cpu and "forward" in ours), not (on_cpu and set(ours) - {"forward"})
+            memory = kernels.CHANNELS_LAST.get(len(s.x_shape), torch.contiguous_format)
+            like = partial(torch.empty, dtype=getattr(torch, s.dtype), memory_format=memory)  # of which nothing is read
+            ours = [*aten.by_products(like(s.x_shape), like(s.w_shape), s.y_shape[2:], s.stride, s.groups)]
+        return "forward" not in ours, not set(ours) - {"forward"}
 
     def _tensors(
         self, x: Sequence[int], w: Sequence[int], y: Sequence[int], device: torch.device

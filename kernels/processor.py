@@ -14,7 +14,7 @@ def short_vectors() -> bool:
 
 
 def long_vectors() -> bool:
-    """16."""
+    """Whether they hold 16."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 

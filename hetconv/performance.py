@@ -191,11 +191,8 @@ class DeviceModel:
         """
         if self.alone is None or self.emulated:
             return 1.0
-        known = {key: model for key, model in self.operators.items() if key in self.alone.operators}
-        both = [
-            (sum(self.alone.operators[key]), model.forward.at(1.0) + model.backward.at(1.0))
-            for key, model in known.items()
-        ]
+        at_work = {key: model.forward.at(1.0) + model.backward.at(1.0) for key, model in self.operators.items()}
+        both = [(sum(known), at_work[key]) for key, known in self.alone.operators.items() if key in at_work]
         alike = [(alone_s, beside_s) for alone_s, beside_s in both if alone_s <= beside_s]
         beside_s = sum(seconds for _, seconds in alike)
         return sum(alone_s for alone_s, _ in alike) / beside_s if beside_s > 0 else 1.0

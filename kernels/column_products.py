@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spec import Ints, Span
+from ..spec import Ints, Span, Window
 from . import products
 from .processor import has_products, in_full, long_vectors
 from .products import product, summed_rows
@@ -61,8 +61,8 @@ def _are_faster(what: Pass, images: int, w_KCRS: Ints, size: Ints, stride: Ints,
 
 def size_of(x_NCHW: Ints, w_KCRS: Ints, stride: Ints, padding: Sides, dilation: Ints) -> Ints:
     """(P, Q), of the output."""
-    geometry = zip(x_NCHW[2:], w_KCRS[2:], stride, padding, dilation, strict=True)
-    return tuple((n + sum(sides) - (taps - 1) * d - 1) // step + 1 for n, taps, step, sides, d in geometry)
+    geometry = zip(x_NCHW[2:], w_KCRS[2:], stride, dilation, padding, strict=True)
+    return tuple(Window(taps, step, reach, *sides).out_size(n) for n, taps, step, reach, sides in geometry)
 
 
 def forward(

@@ -37,13 +37,13 @@ def halved_by_mkl() -> bool:
 
     On processors that are not Intel's it takes long ones for short.
     """
-    return torch.backends.mkl.is_available() and long_vectors() and _vendor() == "AuthenticAMD"
+    return torch.backends.mkl.is_available() and long_vectors() and as_linux_says("vendor_id") == "AuthenticAMD"
 
 
-def _vendor() -> str:
-    """As Linux names it; empty elsewhere."""
+def as_linux_says(what: str) -> str:
+    """Of the first processor, its "vendor_id" or "model name"; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(what)), "")

@@ -16,7 +16,7 @@ from hetconv import Split
 from hetconv.autotune.subjects import Layer
 from hetconv.kernels import aten, column_products, processor, products
 from hetconv.kernels.tiles import Pass
-from hetconv.modules import HetConv2d, HetLinear
+from hetconv.modules import CutLayer, HetConv2d, HetLinear
 from hetconv.rules import Conv, SplitKind
 from hetconv.spec import ConvSpec
 from hetconv.tensor import gather
@@ -33,6 +33,14 @@ pytestmark = pytest.mark.skipif(not processor.has_products(), reason="this torch
 
 def images(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=WIDE)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """As many as before, however many the test computes with."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @contextmanager
@@ -136,38 +144,35 @@ def chosen(x: Tensor, k: int, taps: int, size: int, stride: int = 1, groups: int
     return aten.by_products(x, w, (size, size), (stride, stride), groups)
 
 
+@pytest.mark.usefixtures("threads")
 def test_few_pixels_and_one_tap_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     every, filters = aten.PASSES, ("weight gradient",)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        with long_vectors() as patch:
-            assert chosen(images(1, 512, 7, 7), 512, 3, 7) == every
-            assert chosen(images(1, 256, 14, 14), 512, 3, 7, 2) == every
-            assert chosen(images(1, 256, 14, 14), 256, 3, 14) == every
-            assert chosen(images(1, 256, 14, 14), 176, 3, 14) == filters
-            assert chosen(images(8, 512, 7, 7), 512, 3, 7) == filters
-            assert chosen(images(1, 128, 28, 28), 128, 3, 28) == ()
-            assert chosen(images(1, 128, 9, 9), 128, 5, 9) == ("forward", *filters)
-            assert chosen(images(1, 64, 8, 8), 64, 3, 8) == ()
-            assert chosen(images(1, 256, 56, 56), 64, 1, 56) == every
-            assert chosen(images(1, 32, 56, 56), 32, 1, 56) == every[:2]
-            assert chosen(images(16, 256, 14, 14), 64, 1, 14) == ()
-            assert chosen(images(1, 512, 7, 7), 512, 3, 7, groups=2) == ()
-            assert chosen(images(1, 512, 7, 7).contiguous(), 512, 3, 7) == ()
-            assert chosen(images(1, 512, 7, 7).bfloat16(), 512, 3, 7) == ()
-            torch.set_num_threads(2)
-            assert chosen(images(1, 256, 56, 56), 64, 1, 56) == ()
-            torch.set_num_threads(1)
-            patch.setattr(products, "halved_by_mkl", lambda: False)
-            column_products._are_faster.cache_clear()
-            assert chosen(images(1, 256, 56, 56), 64, 1, 56) == ()
-            assert chosen(images(1, 512, 7, 7), 512, 3, 7) == every
-            patch.setattr(column_products, "long_vectors", lambda: False)
-            monkeypatch.setattr(aten.tap_products, "short_vectors", lambda: False)
-            assert chosen(images(1, 512, 7, 7), 512, 3, 7) == ()
-    finally:
-        torch.set_num_threads(threads)
+    with long_vectors() as patch:
+        assert chosen(images(1, 512, 7, 7), 512, 3, 7) == every
+        assert chosen(images(1, 256, 14, 14), 512, 3, 7, 2) == every
+        assert chosen(images(1, 256, 14, 14), 256, 3, 14) == every
+        assert chosen(images(1, 256, 14, 14), 176, 3, 14) == filters
+        assert chosen(images(8, 512, 7, 7), 512, 3, 7) == filters
+        assert chosen(images(1, 128, 28, 28), 128, 3, 28) == ()
+        assert chosen(images(1, 128, 9, 9), 128, 5, 9) == ("forward", *filters)
+        assert chosen(images(1, 64, 8, 8), 64, 3, 8) == ()
+        assert chosen(images(1, 256, 56, 56), 64, 1, 56) == every
+        assert chosen(images(1, 32, 56, 56), 32, 1, 56) == every[:2]
+        assert chosen(images(16, 256, 14, 14), 64, 1, 14) == ()
+        assert chosen(images(1, 512, 7, 7), 512, 3, 7, groups=2) == ()
+        assert chosen(images(1, 512, 7, 7).contiguous(), 512, 3, 7) == ()
+        assert chosen(images(1, 512, 7, 7).bfloat16(), 512, 3, 7) == ()
+        torch.set_num_threads(2)
+        assert chosen(images(1, 256, 56, 56), 64, 1, 56) == ()
+        torch.set_num_threads(1)
+        patch.setattr(products, "halved_by_mkl", lambda: False)
+        column_products._are_faster.cache_clear()
+        assert chosen(images(1, 256, 56, 56), 64, 1, 56) == ()
+        assert chosen(images(1, 512, 7, 7), 512, 3, 7) == every
+        patch.setattr(column_products, "long_vectors", lambda: False)
+        monkeypatch.setattr(aten.tap_products, "short_vectors", lambda: False)
+        assert chosen(images(1, 512, 7, 7), 512, 3, 7) == ()
 
 
 @pytest.mark.parametrize("of", ["matmul", "conv"])
@@ -201,28 +206,36 @@ def test_torch_differentiates_what_asks_for_autograd() -> None:
     assert w.grad is not None
 
 
+def watched(patch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is computed by columns from now on."""
+    calls = list[str]()
+    for name in ("forward", "gradient_of_input", "gradient_of_filters"):
+        right = getattr(column_products, name)
+        patch.setattr(column_products, name, lambda *args, of=name, right=right: calls.append(of) or right(*args))
+    return calls
+
+
+def largest_error(plain: nn.Conv2d | nn.Linear, cut: CutLayer, x: Tensor) -> float:
+    """Of the output and the gradients of a step by products where they fit, against the plain layer's own."""
+    expected = plain(x)
+    expected.square().sum().backward()
+    expected_gx, x.grad = x.grad, None
+    with long_vectors(1):
+        y = gather(cut(x))
+        y.square().sum().backward()
+    pairs = [(y, expected), (x.grad, expected_gx), (full_gradients(cut)["weight"], plain.weight.grad)]
+    return max(relative(a, b) for a, b in pairs)
+
+
 def trained(kind: SplitKind) -> tuple[set[str], float]:
     """Which passes were products in a step of a layer, and the errors of its output and gradients."""
     plain = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=WIDE)  # type: ignore[call-overload]
     sizes = {"replicate": (), "filter": (5, 3), "channel": (3, 5)}.get(kind, (1, 1))
     cut = HetConv2d.from_conv(plain, Split(kind, sizes), output="split")
-    x = images(2, 8, 6, 8).requires_grad_()
-    expected = plain(x)
-    expected.square().sum().backward()
-    expected_gx, x.grad = x.grad, None
-    with long_vectors(1) as patch:
-        calls = set[str]()
-
-        def watch(name: str) -> None:
-            right = getattr(column_products, name)
-            patch.setattr(column_products, name, lambda *args: calls.add(name) or right(*args))
-
-        for name in ("forward", "gradient_of_input", "gradient_of_filters"):
-            watch(name)
-        y = gather(cut(x))
-        y.square().sum().backward()
-    pairs = [(y, expected), (x.grad, expected_gx), (full_gradients(cut)["weight"], plain.weight.grad)]
-    return calls, max(relative(a, b) for a, b in pairs)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = watched(patch)
+        error = largest_error(plain, cut, images(2, 8, 6, 8).requires_grad_())
+    return set(calls), error
 
 
 @pytest.mark.parametrize("kind", ["replicate", "filter", "channel", "height", "width"])
@@ -237,16 +250,11 @@ def linear_trained(kind: SplitKind, sizes: tuple[int, ...]) -> tuple[int, float]
     plain = nn.Linear(12, 8)
     cut = HetLinear(plain, Split(kind, sizes), team_of())
     x = torch.randn(6, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    expected = plain(x)
-    expected.square().sum().backward()
-    expected_gx, x.grad = x.grad, None
-    with long_vectors(1) as patch:
+    with pytest.MonkeyPatch.context() as patch:
         taken, right = list[int](), products.product
         patch.setattr(products, "product", lambda *args: taken.append(1) or right(*args))
-        y = gather(cut(x))
-        y.square().sum().backward()
-    pairs = [(y, expected), (x.grad, expected_gx), (full_gradients(cut)["weight"], plain.weight.grad)]
-    return len(taken), max(relative(a, b) for a, b in pairs)
+        error = largest_error(plain, cut, x)
+    return len(taken), error
 
 
 @pytest.mark.parametrize(
@@ -258,21 +266,18 @@ def test_linear_layers_multiply_by_onednn(kind: SplitKind, sizes: tuple[int, ...
         assert error <= 1e-4
 
 
+@pytest.mark.usefixtures("threads")
 def test_products_of_linear_layers_are_chosen_where_they_are_faster() -> None:
-    threads = torch.get_num_threads()
-    try:
-        with long_vectors() as patch:
-            torch.set_num_threads(1)
-            assert all(products.are_faster(what, 197, 3072, 768) for what in aten.PASSES)
-            assert all(products.are_faster(what, 4096, 384, 96) for what in aten.PASSES)
-            assert not any(products.are_faster(what, 1, 4096, 4096) for what in aten.PASSES)
-            assert not any(products.are_faster(what, 64, 64, 64) for what in aten.PASSES)
-            torch.set_num_threads(2)
-            assert [products.are_faster(what, 4096, 384, 96) for what in aten.PASSES] == [True, True, False]
-            patch.setattr(products, "halved_by_mkl", lambda: False)
-            assert not products.are_faster("forward", 197, 3072, 768)
-    finally:
-        torch.set_num_threads(threads)
+    with long_vectors() as patch:
+        torch.set_num_threads(1)
+        assert all(products.are_faster(what, 197, 3072, 768) for what in aten.PASSES)
+        assert all(products.are_faster(what, 4096, 384, 96) for what in aten.PASSES)
+        assert not any(products.are_faster(what, 1, 4096, 4096) for what in aten.PASSES)
+        assert not any(products.are_faster(what, 64, 64, 64) for what in aten.PASSES)
+        torch.set_num_threads(2)
+        assert [products.are_faster(what, 4096, 384, 96) for what in aten.PASSES] == [True, True, False]
+        patch.setattr(products, "halved_by_mkl", lambda: False)
+        assert not products.are_faster("forward", 197, 3072, 768)
 
 
 def test_other_numbers_than_float32_are_torchs() -> None:
@@ -290,10 +295,7 @@ def test_a_device_alone_is_measured_as_a_plain_model_computes() -> None:
     with long_vectors(1) as patch:
         on_parts, alone = (Layer(op, "filters", "float32", alone=alone) for alone in (False, True))
         assert on_parts.as_torch(cpu) == (False, False)
-        called = list[str]()
-        for name in ("forward", "gradient_of_input", "gradient_of_filters"):
-            right = getattr(column_products, name)
-            patch.setattr(column_products, name, lambda *args, of=name, right=right: called.append(of) or right(*args))
+        called = watched(patch)
         for layer, count in ((alone, 0), (on_parts, 3)):
             run = layer.run(16, cpu)
             run.forward()

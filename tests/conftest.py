@@ -31,6 +31,7 @@ def _settings_as_they_were() -> Iterator[None]:
     yield
     kernels.set_backend("auto")
     torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,57 +12,18 @@ from torch import Tensor, nn
 
 from hetconv import Split
 from hetconv.autotune.subjects import Layer
-from hetconv.kernels import aten, column_products, processor, products
+from hetconv.kernels import aten, column_products, products
 from hetconv.kernels.tiles import Pass
-from hetconv.modules import CutLayer, HetConv2d, HetLinear
+from hetconv.modules import HetConv2d
 from hetconv.rules import Conv, SplitKind
 from hetconv.spec import ConvSpec
-from hetconv.tensor import gather
-from hetconv.transport import team_of
 
-from .equivalence import full_gradients, relative
+from .products import NEEDED, WIDE, close, images, largest_error, long_vectors
 from .spawn import on_ranks
 
-WIDE = torch.channels_last
 SIDES = st.tuples(st.integers(0, 4), st.integers(0, 4))
 ONES, NONE = (1, 1), ((0, 0), (0, 0))
-pytestmark = pytest.mark.skipif(not processor.has_products(), reason="this torch multiplies no matrices by oneDNN")
-
-
-def images(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=WIDE)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """As many as before, however many the test computes with."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@contextmanager
-def long_vectors(least: int | None = None) -> Iterator[pytest.MonkeyPatch]:
-    """As on a CPU with long vectors, of which MKL uses half; for the ``least`` convolutions too."""
-    column_products._are_faster.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(column_products, "long_vectors", lambda: True)
-        patch.setattr(products, "halved_by_mkl", lambda: True)
-        if least is not None:
-            for module, names in (
-                (column_products, ("FEWEST", "LEAST", "FOR_EACH_TAP")),
-                (products, ("FEWEST", "LEAST", "WIDE")),
-            ):
-                for name in names:
-                    patch.setattr(module, name, least)
-            for name in ("FEW", "FEW_OF_WIDE", "FEW_OF_GRADIENT", "FOR_EACH"):
-                patch.setattr(column_products, name, 1 << 20)
-        yield patch
-    column_products._are_faster.cache_clear()
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-4)
+pytestmark = NEEDED
 
 
 @given(
@@ -102,28 +61,6 @@ def test_results_are_channels_last_and_lie_close() -> None:
         assert found.is_contiguous(memory_format=WIDE)
 
 
-@pytest.mark.parametrize(("k", "c", "m"), [(3, 9, 40), (200, 9, 40), (200, 2, 40)])
-def test_the_smaller_matrix_is_copied_and_the_sum_is_the_same(k: int, c: int, m: int) -> None:
-    g, x = torch.randn(m, k), torch.randn(m, c)
-    found = products.summed_rows(g, x)
-    close(found, g.t() @ x)
-    assert found.is_contiguous()
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_matrices_that_lie_with_gaps_are_copied(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are oneDNN takes a thousand times as long."""
-    a, b = torch.randn(6, 9)[:, :5], torch.randn(7, 9)[:, :5]
-    b = torch.randn(9, 7)[:5].t() if turned else b
-    given = list[Tensor]()
-    right = torch.ops.mkldnn._linear_pointwise
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *args: given.extend(args[:2]) or right(*args))
-    close(products.product(a, b), a @ b.t())
-    assert given[0].is_contiguous()
-    assert given[1].is_contiguous() or given[1].t().is_contiguous()
-    assert (given[1].data_ptr() == b.data_ptr()) == turned
-
-
 def test_a_part_of_an_image_and_a_gradient_that_lies_otherwise_give_the_same() -> None:
     x, w, g = images(2, 5, 9, 12)[:, :, 2:8, 2:9], images(4, 5, 3, 3), images(2, 4, 6, 7)
     geometry = ONES, ((1, 1), (1, 1)), ONES
@@ -144,7 +81,6 @@ def chosen(x: Tensor, k: int, taps: int, size: int, stride: int = 1, groups: int
     return aten.by_products(x, w, (size, size), (stride, stride), groups)
 
 
-@pytest.mark.usefixtures("threads")
 def test_few_pixels_and_one_tap_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     every, filters = aten.PASSES, ("weight gradient",)
     torch.set_num_threads(1)
@@ -215,18 +151,6 @@ def watched(patch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def largest_error(plain: nn.Conv2d | nn.Linear, cut: CutLayer, x: Tensor) -> float:
-    """Of the output and the gradients of a step by products where they fit, against the plain layer's own."""
-    expected = plain(x)
-    expected.square().sum().backward()
-    expected_gx, x.grad = x.grad, None
-    with long_vectors(1):
-        y = gather(cut(x))
-        y.square().sum().backward()
-    pairs = [(y, expected), (x.grad, expected_gx), (full_gradients(cut)["weight"], plain.weight.grad)]
-    return max(relative(a, b) for a, b in pairs)
-
-
 def trained(kind: SplitKind) -> tuple[set[str], float]:
     """Which passes were products in a step of a layer, and the errors of its output and gradients."""
     plain = nn.Conv2d(8, 8, 3, padding=1).to(memory_format=WIDE)  # type: ignore[call-overload]
@@ -243,50 +167,6 @@ def test_a_step_computes_products_where_what_is_measured_does(kind: SplitKind) -
     for calls, error in on_ranks(2, trained, kind):
         assert calls == {"forward", "gradient_of_input", "gradient_of_filters"}
         assert error <= 1e-4
-
-
-def linear_trained(kind: SplitKind, sizes: tuple[int, ...]) -> tuple[int, float]:
-    """How many products by oneDNN a step of a split linear layer took, and its largest error."""
-    plain = nn.Linear(12, 8)
-    cut = HetLinear(plain, Split(kind, sizes), team_of())
-    x = torch.randn(6, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with pytest.MonkeyPatch.context() as patch:
-        taken, right = list[int](), products.product
-        patch.setattr(products, "product", lambda *args: taken.append(1) or right(*args))
-        error = largest_error(plain, cut, x)
-    return len(taken), error
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [("replicate", ()), ("filter", (5, 3)), ("channel", (4, 8)), ("sample", (3, 3))]
-)
-def test_linear_layers_multiply_by_onednn(kind: SplitKind, sizes: tuple[int, ...]) -> None:
-    for taken, error in on_ranks(2, linear_trained, kind, sizes):
-        assert taken == 3
-        assert error <= 1e-4
-
-
-@pytest.mark.usefixtures("threads")
-def test_products_of_linear_layers_are_chosen_where_they_are_faster() -> None:
-    with long_vectors() as patch:
-        torch.set_num_threads(1)
-        assert all(products.are_faster(what, 197, 3072, 768) for what in aten.PASSES)
-        assert all(products.are_faster(what, 4096, 384, 96) for what in aten.PASSES)
-        assert not any(products.are_faster(what, 1, 4096, 4096) for what in aten.PASSES)
-        assert not any(products.are_faster(what, 64, 64, 64) for what in aten.PASSES)
-        torch.set_num_threads(2)
-        assert [products.are_faster(what, 4096, 384, 96) for what in aten.PASSES] == [True, True, False]
-        patch.setattr(products, "halved_by_mkl", lambda: False)
-        assert not products.are_faster("forward", 197, 3072, 768)
-
-
-def test_other_numbers_than_float32_are_torchs() -> None:
-    with long_vectors(1) as patch:
-        patch.setattr(products, "product", lambda *_: pytest.fail("a product by oneDNN"))
-        g, x, w = (torch.randn(shape, dtype=torch.float64) for shape in ((8, 5), (8, 6), (5, 6)))
-        assert torch.equal(products.linear(x, w, None), nn.functional.linear(x, w))
-        assert torch.equal(products.gradient_of_rows(g, w), g @ w)
-        assert torch.equal(products.gradient_of_weights(g, x), g.t() @ x)
 
 
 def test_a_device_alone_is_measured_as_a_plain_model_computes() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from hetconv import Split
 from hetconv.kernels import aten, tap_products
@@ -20,14 +20,10 @@ from hetconv.rules import SplitKind
 from hetconv.tensor import gather
 
 from .equivalence import full_gradients
+from .products import WIDE, images
 from .spawn import on_ranks
 
-WIDE = torch.channels_last
 SIDES = st.tuples(st.integers(0, 4), st.integers(0, 4))
-
-
-def images(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=WIDE)
 
 
 @contextmanager

@@ -13,15 +13,18 @@ from .potentials import Array, Indices, Potentials
 def pruned(potentials: Potentials) -> tuple[Potentials, list[Indices]]:
     """Without choices that are forbidden or dominated, to a fixed point; and for each node the choices that are left.
 
+    A node with one choice left has no table with a neighbour: what it says is added to the neighbour's own, so that no
+    table over several nodes has a dimension for it.
     The least cost stays, and so does a choice of that cost. Raises `PlanError` by name where none is left for a node.
     """
     tables = dict(potentials.tables)
+    around = [set(nodes) for nodes in potentials.neighbours]
     kept = [np.arange(n) for n in potentials.sizes]
     queue = dict.fromkeys(range(len(kept)))
     while queue:
         v = next(iter(queue))
         del queue[v]
-        pairs = [(u, v) if u < v else (v, u) for u in potentials.neighbours[v]]
+        pairs = [(u, v) if u < v else (v, u) for u in sorted(around[v])]
         keep = undominated(tables[v,], [tables[u, w] if u == v else tables[u, w].T for u, w in pairs])
         if not len(keep):
             raise PlanError(
@@ -32,7 +35,13 @@ def pruned(potentials: Potentials) -> tuple[Potentials, list[Indices]]:
             kept[v] = kept[v][keep]
             for scope in [(v,), *pairs]:
                 tables[scope] = tables[scope].take(keep, axis=scope.index(v))
-            queue |= dict.fromkeys(potentials.neighbours[v])
+            queue |= dict.fromkeys(sorted(around[v]))
+        if len(keep) == 1:
+            for u, scope in zip(sorted(around[v]), pairs, strict=True):
+                tables[u,] = tables[u,] + tables.pop(scope).squeeze(scope.index(v))
+                around[u].discard(v)
+            queue |= dict.fromkeys(sorted(around[v]))
+            around[v].clear()
     return Potentials(potentials.names, tables), kept
 
 

@@ -23,6 +23,7 @@ from .errors import PlanError
 from .potentials import Array, Indices, Potentials, Scope, total
 
 MEMORY_BYTES = 1 << 28
+MAX_NEIGHBOURS = 30  # dimensions of a table, which numpy limits to 32 in some functions
 BLOCK = 1 << 15  # numbers of an intermediate result, so that it stays in a core's cache
 
 Unary = Mapping[str, npt.ArrayLike]
@@ -59,7 +60,7 @@ def minimize(unary: Unary, pairwise: Pairwise, *, memory_bytes: int = MEMORY_BYT
     potentials = Potentials.of(unary, pairwise)
     small, kept = pruned(potentials)
     narrow, steps = _narrow(small, memory_bytes)
-    if _bytes(steps) > memory_bytes:
+    if not _fit(steps, memory_bytes):
         raise PlanError(_too_wide(narrow.potentials, steps, memory_bytes))
     found, _ = _least(narrow.potentials, steps)
     return _as_given(potentials, kept, narrow.restored(found))
@@ -72,10 +73,10 @@ def solve(
     potentials = Potentials.of(unary, pairwise)
     small, kept = pruned(potentials)
     narrow, steps = _narrow(small, memory_bytes)
-    exact = _bytes(steps) <= memory_bytes
+    exact = _fit(steps, memory_bytes)
     if not exact:  # what can be eliminated without making more of it
         largest = max(table.nbytes for table in narrow.potentials.tables.values())
-        steps = list(takewhile(lambda step: step.table_bytes <= largest, steps))
+        steps = list(takewhile(lambda step: _fit([step], largest), steps))
     found, slack = _least(narrow.potentials, steps, time_limit)
     choice, cost = _as_given(potentials, kept, narrow.restored(found))
     return Solution(choice, cost, milp.gap(slack, cost), "elimination" if exact else "milp")
@@ -85,7 +86,7 @@ def _narrow(potentials: Potentials, memory_bytes: int) -> tuple[Contraction, lis
     """What to eliminate, in order: with nodes merged only where that is too wide without."""
     as_given = Contraction(potentials, tuple(range(len(potentials.names))), ())
     steps = elimination_order(potentials)
-    if _bytes(steps) <= memory_bytes:
+    if _fit(steps, memory_bytes):
         return as_given, steps
     merged = contracted(potentials)
     fewer = elimination_order(merged.potentials)
@@ -105,6 +106,10 @@ def elimination_order(potentials: Potentials) -> list[Step]:
             around[u] = (around[u] | neighbours) - {u, v}
             table_bytes[u] = 8 * prod(sizes[w] for w in around[u])
     return steps
+
+
+def _fit(steps: Sequence[Step], memory_bytes: int) -> bool:
+    return _bytes(steps) <= memory_bytes and all(len(step.neighbours) <= MAX_NEIGHBOURS for step in steps)
 
 
 def _bytes(steps: Sequence[Step]) -> int:

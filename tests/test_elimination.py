@@ -210,6 +210,23 @@ def test_nets_of_blocks_are_two_wide(edges: list[tuple[str, str]]) -> None:
     assert max(len(step.neighbours) for step in steps) == 2
 
 
+def test_nodes_with_one_choice_are_no_dimensions_of_a_table() -> None:
+    """Forty of them, each tied to all others and to two nodes with a choice."""
+    rng, fixed, free = np.random.default_rng(0), [f"f{i}" for i in range(40)], ["a", "b"]
+    unary: dict[str, Array] = {v: rng.random(1) for v in fixed} | {v: rng.random(3) for v in free}
+    pairs = {(u, v): rng.random((len(unary[u]), len(unary[v]))) for u, v in combinations([*fixed, *free], 2)}
+    check((unary, pairs), brute(unary, pairs))
+
+
+def test_numpy_is_never_given_more_dimensions_than_it_takes() -> None:
+    """Whatever memory is allowed: 40 nodes of two choices, each tied to all others."""
+    unary: dict[str, Array] = {f"v{i}": np.array([0.0, 1.0]) for i in range(40)}
+    pairs = dict.fromkeys(combinations(unary, 2), np.array([[0.0, 0.5], [0.25, 1.0]]))
+    pairs = {pair: table + 0.01 * i * np.array([[0, 1], [1, 0]]) for i, (pair, table) in enumerate(pairs.items())}
+    with pytest.raises(PlanError, match="elimination would make tables"):
+        minimize({v: t - [0, 30.0] for v, t in unary.items()}, pairs, memory_bytes=1 << 60)
+
+
 def test_what_is_too_wide_is_refused_by_name_and_width() -> None:
     with pytest.raises(
         PlanError, match=r"width is 7, and 'v\d' leaves a table of 3.83e\+07 bytes over 'v\d', 'v\d'.*solve"

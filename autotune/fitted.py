@@ -48,7 +48,7 @@ def device_model(
         work_of.setdefault(rate, []).append((work(op), forward))
     rates = {rate: fit.roofline(measured) for rate, measured in work_of.items()}
     by_itself = {
-        operator_key(s.op, axis, s.dtype): _rested(s, alone, on_parts, device)
+        operator_key(s.op, axis, s.dtype): _rested(s, alone, on_parts)
         for s in subjects if isinstance(s, Layer) and s.key in alone.layers
         for axis in AXES
     }  # fmt: skip
@@ -91,14 +91,8 @@ def _steps(subject: Subject, device: torch.device) -> Steps | None:
     return subject.steps(device) if isinstance(subject, Layer) else None
 
 
-def _rested(layer: Layer, alone: _Fitted, on_parts: _Fitted, device: torch.device) -> tuple[float, float]:
-    """Seconds of the whole layer in a plain model, while others rest.
-
-    What is computed alike takes no more than while all are at work, unless noise has it so.
-    """
+def _rested(layer: Layer, alone: _Fitted, on_parts: _Fitted) -> tuple[float, float]:
+    """Seconds of the whole layer while others rest: no more than while all are at work, unless noise has it so."""
     own, beside = fit.whole(alone.layers[layer.key]), on_parts.layers.get(operator_key(layer.op, AXES[0], layer.dtype))
-    if beside is None:
-        return own
-    both = zip(own, fit.whole(beside), layer.as_torch(device), strict=True)
-    forward, backward = (min(seconds, at_work) if alike else seconds for seconds, at_work, alike in both)
-    return forward, backward
+    forward, backward = fit.whole(beside) if beside is not None else own
+    return min(own[0], forward), min(own[1], backward)

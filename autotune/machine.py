@@ -9,11 +9,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from hetconv.emulate import DeviceName
-from hetconv.kernels.processor import as_linux_says
 from hetconv.provenance import Conditions, Identity
 
 ANSWERS = 10.0  # seconds that nvidia-smi gets
@@ -49,7 +49,12 @@ def memory_bytes(device: torch.device) -> int:
 
 def cpu_model() -> str:
     """As Linux names it, or the kind of processor where there is no such name."""
-    return as_linux_says("model name") or platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.processor() or platform.machine()
 
 
 def triton_version() -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
 from math import prod
 from typing import Any
@@ -17,8 +16,6 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.cost import kind_of, operator_key
 from hetconv.graph import Graph
-from hetconv.kernels import aten, products
-from hetconv.kernels.processor import short_vectors
 from hetconv.profile import Axis
 from hetconv.proportions import extent_of, granularity
 from hetconv.rules import Conv, Linear, SplitKind
@@ -92,16 +89,13 @@ class Layer:
         wanted = (s.C > 4, True, self.bias)  # nobody asks for the gradient of an image
         x, g, sets = self._tensors(local.x_shape, local.w_shape, local.y_shape, device)
 
-        convolve: Callable[..., Any] = aten.torchs_conv if self.alone else kernels.conv_forward
-        differentiate: Callable[..., Any] = aten.torchs_gradients if self.alone else kernels.conv_backward
-
         def forward() -> Any:
             _, w = next(sets)
-            return computed(lambda: convolve(x, w, None, *args), device, self.alone)
+            return computed(lambda: kernels.conv_forward(x, w, None, *args), device, self.alone)
 
         def backward() -> Any:
             x, w = next(sets)
-            return computed(lambda: differentiate(g, x, w, *args, wanted), device, self.alone)
+            return computed(lambda: kernels.conv_backward(g, x, w, *args, wanted), device, self.alone)
 
         return Run(forward, backward)
 
@@ -110,31 +104,16 @@ class Layer:
         assert isinstance(op, Linear)
         rows, features, inner = (_extents(op) | {self.axis: part}).values()
         x, g, sets = self._tensors((rows, inner), (features, inner), (rows, features), device)
-        multiply, differentiate = (F.linear, _torchs) if self.alone else (products.linear, _on_parts)
 
         def forward() -> Any:
             _, w = next(sets)
-            return computed(lambda: multiply(x, w, None), device, self.alone)
+            return computed(lambda: F.linear(x, w), device, self.alone)
 
         def backward() -> Any:
             x, w = next(sets)
-            return computed(lambda: (*differentiate(g, x, w), g.sum(0) if self.bias else None), device, self.alone)
+            return computed(lambda: (g @ w, g.t() @ x, g.sum(0) if self.bias else None), device, self.alone)
 
         return Run(forward, backward)
-
-    def as_torch(self, device: torch.device) -> tuple[bool, bool]:
-        """Whether parts of its forward and of its backward are computed as the whole is in a plain model."""
-        if device.type != "cpu":
-            return True, True
-        if isinstance(self.op, Linear):
-            rows, features, inner = _extents(self.op).values()
-            ours = [what for what in aten.PASSES if products.are_faster(what, rows, features, inner)]
-        else:
-            s = self.op.spec
-            memory = kernels.CHANNELS_LAST.get(len(s.x_shape), torch.contiguous_format)
-            like = partial(torch.empty, dtype=getattr(torch, s.dtype), memory_format=memory)  # of which nothing is read
-            ours = [*aten.by_products(like(s.x_shape), like(s.w_shape), s.y_shape[2:], s.stride, s.groups)]
-        return "forward" not in ours, not set(ours) - {"forward"}
 
     def _tensors(
         self, x: Sequence[int], w: Sequence[int], y: Sequence[int], device: torch.device
@@ -147,15 +126,6 @@ class Layer:
         first, weight, g = (torch.randn(n, dtype=dtype, device=device).to(memory_format=memory) for n in (x, w, y))
         count = sets_of(first.nbytes + weight.nbytes, self.between)
         return first, g, cycle([(first, weight), *((first.clone(), weight.clone()) for _ in range(count - 1))])
-
-
-def _torchs(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a linear layer's input and weight, as in the plain model."""
-    return g @ w, g.t() @ x
-
-
-def _on_parts(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    return products.gradient_of_rows(g, w), products.gradient_of_weights(g, x)
 
 
 def _extents(op: Linear) -> dict[Axis, int]:
@@ -210,7 +180,7 @@ def subjects_of(graph: Graph, world: int) -> list[Subject]:
 
 def grain_of(device: torch.device) -> int:
     """Filters, or channels, of which kernels compute whole multiples: as many as a vector of the processor holds."""
-    return 8 if device.type == "cpu" and short_vectors() else 16
+    return 8 if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
 
 
 def axes_of(op: Conv | Linear) -> tuple[Axis, ...]:

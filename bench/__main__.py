@@ -30,8 +30,6 @@ COMMANDS = {
     "plain models in two processes, in turn.",
     "fused": "What folding what follows a convolution into it gains in inference: "
     "the same split with and without, in turn.",
-    "products": "Convolutions on a CPU, and their gradients, as products of matrices: "
-    "first whether right, then how fast.",
     "planner": "What a plan takes to compute, and what it is predicted to gain: "
     "known architectures on modelled devices.",
     "autotune": "What hetconv autotune finds on pairs of this machine: "

@@ -135,12 +135,20 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
 
 
 def both_stretched(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """`stretched`, and so is the backward of what autograd has as one node, such as a convolution of torch's."""
+    """`stretched`, and so is the backward of what autograd has as one node, such as a convolution of torch's.
+
+    The node may be followed by views of its result, as a linear layer's is.
+    """
     y = stretched(compute, device)
-    if y.grad_fn is not None and not as_it_is():
+    if as_it_is():
+        return y
+    node = y.grad_fn
+    while node is not None and "View" in node.name():
+        node = node.next_functions[0][0]
+    if node is not None:
         begun: list[_Begun] = []
-        y.grad_fn.register_prehook(lambda *_: begun.append(_begin(device)))
-        y.grad_fn.register_hook(lambda *_: _finish(begun.pop(), device))
+        node.register_prehook(lambda *_: begun.append(_begin(device)))
+        node.register_hook(lambda *_: _finish(begun.pop(), device))
     return y
 
 

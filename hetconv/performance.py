@@ -69,7 +69,7 @@ class OperatorModel:
 
 @dataclass(frozen=True)
 class Alone:
-    """What a device takes that works on whole operators, by torch itself, while all others rest.
+    """What a device takes that works on whole operators while all others rest.
 
     ``operators``: seconds forward and backward; ``others`` and overheads as `DeviceModel` has them. ``slowness``: what
     whole steps were found to take, of what operators take one by one, with their data in caches. ``pulse_s``: of a
@@ -186,16 +186,14 @@ class DeviceModel:
         """What its layers take while all others rest, as a part of what they take beside others at work; 1 at most.
 
         Devices may share more than links: memory, caches, power, a core's two threads. 1 where that was not measured,
-        and of an emulated device: by itself it sleeps once for all layers, which says nothing of its core. Layers that
-        take longer by themselves are computed in another way there, as a plain model does, and tell nothing.
+        and of an emulated device: by itself it sleeps once for all layers, which says nothing of its core.
         """
         if self.alone is None or self.emulated:
             return 1.0
         at_work = {key: model.forward.at(1.0) + model.backward.at(1.0) for key, model in self.operators.items()}
         both = [(sum(known), at_work[key]) for key, known in self.alone.operators.items() if key in at_work]
-        alike = [(alone_s, beside_s) for alone_s, beside_s in both if alone_s <= beside_s]
-        beside_s = sum(seconds for _, seconds in alike)
-        return sum(alone_s for alone_s, _ in alike) / beside_s if beside_s > 0 else 1.0
+        beside_s = sum(seconds for _, seconds in both)
+        return min(sum(alone_s for alone_s, _ in both) / beside_s, 1.0) if beside_s > 0 else 1.0
 
     def by_itself(self) -> DeviceModel:
         """This device while all others rest; as its layers are if that was not measured."""

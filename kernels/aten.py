@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from math import prod
-from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import Ints, Span
-from . import column_products, tap_products
 from .finish import Finish, finished, per_channel, shift_with
-from .tiles import Pass
 
 Sides = tuple[Span, ...]
-PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
 def forward(
@@ -49,18 +44,6 @@ def conv(
     x_NCHW: Tensor, w_KCRS: Tensor, bias_K: Tensor | None, stride: Ints, padding: Sides, dilation: Ints, groups: int
 ) -> Tensor:
     """y (N, K, P, Q). ``padding`` is ((top, bottom), (left, right)); unequal sides copy the input once."""
-    differentiated = torch.is_grad_enabled() and (x_NCHW.requires_grad or w_KCRS.requires_grad)
-    if not differentiated and column_products.fit(x_NCHW, w_KCRS, groups):  # of which autograd knows no gradient
-        size = column_products.size_of(x_NCHW.shape, w_KCRS.shape, stride, padding, dilation)
-        if _by_columns("forward", x_NCHW, w_KCRS, size, stride):
-            return column_products.forward(x_NCHW, w_KCRS, bias_K, stride, padding, dilation)
-    return torchs_conv(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
-
-
-def torchs_conv(
-    x_NCHW: Tensor, w_KCRS: Tensor, bias_K: Tensor | None, stride: Ints, padding: Sides, dilation: Ints, groups: int
-) -> Tensor:
-    """`conv` as a plain model computes it."""
     x, pad = _evenly_padded(x_NCHW, padding)
     w, b, dtype, no_extra = w_KCRS, bias_K, x.dtype, (0,) * len(pad)
     if _is_miscomputed(x, w, stride, pad, dilation):
@@ -84,56 +67,16 @@ def backward(
         gx, gw, gb = (t if w else None for t, w in zip(zeros, wanted, strict=True))
         return gx, gw, gb
     geometry = stride, padding, dilation, groups
-    of_input = _of_input(g_NKPQ, x_NCHW, w_KCRS, *geometry) if wanted[0] else None
-    of_filters = _of_filters(g_NKPQ, x_NCHW, w_KCRS, *geometry) if any(wanted[1:]) else None
-    gx = of_input() if of_input is not None else None
-    gw = of_filters() if of_filters is not None and wanted[1] else None
-    # oneDNN would compute a bias's gradient with that of the filters
-    gb = summed_pixels(g_NKPQ) if of_filters is not None and wanted[2] else None
-    left = (wanted[0] and gx is None, wanted[1] and gw is None, wanted[2] and gb is None)
-    if any(left):
-        rest = torchs_gradients(g_NKPQ, x_NCHW, w_KCRS, *geometry, left)
-        gx, gw, gb = (own if own is not None else torchs for own, torchs in zip((gx, gw, gb), rest, strict=True))
-    return gx, gw, gb
+    if not any(wanted[1:]) or x_NCHW.device.type != "cpu" or not overruns(tuple(w_KCRS.shape), stride):
+        return _torch_backward(g_NKPQ, x_NCHW, w_KCRS, *geometry, wanted)
+    input_only = (True, False, False)
+    gx = _torch_backward(g_NKPQ, x_NCHW, w_KCRS, *geometry, input_only)[0] if wanted[0] else None
+    gw = _of_read_pixels(g_NKPQ, x_NCHW, w_KCRS, stride, padding, groups) if wanted[1] else None
+    # oneDNN would compute the bias's gradient together with that of the filters.
+    return gx, gw, summed_pixels(g_NKPQ) if wanted[2] else None
 
 
-def by_products(x: Tensor, w: Tensor, size: Ints, stride: Ints, groups: int) -> tuple[Pass, ...]:
-    """The passes of a convolution to outputs of this ``size`` that are not torch's own, because others are faster."""
-    found: tuple[Pass, ...] = ()
-    if column_products.fit(x, w, groups):
-        found = tuple(what for what in PASSES if _by_columns(what, x, w, size, stride))
-    return ("weight gradient",) if tap_products.are_faster(x, w, prod(size), stride, groups) else found
-
-
-def _by_columns(what: Pass, x: Tensor, w: Tensor, size: Ints, stride: Ints) -> bool:
-    return column_products.are_faster(what, len(x), w.shape, size, stride)
-
-
-def _of_input(
-    g: Tensor, x: Tensor, w: Tensor, stride: Ints, padding: Sides, dilation: Ints, groups: int
-) -> Callable[[], Tensor] | None:
-    """The gradient of the input, where a product of matrices is faster than oneDNN's."""
-    if column_products.fit(x, w, groups) and _by_columns("input gradient", x, w, g.shape[2:], stride):
-        return lambda: column_products.gradient_of_input(g, x.shape, w, stride, padding, dilation)
-    return None
-
-
-def _of_filters(
-    g: Tensor, x: Tensor, w: Tensor, stride: Ints, padding: Sides, dilation: Ints, groups: int
-) -> Callable[[], Tensor] | None:
-    """The gradient of filters of a convolution for which oneDNN's is no good on this device."""
-    if x.device.type != "cpu":
-        return None
-    if overruns(tuple(w.shape), stride):
-        return lambda: _of_read_pixels(g, x, w, stride, padding, groups)
-    if tap_products.are_faster(x, w, prod(g.shape[2:]), stride, groups):
-        return lambda: tap_products.gradient_of_filters(g, x, w, padding, dilation)
-    if column_products.fit(x, w, groups) and _by_columns("weight gradient", x, w, g.shape[2:], stride):
-        return lambda: column_products.gradient_of_filters(g, x, w, stride, padding, dilation)
-    return None
-
-
-def torchs_gradients(
+def _torch_backward(
     g_NKPQ: Tensor, x_NCHW: Tensor, w_KCRS: Tensor, stride: Ints, padding: Sides, dilation: Ints, groups: int,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip

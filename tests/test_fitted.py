@@ -84,17 +84,6 @@ def test_a_device_is_not_slower_for_being_alone() -> None:
     assert (whole.forward.at(1.0), whole.backward.at(1.0)) == (1.0, 1.5)
 
 
-def test_but_for_what_a_plain_model_computes_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, key = Layer(CONV, "pixels", "float32"), operator_key(CONV, "pixels", "float32")
-    monkeypatch.setattr(Layer, "as_torch", lambda *_: (False, True))
-    samples, subjects = samples_of(layer), [layer, replace(layer, alone=True)]
-    samples[subjects[1].key] = {1.0: Passes([9.0], [2.5], PULSE_S)}
-    model = fitted.device_model(DeviceName("cpu"), CPU, samples, subjects, 1e9, 1.0)
-    whole = model.by_itself().operators[key]
-    assert (whole.forward.at(1.0), whole.backward.at(1.0)) == (9.0, 2.0)
-    assert model.relief == 1.0
-
-
 def test_a_device_that_is_slower_takes_longer_for_all_of_it() -> None:
     model, key = model_of(), operator_key(CONV, "pixels", "float32")
     assert model.at_pulse(PULSE_S) == model

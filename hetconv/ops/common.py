@@ -56,9 +56,14 @@ def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
     return moved(team, x, Layout.replicated(tuple(x.shape), team.size), read)
 
 
-def empty_output(source: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An empty part of the graph: its backward still reaches ``source``, so that every rank joins every exchange."""
-    return source.sum(dtype=source.dtype).expand(shape)
+def empty_output(shape: tuple[int, ...], *sources: Tensor | None) -> Tensor:
+    """An empty part of the graph: its backward still reaches all ``sources``, so that every rank joins every exchange.
+
+    The first of them gives the dtype.
+    """
+    first, *rest = (x for x in sources if x is not None)
+    reached = sum((x.sum() for x in rest), first.sum(dtype=first.dtype))
+    return (reached + first.new_zeros(shape)).to(first.dtype)
 
 
 class _Cropped(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..emulate import both_stretched
 from ..holding import Held
-from ..kernels.aten import by_products, overruns
+from ..kernels.aten import overruns
 from ..layout import Box, Layout
 from ..replicas import contributed
 from ..rules import Conv, Split, Step, halos_travel
@@ -111,7 +111,7 @@ def convolution(
 
 
 def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, torchs: TorchsCall | None) -> Tensor:
-    if torchs is not None and _may_be_torchs(x, w, geo):  # it brings its backward, and casts
+    if torchs is not None and kernels.only_aten():  # it brings its backward, and casts
         return both_stretched(lambda: torchs.conv(x, w, b, *torchs.args), x.device)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -121,14 +121,6 @@ def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, to
     if not torch.is_grad_enabled():
         return computed(x, w, b, geo, team)[0]
     return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
-
-
-def _may_be_torchs(x: Tensor, w: Tensor, geo: Geometry) -> bool:
-    """Where nobody but `aten` would compute it, and that as torch does."""
-    if not kernels.only_aten():
-        return False
-    ours = by_products(x, w, geo.y_shape[2:], geo.op.spec.stride, geo.groups)
-    return not ours or (not torch.is_grad_enabled() and "forward" not in ours)
 
 
 def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: Team) -> Tensor:

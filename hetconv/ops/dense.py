@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..emulate import stretched
-from ..kernels import products
+from ..emulate import both_stretched
 from ..replicas import contributed
 from ..rules import Linear, Split
 from ..tensor import HetTensor, gather
 from ..transport import Team
-from .common import autocast, bring, placement_of
+from .common import autocast, bring, empty_output, placement_of
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bool) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.biases = len(b) if b is not None else 0
-        ctx.works = w.shape == (features, x.shape[-1])
-        if not ctx.works:  # no rows, of which the rank needs no weight
-            return x.new_empty((*x.shape[:-1], features))
-        bias, rows = b if adds_bias else None, x.reshape(prod(x.shape[:-1]), x.shape[-1])
-        return stretched(lambda: products.linear(rows, w, bias).view(*x.shape[:-1], features), x.device)
+class _GradientOnly(torch.autograd.Function):
+    """Zeros in the place of a bias that another rank adds: its gradient is that of the one that is added.
+
+    A rank holds all of the bias or none of it.
+    """
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors
-        wants = ctx.needs_input_grad
+    def forward(ctx: Any, b: Tensor, features: int) -> Tensor:
+        ctx.held = len(b)
+        return b.new_zeros(features)
 
-        def gradients() -> tuple[Tensor | None, ...]:
-            rows = prod(x.shape[:-1])
-            g_rows, x_rows = g.reshape(rows, g.shape[-1]), x.reshape(rows, x.shape[-1])
-            gx, gw = None, None
-            if wants[0]:
-                gx = products.gradient_of_rows(g_rows, w).view(x.shape) if ctx.works else torch.zeros_like(x)
-            if wants[1]:
-                gw = products.gradient_of_weights(g_rows, x_rows) if ctx.works else torch.zeros_like(w)
-            return gx, gw, g_rows.sum(0)[: ctx.biases] if wants[2] else None, None, None
-
-        return stretched(gradients, x.device)
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g[: ctx.held], None
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, team: Team) -> Tensor:
@@ -66,6 +50,8 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, tea
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bool = True) -> Tensor:
-    x, w, b = autocast(x, w, b)
-    with torch.autocast(x.device.type, enabled=False):
-        return _Linear.apply(x, w, b, features, adds_bias)  # type: ignore[no-any-return]
+    if w.shape != (features, x.shape[-1]):  # a rank without rows holds no weight
+        return empty_output((*x.shape[:-1], features), *autocast(x, w, b))
+    if b is not None and not adds_bias:
+        b = _GradientOnly.apply(b, features) if b.requires_grad and torch.is_grad_enabled() else None
+    return both_stretched(lambda: F.linear(x, w, b), x.device)

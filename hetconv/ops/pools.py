@@ -64,7 +64,7 @@ def own_outputs(
 
 def empty_part(x: Tensor, call: Call, shape: tuple[int, ...], func: Func, args: Args, kwargs: Kwargs) -> Tensor:
     """`empty_output` in the dtype that the call gives, which under autocast only torch knows."""
-    y = empty_output(x, shape)
+    y = empty_output(shape, x)
     if not torch.is_autocast_enabled(x.device.type):
         return y
     with torch.no_grad():

@@ -27,7 +27,7 @@ def reshaped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs:
     """Operators whose local form is their own call on the part."""
     x = bring(call.inputs[0], step.reads[0], team)
     if not x.numel():  # torch's own backward gives an empty gradient of another shape
-        return HetTensor.wrap(empty_output(x, step.output.boxes[team.rank].shape), step.output, team)
+        return HetTensor.wrap(empty_output(step.output.boxes[team.rank].shape, x), step.output, team)
     return HetTensor.wrap(as_called(func, args, kwargs)(x), step.output, team)
 
 

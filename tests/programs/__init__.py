@@ -1,0 +1,1 @@
+"""What programs do with a model, beyond calling it with one tensor."""

@@ -1,19 +1,29 @@
 # Needs Python >= 3.11 with pip, and make. The first call installs everything into .venv; a later one installs nothing.
-# make test JOBS=8 runs so many tests at a time.
+# make test JOBS=8 runs so many tests at a time; make test TORCH=2.14 runs them with that torch, in .venv-2.14.
 PYTHON ?= python3
 JOBS ?= 2
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+DEFAULT_TORCH := 2.13
+TORCH ?= $(DEFAULT_TORCH)
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CONSTRAINTS := constraints/torch-$(TORCH).txt
+EXTRAS := dev,examples,models
+TESTS :=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test lint types bench gpu clean
+.PHONY: run test test-matrix lint types bench gpu clean
 
 run: $(INSTALLED)
 	$(BIN)/python examples/super_resolution.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+# The whole suite with every torch that hetconv is tested with, oldest first, each in a venv of its own.
+test-matrix:
+	@for torch in 2.11 2.13 2.14; do echo "With torch $$torch"; $(MAKE) test TORCH=$$torch || exit 1; done
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
@@ -32,13 +42,18 @@ gpu:
 
 # --without-pip and pip --python: some systems ship pip but not the ensurepip that a plain venv needs.
 # --clear takes the old stamp with it and the new one comes last, so that half an install never counts as one.
-$(INSTALLED): pyproject.toml setup.py constraints.txt
+# torchvision and timm ask for one torch each; the models that the tests take from them run with any.
+$(INSTALLED): pyproject.toml setup.py constraints/common.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("hetconv needs Python 3.11 or newer, $(PYTHON) is %d.%d: name another with make PYTHON=..." % sys.version_info[:2])'
-	@echo "Installing hetconv and what it needs into .venv, once; this takes a few minutes"
-	@$(PYTHON) -m venv --clear --without-pip .venv
-	@$(PYTHON) -m pip --python $(BIN)/python install -qq --constraint constraints.txt pip --editable '.[dev,examples,models]'
+	@echo "Installing hetconv and what it needs into $(VENV), once; this takes a few minutes"
+	@$(PYTHON) -m venv --clear --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $(BIN)/python install -qq --constraint $(CONSTRAINTS) pip --editable '.[$(EXTRAS)]'
+	@$(PYTHON) -m pip --python $(BIN)/python install -qq --constraint $(CONSTRAINTS) --no-deps timm torchvision
 	@touch $@
 
+constraints/torch-%.txt:
+	@echo "TORCH=$* is not among the versions in constraints/: $(patsubst constraints/torch-%.txt,%,$(wildcard constraints/torch-*.txt))" >&2; exit 1
+
 clean:
-	rm -rf .venv build dist out *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist out *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

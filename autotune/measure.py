@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hetconv.emulate import at_work_s, forget_waits, slowness, tells_turns, work_clock
 from hetconv.heap import pages_taken
+from hetconv.torch_internals import gpu_sleep
 from hetconv.transport import team_of
 
 from .meeting import meet, parts_of_core
@@ -146,7 +147,7 @@ def resting(device: torch.device) -> float:
 
 def _between_events(call: Callable[[], Any], calls: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # cycles, about a millisecond in which the host gets ahead
+    gpu_sleep(2_000_000)  # cycles, about a millisecond in which the host gets ahead
     start.record()
     for _ in range(calls):
         call()

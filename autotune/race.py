@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from hetconv import emulate
 from hetconv.emulate import Computation, stretched
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
+from hetconv.torch_internals import tree_iter
 from hetconv.transport import Team, disband, objects_of_all, team_of
 
 from . import measure

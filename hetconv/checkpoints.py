@@ -13,7 +13,6 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -28,13 +27,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from .errors import HetConvError
 from .optim_state import own_optim_state, sharded_optim_state_dict
 from .sharing import team_of_model
 from .state import Slice, State, agreed, check_fit, own_state, sharded_state_dict, shares, signature
 from .tensor import HetTensor
+from .torch_internals import tree_map_only, unflatten_state_dict
 from .transport import Team, answered
 
 T = TypeVar("T")

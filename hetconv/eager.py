@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
-from torch._compile import _disable_dynamo
+
+from .torch_internals import disable_dynamo, dynamo_is_loaded
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(fn: F) -> F:
     """The same, with all that it calls, as one break of a compiled graph. Dynamo is imported by who compiles only."""
-    disabled = _disable_dynamo(fn)
+    disabled = disable_dynamo(fn)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (disabled if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
+        return (disabled if dynamo_is_loaded() else fn)(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 

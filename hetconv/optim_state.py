@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from .errors import HetConvError
 from .layout import Shape
 from .state import State, agreed, shares, signature, values, whole
+from .torch_internals import tree_map_only
 
 
 def full_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:

@@ -27,6 +27,7 @@ from .rules import Linear, Split
 from .running import Running
 from .sharing import Parameters, parameters_of
 from .tensor import HetTensor, compute_waiting, discard_waiting, gather
+from .torch_internals import move_hooks, tree_iter, tree_map
 from .transport import Team, answered, broadcast, team_of
 from .tuned import TunedTile
 
@@ -85,7 +86,7 @@ def parallelize(
     for name, layer in found.items():
         if id(layer) not in swapped:
             swapped[id(layer)] = _swapped(layer, plan.layers[name], team, fuse)
-            _carry_hooks(layer, swapped[id(layer)])
+            move_hooks(layer, swapped[id(layer)])
     for path, layer in list(model.named_modules(remove_duplicate=False)):
         parent, _, child = path.rpartition(".")
         if id(layer) in swapped and path:
@@ -156,13 +157,6 @@ def _swapped(layer: nn.Module, planned: LayerPlan, team: Team, fuse: bool) -> nn
     return HetLinear(layer, planned.split, team)
 
 
-def _carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    for name, hooks in vars(old).items():
-        if "_hooks" in name and isinstance(hooks, dict):  # the hooks themselves, and what each was registered with
-            getattr(new, name).update(hooks)
-    new._is_full_backward_hook = old._is_full_backward_hook
-
-
 def _share_random_state(team: Team, model: nn.Module) -> None:
     """Random operators on replicated values must draw alike: every rank goes on from rank 0's generators."""
     state = torch.get_rng_state()
@@ -220,7 +214,7 @@ class _Root:
 
     @eager
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [x for x in torch.utils._pytree.tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
         said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
         said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
         said += f"; autocast {_autocast(module)}"
@@ -244,7 +238,7 @@ class _Root:
         try:
             if output is None and sys.exc_info()[0] is not None:  # the forward raised
                 return None
-            whole = torch.utils._pytree.tree_map(partial(gather, images=True), output)
+            whole = tree_map(partial(gather, images=True), output)
             compute_waiting()  # what is left would read parameters and inputs as they are later
             self._running.tell()
             return whole

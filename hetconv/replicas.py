@@ -24,6 +24,7 @@ from .layout import Box, buckets
 from .messages import as_wire
 from .movement import Sum, take
 from .running import Running
+from .torch_internals import graph_task_id
 from .transport import Team
 
 Grads = tuple[Tensor | None, ...]
@@ -178,7 +179,7 @@ SCOPE: ContextVar[Scope | None] = ContextVar("hetconv_scope", default=None)
 
 def computed_again() -> bool:
     """Whether this is in the middle of a backward, for a checkpoint."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 def running_of(team: Team | None) -> Running | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .layout import told
 from .movement import perform
+from .torch_internals import foreach_copy_
 from .transport import Team
 
 Sizes = tuple[int, ...]  # by rank, how many channels are its own
@@ -69,7 +70,7 @@ class Running:
         by_rank = perform(self._team, own, move.forward, move.src.boxes[me], move.dst.boxes[me])
         by_stat = by_rank[_in_order(cuts, own.device)]
         # Autograd may keep some of them: their own channels stay as they are, and a norm does not count as a write.
-        torch._foreach_copy_([stat.data for stat in stats], by_stat.split([*map(sum, cuts)]))
+        foreach_copy_([stat.data for stat in stats], by_stat.split([*map(sum, cuts)]))
 
 
 @lru_cache(maxsize=256)

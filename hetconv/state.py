@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from .agreement import checksum, prepared
 from .errors import HetConvError
@@ -17,6 +16,7 @@ from .modules import CutLayer
 from .movement import take
 from .sharing import cut_layers
 from .tensor import HetTensor, gather
+from .torch_internals import keystr, make_wrapper, tree_flatten_with_path, tree_leaves, tree_map_only
 from .transport import Team
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Slice(Tensor):
 
     @classmethod
     def of(cls, local: Tensor, box: Box, shape: Shape) -> Self:
-        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made: Self = make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.box = local, box
         return made
 

@@ -18,6 +18,7 @@ from .kernels import CHANNELS_LAST
 from .layout import Box, Layout
 from .movement import moved, take, unshared
 from .replicas import SCOPE
+from .torch_internals import make_wrapper, no_torch_function
 from .transport import Team
 
 
@@ -28,9 +29,6 @@ class Later(Protocol):
 
     def gathered(self) -> Tensor | None:
         """The whole on every rank, where that is not computed as this part first and gathered then; collective."""
-
-
-_wrapper = Tensor._make_wrapper_subclass
 
 
 def install_dispatch(dispatch: Callable[..., Any]) -> None:
@@ -63,14 +61,14 @@ class HetTensor(Tensor):
     @staticmethod
     def made(local: Tensor, layout: Layout, team: Team) -> HetTensor:
         """`wrap` without its check, for a local part that is known to fit."""
-        x: HetTensor = _wrapper(HetTensor, layout.shape, dtype=local.dtype, device=local.device)
+        x: HetTensor = make_wrapper(HetTensor, layout.shape, dtype=local.dtype, device=local.device)
         x.placement, x.team, x.later, x._local = layout, team, None, local
         return x
 
     @staticmethod
     def put_off(later: Later, layout: Layout, dtype: torch.dtype, device: torch.device, team: Team) -> HetTensor:
         """One whose local part, of this dtype and on this device, ``later`` computes when it is first asked for."""
-        x: HetTensor = _wrapper(HetTensor, layout.shape, dtype=dtype, device=device)
+        x: HetTensor = make_wrapper(HetTensor, layout.shape, dtype=dtype, device=device)
         x.placement, x.team, x.later = layout, team, later
         _waiting[id(x)] = x
         return x
@@ -141,7 +139,7 @@ class HetTensor(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             own = self.placement.boxes[self.team.rank].shape
             return f"HetTensor(shape={self.placement.shape}, {self.placement.kind}, local={own})"
 

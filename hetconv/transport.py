@@ -19,6 +19,7 @@ from torch import Tensor
 from .errors import HetConvError, LostRankError
 from .heap import keep_freed
 from .mailbox import Channel, channels
+from .torch_internals import timeout_of
 
 T = TypeVar("T")
 PARTING_S = 0.02  # in which threads that wait for Python's lock get it
@@ -87,7 +88,7 @@ def _part_in_time() -> None:
 
 def _with_channels(team: Team) -> Team:
     gather = partial(objects_of_all, team)
-    timeout = team.group._get_backend(torch.device("cpu")).options._timeout
+    timeout = timeout_of(team.group)
     found = answered(team, lambda: channels(team.rank, gather, timeout))
     return replace(team, channels=found, one_host=all(gather(len(found) == team.size - 1)))
 

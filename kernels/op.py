@@ -71,7 +71,7 @@ def _into(
 def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments in autocast's dtype, where it is on; as in torch, float64 stays."""
     kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # a meta tensor has none
+    on = kind != "meta" and torch.is_autocast_enabled(kind)  # a meta tensor has none
     if not on or x.dtype == torch.float64:
         return x, w, b
     dtype = torch.get_autocast_dtype(kind)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from hetconv import kernels
 
+from . import torchvision_operators as torchvision_operators
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
 

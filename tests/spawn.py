@@ -24,7 +24,9 @@ import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=60)
 GRACE = 10.0  # seconds that ranks get to finish once another one has failed
-Method = Literal["fork", "spawn"]  # a process that has used CUDA cannot be forked
+PRELOADED = ["tests.conftest", "hetconv.parallel", "hetconv.recorder", "hetconv.planner"]
+# Not fork: autograd starts threads where torch is built for CUDA, and they do not survive it.
+Method = Literal["forkserver", "spawn"]
 Outcome = tuple[bool, Any]  # (whether it returned, what it returned or the traceback)
 
 
@@ -50,8 +52,10 @@ def _serve(rank: int, world: int, folder: str, backend: str, jobs: Connection) -
 class Pool:
     """``world`` ranks of one process group that take jobs one after the other."""
 
-    def __init__(self, world: int, method: Method = "fork", backend: str = "gloo") -> None:
+    def __init__(self, world: int, method: Method = "forkserver", backend: str = "gloo") -> None:
         context: Any = mp.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.mkdtemp()
         self._ends, self._ranks = [], []
         for rank in range(world):
@@ -100,7 +104,7 @@ _pools: dict[tuple[int, Method, str], Pool] = {}
 
 
 def on_ranks(
-    world: int, fn: Callable[..., Any], *args: Any, method: Method = "fork", backend: str = "gloo"
+    world: int, fn: Callable[..., Any], *args: Any, method: Method = "forkserver", backend: str = "gloo"
 ) -> list[Any]:
     """``fn(*args)`` on every rank of the pool of ``world``, in rank order. A pool that failed is not used again."""
     key = (world, method, backend)

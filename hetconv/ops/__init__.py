@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
 
 from ..calls import Call, read, writes_in_place
 from ..errors import HetConvError
@@ -27,6 +26,7 @@ from ..following import (
 from ..layout import Layout
 from ..rules import Gather, Step
 from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
+from ..torch_internals import no_torch_function, tree_iter, tree_map
 from . import (
     contractions,
     convs,
@@ -73,12 +73,12 @@ def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwar
     """Runs a torch function that was given a HetTensor: on parts where there is a rule, else on gathered tensors."""
     kwargs = kwargs or {}
     if func in ASKED:
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function():
             return _answered(func, args, kwargs)
     known = unmoved.again(func, args, kwargs)
     if isinstance(known, HetTensor):
         return known
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function():
         return _run(func, args, kwargs, known)
 
 

@@ -7,25 +7,24 @@ lost without a word.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 
 from ..errors import HetConvError
 from ..tensor import HetTensor, compute_waiting
+from ..torch_internals import replace_function_apply
 
 
 def gather_for_functions(on_gathered: Callable[..., Any]) -> None:
     """From now on ``on_gathered`` runs `torch.autograd.Function.apply` where it is given a HetTensor."""
-    plain: Any = torch.autograd.Function.__dict__["apply"].__func__
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if HetTensor not in map(type, args):
-            result = plain(cls, *args, **kwargs)
+            result = plain(*args, **kwargs)
         else:
             compute_waiting()  # it may write in place
-            result = on_gathered(MethodType(plain, cls), args, kwargs)
+            result = on_gathered(plain, args, kwargs)
         if torch.is_grad_enabled() and HetTensor in map(type, result if isinstance(result, tuple) else (result,)):
             raise HetConvError(
                 f"{cls.__name__} returned a tensor in parts, whose gradient would be lost; return hetconv.gather(y) "
@@ -33,4 +32,4 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> None:
             )
         return result
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    replace_function_apply(apply)

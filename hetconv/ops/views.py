@@ -13,7 +13,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calls import Call
@@ -21,6 +20,7 @@ from ..following import Pieces, View
 from ..layout import Layout
 from ..rules import Step
 from ..tensor import HetTensor, gather
+from ..torch_internals import storage_id, tree_iter, tree_map
 from ..transport import Team
 from .common import Args, Func, Kwargs, Runner, as_called
 
@@ -99,8 +99,8 @@ def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
             result = func(*tree_map(lambda a: like if a is x else a, args), **dict(kwargs))
         except Exception:  # it takes more than this tensor and numbers
             return True
-    memory = like.untyped_storage()._cdata
-    return any(r.untyped_storage()._cdata == memory for r in tree_iter(result) if isinstance(r, Tensor))
+    memory = storage_id(like)
+    return any(storage_id(r) == memory for r in tree_iter(result) if isinstance(r, Tensor))
 
 
 def _replicate(x: HetTensor, whole: Tensor) -> None:

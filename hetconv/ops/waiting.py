@@ -18,6 +18,7 @@ from ..errors import HetConvError
 from ..layout import Layout
 from ..replicas import SCOPE
 from ..tensor import HetTensor
+from ..torch_internals import write_count
 from ..transport import Switch, Team, objects_of_all
 from .chunks import gathered_in_chunks
 from .geometry import Geometry
@@ -61,7 +62,7 @@ class Waiting(NamedTuple):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        if any(t._version != version for t, version in self.seen):
+        if any(write_count(t) != version for t, version in self.seen):
             raise HetConvError(
                 "the input of a convolution was written to in place before what follows the convolution was called; "
                 "write to a copy, or call parallelize without fuse=True"
@@ -72,7 +73,7 @@ class Waiting(NamedTuple):
 
 def version(t: Tensor) -> tuple[tuple[Tensor, int], ...]:
     """An entry of `Waiting.seen`; an inference tensor keeps no count."""
-    return () if t.is_inference() else ((t, t._version),)
+    return () if t.is_inference() else ((t, write_count(t)),)
 
 
 def folding_pays(team: Team, devices: Iterable[torch.device]) -> bool:

@@ -1,0 +1,176 @@
+"""What hetconv reads or replaces inside PyTorch, in one place. All other modules use PyTorch's public interface.
+
+Each entry of `INTERNALS` says what is used, why, and what happens in a version of PyTorch that has no such name:
+either hetconv does without it, or importing this module raises `HetConvError`, which names it. The whole test suite
+passes with the versions in `TESTED_WITH`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .errors import HetConvError
+
+TESTED_WITH = ("2.11", "2.13", "2.14")
+
+
+class Internal(NamedTuple):
+    """A name inside PyTorch: ``module.name``, what it is used for, and whether hetconv works without it."""
+
+    module: str
+    name: str
+    purpose: str
+    optional: bool = False
+
+
+INTERNALS = {
+    "no_torch_function": Internal(
+        "torch._C", "DisableTorchFunctionSubclass", "to ask a HetTensor what plain tensors are asked"
+    ),
+    "make_wrapper": Internal("torch", "Tensor._make_wrapper_subclass", "to make a HetTensor, which has no storage"),
+    "graph_task_id": Internal(
+        "torch._C", "_current_graph_task_id", "to know that a checkpoint runs a region again in the backward pass"
+    ),
+    "disable_dynamo": Internal(
+        "torch._compile", "_disable_dynamo", "to leave a function out of compiled graphs without importing Dynamo", True
+    ),
+    "fake_tensor_mode": Internal(
+        "torch._subclasses.fake_tensor", "FakeTensorMode", "to capture a model without computing"
+    ),
+    "unflatten_state_dict": Internal(
+        "torch.distributed.checkpoint._nested_dict", "unflatten_state_dict", "to load an optimizer's nested state"
+    ),
+    "gpu_sleep": Internal("torch.cuda", "_sleep", "to let the host get ahead of a GPU that is measured"),
+    "foreach_copy_": Internal("torch", "_foreach_copy_", "to copy many small tensors in one call", True),
+    **{
+        name: Internal("torch.utils._pytree", name, "to search nested arguments and results for tensors")
+        for name in (
+            "SUPPORTED_NODES",
+            "tree_iter",
+            "tree_map",
+            "tree_map_only",
+            "tree_leaves",
+            "tree_flatten_with_path",
+            "keystr",
+        )
+    },
+}
+"""By the name under which this module offers it. Attributes of objects are read by the functions below."""
+
+
+def find(internal: Internal) -> Any:
+    """The object that ``internal`` names; None if it is optional and this PyTorch does not have it.
+
+    Raises:
+        HetConvError: this PyTorch does not have it, and hetconv does not work without it.
+    """
+    try:
+        found: Any = import_module(internal.module)
+        for part in internal.name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as e:
+        if internal.optional:
+            return None
+        raise HetConvError(
+            f"torch {torch.__version__} has no {internal.module}.{internal.name}, which hetconv needs "
+            f"{internal.purpose}; install a version that hetconv was tested with: {', '.join(TESTED_WITH)}"
+        ) from e
+    return found
+
+
+no_torch_function: Any = find(INTERNALS["no_torch_function"])
+make_wrapper: Any = find(INTERNALS["make_wrapper"])
+graph_task_id: Callable[[], int] = find(INTERNALS["graph_task_id"])
+disable_dynamo: Callable[..., Any] = find(INTERNALS["disable_dynamo"]) or (lambda fn: fn)
+tree_iter: Callable[..., Any] = find(INTERNALS["tree_iter"])
+tree_map: Callable[..., Any] = find(INTERNALS["tree_map"])
+tree_map_only: Callable[..., Any] = find(INTERNALS["tree_map_only"])
+tree_leaves: Callable[..., Any] = find(INTERNALS["tree_leaves"])
+tree_flatten_with_path: Callable[..., Any] = find(INTERNALS["tree_flatten_with_path"])
+keystr: Callable[..., str] = find(INTERNALS["keystr"])
+_node_types: dict[type, Any] = find(INTERNALS["SUPPORTED_NODES"])
+
+
+def tree_node_types() -> dict[type, Any]:
+    """The containers that PyTorch's pytrees know, with ``flatten_fn`` and ``unflatten_fn`` of each."""
+    return _node_types
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether anything has been compiled by `torch.compile` in this process."""
+    return "torch._dynamo" in sys.modules
+
+
+def unflatten_state_dict(flat: Any, paths: Any) -> dict[str, Any]:
+    """A nested state dict of a flat one. Its module is imported by the first call only."""
+    nested: dict[str, Any] = find(INTERNALS["unflatten_state_dict"])(flat, paths)
+    return nested
+
+
+def gpu_sleep(cycles: int) -> None:
+    """Keeps the current GPU busy for so many of its clock cycles."""
+    find(INTERNALS["gpu_sleep"])(cycles)
+
+
+def fake_tensor_mode(**options: Any) -> Any:
+    """A mode in which operators compute shapes alone. Its module is imported by the first call only: it is large."""
+    return find(INTERNALS["fake_tensor_mode"])(**options)
+
+
+def foreach_copy_(targets: list[Tensor], sources: tuple[Tensor, ...] | list[Tensor]) -> None:
+    """Copies each source into the target beside it."""
+    together = find(INTERNALS["foreach_copy_"])
+    if together is not None:
+        together(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def storage_id(x: Tensor) -> int:
+    """A number that two tensors share exactly if they share memory; unlike an address, fake tensors have it too."""
+    return int(x.untyped_storage()._cdata)
+
+
+def write_count(x: Tensor) -> int:
+    """How many times ``x`` was written to in place. Raises `RuntimeError` for an inference tensor."""
+    return int(x._version)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the ranks of a gloo group wait for each other; PyTorch's default where the group does not tell."""
+    try:
+        timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except AttributeError:
+        return timedelta(minutes=30)
+    return timeout
+
+
+def replace_function_apply(wrap: Callable[[type, Callable[..., Any], Any, Any], Any]) -> None:
+    """From now on ``wrap(cls, apply, args, kwargs)`` runs where `torch.autograd.Function.apply` is called.
+
+    ``apply`` is PyTorch's own, bound to ``cls``. It applies functions without asking a tensor's class.
+    """
+    plain: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # a classmethod, written in Python or in C
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return wrap(cls, plain.__get__(None, cls), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
+def move_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Gives ``new`` the hooks of ``old``, and what each was registered with."""
+    for name, hooks in vars(old).items():
+        if "_hooks" in name and isinstance(hooks, dict):
+            getattr(new, name).update(hooks)
+    new._is_full_backward_hook = getattr(old, "_is_full_backward_hook", None)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 from .calls import READ_LAYER, Call, name_of, plannable_layers, read, writes_in_place
+from .containers import map_tensors, tensors_in
 from .errors import HetConvError
 from .graph import Graph, Node, Value
+from .preserved import preserved
 from .rules import Gather
+from .torch_internals import fake_tensor_mode, storage_id, tree_iter
 
 
 class _Recorder(TorchFunctionMode):
@@ -26,20 +28,19 @@ class _Recorder(TorchFunctionMode):
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.layer: list[str] = []
-        self._index: dict[int, int] = {}
-        self._alive: list[Tensor] = []
+        self._index: dict[int, tuple[ref[Tensor], int]] = {}  # by id, which another tensor may have later
         self.params = tuple(self.add(p, name) for name, p in params.items())
 
     def add(self, x: Tensor, param: str | None = None) -> int:
         """A new value; the same tensor object, written to in place, becomes a new one."""
         dtype = str(x.dtype).removeprefix("torch.")
         self.values.append(Value(tuple(x.shape), dtype, x.element_size(), x.requires_grad, param))
-        self._index[id(x)] = len(self.values) - 1
-        self._alive.append(x)
+        self._index[id(x)] = ref(x), len(self.values) - 1
         return len(self.values) - 1
 
     def index(self, x: Tensor) -> int | None:
-        return self._index.get(id(x))
+        found = self._index.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -67,12 +68,8 @@ class _Recorder(TorchFunctionMode):
         writes: bool,
     ) -> None:  # fmt: skip
         name = getattr(func, "__name__", "call")
-        memory = {x.untyped_storage()._cdata for x in made}
-        views = tuple(
-            i
-            for x in given
-            if (i := self.index(x)) in sources and x.untyped_storage()._cdata in memory and i is not None
-        )
+        memory = {storage_id(x) for x in made}
+        views = tuple(i for x in given if (i := self.index(x)) in sources and storage_id(x) in memory and i is not None)
         if call is None:
             op: Any = Gather(tuple(made[0].shape))
             inputs = tuple(i for i in sources if self.values[i].param is None)
@@ -106,27 +103,71 @@ def _named_layers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             handle.remove()
 
 
-def capture(model: nn.Module, *inputs: Tensor) -> Graph:
-    """Runs ``model`` once on fake tensors like ``inputs`` and records every operator; nothing is computed or changed.
+def capture(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
+    """Runs a model once on fake tensors and records every operator; nothing is computed or changed.
 
     The model is taken as it stands: in training or evaluation, with gradients or (under `torch.no_grad`) without.
-    Raises `HetConvError` for a model whose run depends on the values of its input.
+    Afterwards all that it holds is what it was, see `preserved`. Where the run depends on numbers, which fake tensors
+    do not have, it is made once more for real, on copies, with a warning that says why.
+
+    Args:
+        model: a module, or a method of one, such as ``vae.decode``.
+        *args: what it is called with: tensors, in any container, and anything else. Only their shapes, dtypes and
+            whether they require gradients are read of tensors, unless the run is made for real.
+        **kwargs: as ``args``.
+
+    Returns:
+        The graph. Its inputs are the tensors among the arguments, in their order.
+
+    Raises:
+        HetConvError: the model cannot be called with these arguments.
     """
-    recorder = _Recorder(dict(model.named_parameters()))
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    root = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    if not isinstance(root, nn.Module):
+        raise HetConvError(f"capture takes a torch.nn.Module or a method of one, but was given {model!r}")
+    try:
+        with preserved(root):
+            return _recorded_on_fakes(root, model, args, kwargs)
+    except Exception as e:
+        why = e
+    try:
+        with preserved(root, values=True):
+            graph = _recorded(root, model, *map_tensors(_copied, (args, kwargs)))
+    except Exception as e:
+        shapes = [tuple(x.shape) for x in tensors_in((args, kwargs))]
+        raise HetConvError(f"{type(root).__name__} could not be captured on inputs of {shapes}: {e}") from e
+    warnings.warn(
+        f"{type(root).__name__} was run for real, on copies, to be captured: without numbers it stops with "
+        f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}",
+        stacklevel=2,
+    )
+    return graph
+
+
+def _copied(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.requires_grad)
+
+
+def _recorded_on_fakes(root: nn.Module, model: Callable[..., Any], args: Any, kwargs: Any) -> Graph:
+    mode = fake_tensor_mode(allow_non_fake_inputs=True)
+
+    def faked(x: Tensor) -> Tensor:
+        fake: Tensor = mode.from_tensor(x.detach())
+        return fake.requires_grad_(x.requires_grad)
+
     with mode:
-        fakes = [mode.from_tensor(x) for x in inputs]
-        for x, fake in zip(inputs, fakes, strict=True):
-            fake.requires_grad_(x.requires_grad)
-        entries = tuple(recorder.add(x) for x in fakes)
-        buffers: dict[str, Tensor] = {}  # so that none of the model's own is written to
-        buffers |= {name: mode.from_tensor(b) for name, b in model.named_buffers()}
-        try:
-            with _named_layers(model, recorder), recorder:
-                result = functional_call(model, buffers, tuple(fakes))
-        except RuntimeError as e:
-            raise HetConvError(
-                f"{type(model).__name__} could not be captured on inputs of {[tuple(x.shape) for x in inputs]}: {e}"
-            ) from e
-    outputs = tuple(i for x in tree_iter(result) if isinstance(x, Tensor) and (i := recorder.index(x)) is not None)
-    return Graph(type(model).__name__, entries, outputs, recorder.params, tuple(recorder.values), tuple(recorder.nodes))
+        made: dict[int, Tensor] = {}
+        for module in root.modules():  # none of the model's own buffers may be written to
+            for name, b in module._buffers.items():
+                if b is not None:
+                    module._buffers[name] = made.setdefault(id(b), mode.from_tensor(b))
+        return _recorded(root, model, *map_tensors(faked, (args, kwargs)))
+
+
+def _recorded(root: nn.Module, model: Callable[..., Any], args: Any, kwargs: Any) -> Graph:
+    recorder = _Recorder(dict(root.named_parameters()))
+    entries = tuple(map(recorder.add, tensors_in((args, kwargs))))
+    with _named_layers(root, recorder), recorder:
+        result = model(*args, **kwargs)
+    outputs = tuple(i for x in tensors_in(result) if (i := recorder.index(x)) is not None)
+    return Graph(type(root).__name__, entries, outputs, recorder.params, tuple(recorder.values), tuple(recorder.nodes))

@@ -26,8 +26,12 @@ _LEAVES: tuple[type, ...] = (
 )  # fmt: skip
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any, *, opaque: bool = False) -> list[Tensor]:
     """Every tensor inside ``value``, each once, in the order in which they are found.
+
+    Args:
+        value: any object.
+        opaque: pass over what `map_tensors` refuses.
 
     Raises:
         HetConvError: as `map_tensors` does.
@@ -38,7 +42,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         found.setdefault(id(x), x)
         return x
 
-    map_tensors(note, value)
+    _Search(note, opaque).map(value)
     return list(found.values())
 
 
@@ -57,8 +61,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 class _Search:
-    def __init__(self, function: Callable[[Tensor], Tensor]):
-        self._function = function
+    def __init__(self, function: Callable[[Tensor], Tensor], opaque: bool = False):
+        self._function, self._opaque = function, opaque
         self._mapped: dict[int, Any] = {}  # by id; what is under way stands for itself
         self._alive: list[Any] = []  # so that the ids stay theirs
 
@@ -126,6 +130,8 @@ class _Search:
 
     def _refused_if_it_holds_a_tensor(self, value: Any) -> Any:
         """Nothing can be put into a function or an iterator, and an iterator cannot be read without being used up."""
+        if self._opaque:
+            return value
         held = [*_held_by_function(value)] if not isinstance(value, Iterator) else None
         if held is not None:
             mapped = [self.map(x) for x in held]

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
-
 from .torch_internals import disable_dynamo, dynamo_is_loaded
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -22,15 +20,3 @@ def eager(fn: F) -> F:
         return (disabled if dynamo_is_loaded() else fn)(*args, **kwargs)
 
     return run  # type: ignore[return-value]
-
-
-class EagerForward:
-    """A module's forward, eager, to stand in its place. A copy of the module gets one of its own."""
-
-    def __init__(self, module: nn.Module):
-        functools.update_wrapper(self, module.forward)
-        self._forward = module.forward
-
-    @eager
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
@@ -29,7 +30,7 @@ CONV_ATTRIBUTES = (
 )  # fmt: skip
 
 
-class CutLayer(nn.Module):
+class CutLayer(nn.Module, ABC):
     """A layer that a split cuts among ranks. Subclasses say which operator it is and how it runs."""
 
     weight: nn.Parameter
@@ -41,6 +42,20 @@ class CutLayer(nn.Module):
     """Which ranks hold what of each parameter."""
     as_wired: bool
     """Whether the weight was channels-last when it was cut, on all ranks: its gradients travel so."""
+    context: Any = None
+    """What the calls of the parallelized model share that this is a layer of, see `entry.ModelContext`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if SCOPE.get() is None:
+            if self.context is None:
+                self._agree_on_input(x)
+            elif self.context.is_entry(self):
+                return self.context.call(self, self._run, (x,), {})  # type: ignore[no-any-return]
+        return self._run(x)
+
+    @abstractmethod
+    def _run(self, x: Tensor) -> Tensor:
+        """The layer's result, of an input that all ranks agree on."""
 
     def _allocate(self, held: Mapping[str, Held], bias: bool, options: dict[str, Any]) -> None:
         self.held = {name: of for name, of in held.items() if name == "weight" or bias}
@@ -153,11 +168,9 @@ class HetConv(CutLayer):
         self._ways: dict[int, ops.Way] = {}  # by the id of the input's layout
         _inherit(self, conv, least_op(conv).held(split, self.team.size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if SCOPE.get() is None:
-            self._agree_on_input(x)
+    def _run(self, x: Tensor) -> Tensor:
         if x.dim() == self.spatial_dims + 1:
-            return self.forward(x.unsqueeze(0)).squeeze(0)
+            return self._run(x.unsqueeze(0)).squeeze(0)
         if self.padding_mode != "zeros":
             self._check(tuple(x.shape))
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
@@ -224,9 +237,7 @@ class HetLinear(CutLayer):
         self.team, self.split, self.output = team, split, output
         _inherit(self, linear, Linear((1, self.in_features), self.out_features).held(split, team.size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if SCOPE.get() is None:
-            self._agree_on_input(x)
+    def _run(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise HetConvError(f"HetLinear expects (..., {self.in_features}), but was given {tuple(x.shape)}")
         op = Linear(tuple(x.shape), self.out_features)

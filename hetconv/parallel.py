@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from . import kernels
-from .agreement import agree, checksum, prepared
+from .agreement import prepared
 from .calls import is_plain
-from .drift import sync_replicated
-from .eager import EagerForward, eager
+from .entry import ModelContext
 from .errors import PlanError
 from .leaves import run_on_own_parts
 from .modules import HET_CONVS, HetLinear, PlainConv, least_op, lies_as_wired
 from .ops.waiting import folding_pays
 from .plan import LayerPlan, Plan
-from .replicas import SCOPE, Scope, computed_again
 from .rules import Linear, Split
-from .running import Running
-from .sharing import Parameters, parameters_of
-from .tensor import HetTensor, compute_waiting, discard_waiting, gather
-from .torch_internals import move_hooks, tree_iter, tree_map
+from .torch_internals import move_hooks
 from .transport import Team, answered, broadcast, team_of
 from .tuned import TunedTile
 
@@ -93,7 +86,7 @@ def parallelize(
             setattr(model.get_submodule(parent), child, swapped[id(layer)])
     model = swapped.get(id(model), model)
     run_on_own_parts(model)
-    _Root(model, team, sync_every).attach()
+    ModelContext(model, team, sync_every).attach()
     return model
 
 
@@ -196,71 +189,3 @@ def _install(tiles: Tiles, device: torch.device) -> None:
 
 def _origin(device: str, torch_: str, triton: str) -> str:
     return f"{device} with torch {torch_} and triton {triton}"
-
-
-class _Root:
-    """What happens around the forward of a parallelized model: agreement before it, the gathered output after it."""
-
-    def __init__(self, model: nn.Module, team: Team, sync_every: int):
-        self.model, self.team, self.sync_every = model, team, sync_every
-        self._trained, self._running = 0, Running(team)
-        self._seen: set[str] = set()
-        self._tokens: list[Any] = []
-
-    def attach(self) -> None:
-        self.model.forward = EagerForward(self.model)
-        self.model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self.model.register_forward_hook(self._after, always_call=True)
-
-    @eager
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
-        said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
-        said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
-        said += f"; autocast {_autocast(module)}"
-        if self._running.untold:  # of a forward that raised an error
-            said += f"; running statistics of {self._running.untold} norms, not told yet"
-        values = ""
-        if said not in self._seen:  # once per signature: the same batch on every rank is easy to get wrong
-            values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
-        agree(self.team, "forward", said + values)
-        self._seen.add(said)
-        self._running.tell()
-        if module.training and torch.is_grad_enabled() and self.sync_every and not computed_again():
-            self._trained += 1
-            if self._trained % self.sync_every == 0:
-                sync_replicated(module)
-        scope = _scope(module, self.team, any(map(_is_channels_last, tensors)), self._running)
-        self._tokens.append(SCOPE.set(scope))
-
-    @eager
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        try:
-            if output is None and sys.exc_info()[0] is not None:  # the forward raised
-                return None
-            whole = tree_map(partial(gather, images=True), output)
-            compute_waiting()  # what is left would read parameters and inputs as they are later
-            self._running.tell()
-            return whole
-        finally:
-            discard_waiting()
-            if self._tokens:
-                SCOPE.reset(self._tokens.pop())
-
-
-def _autocast(model: nn.Module) -> torch.dtype | None:
-    kind = next((p.device.type for p in model.parameters()), "cpu")
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _is_channels_last(x: Any) -> bool:
-    """Whether it is a batch of images that lie so and no other way."""
-    last = kernels.CHANNELS_LAST.get(x.dim()) if isinstance(x, Tensor) else None
-    return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
-
-
-def _scope(model: nn.Module, team: Team, channels_last: bool, running: Running) -> Scope:
-    """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
-    found = parameters_of(model) if torch.is_grad_enabled() and team.size > 1 else Parameters([], {}, set())
-    shared = [p for p in found.every if id(p) not in found.held or found.held[id(p)].repeated]
-    return Scope(team, shared, found.held, found.as_wired, channels_last=channels_last, running=running)

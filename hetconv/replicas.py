@@ -138,6 +138,7 @@ class Scope:
 
     ``held``: by id, of those that are not whole on every rank. ``as_wired``: ids of those that lie, on all ranks, as
     images travel. ``channels_last``: whether images that went into the model do. ``running``: the model's statistics.
+    ``owner``: what opened the scope.
     """
 
     def __init__(
@@ -149,8 +150,9 @@ class Scope:
         *,
         channels_last: bool = False,
         running: Running | None = None,
+        owner: object = None,
     ):
-        self.team, self.channels_last, self.running = team, channels_last, running
+        self.team, self.channels_last, self.running, self.owner = team, channels_last, running, owner
         self._bucket_of: dict[int, tuple[_Bucket, dict[int, Tensor]]] = {}
         self._aliases: dict[int, Tensor] = {}
         made: list[_Bucket] = []

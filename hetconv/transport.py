@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,6 +44,12 @@ class Team:
 
     def __deepcopy__(self, memo: object) -> Team:
         return self  # a process group cannot be copied; copies of a model go on using the same one
+
+    def __reduce__(self) -> Any:
+        raise HetConvError(
+            "a parallelized model or a tensor in parts cannot be pickled: its process group exists in this process "
+            "only; pickle hetconv.full_state_dict(model), or use hetconv.save_checkpoint"
+        )
 
 
 _teams: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()

@@ -1,0 +1,167 @@
+"""Calls of a parallelized model from outside: of the model, of a module of it, or through a method such as decode.
+
+Whichever module at or above a split layer is called while no call of the model is open is the entry: all ranks agree
+before it, and what it returns holds plain tensors. Calls within it only run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .agreement import agree, checksum
+from .containers import map_tensors, tensors_in
+from .drift import sync_replicated
+from .eager import eager
+from .errors import HetConvError
+from .kernels import CHANNELS_LAST
+from .modules import CutLayer
+from .replicas import SCOPE, Scope, computed_again
+from .running import Running
+from .sharing import Parameters, parameters_of
+from .tensor import HetTensor, compute_waiting, discard_waiting, gather
+from .transport import Team
+
+
+class ModelContext:
+    """What the calls of one parallelized model share: its ranks, what they agreed on, its running statistics.
+
+    Args:
+        model: the root.
+        team: the ranks that it is parallelized over.
+        sync_every: forwards in training after which replicas are compared; 0 for never.
+    """
+
+    def __init__(self, model: nn.Module, team: Team, sync_every: int):
+        self._model, self._team, self._sync_every = model, team, sync_every
+        self._trained, self._running = 0, Running(team)
+        self._agreed: set[str] = set()
+        self._entered: set[int] = set()  # ids of modules that were called from outside
+
+    def attach(self) -> None:
+        """Makes the model and each of its modules that contains a split layer an entry."""
+        for module in self._model.modules():
+            if isinstance(module, CutLayer):
+                module.context = self
+            elif module is self._model or any(isinstance(m, CutLayer) for m in module.modules()):
+                module.forward = EntryForward(module, self)
+
+    def is_entry(self, module: nn.Module) -> bool:
+        """Whether a call of ``module`` comes from outside.
+
+        A checkpoint that runs a region again in the backward pass repeats the calls of the forward pass: what was
+        called from outside then is so again.
+        """
+        scope = SCOPE.get()
+        if scope is not None and scope.owner is self:
+            return False
+        if not computed_again():
+            self._entered.add(id(module))
+        return id(module) in self._entered
+
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)`` of ``module``, with agreement before it and plain tensors after it.
+
+        Raises:
+            DisagreementError: ranks call differently; on all of them, before anything moves.
+            HetConvError: the call is traced or exported, or returns what cannot be searched for tensors.
+        """
+        _refuse_tracing(module)
+        tensors = tensors_in((args, kwargs), opaque=True)
+        self._agree(module, tensors)
+        self._running.tell()
+        if module.training and torch.is_grad_enabled() and self._sync_every and not computed_again():
+            self._trained += 1
+            if self._trained % self._sync_every == 0:
+                sync_replicated(self._model)
+        token = SCOPE.set(self._scope(module, any(map(_is_channels_last, tensors))))
+        try:
+            whole = _plain(forward(*args, **kwargs))
+            compute_waiting()  # what is left would read parameters and inputs as they are later
+            self._running.tell()
+            return whole
+        finally:
+            discard_waiting()
+            SCOPE.reset(token)
+
+    def _agree(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """Collective."""
+        said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
+        said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
+        said += f"; autocast {_autocast(self._model)}"
+        if self._running.untold:  # of a forward that raised an error
+            said += f"; running statistics of {self._running.untold} norms, not told yet"
+        name = self._name_of(module)
+        values = ""
+        if (seen := name + said) not in self._agreed:  # once per signature: other batches are easy to get wrong
+            values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
+        agree(self._team, f"forward of {name}" if name else "forward", said + values)
+        self._agreed.add(seen)
+
+    def _name_of(self, module: nn.Module) -> str:
+        """The module's name in the model; empty of the model itself."""
+        if module is self._model:
+            return ""
+        return next((name for name, m in self._model.named_modules() if m is module), type(module).__name__)
+
+    def _scope(self, module: nn.Module, channels_last: bool) -> Scope:
+        """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
+        grad = torch.is_grad_enabled() and self._team.size > 1
+        found = parameters_of(module) if grad else Parameters([], {}, set())
+        shared = [p for p in found.every if id(p) not in found.held or found.held[id(p)].repeated]
+        return Scope(
+            self._team, shared, found.held, found.as_wired, channels_last=channels_last, running=self._running,
+            owner=self,
+        )  # fmt: skip
+
+
+class EntryForward:
+    """A module's forward, to stand in its place: a call from outside goes through its model's context.
+
+    A copy of the module gets one of its own.
+    """
+
+    def __init__(self, module: nn.Module, context: ModelContext):
+        functools.update_wrapper(self, module.forward)
+        self._module, self._forward, self._context = module, module.forward, context
+
+    @property
+    def __code__(self) -> Any:
+        """`torch.export` reads the names of the arguments there."""
+        return getattr(self._forward, "__code__", None)
+
+    @eager
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._context.is_entry(self._module):
+            return self._context.call(self._module, self._forward, args, kwargs)
+        return self._forward(*args, **kwargs)
+
+
+def _plain(result: Any) -> Any:
+    """The result with every HetTensor gathered; collective."""
+    if isinstance(result, Tensor):
+        return gather(result, images=True)
+    return map_tensors(functools.partial(gather, images=True), result)
+
+
+def _refuse_tracing(module: nn.Module) -> None:
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        raise HetConvError(
+            f"{type(module).__name__} is parallelized, and its messages between ranks cannot be traced or exported; "
+            f"trace or export the plain model before hetconv.parallelize"
+        )
+
+
+def _autocast(model: nn.Module) -> torch.dtype | None:
+    kind = next((p.device.type for p in model.parameters()), "cpu")
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether it is a batch of images that lie so and no other way."""
+    last = CHANNELS_LAST.get(x.dim())
+    return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)

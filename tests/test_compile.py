@@ -139,8 +139,8 @@ def test_each_command_is_helped_by_its_first_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [("", "usage"), ("nothing", "invalid choice"), ("compile --archs 70", "bench: --archs 70"),
-     ("compile --workers 0", "at least 1"), ("products --threads 0", "at least 1"),
-     ("pair --devices toaster", "bench: device 'toaster'"), ("pair --size 7", "at least 8")],
+     ("compile --workers 0", "at least 1"), ("pair --devices toaster", "bench: device 'toaster'"),
+     ("pair --size 7", "at least 8")],
 )  # fmt: skip
 def test_what_does_not_fit_exits_with_status_2(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as e:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import kernels
 from .agreement import prepared
@@ -224,17 +223,40 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
         ctx.move, ctx.team = move, team
         ctx.save_for_backward(_SAVED)
-        result = _forward(local, move, team)
-        # Autograd would view it, and torch does not take the strides of such a view of one image for channels-last.
-        return result.detach() if result is local else result
+        # A view of it is no way out: torch does not take the strides of such a view of one image for channels-last.
+        return detached_if_same(_forward(local, move, team), local)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        move, team = ctx.move, ctx.team
         _ = ctx.saved_tensors
-        g = perform(team, grad, move.adjoint, move.dst.boxes[team.rank], move.src.boxes[team.rank])
-        return g, None, None
+        if torch.is_grad_enabled():
+            return _MovedBack.apply(grad, ctx.move, ctx.team), None, None
+        return _adjoint(grad, ctx.move, ctx.team), None, None
+
+
+class _MovedBack(torch.autograd.Function):
+    """The adjoint of a move, for a gradient that is differentiated itself. Its own adjoint is the move.
+
+    The cotangent of a cotangent lies as the value does: a summand for a partial one, a contribution for a read region.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, move: Move, team: Team) -> Tensor:
+        ctx.move, ctx.team = move, team
+        return detached_if_same(_adjoint(grad, move, team), grad)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _Moved.apply(g, ctx.move, ctx.team), None, None
+
+
+def detached_if_same(result: Tensor, given: Tensor) -> Tensor:
+    """Autograd would take a result that is the very input for a view of it."""
+    return result.detach() if result is given else result
+
+
+def _adjoint(grad: Tensor, move: Move, team: Team) -> Tensor:
+    return perform(team, grad, move.adjoint, move.dst.boxes[team.rank], move.src.boxes[team.rank])
 
 
 def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:

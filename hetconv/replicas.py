@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .holding import Atom, Held, Ranks, summed_among
 from .layout import Box, buckets
 from .messages import as_wire
-from .movement import Sum, take
+from .movement import Sum, detached_if_same, sum_pieces, take
 from .running import Running
 from .torch_internals import graph_task_id
 from .transport import Team
@@ -80,6 +79,16 @@ class _Bucket:
         self._found, self._sums = [], []
         return tuple(found)
 
+    def differentiable_sums(self, grads: Grads) -> Grads:
+        """The sum of each gradient; None where no rank has one."""
+        everyone = range(self._team.size)
+        found: list[Tensor | None] = []
+        for i, g in enumerate(grads):
+            held = self._held[i]
+            boxes = held.boxes if held is not None else tuple(self._own(i) for _ in everyone)
+            found.append(_SumAmongHolders.apply(g, boxes, self._team) if g is not None else None)
+        return tuple(found)
+
     def _flat(self, gradient: Tensor, i: int) -> Tensor:
         """In the order in which it travels: that of its memory, if the filters lie as when the model was cut."""
         return (as_wire(gradient) if self._as_wired[i] else gradient).flatten()
@@ -120,17 +129,31 @@ class _Aliases(torch.autograd.Function):
 
 class _Start(_Aliases):
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
+        if torch.is_grad_enabled():  # gradients that are differentiated themselves: each its own sum, at once
+            return None, *ctx.bucket.differentiable_sums(grads)
         ctx.bucket.start(grads)
         return (None,) * (1 + len(grads))
 
 
 class _End(_Aliases):
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_: None) -> Grads:
+    def backward(ctx: Any, *grads: Tensor | None) -> Grads:
+        if torch.is_grad_enabled():
+            return None, *grads
         return None, *ctx.bucket.end()
+
+
+class _SumAmongHolders(torch.autograd.Function):
+    """The sum of what several ranks contribute to the same elements, for a gradient that is differentiated itself."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, boxes: tuple[Box, ...], team: Team) -> Tensor:
+        return detached_if_same(sum_pieces(team, g, boxes, boxes), g)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return g, None, None  # the sum is the same on all that hold it, and counts once
 
 
 class Scope:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..calls import BatchNormCall, Call
 from ..following import BatchNorm
 from ..kernels.finish import per_channel
-from ..layout import Box, Layout
-from ..movement import perform
+from ..layout import Box, Layout, Need
+from ..movement import moved, perform
 from ..replicas import contributed, running_of
 from ..rules import Step
 from ..running import Running
 from ..tensor import HetTensor
 from ..transport import Team
-from .common import Args, Func, Kwargs, bring
+from .common import Args, Func, Kwargs, bring, differentiable_gradients
 
 
 class Norm(NamedTuple):
@@ -183,14 +182,18 @@ class _SplitBatchNorm(torch.autograd.Function):
         if norm.mean is not None:  # before anything is saved: by that a checkpoint knows how far to compute again
             _track(norm, mean, var, count)
         ctx.save_for_backward(x, weight, _sliced(mean, held), _sliced((var + norm.eps).rsqrt(), held))
-        ctx.step, ctx.team, ctx.count, ctx.held = step, team, count, held
+        ctx.step, ctx.team, ctx.count, ctx.held, ctx.eps = step, team, count, held, norm.eps
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            bias = x.new_zeros(ctx.step.output.shape[1], dtype=ctx.bias_dtype or x.dtype)
+            bias.requires_grad_(ctx.needs_input_grad[2])
+            again = partial(_differentiable, ctx.eps, ctx.step, ctx.team)
+            return *differentiable_gradients(again, (x, weight, bias), g), None, None, None
         held, (move,) = ctx.held, ctx.step.backward
         own = _among_all(_sums(g, x, mean, invstd), held, ctx.step)
         whole = Box.whole(tuple(own.shape))
@@ -205,6 +208,32 @@ class _SplitBatchNorm(torch.autograd.Function):
         g_weight = sums[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
         g_bias = sums[1].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return gx, g_weight, g_bias, None, None, None
+
+
+def _differentiable(eps: float, step: Step, team: Team, x: Tensor, weight: Tensor | None, bias: Tensor) -> Tensor:
+    """`_SplitBatchNorm`, by operators that autograd knows."""
+    held, exact, (move,) = _own_slice(step.output, team), exact_of(x), step.forward
+    if x.numel():
+        var, mean = torch.var_mean(x.to(exact), [d for d in range(x.dim()) if d != 1], correction=0)
+        own = torch.stack((var, mean))
+    else:
+        own = x.sum().to(exact).expand(2, x.shape[1]) * 0
+    # Each rank uses all statistics, and the whole weight, for its own part: their gradients are contributions.
+    each = moved(team, _among_all(own, held, step)[None], move.src, Need(move.dst.shape, move.dst.boxes))
+    variances, means = each.unbind(1)
+    share = _shares(step.output, exact, x.device)
+    mean = (share * means).sum(0)
+    invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
+    shape, world = (step.output.shape[1],), team.size
+    gain, shift = (
+        moved(team, p, Layout.replicated(shape, world), Need.everything(shape, world)) if p is not None else None
+        for p in (weight, bias)
+    )
+    scale = invstd if gain is None else invstd * gain.to(exact)
+    assert shift is not None
+    of_all = torch.stack((scale, shift.to(exact) - mean * scale))
+    scale, shift = (of_all if held is None else of_all[:, held]).unbind()
+    return (x.to(exact) * per_channel(scale, x) + per_channel(shift, x)).to(x.dtype)
 
 
 @lru_cache(1024)

@@ -66,6 +66,65 @@ def empty_output(shape: tuple[int, ...], *sources: Tensor | None) -> Tensor:
     return (reached + first.new_zeros(shape)).to(first.dtype)
 
 
+def differentiable_gradients(
+    compute: Callable[..., Tensor], inputs: Sequence[Tensor | None], g: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``inputs``, as functions that autograd can differentiate again.
+
+    For a function of our own whose backward is asked for with ``create_graph=True``: its result is computed once more
+    by operators that autograd knows, and these are differentiated.
+
+    Args:
+        compute: computes the result, given ``inputs``; all ranks call it alike.
+        inputs: as the backward returns gradients for; None, or without a gradient, gives None.
+        g: the gradient of the result.
+    """
+    with torch.enable_grad():
+        # Aliases, at which autograd stops: parameters of one bucket have one node, to which it would go through x too.
+        aliases = [x.view_as(x) if x is not None else None for x in inputs]
+        wanted = [x for x in aliases if x is not None and x.requires_grad]
+        y = compute(*aliases)
+        if not y.requires_grad:  # a rank without parameters and without rows
+            return (None,) * len(inputs)
+        found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+
+
+def tied(y: Tensor, *sources: Tensor) -> Tensor:
+    """``y``, of which the gradients of all ``sources`` are part of the graph, if only as zeros.
+
+    Ranks hold different parts, some of them empty. Where gradients are differentiated again, every rank must come to
+    the same exchanges: a gradient that one rank leaves out would cut them off there.
+    """
+    return _Tied.apply(y, *sources)  # type: ignore[no-any-return]
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *sources: Tensor) -> Tensor:
+        ctx.save_for_backward(*sources)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        sources = ctx.saved_tensors
+        return g, *(_Zeros.apply(k, *sources, g) for k in range(len(sources)))
+
+
+class _Zeros(torch.autograd.Function):
+    """Zeros like one of the tensors, as a function of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, index: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.zeros_like(tensors[index])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        return None, *(_Zeros.apply(k, *tensors, g) for k in range(len(tensors)))
+
+
 class _Cropped(torch.autograd.Function):
     """`torch.narrow`, but that the gradient of an image lies as the image does: torch's own never is channels-last."""
 

@@ -6,21 +6,23 @@ while they are computed; backward sends the halo's cotangent home first and comp
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import kernels
 from ..emulate import stretched
-from ..kernels import Route
+from ..kernels import Route, aten
 from ..kernels.aten import summed_pixels
 from ..kernels.finish import per_channel
 from ..messages import Round
 from ..movement import disjoint, side_of, start_round
 from ..spec import Segment
 from ..transport import Team
+from .common import differentiable_gradients, tied
 from .geometry import Geometry
 
 
@@ -87,9 +89,12 @@ class LocalConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x, w, *halos), geo, team = ctx.saved_tensors, ctx.geo, ctx.team
+        if torch.is_grad_enabled():
+            gx, gw = differentiable_gradients(partial(_differentiable, geo, team), (x, w), g)
+            gb = summed_pixels(g)[: ctx.biases] if ctx.needs_input_grad[2] else None
+            return gx, gw, gb, None, None
         want_x, want_w, want_b = ctx.needs_input_grad[:3]
         partial_w: list[tuple[Segment, Tensor]] = []
         home: dict[int, Tensor] = {}
@@ -117,12 +122,63 @@ class LocalConv(torch.autograd.Function):
         return gx, _weight_gradient(partial_w, w, geo) if want_w else None, gb, None, None
 
 
+def _differentiable(geo: Geometry, team: Team, x: Tensor, w: Tensor) -> Tensor:
+    """`computed` without bias, by operators that autograd knows."""
+    y, sources = x.new_zeros(geo.y_shape), [x, w]
+    parts = [] if geo.own is None else [(x, geo.own, geo.own_lo)]
+    if geo.held:
+        joined, *got = _FetchedHalos.apply(x, geo, team)
+        y, sources = y + joined, [x, w, joined]
+        parts += [(halo, s, lo) for halo, (_, s, lo) in zip(got, geo.halos, strict=True) if s is not None]
+    for rows, segment, lo in parts:
+        if rows.numel() and w.numel():
+            own, taps = _cut(rows, w, geo, segment, lo)
+            s = geo.op.spec
+            part = aten.conv(own, taps, None, s.stride, geo.padding(segment), s.dilation, geo.groups)
+            before = segment.out[0] - geo.first_out
+            beyond = y.shape[geo.dim] - before - part.shape[geo.dim]
+            y = y + F.pad(part, (*(0, 0) * (y.dim() - 1 - geo.dim), before, beyond))
+    return tied(y, *sources)
+
+
+class _FetchedHalos(torch.autograd.Function):
+    """The halos of own rows, in the order of ``geo.halos``, after a zero that ties every rank to the exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, geo: Geometry, team: Team) -> tuple[Tensor, ...]:
+        ctx.geo, ctx.team, ctx.shape = geo, team, x.shape
+        got = start_round(team, x, geo.held, geo.wanted).wait()
+        return x.new_zeros(()), *(got[peer] for peer, _, _ in geo.halos)
+
+    @staticmethod
+    def backward(ctx: Any, joined: Tensor, *halos: Tensor) -> tuple[Tensor, None, None]:
+        return _HalosSentHome.apply(joined, ctx.shape, ctx.geo, ctx.team, *halos), None, None
+
+
+class _HalosSentHome(torch.autograd.Function):
+    """The adjoint of `_FetchedHalos`: the cotangent of own rows that other ranks read."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, shape: torch.Size, geo: Geometry, team: Team, *halos: Tensor) -> Tensor:
+        ctx.geo, ctx.team = geo, team
+        gx = joined.new_zeros(shape)
+        home = {peer: halo for (peer, _, _), halo in zip(geo.halos, halos, strict=True)}
+        with _send_home(geo, team, gx, home) as came:
+            _add_home(gx, came, geo, team)
+        return gx
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        joined, *halos = _FetchedHalos.apply(g, ctx.geo, ctx.team)
+        return joined, None, None, None, *halos
+
+
 def _send_home(geo: Geometry, team: Team, x: Tensor, home: dict[int, Tensor]) -> Round:
     """Each halo's cotangent goes to the rank that lent it; from the others come those of this rank's rows."""
     return Round(team, x, home, side_of(geo.wanted, geo.held, team.rank).comes)
 
 
-def _add_home(gx: Tensor, came: dict[int, Tensor], geo: Geometry, team: Team) -> None:
+def _add_home(gx: Any, came: dict[int, Tensor], geo: Geometry, team: Team) -> None:
     """Adds the cotangents of the rows that others read, in one pass unless several read the same."""
     held = geo.held[team.rank]
     boxes = [geo.wanted[peer].intersect(held) for peer in came]

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..calls import Call, NormCall, name_of
 from ..following import BatchNorm, GroupNorm, OwnNorm
 from ..kernels.finish import per_channel
-from ..layout import Box
-from ..movement import perform
+from ..layout import Box, Need
+from ..movement import moved, perform
 from ..replicas import contributed
 from ..rules import Step
 from ..tensor import HetTensor, gather
 from ..transport import Team
 from .batch_norm import batch_norm, exact_of, of_nothing
-from .common import Args, Func, Kwargs, Runner, as_called, bring, called_on
+from .common import Args, Func, Kwargs, Runner, as_called, bring, called_on, differentiable_gradients
 
 
 def group_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
@@ -67,14 +67,17 @@ class _SplitGroupNorm(torch.autograd.Function):
         scale = scale if weight is None else scale * per_channel(weight.to(exact), x)
         shift = -centre * scale if bias is None else per_channel(bias.to(exact), x) - centre * scale
         ctx.save_for_backward(x, weight, mean, invstd)
-        ctx.op, ctx.step, ctx.team, ctx.lo = op, step, team, lo
+        ctx.op, ctx.step, ctx.team, ctx.lo, ctx.eps = op, step, team, lo, eps
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return torch.addcmul(shift, x.to(exact), scale).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            bias = x.new_zeros(x.shape[1], dtype=ctx.bias_dtype or x.dtype).requires_grad_(ctx.needs_input_grad[2])
+            again = partial(_differentiable, ctx.eps, ctx.op, ctx.step, ctx.team)
+            return *differentiable_gradients(again, (x, weight, bias), g), None, None, None, None
         op, lo, dims = ctx.op, ctx.lo, list(range(2, x.dim()))
         scale = _to_channels(invstd, op, lo, x)
         centred = (x.to(mean.dtype) - _to_channels(mean, op, lo, x)) * scale
@@ -93,6 +96,24 @@ class _SplitGroupNorm(torch.autograd.Function):
         g_weight = of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
         g_bias = of_bias.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return gx, g_weight, g_bias, None, None, None, None
+
+
+def _differentiable(
+    eps: float, op: GroupNorm, step: Step, team: Team, x: Tensor, weight: Tensor | None, bias: Tensor
+) -> Tensor:
+    """`_SplitGroupNorm`, by operators that autograd knows."""
+    layout, exact, (move,) = step.output, exact_of(x), step.forward
+    lo = layout.boxes[team.rank].lo[1]
+    own = _group_moments(x.to(exact), op, lo) + x.sum().to(exact) * 0  # also of an empty part
+    each = moved(team, own[None], move.src, Need(move.dst.shape, move.dst.boxes))
+    variances, means = each.view(len(each), 2, -1, op.groups).unbind(1)
+    mates = layout.mates(team.rank)
+    share = each.new_tensor(op.shares(layout)[mates.start : mates.stop])[:, None]
+    mean = (share * means).sum(0)
+    invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
+    y = (x.to(exact) - _to_channels(mean, op, lo, x)) * _to_channels(invstd, op, lo, x)
+    y = y if weight is None else y * per_channel(weight.to(exact), x)
+    return (y + per_channel(bias.to(exact), x)).to(x.dtype)
 
 
 def _group_moments(x: Tensor, op: GroupNorm, lo: int) -> Tensor:

@@ -222,6 +222,9 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
         ctx.move, ctx.team = move, team
+        # The gradient of a plain tensor goes on to PyTorch's operators, some of which take channels-last gradients of
+        # contiguous tensors wrongly (instance norm, PyTorch 2.13).
+        ctx.contiguous = move.src.kind == "replicated" and local.is_contiguous()
         ctx.save_for_backward(_SAVED)
         # A view of it is no way out: torch does not take the strides of such a view of one image for channels-last.
         return detached_if_same(_forward(local, move, team), local)
@@ -229,9 +232,9 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _ = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _MovedBack.apply(grad, ctx.move, ctx.team), None, None
-        return _adjoint(grad, ctx.move, ctx.team), None, None
+        back = _MovedBack.apply if torch.is_grad_enabled() else _adjoint
+        g = back(grad, ctx.move, ctx.team)
+        return g.contiguous() if ctx.contiguous else g, None, None
 
 
 class _MovedBack(torch.autograd.Function):

@@ -141,6 +141,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck's, 2.14
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("backend", ["triton", "aten"])

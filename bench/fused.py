@@ -70,7 +70,7 @@ def measure(devices: tuple[DeviceName, ...], case: Case) -> list[dict[str, Any]]
     model, x = model.to(device).eval(), x.to(device)
     graph, even = capture(model, x), (1,) * team.size
     plan = make_plan(graph, ClusterProfile.from_devices(["cpu"] * team.size, link="host"), mode="infer")
-    folds = folding_pays(team, [device])
+    folds = folding_pays(team)
     for kind in KINDS:
         cut = plan.with_splits(whole_model(graph, kind, even, (kind,)))  # its seconds are nobody's
         with fold_anywhere():

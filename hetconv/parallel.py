@@ -44,7 +44,8 @@ def parallelize(
 
     ``fuse``: without autograd (`torch.no_grad`, `torch.inference_mode`), a cut convolution computes the batch norm in
     evaluation, the residual and the activation that alone follow it, as the plan says, while it stores its own slice:
-    the same up to rounding, in fewer passes. On CPUs, where that would take longer, it does not.
+    the same up to rounding, in fewer passes. Where ATen computes (oneDNN, cuDNN), that would take longer, and it does
+    not.
 
     ``sync_every``: forwards in training after which `sync_replicated` compares the replicas, and brings them back to
     rank 0's if unequal hardware has rounded them apart; 0 for never.
@@ -72,7 +73,7 @@ def parallelize(
     devices = {p.device for p in model.parameters()}
     for device in devices:
         _install(tiles, device)
-    fuse = fuse and folding_pays(team, devices)
+    fuse = fuse and folding_pays(team)
     broadcast(team, [t.data for t in (*model.parameters(), *model.buffers())])
     _share_random_state(team, model)
     swapped: dict[int, nn.Module] = {}

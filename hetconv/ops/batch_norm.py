@@ -254,6 +254,9 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     """(2, c): over the own part, the sums of g times normalized x, and of g."""
     if not x.numel():
         return torch.zeros((2, x.shape[1]), dtype=mean.dtype, device=mean.device)
+    if x.is_cuda:  # whose native_batch_norm_backward wants running statistics
+        total, centred, _, _ = torch.batch_norm_backward_reduce(g, x, mean, invstd, None, True, False, False)
+        return torch.stack([centred * invstd, total])
     _, along, total = torch.ops.aten.native_batch_norm_backward(
         g, x, None, None, None, mean, invstd, True, 0.0, [False, True, True]
     )

@@ -51,9 +51,7 @@ def one(kind: SplitKind, sizes: dict[str, tuple[int, int]]) -> Differences:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     serial = Net()
-    cut = hetconv.parallelize(
-        copy.deepcopy(serial), plan_of(serial, {n: Split(kind, s) for n, s in sizes.items()}, 2)
-    )
+    cut = hetconv.parallelize(copy.deepcopy(serial), plan_of(serial, {n: Split(kind, s) for n, s in sizes.items()}, 2))
     Watch.seen.clear()
     found = one_step(serial, cut, torch.randn(1, 3, 6, 6))
     return found | {"contiguous": 0.0 if all(Watch.seen) and len(Watch.seen) == 2 else 1.0}

@@ -69,8 +69,8 @@ def save_checkpoint(
         state["extra"] = (extra,)  # DCP keeps a tuple as it is, and turns the keys of a dictionary into strings
     new, leads = _sibling(path, team), team is None or team.rank == 0
     try:
-        metadata = _by_dcp(team, f"saving {path}", lambda: _write(state, new, team))
-        agreed(model, "save_checkpoint", lambda: _put(new, path, metadata) if leads else None, lambda _: "written")
+        _by_dcp(team, f"saving {path}", lambda: _write(state, new, team))
+        agreed(model, "save_checkpoint", lambda: _put(new, path) if leads else None, lambda _: "written")
     except BaseException:
         if leads:
             shutil.rmtree(new, ignore_errors=True)
@@ -132,10 +132,9 @@ def _own_slice(x: HetTensor) -> _Slice:
     return _Slice.of(x.local, x.placement.boxes[x.team.rank], x.placement.shape)
 
 
-def _write(state: State, path: Path, team: Team | None) -> Metadata:
+def _write(state: State, path: Path, team: Team | None) -> None:
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    metadata: Metadata = save(state, storage_writer=FileSystemWriter(path), planner=planner, **_among(team))
-    return metadata
+    save(state, storage_writer=FileSystemWriter(path), planner=planner, **_among(team))
 
 
 def _read(state: State, path: Path, team: Team | None) -> None:
@@ -165,9 +164,9 @@ def _sibling(path: Path, team: Team | None) -> Path:
     return path.with_name(name[0])
 
 
-def _put(new: Path, path: Path, metadata: Metadata) -> None:
+def _put(new: Path, path: Path) -> None:
     """``new`` at ``path``. Until it is there, what was there is there, or at `_aside`."""
-    storage: dict[Any, Any] = metadata.storage_data
+    storage: dict[Any, Any] = _metadata(new).storage_data
     if lost := sorted({x.relative_path for x in storage.values() if not (new / x.relative_path).is_file()}):
         raise HetConvError(f"rank 0 does not find {lost} in {new}; give a path in a file system that all ranks share")
     if path.exists():

@@ -46,6 +46,12 @@ INTERNALS = {
     "fake_tensor_mode": Internal(
         "torch._subclasses.fake_tensor", "FakeTensorMode", "to capture a model without computing"
     ),
+    "checkpoint_saver": Internal(
+        "torch.utils.checkpoint",
+        "_NoopSaveInputs",
+        "to leave inputs that a checkpoint only keeps in parts; PyTorch 2.13 keeps them without a function",
+        True,
+    ),
     "unflatten_state_dict": Internal(
         "torch.distributed.checkpoint._nested_dict", "unflatten_state_dict", "to load an optimizer's nested state"
     ),
@@ -97,6 +103,7 @@ tree_map_only: Callable[..., Any] = find(INTERNALS["tree_map_only"])
 tree_leaves: Callable[..., Any] = find(INTERNALS["tree_leaves"])
 tree_flatten_with_path: Callable[..., Any] = find(INTERNALS["tree_flatten_with_path"])
 keystr: Callable[..., str] = find(INTERNALS["keystr"])
+checkpoint_saver: type | None = find(INTERNALS["checkpoint_saver"])
 _node_types: dict[type, Any] = find(INTERNALS["SUPPORTED_NODES"])
 
 

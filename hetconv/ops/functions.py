@@ -13,14 +13,14 @@ import torch
 
 from ..errors import HetConvError
 from ..tensor import HetTensor, compute_waiting
-from ..torch_internals import replace_function_apply
+from ..torch_internals import checkpoint_saver, replace_function_apply
 
 
 def gather_for_functions(on_gathered: Callable[..., Any]) -> None:
     """From now on ``on_gathered`` runs `torch.autograd.Function.apply` where it is given a HetTensor."""
 
     def apply(cls: type, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if HetTensor not in map(type, args):
+        if cls is checkpoint_saver or HetTensor not in map(type, args):
             result = plain(*args, **kwargs)
         else:
             compute_waiting()  # it may write in place

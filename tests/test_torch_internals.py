@@ -17,7 +17,8 @@ PRIVATE = re.compile(r"torch\._(?!_version__)|torch\.[a-z.]*\._[a-z]|from torch[
 
 
 def test_this_torch_has_all_of_them() -> None:
-    assert all(torch_internals.find(internal) is not None for internal in INTERNALS.values())
+    missing = [name for name, internal in INTERNALS.items() if torch_internals.find(internal) is None]
+    assert set(missing) <= {"checkpoint_saver"}  # which PyTorch 2.13 no longer needs
 
 
 def test_what_a_later_torch_lacks_is_named_or_done_without() -> None:

@@ -111,6 +111,13 @@ class HetTensor(Tensor):
             _forget(other)
             _waiting[id(self)] = self
 
+    def become_whole(self, whole: Tensor) -> None:
+        """Is replicated from now on, with this value on every rank; its shape may be another one than before."""
+        if (shape := tuple(whole.shape)) != self.placement.shape:
+            with no_torch_function():
+                self.data = make_wrapper(HetTensor, shape, dtype=self.dtype, device=self.device)
+        self.local, self.placement = whole, Layout.replicated(shape, self.team.size)
+
     # What models ask for most; through __torch_function__ each takes some microseconds.
 
     @property

@@ -34,9 +34,9 @@ class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def _serve(rank: int, world: int, folder: str, backend: str, jobs: Connection) -> None:
+def _serve(rank: int, world: int, folder: str, backend: str, timeout: timedelta, jobs: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=TIMEOUT)
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timeout)
     while (job := jobs.recv_bytes()) != b"stop":
         torch.manual_seed(0)
         try:
@@ -52,15 +52,17 @@ def _serve(rank: int, world: int, folder: str, backend: str, jobs: Connection) -
 class Pool:
     """``world`` ranks of one process group that take jobs one after the other."""
 
-    def __init__(self, world: int, method: Method = "forkserver", backend: str = "gloo") -> None:
+    def __init__(
+        self, world: int, method: Method = "forkserver", backend: str = "gloo", timeout: timedelta = TIMEOUT
+    ) -> None:
         context: Any = mp.get_context(method)
         if method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
-        self._folder = tempfile.mkdtemp()
+        self._folder, self._timeout = tempfile.mkdtemp(), timeout
         self._ends, self._ranks = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            p = context.Process(target=_serve, args=(rank, world, self._folder, backend, there), daemon=True)
+            p = context.Process(target=_serve, args=(rank, world, self._folder, backend, timeout, there), daemon=True)
             p.start()
             there.close()
             self._ends.append(here)
@@ -73,7 +75,7 @@ class Pool:
             if last:
                 end.send_bytes(b"stop")
         found: list[Outcome] = [(False, "no answer in time")] * len(self._ends)
-        waiting, deadline = set(self._ends), time.monotonic() + 2 * TIMEOUT.total_seconds()
+        waiting, deadline = set(self._ends), time.monotonic() + 2 * self._timeout.total_seconds()
         while waiting and (ready := wait(list(waiting), max(deadline - time.monotonic(), 0))):
             for end in ready:
                 assert isinstance(end, Connection)

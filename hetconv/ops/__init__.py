@@ -23,10 +23,9 @@ from ..following import (
     Pointwise,
     Pool,
 )
-from ..layout import Layout
 from ..rules import Gather, Step
 from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
-from ..torch_internals import no_torch_function, tree_iter, tree_map
+from ..torch_internals import no_torch_function, storage_id, tree_iter, tree_map
 from . import (
     contractions,
     convs,
@@ -42,10 +41,11 @@ from . import (
     unmoved,
     views,
 )
-from .common import Args, Func, Kwargs, Runner, cached_step, placement_of
+from .common import Args, Func, Kwargs, Runner, as_called, cached_step, placement_of
 from .conv import Way, convolution, way_of
 from .dense import linear
 from .folding import fold
+from .trial import Verdict, tried
 
 __all__ = ["Way", "convolution", "dispatch", "linear", "placement_of", "way_of"]
 
@@ -84,20 +84,27 @@ def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwar
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any:
     """``key``: what to remember the call by, if it turns out to move nothing."""
+    verdict, found = tried(func, args, kwargs)
+    if verdict.returns is not None:
+        return found[verdict.returns]
     # An argument that waits leaves no key.
     if key is None and (folded := fold(func, args, kwargs)) is not None:
         return folded
     call = read(func, args, kwargs)
     if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
         return _without_values(func, args, kwargs)
+    if verdict.empty or verdict.reshapes:
+        call = None
     if call is not None:
         team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
         step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
-        if team is not None and step is not None and runs_on_parts(call, step):
+        if team is not None and step is not None and runs_on_parts(call, step) and _fits(verdict, step, args, found):
             if call.in_place:
                 compute_waiting()
             y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
-            if key is not None:
+            if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
+                views.link(y, found[0], as_called(func, args, kwargs), copies=True, images=verdict.by_order)
+            elif key is not None:
                 unmoved.remember(key, call, step, team.rank, args)
             return y
     if writes_in_place(func, kwargs) or kwargs.get("out") is not None:
@@ -136,6 +143,13 @@ def runs_on_parts(call: Call, step: Step) -> bool:
     return isinstance(target, HetTensor) and views.may_write(target, step.output)
 
 
+def _fits(verdict: Verdict, step: Step, args: Args, found: Sequence[HetTensor]) -> bool:
+    """Whether the rule gives what PyTorch does. A view of what is not the first argument is not taken of parts."""
+    if verdict.shares and (not args or args[0] is not found[0]):
+        return False
+    return verdict.shapes is None or len(verdict.shapes) != 1 or verdict.shapes[0] == step.output.shape
+
+
 def _finish(call: Call, y: HetTensor | tuple[HetTensor, ...]) -> HetTensor | tuple[HetTensor, ...]:
     """A call in place leaves its result in the HetTensor that it was called on."""
     target = call.inputs[0]
@@ -156,9 +170,9 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs, *, images: bool = False)
     A HetTensor that the call writes to, or returns a view of, becomes replicated, so that both go on sharing memory,
     and with it whatever shares its memory on parts.
     """
-    written = args[0] if args and writes_in_place(func, kwargs) else kwargs.get("out")
-    if isinstance(written, HetTensor):
-        views.make_whole(written)
+    written = _written(func, args, kwargs)
+    for x in written:
+        views.make_whole(x)
     whole: dict[int, tuple[HetTensor, Tensor]] = {}
 
     def plain(x: Any) -> Any:
@@ -169,17 +183,26 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs, *, images: bool = False)
         return whole[id(x)][1]
 
     result = func(*tree_map(plain, args), **tree_map(plain, dict(kwargs)))
-    memory = {r.untyped_storage().data_ptr() for r in tree_iter(result) if isinstance(r, Tensor)}
-    seen = [(x, y) for x, y in whole.values() if y.untyped_storage().data_ptr() in memory]
+    memory = {storage_id(r) for r in tree_iter(result) if isinstance(r, Tensor) and r.layout == torch.strided}
+    seen = [(x, y) for x, y in whole.values() if storage_id(y) in memory]
     for x, gathered in seen:
         if not views.shared(x):
-            x.local, x.placement = gathered, Layout.replicated(x.placement.shape, x.team.size)
+            x.become_whole(gathered)
     copied = [x for x, _ in seen if views.shared(x) and views.shows(x, func, args, kwargs)]
     if copied:  # the view is of a copy of what they share
         for x in copied:
             views.make_whole(x)
         return on_gathered(func, args, kwargs, images=images)
-    return written if isinstance(written, HetTensor) and result is not None else result
+    for x in written:
+        x.become_whole(whole[id(x)][1])
+    owners = {id(whole[id(x)][1]): x for x in written}
+    return tree_map(lambda r: owners.get(id(r), r), result) if owners else result
+
+
+def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
+    """The HetTensors that a call writes to."""
+    targets = [kwargs.get("out"), args[0] if args and writes_in_place(func, kwargs) else None]
+    return [x for x in tree_iter(targets) if isinstance(x, HetTensor)]
 
 
 RUN: dict[type[Any], Runner] = convs.RUN | pointwise.RUN | norms.RUN | pools.RUN | resampling.RUN | shapes.RUN

@@ -51,6 +51,7 @@ def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
                 return None
             key.append(id(a.placement))
             team, a = a.team, a._local
+            key.append(a.dtype)
         elif a.__class__ in PLAIN:
             key.append((a,))
         elif isinstance(a, Tensor):

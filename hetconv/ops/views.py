@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..calls import Call
 from ..following import Pieces, View
+from ..kernels import CHANNELS_LAST
 from ..layout import Layout
 from ..rules import Step
 from ..tensor import HetTensor, gather
@@ -32,21 +33,26 @@ class Family:
     """Tensors on parts that share memory: ``views``, in the order in which they were taken, and what they are of.
 
     ``copies``: some may be copies, on this rank or another, where a part lies in memory as the whole would not.
+    ``images``: some are copies on one device, if what they are of is channels-last.
     """
 
     views: list[ref[HetTensor]] = field(default_factory=list)
     copies: bool = False
+    images: bool = False
 
 
 _families: Any = WeakIdKeyDictionary()  # of each tensor that has or is a view
 _sources: Any = WeakIdKeyDictionary()  # of each view: what it was taken of, how, and whether with autograd
 
 
-def link(view: HetTensor, source: HetTensor, retake: Retake, copies: bool = False) -> HetTensor:
+def link(
+    view: HetTensor, source: HetTensor, retake: Retake, *, copies: bool = False, images: bool = False
+) -> HetTensor:
     """Says that ``view`` shares the memory of ``source`` and how to take it of the whole."""
     family = _families.setdefault(source, Family())
     family.views.append(ref(view))
     family.copies |= copies
+    family.images |= images
     _families[view] = family
     _sources[view] = (source, retake, torch.is_grad_enabled())
     return view
@@ -73,12 +79,12 @@ def make_whole(x: HetTensor) -> None:
     while root in _sources:
         root = _sources[root][0]
     with torch.enable_grad():
-        _replicate(root, gather(root))
+        root.become_whole(gather(root, images=family.images))
     members = [root]
     for view in (v for r in family.views if (v := r()) is not None):
         source, retake, with_grad = _sources[view]
         with torch.set_grad_enabled(with_grad):
-            _replicate(view, retake(source.local))
+            view.become_whole(retake(source.local))
         members.append(view)
     for member in members:  # a view keeps its source until here
         _families.pop(member, None)
@@ -87,14 +93,8 @@ def make_whole(x: HetTensor) -> None:
 
 def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Whether a call gives a view of a view as it lies on one device: gathered alone it lies in another order."""
-    retakes, root = [], x
-    while root in _sources:
-        root, retake, _ = _sources[root]
-        retakes.append(retake)
     with torch.no_grad():
-        like = torch.empty(root.placement.shape, dtype=root.dtype, device="meta")
-        for retake in reversed(retakes):
-            like = retake(like)
+        like = on_meta(x)
         try:
             result = func(*tree_map(lambda a: like if a is x else a, args), **dict(kwargs))
         except Exception:  # it takes more than this tensor and numbers
@@ -103,8 +103,22 @@ def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
     return any(storage_id(r) == memory for r in tree_iter(result) if isinstance(r, Tensor))
 
 
-def _replicate(x: HetTensor, whole: Tensor) -> None:
-    x.local, x.placement = whole, Layout.replicated(x.placement.shape, x.team.size)
+def on_meta(x: HetTensor, *, images: bool = False) -> Tensor:
+    """A meta tensor that lies as ``x`` does on one device, if what it is a view of is contiguous.
+
+    With ``images``, if that is channels-last.
+    """
+    retakes, root = list[Retake](), x
+    while root in _sources:
+        root, retake, _ = _sources[root]
+        retakes.append(retake)
+    shape, order = root.placement.shape, torch.contiguous_format
+    if images:
+        order = CHANNELS_LAST.get(len(shape), order)
+    like = torch.empty(shape, dtype=root.dtype, device="meta", memory_format=order)
+    for retake in reversed(retakes):
+        like = retake(like)
+    return like
 
 
 def own_view(op: View, local: Tensor, read: Layout, output: Layout, rank: int) -> Tensor:

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .mailbox import Channel, Coming, Shape
+from .torch_internals import materialized
 from .transport import Team, answered, count, in_turn, near, silent
 
 
 def as_wire(x: Tensor) -> Tensor:
     """Images travel channels-last, whatever the memory format on either side: rows are then one run of memory."""
+    x = materialized(x)
     return x.movedim(1, -1) if x.dim() in (4, 5) else x
 
 

@@ -20,6 +20,7 @@ from .errors import LayoutError
 from .layout import Box, Boxes, Exchange, Layout, Move, Need, Shape, from_each, pieces
 from .levels import TwoLevel
 from .messages import STILL, Round
+from .torch_internals import is_view, materialized, storage_id
 from .transport import Team, near, team_of
 
 Slices = tuple[slice, ...]
@@ -132,6 +133,7 @@ def sum_pieces(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
 def start_sum(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Callable[[], Tensor]:
     """`sum_pieces` under way: what is returned waits for it."""
     me, side = team.rank, side_of(held, wanted, team.rank)
+    local = materialized(local)
     under_way, parts, own = _started(team, local, side), side.parts, side.own
 
     def arrived() -> Tensor:
@@ -227,7 +229,7 @@ class _Moved(torch.autograd.Function):
         ctx.contiguous = move.src.kind == "replicated" and local.is_contiguous()
         ctx.save_for_backward(_SAVED)
         # A view of it is no way out: torch does not take the strides of such a view of one image for channels-last.
-        return detached_if_same(_forward(local, move, team), local)
+        return function_result(_forward(local, move, team), local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -246,16 +248,24 @@ class _MovedBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, move: Move, team: Team) -> Tensor:
         ctx.move, ctx.team = move, team
-        return detached_if_same(_adjoint(grad, move, team), grad)
+        return function_result(_adjoint(grad, move, team), grad)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         return _Moved.apply(g, ctx.move, ctx.team), None, None
 
 
-def detached_if_same(result: Tensor, given: Tensor) -> Tensor:
-    """Autograd would take a result that is the very input for a view of it."""
-    return result.detach() if result is given else result
+def function_result(result: Tensor, given: Tensor) -> Tensor:
+    """What the forward of an autograd function returns, so that it may be written to in place.
+
+    PyTorch refuses to write to a view that a function returned. Of new memory, such as that of a message, nobody else
+    has a view: an alias will do. A view of the memory of ``given`` stays one, for writes to either to be seen.
+    """
+    if result is given:
+        return result.detach()
+    if is_view(result) and storage_id(result) != storage_id(given):
+        return result.data
+    return result
 
 
 def _adjoint(grad: Tensor, move: Move, team: Team) -> Tensor:
@@ -301,6 +311,7 @@ def redistribute(local: Tensor, src: Layout, dst: Layout | Need, *, group: dist.
             )
 
     prepared(team, "redistribute", check, lambda _: f"{local.dtype} {local.requires_grad} {src} -> {dst}")
+    local = materialized(local)
     return unshared(moved(team, local, src, dst), local)
 
 

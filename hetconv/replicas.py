@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .holding import Atom, Held, Ranks, summed_among
 from .layout import Box, buckets
 from .messages import as_wire
-from .movement import Sum, detached_if_same, sum_pieces, take
+from .movement import Sum, function_result, sum_pieces, take
 from .running import Running
 from .torch_internals import graph_task_id
 from .transport import Team
@@ -149,7 +149,7 @@ class _SumAmongHolders(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, boxes: tuple[Box, ...], team: Team) -> Tensor:
-        return detached_if_same(sum_pieces(team, g, boxes, boxes), g)
+        return function_result(sum_pieces(team, g, boxes, boxes), g)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:

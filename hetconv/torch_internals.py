@@ -148,6 +148,16 @@ def storage_id(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
 
 
+def is_view(x: Tensor) -> bool:
+    """Whether autograd takes ``x`` for a view of another tensor, also of one that has no gradient."""
+    return bool(x._is_view())
+
+
+def materialized(x: Tensor) -> Tensor:
+    """``x``, with memory of its own also if it is one of the zeros that autograd makes without any."""
+    return x.clone() if x._is_zerotensor() else x
+
+
 def write_count(x: Tensor) -> int:
     """How many times ``x`` was written to in place. Raises `RuntimeError` for an inference tensor."""
     return int(x._version)

@@ -93,7 +93,10 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
     call = read(func, args, kwargs)
     if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
         return _without_values(func, args, kwargs)
-    if verdict.empty or verdict.reshapes:
+    written = [found[i] for i in verdict.writes] or _written(func, args, kwargs)
+    for x in written:
+        views.check_write(x)
+    if verdict.empty or verdict.reshapes or (call is not None and not _writes_alone(call, written)):
         call = None
     if call is not None:
         team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
@@ -107,9 +110,9 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
             elif key is not None:
                 unmoved.remember(key, call, step, team.rank, args)
             return y
-    if writes_in_place(func, kwargs) or kwargs.get("out") is not None:
+    if written:
         compute_waiting()
-    return on_gathered(func, args, kwargs, images=call is not None and _of_images(call))
+    return on_gathered(func, args, kwargs, images=call is not None and _of_images(call), written=written)
 
 
 def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -143,6 +146,11 @@ def runs_on_parts(call: Call, step: Step) -> bool:
     return isinstance(target, HetTensor) and views.may_write(target, step.output)
 
 
+def _writes_alone(call: Call, written: Sequence[HetTensor]) -> bool:
+    """Whether a call writes to nothing but the target of a call in place."""
+    return all(call.in_place and x is call.inputs[0] for x in written)
+
+
 def _fits(verdict: Verdict, step: Step, args: Args, found: Sequence[HetTensor]) -> bool:
     """Whether the rule gives what PyTorch does. A view of what is not the first argument is not taken of parts."""
     if verdict.shares and (not args or args[0] is not found[0]):
@@ -164,13 +172,14 @@ def _of_images(call: Call) -> bool:
     return isinstance(call.op, IMAGES) or (isinstance(call.op, Cat) and call.op.dim == 1)
 
 
-def on_gathered(func: Func, args: Args, kwargs: Kwargs, *, images: bool = False) -> Any:
+def on_gathered(
+    func: Func, args: Args, kwargs: Kwargs, *, images: bool = False, written: Sequence[HetTensor] = ()
+) -> Any:
     """Gathers every HetTensor among the arguments and runs the function on plain tensors. ``images``: as `gather` says.
 
-    A HetTensor that the call writes to, or returns a view of, becomes replicated, so that both go on sharing memory,
-    and with it whatever shares its memory on parts.
+    A HetTensor that the call writes to (``written``), or returns a view of, becomes replicated, so that both go on
+    sharing memory, and with it whatever shares its memory on parts.
     """
-    written = _written(func, args, kwargs)
     for x in written:
         views.make_whole(x)
     whole: dict[int, tuple[HetTensor, Tensor]] = {}
@@ -192,7 +201,7 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs, *, images: bool = False)
     if copied:  # the view is of a copy of what they share
         for x in copied:
             views.make_whole(x)
-        return on_gathered(func, args, kwargs, images=images)
+        return on_gathered(func, args, kwargs, images=images, written=written)
     for x in written:
         x.become_whole(whole[id(x)][1])
     owners = {id(whole[id(x)][1]): x for x in written}
@@ -200,7 +209,7 @@ def on_gathered(func: Func, args: Args, kwargs: Kwargs, *, images: bool = False)
 
 
 def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
-    """The HetTensors that a call writes to."""
+    """The HetTensors that a call writes to, by its name and its arguments."""
     targets = [kwargs.get("out"), args[0] if args and writes_in_place(func, kwargs) else None]
     return [x for x in tree_iter(targets) if isinstance(x, HetTensor)]
 

@@ -103,7 +103,7 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, *sources: Tensor) -> Tensor:
         ctx.save_for_backward(*sources)
-        return y.detach()
+        return y.data  # nobody else has y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
@@ -131,7 +131,7 @@ class _Cropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, dim: int, span: Span) -> Tensor:
         ctx.pads = *(0, 0) * (y.dim() - 1 - dim), span[0], y.shape[dim] - span[1]
-        return y.narrow(dim, span[0], span[1] - span[0])
+        return y.narrow(dim, span[0], span[1] - span[0]).data  # nobody else has y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:

@@ -14,7 +14,7 @@ from ..kernels.finish import per_channel
 from ..replicas import contributed
 from ..rules import Step
 from ..spec import Span
-from ..tensor import HetTensor
+from ..tensor import HetTensor, gather
 from ..transport import Team
 from .common import Args, Func, Kwargs, Runner, bring, cropped
 
@@ -26,8 +26,8 @@ def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, k
     assert isinstance(op, ConvTranspose)
     assert call.weight is not None
     x, own = bring(call.inputs[0], step.reads[0], team), step.output.boxes[team.rank]
-    w = contributed(team, call.weight)
-    b = contributed(team, call.bias) if call.bias is not None else None
+    w = contributed(team, gather(call.weight))
+    b = contributed(team, gather(call.bias)) if call.bias is not None else None
     if not (x.numel() and own.numel):  # the graph still reaches every tensor
         y = ((x.sum() + w.sum()) * 0).to(x.dtype).expand(own.shape)
         return HetTensor.wrap(y if b is None else y + per_channel(b, y), step.output, team)

@@ -21,6 +21,7 @@ from ..kernels.finish import per_channel
 from ..messages import Round
 from ..movement import disjoint, side_of, start_round
 from ..spec import Segment
+from ..torch_internals import materialized
 from ..transport import Team
 from .common import differentiable_gradients, tied
 from .geometry import Geometry
@@ -90,7 +91,7 @@ class LocalConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (x, w, *halos), geo, team = ctx.saved_tensors, ctx.geo, ctx.team
+        (x, w, *halos), geo, team, g = ctx.saved_tensors, ctx.geo, ctx.team, materialized(g)
         if torch.is_grad_enabled():
             gx, gw = differentiable_gradients(partial(_differentiable, geo, team), (x, w), g)
             gb = summed_pixels(g)[: ctx.biases] if ctx.needs_input_grad[2] else None

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..calls import writes_in_place
+from ..calls import BatchNormCall, name_of, read, writes_in_place
 from ..kernels import CHANNELS_LAST
 from ..layout import Shape
 from ..tensor import HetTensor
-from ..torch_internals import storage_id, tree_iter, tree_map
+from ..torch_internals import storage_id, tree_iter, tree_map, write_count
 from . import views
 from .common import Args, Func, Kwargs
 
@@ -47,6 +47,7 @@ class Verdict(NamedTuple):
         by_order: whether the two above depend on the order in which the first argument lies in memory.
         empty: whether an argument or a result has no elements.
         reshapes: whether it changes the shape of an argument.
+        writes: which of the HetTensors it writes to, counted as in ``returns``.
     """
 
     shapes: tuple[Shape, ...] | None = None
@@ -55,6 +56,7 @@ class Verdict(NamedTuple):
     by_order: bool = False
     empty: bool = False
     reshapes: bool = False
+    writes: tuple[int, ...] = ()
 
 
 UNKNOWN = Verdict()
@@ -125,12 +127,24 @@ def _verdict(func: Func, args: Args, kwargs: Kwargs, found: Sequence[HetTensor])
         tuple(tuple(r.shape) for r in tensors),
         empty=any(0 in t.shape for t in (*tensors, *found)),
         reshapes=any(tuple(m.shape) != x.placement.shape for m, x in zip(metas, found, strict=True)),
+        writes=_written(func, args, kwargs, found, metas),
     )
     if not isinstance(result, Tensor) or writes_in_place(func, kwargs) or kwargs.get("out") is not None:
         return verdict
     if storage_id(result) not in set(map(storage_id, metas)):
         return verdict  # a new tensor is one in every order
     return _alias(verdict, func, args, kwargs, [_contiguous, _channels_last, _reversed])
+
+
+def _written(
+    func: Func, args: Args, kwargs: Kwargs, found: Sequence[HetTensor], metas: Sequence[Tensor]
+) -> tuple[int, ...]:
+    """Which of the HetTensors a call wrote to in its trial."""
+    if "batch_norm" in name_of(func):  # its writes to running statistics are not counted
+        call = read(func, args, kwargs)
+        statistics = (call.mean, call.var) if isinstance(call, BatchNormCall) else args[3:5]
+        return tuple(i for i, x in enumerate(found) if any(x is s for s in statistics))
+    return tuple(i for i, m in enumerate(metas) if write_count(m))
 
 
 def _alias(verdict: Verdict, func: Func, args: Args, kwargs: Kwargs, orders: Sequence[Lay]) -> Verdict:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -41,12 +41,27 @@ class Family:
     images: bool = False
 
 
+class Source(NamedTuple):
+    """What a view was taken of and how, whether with autograd, and whether as one of several by a single call."""
+
+    tensor: HetTensor
+    retake: Retake
+    with_grad: bool
+    several: bool
+
+
 _families: Any = WeakIdKeyDictionary()  # of each tensor that has or is a view
-_sources: Any = WeakIdKeyDictionary()  # of each view: what it was taken of, how, and whether with autograd
+_sources: Any = WeakIdKeyDictionary()  # of each view: a `Source`
 
 
 def link(
-    view: HetTensor, source: HetTensor, retake: Retake, *, copies: bool = False, images: bool = False
+    view: HetTensor,
+    source: HetTensor,
+    retake: Retake,
+    *,
+    copies: bool = False,
+    images: bool = False,
+    several: bool = False,
 ) -> HetTensor:
     """Says that ``view`` shares the memory of ``source`` and how to take it of the whole."""
     family = _families.setdefault(source, Family())
@@ -54,7 +69,7 @@ def link(
     family.copies |= copies
     family.images |= images
     _families[view] = family
-    _sources[view] = (source, retake, torch.is_grad_enabled())
+    _sources[view] = Source(source, retake, torch.is_grad_enabled(), several)
     return view
 
 
@@ -77,14 +92,14 @@ def make_whole(x: HetTensor) -> None:
         return
     root, family = x, _families.get(x, Family())
     while root in _sources:
-        root = _sources[root][0]
+        root = _sources[root].tensor
     with torch.enable_grad():
         root.become_whole(gather(root, images=family.images))
     members = [root]
     for view in (v for r in family.views if (v := r()) is not None):
-        source, retake, with_grad = _sources[view]
-        with torch.set_grad_enabled(with_grad):
-            view.become_whole(retake(source.local))
+        source: Source = _sources[view]
+        with torch.set_grad_enabled(source.with_grad):
+            view.become_whole(source.retake(source.tensor.local))
         members.append(view)
     for member in members:  # a view keeps its source until here
         _families.pop(member, None)
@@ -108,17 +123,32 @@ def on_meta(x: HetTensor, *, images: bool = False) -> Tensor:
 
     With ``images``, if that is channels-last.
     """
-    retakes, root = list[Retake](), x
+    taken, root = list[Source](), x
     while root in _sources:
-        root, retake, _ = _sources[root]
-        retakes.append(retake)
+        taken.append(_sources[root])
+        root = taken[-1].tensor
     shape, order = root.placement.shape, torch.contiguous_format
     if images:
         order = CHANNELS_LAST.get(len(shape), order)
     like = torch.empty(shape, dtype=root.dtype, device="meta", memory_format=order)
-    for retake in reversed(retakes):
-        like = retake(like)
+    if root.local.requires_grad:
+        like.requires_grad_()
+        with torch.enable_grad():
+            like = like.view_as(like)
+    for source in reversed(taken):
+        with torch.set_grad_enabled(source.with_grad):
+            like = source.retake(like)
     return like
+
+
+def check_write(x: HetTensor) -> None:
+    """Raises PyTorch's own error where it does not let a view be written to.
+
+    That is one of several that one call returned, or one taken without autograd. A part of it need not be a view.
+    """
+    source: Source | None = _sources.get(x)
+    if torch.is_grad_enabled() and source is not None and (source.several or not source.with_grad):
+        on_meta(x).zero_()
 
 
 def own_view(op: View, local: Tensor, read: Layout, output: Layout, rank: int) -> Tensor:
@@ -154,14 +184,15 @@ def pieces(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: K
         return lambda whole: again(whole)[i]
 
     taken = enumerate(zip(call.op.views, call.op.steps((x.placement,)), strict=True))
-    return tuple(_taken(call, op, own, team, piece(i)) for i, (op, own) in taken)
+    return tuple(_taken(call, op, own, team, piece(i), several=True) for i, (op, own) in taken)
 
 
-def _taken(call: Call, op: View, step: Step, team: Team, retake: Retake) -> HetTensor:
+def _taken(call: Call, op: View, step: Step, team: Team, retake: Retake, several: bool = False) -> HetTensor:
     (x,), read = call.inputs, step.reads[0]
     assert isinstance(x, HetTensor)
     assert isinstance(read, Layout)
-    return link(HetTensor.wrap(own_view(op, x.local, read, step.output, team.rank), step.output, team), x, retake)
+    view = HetTensor.wrap(own_view(op, x.local, read, step.output, team.rank), step.output, team)
+    return link(view, x, retake, several=several)
 
 
 RUN: dict[type[Any], Runner] = {View: viewed, Pieces: pieces}

@@ -29,6 +29,7 @@ from .survey import Result
 TOLERANCE = 1e-9
 MOST_NUMBERS = 4096  # of an argument; larger samples say nothing more
 UNPREDICTABLE = (
+    "rrelu",
     "dropout", "rand", "bernoulli", "normal", "multinomial", "uniform", "cauchy", "exponential", "geometric", "empty",
 )  # fmt: skip
 """Of which the values are drawn, or not set at all: shapes and dtypes are compared alone."""

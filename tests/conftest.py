@@ -28,6 +28,20 @@ settings.load_profile("hetconv")
 torch.set_num_threads(1)  # ranks are forked from here
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole-laws",
+        action="store_true",
+        help="run the laws over PyTorch's own operators and modules on all of these, not on a drawn sample",
+    )
+
+
+@pytest.fixture
+def whole_laws(pytestconfig: pytest.Config) -> bool:
+    """Whether all operators and modules of PyTorch's own databases are to be run, which takes an hour."""
+    return bool(pytestconfig.getoption("--whole-laws"))
+
+
 @pytest.fixture(autouse=True)
 def _settings_as_they_were() -> Iterator[None]:
     yield

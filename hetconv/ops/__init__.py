@@ -23,6 +23,7 @@ from ..following import (
     Pointwise,
     Pool,
 )
+from ..movement import unshared
 from ..rules import Gather, Step
 from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
 from ..torch_internals import no_torch_function, storage_id, tree_iter, tree_map
@@ -94,8 +95,6 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
     if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
         return _without_values(func, args, kwargs)
     written = [found[i] for i in verdict.writes] or _written(func, args, kwargs)
-    for x in written:
-        views.check_write(x)
     if verdict.empty or verdict.reshapes or (call is not None and not _writes_alone(call, written)):
         call = None
     if call is not None:
@@ -107,6 +106,8 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
             y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
             if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
                 views.link(y, found[0], as_called(func, args, kwargs), copies=True, images=verdict.by_order)
+            elif verdict.by_order and isinstance(y, HetTensor):  # a copy, also where the part lies as it should
+                y.local = unshared(y.local, found[0].local)
             elif key is not None:
                 unmoved.remember(key, call, step, team.rank, args)
             return y

@@ -23,6 +23,7 @@ from . import views
 from .common import Args, Func, Kwargs
 
 MOST = 4096
+HALF = {torch.float16, torch.bfloat16}
 PLAIN = {
     bool, float, int, complex, str, type(None), type(...), torch.device, torch.dtype, torch.memory_format,
     torch.layout, torch.Size,
@@ -34,7 +35,7 @@ NOT_TRIED: set[Any] = {
     *(getattr(Tensor, name) for name in ("__deepcopy__", "__reduce_ex__", "__setstate__")),
 }  # fmt: skip
 Lay = Callable[[HetTensor], Tensor]
-"""A meta tensor with the global shape of a HetTensor, in some order of memory."""
+"""A tensor with the global shape of a HetTensor, in some order of memory, without its values."""
 
 
 class Verdict(NamedTuple):
@@ -89,7 +90,9 @@ def tried(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTens
             _known.clear()
         verdict = _known[key] = _verdict(func, args, kwargs, found)
     if verdict.by_order and views.shared(found[0]):
-        verdict = _alias(verdict, func, args, kwargs, [views.on_meta, partial(views.on_meta, images=True)])
+        verdict = _alias(verdict, func, args, kwargs, [views.stand_in, partial(views.stand_in, images=True)])
+    if any(views.may_be_refused(found[i]) for i in verdict.writes):
+        _check_write(func, args, kwargs)
     return verdict, found
 
 
@@ -122,6 +125,8 @@ def _verdict(func: Func, args: Args, kwargs: Kwargs, found: Sequence[HetTensor])
         return UNKNOWN
     except Exception as refused:
         return _confirmed(func, args, kwargs, refused)
+    if any(not x.is_floating_point() or (x.dtype in HALF and x.device.type == "cpu") for x in found):
+        _check_dtypes(func, args, kwargs)
     tensors = [r for r in tree_iter(result) if isinstance(r, Tensor)]
     verdict = Verdict(
         tuple(tuple(r.shape) for r in tensors),
@@ -131,8 +136,6 @@ def _verdict(func: Func, args: Args, kwargs: Kwargs, found: Sequence[HetTensor])
     )
     if not isinstance(result, Tensor) or writes_in_place(func, kwargs) or kwargs.get("out") is not None:
         return verdict
-    if storage_id(result) not in set(map(storage_id, metas)):
-        return verdict  # a new tensor is one in every order
     return _alias(verdict, func, args, kwargs, [_contiguous, _channels_last, _reversed])
 
 
@@ -148,12 +151,20 @@ def _written(
 
 
 def _alias(verdict: Verdict, func: Func, args: Args, kwargs: Kwargs, orders: Sequence[Lay]) -> Verdict:
-    """Completes the verdict by what the call returns for arguments in each of these orders of memory."""
+    """Completes the verdict by what the call returns for arguments in each of these orders of memory.
+
+    Raises:
+        Exception: PyTorch's own, where it refuses the call in all of them.
+    """
     seen: list[tuple[int | None, bool]] = []
+    errors: list[Exception] = []
     for lay in orders:
         try:
             result, metas = _on_meta(func, args, kwargs, lay)
-        except Exception:  # a view that this order does not have
+        except Exception as error:  # a view that this order does not have
+            errors.append(error)
+            if len(errors) == len(orders):
+                raise
             seen.append((None, False))
             continue
         returns = next((i for i, m in enumerate(metas) if m is result), None)
@@ -196,25 +207,48 @@ def _on_meta(func: Func, args: Args, kwargs: Kwargs, lay: Lay) -> tuple[Any, lis
 
 def _confirmed(func: Func, args: Args, kwargs: Kwargs, refused: Exception) -> Verdict:
     """Raises PyTorch's error of the real device, if that refuses the call as well; else the trial could not tell."""
+    try:
+        _on_device(func, args, kwargs, _zeros)
+    except Exception as error:
+        if type(error) is type(refused) and "meta" not in str(refused):
+            raise
+        return REFUSED_BY_META
+    return UNKNOWN
+
+
+def _check_dtypes(func: Func, args: Args, kwargs: Kwargs) -> None:
+    """Raises PyTorch's error where the device cannot compute with these dtypes, which meta tensors do not tell."""
+    try:
+        _on_device(func, args, kwargs, _zeros)
+    except Exception as error:
+        if "not implemented for" in str(error):
+            raise
+
+
+def _check_write(func: Func, args: Args, kwargs: Kwargs) -> None:
+    """Raises PyTorch's error where it does not let one of the views be written to."""
+    try:
+        _on_device(func, args, kwargs, lambda x: views.stand_in(x, device=x.device), torch.is_grad_enabled())
+    except RuntimeError as error:  # another one is of the stand-in's values
+        if any(words in str(error) for words in ("modified inplace", "in-place operation", "written-to")):
+            raise
+
+
+def _on_device(func: Func, args: Args, kwargs: Kwargs, lay: Lay, with_grad: bool = False) -> None:
+    """Runs a call on the real device, with tensors that ``lay`` makes in the place of HetTensors."""
     whole: dict[int, Tensor] = {}
 
     def real(a: Any) -> Any:
         if not isinstance(a, Tensor):
             return a
         if id(a) not in whole:
-            whole[id(a)] = _zeros(a) if isinstance(a, HetTensor) else a.detach().clone()
+            whole[id(a)] = lay(a) if isinstance(a, HetTensor) else a.detach().clone()
         return whole[id(a)]
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices), torch.no_grad(), warnings.catch_warnings():
+    with torch.random.fork_rng(devices), torch.set_grad_enabled(with_grad), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            func(*tree_map(real, list(args)), **tree_map(real, dict(kwargs)))
-        except Exception as error:
-            if type(error) is type(refused) and "meta" not in str(refused):
-                raise
-            return REFUSED_BY_META
-    return UNKNOWN
+        func(*tree_map(real, list(args)), **tree_map(real, dict(kwargs)))
 
 
 def _zeros(x: HetTensor) -> Tensor:

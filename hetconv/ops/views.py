@@ -34,20 +34,25 @@ class Family:
 
     ``copies``: some may be copies, on this rank or another, where a part lies in memory as the whole would not.
     ``images``: some are copies on one device, if what they are of is channels-last.
+    ``read_only``: PyTorch may refuse to write to some.
     """
 
     views: list[ref[HetTensor]] = field(default_factory=list)
     copies: bool = False
     images: bool = False
+    read_only: bool = False
 
 
 class Source(NamedTuple):
-    """What a view was taken of and how, whether with autograd, and whether as one of several by a single call."""
+    """What a view was taken of, how, and whether with autograd.
+
+    ``read_only``: PyTorch may refuse to write to it, as one of several that a call returned, or as an expanded one.
+    """
 
     tensor: HetTensor
     retake: Retake
     with_grad: bool
-    several: bool
+    read_only: bool
 
 
 _families: Any = WeakIdKeyDictionary()  # of each tensor that has or is a view
@@ -61,15 +66,16 @@ def link(
     *,
     copies: bool = False,
     images: bool = False,
-    several: bool = False,
+    read_only: bool = False,
 ) -> HetTensor:
     """Says that ``view`` shares the memory of ``source`` and how to take it of the whole."""
     family = _families.setdefault(source, Family())
     family.views.append(ref(view))
     family.copies |= copies
     family.images |= images
+    family.read_only |= read_only
     _families[view] = family
-    _sources[view] = Source(source, retake, torch.is_grad_enabled(), several)
+    _sources[view] = Source(source, retake, torch.is_grad_enabled(), read_only)
     return view
 
 
@@ -83,7 +89,11 @@ def may_write(x: HetTensor, output: Layout) -> bool:
     if x.placement.kind == "replicated":  # plain views of the whole may be out
         return False
     family = _families.get(x)
-    return family is None or (not family.copies and output == x.placement)
+    if family is None:
+        return True
+    if family.read_only and torch.is_grad_enabled():  # which PyTorch may refuse to read afterwards
+        return False
+    return not family.copies and output == x.placement
 
 
 def make_whole(x: HetTensor) -> None:
@@ -109,7 +119,7 @@ def make_whole(x: HetTensor) -> None:
 def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
     """Whether a call gives a view of a view as it lies on one device: gathered alone it lies in another order."""
     with torch.no_grad():
-        like = on_meta(x)
+        like = stand_in(x)
         try:
             result = func(*tree_map(lambda a: like if a is x else a, args), **dict(kwargs))
         except Exception:  # it takes more than this tensor and numbers
@@ -118,8 +128,8 @@ def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
     return any(storage_id(r) == memory for r in tree_iter(result) if isinstance(r, Tensor))
 
 
-def on_meta(x: HetTensor, *, images: bool = False) -> Tensor:
-    """A meta tensor that lies as ``x`` does on one device, if what it is a view of is contiguous.
+def stand_in(x: HetTensor, *, images: bool = False, device: torch.device | str = "meta") -> Tensor:
+    """A tensor of no value that lies as ``x`` does on one device, if what it is a view of is contiguous.
 
     With ``images``, if that is channels-last.
     """
@@ -130,25 +140,23 @@ def on_meta(x: HetTensor, *, images: bool = False) -> Tensor:
     shape, order = root.placement.shape, torch.contiguous_format
     if images:
         order = CHANNELS_LAST.get(len(shape), order)
-    like = torch.empty(shape, dtype=root.dtype, device="meta", memory_format=order)
+    like = torch.empty(shape, dtype=root.dtype, device=device, memory_format=order).zero_()
     if root.local.requires_grad:
-        like.requires_grad_()
         with torch.enable_grad():
-            like = like.view_as(like)
+            like = like.requires_grad_().clone()
     for source in reversed(taken):
         with torch.set_grad_enabled(source.with_grad):
             like = source.retake(like)
     return like
 
 
-def check_write(x: HetTensor) -> None:
-    """Raises PyTorch's own error where it does not let a view be written to.
-
-    That is one of several that one call returned, or one taken without autograd. A part of it need not be a view.
-    """
-    source: Source | None = _sources.get(x)
-    if torch.is_grad_enabled() and source is not None and (source.several or not source.with_grad):
-        on_meta(x).zero_()
+def may_be_refused(x: HetTensor) -> bool:
+    """Whether PyTorch may refuse to write to it, as it does to some views. A part of one need not be a view."""
+    while (source := _sources.get(x)) is not None:
+        if source.read_only or not source.with_grad:
+            return True
+        x = source.tensor
+    return False
 
 
 def own_view(op: View, local: Tensor, read: Layout, output: Layout, rank: int) -> Tensor:
@@ -192,7 +200,7 @@ def _taken(call: Call, op: View, step: Step, team: Team, retake: Retake, several
     assert isinstance(x, HetTensor)
     assert isinstance(read, Layout)
     view = HetTensor.wrap(own_view(op, x.local, read, step.output, team.rank), step.output, team)
-    return link(view, x, retake, several=several)
+    return link(view, x, retake, read_only=several or view.numel() > x.numel())
 
 
 RUN: dict[type[Any], Runner] = {View: viewed, Pieces: pieces}

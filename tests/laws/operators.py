@@ -136,7 +136,9 @@ def layouts_of(x: Tensor, world: int) -> list[Layout]:
 
 
 def cases_of(op: Any, world: int, most: int) -> tuple[list[Sample], list[Case]]:
-    samples, refused = samples_of(op, most), errors_of(op, most)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples, refused = samples_of(op, most), errors_of(op, most)
     draw, cases = random.Random(op.formatted_name), []
     ways = ["function", "written after"]
     if op.method_variant is not None:

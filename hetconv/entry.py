@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .agreement import agree, checksum
+from .caches import SignatureCaches, kept_current
 from .containers import map_tensors, tensors_in
 from .drift import sync_replicated
 from .eager import eager
@@ -34,12 +36,13 @@ class ModelContext:
         model: the root.
         team: the ranks that it is parallelized over.
         sync_every: forwards in training after which replicas are compared; 0 for never.
+        signatures: of how many signatures of the inputs it remembers how operators run.
     """
 
-    def __init__(self, model: nn.Module, team: Team, sync_every: int):
+    def __init__(self, model: nn.Module, team: Team, sync_every: int, signatures: int):
         self._model, self._team, self._sync_every = model, team, sync_every
         self._trained, self._running = 0, Running(team)
-        self._agreed: set[str] = set()
+        self._caches = SignatureCaches(signatures)
         self._entered: set[int] = set()  # ids of modules that were called from outside
 
     def attach(self) -> None:
@@ -97,10 +100,10 @@ class ModelContext:
             said += f"; running statistics of {self._running.untold} norms, not told yet"
         name = self._name_of(module)
         values = ""
-        if (seen := name + said) not in self._agreed:  # once per signature: other batches are easy to get wrong
+        if (seen := name + said) not in self._caches:  # once per signature: other batches are easy to get wrong
             values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
         agree(self._team, f"forward of {name}" if name else "forward", said + values)
-        self._agreed.add(seen)
+        self._caches.use(seen)
 
     def _name_of(self, module: nn.Module) -> str:
         """The module's name in the model; empty of the model itself."""
@@ -136,9 +139,11 @@ class EntryForward:
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._context.is_entry(self._module):
+        if not self._context.is_entry(self._module):
+            return self._forward(*args, **kwargs)
+        within_another = SCOPE.get() is not None
+        with kept_current() if within_another else nullcontext():
             return self._context.call(self._module, self._forward, args, kwargs)
-        return self._forward(*args, **kwargs)
 
 
 def _plain(result: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import kernels
 from .agreement import prepared
+from .caches import Cache
 from .errors import LayoutError
 from .layout import Box, Boxes, Exchange, Layout, Move, Need, Shape, from_each, pieces
 from .levels import TwoLevel
@@ -70,29 +71,20 @@ class Side(NamedTuple):
     moves: bool
 
 
-_moves: dict[tuple[int, int], Move] = {}
-_sides: dict[tuple[int, int, int], Side] = {}
-MOST_KNOWN = 4096
+_moves: Cache[tuple[int, int], Move] = Cache()
+_sides: Cache[tuple[int, int, int], Side] = Cache()
 
 
 def move_of(src: Layout, dst: Layout | Need) -> Move:
     """Looked up by identity, as layouts are long to compare; who is known keeps its own, so that ids stay theirs."""
-    found = _moves.get((id(src), id(dst)))
-    if found is None:
-        if len(_moves) >= MOST_KNOWN:
-            _moves.clear()
-        found = _moves[id(src), id(dst)] = Move(src, dst)
-    return found
+    key = (id(src), id(dst))
+    return _moves.current.get(key) or _moves.add(key, Move(src, dst))
 
 
 def side_of(held: Boxes, wanted: Boxes, me: int) -> Side:
     """Looked up as `move_of`."""
-    found = _sides.get((id(held), id(wanted), me))
-    if found is None:
-        if len(_sides) >= MOST_KNOWN:
-            _sides.clear()
-        found = _sides[id(held), id(wanted), me] = _side(held, wanted, me)
-    return found
+    key = (id(held), id(wanted), me)
+    return _sides.current.get(key) or _sides.add(key, _side(held, wanted, me))
 
 
 def _side(held: Boxes, wanted: Boxes, me: int) -> Side:

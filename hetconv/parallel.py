@@ -14,7 +14,7 @@ from . import kernels
 from .agreement import prepared
 from .calls import is_plain
 from .entry import ModelContext
-from .errors import PlanError
+from .errors import HetConvError, PlanError
 from .leaves import run_on_own_parts
 from .modules import HET_CONVS, HetLinear, PlainConv, least_op, lies_as_wired
 from .ops.waiting import folding_pays
@@ -35,6 +35,7 @@ def parallelize(
     group: dist.ProcessGroup | None = None,
     fuse: bool = False,
     sync_every: int = 100,
+    signatures: int = 128,
 ) -> nn.Module:
     """Swaps the layers that ``plan`` names for split ones, in place, and returns the model; collective.
 
@@ -50,12 +51,18 @@ def parallelize(
     ``sync_every``: forwards in training after which `sync_replicated` compares the replicas, and brings them back to
     rank 0's if unequal hardware has rounded them apart; 0 for never.
 
+    ``signatures``: how operators run on parts is found out at the first call with inputs of some shapes, dtypes and
+    modes, and is remembered for so many of these; the one that was not called for longest is forgotten, and found out
+    anew if it comes again. More save time where more sizes come in turn, at a few tenths of a megabyte for each.
+
     Raises `PlanError` on every rank, before anything changes, if the plan does not fit the model or the number of
     ranks, and `DisagreementError` if ranks hold other plans or models.
     """
     team = team_of(group)
 
     def check() -> tuple[dict[str, nn.Module], Tiles]:
+        if signatures < 1:
+            raise HetConvError(f"signatures is {signatures}, but the current one must be remembered; give 1 or more")
         if plan.world != team.size:
             raise PlanError(f"the plan is for {plan.world} ranks, but this group has {team.size}; make one for them")
         layers = dict(model.named_modules(remove_duplicate=False))
@@ -68,7 +75,10 @@ def parallelize(
         team,
         "parallelize",
         check,
-        lambda _: f"plan {plan.digest}, fuse {fuse}, sync_every {sync_every}, model {_signature(model)}",
+        lambda _: (
+            f"plan {plan.digest}, fuse {fuse}, sync_every {sync_every}, signatures {signatures}, "
+            f"model {_signature(model)}"
+        ),
     )
     devices = {p.device for p in model.parameters()}
     for device in devices:
@@ -87,7 +97,7 @@ def parallelize(
             setattr(model.get_submodule(parent), child, swapped[id(layer)])
     model = swapped.get(id(model), model)
     run_on_own_parts(model)
-    ModelContext(model, team, sync_every).attach()
+    ModelContext(model, team, sync_every, signatures).attach()
     return model
 
 

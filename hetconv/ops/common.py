@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..caches import Cache
 from ..calls import Call
 from ..layout import Box, Layout, Need, Shape
 from ..movement import moved, take
@@ -26,9 +27,12 @@ Runner = Callable[[Call, Step, Team, Func, Args, Kwargs], HetTensor | tuple[HetT
 """Runs a call on parts as its step says; ``func``, ``args`` and ``kwargs`` are the call as it was made."""
 
 
-@lru_cache(maxsize=8192)
+_steps: Cache[tuple[Op, tuple[Layout, ...], Split], Step] = Cache()
+
+
 def cached_step(op: Op, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-    return op.step(inputs, split)
+    key = (op, inputs, split)
+    return _steps.current.get(key) or _steps.add(key, op.step(inputs, split))
 
 
 def placement_of(x: Tensor, team: Team) -> Layout:

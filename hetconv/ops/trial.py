@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..caches import Cache
 from ..calls import BatchNormCall, name_of, read, writes_in_place
 from ..kernels import CHANNELS_LAST
 from ..layout import Shape
@@ -22,7 +23,6 @@ from ..torch_internals import storage_id, tree_iter, tree_map, write_count
 from . import views
 from .common import Args, Func, Kwargs
 
-MOST = 4096
 HALF = {torch.float16, torch.bfloat16}
 PLAIN = {
     bool, float, int, complex, str, type(None), type(...), torch.device, torch.dtype, torch.memory_format,
@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
 UNKNOWN = Verdict()
 REFUSED_BY_META = Verdict(empty=True)  # what is empty runs on whole tensors, where all ranks meet the same error
-_known: dict[tuple[Any, ...], Verdict] = {}
+_known: Cache[tuple[Any, ...], Verdict] = Cache()
 
 
 def tried(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTensor]]:
@@ -84,11 +84,9 @@ def tried(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTens
     if torch.is_autocast_enabled(kind):
         said.append(torch.get_autocast_dtype(kind))
     key = tuple(said)
-    verdict = _known.get(key)
+    verdict = _known.current.get(key)
     if verdict is None:
-        if len(_known) >= MOST:
-            _known.clear()
-        verdict = _known[key] = _verdict(func, args, kwargs, found)
+        verdict = _known.add(key, _verdict(func, args, kwargs, found))
     if verdict.by_order and views.shared(found[0]):
         verdict = _alias(verdict, func, args, kwargs, [views.stand_in, partial(views.stand_in, images=True)])
     if any(views.may_be_refused(found[i]) for i in verdict.writes):
@@ -200,7 +198,8 @@ def _on_meta(func: Func, args: Args, kwargs: Kwargs, lay: Lay) -> tuple[Any, lis
     elif func is Tensor.to and isinstance(args[1] if len(args) > 1 else None, str):
         args = (args[0], torch.device(args[1]), *args[2:])
     named = {k: torch.device(v) if k == "device" and isinstance(v, str) else v for k, v in kwargs.items()}
-    with torch.no_grad(), warnings.catch_warnings():
+    # Tensors of inference mode do not count writes.
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return func(*tree_map(meta, list(args)), **tree_map(meta, named)), order
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..caches import Cache
 from ..calls import Call
 from ..following import BatchNorm, Pointwise
 from ..layout import Box, Layout, Need
@@ -19,7 +20,6 @@ from ..tensor import HetTensor, compute_waiting
 from . import views
 from .common import Args, Func, Kwargs
 
-MOST = 4096  # calls; scalars that change with every step would fill the memory
 PLAIN = {bool, float, int, str, type(None), torch.device, torch.dtype, torch.memory_format}
 
 
@@ -37,7 +37,7 @@ class _Known(NamedTuple):
     held: list[Layout]
 
 
-_known: dict[tuple[Any, ...], _Known] = {}
+_known: Cache[tuple[Any, ...], _Known] = Cache()
 
 
 def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
@@ -68,7 +68,7 @@ def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
         else:
             return None
     said = tuple(key)
-    known = _known.get(said)
+    known = _known.current.get(said)
     if known is None:
         return Key(said, [a.placement for a in args if a.__class__ is HetTensor])
     target: HetTensor | None = args[0] if known.in_place else None
@@ -96,9 +96,8 @@ def remember(key: Key, call: Call, step: Step, rank: int, args: Args) -> None:
     if not as_called or changes or (any(map(_wants_gradient, call.params)) and not lone):
         return
     if all(_stays(x, placed.get(id(x)), read, lone) for x, read in zip(call.inputs, step.reads, strict=True)):
-        if len(_known) >= MOST:
-            _known.clear()
-        _known[key.said] = _Known(DIRECT.get(key.said[0], key.said[0]), output, call.in_place, key.held)
+        run = DIRECT.get(key.said[0], key.said[0])
+        _known.add(key.said, _Known(run, output, call.in_place, key.held))
 
 
 def _batch_norm(

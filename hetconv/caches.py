@@ -1,0 +1,77 @@
+"""Caches of what was found out about calls, of each signature of a model's inputs apart.
+
+How an operator runs on parts, and what moves for it, depends on the shapes of its inputs. It is found out once and
+remembered. Inputs that come in ever new sizes would fill the memory: a model keeps what belongs to the signatures that
+it was called with last, and no more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MOST_ENTRIES = 4096
+"""Of one cache and one signature: numbers that change with every step would fill it."""
+_caches: list[Cache[Any, Any]] = []
+
+
+class Cache(Generic[K, V]):
+    """What is remembered under the signature of the current call, or of the last one: backward passes read it too."""
+
+    def __init__(self) -> None:
+        self.current: dict[K, V] = {}
+        _caches.append(self)
+
+    def add(self, key: K, value: V) -> V:
+        """Remembers and returns ``value``."""
+        if len(self.current) >= MOST_ENTRIES:
+            self.current.clear()
+        self.current[key] = value
+        return value
+
+
+class SignatureCaches:
+    """The contents of all caches, for each of the signatures that one model was called with last.
+
+    Args:
+        most: the number of signatures; the one that was not called for longest is forgotten.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._known: OrderedDict[str, list[dict[Any, Any]]] = OrderedDict()
+
+    def __contains__(self, signature: str) -> bool:
+        return signature in self._known
+
+    def use(self, signature: str) -> None:
+        """Makes what is remembered under a signature the current contents of all caches."""
+        contents = self._known.pop(signature, None)
+        self._known[signature] = contents = contents if contents is not None else [{} for _ in _caches]
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+        _install(contents)
+
+    def __deepcopy__(self, memo: Any) -> SignatureCaches:
+        """Without what is remembered, some of it by the identity of objects that a copy does not have."""
+        return SignatureCaches(self._most)
+
+
+@contextmanager
+def kept_current() -> Iterator[None]:
+    """Afterwards the contents that are current now are so again."""
+    contents = [cache.current for cache in _caches]
+    try:
+        yield
+    finally:
+        _install(contents)
+
+
+def _install(contents: list[dict[Any, Any]]) -> None:
+    for cache, content in zip(_caches, contents, strict=True):
+        cache.current = content

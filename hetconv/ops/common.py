@@ -94,6 +94,25 @@ def differentiable_gradients(
     return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
 
 
+def uncounted(gradient: Tensor) -> Tensor:
+    """The gradient of a bias that another rank adds: the same as that rank's, whose share in its own gradient counts.
+
+    The cotangent of a partial value is the same on every rank, and what ranks contribute to the gradient of that
+    cotangent adds up: one of them alone may contribute what each has computed.
+    """
+    return _Uncounted.apply(gradient) if torch.is_grad_enabled() else gradient
+
+
+class _Uncounted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.zeros_like(g)
+
+
 def tied(y: Tensor, *sources: Tensor) -> Tensor:
     """``y``, of which the gradients of all ``sources`` are part of the graph, if only as zeros.
 

@@ -13,7 +13,7 @@ from ..replicas import contributed
 from ..rules import Linear, Split
 from ..tensor import HetTensor, gather
 from ..transport import Team
-from .common import autocast, bring, empty_output, placement_of
+from .common import autocast, bring, empty_output, placement_of, uncounted
 
 
 class _GradientOnly(torch.autograd.Function):
@@ -29,7 +29,7 @@ class _GradientOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g[: ctx.held], None
+        return uncounted(g[: ctx.held]), None
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, team: Team) -> Tensor:

@@ -23,7 +23,7 @@ from ..movement import disjoint, side_of, start_round
 from ..spec import Segment
 from ..torch_internals import materialized
 from ..transport import Team
-from .common import differentiable_gradients, tied
+from .common import differentiable_gradients, tied, uncounted
 from .geometry import Geometry
 
 
@@ -95,7 +95,7 @@ class LocalConv(torch.autograd.Function):
         if torch.is_grad_enabled():
             gx, gw = differentiable_gradients(partial(_differentiable, geo, team), (x, w), g)
             gb = summed_pixels(g)[: ctx.biases] if ctx.needs_input_grad[2] else None
-            return gx, gw, gb, None, None
+            return gx, gw, gb if gb is None or geo.adds_bias else uncounted(gb), None, None
         want_x, want_w, want_b = ctx.needs_input_grad[:3]
         partial_w: list[tuple[Segment, Tensor]] = []
         home: dict[int, Tensor] = {}

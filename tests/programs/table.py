@@ -32,7 +32,7 @@ from hetconv.calls import plannable_layers
 from hetconv.rules import SplitKind
 
 from ..equivalence import Differences, apart, full_gradients
-from ..nets import plan_of, splits_of
+from ..nets import operator_of, plan_of, split_of
 from ..spawn import on_ranks
 
 PLACES: dict[str, tuple[SplitKind, tuple[int, int]]] = {
@@ -42,6 +42,50 @@ PLACES: dict[str, tuple[SplitKind, tuple[int, int]]] = {
 """How the ranks share each layer; some have one without a share."""
 TOLERANCE = 1e-9
 """Of the largest number of a tensor."""
+
+
+class Net(nn.Module):
+    """Features and a head, as classifiers have them."""
+
+    def __init__(self, classes: int = 4) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
+            nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.SiLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 3, 3, padding=1),
+            nn.Tanh(),
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.body(z)
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1), nn.LeakyReLU(0.2),
+            nn.Conv2d(6, 8, 3, stride=2, padding=1, bias=False),
+            nn.InstanceNorm2d(8, affine=True), nn.Softplus(),
+        )  # fmt: skip
+        self.score = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(self.body(x).mean((2, 3)))
 
 
 class Run:
@@ -61,8 +105,8 @@ class Run:
         """The model, parallelized in a run on ranks; its state is compared at the end."""
         if self.place is not None:
             kind, ratio = PLACES[self.place]
-            plannable = plannable_layers(model)
-            splits = {path: split for path, split in splits_of(model, (kind,), ratio).items() if path in plannable}
+            ops = {path: operator_of(layer) for path, layer in plannable_layers(model).items()}
+            splits = {path: split_of(op, kind, ratio) for path, op in ops.items() if op is not None}
             assert splits
             model = hetconv.parallelize(model, plan_of(model, splits, len(ratio)))
         return self.watched(model, name)

@@ -66,7 +66,7 @@ def parallelize(
         if plan.world != team.size:
             raise PlanError(f"the plan is for {plan.world} ranks, but this group has {team.size}; make one for them")
         layers = dict(model.named_modules(remove_duplicate=False))
-        _check_norms(layers)
+        _check_modules(layers)
         found = {name: _checked_layer(layers, name, split, team.size) for name, split in plan.splits.items()}
         _check_sharing(layers, found, plan.splits)
         return found, _by_origin(plan.tiles)
@@ -101,8 +101,13 @@ def parallelize(
     return model
 
 
-def _check_norms(layers: Mapping[str, nn.Module]) -> None:
+def _check_modules(layers: Mapping[str, nn.Module]) -> None:
     for name, layer in layers.items():
+        if any(map(nn.parameter.is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))):
+            raise PlanError(
+                f"layer {name!r} is a {type(layer).__name__} whose parameters have no shapes yet; call the model once "
+                f"before hetconv.parallelize"
+            )
         if isinstance(layer, nn.SyncBatchNorm):
             raise PlanError(
                 f"layer {name!r} is a SyncBatchNorm, which would count the batch once per rank; leave "

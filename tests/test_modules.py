@@ -249,6 +249,7 @@ def refusals() -> list[str]:
         (normed, {"0": half}),
         (Tied(), {"two": half}),
         (Twice(), {"conv": half, "again": Split("filter", (3, 1))}),
+        (nn.Sequential(nn.Conv2d(4, 4, 3), nn.LazyBatchNorm2d()), {"0": half}),
     ):
         layers = {n: plan_of(nn.Sequential(nn.Conv2d(4, 4, 3)), {"0": s}, 2).layers["0"] for n, s in plan.items()}
         bare = plan_of(nn.Sequential(), {}, 2)
@@ -259,13 +260,15 @@ def refusals() -> list[str]:
     return said
 
 
-def test_layers_with_weights_of_their_own_kind_are_refused() -> None:
-    standardized, normed, tied, twice = on_ranks(2, refusals)[0]
+def test_layers_with_weights_of_their_own_kind_or_of_no_shape_are_refused() -> None:
+    standardized, normed, tied, twice, lazy = on_ranks(2, refusals)[0]
     assert "'0' is a Standardized" in standardized
     assert "'0' is a ParametrizedConv2d" in normed
     assert "'two' shares a parameter" in tied
     assert "'conv'" in twice
     assert "'again'" in twice
+    assert "'1' is a LazyBatchNorm2d" in lazy
+    assert "call the model once" in lazy
 
 
 class Dropping(nn.Module):

@@ -10,7 +10,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
 
 from ..placed import full_gradient, placed, summands, value
-from .survey import Result
+from .survey import Result, in_step
 
 TOLERANCE = 1e-9
 MOST_NUMBERS = 4096  # of an argument; larger samples say nothing more
@@ -166,21 +166,15 @@ def cases_of(op: Any, world: int, most: int) -> tuple[list[Sample], list[Case]]:
 
 def run_cases(index: int, most: int, start: int, stop: int) -> tuple[list[Result], bool]:
     """Results of the cases of one operator on this rank, and whether ranks went apart at the last of them."""
-    op, found = operators()[index], list[Result]()
+    op = operators()[index]
     samples, cases = cases_of(op, dist.get_world_size(), most)
-    for number, case in enumerate(cases[start:stop], start):
+
+    def run(case: Case) -> tuple[str, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outcome, said = _outcome(op, samples[case.sample], case)
-        found.append(Result(number, outcome, said))
-        codes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-        try:
-            dist.all_gather(codes, torch.tensor(["right", "wrong", "raised", "apart"].index(outcome) * 1000 + number))
-        except RuntimeError:
-            return found, True
-        if len(set(map(int, codes))) > 1:
-            return found, True
-    return found, False
+            return _outcome(op, samples[case.sample], case)
+
+    return in_step(start, (partial(run, case) for case in cases[start:stop]))
 
 
 def number_of_cases(index: int, world: int, most: int) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from ..spawn import Pool
 
@@ -16,11 +19,35 @@ AT_ONCE = 400
 
 
 class Result(NamedTuple):
-    """Of one case on one rank. ``outcome``: right, wrong, raised (where plain torch does not), or hung."""
+    """Of one case on one rank. ``outcome``: right, wrong, or raised (where plain torch does not)."""
 
     case: int
     outcome: str
     said: str
+
+
+def in_step(start: int, cases: Iterable[Callable[[], tuple[str, str]]]) -> tuple[list[Result], bool]:
+    """Runs cases, numbered from ``start``, until the ranks have gone apart.
+
+    Args:
+        start: the number of the first case.
+        cases: each gives its outcome on this rank and what is to be said of it.
+
+    Returns:
+        The results on this rank, and whether the ranks went apart at the last of them.
+    """
+    found = list[Result]()
+    for number, case in enumerate(cases, start):
+        outcome, said = case()
+        found.append(Result(number, outcome, said))
+        codes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+        try:
+            dist.all_gather(codes, torch.tensor(["right", "wrong", "raised"].index(outcome) * 1000 + number))
+        except RuntimeError:
+            return found, True
+        if len(set(map(int, codes))) > 1:
+            return found, True
+    return found, False
 
 
 class Fault(NamedTuple):

@@ -26,7 +26,8 @@ from .replicas import SCOPE, Scope, computed_again
 from .running import Running
 from .sharing import Parameters, parameters_of
 from .tensor import HetTensor, compute_waiting, discard_waiting, gather
-from .transport import Team
+from .torch_internals import tracer_in_use
+from .transport import Team, refuse_transforms
 
 
 class ModelContext:
@@ -71,9 +72,10 @@ class ModelContext:
 
         Raises:
             DisagreementError: ranks call differently; on all of them, before anything moves.
-            HetConvError: the call is traced or exported, or returns what cannot be searched for tensors.
+            HetConvError: the call is traced, exported or transformed by `torch.func`, or returns what cannot be
+                searched for tensors.
         """
-        _refuse_tracing(module)
+        _refuse_tracers(module)
         tensors = tensors_in((args, kwargs), opaque=True)
         self._agree(module, tensors)
         self._running.tell()
@@ -153,12 +155,13 @@ def _plain(result: Any) -> Any:
     return map_tensors(functools.partial(gather, images=True), result)
 
 
-def _refuse_tracing(module: nn.Module) -> None:
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+def _refuse_tracers(module: nn.Module) -> None:
+    if tracer_in_use():
         raise HetConvError(
             f"{type(module).__name__} is parallelized, and its messages between ranks cannot be traced or exported; "
             f"trace or export the plain model before hetconv.parallelize"
         )
+    refuse_transforms()
 
 
 def _autocast(model: nn.Module) -> torch.dtype | None:

@@ -57,6 +57,13 @@ class CutLayer(nn.Module, ABC):
     def _run(self, x: Tensor) -> Tensor:
         """The layer's result, of an input that all ranks agree on."""
 
+    def __prepare_scriptable__(self) -> Any:
+        """`torch.jit.script` asks every module for what it compiles instead."""
+        raise HetConvError(
+            f"a {type(self).__name__} exchanges messages between ranks, which cannot be compiled to TorchScript; "
+            f"script the plain model before hetconv.parallelize"
+        )
+
     def _allocate(self, held: Mapping[str, Held], bias: bool, options: dict[str, Any]) -> None:
         self.held = {name: of for name, of in held.items() if name == "weight" or bias}
         for name, of in held.items():

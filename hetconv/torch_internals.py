@@ -52,6 +52,19 @@ INTERNALS = {
         "to leave inputs that a checkpoint only keeps in parts; PyTorch 2.13 keeps them without a function",
         True,
     ),
+    "transform_level": Internal(
+        "torch._C._functorch",
+        "maybe_current_level",
+        "to refuse torch.func's transforms, which cannot follow messages",
+        True,
+    ),
+    **{
+        name: Internal("torch._C", name, "to refuse gradients of a batch of cotangents (is_grads_batched)", True)
+        for name in ("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting")
+    },
+    "is_fx_tracing": Internal(
+        "torch.fx._symbolic_trace", "is_fx_symbolic_tracing", "to refuse torch.fx.symbolic_trace by name", True
+    ),
     "unflatten_state_dict": Internal(
         "torch.distributed.checkpoint._nested_dict", "unflatten_state_dict", "to load an optimizer's nested state"
     ),
@@ -103,6 +116,10 @@ tree_map_only: Callable[..., Any] = find(INTERNALS["tree_map_only"])
 tree_leaves: Callable[..., Any] = find(INTERNALS["tree_leaves"])
 tree_flatten_with_path: Callable[..., Any] = find(INTERNALS["tree_flatten_with_path"])
 keystr: Callable[..., str] = find(INTERNALS["keystr"])
+_is_fx_tracing: Callable[[], bool] = find(INTERNALS["is_fx_tracing"]) or (lambda: False)
+_deeper: Callable[[], int] = find(INTERNALS["_vmapmode_increment_nesting"]) or (lambda: 1)
+_less_deep: Callable[[], int] = find(INTERNALS["_vmapmode_decrement_nesting"]) or (lambda: 0)
+_transform_level: Callable[[], int | None] = find(INTERNALS["transform_level"]) or (lambda: None)
 checkpoint_saver: type | None = find(INTERNALS["checkpoint_saver"])
 _node_types: dict[type, Any] = find(INTERNALS["SUPPORTED_NODES"])
 
@@ -115,6 +132,24 @@ def tree_node_types() -> dict[type, Any]:
 def dynamo_is_loaded() -> bool:
     """Whether anything has been compiled by `torch.compile` in this process."""
     return "torch._dynamo" in sys.modules
+
+
+def transform_in_use() -> bool:
+    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) or autograd's forward mode is in use.
+
+    Or a backward pass runs for a batch of cotangents, which PyTorch does by an older vmap.
+    """
+    if _transform_level() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return True
+    if graph_task_id() == -1:
+        return False
+    _deeper()  # the depth is told by changing it alone
+    return _less_deep() > 0
+
+
+def tracer_in_use() -> bool:
+    """Whether `torch.jit.trace`, `torch.export` or `torch.fx.symbolic_trace` is running."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting() or _is_fx_tracing()  # type: ignore[attr-defined]
 
 
 def unflatten_state_dict(flat: Any, paths: Any) -> dict[str, Any]:

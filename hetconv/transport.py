@@ -19,7 +19,7 @@ from torch import Tensor
 from .errors import HetConvError, LostRankError
 from .heap import keep_freed
 from .mailbox import Channel, channels
-from .torch_internals import timeout_of
+from .torch_internals import timeout_of, transform_in_use
 
 T = TypeVar("T")
 PARTING_S = 0.02  # in which threads that wait for Python's lock get it
@@ -152,8 +152,19 @@ silent = Switch()
 """On all ranks alike, no piece is sent, and zeros lie where one would come: what messages cost shows beside this."""
 
 
+def refuse_transforms() -> None:
+    """Raises `HetConvError` where PyTorch transforms a function and cannot see its messages to other ranks."""
+    if transform_in_use():
+        raise HetConvError(
+            "a parallelized model runs under a transform of torch.func (grad, jvp, vmap, ...), with "
+            "is_grads_batched or vectorize, or in autograd's forward mode; none of them can follow messages between "
+            "ranks. Use torch.autograd.grad, or torch.autograd.functional without vectorize"
+        )
+
+
 def answered(team: Team, action: Callable[[], T]) -> T:
     """Runs a step of communication; what the backend raises when a rank is gone becomes a `LostRankError`."""
+    refuse_transforms()
     try:
         return action()
     except HetConvError:

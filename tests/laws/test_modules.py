@@ -11,7 +11,7 @@ import torch
 from .modules import names, number_of_cases, run_cases
 from .survey import Fault, Subject, survey
 
-DRAWN = 25
+DRAWN = 20
 """Modules, unless all are asked for."""
 SKIPPED = {"nn.Embedding": "takes indices"}
 """Of which no sample has a tensor that a layer before it can compute, and why."""

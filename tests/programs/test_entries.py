@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import re
 from collections import namedtuple
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,17 +125,28 @@ def test_a_call_from_outside(name: str, kind: SplitKind) -> None:
     assert_same(on_ranks(2, called, name, kind))
 
 
+def forward_mode(model: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return model.ahead(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
 def refused(how: str) -> str:
-    _, cut = pair_of("filter")
+    serial, cut = pair_of("filter")
     x = torch.randn(2, 3, 7, 5)
+    z = x.clone().requires_grad_()
     calls: dict[str, Callable[[], Any]] = {
         "generator": lambda: cut(x, "generator"), "closure": lambda: cut(x, "closure"),
         "pickle": lambda: pickle.dumps(cut), "trace": lambda: torch.jit.trace(cut.ahead, x),
-        "export": lambda: torch.export.export(cut.ahead, (x,)),
+        "export": lambda: torch.export.export(cut.ahead, (x,)), "saved": lambda: torch.save(cut.ahead, io.BytesIO()),
+        "symbols": lambda: torch.fx.symbolic_trace(cut.ahead), "script": lambda: torch.jit.script(cut),
+        "func": lambda: torch.func.grad(lambda x: cut.ahead(x).square().sum())(x),
+        "vmap": lambda: torch.func.vmap(lambda x: cut.ahead(x[None])[0])(x),
+        "forward mode": lambda: forward_mode(cut, x),
+        "batched": lambda: torch.autograd.grad(cut.ahead(z), z, torch.ones(2, 2, 6, 7, 5), is_grads_batched=True),
     }  # fmt: skip
     with pytest.raises(hetconv.HetConvError) as e:
         calls[how]()
-    cut(x)  # nothing is lost
+    assert apart(cut.ahead(x), serial.ahead(x)) <= 1e-12  # nothing is lost
     return str(e.value)
 
 
@@ -142,7 +155,10 @@ def refused(how: str) -> str:
     [
         ("generator", "a generator was found"), ("closure", "a function was found"),
         ("pickle", "cannot be pickled.*full_state_dict"), ("trace", "cannot be traced or exported"),
-        ("export", "cannot be traced or exported"),
+        ("export", "cannot be traced or exported"), ("symbols", "cannot be traced or exported"),
+        ("saved", "cannot be pickled.*full_state_dict"), ("script", "HetConv2d .* cannot be compiled to TorchScript"),
+        ("func", "torch.func"), ("vmap", "torch.func"), ("forward mode", "forward mode"),
+        ("batched", "is_grads_batched"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -36,6 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--whole-laws"):
+        for item in items:
+            if "whole_laws" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.timeout(0))
+
+
 @pytest.fixture
 def whole_laws(pytestconfig: pytest.Config) -> bool:
     """Whether all operators and modules of PyTorch's own databases are to be run, which takes an hour."""

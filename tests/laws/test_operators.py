@@ -24,11 +24,7 @@ def subjects(world: int, whole: bool) -> Iterator[Subject]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_operators_give_on_parts_what_they_give_on_the_whole(
-    world: int, whole_laws: bool, request: pytest.FixtureRequest
-) -> None:
-    if whole_laws:
-        request.node.add_marker(pytest.mark.timeout(0))
+def test_operators_give_on_parts_what_they_give_on_the_whole(world: int, whole_laws: bool) -> None:
     faults, right = list[Fault](), 0
     for _, found in survey(world, run_cases, subjects(world, whole_laws)):
         faults += found.faults

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from . import errors
+from . import call_site, errors
 from .errors import DisagreementError, HetConvError
 from .transport import Team, objects_of_all, words_of_all
 
@@ -19,18 +19,22 @@ T = TypeVar("T")
 def agree(team: Team, what: str, saying: str, error: HetConvError | None = None) -> None:
     """Collective. Every rank says what it is about to do; unless all say the same and none has an error, all raise.
 
-    ``what`` names the operation. With an error on any rank, the first one is raised on every rank, with its rank named;
-    otherwise ranks that differ raise `DisagreementError` with what each said.
+    ``what`` names the operation, and messages belong to it from now on. With an error on any rank, the first one is
+    raised on every rank, with its rank named; otherwise ranks that differ raise `DisagreementError` with what each said
+    and where in its program.
     """
     if team.size == 1:
         if error is not None:
             raise error
         return
+    call_site.enter_step(what)
+    team.agreements.count += 1
     digest = hashlib.sha256(f"{what}|{saying}|{error!r}".encode()).digest()
     word = torch.frombuffer(bytearray(digest + bytes([error is not None])), dtype=torch.uint8)
     if bool((words_of_all(team, word) == word).all()) and error is None:
         return
-    told = (what, saying, type(error).__name__ if error else "", str(error) if error else "")
+    place = call_site.user_code()
+    told = (what, f"{saying}, {place}", type(error).__name__ if error else "", str(error) if error else "")
     all_told = objects_of_all(team, told)
     for rank, (where, _, kind, message) in enumerate(all_told):
         if kind:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import call_site
 from .agreement import checksum
 from .holding import Held, Ranks, summed_among
 from .movement import from_every_rank, perform, take
@@ -28,6 +29,7 @@ def sync_replicated(model: nn.Module) -> float:
     team = team_of_model(model)
     if team is None or team.size == 1:
         return 0.0
+    call_site.enter("sync_replicated")
     copies = replicated(model, team)
     sums = torch.tensor([checksum(c.local) for c in copies], dtype=torch.int64)
     every = from_every_rank(team, sums.to(copies[0].local.device)) if copies else sums[None]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import call_site
 from .agreement import agree, checksum
 from .caches import SignatureCaches, kept_current
 from .containers import map_tensors, tensors_in
@@ -48,9 +49,9 @@ class ModelContext:
 
     def attach(self) -> None:
         """Makes the model and each of its modules that contains a split layer an entry."""
-        for module in self._model.modules():
+        for name, module in self._model.named_modules():
             if isinstance(module, CutLayer):
-                module.context = self
+                module.context, module.called = self, f"layer {name!r}"
             elif module is self._model or any(isinstance(m, CutLayer) for m in module.modules()):
                 module.forward = EntryForward(module, self)
 
@@ -85,7 +86,9 @@ class ModelContext:
                 sync_replicated(self._model)
         token = SCOPE.set(self._scope(module, any(map(_is_channels_last, tensors))))
         try:
-            whole = _plain(forward(*args, **kwargs))
+            result = forward(*args, **kwargs)
+            call_site.enter("the result of the forward")
+            whole = _plain(result)
             compute_waiting()  # what is left would read parameters and inputs as they are later
             self._running.tell()
             return whole

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import call_site
 from .agreement import prepared
 from .errors import HetConvError
 from .holding import Held
@@ -81,6 +82,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
         if self._team is not None:
+            call_site.enter("GradScaler")
             for t in found.values():
                 t.copy_(from_every_rank(self._team, t).amax(0))
         return found

@@ -34,7 +34,7 @@ from .own_core import OwnCore
 
 FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
 ALIGN = 64  # bytes, a cache line
-PACKET = struct.Struct("<BQQI")
+PACKET = struct.Struct("<BQQIQ")
 DESCRIPTOR = struct.Struct("i")  # of a file
 BESIDE = socket.CMSG_LEN(DESCRIPTOR.size)  # a packet, in bytes
 UNTOLD, UNTOLD_BYTES = 64, 1 << 20  # of messages that were taken, and the sender does not know it
@@ -46,11 +46,16 @@ Shape = tuple[int, ...]
 
 
 class What(IntEnum):
-    """Of a packet, which says where, in bytes, and how many of the oldest messages were taken since the last one."""
+    """Of a packet. It says where, in bytes, how many of the oldest messages were taken since the last, and a tag."""
 
     MEMORY = 0  # comes with it, for all messages from now on
     MESSAGE = 1  # lies there
     TAKEN = 2  # are so many, and there is nothing else to say; nowhere
+    APART = 3  # are the two ranks: what the sender does lies there, as text
+
+
+class RanksApartError(DisagreementError):
+    """The two ranks of a channel are in different calls."""
 
 
 class Place(NamedTuple):
@@ -59,27 +64,29 @@ class Place(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Where a message lies."""
+    """Where a message lies, and of which call it is."""
 
     memory: Memory
     start: int
     stop: int
+    tag: int
 
 
 class Coming:
     """A message that was announced, as which of all, and what it is to be; once it was taken, it is in the buffer."""
 
-    __slots__ = ("buffer", "dtype", "number", "shape")
+    __slots__ = ("buffer", "dtype", "number", "shape", "tag")
 
-    def __init__(self, number: int, dtype: torch.dtype, shape: Shape, buffer: Tensor | None):
-        self.number, self.dtype, self.shape, self.buffer = number, dtype, shape, buffer
+    def __init__(self, number: int, dtype: torch.dtype, shape: Shape, buffer: Tensor | None, tag: int):
+        self.number, self.dtype, self.shape, self.buffer, self.tag = number, dtype, shape, buffer, tag
 
 
 class Channel:
     """Both ways between this rank and another. What is sent is taken in the same order.
 
     Raises `OSError` once the other has closed it, or lets this rank wait longer than ``timeout``, and
-    `DisagreementError` if a message is not as long as the one that was expected.
+    `RanksApartError` if a message has another tag or another size than the one that was expected, or if the other rank
+    met such a message.
     """
 
     def __init__(self, to_peer: socket.socket, timeout: timedelta):
@@ -95,27 +102,28 @@ class Channel:
         self._announced: deque[Coming] = deque()
         self._asked = self._got = 0
         self._lent: Message | None = None
+        self._told: str | None = None  # what the other does, if the two are apart
         self._untold = self._untold_bytes = 0  # that were taken
 
-    def send(self, piece: Tensor) -> None:
+    def send(self, piece: Tensor, tag: int = 0) -> None:
         """When this returns the piece may be written to, whatever the receiver does meanwhile."""
         start = self._room(piece.nbytes)
         _piece(self._out, start, piece.dtype, piece.shape).copy_(piece)
-        self._ring(What.MESSAGE, start, start + piece.nbytes)
+        self._ring(What.MESSAGE, start, start + piece.nbytes, tag)
 
-    def announce(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None = None) -> Coming:
-        """The next message is of this dtype and shape: either `take` or `lend` waits for it.
+    def announce(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None = None, tag: int = 0) -> Coming:
+        """The next message is of this dtype, shape and tag: either `take` or `lend` waits for it.
 
         If it is taken, then into the ``buffer``, or a new one.
         """
         self._asked += 1
-        coming = Coming(self._asked, dtype, shape, buffer)
+        coming = Coming(self._asked, dtype, shape, buffer, tag)
         self._announced.append(coming)
         return coming
 
-    def expect(self, buffer: Tensor) -> Callable[[], Tensor]:
+    def expect(self, buffer: Tensor, tag: int = 0) -> Callable[[], Tensor]:
         """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
-        return partial(self.take, self.announce(buffer.dtype, tuple(buffer.shape), buffer))
+        return partial(self.take, self.announce(buffer.dtype, tuple(buffer.shape), buffer, tag))
 
     def _receive(self, number: int) -> None:
         """Takes messages until there were so many."""
@@ -123,7 +131,7 @@ class Channel:
             if self._came:
                 self._take()
             else:
-                self._listen(self._timeout_ms)
+                self._await()
 
     def take(self, coming: Coming) -> Tensor:
         """In memory of its own."""
@@ -138,7 +146,7 @@ class Channel:
         """
         self._receive(coming.number - 1)
         while self._got < coming.number and not self._came:
-            self._listen(self._timeout_ms)
+            self._await()
         if self._got >= coming.number:
             return self.take(coming)
         self._lent, coming = self._next()
@@ -149,6 +157,22 @@ class Channel:
         if self._lent is not None:
             message, self._lent = self._lent, None
             self._was_taken(message)
+
+    def tell(self, doing: str) -> None:
+        """Says to the other rank what this one does, as the two are apart; it raises an error when it next waits."""
+        text = torch.frombuffer(bytearray(doing.encode()), dtype=torch.uint8)
+        start = self._room(text.nbytes)
+        _piece(self._out, start, text.dtype, text.shape).copy_(text)
+        self._ring(What.APART, start, start + text.nbytes)
+
+    def told(self, until: float) -> str | None:
+        """What the other rank does, if it says so before the clock of `time.monotonic` shows ``until``."""
+        while self._told is None and (left := until - time.monotonic()) > 0:
+            try:
+                self._listen(left * 1e3)
+            except OSError:  # it has ended, or is busy
+                break
+        return self._told
 
     def close(self) -> None:
         self._socket.close()
@@ -169,10 +193,10 @@ class Channel:
         assert self._lent is None  # what is told is how many of the oldest were taken
         message, coming = self._came.popleft(), self._announced.popleft()
         came, wanted = message.stop - message.start, prod(coming.shape) * coming.dtype.itemsize
-        if came != wanted:
-            raise DisagreementError(
-                f"a message of {came} bytes came where one of {wanted} was expected: the two ranks do "
-                "different things; call the same on every rank, in the same order"
+        if message.tag != coming.tag or came != wanted:
+            raise RanksApartError(
+                f"a message of {came} bytes came where one of {wanted} was expected, or of another call: the two ranks "
+                "do different things; call the same on every rank, in the same order"
             )
         self._got += 1
         return message, coming
@@ -211,14 +235,14 @@ class Channel:
         try:
             os.ftruncate(memory, size)
             self._out = mmap.mmap(memory, size)
-            self._ring(What.MEMORY, 0, size, memory)
+            self._ring(What.MEMORY, 0, size, 0, memory)
         finally:
             os.close(memory)
         self._elsewhere += len(self._places)
         self._places.clear()
 
-    def _ring(self, what: What, start: int = 0, stop: int = 0, *memory: int) -> None:
-        packet = PACKET.pack(what, start, stop, self._untold)
+    def _ring(self, what: What, start: int = 0, stop: int = 0, tag: int = 0, *memory: int) -> None:
+        packet = PACKET.pack(what, start, stop, self._untold, tag)
         self._untold = self._untold_bytes = 0
         while True:
             try:
@@ -232,6 +256,12 @@ class Channel:
                 either.register(self._socket, select.POLLIN | select.POLLOUT)
                 _wait(either, self._timeout_ms)
                 self._listen()
+
+    def _await(self) -> None:
+        """Waits for a packet."""
+        if self._told is not None:
+            raise RanksApartError(f"the other rank is in another call: {self._told}")
+        self._listen(self._timeout_ms)
 
     def _listen(self, wait_ms: float = 0) -> None:
         """Reads the packets that have come; or waits for one, and reads that."""
@@ -248,8 +278,8 @@ class Channel:
                 continue
             if not packet:
                 raise ConnectionError("it closed the connection")
-            what, start, stop, taken = PACKET.unpack(packet)
-            self._heard(what, start, stop, taken, *(DESCRIPTOR.unpack(data)[0] for _, _, data in memory))
+            what, start, stop, taken, tag = PACKET.unpack(packet)
+            self._heard(what, start, stop, taken, tag, *(DESCRIPTOR.unpack(data)[0] for _, _, data in memory))
             if wait_ms:
                 return
 
@@ -264,7 +294,7 @@ class Channel:
                 return True
         return False
 
-    def _heard(self, what: int, start: int, stop: int, taken: int, memory: int = -1) -> None:
+    def _heard(self, what: int, start: int, stop: int, taken: int, tag: int, memory: int = -1) -> None:
         elsewhere = min(taken, self._elsewhere)
         self._elsewhere -= elsewhere
         for _ in range(taken - elsewhere):
@@ -273,7 +303,9 @@ class Channel:
             self._in = mmap.mmap(memory, stop)
             os.close(memory)
         elif what == What.MESSAGE:
-            self._came.append(Message(self._in, start, stop))
+            self._came.append(Message(self._in, start, stop, tag))
+        elif what == What.APART:
+            self._told = bytes(self._in[start:stop]).decode()
 
 
 def _wait(poll: select.poll, wait_ms: float) -> None:

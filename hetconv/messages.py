@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import call_site
 from .mailbox import Channel, Coming, Shape
 from .torch_internals import materialized
 from .transport import Team, answered, count, in_turn, near, silent
@@ -53,11 +54,12 @@ class Round:
                 torch.cuda.synchronize(like.device)
 
     def _begin(self, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape]) -> None:
+        tag = call_site.tag(self._team.agreements.count)
         for peer, channel in self._near.items():
             if peer in outgoing:
-                channel.send(as_wire(outgoing[peer]))
+                channel.send(as_wire(outgoing[peer]), tag)
             if peer in incoming:
-                self._coming[peer] = channel.announce(like.dtype, _wire_shape(incoming[peer]))
+                self._coming[peer] = channel.announce(like.dtype, _wire_shape(incoming[peer]), tag=tag)
         if len(self._near) < self._team.size - 1:
             sent = {peer: piece for peer, piece in outgoing.items() if peer not in self._near}
             self._far = _Far(self._team, like, sent, {p: s for p, s in incoming.items() if p not in self._near})

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import kernels, ops
+from . import call_site, kernels, ops
 from .agreement import agree, prepared
 from .calls import CONVS, conv_spec, is_plain
 from .errors import HetConvError
@@ -44,6 +44,8 @@ class CutLayer(nn.Module, ABC):
     """Whether the weight was channels-last when it was cut, on all ranks: its gradients travel so."""
     context: Any = None
     """What the calls of the parallelized model share that this is a layer of, see `entry.ModelContext`."""
+    called: str = "a layer"
+    """What messages of it say that they are of."""
 
     def forward(self, x: Tensor) -> Tensor:
         if SCOPE.get() is None:
@@ -51,6 +53,7 @@ class CutLayer(nn.Module, ABC):
                 self._agree_on_input(x)
             elif self.context.is_entry(self):
                 return self.context.call(self, self._run, (x,), {})  # type: ignore[no-any-return]
+        call_site.enter_layer(self.called)
         return self._run(x)
 
     @abstractmethod

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import kernels
+from . import call_site, kernels
 from .agreement import prepared
 from .caches import Cache
 from .errors import LayoutError
@@ -215,7 +215,7 @@ def _forward(local: Tensor, move: Move, team: Team) -> Tensor:
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
-        ctx.move, ctx.team = move, team
+        ctx.move, ctx.team, ctx.call = move, team, call_site.forward_call()
         # The gradient of a plain tensor goes on to PyTorch's operators, some of which take channels-last gradients of
         # contiguous tensors wrongly (instance norm, PyTorch 2.13).
         ctx.contiguous = move.src.kind == "replicated" and local.is_contiguous()
@@ -226,6 +226,7 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _ = ctx.saved_tensors
+        call_site.enter_backward(ctx.call)
         back = _MovedBack.apply if torch.is_grad_enabled() else _adjoint
         g = back(grad, ctx.move, ctx.team)
         return g.contiguous() if ctx.contiguous else g, None, None
@@ -239,11 +240,12 @@ class _MovedBack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, move: Move, team: Team) -> Tensor:
-        ctx.move, ctx.team = move, team
+        ctx.move, ctx.team, ctx.call = move, team, call_site.forward_call()
         return function_result(_adjoint(grad, move, team), grad)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        call_site.enter_backward(ctx.call)
         return _Moved.apply(g, ctx.move, ctx.team), None, None
 
 

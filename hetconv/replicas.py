@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import call_site
 from .holding import Atom, Held, Ranks, summed_among
 from .layout import Box, buckets
 from .messages import as_wire
@@ -27,6 +28,10 @@ from .torch_internals import graph_task_id
 from .transport import Team
 
 Grads = tuple[Tensor | None, ...]
+
+
+GRADIENTS = "the sum of gradients"
+"""What messages of buckets say that they are of."""
 
 
 class _Bucket:
@@ -51,6 +56,7 @@ class _Bucket:
         self._sums: list[tuple[Ranks, list[tuple[int, Box]], Sum]] = []
 
     def start(self, grads: Grads) -> None:
+        call_site.enter(GRADIENTS)
         for bucket in self._before:
             for _, _, under_way in bucket._sums:
                 under_way.advance()
@@ -70,6 +76,7 @@ class _Bucket:
             self._sums.append((holders, cut, Sum(self._team, own, rounds)))
 
     def end(self) -> Grads:
+        call_site.enter(GRADIENTS)
         found = self._found or [None] * len(self._formats)
         for holders, cut, under_way in self._sums:
             total = under_way.result()
@@ -81,6 +88,7 @@ class _Bucket:
 
     def differentiable_sums(self, grads: Grads) -> Grads:
         """The sum of each gradient; None where no rank has one."""
+        call_site.enter(GRADIENTS)
         everyone = range(self._team.size)
         found: list[Tensor | None] = []
         for i, g in enumerate(grads):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import call_site
 from .layout import told
 from .movement import perform
 from .torch_internals import foreach_copy_
@@ -57,6 +58,8 @@ class Running:
     def tell(self) -> None:
         """All ranks have all channels then, each as the rank says whose own it is. Collective."""
         untold, self._untold = [*self._untold.values()], {}
+        if untold:
+            call_site.enter("running statistics")
         with torch.no_grad():
             for dtype in dict.fromkeys(one.exact for one in untold):
                 self._tell([one for one in untold if one.exact == dtype], dtype)

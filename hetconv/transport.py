@@ -6,7 +6,7 @@ import atexit
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -16,14 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import HetConvError, LostRankError
+from . import call_site
+from .errors import DisagreementError, HetConvError, LostRankError
 from .heap import keep_freed
-from .mailbox import Channel, channels
+from .mailbox import Channel, RanksApartError, channels
 from .torch_internals import timeout_of, transform_in_use
 
 T = TypeVar("T")
+OF_ALL = 1
+"""The tag of words that all ranks say and hear: what each of them does is in the words."""
+ANSWER_S = 5.0
+"""In which another rank says what it does, if it waits for something."""
 PARTING_S = 0.02  # in which threads that wait for Python's lock get it
 _counters: list[Counter[int]] = []
+
+
+class Agreements:
+    """How often all ranks of a team said to each other what they do: the same on each of them."""
+
+    count = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +42,7 @@ class Team:
     """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL.
 
     ``channels`` carry pieces of CPU tensors, where ``group`` is gloo, to those ranks that are on this rank's host.
-    ``one_host``: whether any two ranks have one.
+    ``one_host``: whether any two ranks have one. ``agreements``: how many there were among the ranks.
     """
 
     group: dist.ProcessGroup
@@ -41,6 +52,7 @@ class Team:
     backend: str
     channels: Mapping[int, Channel] = field(default_factory=dict)
     one_host: bool = False
+    agreements: Agreements = field(default_factory=Agreements)
 
     def __deepcopy__(self, memo: object) -> Team:
         return self  # a process group cannot be copied; copies of a model go on using the same one
@@ -167,6 +179,8 @@ def answered(team: Team, action: Callable[[], T]) -> T:
     refuse_transforms()
     try:
         return action()
+    except RanksApartError as e:
+        raise _apart(team) from e
     except HetConvError:
         raise
     except (RuntimeError, OSError) as e:
@@ -174,6 +188,26 @@ def answered(team: Team, action: Callable[[], T]) -> T:
             f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look "
             f"for the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
         ) from e
+
+
+def _apart(team: Team) -> DisagreementError:
+    """Tells the ranks of this host what this one does, and gives an error that says what each of them does.
+
+    Messages of several calls are under way then: the channels are closed.
+    """
+    doing = {team.rank: call_site.described()}
+    for channel in team.channels.values():
+        with suppress(OSError):
+            channel.tell(doing[team.rank])
+    until = time.monotonic() + ANSWER_S
+    for peer, channel in team.channels.items():
+        doing[peer] = channel.told(until) or f"it did not say within {ANSWER_S:g} s"
+        channel.close()
+    lines = "\n".join(f"  rank {rank}: {doing[rank]}" for rank in sorted(doing))
+    return DisagreementError(
+        "the ranks are in different calls, and this process group cannot be used any more; call the model alike on "
+        f"every rank, in the same order:\n{lines}"
+    )
 
 
 def objects_of_all(team: Team, word: T) -> list[T]:
@@ -192,8 +226,8 @@ def words_of_all(team: Team, word: Tensor) -> Tensor:
 
     def exchange() -> None:
         for channel in team.channels.values():
-            channel.send(word)
-        for wait in [channel.expect(words[peer]) for peer, channel in team.channels.items()]:
+            channel.send(word, OF_ALL)
+        for wait in [channel.expect(words[peer], OF_ALL) for peer, channel in team.channels.items()]:
             wait()
 
     answered(team, exchange)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import call_site
 from ..calls import Call, read, writes_in_place
 from ..errors import HetConvError
 from ..following import (
@@ -85,6 +86,7 @@ def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwar
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any:
     """``key``: what to remember the call by, if it turns out to move nothing."""
+    call_site.enter(func)
     verdict, found = tried(func, args, kwargs)
     if verdict.returns is not None:
         return found[verdict.returns]

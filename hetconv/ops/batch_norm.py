@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import call_site
 from ..calls import BatchNormCall, Call
 from ..following import BatchNorm
 from ..kernels.finish import per_channel
@@ -184,11 +185,13 @@ class _SplitBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, _sliced(mean, held), _sliced((var + norm.eps).rsqrt(), held))
         ctx.step, ctx.team, ctx.count, ctx.held, ctx.eps = step, team, count, held, norm.eps
         ctx.bias_dtype = bias.dtype if bias is not None else None
+        ctx.call = call_site.forward_call()
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
+        call_site.enter_backward(ctx.call)
         if torch.is_grad_enabled():
             bias = x.new_zeros(ctx.step.output.shape[1], dtype=ctx.bias_dtype or x.dtype)
             bias.requires_grad_(ctx.needs_input_grad[2])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import kernels
+from .. import call_site, kernels
 from ..emulate import stretched
 from ..kernels import Route, aten
 from ..kernels.aten import summed_pixels
@@ -87,11 +87,13 @@ class LocalConv(torch.autograd.Function):
         y, got = computed(x, w, b, geo, team)
         ctx.save_for_backward(x, w, *(got[peer] for peer, _, _ in geo.halos))
         ctx.geo, ctx.team, ctx.biases = geo, team, len(b) if b is not None else 0
+        ctx.call = call_site.forward_call()
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (x, w, *halos), geo, team, g = ctx.saved_tensors, ctx.geo, ctx.team, materialized(g)
+        call_site.enter_backward(ctx.call)
         if torch.is_grad_enabled():
             gx, gw = differentiable_gradients(partial(_differentiable, geo, team), (x, w), g)
             gb = summed_pixels(g)[: ctx.biases] if ctx.needs_input_grad[2] else None
@@ -147,12 +149,13 @@ class _FetchedHalos(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, geo: Geometry, team: Team) -> tuple[Tensor, ...]:
-        ctx.geo, ctx.team, ctx.shape = geo, team, x.shape
+        ctx.geo, ctx.team, ctx.shape, ctx.call = geo, team, x.shape, call_site.forward_call()
         got = start_round(team, x, geo.held, geo.wanted).wait()
         return x.new_zeros(()), *(got[peer] for peer, _, _ in geo.halos)
 
     @staticmethod
     def backward(ctx: Any, joined: Tensor, *halos: Tensor) -> tuple[Tensor, None, None]:
+        call_site.enter_backward(ctx.call)
         return _HalosSentHome.apply(joined, ctx.shape, ctx.geo, ctx.team, *halos), None, None
 
 
@@ -161,7 +164,7 @@ class _HalosSentHome(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, joined: Tensor, shape: torch.Size, geo: Geometry, team: Team, *halos: Tensor) -> Tensor:
-        ctx.geo, ctx.team = geo, team
+        ctx.geo, ctx.team, ctx.call = geo, team, call_site.forward_call()
         gx = joined.new_zeros(shape)
         home = {peer: halo for (peer, _, _), halo in zip(geo.halos, halos, strict=True)}
         with _send_home(geo, team, gx, home) as came:
@@ -170,6 +173,7 @@ class _HalosSentHome(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        call_site.enter_backward(ctx.call)
         joined, *halos = _FetchedHalos.apply(g, ctx.geo, ctx.team)
         return joined, None, None, None, *halos
 

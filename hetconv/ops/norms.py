@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import call_site
 from ..calls import Call, NormCall, name_of
 from ..following import BatchNorm, GroupNorm, OwnNorm
 from ..kernels.finish import per_channel
@@ -69,11 +70,13 @@ class _SplitGroupNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, invstd)
         ctx.op, ctx.step, ctx.team, ctx.lo, ctx.eps = op, step, team, lo, eps
         ctx.bias_dtype = bias.dtype if bias is not None else None
+        ctx.call = call_site.forward_call()
         return torch.addcmul(shift, x.to(exact), scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
+        call_site.enter_backward(ctx.call)
         if torch.is_grad_enabled():
             bias = x.new_zeros(x.shape[1], dtype=ctx.bias_dtype or x.dtype).requires_grad_(ctx.needs_input_grad[2])
             again = partial(_differentiable, ctx.eps, ctx.op, ctx.step, ctx.team)

@@ -1,0 +1,96 @@
+"""What this rank is doing, and where in the user's code.
+
+Every message between ranks carries a tag of it. Ranks that do different things notice by the tags, also where their
+messages are of the same size, and each tells the others what it does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+from zlib import crc32
+
+Call = str | Callable[..., Any]
+"""A layer or a step, by name, or a function of PyTorch."""
+LIBRARIES = {"hetconv", "torch", "importlib", "contextlib", "functools"}
+"""Packages whose frames are not the user's code."""
+
+
+class _Backward(NamedTuple):
+    call: Call
+
+
+class _Now:
+    """``call``: the one under way. ``last_layer`` and ``layers``: of the calls since the ranks last agreed."""
+
+    call: Call | _Backward = "nothing"
+    last_layer = ""
+    layers = 0
+
+
+_now = _Now()
+
+
+def enter(call: Call) -> None:
+    """From now on messages belong to this call."""
+    _now.call = call
+
+
+def enter_step(call: str) -> None:
+    """All ranks agree on this call. The layers that follow are counted from here."""
+    _now.call, _now.last_layer, _now.layers = call, "", 0
+
+
+def enter_layer(layer: str) -> None:
+    """From now on messages belong to this layer, and those of what follows it come after it."""
+    _now.call = _now.last_layer = layer
+    _now.layers = crc32(layer.encode(), _now.layers)
+
+
+def enter_backward(call: Call) -> None:
+    """From now on messages belong to the backward pass of this call, as `forward_call` gave it."""
+    _now.call = _Backward(call)
+
+
+def forward_call() -> Call:
+    """The call that is under way, to be kept for its backward pass."""
+    call = _now.call
+    return call.call if isinstance(call, _Backward) else call
+
+
+def tag(step: int) -> int:
+    """64 bits that two ranks have alike if they are in the same call of the same step, after the same layers."""
+    return (step & 0xFFFFFFFF) << 32 | _checksum(_now.call) ^ _now.layers
+
+
+def described() -> str:
+    """The call and where in the user's code it was made."""
+    name = _name(_now.call)
+    after = f" after {_now.last_layer}" if _now.last_layer not in ("", name) else ""
+    return f"{name}{after}, {user_code()}"
+
+
+def user_code() -> str:
+    """The innermost line of the user's code that is under way."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        frame = frame.f_back
+    if frame is None:  # backward passes of a GPU have a thread of their own
+        return "in PyTorch's own thread"
+    file = frame.f_code.co_filename
+    near = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    return f"at {near}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+@lru_cache(4096)
+def _checksum(call: Call | _Backward) -> int:
+    return crc32(_name(call).encode())
+
+
+def _name(call: Call | _Backward) -> str:
+    if isinstance(call, _Backward):
+        return f"the backward pass of {_name(call.call)}"
+    return call if isinstance(call, str) else f"torch's {getattr(call, '__name__', type(call).__name__)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
@@ -16,9 +16,10 @@ from .agreement import agree, prepared
 from .calls import CONVS, conv_spec, is_plain
 from .errors import HetConvError
 from .holding import Held
-from .layout import Box, Layout, Shape
+from .layout import Layout, Shape
 from .replicas import SCOPE
 from .rules import Conv, Linear, Split
+from .sharded_module import ShardedModule
 from .tensor import HetTensor, gather
 from .transport import Team, broadcast, team_of
 
@@ -30,16 +31,13 @@ CONV_ATTRIBUTES = (
 )  # fmt: skip
 
 
-class CutLayer(nn.Module, ABC):
+class CutLayer(ShardedModule):
     """A layer that a split cuts among ranks. Subclasses say which operator it is and how it runs."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     split: Split
     output: Output
-    team: Team
-    held: dict[str, Held]
-    """Which ranks hold what of each parameter."""
     as_wired: bool
     """Whether the weight was channels-last when it was cut, on all ranks: its gradients travel so."""
     context: Any = None
@@ -72,12 +70,6 @@ class CutLayer(nn.Module, ABC):
         for name, of in held.items():
             local = nn.Parameter(torch.empty(of.boxes[self.team.rank].shape, **options)) if name in self.held else None
             self.register_parameter(name, local)
-
-    @torch.no_grad()
-    def load_full(self, full: Mapping[str, Tensor]) -> None:
-        """Takes what this rank holds of the whole parameters; local."""
-        for name, of in self.held.items():
-            getattr(self, name).copy_(full[name][of.boxes[self.team.rank].within(Box.whole(of.shape))])
 
     def _result(self, y: Tensor) -> Tensor:
         return gather(y) if self.output == "replicated" else y
@@ -178,6 +170,15 @@ class HetConv(CutLayer):
         self._ways: dict[int, ops.Way] = {}  # by the id of the input's layout
         _inherit(self, conv, least_op(conv).held(split, self.team.size))
 
+    def _plain(self) -> nn.Module:
+        options: Any = {name: getattr(self, name) for name in CONV_ATTRIBUTES}
+        return CONVS[self.spatial_dims - 1](**options, bias="bias" in self.held, device="meta")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CONV_ATTRIBUTES and (ways := vars(self).get("_ways")):
+            ways.clear()  # they go by these
+        super().__setattr__(name, value)
+
     def _run(self, x: Tensor) -> Tensor:
         if x.dim() == self.spatial_dims + 1:
             return self._run(x.unsqueeze(0)).squeeze(0)
@@ -246,6 +247,9 @@ class HetLinear(CutLayer):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.team, self.split, self.output = team, split, output
         _inherit(self, linear, Linear((1, self.in_features), self.out_features).held(split, team.size))
+
+    def _plain(self) -> nn.Module:
+        return nn.Linear(self.in_features, self.out_features, "bias" in self.held, device="meta")
 
     def _run(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:

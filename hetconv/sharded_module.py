@@ -1,0 +1,124 @@
+"""What `torch.nn.Module` does with a module's parameters, for a module of which each rank holds slices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from .agreement import agree, prepared
+from .errors import HetConvError
+from .holding import Held
+from .layout import Box
+from .movement import take
+from .tensor import HetTensor, gather
+from .torch_internals import write_count
+from .transport import Team, broadcast
+
+OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has: parameters, hooks, the mode
+Writes = dict[str, tuple[int, int]]  # which tensor a parameter is, and how many times it was written to
+
+
+class ShardedModule(nn.Module, ABC):
+    """A module whose parameters are cut among ranks. What is called on it acts on whole parameters, or is refused."""
+
+    team: Team
+    held: dict[str, Held]
+    """Which ranks hold what of each parameter."""
+
+    @abstractmethod
+    def _plain(self) -> nn.Module:
+        """The module as it was before it was cut, with parameters on the meta device."""
+
+    @torch.no_grad()
+    def load_full(self, full: Mapping[str, Tensor]) -> None:
+        """Takes what this rank holds of the whole parameters; local."""
+        for name, of in self.held.items():
+            getattr(self, name).copy_(full[name][of.boxes[self.team.rank].within(Box.whole(of.shape))])
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """`torch.nn.Module.apply`, where ``fn`` is given torch's own layer with the whole parameters; collective.
+
+        What it writes to these is cut again, with rank 0's values as the truth. Attributes, hooks, the mode and
+        ``requires_grad`` become the module's too.
+
+        Raises:
+            HetConvError: ``fn`` raised an error on a rank, or gave the layer other parameters, or parameters of other
+                shapes; on every rank.
+        """
+        agree(self.team, f"apply to a {type(self).__name__}", repr(self))
+        plain = self._whole()
+        attributes, before = dict(vars(plain)), _writes(plain)
+
+        def written() -> list[str]:
+            fn(plain)
+            shapes = {name: tuple(p.shape) for name, p in plain.named_parameters()}
+            if (wanted := {name: of.shape for name, of in self.held.items()}) != shapes:
+                raise HetConvError(f"apply gave a layer the parameters {shapes}, where {wanted} were expected")
+            return [name for name, now in _writes(plain).items() if now != before[name]]
+
+        changed = prepared(self.team, "apply", written, str)
+        own = dict(plain.named_parameters())
+        if changed:
+            broadcast(self.team, [own[name].data for name in changed])
+            self.load_full({name: p.detach() for name, p in own.items()})
+        for name, p in own.items():
+            getattr(self, name).requires_grad_(p.requires_grad)
+        self.training = plain.training
+        for name, value in vars(plain).items():
+            if name not in OF_MODULES and (name not in attributes or attributes[name] is not value):
+                setattr(self, name, value)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Draws new parameters as torch's own layer does, on every rank alike; collective."""
+        self.apply(lambda plain: plain.reset_parameters())  # type: ignore[operator]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if self._is_of_slice(name):
+            self._refuse_parametrization(name)
+        super().register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self).get("held", {}):
+            self._refuse_parametrization(name)
+        super().__delattr__(name)
+
+    def _is_of_slice(self, name: str) -> bool:
+        """Whether this is what norms of weights and pruning keep in the place of a parameter, such as weight_g."""
+        return any(name.startswith(f"{held}_") for held in vars(self).get("held", {}))
+
+    def _refuse_parametrization(self, name: str) -> None:
+        raise HetConvError(
+            f"a {type(self).__name__} holds this rank's slice of its parameters, which cannot be parametrized, "
+            f"normalized or pruned ({name}); do that to the plain layer, before hetconv.parallelize, and leave it out "
+            f"of the plan"
+        )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes own slices of tensors that are whole, as a plain model's state has them."""
+        for name, of in self.held.items():
+            given, box = state_dict.get(prefix + name), of.boxes[self.team.rank]
+            if isinstance(given, Tensor) and tuple(given.shape) == of.shape != box.shape:
+                state_dict[prefix + name] = take(given, Box.whole(of.shape), box).clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _whole(self) -> nn.Module:
+        """The module before it was cut, with the values of now and the hooks of this one; collective."""
+        plain, rank = self._plain(), self.team.rank
+        for name, of in self.held.items():
+            own: Tensor = getattr(self, name)
+            owned = take(own.detach(), of.boxes[rank], of.owners.boxes[rank])
+            whole = own if of.everywhere else gather(HetTensor.made(owned, of.owners, self.team))
+            plain.register_parameter(name, nn.Parameter(whole.detach().clone(), requires_grad=own.requires_grad))
+        for name, value in vars(self).items():
+            if name in OF_MODULES and "hooks" in name:
+                plain.__dict__[name] = value
+        return plain.train(self.training)
+
+
+def _writes(module: nn.Module) -> Writes:
+    return {name: (id(p), write_count(p)) for name, p in module.named_parameters()}

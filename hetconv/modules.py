@@ -66,7 +66,7 @@ class CutLayer(ShardedModule):
         )
 
     def _allocate(self, held: Mapping[str, Held], bias: bool, options: dict[str, Any]) -> None:
-        self.held = {name: of for name, of in held.items() if name == "weight" or bias}
+        self._adopt_shards({name: of for name, of in held.items() if name == "weight" or bias})
         for name, of in held.items():
             local = nn.Parameter(torch.empty(of.boxes[self.team.rank].shape, **options)) if name in self.held else None
             self.register_parameter(name, local)

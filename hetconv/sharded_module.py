@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .agreement import agree, prepared
 from .errors import HetConvError
@@ -28,6 +30,16 @@ class ShardedModule(nn.Module, ABC):
     team: Team
     held: dict[str, Held]
     """Which ranks hold what of each parameter."""
+
+    def _adopt_shards(self, held: Mapping[str, Held]) -> None:
+        """Says which ranks hold what of this module's parameters."""
+        self.held = dict(held)
+        _sharded.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's parameters are slices too."""
+        super().__setstate__(state)
+        _sharded.add(self)
 
     @abstractmethod
     def _plain(self) -> nn.Module:
@@ -118,6 +130,32 @@ class ShardedModule(nn.Module, ABC):
             if name in OF_MODULES and "hooks" in name:
                 plain.__dict__[name] = value
         return plain.train(self.training)
+
+
+_sharded: WeakSet[ShardedModule] = WeakSet()
+_BY_WHOLE_TENSORS = tuple(
+    kind for name in ("LBFGS", "Adafactor", "Muon") if (kind := getattr(torch.optim, name, None)) is not None
+)
+"""Optimizers of which a step of one number goes by others of its tensor, or of all tensors."""
+
+
+def _refuse_slices(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises `HetConvError`, on all ranks, before a step of an optimizer that would take slices for whole tensors."""
+    if not isinstance(optimizer, _BY_WHOLE_TENSORS):
+        return
+    own, kind = {id(p) for group in optimizer.param_groups for p in group["params"]}, type(optimizer).__name__
+    for module in _sharded:
+        for name, of in module.held.items():
+            if not of.everywhere and id(module._parameters.get(name)) in own:
+                raise HetConvError(
+                    f"{kind} goes by whole tensors, but was given the {name} of a {type(module).__name__}"
+                    f"({module.extra_repr()}), of which each rank holds a slice; use an optimizer that computes each "
+                    f"number by itself, such as SGD, Adam or AdamW, or cut the layer by sample or height, with a share "
+                    f"for every rank"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_slices)
 
 
 def _writes(module: nn.Module) -> Writes:

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 import hetconv
 
+from ..equivalence import Differences, assert_same, same_state
 from ..spawn import on_ranks
 from .table import PLACES, Net, Run, Table
 
@@ -251,3 +252,52 @@ def _raise_on_one(module: nn.Module) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_would_see_slices_is_refused(how: str, said: str, place: str) -> None:
     assert all(re.search(said, message) for message in on_ranks(2, refused, how, place))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "LBFGS": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+    "Muon": lambda p: torch.optim.Muon([x for x in p if x.dim() == 2], 0.01),
+}
+"""That go by whole tensors."""
+
+
+def by_whole_tensors(how: str, place: str, with_linear: bool, copied: bool) -> Differences:
+    """How far steps of a model, or of a copy of it, are from those on one device."""
+    torch.set_default_dtype(torch.float64)
+    layers = [nn.Flatten(), nn.Linear(140, 6)] if with_linear else [nn.Conv2d(4, 2, 3)]
+    serial = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), *layers)
+    cut = Run(place).parallel(copy.deepcopy(serial))
+    models, x = (copy.deepcopy(cut) if copied else cut, serial), torch.randn(2, 3, 9, 7)
+    for model in models:
+        optimizer = OPTIMIZERS[how](list(model.parameters()))
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(closure)
+    return same_state(models[1], models[0])
+
+
+def said_of_slices(how: str, place: str, copied: bool) -> str:
+    with pytest.raises(hetconv.HetConvError) as e:
+        by_whole_tensors(how, place, True, copied)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("how", ["LBFGS", "Adafactor"])
+def test_an_optimizer_may_go_by_tensors_that_every_rank_holds_whole(how: str, copied: bool) -> None:
+    assert_same(on_ranks(2, by_whole_tensors, how, "height", False, copied))
+
+
+@pytest.mark.parametrize("place", ["filter", "channel", "height on one"])
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("how", OPTIMIZERS)
+def test_an_optimizer_that_would_take_slices_for_tensors_is_refused(how: str, copied: bool, place: str) -> None:
+    for said in on_ranks(2, said_of_slices, how, place, copied):
+        assert re.search(rf"{how} goes by whole tensors.*of a Het.*SGD", said)

@@ -45,6 +45,7 @@ class ModelContext:
         self._model, self._team, self._sync_every = model, team, sync_every
         self._trained, self._running = 0, Running(team)
         self._caches = SignatureCaches(signatures)
+        self._cut: list[CutLayer] = []
         self._entered: set[int] = set()  # ids of modules that were called from outside
 
     def attach(self) -> None:
@@ -52,6 +53,7 @@ class ModelContext:
         for name, module in self._model.named_modules():
             if isinstance(module, CutLayer):
                 module.context, module.called = self, f"layer {name!r}"
+                self._cut.append(module)
             elif module is self._model or any(isinstance(m, CutLayer) for m in module.modules()):
                 module.forward = EntryForward(module, self)
 
@@ -73,8 +75,8 @@ class ModelContext:
 
         Raises:
             DisagreementError: ranks call differently; on all of them, before anything moves.
-            HetConvError: the call is traced, exported or transformed by `torch.func`, or returns what cannot be
-                searched for tensors.
+            HetConvError: a parameter is not this rank's slice; or the call is traced, exported or transformed by
+                `torch.func`, or returns what cannot be searched for tensors.
         """
         _refuse_tracers(module)
         tensors = tensors_in((args, kwargs), opaque=True)
@@ -107,7 +109,8 @@ class ModelContext:
         values = ""
         if (seen := name + said) not in self._caches:  # once per signature: other batches are easy to get wrong
             values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
-        agree(self._team, f"forward of {name}" if name else "forward", said + values)
+        misfit = next((error for layer in self._cut if (error := layer.misfit()) is not None), None)
+        agree(self._team, f"forward of {name}" if name else "forward", said + values, misfit)
         self._caches.use(seen)
 
     def _name_of(self, module: nn.Module) -> str:

@@ -77,7 +77,7 @@ class CutLayer(ShardedModule):
     def _agree_on_input(self, x: Tensor) -> None:
         """For outside a parallelized model's forward: then this layer checks for itself that the ranks call alike."""
         said = f"x {tuple(x.shape)} {x.dtype}, {self.split}, gradients {torch.is_grad_enabled()}"
-        agree(self.team, type(self).__name__, said)
+        agree(self.team, type(self).__name__, said, self.misfit())
 
 
 class HetConv(CutLayer):

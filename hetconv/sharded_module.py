@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .agreement import agree, prepared
 from .errors import HetConvError
 from .holding import Held
-from .layout import Box
+from .layout import Box, Shape
 from .movement import take
 from .tensor import HetTensor, gather
 from .torch_internals import write_count
@@ -30,11 +30,26 @@ class ShardedModule(nn.Module, ABC):
     team: Team
     held: dict[str, Held]
     """Which ranks hold what of each parameter."""
+    _shapes: tuple[tuple[str, Shape], ...]  # of the slices that this rank holds
 
     def _adopt_shards(self, held: Mapping[str, Held]) -> None:
         """Says which ranks hold what of this module's parameters."""
         self.held = dict(held)
+        self._shapes = tuple((name, of.boxes[self.team.rank].shape) for name, of in held.items())
         _sharded.add(self)
+
+    def misfit(self) -> HetConvError | None:
+        """What is to be said where a parameter has not the shape of this rank's slice, as `functional_call` may do."""
+        for name, shape in self._shapes:
+            given = self._parameters[name]
+            if given is None or given.shape != shape:
+                found = None if given is None else tuple(given.shape)
+                return HetConvError(
+                    f"the {name} of a {type(self).__name__}({self.extra_repr()}) has the shape {found}, but this rank "
+                    f"holds {shape} of {self.held[name].shape}; give functional_call the shapes of "
+                    f"model.named_parameters()"
+                )
+        return None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's parameters are slices too."""

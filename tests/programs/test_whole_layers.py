@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
 import hetconv
 
-from ..equivalence import Differences, assert_same, same_state
+from ..equivalence import Differences, apart, assert_same, same_state
 from ..spawn import on_ranks
 from .table import PLACES, Net, Run, Table
 
@@ -252,6 +253,34 @@ def _raise_on_one(module: nn.Module) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_would_see_slices_is_refused(how: str, said: str, place: str) -> None:
     assert all(re.search(said, message) for message in on_ranks(2, refused, how, place))
+
+
+def given_whole(place: str, names: tuple[str, ...], alone: bool) -> str:
+    """What is said where layers are given whole tensors by `functional_call`, of a model or of a layer alone."""
+    torch.set_default_dtype(torch.float64)
+    plain = Net()
+    model = Run(place).parallel(copy.deepcopy(plain))
+    whole = {name: p for name, p in plain.named_parameters() if name in names}
+    if alone:
+        plain = nn.Sequential(nn.Conv2d(3, 6, 3))
+        kind, sizes = PLACES[place]
+        sizes = (4, 2) if kind == "filter" and all(sizes) else (6, 0) if kind == "filter" else sizes
+        model = nn.Sequential(hetconv.HetConv2d.from_conv(plain[0], hetconv.Split(kind, sizes)))
+        whole = dict(plain.named_parameters())
+    x = torch.randn(3, 3, 9, 7)
+    with pytest.raises(hetconv.HetConvError) as e:
+        functional_call(model, whole, (x,))
+    assert apart(model.eval()(x), plain.eval()(x)) <= 1e-12
+    return str(e.value)
+
+
+@pytest.mark.parametrize("place", ["filter", "channel", "height on one", "filter on one"])
+@pytest.mark.parametrize("names", [("features.0.weight",), ("head.weight", "head.bias"), ()], ids=str)
+def test_whole_tensors_in_the_place_of_slices_are_refused_on_all_ranks(names: tuple[str, ...], place: str) -> None:
+    if place == "height on one" and "head.weight" in names:
+        place = "channel"  # a linear layer has no height
+    for said in on_ranks(2, given_whole, place, names, not names):
+        assert re.search(r"rank [01].*of a Het.*has the shape .*, but this rank holds .* of ", said)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -75,6 +75,8 @@ class GradScaler(torch.amp.GradScaler):
     ``options`` are torch's own. Every rank calls the same methods in the same order.
     """
 
+    asks_all_ranks = True  # torch's own is refused where ranks hold slices
+
     def __init__(self, model: nn.Module, device: str = "cuda", **options: Any):
         super().__init__(device, **options)
         self._team = team_of_model(model)

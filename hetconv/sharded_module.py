@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -17,7 +17,7 @@ from .holding import Held
 from .layout import Box, Shape
 from .movement import take
 from .tensor import HetTensor, gather
-from .torch_internals import write_count
+from .torch_internals import check_before_clipping, check_before_unscaling, write_count
 from .transport import Team, broadcast
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has: parameters, hooks, the mode
@@ -154,23 +154,48 @@ _BY_WHOLE_TENSORS = tuple(
 """Optimizers of which a step of one number goes by others of its tensor, or of all tensors."""
 
 
-def _refuse_slices(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Raises `HetConvError`, on all ranks, before a step of an optimizer that would take slices for whole tensors."""
-    if not isinstance(optimizer, _BY_WHOLE_TENSORS):
-        return
-    own, kind = {id(p) for group in optimizer.param_groups for p in group["params"]}, type(optimizer).__name__
+def _slice_in(params: Iterable[Tensor]) -> str | None:
+    """What to say of the first of these that is a slice; None if every rank holds all of them whole."""
+    own = {id(p) for p in params}
     for module in _sharded:
         for name, of in module.held.items():
             if not of.everywhere and id(module._parameters.get(name)) in own:
-                raise HetConvError(
-                    f"{kind} goes by whole tensors, but was given the {name} of a {type(module).__name__}"
-                    f"({module.extra_repr()}), of which each rank holds a slice; use an optimizer that computes each "
-                    f"number by itself, such as SGD, Adam or AdamW, or cut the layer by sample or height, with a share "
-                    f"for every rank"
-                )
+                kind = type(module).__name__
+                return f"was given the {name} of a {kind}({module.extra_repr()}), of which each rank holds a slice"
+    return None
 
 
-register_optimizer_step_pre_hook(_refuse_slices)
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, _BY_WHOLE_TENSORS) and (said := _slice_in(_params_of(optimizer))) is not None:
+        raise HetConvError(
+            f"{type(optimizer).__name__} goes by whole tensors, but {said}; use an optimizer that computes each number "
+            f"by itself, such as SGD, Adam or AdamW, or cut the layer by sample or height, with a share for every rank"
+        )
+
+
+def _check_clipping(params: list[Tensor]) -> None:
+    if (said := _slice_in(params)) is not None:
+        raise HetConvError(
+            f"torch.nn.utils.clip_grad_norm_ {said}, so that ranks would clip by norms of their own; call "
+            f"hetconv.clip_grad_norm_(model, max_norm) instead"
+        )
+
+
+def _check_unscaling(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    if not getattr(scaler, "asks_all_ranks", False) and (said := _slice_in(_params_of(optimizer))) is not None:
+        raise HetConvError(
+            f"torch.amp.GradScaler {said}, so that one rank would skip a step that others take; use "
+            f"hetconv.GradScaler(model) instead"
+        )
+
+
+register_optimizer_step_pre_hook(_check_step)
+check_before_clipping(_check_clipping)
+check_before_unscaling(_check_unscaling)
 
 
 def _writes(module: nn.Module) -> Writes:

@@ -7,6 +7,7 @@ passes with the versions in `TESTED_WITH`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -62,6 +63,9 @@ INTERNALS = {
         name: Internal("torch._C", name, "to refuse gradients of a batch of cotangents (is_grads_batched)", True)
         for name in ("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting")
     },
+    "clip_grads_with_norm_": Internal(
+        "torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "to refuse clipping by the norm of slices", True
+    ),
     "is_fx_tracing": Internal(
         "torch.fx._symbolic_trace", "is_fx_symbolic_tracing", "to refuse torch.fx.symbolic_trace by name", True
     ),
@@ -218,6 +222,36 @@ def replace_function_apply(wrap: Callable[[type, Callable[..., Any], Any, Any], 
         return wrap(cls, plain.__get__(None, cls), args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+
+def check_before_clipping(check: Callable[[list[Tensor]], None]) -> None:
+    """From now on `torch.nn.utils.clip_grad_norm_` calls ``check`` with its parameters before it changes gradients.
+
+    `torch.nn.utils.clip_grads_with_norm_`, which is given a norm, does not.
+    """
+    plain, module = find(INTERNALS["clip_grads_with_norm_"]), import_module(INTERNALS["clip_grads_with_norm_"].module)
+    if plain is None:
+        return
+
+    @functools.wraps(plain)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        check(parameters)
+        plain(parameters, *args, **kwargs)
+
+    setattr(module, INTERNALS["clip_grads_with_norm_"].name, clip)
+
+
+def check_before_unscaling(check: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    """From now on a `torch.amp.GradScaler` calls ``check`` with itself and the optimizer before it reads gradients."""
+    plain: Any = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(plain)
+    def unscale(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        check(scaler, optimizer)
+        return plain(scaler, optimizer, *args, **kwargs)
+
+    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign,assignment]
 
 
 def move_hooks(old: nn.Module, new: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.rules import SplitKind
+from hetconv.rules import Split, SplitKind
 
 from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
 from .nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
@@ -104,3 +104,51 @@ def test_all_ranks_skip_a_step_in_which_one_slice_overflows() -> None:
     for scale, moved in on_ranks(2, scaled, False):
         assert scale == 8.0
         assert moved[0] > 0.0
+
+
+def torchs_own(kind: SplitKind) -> list[str]:
+    """What is said of torch's own functions, of the model and of a copy; "nothing" where they are right."""
+    serial, cut = pair(lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 4, 3)), _both(kind), 2)
+    models, x, said = (cut, copy.deepcopy(cut)), torch.randn(2, 4, 8, 8), list[str]()
+    for model in (serial, *models):
+        model(x).square().mean().backward()
+    before = [full_gradients(model) for model in models]
+    norm = nn.utils.clip_grad_norm_(serial.parameters(), 0.1)
+    for model, gradients in zip(models, before, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        try:
+            assert apart(nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm) <= 1e-12
+            gradients = {name: p.grad for name, p in serial.named_parameters()}
+            said.append("nothing")
+        except hetconv.HetConvError as e:
+            said.append(str(e))
+        try:
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimizer)
+            said.append("nothing")
+        except hetconv.HetConvError as e:
+            said.append(str(e))
+        after = full_gradients(model)
+        assert max(apart(after[name], gradients[name]) for name in gradients) <= 1e-12
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)  # with the norm of the whole it is right
+    return said
+
+
+def _both(kind: SplitKind) -> dict[str, Split]:
+    sizes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+        "filter": ((4, 2), (3, 1)),
+        "channel": ((3, 1), (4, 2)),
+    }
+    return {str(i): Split(kind, sizes.get(kind, ((2, 1), (2, 1)))[i]) for i in range(2)}
+
+
+def test_torchs_own_functions_are_right_or_refused() -> None:
+    for kind in ("filter", "channel"):
+        for clip, scale, *copied in on_ranks(2, torchs_own, kind):
+            assert "of a HetConv2d" in clip
+            assert "call hetconv.clip_grad_norm_(model, max_norm)" in clip
+            assert "use hetconv.GradScaler(model)" in scale
+            assert len(copied) == 2
+            assert "nothing" not in copied
+    assert on_ranks(2, torchs_own, "height") == [["nothing"] * 4] * 2

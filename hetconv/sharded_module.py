@@ -41,7 +41,7 @@ class ShardedModule(nn.Module, ABC):
     def misfit(self) -> HetConvError | None:
         """What is to be said where a parameter has not the shape of this rank's slice, as `functional_call` may do."""
         for name, shape in self._shapes:
-            given = self._parameters[name]
+            given = self._parameters.get(name)
             if given is None or given.shape != shape:
                 found = None if given is None else tuple(given.shape)
                 return HetConvError(

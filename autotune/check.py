@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from scipy.stats import kendalltau
-from torch import Tensor, nn
+from torch import nn
 
 from hetconv.cost import layer_curve
 from hetconv.graph import Graph
@@ -24,8 +24,9 @@ from hetconv.rules import Split
 from hetconv.transport import objects_of_all, team_of
 
 from . import fit
+from .inputs import ModelInputs
 from .measure import more_samples, operator_samples, timed
-from .race import formats, step_in, step_of
+from .race import device_of, formats, step_in, step_of
 from .rounds import Round, Step
 from .sampling import Passes, Time
 from .subjects import Layer, subjects_of
@@ -152,7 +153,7 @@ def _spot_seconds(
 
 
 def plan_steps(
-    model: nn.Module, x: Tensor, graph: Graph, profile: ClusterProfile, mode: Mode, plans: Plans
+    model: nn.Module, inputs: ModelInputs, graph: Graph, profile: ClusterProfile, mode: Mode, plans: Plans
 ) -> dict[str, Step]:
     """Collective: steps of copies of a plain ``model`` under these splits.
 
@@ -165,16 +166,16 @@ def plan_steps(
         if name.startswith(ALONE):
             busy_s = pricer.of(name).price(splits)[0].busy_s
             works = team_of().rank == busy_s.index(max(busy_s))
-            steps[name] = _fastest_alone(model, x, mode) if works else lambda: None
+            steps[name] = _fastest_alone(model, inputs, mode) if works else lambda: None
         else:
-            steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), x, mode)
+            steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), inputs, mode)
     return steps
 
 
-def _fastest_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
+def _fastest_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """On this rank, in the memory format in which a step takes less time."""
-    steps = [step_in(way, model, x, mode) for way in formats(team_of().rank, x)]
-    took = [[timed(step, x.device) for step in steps] for _ in range(1 + TRIES)][1:]
+    steps = [step_in(way, model, inputs, mode) for way in formats(team_of().rank, inputs)]
+    took = [[timed(step, device_of(model)) for step in steps] for _ in range(1 + TRIES)][1:]
     return min(zip(zip(*took, strict=True), steps, strict=True), key=lambda known: min(known[0]))[1]
 
 

@@ -26,10 +26,11 @@ from .devices import show_devices
 from .diff import show_diff
 from .doctor import examine, show_report, visible
 from .figures import prepare
+from .inputs import InputSpec
 from .launch import parse_devices, run_on
 from .machine import here
 from .merge import merge as merge_profiles
-from .models import build_model, parse_shape, random_input
+from .models import build_model
 from .picture import draw
 from .record import Record
 from .show import show_gathers, show_layer, show_plan, show_profile
@@ -61,7 +62,23 @@ class FileKind(StrEnum):
 
 Model = Annotated[str, typer.Option(help="What makes the model: package.module:callable.", show_default=False)]
 ModelArgs = Annotated[str, typer.Option(help="Its arguments: a JSON object or list.")]
-Input = Annotated[str, typer.Option(help="Shape of the input, as in 1x3x256x256.", show_default=False)]
+Input = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="A tensor that the model is called with, once for each argument: positional ones in their order, as in "
+        "1x3x256x256 or 2:int64, and named ones, as in timestep=2:int64. Numbers are random, float32 by default; "
+        "integers are zeros.",
+        show_default=False,
+    ),
+]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        help="In place of --input, what makes the arguments: package.module:callable, which returns (args, kwargs).",
+        show_default=False,
+    ),
+]
 Mode = Annotated[ModeName, typer.Option(help="What a step is: forward and backward, or forward alone.")]
 Seed = Annotated[int, typer.Option(help="Of weights, inputs and the study.")]
 
@@ -70,7 +87,8 @@ Seed = Annotated[int, typer.Option(help="Of weights, inputs and the study.")]
 def autotune(
     devices: Annotated[str, typer.Option(help="One per rank: cuda:0,cuda:1 or cpu,cpu@0.5 (emulated at half speed).")],
     model: Model,
-    input: Input,
+    input: Input = None,
+    inputs: Inputs = None,
     model_args: ModelArgs = "{}",
     mode: Mode = ModeName.train,
     trials: Annotated[int, typer.Option(min=0, help="Of a study of whole steps, the most.")] = 12,
@@ -101,13 +119,14 @@ def autotune(
     profile, whatever happens: --resume goes on from there.
     """
     named = parse_devices(devices)
-    shape = parse_shape(input)
+    asked = InputSpec.parse(input or (), inputs)
     with redirect_stdout(sys.stderr):  # whatever a model prints
-        capture(build_model(model, model_args, seed), random_input(shape, seed))  # what is wrong is said at once
+        given = asked.make(seed)
+        capture(build_model(model, model_args, seed), *given.args, **given.kwargs)  # what is wrong is said at once
     if plot is not None:
         prepare(plot)
     job = Job(
-        tuple(named), model, model_args, shape, mode.value, trials, budget, output.resolve(), seed, resume, storage,
+        tuple(named), model, model_args, asked, mode.value, trials, budget, output.resolve(), seed, resume, storage,
         quiet,
     )  # fmt: skip
     if "RANK" not in os.environ:  # torchrun's ranks could find each other here; rank 0 looks again
@@ -125,7 +144,8 @@ def autotune(
 @app.command()
 def plan(
     model: Model,
-    input: Input,
+    input: Input = None,
+    inputs: Inputs = None,
     model_args: ModelArgs = "{}",
     profile: Annotated[
         Path | None, typer.Option(help="The profile that autotune wrote.", show_default=str(DEFAULT_PROFILE))
@@ -150,9 +170,10 @@ def plan(
 ) -> None:
     """Choose how to cut every layer, and write the plan."""
     cluster = _cluster(profile, devices, link, between)
+    given = InputSpec.parse(input or (), inputs).make(seed)
     built = build_model(model, model_args, seed).train(mode is ModeName.train)
     with torch.set_grad_enabled(mode is ModeName.train):
-        graph = capture(built, random_input(parse_shape(input), seed))
+        graph = capture(built, *given.args, **given.kwargs)
     limit = memory_limit * 1e9 if memory_limit is not None else None
     chosen: Any = tuple(kinds.split(","))
     made = make_plan(graph, cluster, mode=mode.value, memory_limit=limit, kinds=chosen)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hetconv.emulate import DeviceName
 from hetconv.errors import HetConvError
@@ -22,8 +22,9 @@ from hetconv.recorder import capture
 from hetconv.transport import team_of
 
 from . import measure
+from .inputs import InputSpec, ModelInputs
 from .machine import conditions
-from .models import build_model, channels_last, random_input
+from .models import build_model, channels_last
 from .progress import Reporter
 from .race import Race
 from .store import Store, claimed
@@ -44,7 +45,7 @@ class Job:
     devices: tuple[DeviceName, ...]
     model: str
     model_args: str
-    input: tuple[int, ...]
+    inputs: InputSpec
     mode: Mode
     trials: int
     budget: float
@@ -64,11 +65,11 @@ class Run:
         self.device = torch.device(self.name.device)
         model = build_model(job.model, job.model_args, job.seed).to(self.device).train(job.mode == "train")
         self.model: nn.Module
-        self.x: Tensor
-        self.model, self.x = channels_last(model, random_input(job.input, job.seed).to(self.device))
+        self.inputs: ModelInputs
+        self.model, self.inputs = channels_last(model, job.inputs.make(job.seed).to(self.device))
         with torch.set_grad_enabled(job.mode == "train"):
-            self.graph: Graph = capture(self.model, self.x)
-        self.race = Race(self.model, self.x, job.mode, max(LIMIT, job.budget / 4))
+            self.graph: Graph = capture(self.model, *self.inputs.args, **self.inputs.kwargs)
+        self.race = Race(self.model, self.inputs, job.mode, max(LIMIT, job.budget / 4))
         self.on_gpu = any(torch.device(d.device).type == "cuda" for d in job.devices)
         self.store, refused = self._opened(stack) if self.team.rank == 0 else (None, None)
         refused, self._known = measure.told((refused, self.store.known if self.store is not None else {}))
@@ -79,7 +80,7 @@ class Run:
         """The store, claimed; or why it is not, so that all ranks can say so."""
         job, now = self.job, conditions(self.device)
         asked = {
-            "model": f"{job.model} {job.model_args}", "graph": self.graph.digest, "input": list(job.input),
+            "model": f"{job.model} {job.model_args}", "graph": self.graph.digest, "inputs": str(job.inputs),
             "mode": job.mode, "devices": [str(d) for d in job.devices], "seed": job.seed,
             "torch": now.torch, "triton": now.triton,
         }  # fmt: skip

@@ -174,7 +174,7 @@ class _Plans:
         for c in alone:
             if c.predicted.step_s <= likely:
                 rank = int(c.name.removeprefix(f"{ALONE} (").partition(":")[0])
-                ways |= {f"{c.name}, {way.memory_format}": (c, way) for way in formats(rank, run.x)}
+                ways |= {f"{c.name}, {way.memory_format}": (c, way) for way in formats(rank, run.inputs)}
         best = run.known("plans", REFERENCE, str)  # of those that were measured beside it
         if best not in ways:
             able = {name: way for name, (_, way) in ways.items() if self.runs(name, way)}

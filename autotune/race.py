@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv import emulate
+from hetconv.containers import map_tensors, tensors_in
 from hetconv.emulate import Computation, stretched
-from hetconv.kernels import CHANNELS_LAST
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode, Plan
-from hetconv.torch_internals import tree_iter
 from hetconv.transport import Team, disband, objects_of_all, team_of
 
 from . import measure
+from .inputs import ModelInputs
 from .launch import did
 from .learn import noise_of
 from .meeting import parts_of_core
-from .models import channels_last
+from .models import channels_last, has_images
 from .rounds import MOST_ROUNDS, Round, Step, one_round, pulses_of, until_all_are_done
 from .shares import TrialFailedError
 
@@ -74,22 +74,22 @@ class Outcome(NamedTuple):
     pulse_s: tuple[float, ...] = ()
 
 
-def step_of(model: nn.Module, x: Tensor, mode: Mode) -> Callable[[], None]:
+def step_of(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Callable[[], None]:
     """One inference, or one forward and backward with the mean square of the outputs as loss."""
 
     def infer() -> None:
         with torch.no_grad():
-            model(x)
+            inputs.call(model)
 
     def train() -> None:
         model.zero_grad()
-        outputs = [y for y in tree_iter(model(x)) if isinstance(y, Tensor) and y.is_floating_point()]
+        outputs = [y for y in tensors_in(inputs.call(model), opaque=True) if y.is_floating_point()]
         sum(y.square().mean() for y in outputs).backward()  # type: ignore[union-attr]
 
     return train if mode == "train" else infer
 
 
-def step_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
+def step_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """`step_of` a plain model, all of which takes longer where the device is emulated.
 
     `emulate.visitors` are let in between its modules. The ``model`` is this step's own from now on.
@@ -103,29 +103,36 @@ def step_alone(model: nn.Module, x: Tensor, mode: Mode) -> Step:
     for module in model.modules():
         if next(module.children(), None) is None:
             module.register_forward_hook(between)
-    step = step_of(model, x, mode)
-    return lambda: stretched(step, x.device)
+    step, device = step_of(model, inputs, mode), device_of(model)
+    return lambda: stretched(step, device)
 
 
-def formats(rank: int, x: Tensor) -> tuple[Alone, ...]:
+def formats(rank: int, inputs: ModelInputs) -> tuple[Alone, ...]:
     """The ways to run the plain model on a rank's device."""
     contiguous = Alone(rank, "contiguous")
-    return (contiguous, Alone(rank, "channels_last")) if x.dim() in CHANNELS_LAST else (contiguous,)
+    return (contiguous, Alone(rank, "channels_last")) if has_images(inputs) else (contiguous,)
 
 
-def step_in(way: Alone, model: nn.Module, x: Tensor, mode: Mode) -> Step:
+def step_in(way: Alone, model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """`step_alone` of a copy of a plain ``model`` in the way's memory format, on this rank."""
     model = copy.deepcopy(model)
     if way.memory_format == "channels_last":
-        return step_alone(*channels_last(model, x), mode)
-    return step_alone(model.to(memory_format=torch.contiguous_format), x.contiguous(), mode)  # type: ignore[call-overload]
+        return step_alone(*channels_last(model, inputs), mode)
+    model = model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return step_alone(model, map_tensors(torch.Tensor.contiguous, inputs), mode)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where it computes: a model without parameters, which nobody plans, on the CPU."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 class Race:
     """Rank 0 leads, the others follow. ``limit``: seconds that a rank waits for another in the middle of a step."""
 
-    def __init__(self, model: nn.Module, x: Tensor, mode: Mode, limit: float):
-        self._model, self._x, self._mode, self._limit = model, x, mode, timedelta(seconds=limit)
+    def __init__(self, model: nn.Module, inputs: ModelInputs, mode: Mode, limit: float):
+        self._model, self._inputs, self._mode, self._limit = model, inputs, mode, timedelta(seconds=limit)
+        self._device = device_of(model)
         self._team: Team | None = None
         self._steps: dict[str, tuple[Way, Step]] = {}
 
@@ -180,7 +187,7 @@ class Race:
         rounds: list[Round] = []
         more = order.rounds > 0
         while more:
-            rounds.append(one_round(steps, len(rounds), self._x.device, team))
+            rounds.append(one_round(steps, len(rounds), self._device, team))
             more = not _ended(rounds, order, enough(rounds[-1]))
             said = [more]
             dist.broadcast_object_list(said, group=team.control, group_src=0)
@@ -190,7 +197,7 @@ class Race:
         ran = [one[heard.name] for one in rounds]
         mean_s = pulses_of(ran)
         if waits:
-            own_s = _after(heard, median(step.seconds for step in ran), self._x.device, team)
+            own_s = _after(heard, median(step.seconds for step in ran), self._device, team)
         else:
             slow = [step.pulse_s[team.rank] / mean_s[team.rank] for step in ran]
             own_s = [seconds / times for seconds, times in zip(heard.seconds, slow, strict=True)]
@@ -205,16 +212,16 @@ class Race:
         if order.listen is None:
             return None, False
         part = parts_of_core(team_of()).together
-        heard = _Heard(order.listen, steps[order.listen], part if measure.by_own_clock(self._x.device) else None)
-        waits = "cuda" in objects_of_all(team, self._x.device.type)
+        heard = _Heard(order.listen, steps[order.listen], part if measure.by_own_clock(self._device) else None)
+        waits = "cuda" in objects_of_all(team, self._device.type)
         if not waits:
             steps[order.listen] = heard
         return heard, waits
 
     def _step(self, way: Way, team: Team) -> Step:
         if isinstance(way, Plan):
-            return step_of(parallelize(copy.deepcopy(self._model), way, group=team.group), self._x, self._mode)
-        return step_in(way, self._model, self._x, self._mode) if way.rank == team.rank else lambda: None
+            return step_of(parallelize(copy.deepcopy(self._model), way, group=team.group), self._inputs, self._mode)
+        return step_in(way, self._model, self._inputs, self._mode) if way.rank == team.rank else lambda: None
 
     def _clear(self) -> None:
         """Frees what ways hold, memory above all, and ends the connections that they used."""
@@ -224,7 +231,7 @@ class Race:
             disband(team)
         del team
         gc.collect()
-        if self._x.device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 

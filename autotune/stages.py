@@ -138,5 +138,5 @@ def tiles(run: Run, profile: ClusterProfile) -> ClusterProfile:
     if not run.on_gpu:
         return profile
     plan = make_plan(run.graph, profile, mode=run.job.mode)
-    step = step_of(parallelize(copy.deepcopy(run.model), plan), run.x, run.job.mode)
+    step = step_of(parallelize(copy.deepcopy(run.model), plan), run.inputs, run.job.mode)
     return replace(profile, tiles=tune_tiles(step, run.device, run.team, run.passed(1.0), run.say, run))

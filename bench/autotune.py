@@ -33,6 +33,7 @@ from bench.machine import commit, now, save, software
 from bench.overlap import within
 from bench.verdict import Demand
 from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_and_measured
+from hetconv.autotune.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.race import Seconds
@@ -146,9 +147,8 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
     """On every rank: the figures of a case."""
     with beside_a_busy_process(busy and team_of().rank == len(devices) - 1), tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "cluster.json")
-        job = Job(
-            devices, case.model, case.arguments, case.input, mode, trials=12, budget=budget, output=output, seed=0
-        )
+        inputs = InputSpec((TensorSpec(case.input),))
+        job = Job(devices, case.model, case.arguments, inputs, mode, trials=12, budget=budget, output=output, seed=0)
         profile = tune(job).profile
         model = build_model(case.model, case.arguments, 0).train(mode == "train")
         model, x = channels_last(model, random_input(case.input, 0))
@@ -157,7 +157,7 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         plan = make_plan(graph, profile, mode=mode)
         plans = {} if plan.chosen.startswith(ALONE) else {PLANNED: dict(plan.splits)}
         all_plans = compared(graph, profile, mode, plans)
-        steps = plan_steps(model, x, graph, profile, mode, all_plans)
+        steps = plan_steps(model, ModelInputs.of(x), graph, profile, mode, all_plans)
         check = checked(steps, x.device, lambda ran: predicted_and_measured(ran, graph, profile, mode, all_plans))
         own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
         best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}

@@ -18,6 +18,7 @@ import torch
 from bench.autotune import CASES, Case
 from bench.machine import commit, save, software
 from bench.verdict import Demand
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.race import step_of
@@ -75,7 +76,8 @@ def measure(devices: tuple[DeviceName, ...], case: Case) -> list[dict[str, Any]]
         cut = plan.with_splits(whole_model(graph, kind, even, (kind,)))  # its seconds are nobody's
         with fold_anywhere():
             ways = {name: parallelize(copy.deepcopy(model), cut, fuse=fuse) for name, fuse in WAYS.items()}
-        times = paired({name: step_of(way, x, "infer") for name, way in ways.items()}, ROUNDS, device, ROUNDS_S)
+        steps = {name: step_of(way, ModelInputs.of(x), "infer") for name, way in ways.items()}
+        times = paired(steps, ROUNDS, device, ROUNDS_S)
         ratio = median(a / b for a, b in zip(times["without"], times["folded"], strict=True))
         ms = {f"{name}_ms": round(median(seconds) * 1e3, 3) for name, seconds in times.items()}
         rows.append({"model": case.name, "kind": kind, "folds": folds} | ms | {"ratio": round(ratio, 4)})

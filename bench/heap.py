@@ -23,6 +23,7 @@ import torch
 from bench.autotune import CASES, MODES, Case
 from bench.machine import commit, save, software
 from bench.verdict import Demand
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.models import build_model, channels_last, random_input
 from hetconv.autotune.race import step_of
 from hetconv.errors import HetConvError
@@ -106,7 +107,7 @@ def steps(pipe: Connection, case: Case, mode: Mode, keep: bool) -> None:
     if keep and not keep_freed():
         raise HetConvError("this process cannot keep what it frees: another C library, or MALLOC_... is set")
     model, x = channels_last(build_model(case.model, case.arguments, 0), random_input(case.input, 0))
-    step = step_of(model.train(mode == "train"), x, mode)
+    step = step_of(model.train(mode == "train"), ModelInputs.of(x), mode)
     for _ in range(WARM_UP):
         step()
     while True:

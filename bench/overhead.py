@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bench.machine import commit, save, software
 from bench.verdict import Demand
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.rounds import paired
 from hetconv.autotune.tune import step_of
@@ -73,10 +74,10 @@ def measure() -> list[dict[str, Any]]:
     plan = make_plan(graph, ClusterProfile.from_devices(["cpu"]))
     for mode in MODES:
         plain = copy.deepcopy(model).train(mode == "train")
-        steps: dict[str, Callable[[], Any]] = {"plain": step_of(plain, x, mode)}
+        steps: dict[str, Callable[[], Any]] = {"plain": step_of(plain, ModelInputs.of(x), mode)}
         for kind in KINDS:
             split = parallelize(copy.deepcopy(plain), plan.with_splits(whole_model(graph, kind, (1.0,), (kind,))))
-            steps[kind] = step_of(split, x, mode)
+            steps[kind] = step_of(split, ModelInputs.of(x), mode)
         times = paired(steps, ROUNDS, torch.device("cpu"))
         own = median(times["plain"]) / len(graph.nodes) * 1e6
         for kind in KINDS:

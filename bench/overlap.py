@@ -24,6 +24,7 @@ import torch
 
 from bench.cases import Stack, stack
 from bench.machine import commit, save
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.overlap import gathering
@@ -136,7 +137,7 @@ def _every_way(
     world = len(weights)
     plan = make_plan(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), mode=mode, kinds=(kind,))
     split = parallelize(copy.deepcopy(model), plan.with_splits(whole_model(graph, kind, weights, (kind,))))
-    step = step_of(split, x, mode)
+    step = step_of(split, ModelInputs.of(x), mode)
     ways = {"on": step, "off": within(in_turn, step), "backend": within(through_backend, step)}
     times = paired(ways, rounds, device)
     return times["on"], times["off"], times["backend"]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from bench.cases import Stack, stack
 from bench.machine import save
 from hetconv import ops
+from hetconv.autotune.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import channels_last, random_input
 from hetconv.autotune.ratio import Cuts, ratio_of, said
@@ -101,8 +102,8 @@ def _tuned(devices: tuple[DeviceName, ...], case: Stack, mode: Mode) -> tuple[Sp
     """The plan that `hetconv autotune` finds for this stack, and the kind and weights of its splits."""
     with tempfile.TemporaryDirectory() as folder:
         args = json.dumps({"blocks": case.blocks, "channels": case.channels})
-        shape, output = (1, 3, case.size, case.size), Path(folder, "cluster.json")
-        job = Job(devices, "bench.cases:stack", args, shape, mode, trials=8, budget=75, output=output, seed=0)
+        inputs, output = InputSpec((TensorSpec((1, 3, case.size, case.size)),)), Path(folder, "cluster.json")
+        job = Job(devices, "bench.cases:stack", args, inputs, mode, trials=8, budget=75, output=output, seed=0)
         profile = tune(job).profile
     for plan in profile.plans:
         if (found := ratio_of(plan.splits)) is not None:
@@ -127,13 +128,14 @@ def _steps(case: Stack, mode: Mode, tuned: Splits, kind: Cuts, weights: Weights)
     dim = cut_dim(kind, range(2, x.dim()))
     assert dim is not None
     own = x_NHWC.narrow(dim, lo, hi - lo)
+    inputs = ModelInputs.of(x_NHWC)
     idle = (lambda: None) if rank else None
     return {
-        "alone": idle or step_of(plain, x_NHWC, mode),
-        "alone NCHW": idle or step_of(nchw, x, mode),
-        "even": step_of(split(whole_model(graph, kind, (1,) * team.size, (kind,))), x_NHWC, mode),
-        "tuned": step_of(split(tuned), x_NHWC, mode),
-        "bound": step_of(_silent(copy.deepcopy(plain)), own, mode),
+        "alone": idle or step_of(plain, inputs, mode),
+        "alone NCHW": idle or step_of(nchw, ModelInputs.of(x), mode),
+        "even": step_of(split(whole_model(graph, kind, (1,) * team.size, (kind,))), inputs, mode),
+        "tuned": step_of(split(tuned), inputs, mode),
+        "bound": step_of(_silent(copy.deepcopy(plain)), ModelInputs.of(own), mode),
     }
 
 

@@ -7,6 +7,7 @@ import torch
 
 import hetconv
 from hetconv.autotune.check import Check, LayerErrors, layer_errors, plan_steps, predicted_and_measured
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.rounds import paced_rounds
 from hetconv.candidates import Candidates
 from hetconv.plan import ALONE, Mode
@@ -70,7 +71,7 @@ def checked() -> tuple[Check, dict[str, float]]:
     graph = hetconv.capture(model, x)
     profile = ClusterProfile.from_devices(["cpu", "cpu"])
     plans = {n: s for n, s in Candidates(graph, profile, "train").whole_models().items() if "channel" not in n}
-    steps = plan_steps(model, x, graph, profile, "train", plans)
+    steps = plan_steps(model, ModelInputs.of(x), graph, profile, "train", plans)
     found = predicted_and_measured(paced_rounds(steps, 3, x.device), graph, profile, "train", plans)
     predicted = {}
     for name, splits in plans.items():

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import hetconv
 from hetconv.autotune import cli, store
 from hetconv.autotune.launch import parse_devices
-from hetconv.autotune.models import build_model, parse_shape
+from hetconv.autotune.models import build_model
 from hetconv.autotune.store import claimed
 from hetconv.autotune.tune import tune
 from hetconv.profile import ClusterProfile
@@ -177,8 +177,7 @@ def test_a_second_autotune_of_a_profile_is_refused_before_a_rank_starts(
     assert f"is being written by another hetconv autotune (process {os.getpid()})" in str(done.exception)
 
 
-def test_shapes_and_models_are_read() -> None:
-    assert parse_shape("2x3x8x9") == (2, 3, 8, 9)
+def test_models_are_read() -> None:
     model = build_model("tests.nets:Block", "[4, 8]", 0)
     assert model.conv1.weight.shape == (8, 4, 3, 3)
     again = build_model("tests.nets:Block", '{"c": 4, "k": 8}', 0)

@@ -16,6 +16,7 @@ from hetconv import performance
 from hetconv.autotune import field, plans
 from hetconv.autotune.field import near
 from hetconv.autotune.final import Rival
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.job import Run
 from hetconv.autotune.plans import digest, undisproved
 from hetconv.autotune.progress import Reporter
@@ -82,8 +83,8 @@ def test_from_the_even_split_something_else_is_learnt() -> None:
 
 
 def test_images_have_two_formats_and_a_field_has_an_order() -> None:
-    assert formats(1, torch.ones(1, 2, 3, 4)) == (Alone(1, "contiguous"), Alone(1, "channels_last"))
-    assert formats(1, torch.ones(1, 2, 3)) == (Alone(1, "contiguous"),)
+    assert formats(1, ModelInputs.of(torch.ones(1, 2, 3, 4))) == (Alone(1, "contiguous"), Alone(1, "channels_last"))
+    assert formats(1, ModelInputs.of(torch.ones(1, 2, 3))) == (Alone(1, "contiguous"),)
     a, b = contender("a", 1.0), contender("b", 1.0, (2, 1))
     assert len({digest([a]), digest([b]), digest([a, b]), digest([b, a])}) == 4
     assert digest([a, b]) == digest([a, b])

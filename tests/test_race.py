@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv import emulate
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.meeting import Parts
 from hetconv.autotune.race import LEAST_ROUNDS, Alone, Order, Outcome, Race
 from hetconv.autotune.rounds import Round
@@ -20,7 +21,7 @@ from .nets import Chain, plan_of, splits_of
 from .spawn import on_ranks
 
 LIMIT = 60.0  # seconds; a rank that failed is noticed long before
-X = torch.ones(2, 4, 16, 16)
+X = ModelInputs.of(torch.ones(2, 4, 16, 16))
 
 
 def plan(sizes: tuple[int, ...]) -> Plan:

@@ -16,6 +16,7 @@ from torch import nn
 
 from hetconv import emulate
 from hetconv.autotune import rounds
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.measure import WARM_S
 from hetconv.autotune.race import Alone, step_alone
 from hetconv.autotune.rounds import BEATS, EVERY, Paced, paced_rounds, paired, pulses_of, until_all_are_done
@@ -168,7 +169,7 @@ def test_pulses_come_before_a_step_and_between_its_computations(computations: in
 def test_a_plain_model_lets_visitors_in_between_its_modules(mode: Mode, least: int) -> None:
     """Forward and backward; not within what an emulated device is slowed by."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
-    step, heard = step_alone(model, torch.zeros(1, 3, 8, 8), mode), list[float]()
+    step, heard = step_alone(model, ModelInputs.of(torch.zeros(1, 3, 8, 8)), mode), list[float]()
     step()
     emulate.visitors.append(lambda: heard.append(0.0))
     emulate.listeners.append(lambda seen: heard.append(seen.end - seen.start))

@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from hetconv.autotune import cli, tune
+from hetconv.autotune.inputs import InputSpec
 from hetconv.autotune.job import Job
 from hetconv.autotune.launch import parse_devices
 from hetconv.autotune.models import build_model
@@ -205,7 +206,7 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
     monkeypatch.setattr(tune, "Run", Resumed)
     monkeypatch.setattr(tune, "REFINING", dict.fromkeys(tune.REFINING, stage))
     named = tuple(parse_devices("cpu,cpu@0.5"))
-    record = tune.tune(Job(named, "", "", (1,), "train", 3, 60.0, tmp_path / "c.json", 0, quiet=True))
+    record = tune.tune(Job(named, "", "", InputSpec(), "train", 3, 60.0, tmp_path / "c.json", 0, quiet=True))
     assert record.stage_s == {"operators": None, "plans": 2.0, "chunks": 2.0, "tiles": 2.0}
     assert record.samples == {"a conv": [{0.5: Passes([1.0], [2.0], 0.25)}]}
     assert record.studies == (Study("plans", "it", ()),)

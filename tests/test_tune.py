@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hetconv import emulate
 from hetconv.autotune import measure, race, stages
+from hetconv.autotune.inputs import InputSpec, TensorSpec
 from hetconv.autotune.launch import parse_devices
 from hetconv.autotune.links import link_models
 from hetconv.autotune.store import folder_of
@@ -29,6 +30,7 @@ from hetconv.recorder import capture
 from .spawn import on_ranks
 
 DEVICES = tuple(parse_devices("cpu,cpu@0.5"))
+IMAGE = InputSpec((TensorSpec((1, 3, 32, 32)),))
 
 
 class Net(nn.Module):
@@ -44,7 +46,7 @@ class Net(nn.Module):
 
 
 def job(folder: Path, **changed: Any) -> Job:
-    usual = Job(DEVICES, "tests.test_tune:Net", "{}", (1, 3, 32, 32), "train", 3, 600.0, folder / "cluster.json", 0)
+    usual = Job(DEVICES, "tests.test_tune:Net", "{}", IMAGE, "train", 3, 600.0, folder / "cluster.json", 0)
     return replace(usual, **changed)
 
 

@@ -37,7 +37,9 @@ def named_callable(target: str, option: str) -> Callable[..., Any]:
     except AttributeError as e:
         raise HetConvError(f"{option}: module {module_name!r} has no {name!r}") from e
     if not callable(found):
-        raise HetConvError(f"{option}: {target} is of type {type(found).__name__} and cannot be called; name a callable")
+        raise HetConvError(
+            f"{option}: {target} is of type {type(found).__name__} and cannot be called; name a callable"
+        )
     made: Callable[..., Any] = found
     return made
 

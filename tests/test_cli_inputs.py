@@ -112,7 +112,10 @@ def test_a_model_of_several_arguments_is_tuned(given: tuple[str, ...], tmp_path:
         ),
         (("--inputs", "nowhere:inputs"), "--inputs: module 'nowhere' cannot be imported"),
         (("--inputs", f"{HERE}:missing"), "--inputs: module 'tests.test_cli_inputs' has no 'missing'"),
-        (("--inputs", f"{HERE}:NO_CALLABLE"), "--inputs: tests.test_cli_inputs:NO_CALLABLE is of type int and cannot be called"),
+        (
+            ("--inputs", f"{HERE}:NO_CALLABLE"),
+            "--inputs: tests.test_cli_inputs:NO_CALLABLE is of type int and cannot be called",
+        ),
         (("--inputs", f"{HERE}:image_alone"), "returned a Tensor; return (args, kwargs), a tuple and a dict"),
         (("--inputs", f"{HERE}:image_and_names"), "returned a tuple of Tensor, dict; return (args, kwargs)"),
         (("--inputs", f"{HERE}:numbered"), "returned keyword arguments whose names are no strings: [1]"),

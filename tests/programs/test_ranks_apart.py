@@ -93,22 +93,23 @@ PROGRAMS: dict[Program, tuple[str, ...]] = {
 
 def said(kind: SplitKind, sizes: tuple[int, ...]) -> dict[str, str]:
     """What each program's error says, each in a process group of its own."""
-    found = {}
-    for program in PROGRAMS:
-        torch.manual_seed(0)
-        model = Branches()
-        splits = {name: Split(kind, sizes) for name, _ in model.named_children()}
-        if kind == "channel":
-            del splits["stem"]  # of three channels
-        if kind == "filter":
-            del splits["head"]
-        cut = hetconv.parallelize(model, plan_of(model, splits, len(sizes)), group=dist.new_group())
-        found[program.__name__] = "no error"
-        try:
-            program(cut, torch.randn(2, 3, 8, 8), min(dist.get_rank(), 1))
-        except hetconv.DisagreementError as error:
-            found[program.__name__] = str(error)
-    return found
+    return {program.__name__: said_by(program, kind, sizes) for program in PROGRAMS}
+
+
+def said_by(program: Program, kind: SplitKind, sizes: tuple[int, ...]) -> str:
+    torch.manual_seed(0)
+    model = Branches()
+    splits = {name: Split(kind, sizes) for name, _ in model.named_children()}
+    if kind == "channel":
+        del splits["stem"]  # of three channels
+    if kind == "filter":
+        del splits["head"]
+    cut = hetconv.parallelize(model, plan_of(model, splits, len(sizes)), group=dist.new_group())
+    try:
+        program(cut, torch.randn(2, 3, 8, 8), min(dist.get_rank(), 1))
+    except hetconv.DisagreementError as error:
+        return str(error)
+    return "no error"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ..spawn import Pool
 
 LIMIT = timedelta(seconds=20)
 """For which a rank waits for another one. A case takes milliseconds."""
-AT_ONCE = 400
+AT_ONCE = 100
 """Cases of one job."""
 
 

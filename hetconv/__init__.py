@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from . import kernels
     from .checkpoints import load_checkpoint, save_checkpoint
     from .drift import sync_replicated
+    from .entry import call_with_whole_weights
     from .errors import (
         DisagreementError,
         HetConvError,
@@ -60,6 +61,7 @@ __all__ = [
     "Split",
     "SplitError",
     "apportion",
+    "call_with_whole_weights",
     "capture",
     "clip_grad_norm_",
     "count_sent",
@@ -81,6 +83,7 @@ _ROOMS = {
     "checkpoints": "load_checkpoint save_checkpoint",
     "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError PlanError ProfileError SplitError",
     "drift": "sync_replicated",
+    "entry": "call_with_whole_weights",
     "gradients": "GradScaler clip_grad_norm_",
     "graph": "Graph",
     "layout": "Box Layout Need apportion",

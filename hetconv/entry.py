@@ -70,8 +70,12 @@ class ModelContext:
             self._entered.add(id(module))
         return id(module) in self._entered
 
-    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, name: str | None = None
+    ) -> Any:
         """``forward(*args, **kwargs)`` of ``module``, with agreement before it and plain tensors after it.
+
+        ``name``: what ranks agree to do; None for the forward of the module.
 
         Raises:
             DisagreementError: ranks call differently; on all of them, before anything moves.
@@ -80,7 +84,7 @@ class ModelContext:
         """
         _refuse_tracers(module)
         tensors = tensors_in((args, kwargs), opaque=True)
-        self._agree(module, tensors)
+        self._agree(module, tensors, name)
         self._running.tell()
         if module.training and torch.is_grad_enabled() and self._sync_every and not computed_again():
             self._trained += 1
@@ -98,19 +102,20 @@ class ModelContext:
             discard_waiting()
             SCOPE.reset(token)
 
-    def _agree(self, module: nn.Module, tensors: list[Tensor]) -> None:
+    def _agree(self, module: nn.Module, tensors: list[Tensor], name: str | None) -> None:
         """Collective."""
         said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
         said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
         said += f"; autocast {_autocast(self._model)}"
         if self._running.untold:  # of a forward that raised an error
             said += f"; running statistics of {self._running.untold} norms, not told yet"
-        name = self._name_of(module)
+        if name is None:
+            name = f"forward of {self._name_of(module)}".removesuffix(" of ")
         values = ""
         if (seen := name + said) not in self._caches:  # once per signature: other batches are easy to get wrong
             values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
         misfit = next((error for layer in self._cut if (error := layer.misfit()) is not None), None)
-        agree(self._team, f"forward of {name}" if name else "forward", said + values, misfit)
+        agree(self._team, name, said + values, misfit)
         self._caches.use(seen)
 
     def _name_of(self, module: nn.Module) -> str:
@@ -152,6 +157,32 @@ class EntryForward:
         within_another = SCOPE.get() is not None
         with kept_current() if within_another else nullcontext():
             return self._context.call(self._module, self._forward, args, kwargs)
+
+
+def call_with_whole_weights(model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function that reads weights of a parallelized model, such as a penalty in a training loop; collective.
+
+    Outside of the model's forward a weight is this rank's slice. In the function it is whole, as in the forward. What
+    the function returns is a plain tensor, the same on every rank, and its gradients reach the slices.
+
+    Args:
+        model: a parallelized model.
+        function: what to call, on every rank alike.
+        args: of the function.
+        kwargs: of the function.
+
+    Returns:
+        What the function returns, with plain tensors.
+
+    Raises:
+        HetConvError: the model is not parallelized, or the function returns what cannot be searched for tensors.
+        DisagreementError: ranks call differently; on all of them, before anything moves.
+    """
+    context = next((m.context for m in model.modules() if isinstance(m, CutLayer) and m.context is not None), None)
+    if context is None:
+        raise HetConvError("the model has no cut layer; call hetconv.parallelize(model, plan) first")
+    name = getattr(function, "__name__", type(function).__name__)
+    return context.call(model, function, args, kwargs, f"{name}, with whole weights")
 
 
 def _plain(result: Any) -> Any:

@@ -40,8 +40,6 @@ class CutLayer(ShardedModule):
     output: Output
     as_wired: bool
     """Whether the weight was channels-last when it was cut, on all ranks: its gradients travel so."""
-    context: Any = None
-    """What the calls of the parallelized model share that this is a layer of, see `entry.ModelContext`."""
     called: str = "a layer"
     """What messages of it say that they are of."""
 
@@ -189,7 +187,8 @@ class HetConv(CutLayer):
         way = self._ways.get(id(src))
         if way is None or way.src is not src:  # a copy of this layer has the ids of another one's layouts
             way = self._way_of(src)
-        y = ops.convolution(x, self.weight, self.bias, way, self.team, self.followers, self.chunks)
+        w, b = self._slice("weight"), self._parameters["bias"]
+        y = ops.convolution(x, w, b, way, self.team, self.followers, self.chunks)
         return y if self.output == "split" else self._result(y)
 
     def _check(self, x_shape: Shape) -> None:
@@ -199,7 +198,7 @@ class HetConv(CutLayer):
 
     def _way_of(self, src: Layout) -> ops.Way:
         self._check(src.shape)
-        op = conv_op(self, src.shape, self.weight.dtype)
+        op = conv_op(self, src.shape, self._slice("weight").dtype)
         if min(op.spec.y_shape[2:]) < 1:
             raise HetConvError(f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}")
         if len(self._ways) >= MOST_LAYOUTS:
@@ -255,7 +254,8 @@ class HetLinear(CutLayer):
         if x.shape[-1] != self.in_features:
             raise HetConvError(f"HetLinear expects (..., {self.in_features}), but was given {tuple(x.shape)}")
         op = Linear(tuple(x.shape), self.out_features)
-        return self._result(ops.linear(x, self.weight, self.bias, op, self.split, self.team))
+        w, b = self._slice("weight"), self._parameters["bias"]
+        return self._result(ops.linear(x, w, b, op, self.split, self.team))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, split={self.split}"

@@ -16,6 +16,7 @@ from .errors import HetConvError
 from .holding import Held
 from .layout import Box, Shape
 from .movement import take
+from .replicas import SCOPE, computed_again, contributed
 from .tensor import HetTensor, gather
 from .torch_internals import check_before_clipping, check_before_unscaling, write_count
 from .transport import Team, broadcast
@@ -24,19 +25,48 @@ OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has: p
 Writes = dict[str, tuple[int, int]]  # which tensor a parameter is, and how many times it was written to
 
 
+class _Parameters(dict[str, nn.Parameter | None]):
+    """The parameters of a sharded module: to who asks for all of them within a call of the model, whole ones."""
+
+    def __init__(self, module: ShardedModule):
+        super().__init__(module._parameters)
+        self._module = module
+
+    def items(self) -> Any:
+        if not self._module._within_call():
+            return super().items()
+        return {name: self._module._read(name) for name in self}.items()
+
+    def values(self) -> Any:
+        return dict(self.items()).values()
+
+
 class ShardedModule(nn.Module, ABC):
-    """A module whose parameters are cut among ranks. What is called on it acts on whole parameters, or is refused."""
+    """A module whose parameters are cut among ranks. What is called on it acts on whole parameters, or is refused.
+
+    Within a call of the model a parameter that is read, as penalties and tied decoders do, is whole, and so is its
+    gradient. Outside of calls it is this rank's slice: an optimizer's.
+    """
 
     team: Team
     held: dict[str, Held]
     """Which ranks hold what of each parameter."""
+    context: Any = None
+    """What the calls of the parallelized model share that this is a layer of, see `entry.ModelContext`."""
     _shapes: tuple[tuple[str, Shape], ...]  # of the slices that this rank holds
 
     def _adopt_shards(self, held: Mapping[str, Held]) -> None:
         """Says which ranks hold what of this module's parameters."""
         self.held = dict(held)
+        self.__dict__["_parameters"] = _Parameters(self)
         self._shapes = tuple((name, of.boxes[self.team.rank].shape) for name, of in held.items())
         _sharded.add(self)
+
+    def _slice(self, name: str) -> nn.Parameter:
+        """What this rank holds of a parameter."""
+        own = self._parameters[name]
+        assert own is not None
+        return own
 
     def misfit(self) -> HetConvError | None:
         """What is to be said where a parameter has not the shape of this rank's slice, as `functional_call` may do."""
@@ -51,6 +81,25 @@ class ShardedModule(nn.Module, ABC):
                 )
         return None
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias") and self._within_call():
+            return self._read(name)
+        return super().__getattr__(name)
+
+    def _within_call(self) -> bool:
+        """Whether a call of the model is under way, or a region of one that a checkpoint computes again."""
+        scope, context = SCOPE.get(), self.context
+        return context is not None and (scope.owner is context if scope is not None else computed_again())
+
+    def _read(self, name: str) -> Tensor | None:
+        """A parameter as the user's own code reads it, beside the layer's call: whole, if in parts."""
+        own, of = self._parameters.get(name), self.held.get(name)
+        if own is None or of is None or of.everywhere:
+            return own
+        rank = self.team.rank
+        owned = take(contributed(self.team, own, of), of.boxes[rank], of.owners.boxes[rank])
+        return HetTensor.wrap(owned, of.owners, self.team)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's parameters are slices too."""
         super().__setstate__(state)
@@ -64,7 +113,7 @@ class ShardedModule(nn.Module, ABC):
     def load_full(self, full: Mapping[str, Tensor]) -> None:
         """Takes what this rank holds of the whole parameters; local."""
         for name, of in self.held.items():
-            getattr(self, name).copy_(full[name][of.boxes[self.team.rank].within(Box.whole(of.shape))])
+            self._slice(name).copy_(full[name][of.boxes[self.team.rank].within(Box.whole(of.shape))])
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """`torch.nn.Module.apply`, where ``fn`` is given torch's own layer with the whole parameters; collective.
@@ -93,7 +142,7 @@ class ShardedModule(nn.Module, ABC):
             broadcast(self.team, [own[name].data for name in changed])
             self.load_full({name: p.detach() for name, p in own.items()})
         for name, p in own.items():
-            getattr(self, name).requires_grad_(p.requires_grad)
+            self._slice(name).requires_grad_(p.requires_grad)
         self.training = plain.training
         for name, value in vars(plain).items():
             if name not in OF_MODULES and (name not in attributes or attributes[name] is not value):
@@ -137,7 +186,7 @@ class ShardedModule(nn.Module, ABC):
         """The module before it was cut, with the values of now and the hooks of this one; collective."""
         plain, rank = self._plain(), self.team.rank
         for name, of in self.held.items():
-            own: Tensor = getattr(self, name)
+            own = self._slice(name)
             owned = take(own.detach(), of.boxes[rank], of.owners.boxes[rank])
             whole = own if of.everywhere else gather(HetTensor.made(owned, of.owners, self.team))
             plain.register_parameter(name, nn.Parameter(whole.detach().clone(), requires_grad=own.requires_grad))

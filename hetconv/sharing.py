@@ -36,8 +36,8 @@ def parameters_of(model: nn.Module) -> Parameters:
     for module in model.modules():
         params |= {id(p): p for p in module._parameters.values() if p is not None}
         if isinstance(module, CutLayer):
-            held |= {id(getattr(module, name)): of for name, of in module.held.items() if not of.everywhere}
-            as_wired |= {id(module.weight)} if module.as_wired else set()
+            held |= {id(module._parameters[name]): of for name, of in module.held.items() if not of.everywhere}
+            as_wired |= {id(module._parameters["weight"])} if module.as_wired else set()
     return Parameters([*params.values()], held, as_wired)
 
 

@@ -34,7 +34,8 @@ def parameters_of(model: nn.Module) -> Parameters:
     held: dict[int, Held] = {}
     as_wired: set[int] = set()
     for module in model.modules():
-        params |= {id(p): p for p in module._parameters.values() if p is not None}
+        # Slices, also while a checkpoint computes a region again, to which they would be given whole.
+        params |= {id(p): p for p in dict.values(module._parameters) if p is not None}
         if isinstance(module, CutLayer):
             held |= {id(module._parameters[name]): of for name, of in module.held.items() if not of.everywhere}
             as_wired |= {id(module._parameters["weight"])} if module.as_wired else set()

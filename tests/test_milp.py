@@ -12,6 +12,7 @@ import scipy.optimize
 from hetconv.elimination import Solution, minimize, solve
 from hetconv.errors import PlanError
 from hetconv.milp import least, minimize_milp
+from hetconv.potentials import Potentials
 
 from .random_tables import CLIQUE, Array, brute, check, drawn, forbidding, price, tables
 
@@ -95,6 +96,24 @@ def test_the_gap_is_what_the_bound_leaves_open(monkeypatch: pytest.MonkeyPatch) 
     assert solve(*clique, memory_bytes=0).gap > 0.01
 
 
-def test_highs_out_of_time_says_so() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_what_highs_does_not_find_in_time_is_found_by_descent(seed: int) -> None:
+    """A choice, and a gap that the least lies within."""
+    pairs = list(combinations(range(7), 2))[:: 1 + seed % 2]
+    large = tables(np.random.default_rng(seed), [4] * 7, pairs)
+    found, cost, gap = minimize_milp(*large, time_limit=0)
+    assert cost == pytest.approx(price(found, *large), rel=1e-12, abs=1e-12)
+    assert cost - gap * abs(cost) - 1e-12 <= minimize(*large)[1] <= cost + 1e-12
+
+
+def test_a_plan_is_found_where_highs_has_no_time() -> None:
+    solution = solve(*CLIQUE, memory_bytes=0, time_limit=0)
+    assert solution.how == "milp"
+    assert price(solution.choice, *CLIQUE) == pytest.approx(solution.cost)
+    assert solution.cost <= 1.2 * minimize(*CLIQUE)[1]
+
+
+def test_highs_out_of_time_says_so_where_resources_are_short() -> None:
+    cap = {(0,): np.arange(9.0)[:, None]}, np.array([1.5])
     with pytest.raises(PlanError, match=r"HiGHS found no choice within 0 s.*more time"):
-        minimize_milp(*CLIQUE, time_limit=0)
+        least(Potentials.of(*CLIQUE).tables, 0, cap)

@@ -29,5 +29,5 @@ def test_operators_give_on_parts_what_they_give_on_the_whole(world: int, whole_l
     for _, found in survey(world, run_cases, subjects(world, whole_laws)):
         faults += found.faults
         right += found.right
-    assert right > 1000
+    assert right > 500
     assert not faults, "\n".join(map(str, faults))

@@ -6,11 +6,11 @@ import copy
 import enum
 import functools
 import io
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,7 @@ def tensors_in(value: Any, *, opaque: bool = False) -> list[Tensor]:
     Raises:
         HetConvError: as `map_tensors` does.
     """
-    found: dict[int, Tensor] = {}
-
-    def note(x: Tensor) -> Tensor:
-        found.setdefault(id(x), x)
-        return x
-
-    _Search(note, opaque).map(value)
-    return list(found.values())
+    return [*_Search(value, opaque).tensors.values()]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -57,94 +50,148 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         HetConvError: ``value`` contains a generator, another iterator or a function that holds a tensor, which cannot
             be looked into.
     """
-    return _Search(function).map(value)
+    return _Search(value).mapped(function)
+
+
+class _Opened(NamedTuple):
+    """What a container holds, and how one like it is made of what takes the place of these parts.
+
+    ``fill`` puts them into what ``empty`` gives, which exists before them, so that they may refer to it. Without
+    ``empty`` it gives a container that is complete at once, such as a tuple.
+    """
+
+    parts: list[Any]
+    fill: Callable[[Any, list[Any]], Any]
+    empty: Callable[[], Any] | None = None
 
 
 class _Search:
-    def __init__(self, function: Callable[[Tensor], Tensor], opaque: bool = False):
-        self._function, self._opaque = function, opaque
-        self._mapped: dict[int, Any] = {}  # by id; what is under way stands for itself
+    """All that can be reached from a value, by id."""
+
+    def __init__(self, value: Any, opaque: bool = False):
+        self._value, self._opaque = value, opaque
+        self.tensors: dict[int, Tensor] = {}  # in the order in which they are found, alike on all ranks
+        self._opened: dict[int, _Opened] = {}
+        self._held_by: dict[int, list[int]] = {}
         self._alive: list[Any] = []  # so that the ids stay theirs
+        self._sets: list[Any] = []
+        self._new: dict[int, Any] = {}  # what takes the place of these
+        self._differ: set[int] = set()
+        self._explore()
 
-    def map(self, value: Any) -> Any:
-        if isinstance(value, _LEAVES):
-            return value
-        if id(value) not in self._mapped:
-            self._mapped[id(value)] = value
+    def _explore(self) -> None:
+        left = [self._value]
+        while left:
+            value = left.pop()
+            if isinstance(value, _LEAVES) or id(value) in self._opened or id(value) in self.tensors:
+                continue
             self._alive.append(value)
-            self._mapped[id(value)] = self._function(value) if isinstance(value, Tensor) else self._rebuilt(value)
-        return self._mapped[id(value)]
+            if isinstance(value, Tensor):
+                self.tensors[id(value)] = value
+                continue
+            opened = self._opened[id(value)] = self._open(value)
+            for part in opened.parts:
+                self._held_by.setdefault(id(part), []).append(id(value))
+            left.extend(reversed(opened.parts))
+        for value in self._sets:
+            self._refuse_several_in_a_set(value)
 
-    def _rebuilt(self, value: Any) -> Any:
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Any:
+        """The value with ``function(x)`` in the place of each tensor x."""
+        for x in self.tensors.values():
+            y = function(x)
+            if y is not x:
+                self._new[id(x)] = y
+        self._differ = self._holders(self._new)
+        return self._built(self._value)
+
+    def _holders(self, parts: Iterable[int]) -> set[int]:
+        """What holds one of these, or holds what holds it, and so on."""
+        found, left = set[int](), list(parts)
+        while left:
+            more = [holder for holder in self._held_by.get(left.pop(), ()) if holder not in found]
+            found.update(more)
+            left.extend(more)
+        return found
+
+    def _built(self, value: Any) -> Any:
+        """What takes the place of ``value``: as `copy.deepcopy` does it, but that what does not differ stays."""
+        at = id(value)
+        if at in self._new or at not in self._differ:
+            return self._new.get(at, value)
+        opened = self._opened[at]
+        if opened.empty is not None:
+            made = self._new[at] = opened.empty()
+            opened.fill(made, [self._built(part) for part in opened.parts])
+            return made
+        parts = [self._built(part) for part in opened.parts]
+        if at not in self._new:  # else a list or an object among the parts refers to it, and it was completed there
+            self._new[at] = opened.fill(None, parts)
+        return self._new[at]
+
+    def _open(self, value: Any) -> _Opened:
         kind = type(value)
-        if kind in (list, set, frozenset, deque):
-            items = [self.map(x) for x in value]
-            if not _differ(items, value):
-                return value
-            return deque(items, value.maxlen) if kind is deque else kind(items)
-        if isinstance(value, tuple):
-            items = [self.map(x) for x in value]
-            if not _differ(items, value):
-                return value
-            return kind._make(items) if hasattr(kind, "_make") else kind(items)
-        if kind is dict:
-            return self._items(value, {})
-        if kind in tree_node_types():
-            return self._registered(value)
-        if isinstance(value, (Iterator, FunctionType, MethodType, functools.partial)):
-            return self._refused_if_it_holds_a_tensor(value)
-        return self._object(value)
+        if kind in (set, frozenset):
+            self._sets.append(value)
+        if kind in (list, set, deque):
+            empty: Callable[[], Any] = kind if kind is not deque else functools.partial(deque, maxlen=value.maxlen)
+            return _Opened(
+                [*value], lambda made, parts: made.update(parts) if kind is set else made.extend(parts), empty
+            )
+        if isinstance(value, tuple) or kind is frozenset:
+            make = kind._make if hasattr(kind, "_make") else kind
+            return _Opened([*value], lambda _, parts: make(parts))
+        if kind not in (dict, OrderedDict, defaultdict) and kind in tree_node_types():
+            node = tree_node_types()[kind]  # such as transformers' outputs
+            children, context = node.flatten_fn(value)
+            return _Opened([*children], lambda _, parts: node.unflatten_fn(parts, context))
+        if isinstance(value, MethodType):
+            return _Opened([value.__self__], lambda _, parts: MethodType(value.__func__, *parts))
+        if isinstance(value, (Iterator, FunctionType, functools.partial)):
+            return self._function(value)
+        return _object(value)
 
-    def _items(self, value: Mapping[Any, Any], into: Any) -> Any:
-        """The mapped items of a mapping, or the mapping itself where none changes."""
-        items = {key: self.map(x) for key, x in value.items()}
-        if not _differ(items.values(), value.values()):
-            return value
-        into.update(items)
-        return into
-
-    def _registered(self, value: Any) -> Any:
-        """A container that PyTorch's pytrees know, such as an OrderedDict or transformers' outputs."""
-        node = tree_node_types()[type(value)]
-        children, context = node.flatten_fn(value)
-        items = [self.map(x) for x in children]
-        return node.unflatten_fn(items, context) if _differ(items, children) else value
-
-    def _object(self, value: Any) -> Any:
-        """Another object: its own items if it is a mapping or a list, and its attributes."""
-        made = value
-        if isinstance(value, (dict, list)):
-            items = {k: self.map(x) for k, x in (value.items() if isinstance(value, dict) else enumerate(value))}
-            old = value.values() if isinstance(value, dict) else value
-            if _differ(items.values(), old):
-                made = copy.copy(value)
-                for key, item in items.items():
-                    made[key] = item
-        for name in _attributes(value):
-            attribute = getattr(value, name, None)
-            new = self.map(attribute)
-            if new is not attribute:
-                made = copy.copy(value) if made is value else made
-                object.__setattr__(made, name, new)
-        return made
-
-    def _refused_if_it_holds_a_tensor(self, value: Any) -> Any:
+    def _function(self, value: Any) -> _Opened:
         """Nothing can be put into a function or an iterator, and an iterator cannot be read without being used up."""
         if self._opaque:
-            return value
-        held = [*_held_by_function(value)] if not isinstance(value, Iterator) else None
-        if held is not None:
-            mapped = [self.map(x) for x in held]
-            if not _differ(mapped, held):
-                return value
-        raise HetConvError(
-            f"a {type(value).__name__} was found among what a model is given or returns, and tensors inside it cannot "
-            f"be reached; give a list, a tuple, a dict or a dataclass of tensors"
-        )
+            return _Opened([], lambda made, _: made)
+
+        def refuse(*_: Any) -> NoReturn:
+            raise HetConvError(
+                f"a {type(value).__name__} was found among what a model is given or returns, and tensors inside it "
+                f"cannot be reached; give a list, a tuple, a dict or a dataclass of tensors"
+            )
+
+        if isinstance(value, Iterator):
+            refuse()
+        return _Opened([*_held_by_function(value)], refuse)
+
+    def _refuse_several_in_a_set(self, value: Any) -> None:
+        """Ranks would find them in different orders, and exchange one for another."""
+        holders = self._holders(self.tensors)
+        found = sum(id(x) in self.tensors or id(x) in holders for x in value)
+        if found > 1 and not self._opaque:
+            raise HetConvError(
+                f"a {type(value).__name__} of {found} tensors, or of what holds tensors, was found among what a model "
+                f"is given or returns; its order differs between processes: give a list, a tuple or a dict"
+            )
 
 
-def _differ(new: Any, old: Any) -> bool:
-    return any(a is not b for a, b in zip(new, old, strict=True))
+def _object(value: Any) -> _Opened:
+    """An object: its own items if it is a mapping or a list, and its attributes."""
+    items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)] if isinstance(value, list) else []
+    names = _attributes(value)
+    old = [item for _, item in items] + [getattr(value, name, None) for name in names]
+
+    def fill(made: Any, parts: list[Any]) -> None:
+        for (key, was), item in zip(items, parts, strict=False):
+            if item is not was:
+                made[key] = item
+        for name, was, attribute in zip(names, old[len(items) :], parts[len(items) :], strict=True):
+            if attribute is not was:
+                object.__setattr__(made, name, attribute)
+
+    return _Opened(old, fill, functools.partial(copy.copy, value))
 
 
 def _attributes(value: Any) -> list[str]:
@@ -163,8 +210,6 @@ def _slots(kind: type) -> tuple[str, ...]:
 def _held_by_function(value: Any) -> list[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__]
     cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
     return [cell.cell_contents for cell in cells] + list(value.__defaults__ or ())
 

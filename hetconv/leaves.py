@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from . import call_site
 from .following import on_parts
 from .movement import moved
 from .ops.batch_norm import Norm, on_own_channels
@@ -48,6 +49,7 @@ class OnOwnPart:
 
     def _summed(self, x: HetTensor) -> Tensor:
         """As a consumer of the sum wants it: whole, or own channels of it."""
+        call_site.enter(type(self._module).__name__)
         wanted = on_parts(x.placement)
         if wanted.kind == "replicated":
             return gather(x, images=self._normalizes)

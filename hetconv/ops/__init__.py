@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import call_site
+from .. import call_site, tensor
 from ..calls import Call, read, writes_in_place
 from ..errors import HetConvError
 from ..following import (
@@ -26,7 +27,7 @@ from ..following import (
 )
 from ..movement import unshared
 from ..rules import Gather, Step
-from ..tensor import HetTensor, compute_waiting, gather, install_dispatch
+from ..tensor import HetTensor, compute_waiting, install_dispatch
 from ..torch_internals import no_torch_function, storage_id, tree_iter, tree_map
 from . import (
     contractions,
@@ -77,6 +78,7 @@ def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwar
     if func in ASKED:
         with no_torch_function():
             return _answered(func, args, kwargs)
+    call_site.enter(func)  # also of a call that is remembered here: another rank may not remember it
     known = unmoved.again(func, args, kwargs)
     if isinstance(known, HetTensor):
         return known
@@ -86,7 +88,6 @@ def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwar
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any:
     """``key``: what to remember the call by, if it turns out to move nothing."""
-    call_site.enter(func)
     verdict, found = tried(func, args, kwargs)
     if verdict.returns is not None:
         return found[verdict.returns]
@@ -191,7 +192,7 @@ def on_gathered(
         if not isinstance(x, HetTensor):
             return x
         if id(x) not in whole:
-            whole[id(x)] = (x, gather(x, images=images))
+            whole[id(x)] = (x, tensor.gather(x, images=images))
         return whole[id(x)][1]
 
     result = func(*tree_map(plain, args), **tree_map(plain, dict(kwargs)))
@@ -215,6 +216,12 @@ def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
     """The HetTensors that a call writes to, by its name and its arguments."""
     targets = [kwargs.get("out"), args[0] if args and writes_in_place(func, kwargs) else None]
     return [x for x in tree_iter(targets) if isinstance(x, HetTensor)]
+
+
+@wraps(tensor.gather)
+def gather(x: Tensor, *, images: bool = False) -> Tensor:
+    call_site.enter("hetconv.gather")
+    return tensor.gather(x, images=images)
 
 
 RUN: dict[type[Any], Runner] = convs.RUN | pointwise.RUN | norms.RUN | pools.RUN | resampling.RUN | shapes.RUN

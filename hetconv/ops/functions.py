@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import call_site
 from ..errors import HetConvError
 from ..tensor import HetTensor, compute_waiting
 from ..torch_internals import checkpoint_saver, replace_function_apply
@@ -23,6 +24,7 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> None:
         if cls is checkpoint_saver or HetTensor not in map(type, args):
             result = plain(*args, **kwargs)
         else:
+            call_site.enter(cls.__name__)
             compute_waiting()  # it may write in place
             result = on_gathered(plain, args, kwargs)
         if torch.is_grad_enabled() and HetTensor in map(type, result if isinstance(result, tuple) else (result,)):

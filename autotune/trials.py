@@ -19,6 +19,7 @@ from hetconv.kernels.tiles import Extents
 from . import measure
 from .tiles import Choice, WrongResultError
 
+REPEATS = 4  # of a tile on the same inputs, whose results must be the same bits
 # ‖found - expected‖ / ‖expected‖ of a right result, by dtype, or "tf32" where float32 is multiplied so.
 BOUNDS = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
@@ -46,6 +47,9 @@ class Contest:
         error = float((found.to(self._truth.dtype) - self._truth).norm() / self._truth.norm())
         if not error <= self._bound:  # NaN is not
             raise WrongResultError(f"it is off by {error:.1e} of the result's norm")
+        for _ in range(REPEATS - 1):
+            if not torch.equal(self._run("triton", choice), found):
+                raise WrongResultError("it gives other bits from call to call")
         return measure.call_seconds(lambda: self._run("triton", choice), self._device)
 
     def obstacle(self, tile: Tile) -> str | None:
@@ -60,6 +64,8 @@ class Contest:
             found = report(_program(product, tile).recipes[0], self._question.spec.dtype, self._chip.arch)
             if found.spills or found.shared > self._chip.shared:
                 return f"{found.spills} spills, {found.shared} bytes of shared memory"
+            if found.left:
+                return f"{found.left} left operands from registers, which gives other bits from call to call"
         return None
 
     def _run(self, backend: Backend, tile: Tile | None = None, dtype: torch.dtype | None = None) -> Tensor:

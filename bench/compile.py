@@ -71,6 +71,7 @@ WEIGHT: tuple[Pass, ...] = ("weight gradient",)
 CASES = {
     "3x3": _case(64, 256, 56, 256, 3, every=("boxes", "pointers")),
     "3x3 of one image": _case(1, 256, 28, 256, 3, passes=WEIGHT, every=("boxes",)),
+    "3x3 of small images": _case(32, 256, 14, 256, 3, passes=WEIGHT, every=("boxes",)),
     "3x3 of 48 filters": _case(64, 256, 56, 48, 3, filters=256),
     "3x3 of 160 filters": _case(64, 256, 56, 160, 3, filters=256),
     "3x3 in splits": _case(64, 256, 56, 256, 3, splits=20),

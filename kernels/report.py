@@ -25,8 +25,10 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 class Report:
     """Per thread and per program. ``spills``: instructions that move registers to or from local memory.
 
-    ``wgmma`` and ``mma``: tensor core instructions; ``copies``: by the copy engine; ``stores`` of 16 bytes and others;
-    ``loop``: instructions of the main loop, from the target of its branch to the branch, or 0 where there is none.
+    ``wgmma`` and ``mma``: tensor core instructions; ``left``: those of the former whose left operand comes from
+    registers, which within a pipelined loop gives results that differ from call to call (Triton 3.6 to 3.9).
+    ``copies``: by the copy engine; ``stores`` of 16 bytes and others; ``loop``: instructions of the main loop, from the
+    target of its branch to the branch, or 0 where there is none.
     """
 
     registers: int
@@ -34,6 +36,7 @@ class Report:
     shared: int
     wgmma: int
     mma: int
+    left: int
     copies: int
     stores_128: int
     stores_narrow: int
@@ -68,12 +71,18 @@ def report(recipe: Recipe, dtype: str, arch: int) -> Report:
         shared=kernel.metadata.shared,
         wgmma=counts["HGMMA"],
         mma=counts["HMMA"],
+        left=left_in_registers(kernel.asm["ptx"]),
         copies=counts["UTMALDG"],
         stores_128=wide,
         stores_narrow=len(stores) - wide,
         instructions=len(code),
         loop=_loop(code),
     )
+
+
+def left_in_registers(ptx: str) -> int:
+    """Hopper's tensor core instructions whose left operand, after the list of results, is a list of registers too."""
+    return sum(bool(re.search(r"\},\s*\{", text)) for text in re.findall(r"wgmma\.mma_async[^;]*;", ptx))
 
 
 def _loop(code: list[tuple[int, str]]) -> int:

@@ -105,7 +105,7 @@ class Extents:
         """Steps of ``k`` numbers that a reduction takes."""
         if not self.over_pixels:
             return _up(self.channels, k) * self.taps
-        return (pixel_run if path == "boxes" else pixel_line)(self.image, k).copies
+        return pixel_line(self.image, k).copies
 
 
 # (m, n, warps, stages), larger first: those that compile without a spill for every dtype.
@@ -122,7 +122,6 @@ SHAPES: Mapping[Path, tuple[tuple[int, int, int, int], ...]] = {
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FEWEST_STEPS = 4  # of a reduction that is split
 LONGEST = 256  # side of a box that the copy engine fetches
-WASTE = 1.15  # as many more copies are a fair price for operands that stay in shared memory
 
 # To rank tiles by, from data sheets: nothing here was measured. In cycles, per multiprocessor.
 MACS = {80: 1024, 86: 512, 89: 512, 90: 2048}  # multiplications in 16 bits; others like the next older chip
@@ -225,19 +224,14 @@ def pixel_box(image: Image, pixels: int) -> Box:
 
 @lru_cache(4096)
 def pixel_line(image: Image, pixels: int) -> Box:
-    """The run of ``pixels`` along one dimension, ordered last, that covers an image in the fewest copies."""
+    """The run of ``pixels`` along one dimension, ordered last, that covers an image in the fewest copies.
+
+    A weight gradient reduces over runs alone: as the left operand of Hopper's tensor cores a box of several dimensions
+    would go through registers, and results would differ from call to call (Triton 3.6 to 3.9).
+    """
     orders = ((0, 1, 2), (0, 2, 1), (1, 2, 0))
     copies = [prod(image) // image[o[2]] * _up(image[o[2]], pixels) for o in orders]
     return min((Box((1, 1, pixels), c, o) for c, o in zip(copies, orders, strict=True)), key=lambda b: b.copies)
-
-
-def pixel_run(image: Image, pixels: int) -> Box:
-    """The same, or a box where a run takes many more copies: for a left operand.
-
-    A run stays in shared memory as it was fetched, other boxes go through registers.
-    """
-    run, box = pixel_line(image, pixels), pixel_box(image, pixels)
-    return run if run.copies <= WASTE * box.copies and pixels <= LONGEST else box
 
 
 def _up(a: int, b: int) -> int:

@@ -18,7 +18,7 @@ from .fprop import Correlation, forward, image_box, x_box, x_unit
 from .launch import Program, Recipe
 from .memory import HUGE, Memory
 from .sums import sum_recipe
-from .tiles import Extents, Tile, pixel_line, pixel_run
+from .tiles import Extents, Tile, pixel_line
 
 Grid = tuple[int, int, int]
 TENSORS = {"x": "x", "g": "g"}
@@ -184,7 +184,7 @@ def program(d: WeightGradient, tile: Tile) -> Program:
 
 def _by_boxes(f: Correlation, tile: Tile, grid: Grid, scalars: dict[str, int], constants: dict[str, Any]) -> Recipe:
     (N, K, P, Q), (gn, _, gp, gq) = f.y.shape, f.y.strides
-    box = pixel_run((N, P, Q), tile.k)
+    box = pixel_line((N, P, Q), tile.k)
     constants |= {"STRIDE": f.rows.stride, "XC": f.x.shape[1]}
     constants["BOX_0"], constants["BOX_1"], constants["BOX_2"] = box.sizes
     constants |= {"ROWS": box.order.index(1), "COLS": box.order.index(2)}

@@ -21,6 +21,7 @@ from bench import compile as bench_compile
 from bench.compile import DTYPES, Item
 from hetconv.kernels import tiles
 from hetconv.kernels.launch import CHIPS
+from hetconv.kernels.report import left_in_registers
 from hetconv.spec import Conv2dSpec
 
 ROOT = Path(__file__).parents[1]
@@ -99,6 +100,20 @@ def test_boxes_take_the_hopper_instructions_and_store_16_bytes_at_a_time(version
         assert e["stores_128"] > 0, str(item)
         assert e["stores_narrow"] == 0, str(item)
         assert e["wgmma"] > 0, str(item)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_left_operand_comes_from_registers(version: str) -> None:
+    """Results would differ from call to call."""
+    assert all(e["left"] == 0 for _, e in entries(version))
+
+
+PTX = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%f1, %f2}}, {left}, %rd2, %p1, 1, 1, 0, 1;"
+
+
+def test_left_operands_are_told_apart() -> None:
+    found = [left_in_registers(PTX.format(left=left) * 2) for left in ("%rd1", "{%r1, %r2}")]
+    assert found == [0, 2]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

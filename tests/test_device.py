@@ -56,6 +56,9 @@ def differences(
 
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
+    # Else both backends multiply float32 in tf32, and a rounding turns a ReLU.
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     make, shape = (NETS | OTHER_RANKS)[net] if net != "wide" else (Wide, (2, 64, 8, 8))
     kernels.set_backend(backend)
     try:

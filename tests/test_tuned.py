@@ -20,8 +20,9 @@ from hetconv.autotune import measure, tiling
 from hetconv.autotune.progress import Reporter
 from hetconv.autotune.tiles import TRIALS, Found, Trial, WrongResultError
 from hetconv.autotune.trials import Contest
-from hetconv.kernels import Tile, passes, tiles
+from hetconv.kernels import Tile, passes, report, tiles
 from hetconv.kernels.choice import Question
+from hetconv.kernels.report import Report
 from hetconv.recorder import capture
 from hetconv.spec import Conv2dSpec
 from hetconv.transport import team_of
@@ -77,6 +78,34 @@ def test_a_wrong_tile_has_none(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, "conv2d_forward", wrong)
     with pytest.raises(WrongResultError, match="off by"):
         contest(SMALL)
+
+
+def test_a_tile_of_other_bits_from_call_to_call_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    contest = Contest(question(), DEVICE)
+    right, calls = kernels.conv2d_forward, [0]
+
+    def unstable(*args: Any, **options: Any) -> Tensor:
+        calls[0] += 1
+        y = right(*args, **options)
+        y[0, 0, 0, 0] *= 1 + 1e-2 * (calls[0] == 3)  # within the bound of the norm, once
+        return y
+
+    monkeypatch.setattr(kernels, "conv2d_forward", unstable)
+    with pytest.raises(WrongResultError, match="other bits"):
+        contest(SMALL)
+
+
+@pytest.mark.parametrize(("left", "said"), [(0, None), (4, "4 left operands from registers")])
+def test_a_tile_with_left_operands_in_registers_is_not_tried(
+    left: int, said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cuobjdump").touch()
+    found = Report(40, 0, 1000, 8, 0, left, 2, 4, 0, 100, 20)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(report, "TOOLS", tmp_path)
+    monkeypatch.setattr(report, "report", lambda *_: found)
+    why = Contest(question(), DEVICE).obstacle(SMALL)
+    assert why is None if said is None else said in str(why)
 
 
 def test_what_a_tile_leaves_unwritten_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class Lying(TorchDispatchMode):
         if any(name in str(func) for name in MATTERS):
             self.seen.add(str(func))
             for y in args:
-                if isinstance(y, Tensor) and y.dim() == 4 and not in_order(y):
+                if isinstance(y, Tensor) and y.dim() == 4 and not y.is_meta and not in_order(y):
                     self.otherwise.append((str(func), tuple(y.shape), y.stride()))
         return func(*args, **(kwargs or {}))
 

@@ -7,9 +7,9 @@ import enum
 import functools
 import io
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from dataclasses import fields, is_dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -44,11 +44,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
     Searched are containers of Python and those that are registered with PyTorch's pytrees, dataclasses, and attributes
     of other objects. What holds no tensor that changes is returned as it is; anything else is a copy, but for its
-    other contents. The function is called once for each tensor.
+    other contents, and what is inside refers to the copy where it referred to the original. The function is called once
+    for each tensor.
 
     Raises:
         HetConvError: ``value`` contains a generator, another iterator or a function that holds a tensor, which cannot
-            be looked into.
+            be looked into; or a set of several tensors, which each process would find in another order.
     """
     return _Search(value).mapped(function)
 
@@ -77,6 +78,7 @@ class _Search:
         self._sets: list[Any] = []
         self._new: dict[int, Any] = {}  # what takes the place of these
         self._differ: set[int] = set()
+        self._begun: dict[int, int] = {}  # how many there were when a container was begun that has to be complete
         self._explore()
 
     def _explore(self) -> None:
@@ -121,11 +123,17 @@ class _Search:
             return self._new.get(at, value)
         opened = self._opened[at]
         if opened.empty is not None:
-            made = self._new[at] = opened.empty()
-            opened.fill(made, [self._built(part) for part in opened.parts])
-            return made
+            self._new[at] = opened.empty()
+            opened.fill(self._new[at], [self._built(part) for part in opened.parts])
+            return self._new[at]
+        if self._begun.get(at) == len(self._new):
+            raise HetConvError(
+                f"a {type(value).__name__} that contains itself was found among what a model is given or returns, and "
+                f"cannot be made anew; give a list, a dict or an object in its place"
+            )
+        self._begun[at] = len(self._new)
         parts = [self._built(part) for part in opened.parts]
-        if at not in self._new:  # else a list or an object among the parts refers to it, and it was completed there
+        if at not in self._new:  # a list inside that refers to this may have had it made
             self._new[at] = opened.fill(None, parts)
         return self._new[at]
 
@@ -133,28 +141,27 @@ class _Search:
         kind = type(value)
         if kind in (set, frozenset):
             self._sets.append(value)
-        if kind in (list, set, deque):
-            empty: Callable[[], Any] = kind if kind is not deque else functools.partial(deque, maxlen=value.maxlen)
-            return _Opened(
-                [*value], lambda made, parts: made.update(parts) if kind is set else made.extend(parts), empty
-            )
+        if kind is list:
+            return _Opened(value, list.extend, list)
+        if kind is set:
+            return _Opened([*value], set.update, set)
+        if kind is deque:
+            return _Opened([*value], deque.extend, functools.partial(deque, maxlen=value.maxlen))
         if isinstance(value, tuple) or kind is frozenset:
-            make = kind._make if hasattr(kind, "_make") else kind
+            make = getattr(kind, "_make", kind)
             return _Opened([*value], lambda _, parts: make(parts))
         if kind not in (dict, OrderedDict, defaultdict) and kind in tree_node_types():
             node = tree_node_types()[kind]  # such as transformers' outputs
             children, context = node.flatten_fn(value)
             return _Opened([*children], lambda _, parts: node.unflatten_fn(parts, context))
-        if isinstance(value, MethodType):
-            return _Opened([value.__self__], lambda _, parts: MethodType(value.__func__, *parts))
-        if isinstance(value, (Iterator, FunctionType, functools.partial)):
+        if isinstance(value, (MappingProxyType, ValuesView, ItemsView)):
+            return _view(value)
+        if isinstance(value, (Iterator, FunctionType, MethodType, functools.partial)):
             return self._function(value)
         return _object(value)
 
     def _function(self, value: Any) -> _Opened:
         """Nothing can be put into a function or an iterator, and an iterator cannot be read without being used up."""
-        if self._opaque:
-            return _Opened([], lambda made, _: made)
 
         def refuse(*_: Any) -> NoReturn:
             raise HetConvError(
@@ -162,9 +169,13 @@ class _Search:
                 f"cannot be reached; give a list, a tuple, a dict or a dataclass of tensors"
             )
 
+        if self._opaque:
+            return _Opened([], refuse)
         if isinstance(value, Iterator):
             refuse()
-        return _Opened([*_held_by_function(value)], refuse)
+        if isinstance(value, MethodType):  # of an object that may hold it
+            return _Opened([value.__self__], lambda _, parts: MethodType(value.__func__, *parts))
+        return _Opened(_held_by_function(value), refuse)
 
     def _refuse_several_in_a_set(self, value: Any) -> None:
         """Ranks would find them in different orders, and exchange one for another."""
@@ -172,9 +183,19 @@ class _Search:
         found = sum(id(x) in self.tensors or id(x) in holders for x in value)
         if found > 1 and not self._opaque:
             raise HetConvError(
-                f"a {type(value).__name__} of {found} tensors, or of what holds tensors, was found among what a model "
-                f"is given or returns; its order differs between processes: give a list, a tuple or a dict"
+                f"a {type(value).__name__} of {found} tensors, or of what holds them, was found among what a model is "
+                f"given or returns; its order differs between processes: give a list, a tuple or a dict"
             )
+
+
+def _view(value: Any) -> _Opened:
+    """A mapping that cannot be written to, or the values or items of a mapping."""
+    if isinstance(value, ValuesView):
+        return _Opened([*value], lambda _, parts: dict(enumerate(parts)).values())
+    items = dict(value)
+    if isinstance(value, ItemsView):
+        return _Opened([*items.values()], lambda _, parts: dict(zip(items, parts, strict=True)).items())
+    return _Opened([*items.values()], lambda _, parts: MappingProxyType(dict(zip(items, parts, strict=True))))
 
 
 def _object(value: Any) -> _Opened:

@@ -218,7 +218,7 @@ def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
     return [x for x in tree_iter(targets) if isinstance(x, HetTensor)]
 
 
-@wraps(tensor.gather)
+@wraps(tensor.gather, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
 def gather(x: Tensor, *, images: bool = False) -> Tensor:
     call_site.enter("hetconv.gather")
     return tensor.gather(x, images=images)

@@ -31,6 +31,7 @@ def rows(name: str = "rows") -> HetTensor:
 
 def questions() -> list[Any]:
     """Asked on one rank alone, so that an answer that needs the others would never come."""
+    team_of()  # whose first call on a group is collective
     if dist.get_rank() != 1:
         return []
     x = rows()

@@ -26,6 +26,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 settings.register_profile("hetconv", deadline=None)
 settings.load_profile("hetconv")
 torch.set_num_threads(1)  # ranks are forked from here
+# PyTorch's test utilities, which its databases and opcheck import, call this; then no later test could set a flag.
+torch.backends.disable_global_flags = lambda: None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -166,7 +166,7 @@ def alone_at(speed: float) -> float:
 
 
 def test_an_emulated_device_is_as_slow_alone() -> None:
-    fast, slow = (on_one(speed) for speed in (1.0, 0.2))
+    fast, slow = (on_one(speed) for speed in (1.0, 0.05))
     assert slow > 2 * fast
 
 

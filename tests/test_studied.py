@@ -12,6 +12,7 @@ import torch
 
 from hetconv.autotune import plans
 from hetconv.autotune.field import even_split
+from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.plans import _Plans
 from hetconv.autotune.race import Alone, Order, Outcome
 from hetconv.autotune.record import Study, studies_of
@@ -72,7 +73,7 @@ def studied(
     graph, store = captured(), Store(folder, {}, resume=False)
     run: Any = SimpleNamespace(
         graph=graph, job=SimpleNamespace(mode="train", seed=0, budget=100.0, trials=0), spent=0.0, store=store, say=say,
-        race=raced(seconds), x=torch.zeros(2, 4, 16, 16), device=torch.device("cpu"), on_gpu=False,
+        race=raced(seconds), inputs=ModelInputs.of(torch.zeros(2, 4, 16, 16)), device=torch.device("cpu"), on_gpu=False,
         passed=lambda part: lambda: False, known=lambda *_: None, keep=lambda *_: None,
     )  # fmt: skip
     found = _Plans(run, ClusterProfile.from_devices(PAIR, link=link)).found().plan

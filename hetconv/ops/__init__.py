@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -44,7 +44,7 @@ from . import (
     unmoved,
     views,
 )
-from .common import Args, Func, Kwargs, Runner, as_called, cached_step, placement_of
+from .common import Args, Func, Kwargs, Runner, cached_step, called_on, placement_of
 from .conv import Way, convolution, way_of
 from .dense import linear
 from .folding import fold
@@ -103,12 +103,13 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
     if call is not None:
         team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
         step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
-        if team is not None and step is not None and runs_on_parts(call, step) and _fits(verdict, step, args, found):
+        fits = step is not None and _fits(verdict, step, (*args, *kwargs.values()), found)
+        if team is not None and step is not None and fits and runs_on_parts(call, step):
             if call.in_place:
                 compute_waiting()
             y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
             if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
-                views.link(y, found[0], as_called(func, args, kwargs), copies=True, images=verdict.by_order)
+                views.link(y, found[0], _on_another(found[0], func, args, kwargs), copies=True, images=verdict.by_order)
             elif verdict.by_order and isinstance(y, HetTensor):  # a copy, also where the part lies as it should
                 y.local = unshared(y.local, found[0].local)
             elif key is not None:
@@ -155,11 +156,16 @@ def _writes_alone(call: Call, written: Sequence[HetTensor]) -> bool:
     return all(call.in_place and x is call.inputs[0] for x in written)
 
 
-def _fits(verdict: Verdict, step: Step, args: Args, found: Sequence[HetTensor]) -> bool:
-    """Whether the rule gives what PyTorch does. A view of what is not the first argument is not taken of parts."""
-    if verdict.shares and (not args or args[0] is not found[0]):
+def _fits(verdict: Verdict, step: Step, arguments: Iterable[Any], found: Sequence[HetTensor]) -> bool:
+    """Whether the rule gives what PyTorch does. A view of a tensor in a list is not taken of parts."""
+    if verdict.shares and not any(a is found[0] for a in arguments):
         return False
     return verdict.shapes is None or len(verdict.shapes) != 1 or verdict.shapes[0] == step.output.shape
+
+
+def _on_another(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
+    """The same call with another tensor in the place of ``x``."""
+    return lambda other: called_on({id(x): other}, func, args, kwargs)
 
 
 def _finish(call: Call, y: HetTensor | tuple[HetTensor, ...]) -> HetTensor | tuple[HetTensor, ...]:

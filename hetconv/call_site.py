@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from types import FrameType
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -66,16 +67,22 @@ def tag(step: int) -> int:
     return (step & 0xFFFFFFFF) << 32 | _checksum(_now.call) ^ _now.layers
 
 
-def described() -> str:
-    """The call and where in the user's code it was made."""
+def short_tag(step: int) -> int:
+    """31 bits of `tag`, as many as a message of gloo has."""
+    whole = tag(step)
+    return (whole ^ (whole >> 32) * 0x9E3779B1) & 0x7FFFFFFF
+
+
+def described(frame: FrameType | None = None) -> str:
+    """The call and where in the user's code it was made; ``frame``: of the thread that does it, if it is another."""
     name = _name(_now.call)
     after = f" after {_now.last_layer}" if _now.last_layer not in ("", name) else ""
-    return f"{name}{after}, {user_code()}"
+    return f"{name}{after}, {user_code(frame)}"
 
 
-def user_code() -> str:
-    """The innermost line of the user's code that is under way."""
-    frame: Any = sys._getframe(1)
+def user_code(frame: FrameType | None = None) -> str:
+    """The innermost line of the user's code that is under way, in this thread or in that of ``frame``."""
+    frame = frame or sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
         frame = frame.f_back
     if frame is None:  # backward passes of a GPU have a thread of their own

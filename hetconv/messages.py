@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from . import call_site
 from .mailbox import Channel, Coming, Shape
 from .torch_internals import materialized
 from .transport import Team, answered, count, in_turn, near, silent
+
+ALONE: AbstractContextManager[None] = nullcontext()
+PeerWait = tuple[int | None, Callable[[], Any]]
+"""Waits for a message from or to this rank, or for a collective."""
+Waiting = Callable[[int | None], AbstractContextManager[None]]
 
 
 def as_wire(x: Tensor) -> Tensor:
@@ -43,6 +49,8 @@ class Round:
         self._team, self._from = team, tuple(incoming)
         self._near, self._coming = near(team, like.device), dict[int, Coming]()
         self._far: _Far | _Silence | None = None
+        several_hosts = len(self._near) < team.size - 1
+        self._stalls = team.stalls if several_hosts and team.backend == "gloo" and not silent.on else None
         if silent.on:
             self._far = _Silence(like, incoming)
             return
@@ -54,7 +62,8 @@ class Round:
                 torch.cuda.synchronize(like.device)
 
     def _begin(self, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape]) -> None:
-        tag = call_site.tag(self._team.agreements.count)
+        step = self._team.agreements.count
+        tag, self._tag = call_site.tag(step), call_site.short_tag(step)
         for peer, channel in self._near.items():
             if peer in outgoing:
                 channel.send(as_wire(outgoing[peer]), tag)
@@ -62,7 +71,10 @@ class Round:
                 self._coming[peer] = channel.announce(like.dtype, _wire_shape(incoming[peer]), tag=tag)
         if len(self._near) < self._team.size - 1:
             sent = {peer: piece for peer, piece in outgoing.items() if peer not in self._near}
-            self._far = _Far(self._team, like, sent, {p: s for p, s in incoming.items() if p not in self._near})
+            coming = {p: s for p, s in incoming.items() if p not in self._near}
+            self._far = _Far(self._team, like, sent, coming, self._tag)
+        if self._stalls is not None:
+            self._stalls.opened(self._tag)
 
     def wait(self) -> dict[int, Tensor]:
         return answered(self._team, lambda: self._arrived(Channel.take))
@@ -78,8 +90,17 @@ class Round:
         answered(self._team, self._give_back)
 
     def _arrived(self, how: Callable[[Channel, Coming], Tensor]) -> dict[int, Tensor]:
-        far = self._far.arrived() if self._far is not None else {}
-        return {p: _from_wire(far[p] if p in far else how(self._near[p], self._coming[p])) for p in self._from}
+        arrived = self._far.arrived(self._waiting) if self._far is not None else {}
+        for p in self._coming:
+            with self._waiting(p):
+                arrived[p] = how(self._near[p], self._coming[p])
+        if self._stalls is not None:
+            self._stalls.closed(self._tag)
+        return {p: _from_wire(arrived[p]) for p in self._from}
+
+    def _waiting(self, peer: int | None) -> AbstractContextManager[None]:
+        """While this rank waits for another one, or in a collective."""
+        return ALONE if self._stalls is None else self._stalls.waiting(self._tag, peer)
 
     def _give_back(self) -> None:
         for peer in self._coming:
@@ -89,21 +110,26 @@ class Round:
 class _Far:
     """Those pieces of a round that the backend carries."""
 
-    def __init__(self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape]):
+    def __init__(
+        self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape], tag: int
+    ):
         self._team = team
         self._arriving: list[tuple[Tensor, Tensor]] = []  # where it belongs, where it comes to
         self._sent = {peer: as_wire(t).contiguous() for peer, t in outgoing.items()}  # to be kept until it is sent
         self._buffers = {peer: like.new_empty(_wire_shape(shape)) for peer, shape in incoming.items()}
         staged = team.backend == "gloo" and like.device.type != "cpu"
-        self._waits: list[Callable[[], Any]] = self._all_to_all(like) if staged else self._point_to_point()
+        self._waits = self._all_to_all(like) if staged else self._point_to_point(tag)
 
-    def _point_to_point(self) -> list[Callable[[], Any]]:
-        group = self._team.group
-        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in self._sent.items()]
-        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in self._buffers.items()]
-        return [work.wait for work in dist.batch_isend_irecv(ops)] if ops else []
+    def _point_to_point(self, tag: int) -> list[PeerWait]:
+        own = self._team.backend == "gloo"  # NCCL knows no tags, and its works wait for all of them
+        op = partial(dist.P2POp, group=self._team.group, tag=tag if own else 0)
+        ops = [op(dist.isend, t, group_peer=peer) for peer, t in self._sent.items()]
+        ops += [op(dist.irecv, t, group_peer=peer) for peer, t in self._buffers.items()]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        peers: list[int | None] = [*self._sent, *self._buffers] if own else [None] * len(works)
+        return [(peer, work.wait) for peer, work in zip(peers, works, strict=True)]
 
-    def _all_to_all(self, like: Tensor) -> list[Callable[[], Any]]:
+    def _all_to_all(self, like: Tensor) -> list[PeerWait]:
         """gloo takes CUDA tensors only in collectives, through host memory; every rank takes part."""
         ranks, nothing = range(self._team.size), like.new_empty(0)
         outgoing = torch.cat([self._sent.get(r, nothing).flatten() for r in ranks])
@@ -113,16 +139,17 @@ class _Far:
         self._arriving = list(zip(incoming, got.split(sizes[0]), strict=True))
         self._sent = {0: outgoing}
         work = dist.all_to_all_single(got, outgoing, *sizes, group=self._team.group, async_op=True)
-        return [work.wait] if work is not None else []
+        return [(None, work.wait)] if work is not None else []
 
-    def arrived(self) -> dict[int, Tensor]:
+    def arrived(self, waiting: Waiting) -> dict[int, Tensor]:
         """As it travelled, by sender."""
-        for wait in self._waits:
-            wait()
+        for peer, wait in self._waits:
+            with waiting(peer):
+                wait()
         for buffer, part in self._arriving:
             buffer.copy_(part.view_as(buffer))
         self._waits, self._sent, self._arriving = [], {}, []
-        return self._buffers
+        return dict(self._buffers)
 
 
 class _Silence:
@@ -131,7 +158,7 @@ class _Silence:
     def __init__(self, like: Tensor, incoming: Mapping[int, Shape]):
         self._lying = {p: _zeros(_wire_shape(shape), like.dtype, like.device) for p, shape in incoming.items()}
 
-    def arrived(self) -> dict[int, Tensor]:
+    def arrived(self, waiting: Waiting) -> dict[int, Tensor]:
         return {p: zeros.data for p, zeros in self._lying.items()}  # by autograd's count of writes each is another one
 
 

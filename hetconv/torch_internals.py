@@ -72,6 +72,12 @@ INTERNALS = {
     "unflatten_state_dict": Internal(
         "torch.distributed.checkpoint._nested_dict", "unflatten_state_dict", "to load an optimizer's nested state"
     ),
+    "group_store": Internal(
+        "torch.distributed.distributed_c10d",
+        "_get_process_group_store",
+        "to find ranks of different hosts that wait for each other in different calls",
+        True,
+    ),
     "gpu_sleep": Internal("torch.cuda", "_sleep", "to let the host get ahead of a GPU that is measured"),
     "foreach_copy_": Internal("torch", "_foreach_copy_", "to copy many small tensors in one call", True),
     **{
@@ -124,6 +130,7 @@ _is_fx_tracing: Callable[[], bool] = find(INTERNALS["is_fx_tracing"]) or (lambda
 _deeper: Callable[[], int] = find(INTERNALS["_vmapmode_increment_nesting"]) or (lambda: 1)
 _less_deep: Callable[[], int] = find(INTERNALS["_vmapmode_decrement_nesting"]) or (lambda: 0)
 _transform_level: Callable[[], int | None] = find(INTERNALS["transform_level"]) or (lambda: None)
+_group_store: Callable[[dist.ProcessGroup], Any] | None = find(INTERNALS["group_store"])
 checkpoint_saver: type | None = find(INTERNALS["checkpoint_saver"])
 _node_types: dict[type, Any] = find(INTERNALS["SUPPORTED_NODES"])
 
@@ -209,6 +216,12 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     except AttributeError:
         return timedelta(minutes=30)
     return timeout
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The `torch.distributed.Store` of a group, to leave words in; None where PyTorch does not tell."""
+    store: Any = dist
+    return None if _group_store is None else store.PrefixStore("hetconv", _group_store(group))
 
 
 def replace_function_apply(wrap: Callable[[type, Callable[..., Any], Any, Any], Any]) -> None:

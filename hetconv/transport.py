@@ -20,6 +20,7 @@ from . import call_site
 from .errors import DisagreementError, HetConvError, LostRankError
 from .heap import keep_freed
 from .mailbox import Channel, RanksApartError, channels
+from .stalls import Stalls
 from .torch_internals import timeout_of, transform_in_use
 
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class Team:
     """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL.
 
     ``channels`` carry pieces of CPU tensors, where ``group`` is gloo, to those ranks that are on this rank's host.
-    ``one_host``: whether any two ranks have one. ``agreements``: how many there were among the ranks.
+    ``one_host``: whether any two ranks have one. ``stalls`` watches how long this rank waits for ranks of other hosts.
+    ``agreements``: how many there were among the ranks.
     """
 
     group: dist.ProcessGroup
@@ -50,6 +52,7 @@ class Team:
     rank: int
     size: int
     backend: str
+    stalls: Stalls
     channels: Mapping[int, Channel] = field(default_factory=dict)
     one_host: bool = False
     agreements: Agreements = field(default_factory=Agreements)
@@ -89,7 +92,8 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
             ranks = dist.get_process_group_ranks(group)
             control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             dist.barrier(group)  # NCCL wants every rank in a group's first call; later ones may be between two
-        team = Team(group, control, dist.get_rank(group), dist.get_world_size(group), backend)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        team = Team(group, control, rank, size, backend, Stalls(control, rank, size))
         _teams[group] = _with_channels(team) if backend == "gloo" and team.size > 1 else team
     return _teams[group]
 
@@ -114,6 +118,7 @@ def _with_channels(team: Team) -> Team:
 def disband(team: Team) -> None:
     """Ends a team's connections once nothing uses them any more: whoever waits for this rank on them gets an error."""
     _teams.pop(team.group, None)
+    team.stalls.stop()
     for channel in team.channels.values():
         channel.close()
     for group in {team.group, team.control}:
@@ -184,6 +189,11 @@ def answered(team: Team, action: Callable[[], T]) -> T:
     except HetConvError:
         raise
     except (RuntimeError, OSError) as e:
+        if doings := team.stalls.doings():
+            for channel in team.channels.values():
+                channel.close()
+            team.stalls.end(doings)
+            raise _different_calls(doings) from e
         raise LostRankError(
             f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look "
             f"for the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
@@ -203,7 +213,13 @@ def _apart(team: Team) -> DisagreementError:
     for peer, channel in team.channels.items():
         doing[peer] = channel.told(until) or f"it did not say within {ANSWER_S:g} s"
         channel.close()
-    lines = "\n".join(f"  rank {rank}: {doing[rank]}" for rank in sorted(doing))
+    if not team.one_host:
+        team.stalls.end(doing)
+    return _different_calls(doing)
+
+
+def _different_calls(doings: Mapping[int, str]) -> DisagreementError:
+    lines = "\n".join(f"  rank {rank}: {doings[rank]}" for rank in sorted(doings))
     return DisagreementError(
         "the ranks are in different calls, and this process group cannot be used any more; call the model alike on "
         f"every rank, in the same order:\n{lines}"
@@ -221,7 +237,8 @@ def words_of_all(team: Team, word: Tensor) -> Tensor:
     """(P, ...): what each rank gives, in rank order; a few bytes on the CPU. Collective."""
     words = word.new_empty(team.size, *word.shape)
     if not team.one_host or through_backend.on:
-        answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
+        with team.stalls.waiting(OF_ALL, None):
+            answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
         return words
 
     def exchange() -> None:

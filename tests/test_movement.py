@@ -79,7 +79,7 @@ def both(case: Case) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Ten
 def rank_on_staged_transport(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The same through the all-to-all that gloo needs for CUDA tensors."""
     plain = _Far._point_to_point
-    _Far._point_to_point = lambda self: self._all_to_all(torch.empty(0, dtype=torch.float64))  # type: ignore[method-assign]
+    _Far._point_to_point = lambda self, tag: self._all_to_all(torch.empty(0, dtype=torch.float64))  # type: ignore[method-assign]
     try:
         return rank_on_backend(src, dst, x, y)
     finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
+from hetconv import stalls, transport
 from hetconv.rules import Split, SplitKind
 
 from ..nets import plan_of
-from ..spawn import outcomes
+from ..spawn import on_ranks, outcomes
 
 
 class Branches(nn.Module):
@@ -91,12 +94,24 @@ PROGRAMS: dict[Program, tuple[str, ...]] = {
 }
 
 
-def said(kind: SplitKind, sizes: tuple[int, ...]) -> dict[str, str]:
-    """What each program's error says, each in a process group of its own."""
-    return {program.__name__: said_by(program, kind, sizes) for program in PROGRAMS}
+def said(kind: SplitKind, sizes: tuple[int, ...], hosts: tuple[int, ...]) -> dict[str, str]:
+    """What each program's error says, each in a process group of its own. ``hosts``: of the ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stalls, "LONG_S", 0.3)
+        patch.setattr(stalls, "POLL_S", 0.1)
+        return {program.__name__: said_by(program, kind, sizes, hosts) for program in PROGRAMS}
 
 
-def said_by(program: Program, kind: SplitKind, sizes: tuple[int, ...]) -> str:
+def on_hosts(hosts: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group of which the messages between ranks of different hosts go by its backend."""
+    group = dist.new_group()
+    team = transport.team_of(group)
+    near = {peer: channel for peer, channel in team.channels.items() if hosts[peer] == hosts[team.rank]}
+    transport._teams[group] = replace(team, channels=near, one_host=len(set(hosts)) == 1)
+    return group
+
+
+def said_by(program: Program, kind: SplitKind, sizes: tuple[int, ...], hosts: tuple[int, ...]) -> str:
     torch.manual_seed(0)
     model = Branches()
     splits = {name: Split(kind, sizes) for name, _ in model.named_children()}
@@ -104,7 +119,7 @@ def said_by(program: Program, kind: SplitKind, sizes: tuple[int, ...]) -> str:
         del splits["stem"]  # of three channels
     if kind == "filter":
         del splits["head"]
-    cut = hetconv.parallelize(model, plan_of(model, splits, len(sizes)), group=dist.new_group())
+    cut = hetconv.parallelize(model, plan_of(model, splits, len(sizes)), group=on_hosts(hosts))
     try:
         program(cut, torch.randn(2, 3, 8, 8), min(dist.get_rank(), 1))
     except hetconv.DisagreementError as error:
@@ -112,13 +127,58 @@ def said_by(program: Program, kind: SplitKind, sizes: tuple[int, ...]) -> str:
     return "no error"
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one host", "several hosts"])
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("height", (5, 3)), ("filter", (5, 3)), ("channel", (5, 3)), ("height", (4, 2, 2))]
 )
-def test_all_ranks_say_what_each_of_them_does(kind: SplitKind, sizes: tuple[int, ...]) -> None:
-    for ok, of_programs in outcomes(len(sizes), said, kind, sizes):
+def test_both_ranks_say_what_each_of_them_does(kind: SplitKind, sizes: tuple[int, ...], apart: bool) -> None:
+    hosts = (*[0] * (len(sizes) - 1), int(apart))  # only the last one is on another host
+    for ok, of_programs in outcomes(len(sizes), said, kind, sizes, hosts):
         assert ok, of_programs
         for program, expected in PROGRAMS.items():
             text = of_programs[program.__name__]
             assert all(words in text for words in expected), text
             assert text.count("test_ranks_apart.py:") >= 2, text
+
+
+def waiting(tag: int, peer: int | None, *, under_way: tuple[int, ...] = (), collectives: int = 0) -> stalls.Wait:
+    return stalls.Wait(1, 1, tag, peer, under_way, collectives, "layer 'a'")
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "for_ever"),
+    [
+        (waiting(7, 1), waiting(8, 0), True),
+        (waiting(7, 1), waiting(8, None), True),
+        (waiting(7, 1), waiting(7, 0), False),  # a slow network
+        (waiting(7, 1), waiting(8, 2), False),  # rank 2 may come
+        (waiting(7, 1), waiting(8, 0, under_way=(7,)), False),  # the other one has sent it
+        (waiting(7, None), waiting(8, 0, collectives=1), False),  # the other one has left the collective
+    ],
+)
+def test_only_ranks_that_wait_for_each_other_for_ever_are_apart(
+    here: stalls.Wait, there: stalls.Wait, for_ever: bool
+) -> None:
+    assert stalls.wait_for_ever((0, here), (1, there)) is for_ever
+    assert stalls.wait_for_ever((1, there), (0, here)) is for_ever
+
+
+def late() -> float:
+    """What a model gives while one rank is late in each step, and both watch each other's waits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stalls, "LONG_S", 0.0)
+        patch.setattr(stalls, "POLL_S", 0.01)
+        torch.manual_seed(0)
+        model = Branches()
+        splits = {name: Split("height", (5, 3)) for name, _ in model.named_children()}
+        cut = hetconv.parallelize(model, plan_of(model, splits, 2), group=on_hosts((0, 1)))
+        x = torch.randn(2, 3, 8, 8)
+        for step in range(4):
+            if dist.get_rank() == step % 2:
+                time.sleep(0.3)
+            y = cut(x)
+        return float((y - model(x)).abs().max())
+
+
+def test_a_rank_that_is_late_is_not_apart() -> None:
+    assert all(found <= 1e-6 for found in on_ranks(2, late))

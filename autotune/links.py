@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from hetconv import call_site
 from hetconv.layout import Box
 from hetconv.messages import Round
 from hetconv.movement import start_sum
@@ -43,6 +44,7 @@ Start = Callable[[], Callable[[], Any]]  # what is returned waits for the result
 
 def link_models(team: Team, device: torch.device, sizes: Sequence[int] = SIZES) -> dict[str, LinkModel]:
     """Latency and bandwidth of every pair each way, one pair at a time while the other ranks wait. Collective."""
+    call_site.enter_step("link_models")
     mine: dict[tuple[int, int], OneWay] = {}
     for _, (sender, receiver) in product(range(VISITS), permutations(range(team.size), 2)):
         echoes = _echoes(team, sender, receiver, TINY, device)
@@ -86,6 +88,7 @@ def with_contention(profile: ClusterProfile, team: Team, device: torch.device) -
 
     What ranks of one host take to copy messages, wires that links share, and what sums take.
     """
+    call_site.enter_step("with_contention")
     if team.size < 2:
         return profile
     copying = _copying(profile.nodes, team, device)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetconv import call_site
 from hetconv.autotune import links
 from hetconv.autotune.meeting import Parts
 from hetconv.network import Network
@@ -36,8 +37,10 @@ def cluster(hosts: str, s_per_byte: float = 1e-9) -> ClusterProfile:
 
 
 def every_link(sizes: tuple[int, ...]) -> tuple[dict[str, LinkModel], dict[int, int]]:
+    team = team_of()
+    call_site.enter(f"the last call on rank {team.rank}")
     with count_sent() as sent:
-        found = links.link_models(team_of(), CPU, sizes)
+        found = links.link_models(team, CPU, sizes)
     return found, dict(sent)
 
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -36,6 +37,9 @@ class Internal(NamedTuple):
 INTERNALS = {
     "no_torch_function": Internal(
         "torch._C", "DisableTorchFunctionSubclass", "to ask a HetTensor what plain tensors are asked"
+    ),
+    "no_torch_dispatch": Internal(
+        "torch._C", "_DisableTorchDispatch", "to hide the trial of a call from the user's counters and profilers", True
     ),
     "make_wrapper": Internal("torch", "Tensor._make_wrapper_subclass", "to make a HetTensor, which has no storage"),
     "graph_task_id": Internal(
@@ -117,6 +121,7 @@ def find(internal: Internal) -> Any:
 
 
 no_torch_function: Any = find(INTERNALS["no_torch_function"])
+no_torch_dispatch: Any = find(INTERNALS["no_torch_dispatch"]) or nullcontext
 make_wrapper: Any = find(INTERNALS["make_wrapper"])
 graph_task_id: Callable[[], int] = find(INTERNALS["graph_task_id"])
 disable_dynamo: Callable[..., Any] = find(INTERNALS["disable_dynamo"]) or (lambda fn: fn)

@@ -19,7 +19,7 @@ from ..calls import BatchNormCall, name_of, read, writes_in_place
 from ..kernels import CHANNELS_LAST
 from ..layout import Shape
 from ..tensor import HetTensor
-from ..torch_internals import storage_id, tree_iter, tree_map, write_count
+from ..torch_internals import no_torch_dispatch, storage_id, tree_iter, tree_map, write_count
 from . import views
 from .common import Args, Func, Kwargs
 
@@ -199,7 +199,7 @@ def _on_meta(func: Func, args: Args, kwargs: Kwargs, lay: Lay) -> tuple[Any, lis
         args = (args[0], torch.device(args[1]), *args[2:])
     named = {k: torch.device(v) if k == "device" and isinstance(v, str) else v for k, v in kwargs.items()}
     # Tensors of inference mode do not count writes.
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+    with no_torch_dispatch(), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return func(*tree_map(meta, list(args)), **tree_map(meta, named)), order
 
@@ -245,7 +245,12 @@ def _on_device(func: Func, args: Args, kwargs: Kwargs, lay: Lay, with_grad: bool
         return whole[id(a)]
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices), torch.set_grad_enabled(with_grad), warnings.catch_warnings():
+    with (
+        no_torch_dispatch(),
+        torch.random.fork_rng(devices),
+        torch.set_grad_enabled(with_grad),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         func(*tree_map(real, list(args)), **tree_map(real, dict(kwargs)))
 

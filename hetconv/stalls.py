@@ -125,11 +125,17 @@ class Stalls:
         with suppress(RuntimeError):
             if not self._store.check([APART]):
                 self._store.set(APART, json.dumps(doings))
-        peer = next(rank for rank in range(self._size) if rank != self._rank)
-        with suppress(RuntimeError):  # gloo closes all connections of a group where a wait is too long
-            message = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=TAG_TO_END)
-            if message is not None:
-                message.wait(timedelta(milliseconds=1))
+        self._end_own()
+        self.stop()
+
+    def _end_own(self) -> None:
+        """Ends the waits of this rank. gloo closes all connections of a group where one wait is too long."""
+        for peer in range(self._size):  # one whose connection is closed already is not waited for
+            if peer != self._rank:
+                with suppress(RuntimeError):
+                    message = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=TAG_TO_END)
+                    if message is not None:
+                        message.wait(timedelta(milliseconds=1))
 
     def stop(self) -> None:
         """Watches no longer."""
@@ -149,6 +155,9 @@ class Stalls:
             if here.number != number:
                 number, seen = here.number, {}
             beat += 1
+            if self.doings():  # of two other ranks
+                self._end_own()
+                return
             with suppress(RuntimeError):
                 own = self._told(here, beat)
                 others = self._others(here)

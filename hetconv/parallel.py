@@ -37,26 +37,31 @@ def parallelize(
     sync_every: int = 100,
     signatures: int = 128,
 ) -> nn.Module:
-    """Swaps the layers that ``plan`` names for split ones, in place, and returns the model; collective.
+    """Swaps the layers that ``plan`` names for split ones, in place. Collective.
 
-    Parameter names stay. Rank 0's parameters and buffers are the truth. Every rank then calls the model with the same
-    input, a plain tensor, and gets the same plain output. Kernels take the plan's tiles where they were tuned on a GPU
-    of this rank's name, with the versions in use; otherwise a warning says so, once.
+    Parameter names stay. Rank 0's parameters and buffers are sent to all ranks. Afterwards every rank calls the model
+    with the same input, a plain tensor, and gets the same plain output.
 
-    ``fuse``: without autograd (`torch.no_grad`, `torch.inference_mode`), a cut convolution computes the batch norm in
-    evaluation, the residual and the activation that alone follow it, as the plan says, while it stores its own slice:
-    the same up to rounding, in fewer passes. Where ATen computes (oneDNN, cuDNN), that would take longer, and it does
-    not.
+    Args:
+        model: the plain model, alike on every rank.
+        plan: splits of its layers. Kernels take the plan's tiles where these were tuned on a GPU of this rank's name
+            with the versions in use; otherwise a warning says so, once.
+        group: the ranks; all of them by default.
+        fuse: whether, without autograd, a cut convolution computes the batch norm in evaluation, the residual and the
+            activation that follow it, as the plan lists them, while it stores its result. Results are the same up to
+            rounding. Convolutions that ATen computes are not fused, because there it takes longer.
+        sync_every: forwards in training after which `sync_replicated` compares the replicas, and makes them equal if
+            unequal hardware has rounded them apart; 0 for never.
+        signatures: for how many sets of input shapes, dtypes and modes the model remembers how its operators run on
+            parts. The least recently used one is forgotten, and found out anew if it comes again. A signature takes a
+            few tenths of a megabyte.
 
-    ``sync_every``: forwards in training after which `sync_replicated` compares the replicas, and brings them back to
-    rank 0's if unequal hardware has rounded them apart; 0 for never.
+    Returns:
+        The model, or the split layer if the model itself is one layer.
 
-    ``signatures``: how operators run on parts is found out at the first call with inputs of some shapes, dtypes and
-    modes, and is remembered for so many of these; the one that was not called for longest is forgotten, and found out
-    anew if it comes again. More save time where more sizes come in turn, at a few tenths of a megabyte for each.
-
-    Raises `PlanError` on every rank, before anything changes, if the plan does not fit the model or the number of
-    ranks, and `DisagreementError` if ranks hold other plans or models.
+    Raises:
+        PlanError: on every rank, before anything changes, if the plan does not fit the model or the number of ranks.
+        DisagreementError: on every rank, if ranks have different plans, models or options.
     """
     team = team_of(group)
 
@@ -86,6 +91,14 @@ def parallelize(
     fuse = fuse and folding_pays(team)
     broadcast(team, [t.data for t in (*model.parameters(), *model.buffers())])
     _share_random_state(team, model)
+    model = _swap(model, found, plan, team, fuse)
+    run_on_own_parts(model)
+    ModelContext(model, team, sync_every, signatures).attach()
+    return model
+
+
+def _swap(model: nn.Module, found: Mapping[str, nn.Module], plan: Plan, team: Team, fuse: bool) -> nn.Module:
+    """Puts split layers in the place of those that were found, and returns the model, which may be one of them."""
     swapped: dict[int, nn.Module] = {}
     for name, layer in found.items():
         if id(layer) not in swapped:
@@ -95,10 +108,7 @@ def parallelize(
         parent, _, child = path.rpartition(".")
         if id(layer) in swapped and path:
             setattr(model.get_submodule(parent), child, swapped[id(layer)])
-    model = swapped.get(id(model), model)
-    run_on_own_parts(model)
-    ModelContext(model, team, sync_every, signatures).attach()
-    return model
+    return swapped.get(id(model), model)
 
 
 def _check_modules(layers: Mapping[str, nn.Module]) -> None:

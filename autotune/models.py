@@ -31,9 +31,12 @@ def named_callable(target: str, option: str) -> Callable[..., Any]:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module_name), name)
-    except ImportError as e:
-        raise HetConvError(f"{option}: module {module_name!r} cannot be imported: {e}") from e
+        module = importlib.import_module(module_name)
+    except Exception as e:  # whatever the module does when it is imported
+        said = str(e) if isinstance(e, ImportError) else f"{type(e).__name__}: {e}"
+        raise HetConvError(f"{option}: module {module_name!r} cannot be imported: {said}") from e
+    try:
+        found = getattr(module, name)
     except AttributeError as e:
         raise HetConvError(f"{option}: module {module_name!r} has no {name!r}") from e
     if not callable(found):

@@ -111,6 +111,10 @@ def test_a_model_of_several_arguments_is_tuned(given: tuple[str, ...], tmp_path:
             "--inputs 'tests.test_cli_inputs' does not name a callable; write package.module",
         ),
         (("--inputs", "nowhere:inputs"), "--inputs: module 'nowhere' cannot be imported"),
+        (
+            ("--inputs", "tests.data.failing_module:inputs"),
+            "module 'tests.data.failing_module' cannot be imported: AttributeError: 'NoneType' object has no",
+        ),
         (("--inputs", f"{HERE}:missing"), "--inputs: module 'tests.test_cli_inputs' has no 'missing'"),
         (
             ("--inputs", f"{HERE}:NO_CALLABLE"),

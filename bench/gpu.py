@@ -25,6 +25,7 @@ GRACE = 5.0  # seconds that a stage gets to end by itself once it is interrupted
 PASSED = r"\b\d+ passed"
 # Without the project's settings: a key that no plugin knows is an error, and pytest-timeout may be missing.
 PYTEST = ("-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "-ra")
+WORKERS = 15  # compilers and ranks want cores, and contexts take half a gigabyte of the GPU each
 ON_DEVICE = {"HETCONV_TEST_DEVICE": "cuda", "PYTEST_TIMEOUT": "120"}
 
 Outcome = Literal["passed", "failed", "timed out", "not run"]
@@ -85,20 +86,28 @@ def stages(folder: Path) -> list[Stage]:
     suites = ("concat", "parts", "kernels", "overlap")
     concat, parts, kernels, overlap = (str(results_file(folder, suite)) for suite in suites)
     on_ranks, model = ("tests/test_device.py",), ("pydantic",)
+    several = in_parallel()
     passes = (f"tests/test_{name}.py" for name in ("kernels", "slices", "finish", "op"))
     pieces = (f"tests/test_{name}.py" for name in ("concat", "concat_calls", "slabs", "slab_calls", "segments"))
+    operators = (f"tests/test_{name}.py" for name in ("ops", "norms", "pools", "random", "sampling", "contractions"))
     return [
         Stage(
-            "kernels on the device", (*PYTEST, "--maxfail=10", *passes),
+            "kernels on the device", (*PYTEST, *several, "--maxfail=10", *passes),
             140, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
         ),
         Stage(
-            "joins and pieces on the device", (*PYTEST, "--maxfail=10", *pieces),
+            "joins and pieces on the device", (*PYTEST, *several, "--maxfail=10", *pieces),
             80, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
         ),
         Stage("messages over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and messages"), 30, ON_DEVICE, (), PASSED),
         Stage("model over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and model"), 30, ON_DEVICE, model, PASSED),
-        Stage("two ranks over gloo", (*PYTEST, *on_ranks, "-k", "gloo"), 80, ON_DEVICE, model, PASSED),
+        Stage("two ranks over gloo", (*PYTEST, *several, *on_ranks, "-k", "gloo"), 80, ON_DEVICE, model, PASSED),
+        Stage(
+            "programs on ranks", (*PYTEST, *several, "tests/programs"), 150, ON_DEVICE,
+            (*model, "hypothesis", "timm", "torchvision"), PASSED,
+        ),
+        Stage("laws on ranks", (*PYTEST, *several, "tests/laws"), 100, ON_DEVICE, (*model, "hypothesis"), PASSED),
+        Stage("operators on ranks", (*PYTEST, *several, *operators), 100, ON_DEVICE, (*model, "hypothesis"), PASSED),
         Stage(
             "channels joined", ("-m", "bench", "concat", "--quick", "-o", concat, "--budget", "{seconds}"), 40,
         ),
@@ -115,6 +124,14 @@ def stages(folder: Path) -> list[Stage]:
             ("-m", "bench", "kernels", "--quick", "-o", kernels, "--budget", "{seconds}"), float("inf"),
         ),
     ]  # fmt: skip
+
+
+def in_parallel() -> tuple[str, ...]:
+    """pytest's options for as many workers as the machine has cores, where its plugin for that is installed."""
+    workers = min(WORKERS, (os.cpu_count() or 1) - 1)
+    if workers < 2 or importlib.util.find_spec("xdist") is None:
+        return ()
+    return "-n", str(workers), "--dist", "worksteal"
 
 
 def performed(stage: Stage, left: float) -> Done:

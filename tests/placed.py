@@ -98,7 +98,7 @@ def on_parts(
     fn: Fn, name: str, dtype: torch.dtype = torch.float64, module: nn.Module | None = None, other: str = "rows"
 ) -> Differences:
     """Differences of output, all gradients and a module's state, at positive values: functions are smooth there."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
 
     def positive(*shape: int) -> Tensor:
         return (torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5).to(dtype)

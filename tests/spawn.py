@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Where ranks make tensors: HETCONV_TEST_DEVICE=cuda puts them all on the first GPU.
+DEVICE = torch.device("cuda", 0) if os.environ.get("HETCONV_TEST_DEVICE") == "cuda" else torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
 GRACE = 10.0  # seconds that ranks get to finish once another one has failed
 PRELOADED = ["tests.conftest", "hetconv.parallel", "hetconv.recorder", "hetconv.planner"]
@@ -36,6 +38,9 @@ class RankError(AssertionError):
 
 def _serve(rank: int, world: int, folder: str, backend: str, timeout: timedelta, jobs: Connection) -> None:
     torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+        torch.set_default_device(DEVICE)
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timeout)
     while (job := jobs.recv_bytes()) != b"stop":
         torch.manual_seed(0)

@@ -64,7 +64,9 @@ def cases_of(info: Any, most: int) -> list[Case]:
         torch.manual_seed(1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            every = info.module_inputs_func(info, "cpu", torch.float64, requires_grad=False, training=training)
+            every = info.module_inputs_func(
+                info, str(torch.get_default_device()), torch.float64, requires_grad=False, training=training
+            )
             fit = [s for s in every if takes_floats(s)]
         step = max(len(fit) / most, 1)
         chosen = [fit[int(i * step)] for i in range(min(most, len(fit)))]
@@ -177,7 +179,7 @@ def _run(model: nn.Module, x: Tensor, call: Any, seed: int) -> dict[str, Any]:
     x = x.clone().requires_grad_()
     results = [y for y in tree_leaves(model(x, call.args, call.kwargs)) if isinstance(y, Tensor)]
     found: dict[str, Any] = {f"result {i}": y for i, y in enumerate(results)}
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(x.device).manual_seed(7)
     weighted = [(y * torch.randn(y.shape, generator=generator)).sum() for y in results if y.requires_grad]
     if weighted:
         torch.stack(weighted).sum().backward()

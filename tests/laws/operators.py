@@ -93,7 +93,7 @@ def samples_of(op: Any, most: int) -> list[Sample]:
     random.seed(1)
     grad = dtype in (torch.float64, torch.complex128) and op.supports_autograd
     found = []
-    for s in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), 200):
+    for s in itertools.islice(op.sample_inputs(str(torch.get_default_device()), dtype, requires_grad=grad), 200):
         one = Sample.of(s.input, s.args, s.kwargs)
         if one.at and all(x.layout == torch.strided and x.numel() <= MOST_NUMBERS for x in one.tensors):
             found.append(one)
@@ -107,7 +107,7 @@ def errors_of(op: Any, most: int) -> list[Sample]:
         return []
     torch.manual_seed(1)
     found = []
-    for e in op.error_inputs("cpu"):
+    for e in op.error_inputs(str(torch.get_default_device())):
         s = e.sample_input
         one = Sample.of(s.input, s.args, s.kwargs)
         if one.at and all(x.layout == torch.strided and x.numel() <= MOST_NUMBERS for x in one.tensors):
@@ -290,7 +290,7 @@ def _with_out(function: Callable[..., Any], args: Any, kwargs: Any, wrong: bool,
 def _backward(results: list[Any], leaves: Sequence[tuple[Tensor | None, Layout | None]], split: bool) -> None:
     if not any(leaf is not None for leaf, _ in leaves):
         return
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
     ends, cotangents = [], []
     for y in results:
         if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()) or not y.requires_grad:

@@ -40,9 +40,11 @@ def in_step(start: int, cases: Iterable[Callable[[], tuple[str, str]]]) -> tuple
     for number, case in enumerate(cases, start):
         outcome, said = case()
         found.append(Result(number, outcome, said))
-        codes = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
+        codes = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size())]
         try:
-            dist.all_gather(codes, torch.tensor(["right", "wrong", "raised"].index(outcome) * 1000 + number))
+            dist.all_gather(
+                codes, torch.tensor(["right", "wrong", "raised"].index(outcome) * 1000 + number, device="cpu")
+            )
         except RuntimeError:
             return found, True
         if len(set(map(int, codes))) > 1:

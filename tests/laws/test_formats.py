@@ -62,7 +62,7 @@ WRONG_IN_PYTORCH = {"instance norm", "instance norm with gains"}
 
 
 def drawn(shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
 
 
 def plain_gradient(name: str, x: Tensor, x_format: torch.memory_format, g_format: torch.memory_format) -> Tensor:

@@ -95,7 +95,7 @@ class Run:
         self.place = place
         self.noted: list[tuple[str, Tensor | None]] = []
         self._models: list[tuple[str, nn.Module]] = []
-        self._draw = torch.Generator().manual_seed(1)
+        self._draw = torch.Generator(torch.get_default_device()).manual_seed(1)
 
     @property
     def split(self) -> bool:
@@ -139,7 +139,8 @@ class Run:
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
     def scaler(self, model: nn.Module, **options: Any) -> torch.amp.GradScaler:
-        return hetconv.GradScaler(model, "cpu", **options) if self.split else torch.amp.GradScaler("cpu", **options)
+        kind = torch.get_default_device().type
+        return hetconv.GradScaler(model, kind, **options) if self.split else torch.amp.GradScaler(kind, **options)
 
     def finish(self) -> None:
         for name, model in self._models:

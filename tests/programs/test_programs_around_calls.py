@@ -41,7 +41,7 @@ def statistics_of_activations(run: Run) -> None:
     model.features[0].register_forward_hook(lambda _, args, y: kept.append(y.detach()))
     with torch.no_grad():
         model(run.images())
-    run.note("numbers", [kept[0].mean().item(), float(kept[0].abs().max()), torch.from_numpy(kept[0].numpy())])
+    run.note("numbers", [kept[0].mean().item(), float(kept[0].abs().max()), torch.from_numpy(kept[0].cpu().numpy())])
 
 
 @PROGRAMS.program

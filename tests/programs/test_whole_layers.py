@@ -57,7 +57,7 @@ def initialized_after(run: Run) -> None:
 @PROGRAMS.program
 def reset(run: Run) -> None:
     model = run.parallel(Net())
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
     trained(run, model)
     model.train().head.reset_parameters()

@@ -133,7 +133,7 @@ def _copying(nodes: Sequence[Sequence[int]], team: Team, device: torch.device) -
     long: not for a moment after a pause, in which it goes first, but in steps that never rest.
     """
     (own,) = (ranks for ranks in nodes if team.rank in ranks)
-    copies = len(own) > 1 and {*own} - {team.rank} <= near(team, device).keys()
+    copies = device.type == "cpu" and len(own) > 1 and {*own} - {team.rank} <= near(team).keys()
     if not any(objects_of_all(team, copies)):
         return [None] * team.size
     others = max(map(len, nodes)) - 1

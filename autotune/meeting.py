@@ -11,7 +11,7 @@ import torch
 from hetconv.own_core import SHARED
 from hetconv.transport import Team, words_of_all
 
-HERE = torch.zeros(1)
+HERE = torch.zeros(1, device="cpu")
 CORE_S = 0.2  # for which it is watched whether a rank waits for its core
 
 

@@ -39,7 +39,7 @@ PYTEST = (
     "-ra",
 )
 WORKERS = 15  # compilers and ranks want cores, and contexts take half a gigabyte of the GPU each
-ON_DEVICE = {"HETCONV_TEST_DEVICE": "cuda", "PYTEST_TIMEOUT": "120"}
+ON_DEVICE = {"HETCONV_TEST_DEVICE": "cuda", "PYTEST_TIMEOUT": "120", "PYTHONFAULTHANDLER": "1"}
 
 Outcome = Literal["passed", "failed", "timed out", "not run"]
 

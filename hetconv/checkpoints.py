@@ -211,7 +211,7 @@ def _targets(metadata: Metadata, model: nn.Module, optimizer: Optimizer | None) 
             return None
         share = next((found[name] for name in places[key][1:3] if name in found), None)
         if share is None or size != share.held.shape:
-            return torch.empty(size, dtype=entry.properties.dtype)
-        return _Slice.of(torch.empty(share.box.shape, dtype=entry.properties.dtype), share.box, size)
+            return torch.empty(size, dtype=entry.properties.dtype, device="cpu")
+        return _Slice.of(torch.empty(share.box.shape, dtype=entry.properties.dtype, device="cpu"), share.box, size)
 
     return {key: target(key) for key, place in places.items() if place[0] in wanted}

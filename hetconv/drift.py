@@ -31,7 +31,7 @@ def sync_replicated(model: nn.Module) -> float:
         return 0.0
     call_site.enter("sync_replicated")
     copies = replicated(model, team)
-    sums = torch.tensor([checksum(c.local) for c in copies], dtype=torch.int64)
+    sums = torch.tensor([checksum(c.local) for c in copies], dtype=torch.int64, device="cpu")
     every = from_every_rank(team, sums.to(copies[0].local.device)) if copies else sums[None]
     apart = [c for c, told in zip(copies, every.t().tolist(), strict=True) if len({told[r] for r in c.holders}) > 1]
     if not apart:

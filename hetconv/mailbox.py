@@ -317,7 +317,7 @@ def _piece(memory: Memory, start: int, dtype: torch.dtype, shape: Shape) -> Tens
     """What lies there."""
     numel = prod(shape)
     if not numel:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start).view(shape)
 
 

@@ -47,7 +47,8 @@ class Round:
         self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]
     ):
         self._team, self._from = team, tuple(incoming)
-        self._near, self._coming = near(team, like.device), dict[int, Coming]()
+        self._near, self._coming = near(team), dict[int, Coming]()
+        self._on_cpu = like.device.type == "cpu"
         self._far: _Far | _Silence | None = None
         several_hosts = len(self._near) < team.size - 1
         self._stalls = team.stalls if several_hosts and team.backend == "gloo" and not silent.on else None
@@ -68,7 +69,9 @@ class Round:
             if peer in outgoing:
                 channel.send(as_wire(outgoing[peer]), tag)
             if peer in incoming:
-                self._coming[peer] = channel.announce(like.dtype, _wire_shape(incoming[peer]), tag=tag)
+                shape = _wire_shape(incoming[peer])
+                buffer = None if self._on_cpu else like.new_empty(shape)
+                self._coming[peer] = channel.announce(like.dtype, shape, buffer, tag)
         if len(self._near) < self._team.size - 1:
             sent = {peer: piece for peer, piece in outgoing.items() if peer not in self._near}
             coming = {p: s for p, s in incoming.items() if p not in self._near}
@@ -81,7 +84,7 @@ class Round:
 
     def __enter__(self) -> dict[int, Tensor]:
         try:
-            return answered(self._team, lambda: self._arrived(Channel.lend))
+            return answered(self._team, lambda: self._arrived(Channel.lend if self._on_cpu else Channel.take))
         except BaseException:
             self._give_back()
             raise
@@ -108,48 +111,30 @@ class Round:
 
 
 class _Far:
-    """Those pieces of a round that the backend carries."""
+    """Those pieces of a round that the backend carries; gloo from and into the memory of the host."""
 
     def __init__(
         self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape], tag: int
     ):
-        self._team = team
-        self._arriving: list[tuple[Tensor, Tensor]] = []  # where it belongs, where it comes to
-        self._sent = {peer: as_wire(t).contiguous() for peer, t in outgoing.items()}  # to be kept until it is sent
-        self._buffers = {peer: like.new_empty(_wire_shape(shape)) for peer, shape in incoming.items()}
-        staged = team.backend == "gloo" and like.device.type != "cpu"
-        self._waits = self._all_to_all(like) if staged else self._point_to_point(tag)
-
-    def _point_to_point(self, tag: int) -> list[PeerWait]:
-        own = self._team.backend == "gloo"  # NCCL knows no tags, and its works wait for all of them
-        op = partial(dist.P2POp, group=self._team.group, tag=tag if own else 0)
+        own = team.backend == "gloo"  # NCCL knows no tags, and its works wait for all of them
+        self._device, memory = like.device, torch.device("cpu") if own else like.device
+        # To be kept until it is sent.
+        self._sent = {peer: as_wire(t).contiguous().to(memory) for peer, t in outgoing.items()}
+        self._buffers = {peer: like.new_empty(_wire_shape(s), device=memory) for peer, s in incoming.items()}
+        op = partial(dist.P2POp, group=team.group, tag=tag if own else 0)
         ops = [op(dist.isend, t, group_peer=peer) for peer, t in self._sent.items()]
         ops += [op(dist.irecv, t, group_peer=peer) for peer, t in self._buffers.items()]
         works = dist.batch_isend_irecv(ops) if ops else []
         peers: list[int | None] = [*self._sent, *self._buffers] if own else [None] * len(works)
-        return [(peer, work.wait) for peer, work in zip(peers, works, strict=True)]
-
-    def _all_to_all(self, like: Tensor) -> list[PeerWait]:
-        """gloo takes CUDA tensors only in collectives, through host memory; every rank takes part."""
-        ranks, nothing = range(self._team.size), like.new_empty(0)
-        outgoing = torch.cat([self._sent.get(r, nothing).flatten() for r in ranks])
-        incoming = [self._buffers.get(r, nothing) for r in ranks]
-        sizes = [t.numel() for t in incoming], [self._sent.get(r, nothing).numel() for r in ranks]
-        got = like.new_empty(sum(sizes[0]))
-        self._arriving = list(zip(incoming, got.split(sizes[0]), strict=True))
-        self._sent = {0: outgoing}
-        work = dist.all_to_all_single(got, outgoing, *sizes, group=self._team.group, async_op=True)
-        return [(None, work.wait)] if work is not None else []
+        self._waits: list[PeerWait] = [(peer, work.wait) for peer, work in zip(peers, works, strict=True)]
 
     def arrived(self, waiting: Waiting) -> dict[int, Tensor]:
         """As it travelled, by sender."""
         for peer, wait in self._waits:
             with waiting(peer):
                 wait()
-        for buffer, part in self._arriving:
-            buffer.copy_(part.view_as(buffer))
-        self._waits, self._sent, self._arriving = [], {}, []
-        return dict(self._buffers)
+        self._waits, self._sent = [], {}
+        return {peer: t.to(self._device) for peer, t in self._buffers.items()}
 
 
 class _Silence:

@@ -109,9 +109,9 @@ def _started(team: Team, local: Tensor, side: Side) -> Round:
     if not side.moves:
         return STILL
     outgoing = {r: local if at is None else local[at] for r, at in side.sends}
-    if local.dim() == 4 and len(channels := near(team, local.device)) < team.size - 1:
-        # All in one launch; `Round` then finds them as they travel.
-        far = [r for r in outgoing if r not in channels]
+    if local.dim() == 4 and (local.is_cuda or len(near(team)) < team.size - 1):
+        # All in one launch; `Round` then finds them as they travel. A channel takes those of a CPU from where they lie.
+        far = [r for r in outgoing if local.is_cuda or r not in near(team)]
         packed = kernels.pack([outgoing[r] for r in far]) if far else []
         outgoing |= {r: t.movedim(-1, 1) for r, t in zip(far, packed, strict=True)}
     return Round(team, local, outgoing, side.comes)
@@ -203,7 +203,7 @@ def embed(team: Team, local: Tensor, src: Layout) -> Tensor:
 
 # A checkpoint computes a region again when backward first asks for a tensor saved there, and as far as the last of
 # them. Own parts save what they happen to need; that every movement saves one keeps the messages of all ranks in order.
-_SAVED = torch.empty(0)
+_SAVED = torch.empty(0, device="cpu")
 
 
 def _forward(local: Tensor, move: Move, team: Team) -> Tensor:

@@ -83,4 +83,5 @@ def _in_order(cuts: tuple[Sizes, ...], device: torch.device) -> Tensor:
     starts = list(accumulate(by_rank, initial=0))
     at = (starts[rank * len(cuts) + k] for k, sizes in enumerate(cuts) for rank in range(len(sizes)))
     sizes = (n for of_stat in cuts for n in of_stat)
-    return torch.tensor([i for start, n in zip(at, sizes, strict=True) for i in range(start, start + n)]).to(device)
+    order = [i for start, n in zip(at, sizes, strict=True) for i in range(start, start + n)]
+    return torch.tensor(order, device=device)

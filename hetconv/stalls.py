@@ -133,7 +133,8 @@ class Stalls:
         for peer in range(self._size):  # one whose connection is closed already is not waited for
             if peer != self._rank:
                 with suppress(RuntimeError):
-                    message = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=TAG_TO_END)
+                    nothing = torch.empty(1, device="cpu")
+                    message = dist.irecv(nothing, group=self._group, group_src=peer, tag=TAG_TO_END)
                     if message is not None:
                         message.wait(timedelta(milliseconds=1))
 

@@ -42,7 +42,7 @@ class Agreements:
 class Team:
     """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL.
 
-    ``channels`` carry pieces of CPU tensors, where ``group`` is gloo, to those ranks that are on this rank's host.
+    ``channels`` carry pieces, where ``group`` is gloo, to those ranks that are on this rank's host.
     ``one_host``: whether any two ranks have one. ``stalls`` watches how long this rank waits for ranks of other hosts.
     ``agreements``: how many there were among the ranks.
     """
@@ -125,9 +125,9 @@ def disband(team: Team) -> None:
         dist.destroy_process_group(group)
 
 
-def near(team: Team, device: torch.device) -> Mapping[int, Channel]:
-    """By which pieces on a device go, and to whom; the backend carries the others."""
-    return team.channels if device.type == "cpu" and not through_backend.on else {}
+def near(team: Team) -> Mapping[int, Channel]:
+    """By which pieces go, and to whom; the backend carries the others."""
+    return {} if through_backend.on else team.channels
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Says at once what fails on a GPU, where a run may be stopped before pytest's own summary."""
     if report.failed and os.environ.get("HETCONV_TEST_DEVICE") == "cuda" and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-2500:]}\n", flush=True)
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-5000:]}\n{report.capstderr[:3000]}\n", flush=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

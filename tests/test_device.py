@@ -48,8 +48,9 @@ class Wide(nn.Module):
 
 
 def differences(
-    net: str, kind: SplitKind, dtype: torch.dtype, backend: kernels.choice.Backend, ratio: tuple[int, ...]
-) -> dict[str, float]:
+    net: str, kind: SplitKind, dtype: torch.dtype, backend: kernels.choice.Backend, ratio: tuple[int, ...],
+    device: torch.device = DEVICE,
+) -> dict[str, float]:  # fmt: skip
     """Of one step of the split model to the serial one, both by one backend."""
     from .equivalence import one_step, pair, relative
     from .nets import NETS, OTHER_RANKS, splits_of
@@ -62,8 +63,8 @@ def differences(
     make, shape = (NETS | OTHER_RANKS)[net] if net != "wide" else (Wide, (2, 64, 8, 8))
     kernels.set_backend(backend)
     try:
-        serial, cut = pair(make, splits_of(make(), (kind,), ratio), len(ratio), DEVICE, dtype)
-        x = torch.randn(shape, dtype=torch.float64).to(DEVICE, dtype)
+        serial, cut = pair(make, splits_of(make(), (kind,), ratio), len(ratio), device, dtype)
+        x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
         found = one_step(serial, cut, x, by=relative)
     finally:
         kernels.set_backend("auto")
@@ -97,6 +98,19 @@ def test_gloo_ranks_on_one_device_of_volumes(kind: SplitKind) -> None:
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_gloo_ranks_on_one_device_by_triton(kind: SplitKind, dtype: torch.dtype) -> None:
     assert_alike(on_ranks(2, differences, "wide", kind, dtype, "triton", RATIO, method="spawn"), dtype)
+
+
+def on_a_gpu_and_a_cpu(net: str, kind: SplitKind) -> dict[str, float]:
+    """The first rank computes on the GPU, the second one on the CPU."""
+    device = DEVICE if dist.get_rank() == 0 else torch.device("cpu")
+    return differences(net, kind, torch.float64, "aten", RATIO, device)
+
+
+@needs_models
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+@pytest.mark.parametrize("net", ["chain", "resnet", "unet"])
+def test_gloo_ranks_on_a_gpu_and_a_cpu(net: str, kind: SplitKind) -> None:
+    assert_alike(on_ranks(2, on_a_gpu_and_a_cpu, net, kind, method="spawn"), torch.float64)
 
 
 def messages() -> None:

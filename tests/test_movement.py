@@ -23,7 +23,6 @@ from hetconv import transport
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.layout import Box, Layout, Move, Need, traffic
 from hetconv.levels import TwoLevel
-from hetconv.messages import _Far
 from hetconv.movement import redistribute
 from hetconv.transport import count_sent, team_of, through_backend
 
@@ -74,16 +73,6 @@ def both(case: Case) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Ten
     src, dst = case
     x, y = drawn(1, src), drawn(2, dst, cotangent=True)
     return x, y, on_ranks(src.world, forward_and_back, src, dst, x, y)
-
-
-def rank_on_staged_transport(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The same through the all-to-all that gloo needs for CUDA tensors."""
-    plain = _Far._point_to_point
-    _Far._point_to_point = lambda self, tag: self._all_to_all(torch.empty(0, dtype=torch.float64))  # type: ignore[method-assign]
-    try:
-        return rank_on_backend(src, dst, x, y)
-    finally:
-        _Far._point_to_point = plain  # type: ignore[method-assign]
 
 
 def rank_on_backend(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -233,7 +222,7 @@ def test_sent_bytes_are_those_of_the_geometry(case: Case) -> None:
     assert sent_back == ({} if same else adjoint)
 
 
-@pytest.mark.parametrize("rank", [rank_on_backend, rank_on_staged_transport, rank_on_two_hosts])
+@pytest.mark.parametrize("rank", [rank_on_backend, rank_on_two_hosts])
 @settings(max_examples=40)
 @given(case=cases())
 def test_other_transports_give_the_same_bits(rank: Callable[..., tuple[Tensor, Tensor]], case: Case) -> None:

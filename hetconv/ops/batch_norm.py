@@ -242,7 +242,8 @@ def _differentiable(eps: float, step: Step, team: Team, x: Tensor, weight: Tenso
 @lru_cache(1024)
 def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(P, C): what part of the numbers of each channel each rank has."""
-    shares, count = torch.zeros((layout.world, layout.shape[1]), dtype=dtype), prod(layout.shape) // layout.shape[1]
+    count = prod(layout.shape) // layout.shape[1]
+    shares = torch.zeros((layout.world, layout.shape[1]), dtype=dtype, device="cpu")
     for of_rank, box in zip(shares, layout.boxes, strict=True):
         of_rank[box.lo[1] : box.hi[1]] = box.numel // max(box.shape[1], 1) / max(count, 1)
     return shares.to(device)

@@ -52,7 +52,7 @@ def own_outputs(
     """
     layout = step.output
     assert layout.inner is not None
-    x, box = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank]
+    x, box = _differentiable(bring(call.inputs[0], step.reads[0], team), call.op), layout.boxes[team.rank]
     if not box.numel:
         y = empty_part(x, call, box.shape, func, args, kwargs)
     elif layout.inner < 2:
@@ -60,6 +60,16 @@ def own_outputs(
     else:
         y = over_space(x, layout.inner, box)
     return HetTensor.wrap(y, layout, team)
+
+
+def _differentiable(x: Tensor, op: object) -> Tensor:
+    """x in a memory format of which PyTorch computes the gradient right.
+
+    On CUDA that of an average pool with padding is wrong for channels-last images (2.11 to 2.13, PyTorch's issue
+    188344), and what comes from other ranks is channels-last where a plain model has contiguous images.
+    """
+    averages = isinstance(op, Pool) and op.kind != "max" and any(w.pad_lo for w in op.windows)
+    return x.contiguous() if averages and x.is_cuda else x
 
 
 def empty_part(x: Tensor, call: Call, shape: tuple[int, ...], func: Func, args: Args, kwargs: Kwargs) -> Tensor:

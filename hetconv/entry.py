@@ -28,7 +28,7 @@ from .running import Running
 from .sharing import Parameters, parameters_of
 from .tensor import HetTensor, compute_waiting, discard_waiting, gather
 from .torch_internals import tracer_in_use
-from .transport import Team, refuse_transforms
+from .transport import Team, refuse_transforms, run_backward_here
 
 
 class ModelContext:
@@ -83,6 +83,7 @@ class ModelContext:
                 `torch.func`, or returns what cannot be searched for tensors.
         """
         _refuse_tracers(module)
+        run_backward_here()
         tensors = tensors_in((args, kwargs), opaque=True)
         self._agree(module, tensors, name)
         self._running.tell()

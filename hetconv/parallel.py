@@ -21,7 +21,7 @@ from .ops.waiting import folding_pays
 from .plan import LayerPlan, Plan
 from .rules import Linear, Split
 from .torch_internals import move_hooks
-from .transport import Team, answered, broadcast, team_of
+from .transport import Team, answered, broadcast, objects_of_all, team_of
 from .tuned import TunedTile
 
 Tiles = dict[tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]]  # by device, torch and triton
@@ -177,14 +177,17 @@ def _swapped(layer: nn.Module, planned: LayerPlan, team: Team, fuse: bool) -> nn
 
 
 def _share_random_state(team: Team, model: nn.Module) -> None:
-    """Random operators on replicated values must draw alike: every rank goes on from rank 0's generators."""
+    """Random operators on replicated values must draw alike: every rank goes on from the first one's generators."""
     state = torch.get_rng_state()
     answered(team, partial(dist.broadcast, state, group=team.control, group_src=0))
     torch.set_rng_state(state)
-    for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
-        state = torch.cuda.get_rng_state(device)
-        answered(team, partial(dist.broadcast, state, group=team.control, group_src=0))
-        torch.cuda.set_rng_state(state, device)
+    on_cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    states = objects_of_all(team, [torch.cuda.get_rng_state(index) for index in on_cuda])
+    first = next((of_rank[0] for of_rank in states if of_rank), None)
+    for index in on_cuda:
+        assert first is not None
+        torch.cuda.set_rng_state(first, index)
+    team.agreements.draws_alike = first is None or all(states)
 
 
 def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:

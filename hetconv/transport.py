@@ -33,9 +33,14 @@ _counters: list[Counter[int]] = []
 
 
 class Agreements:
-    """How often all ranks of a team said to each other what they do: the same on each of them."""
+    """What all ranks of a team know alike.
+
+    ``count``: how often they said to each other what they do. ``draws_alike``: whether from one seed they draw the same
+    random numbers, which a CPU and a GPU do not.
+    """
 
     count = 0
+    draws_alike = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +49,7 @@ class Team:
 
     ``channels`` carry pieces, where ``group`` is gloo, to those ranks that are on this rank's host.
     ``one_host``: whether any two ranks have one. ``stalls`` watches how long this rank waits for ranks of other hosts.
-    ``agreements``: how many there were among the ranks.
+    ``agreements``: what the ranks have agreed on.
     """
 
     group: dist.ProcessGroup
@@ -82,6 +87,7 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
         )
     group = group if group is not None else dist.group.WORLD
     assert group is not None
+    run_backward_here()
     if group not in _teams:
         backend = str(dist.get_backend(group))
         if backend == "gloo":
@@ -96,6 +102,16 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
         team = Team(group, control, rank, size, backend, Stalls(control, rank, size))
         _teams[group] = _with_channels(team) if backend == "gloo" and team.size > 1 else team
     return _teams[group]
+
+
+def run_backward_here() -> None:
+    """From now on the backward passes that this thread starts run in it, also those of a GPU's operators.
+
+    PyTorch has a thread for each GPU, and numbers the nodes of graphs in each thread by themselves. It runs what was
+    made last first. Where nodes of both threads are in one graph, as where a gradient is differentiated, what that is
+    depends on how much each thread has made before, and ranks would wait for each other in different nodes.
+    """
+    torch.autograd.set_multithreading_enabled(False)
 
 
 @cache
@@ -253,12 +269,15 @@ def words_of_all(team: Team, word: Tensor) -> Tensor:
 
 
 def broadcast(team: Team, tensors: list[Tensor]) -> None:
-    """Rank 0's values on every rank, in place; one message per dtype and device."""
+    """Rank 0's values on every rank, in place; one message per dtype and, over NCCL, device.
+
+    Over gloo ranks may have them on different devices: messages go through host memory.
+    """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:
-        by_kind.setdefault((t.dtype, t.device), []).append(t)
-    for same in by_kind.values():
-        flat = torch.cat([t.detach().flatten() for t in same])
+        by_kind.setdefault((t.dtype, torch.device("cpu") if team.backend == "gloo" else t.device), []).append(t)
+    for (_, device), same in by_kind.items():
+        flat = torch.cat([t.detach().to(device).flatten() for t in same])
         answered(team, partial(dist.broadcast, flat, group=team.group, group_src=0))
         with torch.no_grad():
             for t, new in zip(same, flat.split([t.numel() for t in same]), strict=True):

@@ -88,12 +88,12 @@ def loss_of(result: Any) -> Tensor:
 
 def pair(
     make: Callable[[], nn.Module], splits: Mapping[str, Split], world: int,
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64,
+    device: torch.device | None = None, dtype: torch.dtype = torch.float64,
 ) -> tuple[nn.Module, nn.Module]:  # fmt: skip
     """A model in float64, or in ``dtype``, and the same one cut up."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    serial = make().to(device, dtype)
+    serial = make().to(device or torch.get_default_device(), dtype)
     cut = copy.deepcopy(serial)
     return serial, hetconv.parallelize(cut, plan_of(cut, splits, world))
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hetconv.ops.pools import in_plain_order
+
 from .equivalence import Differences
 from .placed import WORLD, Fn, check, gathered, in_every_placement, sequence, volume
 from .spawn import on_ranks
@@ -94,3 +96,13 @@ def found() -> set[tuple[str, str]]:
 def test_everything_else_runs_on_parts() -> None:
     expected = {(name, "rows") for name in GATHERED_OVER_ROWS} | {(name, p) for name in GATHERED for p in PLACES}
     assert all(names == expected for names in on_ranks(WORLD, found))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (1, 3, 1, 1)])
+def test_an_image_in_plain_order_is_not_channels_last_for_pytorch(shape: tuple[int, ...]) -> None:
+    """One of a single channel counts as contiguous, whichever strides that channel has."""
+    x = torch.randn(shape).to(memory_format=torch.channels_last)
+    ordered = in_plain_order(x)
+    assert torch.equal(ordered, x)
+    assert torch.empty_like(ordered.expand(shape)).stride() == torch.empty(shape).stride()
+    assert in_plain_order(ordered) is ordered

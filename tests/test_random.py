@@ -250,3 +250,26 @@ def sent_and_planned(kind: SplitKind) -> tuple[dict[int, int], dict[int, int]]:
 def test_models_that_draw_send_what_is_planned(kind: SplitKind) -> None:
     for sent, planned in on_ranks(WORLD, sent_and_planned, kind):
         assert sent == planned
+
+
+def drawn_on_unlike_devices() -> list[str]:
+    """What is said of random functions as where one rank computes on a CPU and another one on a GPU."""
+    team, said = team_of(), []
+    team.agreements.draws_alike = False
+    try:
+        x = placed(torch.ones(SHAPE), CUTS[2])[0]
+        F.dropout(x, RATE)  # each rank draws its own
+        whole = placed(torch.ones(SHAPE), Layout.replicated(SHAPE, WORLD))[0]
+        for function in (lambda: F.dropout2d(x, RATE), lambda: F.dropout(whole, RATE), lambda: torch.rand_like(whole)):
+            with pytest.raises(hetconv.HetConvError) as e:
+                function()
+            said.append(str(e.value))
+    finally:
+        team.agreements.draws_alike = True
+    return said
+
+
+def test_ranks_that_would_draw_different_numbers_for_one_value_are_refused() -> None:
+    for said in on_ranks(WORLD, drawn_on_unlike_devices):
+        names = ("dropout2d", "dropout", "rand_like")
+        assert all(text.startswith(f"{name} draws") for text, name in zip(said, names, strict=True))

@@ -17,8 +17,10 @@ from ..following import (
     BatchNorm,
     Cat,
     ConvTranspose,
+    Drawn,
     GroupNorm,
     Interpolate,
+    NoiseLike,
     Pad,
     PixelShuffle,
     PixelUnshuffle,
@@ -48,6 +50,7 @@ from .common import Args, Func, Kwargs, Runner, cached_step, called_on, placemen
 from .conv import Way, convolution, way_of
 from .dense import linear
 from .folding import fold
+from .random import check_draws
 from .trial import Verdict, tried
 
 __all__ = ["Way", "convolution", "dispatch", "linear", "placement_of", "way_of"]
@@ -115,6 +118,8 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
             elif key is not None:
                 unmoved.remember(key, call, step, team.rank, args)
             return y
+        if team is not None and isinstance(call.op, Drawn | NoiseLike):
+            check_draws(team, func)
     if written:
         compute_waiting()
     return on_gathered(func, args, kwargs, images=call is not None and _of_images(call), written=written)

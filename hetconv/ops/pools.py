@@ -35,7 +35,7 @@ def pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwa
 
     def pooled(x: Tensor, dim: int, box: Box) -> Tensor:
         if op.kind == "other":
-            y: Tensor = as_called(func, args, kwargs)(x)
+            y: Tensor = as_called(func, args, kwargs)(_differentiable(x, op))
             return y
         return _slab(op, x, dim, (box.lo[dim], box.hi[dim]), tuple(call.inputs[0].shape[2:]))
 
@@ -52,11 +52,11 @@ def own_outputs(
     """
     layout = step.output
     assert layout.inner is not None
-    x, box = _differentiable(bring(call.inputs[0], step.reads[0], team), call.op), layout.boxes[team.rank]
+    x, box = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank]
     if not box.numel:
         y = empty_part(x, call, box.shape, func, args, kwargs)
     elif layout.inner < 2:
-        y = as_called(func, args, kwargs)(x)
+        y = as_called(func, args, kwargs)(_differentiable(x, call.op))
     else:
         y = over_space(x, layout.inner, box)
     return HetTensor.wrap(y, layout, team)
@@ -69,7 +69,13 @@ def _differentiable(x: Tensor, op: object) -> Tensor:
     188344), and what comes from other ranks is channels-last where a plain model has contiguous images.
     """
     averages = isinstance(op, Pool) and op.kind != "max" and any(w.pad_lo for w in op.windows)
-    return x.contiguous() if averages and x.is_cuda else x
+    return in_plain_order(x) if averages and x.is_cuda else x
+
+
+def in_plain_order(x: Tensor) -> Tensor:
+    """x with the strides of a new tensor, which `Tensor.contiguous` does not give one of a single channel."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
 
 
 def empty_part(x: Tensor, call: Call, shape: tuple[int, ...], func: Func, args: Args, kwargs: Kwargs) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..calls import Call
+from ..errors import HetConvError
 from ..following import Drawn, NoiseLike
 from ..rules import Step
 from ..tensor import HetTensor
@@ -24,7 +25,10 @@ from .creation import like
 def drawn(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     assert isinstance(call.op, Drawn)
     x = bring(call.inputs[0], step.reads[0], team)
-    with _seeded(x.device, team, call.op.drawn_by(step.output, team.rank)):
+    by = [call.op.drawn_by(step.output, rank) for rank in range(team.size)]
+    if by != [*range(team.size)]:
+        check_draws(team, func)
+    with _seeded(x.device, team, by[team.rank]):
         y = as_called(func, args, kwargs)(x)
     return HetTensor.wrap(y, step.output, team)
 
@@ -32,6 +36,16 @@ def drawn(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kw
 def noise_like(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     with _seeded(call.inputs[0].device, team, team.rank):
         return like(call, step, team, func, args, kwargs)
+
+
+def check_draws(team: Team, func: Func) -> None:
+    """Raises `HetConvError` where ranks that are to draw the same numbers would not."""
+    if not team.agreements.draws_alike:
+        raise HetConvError(
+            f"{func.__name__} draws random numbers for values that several ranks hold, and some compute on a CPU, "
+            "others on a GPU, which draw different numbers; cut the layer before it by height, width or sample, draw "
+            "outside of the model, or give all ranks devices of one kind"
+        )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -88,3 +89,25 @@ def test_on_three_ranks(kind: SplitKind) -> None:
 @pytest.mark.parametrize("kind", SPLITS)
 def test_gradients_of_gradients_of_gradients(kind: SplitKind) -> None:
     assert_same(on_ranks(2, penalised, kind, "none", 2, True))
+
+
+def threads_of_backward_passes() -> list[bool]:
+    """Whether PyTorch may run a backward pass in another thread, before and after a call of a model in a new one."""
+    model = critic("none")
+    cut = hetconv.parallelize(model, plan_of(model, SPLITS["height"](2), 2))
+    found = []
+
+    def call() -> None:
+        found.append(torch._C._is_multithreading_enabled())
+        cut(torch.randn(2, 3, 9, 7))
+        found.append(torch._C._is_multithreading_enabled())
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_backward_passes_run_in_the_thread_that_starts_them() -> None:
+    """PyTorch numbers nodes in each thread by themselves: those of a GPU's thread would come in no certain order."""
+    assert on_ranks(2, threads_of_backward_passes) == [[True, False]] * 2

@@ -25,19 +25,9 @@ GRACE = 5.0  # seconds that a stage gets to end by itself once it is interrupted
 PASSED = r"\b\d+ passed"
 # Without the project's settings: a key that no plugin knows is an error, and pytest-timeout may be missing.
 PYTEST = (
-    "-m",
-    "pytest",
-    "-c",
-    os.devnull,
-    "--rootdir",
-    str(ROOT),
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:benchmark",
-    "-q",
-    "-ra",
-)
+    "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "no:benchmark",
+    "-q", "-ra",
+)  # fmt: skip
 WORKERS = 15  # compilers and ranks want cores, and contexts take half a gigabyte of the GPU each
 ON_DEVICE = {"HETCONV_TEST_DEVICE": "cuda", "PYTEST_TIMEOUT": "120", "PYTHONFAULTHANDLER": "1"}
 

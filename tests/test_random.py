@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetconv
+from hetconv import parallel
 from hetconv.layout import Layout
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
@@ -273,3 +275,26 @@ def test_ranks_that_would_draw_different_numbers_for_one_value_are_refused() -> 
     for said in on_ranks(WORLD, drawn_on_unlike_devices):
         names = ("dropout2d", "dropout", "rand_like")
         assert all(text.startswith(f"{name} draws") for text, name in zip(said, names, strict=True))
+
+
+def states_shared(on_cuda: bool) -> tuple[bool, list[Tensor]]:
+    """Whether all ranks draw alike, and what each GPU's generator is set to; only the second rank has none."""
+    rank, found = dist.get_rank(), list[Tensor]()
+    has_one = on_cuda and rank != 1
+    parameters = [SimpleNamespace(device=torch.device("cuda", 0) if has_one else torch.device("cpu"))]
+    model: Any = SimpleNamespace(parameters=lambda: iter(parameters))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_rng_state", lambda index: torch.full((2,), rank + 5 + index, dtype=torch.uint8))
+        patch.setattr(torch.cuda, "set_rng_state", lambda state, index: found.append(state))
+        parallel._share_random_state(team_of(), model)
+    alike = team_of().agreements.draws_alike
+    team_of().agreements.draws_alike = True
+    return alike, found
+
+
+def test_ranks_of_which_only_some_have_a_gpu_share_what_they_have() -> None:
+    (alike, first), (_, without), (_, last) = on_ranks(WORLD, states_shared, True)
+    assert not alike
+    assert without == []
+    assert first[0].equal(last[0])
+    assert on_ranks(WORLD, states_shared, False) == [(True, [])] * WORLD

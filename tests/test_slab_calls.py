@@ -274,7 +274,7 @@ def expected_launches(src: Layout, dst: Place, x: Tensor, rank: int) -> list[int
     return [n for n in (strewn, sum(r == rank for _, r, _ in moving)) if n]
 
 
-@pytest.mark.skipif(ON_GPU, reason="ranks are forked; those on a GPU are test_device's")
+@pytest.mark.skipif(ON_GPU, reason="tensors of a GPU are not handed to ranks; those on a GPU are test_device's")
 @pytest.mark.parametrize("sizes", [(3, 4), (2, 4, 1)], ids=str)
 def test_ranks_exchange_slabs_in_one_launch(sizes: tuple[int, ...]) -> None:
     """Halos, a gather, and a cut along rows turned to one along columns, or back, of two images."""

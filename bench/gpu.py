@@ -130,7 +130,7 @@ def stages(folder: Path) -> list[Stage]:
 
 
 def in_parallel() -> tuple[str, ...]:
-    """pytest's options for as many workers as the machine has cores, where its plugin for that is installed."""
+    """pytest's options for as many workers as leave a core free, where its plugin for that is installed."""
     workers = min(WORKERS, (os.cpu_count() or 1) - 1)
     if workers < 2 or importlib.util.find_spec("xdist") is None:
         return ()
@@ -139,7 +139,7 @@ def in_parallel() -> tuple[str, ...]:
 
 def performed(stage: Stage, left: float) -> Done:
     """Runs a stage within its limit and the seconds ``left``; prints its output as it comes."""
-    said = f"python {' '.join(stage.command)}"
+    said = f"python {' '.join(stage.command)}".replace(str(ROOT), ".")  # as in any checkout
     missing = [m for m in stage.needs if importlib.util.find_spec(m) is None]
     if missing:
         return Done(stage.name, "not run", 0.0, f"{', '.join(missing)} is not installed", said)

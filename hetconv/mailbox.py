@@ -142,13 +142,13 @@ class Channel:
     def lend(self, coming: Coming) -> Tensor:
         """Where it lies, to be read until `give_back`; nothing else may be received before that.
 
-        In memory of its own, if it was taken before, by who waited for a later one.
+        In memory of its own, if it was announced with a buffer, or taken before, by who waited for a later one.
         """
-        self._receive(coming.number - 1)
-        while self._got < coming.number and not self._came:
-            self._await()
-        if self._got >= coming.number:
+        if coming.buffer is not None:
             return self.take(coming)
+        self._receive(coming.number - 1)
+        while not self._came:
+            self._await()
         self._lent, coming = self._next()
         return _piece(self._lent.memory, self._lent.start, coming.dtype, coming.shape)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import call_site
 from .mailbox import Channel, Coming, Shape
 from .torch_internals import materialized
-from .transport import Team, answered, count, in_turn, near, silent
+from .transport import Team, answered, count, device_of_messages, in_turn, near, silent
 
 ALONE: AbstractContextManager[None] = nullcontext()
 PeerWait = tuple[int | None, Callable[[], Any]]
@@ -40,7 +40,8 @@ def _from_wire(x: Tensor) -> Tensor:
 class Round:
     """One round of messages under way. `wait` gives what came, by sender.
 
-    As a context it lends that, to be read while the context lasts: pieces of this host stay where they lie.
+    As a context it lends that, to be read while the context lasts: pieces of this host stay where they lie, if they are
+    for a CPU.
     """
 
     def __init__(
@@ -48,7 +49,6 @@ class Round:
     ):
         self._team, self._from = team, tuple(incoming)
         self._near, self._coming = near(team), dict[int, Coming]()
-        self._on_cpu = like.device.type == "cpu"
         self._far: _Far | _Silence | None = None
         several_hosts = len(self._near) < team.size - 1
         self._stalls = team.stalls if several_hosts and team.backend == "gloo" and not silent.on else None
@@ -70,7 +70,7 @@ class Round:
                 channel.send(as_wire(outgoing[peer]), tag)
             if peer in incoming:
                 shape = _wire_shape(incoming[peer])
-                buffer = None if self._on_cpu else like.new_empty(shape)
+                buffer = None if like.device.type == "cpu" else like.new_empty(shape)
                 self._coming[peer] = channel.announce(like.dtype, shape, buffer, tag)
         if len(self._near) < self._team.size - 1:
             sent = {peer: piece for peer, piece in outgoing.items() if peer not in self._near}
@@ -84,7 +84,7 @@ class Round:
 
     def __enter__(self) -> dict[int, Tensor]:
         try:
-            return answered(self._team, lambda: self._arrived(Channel.lend if self._on_cpu else Channel.take))
+            return answered(self._team, lambda: self._arrived(Channel.lend))
         except BaseException:
             self._give_back()
             raise
@@ -117,7 +117,7 @@ class _Far:
         self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape], tag: int
     ):
         own = team.backend == "gloo"  # NCCL knows no tags, and its works wait for all of them
-        self._device, memory = like.device, torch.device("cpu") if own else like.device
+        self._device, memory = like.device, device_of_messages(team, like.device)
         # To be kept until it is sent.
         self._sent = {peer: as_wire(t).contiguous().to(memory) for peer, t in outgoing.items()}
         self._buffers = {peer: like.new_empty(_wire_shape(s), device=memory) for peer, s in incoming.items()}

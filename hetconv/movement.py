@@ -109,11 +109,11 @@ def _started(team: Team, local: Tensor, side: Side) -> Round:
     if not side.moves:
         return STILL
     outgoing = {r: local if at is None else local[at] for r, at in side.sends}
-    if local.dim() == 4 and (local.is_cuda or len(near(team)) < team.size - 1):
-        # All in one launch; `Round` then finds them as they travel. A channel takes those of a CPU from where they lie.
-        far = [r for r in outgoing if local.is_cuda or r not in near(team)]
-        packed = kernels.pack([outgoing[r] for r in far]) if far else []
-        outgoing |= {r: t.movedim(-1, 1) for r, t in zip(far, packed, strict=True)}
+    in_place = {} if local.is_cuda else near(team)  # a channel takes pieces of a CPU from where they lie
+    if local.dim() == 4 and (strewn := [r for r in outgoing if r not in in_place]):
+        # All in one launch; `Round` then finds them as they travel.
+        packed = kernels.pack([outgoing[r] for r in strewn])
+        outgoing |= {r: t.movedim(-1, 1) for r, t in zip(strewn, packed, strict=True)}
     return Round(team, local, outgoing, side.comes)
 
 

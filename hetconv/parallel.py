@@ -65,25 +65,12 @@ def parallelize(
     """
     team = team_of(group)
 
-    def check() -> tuple[dict[str, nn.Module], Tiles]:
-        if signatures < 1:
-            raise HetConvError(f"signatures is {signatures}, but the current one must be remembered; give 1 or more")
-        if plan.world != team.size:
-            raise PlanError(f"the plan is for {plan.world} ranks, but this group has {team.size}; make one for them")
-        layers = dict(model.named_modules(remove_duplicate=False))
-        _check_modules(layers)
-        found = {name: _checked_layer(layers, name, split, team.size) for name, split in plan.splits.items()}
-        _check_sharing(layers, found, plan.splits)
-        return found, _by_origin(plan.tiles)
-
+    options = f"fuse {fuse}, sync_every {sync_every}, signatures {signatures}"
     found, tiles = prepared(
         team,
         "parallelize",
-        check,
-        lambda _: (
-            f"plan {plan.digest}, fuse {fuse}, sync_every {sync_every}, signatures {signatures}, "
-            f"model {_signature(model)}"
-        ),
+        lambda: _checked(model, plan, team.size, signatures),
+        lambda _: f"plan {plan.digest}, {options}, model {_signature(model)}",
     )
     devices = {p.device for p in model.parameters()}
     for device in devices:
@@ -95,6 +82,19 @@ def parallelize(
     run_on_own_parts(model)
     ModelContext(model, team, sync_every, signatures).attach()
     return model
+
+
+def _checked(model: nn.Module, plan: Plan, world: int, signatures: int) -> tuple[dict[str, nn.Module], Tiles]:
+    """The layers and tiles that the plan names. Raises what `parallelize` raises on this rank."""
+    if signatures < 1:
+        raise HetConvError(f"signatures is {signatures}, but the current one must be remembered; give 1 or more")
+    if plan.world != world:
+        raise PlanError(f"the plan is for {plan.world} ranks, but this group has {world}; make one for them")
+    layers = dict(model.named_modules(remove_duplicate=False))
+    _check_modules(layers)
+    found = {name: _checked_layer(layers, name, split, world) for name, split in plan.splits.items()}
+    _check_sharing(layers, found, plan.splits)
+    return found, _by_origin(plan.tiles)
 
 
 def _swap(model: nn.Module, found: Mapping[str, nn.Module], plan: Plan, team: Team, fuse: bool) -> nn.Module:

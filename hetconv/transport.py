@@ -78,6 +78,7 @@ _teams: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()
 def team_of(group: dist.ProcessGroup | None = None) -> Team:
     """The team of a process group (default: all ranks). The first call on a group is collective.
 
+    From then on this thread runs its backward passes itself, see `run_backward_here`.
     Ranks that compute on CPUs keep the memory that they free, see `heap`.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -144,6 +145,11 @@ def disband(team: Team) -> None:
 def near(team: Team) -> Mapping[int, Channel]:
     """By which pieces go, and to whom; the backend carries the others."""
     return {} if through_backend.on else team.channels
+
+
+def device_of_messages(team: Team, device: torch.device) -> torch.device:
+    """Where messages lie that the backend carries between tensors on ``device``: those of gloo in host memory."""
+    return torch.device("cpu") if team.backend == "gloo" else device
 
 
 @contextmanager
@@ -275,7 +281,7 @@ def broadcast(team: Team, tensors: list[Tensor]) -> None:
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:
-        by_kind.setdefault((t.dtype, torch.device("cpu") if team.backend == "gloo" else t.device), []).append(t)
+        by_kind.setdefault((t.dtype, device_of_messages(team, t.device)), []).append(t)
     for (_, device), same in by_kind.items():
         flat = torch.cat([t.detach().to(device).flatten() for t in same])
         answered(team, partial(dist.broadcast, flat, group=team.group, group_src=0))

@@ -16,6 +16,7 @@ from torch import Tensor
 from hetconv import kernels
 
 from . import torchvision_operators as torchvision_operators
+from .spawn import DEVICE
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
@@ -40,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Says at once what fails on a GPU, where a run may be stopped before pytest's own summary."""
-    if report.failed and os.environ.get("HETCONV_TEST_DEVICE") == "cuda" and "PYTEST_XDIST_WORKER" not in os.environ:
+    if report.failed and DEVICE.type == "cuda" and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-5000:]}\n{report.capstderr[:3000]}\n", flush=True)
 
 

@@ -5,7 +5,6 @@ By default in Triton's interpreter on the CPU (`conftest` turns it on); with HET
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,8 +21,9 @@ from hetconv.kernels.passes import precision
 from hetconv.kernels.tiles import Pass
 from hetconv.spec import Conv2dSpec
 
-ON_GPU = os.environ.get("HETCONV_TEST_DEVICE") == "cuda"
-DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+from .spawn import DEVICE as DEVICE
+
+ON_GPU = DEVICE.type == "cuda"
 CHIP = chip_of(DEVICE)  # a Hopper stands in for the interpreter
 PASSES: tuple[Pass, ...] = ("forward", "input gradient", "weight gradient")
 POINTERS, BOXES = Tile("pointers", 64, 128, 32, 4, 2), Tile("boxes", 64, 64, 16, 4, 2)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Where ranks make tensors: HETCONV_TEST_DEVICE=cuda puts them all on the first GPU.
+# Where tests make tensors, and all ranks theirs: with HETCONV_TEST_DEVICE=cuda on the first GPU.
 DEVICE = torch.device("cuda", 0) if os.environ.get("HETCONV_TEST_DEVICE") == "cuda" else torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
 GRACE = 10.0  # seconds that ranks get to finish once another one has failed

@@ -19,7 +19,7 @@ from hetconv.layout import Layout
 from hetconv.movement import redistribute
 from hetconv.rules import KINDS, SplitKind
 
-from .spawn import on_ranks
+from .spawn import DEVICE, on_ranks
 
 WHERE = os.environ.get("HETCONV_TEST_DEVICE")
 if WHERE not in ("cuda", "cpu"):
@@ -27,7 +27,6 @@ if WHERE not in ("cuda", "cpu"):
 if WHERE == "cpu":
     from . import interpreter  # noqa: F401  mends bfloat16 in Triton's interpreter
 
-DEVICE = torch.device("cuda", 0) if WHERE == "cuda" else torch.device("cpu")
 NCCL = "nccl" if WHERE == "cuda" else "gloo"
 RATIO = (3, 1)
 IMAGE_KINDS = [kind for kind in KINDS if kind != "depth"]

@@ -31,6 +31,11 @@ def test_a_stage_in_which_nothing_ran_did_not_pass() -> None:
     assert gpu.performed(stage("print(1)"), 5).outcome == "not run"
 
 
+def test_a_result_tells_of_no_path_of_the_machine() -> None:
+    done = gpu.performed(stage(f"print({str(gpu.ROOT / 'tests')!r})"), 100)
+    assert done.command == "python -c print('./tests')"
+
+
 def test_a_stage_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "GRACE", 0.2)
     stubborn = (

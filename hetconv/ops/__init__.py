@@ -119,7 +119,7 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
                 unmoved.remember(key, call, step, team.rank, args)
             return y
         if team is not None and isinstance(call.op, Drawn | NoiseLike):
-            check_draws(team, func)
+            check_draws(team, func, [0] * team.size)
     if written:
         compute_waiting()
     return on_gathered(func, args, kwargs, images=call is not None and _of_images(call), written=written)

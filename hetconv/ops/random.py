@@ -6,7 +6,7 @@ of them, and where it is set again, by `torch.manual_seed` or by checkpointing, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,8 @@ from .creation import like
 def drawn(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
     assert isinstance(call.op, Drawn)
     x = bring(call.inputs[0], step.reads[0], team)
-    by = [call.op.drawn_by(step.output, rank) for rank in range(team.size)]
-    if by != [*range(team.size)]:
-        check_draws(team, func)
-    with _seeded(x.device, team, by[team.rank]):
+    check_draws(team, func, (call.op.drawn_by(step.output, rank) for rank in range(team.size)))
+    with _seeded(x.device, team, call.op.drawn_by(step.output, team.rank)):
         y = as_called(func, args, kwargs)(x)
     return HetTensor.wrap(y, step.output, team)
 
@@ -38,9 +36,12 @@ def noise_like(call: Call, step: Step, team: Team, func: Func, args: Args, kwarg
         return like(call, step, team, func, args, kwargs)
 
 
-def check_draws(team: Team, func: Func) -> None:
-    """Raises `HetConvError` where ranks that are to draw the same numbers would not."""
-    if not team.agreements.draws_alike:
+def check_draws(team: Team, func: Func, drawn_by: Iterable[int]) -> None:
+    """Raises `HetConvError` where ranks that are to draw the same numbers would not.
+
+    ``drawn_by``: for each rank, by whose seed it draws.
+    """
+    if not team.agreements.draws_alike and [*drawn_by] != [*range(team.size)]:
         raise HetConvError(
             f"{func.__name__} draws random numbers for values that several ranks hold, and some compute on a CPU, "
             "others on a GPU, which draw different numbers; cut the layer before it by height, width or sample, draw "

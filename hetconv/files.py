@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,8 +14,6 @@ from .errors import HetConvError
 
 T = TypeVar("T")
 Document = dict[str, Any]
-Migration = Callable[[Document], Document]
-"""Makes a document of one version one of the next. What does not look as that version wrote it is left to `load`."""
 
 STRICT: ConfigDict = {"extra": "forbid", "allow_inf_nan": False}
 AtLeastZero = Annotated[float, Field(ge=0)]
@@ -32,30 +29,18 @@ def adapter(type_: type[T]) -> TypeAdapter[T]:
     return _adapters[type_]
 
 
-def load(
-    path: str | Path,
-    kind: str,
-    version: int,
-    type_: type[T],
-    error: type[HetConvError],
-    migrations: Mapping[int, Migration],
-) -> T:
-    """A file of this version, or of an older one that ``migrations``, by the version that each takes, lead here from.
-
-    Raises ``error``, naming the file and the key, for what is not such a file.
-    """
+def load(path: str | Path, kind: str, version: int, type_: type[T], error: type[HetConvError]) -> T:
+    """Reads a file of this version. Raises ``error``, naming the file and the key, for what is not such a file."""
     document = _read(path, kind, error)
     if document.get("format") != f"hetconv-{kind}":
         raise error(f"{path}: format is {document.get('format')!r}, but a hetconv {kind} file says 'hetconv-{kind}'")
     found = document.get("version")
-    if type(found) is not int or (found != version and found not in migrations):
+    if type(found) is not int or found != version:
         newer = type(found) is int and found > version
         todo = "update hetconv, or make it anew with this one" if newer else "make it anew"
-        raise error(f"{path}: version is {found!r}, but this hetconv reads {_known(version, migrations)}; {todo}")
+        raise error(f"{path}: version is {found!r}, but this hetconv reads version {version}; {todo}")
     del document["format"], document["version"]
     try:
-        for old in range(found, version):
-            document = migrations[old](document)
         return adapter(type_).validate_json(json.dumps(document), strict=True)
     except ValidationError as e:
         lines = "; ".join(f"{'.'.join(map(str, x['loc'])) or 'the file'}: {x['msg']}" for x in e.errors()[:5])
@@ -76,10 +61,6 @@ def _read(path: str | Path, kind: str, error: type[HetConvError]) -> Document:
     if not isinstance(document, dict):
         raise error(f"{path}: format is {type(document).__name__!r}, but a hetconv {kind} file says 'hetconv-{kind}'")
     return document
-
-
-def _known(version: int, migrations: Mapping[int, Migration]) -> str:
-    return f"versions {min(migrations)} to {version}" if migrations else f"version {version}"
 
 
 def save(path: str | Path, kind: str, version: int, value: Any) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from . import files, migrations
+from . import files
 from .errors import PlanError, few
 from .files import STRICT
 from .rules import Conv, Linear, Split
 from .tuned import TunedTile
 
-VERSION = 4
+VERSION = 1
 ALONE = "fastest device alone"  # so begins the name of a plan that leaves the model as it is
 Mode = Literal["train", "infer"]
 
@@ -164,8 +164,8 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Raises `PlanError`, naming the key, for a file that is not a plan of this version or an older one."""
-        return files.load(path, "plan", VERSION, Plan, PlanError, migrations.PLAN)
+        """Raises `PlanError`, naming the key, for a file that is not a plan of this version."""
+        return files.load(path, "plan", VERSION, Plan, PlanError)
 
     @staticmethod
     def schema() -> files.Document:

@@ -8,7 +8,7 @@ from itertools import chain, combinations, permutations
 from pathlib import Path
 from typing import Literal
 
-from . import files, migrations
+from . import files
 from .catalogue import find_device, find_link, parse_nodes
 from .errors import ProfileError
 from .files import STRICT, AtLeastZero, Fraction, Positive
@@ -32,7 +32,7 @@ __all__ = [
     "nodes_of",
 ]
 
-VERSION = 7
+VERSION = 1
 ACHIEVED = 0.5  # of a data sheet's peak, in a convolution; an estimate until something is measured
 CALL_S = 5e-6  # that an operator takes however little it computes; an estimate too
 
@@ -152,8 +152,8 @@ class ClusterProfile:
 
     @staticmethod
     def load(path: str | Path) -> ClusterProfile:
-        """Raises `ProfileError`, naming the key, for a file that is not a profile of this version or an older one."""
-        return files.load(path, "profile", VERSION, ClusterProfile, ProfileError, migrations.PROFILE)
+        """Raises `ProfileError`, naming the key, for a file that is not a profile of this version."""
+        return files.load(path, "profile", VERSION, ClusterProfile, ProfileError)
 
     @staticmethod
     def schema() -> files.Document:

@@ -29,8 +29,15 @@ from .cores import cores_of
 from .guard import guarded
 
 TIMEOUT = timedelta(minutes=10)
-# What ranks on CPUs start with unless they are told otherwise: oneDNN would forget kernels when many plans take turns.
-CPU_SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(1 << 14)}
+# Environment variables of the ranks that are started here, unless the user has set them. glibc returns freed memory to
+# the system and gets it back page by page, which takes as long as some layers do; oneDNN would forget kernels when
+# many plans take turns.
+CPU_SETTINGS = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TOP_PAD_": str(1 << 26),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(1 << 14),
+}
 GRACE = 5.0  # seconds in which ranks may end by themselves once one of them has failed
 _diary: Path | None = None
 

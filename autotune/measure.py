@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from hetconv.emulate import at_work_s, forget_waits, slowness, tells_turns, work_clock
-from hetconv.heap import pages_taken
 from hetconv.torch_internals import gpu_sleep
 from hetconv.transport import team_of
 
@@ -20,6 +19,11 @@ from .meeting import meet, parts_of_core
 from .others import Other
 from .sampling import Passes, Run, doubts, sampled
 from .subjects import Subject
+
+try:
+    import resource
+except ImportError:  # not on Unix
+    resource = None  # type: ignore[assignment]
 
 SHORT, SHORT_ON_GPU = 2e-4, 2e-3  # seconds that a sample lasts at least, of calls one after the other
 MOST_CALLS = 20
@@ -30,12 +34,18 @@ TURNS, TURN_S = 15, 0.01  # of all at work, and of each alone; seconds
 Samples = dict[str, dict[float, Passes]]
 """By a subject's key, seconds of its passes by share, or by bytes."""
 
-
 Clock = Callable[[], float]
 
 
 def _by_the_wall() -> float:
     return time.perf_counter()
+
+
+def pages_taken() -> int:
+    """Pages of memory that the system has given this process so far; 0 where it does not say."""
+    if resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def timed(action: Callable[[], Any], device: torch.device, clock: Clock = _by_the_wall) -> float:

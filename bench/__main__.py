@@ -19,17 +19,10 @@ COMMANDS = {
     "first whether they are right, then how fast both are, in turn.",
     "concat": "Channels joined and finished in one pass against torch's passes: "
     "first whether right, then how fast, in turn.",
-    "parts": "A convolution of gathered channels, read where they lie against joined first.",
-    "split-sm": "Two slices of one GPU as a pair of uneven devices: "
-    "convolutions cut by filter, tuned against even, in turn.",
     "overlap": "Messages that travel while a device computes against the same ones waited for: "
     "halos, buckets, and chunks.",
     "overhead": "What running on parts costs in Python, per operator: "
     "tiny models on one rank, split and plain, in turn.",
-    "heap": "What steps gain where a process keeps the memory that it frees: "
-    "plain models in two processes, in turn.",
-    "fused": "What folding what follows a convolution into it gains in inference: "
-    "the same split with and without, in turn.",
     "planner": "What a plan takes to compute, and what it is predicted to gain: "
     "known architectures on modelled devices.",
     "autotune": "What hetconv autotune finds on pairs of this machine: "

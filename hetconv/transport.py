@@ -18,7 +18,6 @@ from torch import Tensor
 
 from . import call_site
 from .errors import DisagreementError, HetConvError, LostRankError
-from .heap import keep_freed
 from .mailbox import Channel, RanksApartError, channels
 from .stalls import Stalls
 from .torch_internals import timeout_of, transform_in_use
@@ -79,7 +78,6 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
     """The team of a process group (default: all ranks). The first call on a group is collective.
 
     From then on this thread runs its backward passes itself, see `run_backward_here`.
-    Ranks that compute on CPUs keep the memory that they free, see `heap`.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise HetConvError(
@@ -92,7 +90,6 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
     if group not in _teams:
         backend = str(dist.get_backend(group))
         if backend == "gloo":
-            keep_freed()
             _part_in_time()
         control = group
         if backend != "gloo":

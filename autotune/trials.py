@@ -56,7 +56,7 @@ class Contest:
         """What the compiler has against a tile, before a launch; nothing is known under Triton's interpreter."""
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
-        from hetconv.kernels.report import TOOLS, report
+        from hetconv.kernels.compile_report import TOOLS, report
 
         if not (TOOLS / "cuobjdump").exists():
             return None

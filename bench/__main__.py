@@ -31,9 +31,15 @@ COMMANDS = {
     "what was measured stays, every file is valid, no process is left.",
     "gpu": "Everything worth doing while a GPU is at hand, in minutes: "
     "stages in processes of their own, a table of them last.",
+    "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",
     "compile": "What the compiler makes of every tile that can be chosen, without a GPU: "
     "registers, spills, instructions.",
 }  # fmt: skip
+
+
+def module_of(command: str) -> str:
+    """The name of a command's module."""
+    return "bench.shared.readme" if command == "readme" else f"bench.{command}"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     for name, line in COMMANDS.items():
         command = commands.add_parser(name, help=line, description=line)
         if arguments[:1] == [name]:
-            module = import_module(f"bench.{name.replace('-', '_')}")
+            module = import_module(module_of(name))
             module.add_arguments(command)
     if not arguments:
         parser.print_help(sys.stderr)

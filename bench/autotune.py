@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from bench.gains import OF_SILENT, SILENT, doubt, gains, last, possible
-from bench.grid import compared
-from bench.machine import commit, now, save, software
 from bench.overlap import within
-from bench.verdict import Demand
-from hetconv.autotune.check import Check, layer_errors, plan_steps, predicted_and_measured
+from bench.shared.machine import commit, now, save, software
+from bench.shared.plan_gains import OF_SILENT, SILENT, doubt, gains, last, possible
+from bench.shared.plan_sample import compared
+from bench.shared.prediction_errors import Check, layer_errors, plan_steps, predicted_and_measured
+from bench.shared.verdict import Demand
 from hetconv.autotune.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import build_model, channels_last, random_input
@@ -74,11 +74,11 @@ class Case:
 
 
 CASES = (
-    Case("super-resolution", "bench.cases:stack", '{"blocks": 4, "channels": 48}', (1, 3, 256, 256)),
-    Case("U-Net", "bench.planner_models:UNet", '{"width": 16, "depth": 3}', (1, 3, 192, 192)),
-    Case("U-Net 512", "bench.planner_models:UNet", '{"width": 16, "depth": 3}', (1, 3, 512, 512)),
-    Case("ResNet-18", "bench.cases:resnet18", "{}", (1, 3, 224, 224)),
-    Case("ResNet-18 512", "bench.cases:resnet18", "{}", (1, 3, 512, 512)),
+    Case("super-resolution", "bench.shared.models:stack", '{"blocks": 4, "channels": 48}', (1, 3, 256, 256)),
+    Case("U-Net", "bench.shared.models:unet", '{"width": 16}', (1, 3, 192, 192)),
+    Case("U-Net 512", "bench.shared.models:unet", '{"width": 16}', (1, 3, 512, 512)),
+    Case("ResNet-18", "bench.shared.models:resnet18", "{}", (1, 3, 224, 224)),
+    Case("ResNet-18 512", "bench.shared.models:resnet18", "{}", (1, 3, 512, 512)),
 )
 """The last two networks also at images of 512 by 512: what moves and what Python takes is then a smaller part."""
 
@@ -90,7 +90,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=float, default=150, help="seconds of tuning, for each case (default: %(default)s)"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="also write the results here, in the place of older ones of the same cases",
+    )
 
 
 def _some(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -111,16 +117,20 @@ def run(args: Namespace) -> None:
     pairs = {pair: parse_devices(pair.removesuffix(BUSY).strip()) for pair in args.pairs.split(";")}
     for (pair, devices), case, mode in product(pairs.items(), asked, args.modes or MODES):
         found = run_on(devices, measure, tuple(devices), case, mode, args.budget, pair.endswith(BUSY))
-        rows.append({"pair": pair, "model": case.name, "mode": mode, "date": now()} | found)
+        head = {"pair": pair, "model": case.name, "mode": mode, "date": now(), "setup": software() | commit()}
+        rows.append(head | found)
         print(line(rows[-1]), flush=True)
         if args.output is not None:  # after each: a run of all takes an hour
-            save(args.output, document(rows))
+            save(args.output, {"suite": "autotune", "cases": with_others(args.output, rows)})
     print("must hold:", *demands(rows), sep="\n  ")
-    print(json.dumps(document(rows)))
+    print(json.dumps({"suite": "autotune", "cases": rows}))
 
 
-def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"suite": "autotune", "setup": software() | commit(), "cases": rows}
+def with_others(output: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``rows``, and the cases of an older result file that were not measured anew."""
+    older = json.loads(output.read_text(encoding="utf-8"))["cases"] if output.exists() else []
+    cases = {(case["pair"], case["model"], case["mode"]): case for case in (*older, *rows)}
+    return list(cases.values())
 
 
 def line(row: Mapping[str, Any]) -> str:

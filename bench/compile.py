@@ -28,10 +28,10 @@ import triton
 
 from hetconv.errors import KernelError
 from hetconv.kernels import dgrad, fprop, segments, tiles, wgrad
+from hetconv.kernels.compile_report import Report, report
 from hetconv.kernels.finish import PLAIN, Finish
 from hetconv.kernels.launch import CHIPS, Program, Recipe
 from hetconv.kernels.memory import Memory
-from hetconv.kernels.report import Report, report
 from hetconv.kernels.tiles import Extents, Pass, Tile
 from hetconv.spec import ITEMSIZE, Conv2dSpec
 

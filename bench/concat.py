@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.concat_works import (
+from bench.shared.concat_works import (
     EXACT,
     LARGE,
     LIMITS,
@@ -25,11 +25,11 @@ from bench.concat_works import (
     quick,
     worst_error,
 )
-from bench.kernel_checks import poisoned
-from bench.machine import facts, need_cuda
-from bench.report import Report, untimed
-from bench.timing import ceilings, prepared, raced, sets_for
-from bench.verdict import Demand, Row, timed
+from bench.shared.kernel_checks import poisoned
+from bench.shared.machine import facts, need_cuda
+from bench.shared.report import Report, untimed
+from bench.shared.timing import ceilings, prepared, raced, sets_for
+from bench.shared.verdict import Demand, Row, timed
 from hetconv import kernels
 
 ROUNDS = 7

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bench.machine import RESULTS, ROOT, facts, need_cuda, results_file, slug
+from bench.shared.machine import RESULTS, ROOT, facts, need_cuda, results_file, slug
 
 SECONDS = 520.0  # in all
 GRACE = 5.0  # seconds that a stage gets to end by itself once it is interrupted

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench import kernel_cases, verdict
-from bench.kernel_cases import PASSES, Case
-from bench.kernel_checks import (
+from bench.shared import kernel_cases, verdict
+from bench.shared.kernel_cases import PASSES, Case
+from bench.shared.kernel_checks import (
     Tensors,
     by_aten,
     by_triton,
@@ -29,8 +29,8 @@ from bench.kernel_checks import (
     slots,
     tiles_of,
 )
-from bench.machine import facts, need_cuda, save
-from bench.timing import Timed, ceilings, host_seconds, prepared, raced, sets_for, short, tried
+from bench.shared.machine import facts, need_cuda, save
+from bench.shared.timing import Timed, ceilings, host_seconds, prepared, raced, sets_for, short, tried
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels.launch import chip_of

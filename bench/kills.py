@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.machine import ROOT, commit, save
+from bench.shared.machine import ROOT, commit, save
 from hetconv.profile import ClusterProfile
 
 LIMIT_S = 30.0  # within which all is over
 DEVICES = "cpu", "cpu@0.5"
 ASKED = (
-    "--devices", ",".join(DEVICES), "--model", "bench.cases:stack", "--model-args", '{"blocks": 1, "channels": 4}',
-    "--input", "1x3x48x48", "--trials", "4", "--budget", "20",
+    "--devices", ",".join(DEVICES), "--model", "bench.shared.models:stack",
+    "--model-args", '{"blocks": 1, "channels": 4}', "--input", "1x3x48x48", "--trials", "4", "--budget", "20",
 )  # fmt: skip
 MARK = "HETCONV_KILLS"  # the environment variable by which a tuning's processes are known
 KEPT = "measured.jsonl", "trials.journal"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.machine import commit, save, software
-from bench.verdict import Demand
+from bench.shared.machine import commit, save, software
+from bench.shared.verdict import Demand
 from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.rounds import paired

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from bench.cases import Stack, stack
-from bench.machine import commit, save
+from bench.shared.machine import commit, save
+from bench.shared.models import Stack, stack
 from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import channels_last, random_input

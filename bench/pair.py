@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.cases import Stack, stack
-from bench.machine import save
+from bench.shared.machine import save
+from bench.shared.models import Stack, stack
 from hetconv import ops
 from hetconv.autotune.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.launch import parse_devices, run_on
@@ -103,7 +103,7 @@ def _tuned(devices: tuple[DeviceName, ...], case: Stack, mode: Mode) -> tuple[Sp
     with tempfile.TemporaryDirectory() as folder:
         args = json.dumps({"blocks": case.blocks, "channels": case.channels})
         inputs, output = InputSpec((TensorSpec((1, 3, case.size, case.size)),)), Path(folder, "cluster.json")
-        job = Job(devices, "bench.cases:stack", args, inputs, mode, trials=8, budget=75, output=output, seed=0)
+        job = Job(devices, "bench.shared.models:stack", args, inputs, mode, trials=8, budget=75, output=output, seed=0)
         profile = tune(job).profile
     for plan in profile.plans:
         if (found := ratio_of(plan.splits)) is not None:

@@ -17,9 +17,9 @@ from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.machine import commit, save
-from bench.planner_models import captured
-from bench.verdict import Demand, Row
+from bench.shared.machine import commit, save
+from bench.shared.models import captured
+from bench.shared.verdict import Demand, Row
 from hetconv.candidates import Candidates
 from hetconv.elimination import solve
 from hetconv.planner import make_plan

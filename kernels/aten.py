@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spec import Ints, Span
+from hetconv.spec import Ints, Span
+
 from .finish import Finish, finished, per_channel, shift_with
 
 Sides = tuple[Span, ...]

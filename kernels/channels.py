@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..errors import KernelError
+from hetconv.errors import KernelError
+
 from .choice import Backend, known
 from .finish import Finish, finished
 from .launch import Program

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from ..errors import KernelError
-from ..spec import Conv2dSpec
+from hetconv.errors import KernelError
+from hetconv.spec import Conv2dSpec
+
 from .memory import HUGE
 from .tiles import Pass, Tile, tuned
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
-from ..spec import ITEMSIZE, Conv2dSpec, Window
+from hetconv.spec import ITEMSIZE, Conv2dSpec, Window
+
 from .fprop import Correlation, Slot, Taps, simplified
 from .memory import Memory
 

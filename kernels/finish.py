@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import KernelError
+from hetconv.errors import KernelError
+
 from .memory import Memory
 
 ACTIVATIONS = ("relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from ..spec import ITEMSIZE, Conv2dSpec
+from hetconv.spec import ITEMSIZE, Conv2dSpec
+
 from .correlate import by_boxes, by_pointers
 from .finish import PLAIN, Finish
 from .launch import Descriptor, Program, Recipe

@@ -12,7 +12,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..spec import ITEMSIZE
+from hetconv.spec import ITEMSIZE
+
 from .activations import activated, activated_adjoint
 from .finish import Finish
 from .launch import Recipe

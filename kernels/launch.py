@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import KernelError
+from hetconv.errors import KernelError
 
 
 class Descriptor(NamedTuple):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import KernelError
-from ..spec import Pair, pads_per_side
+from hetconv.errors import KernelError
+from hetconv.spec import Pair, pads_per_side
+
 from .choice import Backend
 from .passes import Sides, conv2d_backward, conv2d_forward, preferred, said, spec_of
 from .tiles import Tile

@@ -9,7 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import KernelError
+from hetconv.errors import KernelError
+
 from .channels import MOST_PARTS, refusal
 from .launch import Program
 from .memory import Memory

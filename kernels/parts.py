@@ -8,8 +8,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..errors import KernelError
-from ..spec import Conv2dSpec
+from hetconv.errors import KernelError
+from hetconv.spec import Conv2dSpec
+
 from .channels import MOST_PARTS, check_parts, concat_channels, parts_of
 from .choice import Backend, Question, known, unable
 from .finish import Finish, shift_with

@@ -11,8 +11,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import KernelError
-from ..spec import Conv2dSpec, Pair
+from hetconv.errors import KernelError
+from hetconv.spec import Conv2dSpec, Pair
+
 from . import aten
 from .choice import Answer, Backend, Question, choose
 from .finish import Finish, shift_with

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import ConvSpec, Ints
+from hetconv.spec import ConvSpec, Ints
+
 from . import aten
 from .finish import Finish
 from .passes import Route, conv2d_backward, conv2d_forward, only_aten

@@ -15,8 +15,9 @@ from itertools import accumulate, product
 import triton
 import triton.language as tl
 
-from ..errors import KernelError
-from ..spec import Conv2dSpec
+from hetconv.errors import KernelError
+from hetconv.spec import Conv2dSpec
+
 from . import fprop
 from .activations import activated
 from .finish import PLAIN, Finish

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..spec import ITEMSIZE
+from hetconv.spec import ITEMSIZE
+
 from .launch import Recipe
 from .memory import HUGE, Memory
 

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..errors import KernelError
-from ..spec import ITEMSIZE, Conv2dSpec
+from hetconv.errors import KernelError
+from hetconv.spec import ITEMSIZE, Conv2dSpec
+
 from .launch import Chip
 
 Path = Literal["boxes", "pointers"]

@@ -6,8 +6,9 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ..errors import KernelError
-from ..spec import Conv2dSpec
+from hetconv.errors import KernelError
+from hetconv.spec import Conv2dSpec
+
 from . import dgrad, fprop, wgrad
 from .finish import Finish, finished
 from .launch import Chip, Program, chip_of

@@ -13,7 +13,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..spec import Conv2dSpec
+from hetconv.spec import Conv2dSpec
+
 from .fprop import Correlation, forward, image_box, x_box, x_unit
 from .launch import Program, Recipe
 from .memory import HUGE, Memory

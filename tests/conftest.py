@@ -13,11 +13,11 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from bench.shared.torchvision_operators import declare_operators
 from hetconv import kernels
+from tests.spawn import DEVICE
 
-from . import torchvision_operators as torchvision_operators
-from .spawn import DEVICE
-
+declare_operators()
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
 

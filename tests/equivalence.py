@@ -17,8 +17,7 @@ from hetconv.modules import CutLayer
 from hetconv.plan import Mode
 from hetconv.rules import Split
 from hetconv.state import Share
-
-from .nets import plan_of
+from tests.nets import plan_of
 
 Differences = dict[str, float]
 Difference = Callable[[Tensor | None, Tensor | None], float]

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.kernels import Tile, reference
+from hetconv.kernels import Tile
 from hetconv.kernels.launch import chip_of
 from hetconv.kernels.passes import precision
 from hetconv.kernels.tiles import Pass
 from hetconv.spec import Conv2dSpec
+from tests.spawn import DEVICE
 
-from .spawn import DEVICE as DEVICE
+from . import reference
 
 ON_GPU = DEVICE.type == "cuda"
 CHIP = chip_of(DEVICE)  # a Hopper stands in for the interpreter

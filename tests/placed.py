@@ -16,8 +16,7 @@ from hetconv.layout import Box, Layout, spans
 from hetconv.levels import TwoLevel
 from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
-
-from .equivalence import Differences, apart, leaves
+from tests.equivalence import Differences, apart, leaves
 
 SHAPE = (4, 8, 6, 5)
 WORLD = 3

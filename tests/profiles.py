@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetconv.profile import (
-    ClusterProfile,
-    Curve,
-    DeviceModel,
-    LinkModel,
-    OperatorModel,
-    TunedRatio,
-    nodes_of,
-)
+from hetconv.profile import ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel, TunedRatio, nodes_of
 from hetconv.provenance import Conditions, Identity
 
 OLD, NEW = (Conditions(f"2026-11-{day}T12:00:00Z", "2.13.0", "3.7.1") for day in (20, 21))

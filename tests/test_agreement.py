@@ -20,9 +20,8 @@ from hetconv.modules import HetConv2d
 from hetconv.plan import Plan
 from hetconv.rules import Split
 from hetconv.transport import team_of
-
-from .nets import Chain, ResNet, plan_of, splits_of
-from .spawn import on_ranks, outcomes
+from tests.nets import Chain, ResNet, plan_of, splits_of
+from tests.spawn import on_ranks, outcomes
 
 Said = tuple[str, str, float]  # class and message of the error, seconds until it came
 PATIENCE = 20.0

@@ -13,10 +13,9 @@ import hetconv
 from hetconv.errors import PlanError
 from hetconv.rules import SplitKind
 from hetconv.tensor import HetTensor
-
-from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
-from .nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
+from tests.nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
+from tests.spawn import on_ranks
 
 RATIO = (2, 0, 1)
 

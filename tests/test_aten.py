@@ -15,9 +15,8 @@ from hetconv import Split, kernels
 from hetconv.kernels.aten import overruns
 from hetconv.modules import HetConv2d
 from hetconv.tensor import gather
-
-from .equivalence import full_gradients
-from .spawn import on_ranks
+from tests.equivalence import full_gradients
+from tests.spawn import on_ranks
 
 STEPS = 10  # after a few of which a spoilt heap has ended the process
 

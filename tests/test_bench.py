@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, kernel_cases, kernel_checks, kernels, machine, readme, timing, verdict
-from bench.kernel_cases import PASSES, Case
+from bench import gpu, kernels
+from bench.shared import kernel_cases, kernel_checks, machine, readme, timing, verdict
+from bench.shared.kernel_cases import PASSES, Case
 from hetconv.errors import HetConvError, KernelError
 from hetconv.kernels.launch import CHIPS
 
@@ -172,7 +173,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_run_measures_every_pass_and_writes_it_down(
     without_gpu: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "x" / "2026-01-02-kernels.json"
+    file = tmp_path / "x" / "kernels.json"
     kernels.run(parsed(kernels, "--quick", "--tiles", "-o", str(file)))
     document = json.loads(file.read_text())
     assert [(r["name"], r["pass"]) for r in document["cases"]] == [(n, p) for n in ("tiny", "slice") for p in PASSES]
@@ -215,14 +216,13 @@ def test_a_case_that_fails_is_a_row_that_says_so() -> None:
 
 def test_results_are_filed_by_device_and_suite(tmp_path: Path) -> None:
     assert machine.slug("NVIDIA H200") == "nvidia-h200"
-    assert machine.results_file(tmp_path, "kernels").match("20??-??-??-kernels.json")
+    assert machine.results_file(tmp_path, "kernels") == tmp_path / "kernels.json"
 
 
-def test_the_readme_shows_the_newest_results_of_each_gpu(tmp_path: Path) -> None:
-    report = kernels.Report(tmp_path / "nvidia-x1" / "2026-01-02-kernels.json", CPU, MACHINE, CEILINGS)
+def test_the_readme_shows_the_results_of_each_gpu(tmp_path: Path) -> None:
+    report = kernels.Report(tmp_path / "nvidia-x1" / "kernels.json", CPU, MACHINE, CEILINGS)
     report.rows = ROWS
     report.write()
-    (tmp_path / "nvidia-x1" / "2026-01-01-kernels.json").write_text("old")
     text = readme.kernels(tmp_path)
     assert "NVIDIA X1 (2026-01-02, torch 2.11" in text
     assert "| forward | K/4 | bf16 | 1 | 1.21× | 1.21× | 1.21× |" in text
@@ -230,7 +230,7 @@ def test_the_readme_shows_the_newest_results_of_each_gpu(tmp_path: Path) -> None
     assert readme.kernels(tmp_path / "nothing") == readme.NOTHING
 
 
-def test_the_newest_case_of_each_pair_and_network_is_shown(tmp_path: Path) -> None:
+def test_every_case_of_a_pair_and_network_is_shown(tmp_path: Path) -> None:
     case = {
         "pair": "cpu,cpu@0.5", "model": "ResNet-18", "mode": "train", "date": "2026-01-01T12:00:00+00:00",
         "chosen": "tuned plan", "median error": 0.12, "p90 error": 0.2, "median error at speed": 0.034,
@@ -238,13 +238,10 @@ def test_the_newest_case_of_each_pair_and_network_is_shown(tmp_path: Path) -> No
         "tau at speed": 0.9, "tau of rounds at speed": 0.95, "vs_alone": 1.3, "vs_even": 1.4, "possible vs_even": 1.5,
         "of computing": 1.08, "of no messages": 1.03, "regret": 0.01, "as run": {"vs_alone": 1.2, "vs_even": 1.35},
     }  # fmt: skip
-    older = case | {"date": "2026-01-01T11:00:00+00:00", "regret": 0.5}
-    undated = {name: value for name, value in case.items() if name != "date"}
     alone = case | {"mode": "infer", "chosen": "fastest device alone (0: cpu)"}
     (tmp_path / "cpu").mkdir()
-    for name, cases in (("b-autotune", [case, alone]), ("c-autotune", [older]), ("d-autotune-x", [undated])):
-        (tmp_path / "cpu" / f"{name}.json").write_text(json.dumps({"cases": cases}))
-    where = "| `cpu,cpu@0.5` | [ResNet-18](../bench/results/cpu/b-autotune.json) |"
+    (tmp_path / "cpu" / "autotune.json").write_text(json.dumps({"cases": [case, alone]}))
+    where = "| `cpu,cpu@0.5` | ResNet-18 |"
     figures = "3% (12%) | 10% (20%) | 5% (2%) | 0.90 (0.95) |"
     assert readme.predictions(tmp_path).splitlines()[2:] == [
         f"{where} inference | {figures} — | 1.40× (1.35; 1.50) | — | — | 1% |",
@@ -254,7 +251,7 @@ def test_the_newest_case_of_each_pair_and_network_is_shown(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("table", readme.TABLES, ids=lambda table: table.name)
 def test_tables_are_those_of_the_results(table: readme.Table) -> None:
-    """`python -m bench.readme` makes them so."""
+    """`python -m bench readme` makes them so."""
     text = table.file.read_text(encoding="utf-8")
     assert table.updated(text) == text
     with pytest.raises(HetConvError, match="put them back"):

@@ -13,17 +13,17 @@ import torch
 
 import hetconv
 from bench import __main__ as bench
-from bench import autotune, gains
-from bench.cases import stack
-from bench.grid import PLANS, compared
-from hetconv.autotune.check import Check
+from bench import autotune
+from bench.shared import plan_gains
+from bench.shared.models import stack
+from bench.shared.plan_sample import PLANS, compared
+from bench.shared.prediction_errors import Check
 from hetconv.autotune.rounds import Paced, Round
 from hetconv.candidates import Candidates
 from hetconv.plan import ALONE
 from hetconv.planner import PLANNED
 from hetconv.pricing import Pricer
-
-from .nets import Chain
+from tests.nets import Chain
 
 STEPS = {
     f"{ALONE} (0: cpu)": (3.0, 3.0),
@@ -43,39 +43,39 @@ AGAIN = {name: measured for name, (_, measured) in STEPS.items()}
 
 
 def test_the_plan_is_compared_with_what_ran_again_beside_it() -> None:
-    found = gains.gains([AGAIN] * 4, PLANNED)
+    found = plan_gains.gains([AGAIN] * 4, PLANNED)
     assert (found["vs_alone"], found["vs_even"], found["regret"]) == (1.2, 1.6, 0.25)
     assert found["measured again ms"] == {name: 1e3 * seconds for name, seconds in AGAIN.items()}
-    assert gains.gains([AGAIN] * 4, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
+    assert plan_gains.gains([AGAIN] * 4, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
 
 
 def test_a_split_is_no_slower_than_its_own_step_without_messages() -> None:
     """That is told apart: no plan can be so fast."""
-    rounds = [AGAIN | {gains.SILENT: silent} for silent in (2.0, 1.0, 2.5)]
-    found = gains.gains(rounds, PLANNED)
-    assert found[gains.OF_SILENT] == 1.25
+    rounds = [AGAIN | {plan_gains.SILENT: silent} for silent in (2.0, 1.0, 2.5)]
+    found = plan_gains.gains(rounds, PLANNED)
+    assert found[plan_gains.OF_SILENT] == 1.25
     assert {name: found[name] for name in ("vs_alone", "vs_even", "regret")} == {
         "vs_alone": 1.2, "vs_even": 1.6, "regret": 0.25,
     }  # fmt: skip
-    assert gains.doubt([AGAIN | {gains.SILENT: 0.1}] * 3, "uneven height split") == 0.0
-    assert gains.OF_SILENT not in gains.gains([AGAIN] * 2, PLANNED)
+    assert plan_gains.doubt([AGAIN | {plan_gains.SILENT: 0.1}] * 3, "uneven height split") == 0.0
+    assert plan_gains.OF_SILENT not in plan_gains.gains([AGAIN] * 2, PLANNED)
 
 
 def test_who_is_the_fastest_is_not_told_by_the_rounds_that_tell_by_how_much() -> None:
     """Two plans that are alike but for noise, which makes each the faster one in every other round."""
     rounds = [{"a": 1.0, "b": 1.25}, {"a": 1.25, "b": 1.0}] * 4
-    assert gains.regret(rounds, "a") == gains.regret(rounds, "b") == 0.0
+    assert plan_gains.regret(rounds, "a") == plan_gains.regret(rounds, "b") == 0.0
     rounds = [{"a": 1.0, "b": 1.25}] * 8
-    assert (gains.regret(rounds, "a"), gains.regret(rounds, "b")) == (0.0, 0.25)
+    assert (plan_gains.regret(rounds, "a"), plan_gains.regret(rounds, "b")) == (0.0, 0.25)
 
 
 def test_a_plan_is_in_doubt_where_rounds_differ_about_it() -> None:
     """The fastest is in none: it loses nothing, however its steps vary."""
     steady = [{"a": 1.0, "b": 1.25}] * 8
-    assert gains.doubt(steady, "b") < autotune.SURE
+    assert plan_gains.doubt(steady, "b") < autotune.SURE
     varying = [{"a": 1.0, "b": b} for b in (1.1, 1.5)] * 4
-    assert gains.doubt(varying, "a") == 0.0
-    assert gains.doubt(varying, "b") > 5 * autotune.SURE
+    assert plan_gains.doubt(varying, "a") == 0.0
+    assert plan_gains.doubt(varying, "b") > 5 * autotune.SURE
 
 
 class Halves:
@@ -108,17 +108,17 @@ def test_rounds_go_on_until_their_halves_agree(taus: list[float], more: int, mon
 
 
 def test_what_can_be_gained_hangs_on_how_fast_devices_are_meanwhile() -> None:
-    assert gains.possible((1.0, 0.5), (1e-3, 1e-3)) == {"possible vs_alone": 1.5, "possible vs_even": 1.5}
-    assert gains.possible((1.0, 0.5), (1e-3, 5e-4)) == {"possible vs_alone": 2.0, "possible vs_even": 1.0}
+    assert plan_gains.possible((1.0, 0.5), (1e-3, 1e-3)) == {"possible vs_alone": 1.5, "possible vs_even": 1.5}
+    assert plan_gains.possible((1.0, 0.5), (1e-3, 5e-4)) == {"possible vs_alone": 2.0, "possible vs_even": 1.0}
 
 
 def test_the_fastest_run_again_with_what_they_are_compared_with() -> None:
     alone, slow_alone, even, best, planned = AGAIN
-    assert gains.last(AGAIN, planned) == [planned, best, alone, even]
-    assert gains.last(AGAIN, alone) == [alone, best, even]
+    assert plan_gains.last(AGAIN, planned) == [planned, best, alone, even]
+    assert plan_gains.last(AGAIN, alone) == [alone, best, even]
     close = {f"{k}": 2.0 + k / 100 for k in range(1, 9)}
-    assert gains.last(AGAIN | close, planned) == [planned, best, "1", "2", "3", alone, even]
-    assert slow_alone not in gains.last(AGAIN | close, planned)
+    assert plan_gains.last(AGAIN | close, planned) == [planned, best, "1", "2", "3", alone, even]
+    assert slow_alone not in plan_gains.last(AGAIN | close, planned)
 
 
 def test_predictions_are_compared_with_what_was_measured() -> None:
@@ -158,9 +158,9 @@ def test_plans_are_spread_from_the_fastest_to_the_slowest() -> None:
 def test_results_are_printed_and_written_after_each_case(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | gains.gains([AGAIN] * 4, PLANNED)
-    row |= {"possible vs_alone": 1.5, "possible vs_even": 2.0, autotune.AS_RUN: gains.gains([AGAIN] * 4, PLANNED)}
-    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04, autotune.OF_COMPUTING: 1.25, gains.OF_SILENT: 1.2}
+    row = {"chosen": "uneven height split"} | autotune.figures(CHECK) | plan_gains.gains([AGAIN] * 4, PLANNED)
+    row |= {"possible vs_alone": 1.5, "possible vs_even": 2.0, autotune.AS_RUN: plan_gains.gains([AGAIN] * 4, PLANNED)}
+    row |= {autotune.LAYERS: 0.05, autotune.REPEATED: 0.04, autotune.OF_COMPUTING: 1.25, plan_gains.OF_SILENT: 1.2}
     monkeypatch.setattr(autotune, "run_on", lambda devices, *_: row)
     file = tmp_path / "new" / "autotune.json"
     bench.main(
@@ -192,3 +192,12 @@ def test_a_busy_process_shares_the_last_core_and_ends() -> None:
     with autotune.beside_a_busy_process(True):
         assert os.sched_getaffinity(0) == {max(before)}
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_case_that_is_measured_anew_replaces_the_older_one(tmp_path: Path) -> None:
+    first, second = ({"pair": "cpu,cpu@0.5", "model": name, "mode": "infer", "regret": 0.5} for name in ("A", "B"))
+    file = tmp_path / "autotune.json"
+    assert autotune.with_others(file, [first]) == [first]
+    file.write_text(json.dumps({"cases": [first, second]}))
+    anew = first | {"regret": 0.0}
+    assert autotune.with_others(file, [anew]) == [anew, second]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import concat, concat_works, gpu, report, timing
-from bench.concat_works import CHANNELS, EXACT, LIMITS, MEGABYTES, SIZES, WORKS, Case
+from bench import concat, gpu
+from bench.shared import concat_works, report, timing
+from bench.shared.concat_works import CHANNELS, EXACT, LIMITS, MEGABYTES, SIZES, WORKS, Case
 from hetconv.errors import KernelError
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_gpu")
 def test_a_run_measures_every_work_and_writes_it_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "x" / "2026-01-02-concat.json"
+    file = tmp_path / "x" / "concat.json"
     concat.run(parsed("--quick", "-o", str(file)))
     document = json.loads(file.read_text())
     assert [(r["name"], r["work"]) for r in document["cases"]] == [("3 parts, 1 MB, bf16", w) for w in WORKS]
@@ -146,4 +147,4 @@ def test_it_is_a_stage_of_bench_gpu_before_the_convolutions(tmp_path: Path) -> N
     names = [s.name for s in gpu.stages(tmp_path)]
     assert names[-4:] == ["channels joined", "parts read in place", "messages beside work", "kernels against cuDNN"]
     stage = gpu.stages(tmp_path)[-4]
-    assert any(c.startswith(str(tmp_path)) and c.endswith("-concat.json") for c in stage.command)
+    assert any(c.startswith(str(tmp_path)) and c.endswith("concat.json") for c in stage.command)

@@ -10,8 +10,7 @@ import pytest
 
 from bench import __main__ as bench
 from bench import overhead
-
-from .spawn import spawn
+from tests.spawn import spawn
 
 
 def test_every_kind_and_mode_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,10 @@ import pytest
 
 from bench import __main__ as bench
 from bench import overlap
-from bench.cases import Stack
+from bench.shared.models import Stack
 from hetconv.emulate import DeviceName
 from hetconv.messages import Round
-
-from .spawn import spawn
+from tests.spawn import spawn
 
 PAIR = (DeviceName("cpu"), DeviceName("cpu", 0.5))
 ROW = {"case": "halo", "how": "infer", "ms": 2.0, "in_turn_ms": 3.0, "gain": 1.5}

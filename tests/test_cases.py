@@ -20,10 +20,9 @@ from hetconv.rules import Split
 from hetconv.state import shares
 from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
-
-from .equivalence import Differences, apart, assert_same, full_gradients, one_step, pair, same_state
-from .nets import ResNet, plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients, one_step, pair, same_state
+from tests.nets import ResNet, plan_of, splits_of
+from tests.spawn import on_ranks
 
 ODD = (2, 3, 24, 9)
 TONES, SOLID = (2, 3, 24), (2, 3, 9, 6, 5)

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.autotune.check import Check, LayerErrors, layer_errors, plan_steps, predicted_and_measured
+from bench.shared.prediction_errors import Check, LayerErrors, layer_errors, plan_steps, predicted_and_measured
 from hetconv.autotune.inputs import ModelInputs
 from hetconv.autotune.rounds import paced_rounds
 from hetconv.candidates import Candidates
 from hetconv.plan import ALONE, Mode
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
-
-from .nets import Chain
-from .spawn import on_ranks
+from tests.nets import Chain
+from tests.spawn import on_ranks
 
 
 def test_figures_are_of_errors_and_of_the_order() -> None:

@@ -17,9 +17,8 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 import hetconv
 from hetconv import checkpoints
-
-from .spawn import on_ranks, outcomes
-from .test_optim_state import Net, difference, fresh, optimizer_of, plain, split, told, train, trained
+from tests.spawn import on_ranks, outcomes
+from tests.test_optim_state import Net, difference, fresh, optimizer_of, plain, split, told, train, trained
 
 # torch.distributed.checkpoint says so where there is one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

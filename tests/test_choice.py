@@ -15,8 +15,7 @@ from hetconv.errors import HetConvError, KernelError
 from hetconv.kernels import Tile, tiles
 from hetconv.kernels.choice import Answer, Question, choose
 from hetconv.spec import Conv2dSpec
-
-from .interpreter import DEVICE, ON_GPU, SAME, multiplying_in
+from tests.interpreter import DEVICE, ON_GPU, SAME, multiplying_in
 
 TILE = Tile("pointers", 16, 64, 16, 4, 2)
 

@@ -24,11 +24,11 @@ from hetconv.rules import Conv, Split, SplitKind
 from hetconv.spec import ConvSpec
 from hetconv.transport import count_sent, in_turn
 from hetconv.tuned import TunedChunks
+from tests.equivalence import relative
+from tests.nets import operator_of, plan_of, splits_of
+from tests.spawn import on_ranks
 
 from . import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
-from .equivalence import relative
-from .nets import operator_of, plan_of, splits_of
-from .spawn import on_ranks
 
 RATIOS = [(3, 1), (5, 2, 1), (1, 0, 2), (4, 1, 2, 1)]
 

@@ -14,8 +14,7 @@ import hetconv
 from hetconv.autotune.inputs import DTYPES, InputSpec, ModelInputs, TensorSpec, parse_shape
 from hetconv.autotune.models import channels_last
 from hetconv.autotune.race import Alone, step_in, step_of
-
-from .test_cli import PAIR, hetconv_command
+from tests.test_cli import PAIR, hetconv_command
 
 Command = Callable[..., tuple[int, str, str]]
 HERE = "tests.test_cli_inputs"

@@ -13,9 +13,8 @@ import hetconv
 from hetconv.plan import Considered
 from hetconv.profile import ClusterProfile
 from hetconv.rules import REPLICATE, Split
-
-from .test_cli import NET
-from .test_show import plan
+from tests.test_cli import NET
+from tests.test_show import plan
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -17,9 +17,8 @@ from hetconv.autotune.stale import TODO
 from hetconv.emulate import DeviceName
 from hetconv.plan import Plan
 from hetconv.profile import ClusterProfile
-
-from .test_cli import NET, hetconv_command
-from .test_merge import A0, B0, BEFORE, NEW, OLD, profile, tuned
+from tests.test_cli import NET, hetconv_command
+from tests.test_merge import A0, B0, BEFORE, NEW, OLD, profile, tuned
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -20,8 +20,8 @@ import bench.__main__
 from bench import compile as bench_compile
 from bench.compile import DTYPES, Item
 from hetconv.kernels import tiles
+from hetconv.kernels.compile_report import left_in_registers
 from hetconv.kernels.launch import CHIPS
-from hetconv.kernels.report import left_in_registers
 from hetconv.spec import Conv2dSpec
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +146,9 @@ def test_the_compiler_here_makes_the_same_of_a_sample(tmp_path: Path) -> None:
 
 def test_each_command_is_helped_by_its_first_line() -> None:
     for name, line in bench.__main__.COMMANDS.items():
-        doc = ast.get_docstring(ast.parse((ROOT / f"bench/{name.replace('-', '_')}.py").read_text("utf-8")))
+        doc = ast.get_docstring(
+            ast.parse((ROOT / f"{bench.__main__.module_of(name).replace('.', '/')}.py").read_text("utf-8"))
+        )
         assert doc is not None
         assert doc.splitlines()[0] == line
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-
-from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
-from .nets import Chain, plan_of, splits_of
-from .spawn import on_ranks, spawn
+from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
+from tests.nets import Chain, plan_of, splits_of
+from tests.spawn import on_ranks, spawn
 
 STEPS = 4
 

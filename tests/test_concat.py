@@ -17,10 +17,9 @@ from hetconv.kernels import gather_concat
 from hetconv.kernels.finish import ACTIVATIONS, PLAIN, Finish
 from hetconv.kernels.launch import Recipe
 from hetconv.kernels.memory import HUGE, Memory, in_rows
-
-from .interpreter import BOUNDS, DEVICE, ON_GPU, assert_close
-from .strategies import Join, joins
-from .test_slices import LAYOUTS, PLACES, Margins, placed
+from tests.interpreter import BOUNDS, DEVICE, ON_GPU, assert_close
+from tests.strategies import Join, joins
+from tests.test_slices import LAYOUTS, PLACES, Margins, placed
 
 pytestmark = [
     pytest.mark.usefixtures("new_memory_is_nan"),

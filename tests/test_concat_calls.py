@@ -20,8 +20,7 @@ from hetconv.errors import KernelError
 from hetconv.kernels import channels
 from hetconv.layout import Box
 from hetconv.movement import Fit, assemble
-
-from .interpreter import DEVICE, ON_GPU
+from tests.interpreter import DEVICE, ON_GPU
 
 ROOT = Path(__file__).parents[1]
 
@@ -184,7 +183,7 @@ from dataclasses import asdict
 from hetconv.kernels.finish import Finish
 from hetconv.kernels.gather_concat import concat_recipe, split_recipe
 from hetconv.kernels.memory import Memory
-from hetconv.kernels.report import report
+from hetconv.kernels.compile_report import report
 lie = lambda k, of: Memory((32, k, 56, 56), (56 * 56 * of, 1, 56 * of, of), "bfloat16")
 relu, parts, y = Finish(True, True, "relu"), tuple(lie(k, k) for k in (96, 160)), lie(256, 256)
 print(json.dumps({

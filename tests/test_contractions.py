@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from hetconv.following import Contraction
 from hetconv.layout import Box, Layout, Need
-
-from .equivalence import Differences, assert_same, train
-from .nets import splits_of
-from .placed import SHAPE, WORLD, Fn, check, gathered, in_every_placement
-from .spawn import on_ranks
-from .strategies import layouts, worlds
+from tests.equivalence import Differences, assert_same, train
+from tests.nets import splits_of
+from tests.placed import SHAPE, WORLD, Fn, check, gathered, in_every_placement
+from tests.spawn import on_ranks
+from tests.strategies import layouts, worlds
 
 FUNCTIONS: dict[str, Fn] = {
     "a 1 x 1 convolution": lambda x, z, p: torch.einsum("nchw,oc->nohw", x, p["h1"].expand(6, 8)),

@@ -26,10 +26,9 @@ from hetconv.provenance import Conditions
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split, SplitKind
 from hetconv.spec import ConvSpec
 from hetconv.walk import walk
-
-from .equivalence import captured, loss_of
-from .nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
-from .spawn import on_ranks
+from tests.equivalence import captured, loss_of
+from tests.nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
+from tests.spawn import on_ranks
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (2, 3, 45, 40)),

@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hetconv
 from hetconv.rules import SplitKind
-
-from .equivalence import Differences, apart, assert_same, full_gradients
-from .nets import Chain, ResNet, plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients
+from tests.nets import Chain, ResNet, plan_of, splits_of
+from tests.spawn import on_ranks
 
 STEPS = 3
 MIXES: tuple[tuple[SplitKind, ...], ...] = (("height",), ("filter", "channel"), ("sample", "width", "filter"))

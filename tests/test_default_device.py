@@ -14,11 +14,10 @@ import torch
 import hetconv
 from hetconv.drift import sync_replicated
 from hetconv.rules import SplitKind
-
-from .equivalence import Differences, apart, assert_same, full_gradients
-from .nets import plan_of, splits_of
-from .programs.table import Net
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients
+from tests.nets import plan_of, splits_of
+from tests.programs.table import Net
+from tests.spawn import on_ranks
 
 ROOT = Path(__file__).parents[1]
 FACTORIES = {

@@ -18,8 +18,7 @@ from hetconv import kernels
 from hetconv.layout import Layout
 from hetconv.movement import redistribute
 from hetconv.rules import KINDS, SplitKind
-
-from .spawn import DEVICE, on_ranks
+from tests.spawn import DEVICE, on_ranks
 
 WHERE = os.environ.get("HETCONV_TEST_DEVICE")
 if WHERE not in ("cuda", "cpu"):
@@ -51,8 +50,8 @@ def differences(
     device: torch.device = DEVICE,
 ) -> dict[str, float]:  # fmt: skip
     """Of one step of the split model to the serial one, both by one backend."""
-    from .equivalence import one_step, pair, relative
-    from .nets import NETS, OTHER_RANKS, splits_of
+    from tests.equivalence import one_step, pair, relative
+    from tests.nets import NETS, OTHER_RANKS, splits_of
 
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)

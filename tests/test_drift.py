@@ -14,9 +14,8 @@ from hetconv import kernels
 from hetconv.drift import replicated
 from hetconv.movement import from_every_rank
 from hetconv.transport import team_of
-
-from .nets import plan_of, splits_of
-from .spawn import on_ranks
+from tests.nets import plan_of, splits_of
+from tests.spawn import on_ranks
 
 STEPS = 200
 

@@ -18,8 +18,7 @@ from hetconv.elimination import BLOCK, Solution, elimination_order, min_plus, mi
 from hetconv.errors import PlanError
 from hetconv.milp import minimize_milp
 from hetconv.potentials import Potentials
-
-from .random_tables import CLIQUE, KINDS, Array, brute, check, drawn, price, tables
+from tests.random_tables import CLIQUE, KINDS, Array, brute, check, drawn, price, tables
 
 
 def test_a_thousand_small_graphs_as_by_brute_force() -> None:

@@ -14,11 +14,10 @@ from hetconv.autotune.measure import timed
 from hetconv.emulate import Computation, DeviceName, both_stretched, set_speed, stretched
 from hetconv.errors import HetConvError
 from hetconv.rules import SplitKind
-
-from .equivalence import Differences, assert_same
-from .nets import IMAGE_KINDS
-from .spawn import on_ranks
-from .test_modules import standalone
+from tests.equivalence import Differences, assert_same
+from tests.nets import IMAGE_KINDS
+from tests.spawn import on_ranks
+from tests.test_modules import standalone
 
 CPU = torch.device("cpu")
 

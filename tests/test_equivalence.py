@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hetconv
 from hetconv.rules import SplitKind
-
-from .equivalence import Differences, assert_same, full_gradients, loss_of, one_step, pair, same_state, train
-from .nets import IMAGE_KINDS, NETS, SuperResolution, Twice, plan_of, splits_of
-from .spawn import on_ranks
-from .strategies import weights
+from tests.equivalence import Differences, assert_same, full_gradients, loss_of, one_step, pair, same_state, train
+from tests.nets import IMAGE_KINDS, NETS, SuperResolution, Twice, plan_of, splits_of
+from tests.spawn import on_ranks
+from tests.strategies import weights
 
 RATIOS = ((3, 1), (5, 2, 1), (1, 0, 2), (1, 1, 1, 1))
 MIXES: tuple[tuple[SplitKind, ...], ...] = (

@@ -19,8 +19,7 @@ from hetconv.pricing import Pricer
 from hetconv.problem import tables
 from hetconv.profile import ClusterProfile, LinkModel
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split
-
-from .nets import NETS, OTHER_RANKS, split_of
+from tests.nets import NETS, OTHER_RANKS, split_of
 
 CLUSTER = ClusterProfile.from_devices(["A100-SXM4-80GB", "V100-SXM2-32GB", "T4"])
 RATIOS = (4, 2, 1), (1, 1, 1), (0, 1, 0)

@@ -24,8 +24,7 @@ from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture
 from hetconv.tuned import TunedPlan
-
-from .nets import Chain, splits_of
+from tests.nets import Chain, splits_of
 
 USUAL, SLOW = (1e-3, 1e-3), (2e-3, 2e-3)  # pulses
 

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.errors import KernelError
-from hetconv.kernels import Tile, reference
+from hetconv.kernels import Tile
 from hetconv.kernels.choice import Backend
 from hetconv.kernels.finish import ACTIVATIONS, activated
 from hetconv.spec import Conv2dSpec
-
-from .interpreter import (
+from tests.interpreter import (  # fmt: skip
     BOUNDS,
     BOXES,
     DEVICE,
@@ -28,7 +27,9 @@ from .interpreter import (
     images,
     skip_unless_it_runs,
     tensors,
-)  # fmt: skip
+)
+
+from . import reference
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 SPEC = images(16, 40, (5, 6), 3, 3, (1, 1), SAME)

@@ -38,9 +38,8 @@ from hetconv.following import (
 from hetconv.layout import Box, Layout, Need, apportion
 from hetconv.rules import REPLICATE, Gather, Op
 from hetconv.spec import Window
-
-from .strategies import layouts, worlds
-from .test_rules import assert_fits
+from tests.strategies import layouts, worlds
+from tests.test_rules import assert_fits
 
 IMAGE = (3, 8, 6, 5)
 

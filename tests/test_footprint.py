@@ -16,9 +16,8 @@ from hetconv.profile import ClusterProfile
 from hetconv.proportions import whole_model
 from hetconv.rules import SplitKind
 from hetconv.tensor import HetTensor
-
-from .nets import NETS, plan_of
-from .spawn import on_ranks
+from tests.nets import NETS, plan_of
+from tests.spawn import on_ranks
 
 SHAPE = (2, 8, 24, 16)
 PROFILE = ClusterProfile.from_devices("cpu, cpu@0.5", link="nvlink3")

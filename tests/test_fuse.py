@@ -18,11 +18,11 @@ from hetconv import kernels
 from hetconv.fusing import followers
 from hetconv.ops.waiting import fold_anywhere
 from hetconv.rules import SplitKind
+from tests.equivalence import Differences, apart, assert_same, leaves, relative
+from tests.nets import IMAGE_KINDS, NETS, Block, plan_of, splits_of
+from tests.spawn import on_ranks
 
 from . import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
-from .equivalence import Differences, apart, assert_same, leaves, relative
-from .nets import IMAGE_KINDS, NETS, Block, plan_of, splits_of
-from .spawn import on_ranks
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU, "relu in place": lambda: nn.ReLU(inplace=True), "relu6": nn.ReLU6, "silu": nn.SiLU,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.fusing import followers
 from hetconv.plan import Plan
-
-from .nets import NETS
+from tests.nets import NETS
 
 
 def test_followers_of_a_resnet() -> None:

@@ -14,9 +14,8 @@ from hetconv.autotune.show import show_gathers, show_plan
 from hetconv.plan import Gathered, Plan
 from hetconv.pricing import gathers
 from hetconv.transport import count_sent
-
-from .nets import ResNet
-from .spawn import on_ranks
+from tests.nets import ResNet
+from tests.spawn import on_ranks
 
 
 class Summed(nn.Module):

@@ -11,10 +11,9 @@ from torch import nn
 
 import hetconv
 from hetconv.rules import Split, SplitKind
-
-from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
-from .nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
+from tests.nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
+from tests.spawn import on_ranks
 
 NORMS = (2.0, 1.0, 3.0, math.inf)
 

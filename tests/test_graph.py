@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.following import BatchNorm, Cat, GlobalAveragePool, Pointwise, Pool
 from hetconv.rules import Conv, Gather, Linear
-
-from .nets import ResNet, UNet
+from tests.nets import ResNet, UNet
 
 
 def test_layers_have_their_module_names_and_whole_shapes() -> None:

@@ -10,9 +10,8 @@ from torch import nn
 
 from hetconv.modules import HetConv2d
 from hetconv.rules import Split
-
-from .equivalence import full_gradients
-from .spawn import on_ranks
+from tests.equivalence import full_gradients
+from tests.spawn import on_ranks
 
 
 def in_dtype(dtype: torch.dtype, kind: str, channels_last: bool) -> tuple[float, torch.dtype, torch.dtype]:

@@ -24,11 +24,10 @@ from hetconv.replicas import Scope
 from hetconv.rules import Split
 from hetconv.sharing import cut_layers
 from hetconv.transport import team_of
-
-from .equivalence import Differences, apart, assert_same, full_gradients, same_state
-from .spawn import on_ranks
-from .strategies import shapes, sizes, worlds
-from .test_layout import mask, performed
+from tests.equivalence import Differences, apart, assert_same, full_gradients, same_state
+from tests.spawn import on_ranks
+from tests.strategies import shapes, sizes, worlds
+from tests.test_layout import mask, performed
 
 
 @st.composite

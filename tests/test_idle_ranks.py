@@ -19,10 +19,9 @@ from hetconv.modules import HetLinear
 from hetconv.movement import Sum
 from hetconv.rules import Split, SplitKind
 from hetconv.transport import Team, team_of
-
-from .equivalence import Differences, assert_same, loss_of, one_step, pair, same_state, train
-from .nets import IMAGE_KINDS, NETS, ResNet, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, assert_same, loss_of, one_step, pair, same_state, train
+from tests.nets import IMAGE_KINDS, NETS, ResNet, splits_of
+from tests.spawn import on_ranks
 
 ZEROS = ((1, 0), (0, 2, 1), (2, 1, 0, 0))
 

@@ -15,10 +15,9 @@ from hetconv.cost import seams_of
 from hetconv.layout import Layout
 from hetconv.rules import Conv, Split, SplitKind, halos_travel, joins_halos
 from hetconv.spec import ConvSpec
-
-from .equivalence import Differences, assert_same, one_step
-from .nets import plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, assert_same, one_step
+from tests.nets import plan_of, splits_of
+from tests.spawn import on_ranks
 
 
 def conv(channels: int, rows: int, kernel: tuple[int, int] = (3, 3)) -> Conv:

@@ -21,8 +21,7 @@ from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Pass, Path
 from hetconv.kernels.wgrad import wgrad_by_boxes, wgrad_by_pointers
 from hetconv.spec import Conv2dSpec
-
-from .interpreter import (
+from tests.interpreter import (  # fmt: skip
     BOXES,
     CHIP,
     ON_GPU,
@@ -36,8 +35,8 @@ from .interpreter import (
     multiplying_in,
     skip_unless_it_runs,
     tensors,
-)  # fmt: skip
-from .strategies import convolutions
+)
+from tests.strategies import convolutions
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 HALVES = ("float16", "bfloat16")

@@ -24,8 +24,7 @@ from hetconv.layout import (
     spans,
     traffic,
 )
-
-from .strategies import boxes, layouts, needs, shapes, sharded, sizes, weights, worlds
+from tests.strategies import boxes, layouts, needs, shapes, sharded, sizes, weights, worlds
 
 Shape = tuple[int, ...]
 

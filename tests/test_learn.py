@@ -22,8 +22,7 @@ from hetconv.pricing import LayerCost, price
 from hetconv.profile import ClusterProfile, DeviceModel
 from hetconv.rules import SplitKind
 from hetconv.splits import KINDS
-
-from .nets import SuperResolution
+from tests.nets import SuperResolution
 
 FAST, SLOW = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3").devices
 

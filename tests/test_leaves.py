@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import hetconv
 import hetconv.ops as ops
 from hetconv.leaves import ELEMENTWISE, OnOwnPart, run_on_own_parts
-
-from .equivalence import Differences, assert_same
-from .placed import PLACEMENTS, WORLD, on_parts, placed
-from .spawn import on_ranks
+from tests.equivalence import Differences, assert_same
+from tests.placed import PLACEMENTS, WORLD, on_parts, placed
+from tests.spawn import on_ranks
 
 
 def norm(**options: Any) -> nn.BatchNorm2d:

@@ -33,12 +33,11 @@ from hetconv.rules import KINDS, Conv, Linear, Op, Split, SplitKind, halos_trave
 from hetconv.spec import ConvSpec
 from hetconv.splits import INNER
 from hetconv.transport import team_of
-
-from .nets import NETS, ResNet, plan_of
-from .placed import PLACEMENTS, WORLD
-from .spawn import on_ranks, outcomes
-from .strategies import two_level
-from .test_levels_net import CLUSTERS, Nodes, splits_of
+from tests.nets import NETS, ResNet, plan_of
+from tests.placed import PLACEMENTS, WORLD
+from tests.spawn import on_ranks, outcomes
+from tests.strategies import two_level
+from tests.test_levels_net import CLUSTERS, Nodes, splits_of
 
 SPEC = ConvSpec(4, 8, (9, 7), 12, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
 

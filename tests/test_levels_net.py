@@ -23,12 +23,11 @@ from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.proportions import whole_model
 from hetconv.rules import KINDS, Conv, Linear, Split, SplitKind
-
-from .equivalence import Differences, apart, assert_same, captured, loss_of, one_step, same_state, train
-from .nets import IMAGE_KINDS, NETS, OTHER_RANKS, Chain, operator_of, plan_of, split_of
-from .spawn import on_ranks
-from .strategies import weights
-from .zoo import ZOO
+from tests.equivalence import Differences, apart, assert_same, captured, loss_of, one_step, same_state, train
+from tests.nets import IMAGE_KINDS, NETS, OTHER_RANKS, Chain, operator_of, plan_of, split_of
+from tests.spawn import on_ranks
+from tests.strategies import weights
+from tests.zoo import ZOO
 
 
 class Nodes(NamedTuple):

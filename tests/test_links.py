@@ -20,8 +20,7 @@ from hetconv.network import Network
 from hetconv.profile import ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
 from hetconv.provenance import Identity
 from hetconv.transport import Team, count_sent, team_of, through_backend
-
-from .spawn import on_ranks
+from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
 DEVICE = DeviceModel("cpu", "cpu", 8e9, {"float32": 1e11}, 1e10)

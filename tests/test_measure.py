@@ -19,8 +19,7 @@ from hetconv.autotune.subjects import Layer
 from hetconv.rules import Conv
 from hetconv.spec import ConvSpec
 from hetconv.transport import team_of
-
-from .spawn import on_ranks
+from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
 PULSE_S = 2**-12

@@ -17,8 +17,7 @@ from hetconv.autotune.meeting import Parts
 from hetconv.autotune.others import Other
 from hetconv.autotune.sampling import Passes, Run, Time
 from hetconv.transport import team_of
-
-from .spawn import on_ranks
+from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,7 @@ from hetconv.plan import Plan
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.rules import SplitKind
-
-from .nets import ResNet, UNet
+from tests.nets import ResNet, UNet
 
 PROFILE = ClusterProfile.from_devices("A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16")
 GB = re.compile(r"the leanest needs ([\d., e+-]+) GB per device")

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hetconv
 from hetconv.ops.common import cropped
 from hetconv.rules import SplitKind
-
-from .nets import plan_of, splits_of
-from .spawn import on_ranks
+from tests.nets import plan_of, splits_of
+from tests.spawn import on_ranks
 
 BATCHES = 1, 2  # the strides of one image can be those of a tensor in either order
 

@@ -16,8 +16,7 @@ from hetconv.provenance import Conditions, Identity
 from hetconv.spec import Conv2dSpec, ConvSpec
 from hetconv.splits import Split
 from hetconv.tuned import TunedChunks, TunedPlan, TunedTile
-
-from .profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, took, tuned
+from tests.profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, took, tuned
 
 
 def seconds(of: ClusterProfile, rank: int) -> dict[str, float]:

@@ -14,9 +14,8 @@ from hetconv.layout import Layout
 from hetconv.movement import moved
 from hetconv.rules import SplitKind
 from hetconv.transport import count_sent, silent, team_of, through_backend
-
-from .nets import Block, plan_of, splits_of
-from .spawn import on_ranks
+from tests.nets import Block, plan_of, splits_of
+from tests.spawn import on_ranks
 
 
 def nobody_answers(by_backend: bool) -> tuple[Tensor, Tensor] | None:

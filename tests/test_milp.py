@@ -13,8 +13,7 @@ from hetconv.elimination import Solution, minimize, solve
 from hetconv.errors import PlanError
 from hetconv.milp import least, minimize_milp
 from hetconv.potentials import Potentials
-
-from .random_tables import CLIQUE, Array, brute, check, drawn, forbidding, price, tables
+from tests.random_tables import CLIQUE, Array, brute, check, drawn, forbidding, price, tables
 
 
 def test_fifty_larger_graphs_as_by_highs() -> None:

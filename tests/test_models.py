@@ -15,10 +15,9 @@ from hetconv.graph import Graph
 from hetconv.plan import Plan
 from hetconv.proportions import whole_model
 from hetconv.rules import Gather
-
-from .equivalence import Differences, apart, full_gradients, leaves, loss_of, one_step, relative, same_state
-from .spawn import on_ranks
-from .zoo import ZOO
+from tests.equivalence import Differences, apart, full_gradients, leaves, loss_of, one_step, relative, same_state
+from tests.spawn import on_ranks
+from tests.zoo import ZOO
 
 Kind = Literal["planned", "height", "filter", "depth"]
 CUTS = [

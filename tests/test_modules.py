@@ -14,10 +14,9 @@ import hetconv
 from hetconv.errors import HetConvError, PlanError
 from hetconv.modules import HetConv2d, HetLinear
 from hetconv.rules import Split, SplitKind
-
-from .equivalence import Differences, apart, assert_same, loss_of, one_step, pair, same_state
-from .nets import IMAGE_KINDS, Chain, MobileBlock, ResNet, SuperResolution, Twice, plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, loss_of, one_step, pair, same_state
+from tests.nets import IMAGE_KINDS, Chain, MobileBlock, ResNet, SuperResolution, Twice, plan_of, splits_of
+from tests.spawn import on_ranks
 
 
 def standalone(kind: SplitKind, ratio: tuple[int, ...], output: str, options: dict[str, Any]) -> Differences:

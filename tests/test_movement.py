@@ -25,9 +25,8 @@ from hetconv.layout import Box, Layout, Move, Need, traffic
 from hetconv.levels import TwoLevel
 from hetconv.movement import redistribute
 from hetconv.transport import count_sent, team_of, through_backend
-
-from .spawn import on_ranks
-from .strategies import layouts, needs, shapes, sharded, worlds
+from tests.spawn import on_ranks
+from tests.strategies import layouts, needs, shapes, sharded, worlds
 
 Place = Layout | Need
 Case = tuple[Layout, Place]

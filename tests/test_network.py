@@ -19,8 +19,7 @@ from hetconv.pricing import price
 from hetconv.profile import ClusterProfile, Copying, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
 from hetconv.rules import Split
 from hetconv.simulate import Clocks, Pass
-
-from .strategies import layouts, needs, shapes
+from tests.strategies import layouts, needs, shapes
 
 DEVICE = DeviceModel("cpu", "cpu", 8e9, {"float32": 1e11}, 1e10)
 rates = st.floats(0, 9, allow_subnormal=False)

@@ -17,11 +17,10 @@ from hetconv.layout import Layout
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Gather, SplitKind
-
-from .equivalence import Differences, apart, assert_same, loss_of, train
-from .nets import plan_of, splits_of
-from .placed import PLACEMENTS, WORLD, Fn, full_gradient, on_parts, placed
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, loss_of, train
+from tests.nets import plan_of, splits_of
+from tests.placed import PLACEMENTS, WORLD, Fn, full_gradient, on_parts, placed
+from tests.spawn import on_ranks
 
 
 def running(p: Any) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.fusing import followers
-
-from .equivalence import Differences, apart, assert_same, one_step
-from .nets import NETS, plan_of, splits_of
-from .spawn import on_ranks
-from .test_fuse import Activated, counting, fused, ready
+from tests.equivalence import Differences, apart, assert_same, one_step
+from tests.nets import NETS, plan_of, splits_of
+from tests.spawn import on_ranks
+from tests.test_fuse import Activated, counting, fused, ready
 
 
 class Rewritten(nn.Module):

@@ -15,10 +15,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from hetconv import kernels
 from hetconv.errors import KernelError
-from hetconv.kernels import Tile, reference, tiles
+from hetconv.kernels import Tile, tiles
 from hetconv.spec import Conv2dSpec
+from tests.interpreter import DEVICE, ON_GPU, SAME, assert_close, geometry, multiplying_in, tensors
 
-from .interpreter import DEVICE, ON_GPU, SAME, assert_close, geometry, multiplying_in, tensors
+from . import reference
 
 SPEC = Conv2dSpec(2, 8, 6, 5, 12, 3, 3, (1, 1), SAME)
 TILE = Tile("pointers", 16, 64, 16, 4, 2)

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetconv.calls import JOINS, READERS, UNARY, contractions, creation, random, reductions, shapes, views
-
-from .equivalence import Differences
-from .placed import PLACEMENTS, WORLD, Fn, check, on_parts
-from .spawn import on_ranks
+from tests.equivalence import Differences
+from tests.placed import PLACEMENTS, WORLD, Fn, check, on_parts
+from tests.spawn import on_ranks
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clamp": (0.7, 1.2),

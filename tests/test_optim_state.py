@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 import hetconv
 from hetconv.rules import Split
-
-from .equivalence import apart
-from .nets import Twice, plan_of
-from .spawn import on_ranks
+from tests.equivalence import apart
+from tests.nets import Twice, plan_of
+from tests.spawn import on_ranks
 
 Params = list[dict[str, Any]]
 ALONE = Split("sample", (0, 0, 1, 0))

@@ -19,8 +19,7 @@ from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
 from hetconv.spec import ConvSpec
 from hetconv.transport import count_sent
-
-from .spawn import on_ranks
+from tests.spawn import on_ranks
 
 SPEC = ConvSpec(1, 4, (12, 8), 6, (5, 5), (1, 1), ((2, 2), (2, 2)), (1, 1))
 

@@ -19,11 +19,10 @@ from hetconv.kernels import Tile, channels, parts, segments
 from hetconv.kernels.correlate import by_pointers
 from hetconv.kernels.gather_concat import concat
 from hetconv.spec import Conv2dSpec
-
-from .interpreter import BOUNDS, BOXES, DEVICE, ON_GPU, POINTERS, assert_close, skip_unless_it_runs, tensors
-from .test_finish import definition, ends
-from .test_segments import SPEC, WIDTHS, called, launching, separate
-from .test_slices import PLACES, Margins, placed
+from tests.interpreter import BOUNDS, BOXES, DEVICE, ON_GPU, POINTERS, assert_close, skip_unless_it_runs, tensors
+from tests.test_finish import definition, ends
+from tests.test_segments import SPEC, WIDTHS, called, launching, separate
+from tests.test_slices import PLACES, Margins, placed
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 

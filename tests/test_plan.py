@@ -12,8 +12,7 @@ from torch import nn
 from hetconv.errors import PlanError
 from hetconv.plan import LayerPlan, Plan, Prediction
 from hetconv.rules import Split
-
-from .nets import Chain, plan_of, splits_of
+from tests.nets import Chain, plan_of, splits_of
 
 
 def plan(kind: Any = "filter") -> Plan:

@@ -20,8 +20,7 @@ from hetconv.pricing import price
 from hetconv.profile import Alone, ClusterProfile, DeviceModel, TunedRatio
 from hetconv.rules import Linear, Split, SplitKind
 from hetconv.tuned import TunedPlan
-
-from .nets import IMAGE_KINDS, MobileBlock, ResNet, UNet
+from tests.nets import IMAGE_KINDS, MobileBlock, ResNet, UNet
 
 PAIR = ("A100-SXM4-80GB", "V100-SXM2-32GB")
 

@@ -12,17 +12,12 @@ import pytest
 from torch import nn
 
 import hetconv
-from bench import planner_models
 from bench.planner import EVEN, SAMPLE, modelled
-from bench.planner_models import captured
+from bench.shared.models import captured, unet
 from hetconv.graph import Graph
 from hetconv.plan import Plan
 
 BATCH = {"AlexNet": 64, "ResNet-50": 64, "U-Net": 16}
-PARAMETERS = {  # as torchvision counts them, of InceptionV3 without its auxiliary classifier
-    "AlexNet": 61_100_840, "ResNet-50": 25_557_032, "ResNet-152": 60_192_808, "InceptionV3": 23_834_568,
-    "DenseNet-121": 7_978_856,
-}  # fmt: skip
 
 
 @cache
@@ -41,17 +36,12 @@ def gain(plan: Plan, over: str) -> float:
     return plan.alternatives[over] / plan.predicted.step_s
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_the_architectures_are_those_that_torchvision_has(name: str) -> None:
-    assert planner_models.parameters(name) == PARAMETERS[name]
-
-
 def test_meta_tensors_give_the_graph_that_others_give() -> None:
     import torch
 
-    model: nn.Module = planner_models.UNet(width=4, depth=2)
+    model: nn.Module = unet(width=4)
     with torch.device("meta"):
-        on_meta = hetconv.capture(planner_models.UNet(width=4, depth=2), torch.empty(2, 3, 16, 16))
+        on_meta = hetconv.capture(unet(width=4), torch.empty(2, 3, 16, 16))
     assert on_meta == hetconv.capture(model, torch.empty(2, 3, 16, 16))
 
 
@@ -86,7 +76,7 @@ def test_no_plan_is_predicted_to_be_worse_than_what_it_is_compared_with(name: st
 SAVE = """
 import sys, hetconv
 from bench.planner import modelled
-from bench.planner_models import captured
+from bench.shared.models import captured
 hetconv.make_plan(captured("U-Net", 16), modelled(4)).save(sys.argv[1])
 """
 

@@ -28,9 +28,8 @@ from hetconv.planner import Contender, contenders
 from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split, SplitKind
-
-from .spawn import on_ranks
-from .test_tune import job
+from tests.spawn import on_ranks
+from tests.test_tune import job
 
 ALONE = "fastest device alone (0: cpu)"
 

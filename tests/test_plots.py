@@ -16,9 +16,8 @@ from hetconv.autotune.sampling import Passes
 from hetconv.errors import HetConvError
 from hetconv.performance import Curve, LinkModel, OperatorModel
 from hetconv.profile import ClusterProfile
-
-from .test_show import texts
-from .test_summary import captured
+from tests.test_show import texts
+from tests.test_summary import captured
 
 CONV = "conv2d 1x{c}x56x56 k{c} 3x3 s(1,1) p((1,1),(1,1)) d(1,1) g1 float32 by pixels"
 KEYS = [CONV.format(c=8 * c) for c in range(1, 9)]

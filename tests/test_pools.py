@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv.ops.pools import in_plain_order
-
-from .equivalence import Differences
-from .placed import WORLD, Fn, check, gathered, in_every_placement, sequence, volume
-from .spawn import on_ranks
+from tests.equivalence import Differences
+from tests.placed import WORLD, Fn, check, gathered, in_every_placement, sequence, volume
+from tests.spawn import on_ranks
 
 
 def fractional(x: Tensor, z: Tensor, p: Any) -> Tensor:

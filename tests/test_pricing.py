@@ -13,8 +13,7 @@ from hetconv.cost import operator_key
 from hetconv.performance import Alone
 from hetconv.pricing import Pricer, price
 from hetconv.rules import Split
-
-from .test_cost import toy
+from tests.test_cost import toy
 
 
 def test_a_device_is_faster_for_as_long_as_the_others_rest() -> None:

@@ -26,8 +26,7 @@ from hetconv.proportions import aligned, split_of, with_whole_sum
 from hetconv.provenance import Conditions
 from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split
 from hetconv.splits import INNER
-
-from .nets import Chain, MobileBlock, ResNet, Twice, UNet, Volumes, Waves
+from tests.nets import Chain, MobileBlock, ResNet, Twice, UNet, Volumes, Waves
 
 SHEETS = ClusterProfile.from_devices("A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16")
 RELU = {"elementwise float32": OperatorModel(Curve((1e4, 1e6), (1e-5, 1e-3)), Curve((1e4, 1e6), (2e-5, 3e-3)))}

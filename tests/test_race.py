@@ -16,9 +16,8 @@ from hetconv.autotune.race import LEAST_ROUNDS, Alone, Order, Outcome, Race
 from hetconv.autotune.rounds import Round
 from hetconv.autotune.shares import TrialFailedError
 from hetconv.plan import Plan
-
-from .nets import Chain, plan_of, splits_of
-from .spawn import on_ranks
+from tests.nets import Chain, plan_of, splits_of
+from tests.spawn import on_ranks
 
 LIMIT = 60.0  # seconds; a rank that failed is noticed long before
 X = ModelInputs.of(torch.ones(2, 4, 16, 16))

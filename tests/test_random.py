@@ -22,11 +22,10 @@ from hetconv.profile import ClusterProfile
 from hetconv.rules import SplitKind
 from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
-
-from .equivalence import Differences, apart, loss_of
-from .nets import plan_of, splits_of
-from .placed import PLACEMENTS, WORLD, check, on_parts, placed
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, loss_of
+from tests.nets import plan_of, splits_of
+from tests.placed import PLACEMENTS, WORLD, check, on_parts, placed
+from tests.spawn import on_ranks
 
 SHAPE, RATE = (6, 24, 15, 18), 0.3  # every dimension divides among the ranks, so that parts compare
 CUTS = [Layout.sharded(SHAPE, dim, (n // WORLD,) * WORLD) for dim, n in enumerate(SHAPE)]

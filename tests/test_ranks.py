@@ -18,10 +18,9 @@ from hetconv.plan import Plan
 from hetconv.proportions import whole_model
 from hetconv.rules import KINDS, Gather, Split, SplitKind
 from hetconv.spec import ConvSpec
-
-from .equivalence import Differences, apart, assert_same, leaves, one_step, pair, train
-from .nets import OTHER_RANKS, Volumes, Waves, kinds_of, plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, leaves, one_step, pair, train
+from tests.nets import OTHER_RANKS, Volumes, Waves, kinds_of, plan_of, splits_of
+from tests.spawn import on_ranks
 
 CUTS = [(net, kind) for net, (_, shape) in OTHER_RANKS.items() for kind in kinds_of(len(shape) - 2)]
 cuts = pytest.mark.parametrize(("net", "kind"), CUTS)

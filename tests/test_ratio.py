@@ -22,8 +22,7 @@ from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile, TunedRatio
 from hetconv.recorder import capture
 from hetconv.rules import REPLICATE, Split
-
-from .nets import Chain
+from tests.nets import Chain
 
 BIG, SMALL = Split("height", (30, 2)), Split("height", (5, 3))
 

@@ -21,10 +21,9 @@ from hetconv.layout import buckets, summed, traffic
 from hetconv.replicas import contributed
 from hetconv.rules import SplitKind
 from hetconv.transport import count_sent, team_of
-
-from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair
-from .nets import NETS, plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair
+from tests.nets import NETS, plan_of, splits_of
+from tests.spawn import on_ranks
 
 
 @contextmanager

@@ -15,10 +15,9 @@ from hetconv.calls import read
 from hetconv.following import Interpolate
 from hetconv.layout import Layout, Move, traffic
 from hetconv.rules import REPLICATE, Step
-
-from .equivalence import Differences
-from .placed import PLACEMENTS, WORLD, Fn, check, gathered, in_every_placement, sequence, volume
-from .spawn import on_ranks
+from tests.equivalence import Differences
+from tests.placed import PLACEMENTS, WORLD, Fn, check, gathered, in_every_placement, sequence, volume
+from tests.spawn import on_ranks
 
 ROWS, COLUMNS = PLACEMENTS["rows"], PLACEMENTS["columns"]
 

@@ -13,9 +13,8 @@ from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.proportions import whole_model
 from hetconv.rules import KINDS, SplitKind
-
-from .equivalence import TOLERANCE, Differences, loss_of, one_step, pair
-from .spawn import on_ranks
+from tests.equivalence import TOLERANCE, Differences, loss_of, one_step, pair
+from tests.spawn import on_ranks
 
 
 class Resampling(nn.Module):

@@ -29,9 +29,8 @@ from hetconv.profile import Alone as Rested
 from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture
 from hetconv.transport import team_of
-
-from .nets import Chain, splits_of
-from .spawn import on_ranks
+from tests.nets import Chain, splits_of
+from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
 

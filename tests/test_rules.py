@@ -14,9 +14,8 @@ from hetconv.holding import Held
 from hetconv.layout import Box, Layout, apportion, spans
 from hetconv.rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind, Step
 from hetconv.spec import ConvSpec
-
-from .nets import split_of
-from .strategies import layouts, sizes, weights, windows, worlds
+from tests.nets import split_of
+from tests.strategies import layouts, sizes, weights, windows, worlds
 
 SPEC = ConvSpec(3, 8, (9, 7), 12, (3, 3), (2, 1), ((1, 1), (1, 1)), (1, 1))
 TONE = ConvSpec(2, 4, (9,), 6, (3,), (1,), ((1, 1),), (1,))

@@ -16,11 +16,10 @@ from hetconv import movement
 from hetconv.layout import Layout
 from hetconv.running import Running
 from hetconv.transport import team_of
-
-from .equivalence import Differences, apart, assert_same, pair, same_state
-from .nets import splits_of
-from .placed import placed
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, pair, same_state
+from tests.nets import splits_of
+from tests.placed import placed
+from tests.spawn import on_ranks
 
 RATIO = (2, 0, 1)
 

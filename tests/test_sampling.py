@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.autotune import sampling
-from hetconv.autotune.sampling import (
+from hetconv.autotune.sampling import (  # fmt: skip
     FEW,
     LEAST,
     MOST,
@@ -28,7 +28,7 @@ from hetconv.autotune.sampling import (
     interval,
     sampled,
     settled,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("n", "k"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (50, 18)])

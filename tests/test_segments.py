@@ -20,11 +20,10 @@ from hetconv.kernels.finish import ACTIVATIONS
 from hetconv.kernels.launch import CHIPS, Recipe
 from hetconv.kernels.memory import Memory
 from hetconv.spec import ITEMSIZE, Conv2dSpec
-
-from .interpreter import BOUNDS, DEVICE, ON_GPU, POINTERS, SAME, Tensors, assert_close, geometry, images, tensors
-from .strategies import convolutions, sizes
-from .test_finish import definition, ends
-from .test_slices import LAYOUTS, placed
+from tests.interpreter import BOUNDS, DEVICE, ON_GPU, POINTERS, SAME, Tensors, assert_close, geometry, images, tensors
+from tests.strategies import convolutions, sizes
+from tests.test_finish import definition, ends
+from tests.test_slices import LAYOUTS, placed
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 DTYPES = ("float32", "float16", "bfloat16")

@@ -16,10 +16,9 @@ from hetconv.layout import Layout
 from hetconv.rules import Op, Split
 from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
-
-from .equivalence import Differences, apart, assert_same
-from .placed import PLACEMENTS, SHAPE, WORLD, Fn, gathered, on_parts
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same
+from tests.placed import PLACEMENTS, SHAPE, WORLD, Fn, gathered, on_parts
+from tests.spawn import on_ranks
 
 VIEWS: dict[str, Fn] = {
     "permute": lambda x: x.permute(0, 2, 3, 1),

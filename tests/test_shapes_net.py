@@ -14,12 +14,11 @@ import hetconv
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile
 from hetconv.rules import Split
-
-from .equivalence import Differences, apart, assert_same, full_gradients, loss_of
-from .nets import plan_of
-from .placed import WORLD
-from .spawn import on_ranks
-from .test_shapes import shuffled
+from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of
+from tests.nets import plan_of
+from tests.placed import WORLD
+from tests.spawn import on_ranks
+from tests.test_shapes import shuffled
 
 
 class Shapes(nn.Module):

@@ -19,8 +19,7 @@ from hetconv.errors import HetConvError, PlanError
 from hetconv.plan import Considered, LayerPlan, Plan, Prediction
 from hetconv.profile import ClusterProfile, Copying
 from hetconv.rules import REPLICATE, Split
-
-from .nets import Chain, plan_of, splits_of
+from tests.nets import Chain, plan_of, splits_of
 
 ROWS, CHANNELS = Split("height", (3, 1)), Split("filter", (4, 2))
 

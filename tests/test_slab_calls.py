@@ -23,10 +23,9 @@ from hetconv.kernels.launch import Recipe
 from hetconv.layout import Box, Layout, Move, Need, pieces, traffic
 from hetconv.movement import redistribute
 from hetconv.transport import count_sent, through_backend
-
-from .interpreter import DEVICE, ON_GPU
-from .spawn import spawn
-from .test_slabs import image, same_bits
+from tests.interpreter import DEVICE, ON_GPU
+from tests.spawn import spawn
+from tests.test_slabs import image, same_bits
 
 ROOT = Path(__file__).parents[1]
 
@@ -180,7 +179,7 @@ COMPILED = """
 import json
 from dataclasses import asdict
 from hetconv.kernels.memory import Memory
-from hetconv.kernels.report import report
+from hetconv.kernels.compile_report import report
 from hetconv.kernels.slabs import move_recipe
 whole = (56 * 56 * 256, 1, 56 * 256, 256)
 packed = lambda c, h, w: Memory((32, c, h, w), (c * h * w, 1, c * w, c), dtype)

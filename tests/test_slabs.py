@@ -17,9 +17,8 @@ from hetconv import kernels
 from hetconv.kernels import slabs
 from hetconv.kernels.memory import Memory
 from hetconv.layout import Box
-
-from .interpreter import DEVICE, ON_GPU
-from .strategies import boxes
+from tests.interpreter import DEVICE, ON_GPU
+from tests.strategies import boxes
 
 pytestmark = [
     pytest.mark.usefixtures("new_memory_is_nan"),

@@ -14,8 +14,7 @@ from hetconv.errors import KernelError
 from hetconv.kernels import Tile
 from hetconv.kernels.tiles import Pass
 from hetconv.spec import Conv2dSpec
-
-from .interpreter import (
+from tests.interpreter import (  # fmt: skip
     BOUNDS,
     BOXES,
     CHIP,
@@ -29,7 +28,7 @@ from .interpreter import (
     skip_unless_it_runs,
     tensors,
     truth,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 hopper = pytest.mark.skipif(CHIP.arch < 90, reason="needs Hopper's copy engine")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hetconv.errors import HetConvError
 from hetconv.spec import Conv2dSpec, ConvSpec, Segment, Window, pads_per_side
-
-from .strategies import windows
+from tests.strategies import windows
 
 
 def numbers(*shape: int) -> Tensor:

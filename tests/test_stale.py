@@ -10,8 +10,7 @@ from hetconv.profile import ClusterProfile
 from hetconv.provenance import Conditions
 from hetconv.spec import Conv2dSpec
 from hetconv.tuned import TunedTile
-
-from .profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, tuned
+from tests.profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, tuned
 
 
 def test_a_profile_of_one_time_and_place_has_nothing_stale() -> None:

@@ -13,8 +13,7 @@ from hetconv import emulate
 from hetconv.autotune import measure
 from hetconv.autotune.others import Call
 from hetconv.autotune.sampling import Passes, Run
-
-from .spawn import on_ranks
+from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
 

@@ -26,8 +26,7 @@ from hetconv.pricing import Pricer
 from hetconv.profile import ClusterProfile
 from hetconv.splits import Split
 from hetconv.tuned import TunedPlan
-
-from .test_summary import PAIR, captured
+from tests.test_summary import PAIR, captured
 
 
 class Raced:

@@ -20,9 +20,8 @@ from hetconv.cost import kind_of
 from hetconv.rules import Conv, Linear
 from hetconv.spec import ConvSpec
 from hetconv.tensor import HetTensor
-
-from .nets import OTHER_RANKS, MobileBlock, ResNet
-from .spawn import on_ranks
+from tests.nets import OTHER_RANKS, MobileBlock, ResNet
+from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
 CONV = Conv(ConvSpec(2, 6, (9, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))

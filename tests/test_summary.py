@@ -33,9 +33,8 @@ from hetconv.profile import ClusterProfile, TunedRatio
 from hetconv.recorder import capture
 from hetconv.splits import Split
 from hetconv.tuned import TunedPlan
-
-from .nets import Chain, splits_of
-from .test_cli import NET
+from tests.nets import Chain, splits_of
+from tests.test_cli import NET
 
 PAIR = ("cpu", "cpu@0.5")
 ON_0 = f"{ALONE} (0: cpu)"

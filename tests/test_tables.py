@@ -13,9 +13,8 @@ from hetconv.layout import Box, Exchange, Layout, Move, Need, Shape, apportion, 
 from hetconv.network import Network
 from hetconv.rules import window_need
 from hetconv.tables import Moved, movement, movements, sent_bytes
-
-from .strategies import boxes, layouts, needs, weights, windows
-from .test_network import rates
+from tests.strategies import boxes, layouts, needs, weights, windows
+from tests.test_network import rates
 
 extents = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

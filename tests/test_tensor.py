@@ -16,10 +16,9 @@ from hetconv.errors import HetConvError, LayoutError
 from hetconv.layout import Layout
 from hetconv.tensor import HetTensor
 from hetconv.transport import count_sent, team_of
-
-from .placed import PLACEMENTS, SHAPE, WORLD, placed
-from .spawn import on_ranks
-from .test_ops import FUNCTIONS
+from tests.placed import PLACEMENTS, SHAPE, WORLD, placed
+from tests.spawn import on_ranks
+from tests.test_ops import FUNCTIONS
 
 WHOLE = torch.arange(float(torch.Size(SHAPE).numel())).reshape(SHAPE)
 

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from hetconv.autotune.tiles import Choice, WrongResultError, heuristic, search, space
 from hetconv.kernels import Tile
 from hetconv.kernels.triton_backend import suited
-
-from .test_tiles import chips, extents
-from .tile_tables import FILE, Table, load
+from tests.test_tiles import chips, extents
+from tests.tile_tables import FILE, Table, load
 
 TABLES = load()
 NAMES = [t.name for t in TABLES]

@@ -16,8 +16,7 @@ from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Image
 from hetconv.kernels.triton_backend import suited
 from hetconv.spec import Conv2dSpec, Window
-
-from .strategies import windows
+from tests.strategies import windows
 
 chips = st.sampled_from(list(CHIPS.values()))
 dtypes = st.sampled_from(["float16", "bfloat16", "float32"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import timing
+from bench.shared import timing
 
 
 class Clock:

@@ -22,8 +22,7 @@ from hetconv.profile import ClusterProfile
 from hetconv.simulate import Clocks, Event, Pass
 from hetconv.trace import document
 from hetconv.walk import TOLD
-
-from .nets import NETS, splits_of
+from tests.nets import NETS, splits_of
 
 CLUSTER = ClusterProfile.from_devices(["A100-SXM4-80GB", "V100-SXM2-32GB", "T4"])
 MIXES: list[Any] = [("height",), ("filter",), ("sample", "channel", "height"), ("width", "replicate", "filter")]

@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hetconv
 from hetconv.rules import SplitKind
-
-from .equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair, same_state
-from .nets import IMAGE_KINDS, ResNet, plan_of, splits_of
-from .spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair, same_state
+from tests.nets import IMAGE_KINDS, ResNet, plan_of, splits_of
+from tests.spawn import on_ranks
 
 SHAPE = (2, 3, 20, 20)
 RATIO = (2, 0, 1)

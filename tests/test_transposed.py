@@ -15,11 +15,10 @@ import hetconv
 from hetconv.following import ConvTranspose, TransposedWindow
 from hetconv.layout import Layout
 from hetconv.rules import Gather, SplitKind
-
-from .equivalence import Differences, assert_same, train
-from .nets import splits_of
-from .placed import PLACEMENTS, WORLD, Fn, on_parts
-from .spawn import on_ranks
+from tests.equivalence import Differences, assert_same, train
+from tests.nets import splits_of
+from tests.placed import PLACEMENTS, WORLD, Fn, on_parts
+from tests.spawn import on_ranks
 
 FUNCTIONS: dict[str, Fn] = {
     "2 by 2, stride 2": lambda x, z, p: F.conv_transpose2d(x, p["full"].new_ones(8, 3, 2, 2) * p["c"][0], None, 2),

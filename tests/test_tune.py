@@ -26,8 +26,7 @@ from hetconv.plan import ALONE
 from hetconv.planner import make_plan
 from hetconv.profile import ClusterProfile
 from hetconv.recorder import capture
-
-from .spawn import on_ranks
+from tests.spawn import on_ranks
 
 DEVICES = tuple(parse_devices("cpu,cpu@0.5"))
 IMAGE = InputSpec((TensorSpec((1, 3, 32, 32)),))

@@ -20,17 +20,16 @@ from hetconv.autotune import measure, tiling
 from hetconv.autotune.progress import Reporter
 from hetconv.autotune.tiles import TRIALS, Found, Trial, WrongResultError
 from hetconv.autotune.trials import Contest
-from hetconv.kernels import Tile, passes, report, tiles
+from hetconv.kernels import Tile, compile_report, passes, tiles
 from hetconv.kernels.choice import Question
-from hetconv.kernels.report import Report
+from hetconv.kernels.compile_report import Report
 from hetconv.recorder import capture
 from hetconv.spec import Conv2dSpec
 from hetconv.transport import team_of
 from hetconv.tuned import TunedTile
-
-from .interpreter import DEVICE, ON_GPU, PASSES, SAME, geometry, multiplying_in, tensors
-from .nets import Chain, plan_of, splits_of
-from .spawn import on_ranks
+from tests.interpreter import DEVICE, ON_GPU, PASSES, SAME, geometry, multiplying_in, tensors
+from tests.nets import Chain, plan_of, splits_of
+from tests.spawn import on_ranks
 
 SPEC = Conv2dSpec(1, 16, 12, 12, 16, 3, 3, (1, 1), SAME, dtype="float16")
 SMALL = Tile("pointers", 16, 128, 64, 4, 2)
@@ -102,8 +101,8 @@ def test_a_tile_with_left_operands_in_registers_is_not_tried(
     (tmp_path / "cuobjdump").touch()
     found = Report(40, 0, 1000, 8, 0, left, 2, 4, 0, 100, 20)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(report, "TOOLS", tmp_path)
-    monkeypatch.setattr(report, "report", lambda *_: found)
+    monkeypatch.setattr(compile_report, "TOOLS", tmp_path)
+    monkeypatch.setattr(compile_report, "report", lambda *_: found)
     why = Contest(question(), DEVICE).obstacle(SMALL)
     assert why is None if said is None else said in str(why)
 

@@ -14,10 +14,9 @@ import hetconv
 import hetconv.ops as ops
 from hetconv.ops import unmoved
 from hetconv.tensor import HetTensor
-
-from .equivalence import Differences, assert_same
-from .placed import PLACEMENTS, SHAPE, WORLD, on_parts, placed
-from .spawn import on_ranks
+from tests.equivalence import Differences, assert_same
+from tests.placed import PLACEMENTS, SHAPE, WORLD, on_parts, placed
+from tests.spawn import on_ranks
 
 WHOLE = torch.linspace(-1, 1, torch.Size(SHAPE).numel(), dtype=torch.float64).reshape(SHAPE)
 

@@ -12,8 +12,7 @@ from hetconv.rules import Conv, Split
 from hetconv.spec import ConvSpec
 from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
-
-from .spawn import on_ranks
+from tests.spawn import on_ranks
 
 
 def with_the_ways_of_another() -> float:

@@ -18,13 +18,12 @@ from hetconv.planner import make_plan
 from hetconv.pricing import price
 from hetconv.profile import ClusterProfile, DeviceModel, LinkModel
 from hetconv.rules import Split, SplitKind
-
-from .equivalence import assert_same
-from .nets import NETS, splits_of
-from .spawn import on_ranks
-from .test_cost import CASES, sent_and_predicted
-from .test_equivalence import RATIOS, trained
-from .test_fuse import evaluated
+from tests.equivalence import assert_same
+from tests.nets import NETS, splits_of
+from tests.spawn import on_ranks
+from tests.test_cost import CASES, sent_and_predicted
+from tests.test_equivalence import RATIOS, trained
+from tests.test_fuse import evaluated
 
 MIXES: tuple[tuple[SplitKind, ...], ...] = (("channel",), ("filter", "channel"), ("channel", "height"))
 

@@ -15,8 +15,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from bench.kernel_cases import Case, cases
-from bench.kernel_checks import extents
+from bench.shared.kernel_cases import Case, cases
+from bench.shared.kernel_checks import extents
 from hetconv.autotune.tiles import Choice, WrongResultError, heuristic, space
 from hetconv.kernels import Tile
 from hetconv.kernels.launch import CHIPS, Chip

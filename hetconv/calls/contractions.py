@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..following import Contraction
+from hetconv.following import Contraction
+
 from .base import Args, Call, Kwargs, Reader, arg
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..following import ConvTranspose, TransposedWindow
+from hetconv.following import ConvTranspose, TransposedWindow
+
 from .base import Args, Call, Kwargs, Reader, arg, per_dim
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..following import Like
-from ..rules import Gather
+from hetconv.following import Like
+from hetconv.rules import Gather
+
 from .base import Args, Call, Kwargs, Reader, arg
 from .shapes import sizes_of
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..rules import Conv, Linear
-from ..spec import ConvSpec, pads_per_side
+from hetconv.rules import Conv, Linear
+from hetconv.spec import ConvSpec, pads_per_side
+
 from .base import Args, Call, Kwargs, arg, per_dim
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

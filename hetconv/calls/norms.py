@@ -8,7 +8,8 @@ from math import prod
 
 from torch import Tensor
 
-from ..following import BatchNorm, GroupNorm, OwnNorm
+from hetconv.following import BatchNorm, GroupNorm, OwnNorm
+
 from .base import Args, Call, Kwargs, Reader, arg
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..following import ACTIVATIONS, Pointwise, PRelu
+from hetconv.following import ACTIVATIONS, Pointwise, PRelu
+
 from .base import JOINS, Args, Call, Kwargs, Reader, arg
 
 UNARY = frozenset(

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..following import AdaptivePool, GlobalAveragePool, Pool
-from ..spec import Window
+from hetconv.following import AdaptivePool, GlobalAveragePool, Pool
+from hetconv.spec import Window
+
 from .base import Args, Call, Kwargs, Reader, arg
 
 

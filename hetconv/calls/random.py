@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..following import Drawn, NoiseLike
+from hetconv.following import Drawn, NoiseLike
+
 from .base import Args, Call, Kwargs, Reader, arg
 from .creation import like
 from .pointwise import elementwise

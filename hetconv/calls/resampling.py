@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..following import CircularPad, Interpolate, Pad, PixelUnshuffle
+from hetconv.following import CircularPad, Interpolate, Pad, PixelUnshuffle
+
 from .base import Args, Call, Kwargs, Reader, arg
 from .pools import adaptive_pool
 

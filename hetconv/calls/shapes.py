@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..following import Cat, PixelShuffle, Reshape, Stack
+from hetconv.following import Cat, PixelShuffle, Reshape, Stack
+
 from .base import Args, Call, Kwargs, Reader, arg, dim_of
 
 

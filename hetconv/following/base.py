@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
-from ..layout import Box, Layout, Need, Shape, apportion
-from ..levels import TwoLevel, in_nodes
-from ..rules import REPLICATE, Gather, Split, Step
-from ..spec import Span
+from hetconv.layout import Box, Layout, Need, Shape, apportion
+from hetconv.levels import TwoLevel, in_nodes
+from hetconv.rules import REPLICATE, Gather, Split, Step
+from hetconv.spec import Span
 
 Rule = Callable[..., Step]  # of (operator, inputs, split)
 Counted = Callable[[Any, tuple[Layout, ...]], Sequence[bool] | None]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layout import Layout, Need, Shape
-from ..rules import REPLICATE, Gather, Split, Step
+from hetconv.layout import Layout, Need, Shape
+from hetconv.rules import REPLICATE, Gather, Split, Step
+
 from .base import on_parts, per_sample
 
 Labels = tuple[str | None, ...]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ..layout import Box, Layout, Need, Shape, apportion
-from ..rules import REPLICATE, Gather, Split, Step
-from ..spec import Span
+from hetconv.layout import Box, Layout, Need, Shape, apportion
+from hetconv.rules import REPLICATE, Gather, Split, Step
+from hetconv.spec import Span
+
 from .base import on_parts, per_sample, recut
 
 

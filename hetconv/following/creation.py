@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layout import Layout, Shape
-from ..rules import REPLICATE, Gather, Split, Step
+from hetconv.layout import Layout, Shape
+from hetconv.rules import REPLICATE, Gather, Split, Step
+
 from .base import on_parts
 
 

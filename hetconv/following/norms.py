@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..layout import Box, Layout, Move, Need, Shape, from_each, summed
-from ..rules import REPLICATE, Gather, Split, Step
+from hetconv.layout import Box, Layout, Move, Need, Shape, from_each, summed
+from hetconv.rules import REPLICATE, Gather, Split, Step
+
 from .base import cut_dims, on_parts
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..layout import Box, Layout, Need, Shape
-from ..rules import REPLICATE, Gather, Split, Step
+from hetconv.layout import Box, Layout, Need, Shape
+from hetconv.rules import REPLICATE, Gather, Split, Step
+
 from .base import cut_dims, on_parts
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "leaky_relu", "silu", "gelu")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..layout import Layout, Shape, apportion
-from ..rules import REPLICATE, Gather, Split, Step, window_need
-from ..spec import Span, Window
+from hetconv.layout import Layout, Shape, apportion
+from hetconv.rules import REPLICATE, Gather, Split, Step, window_need
+from hetconv.spec import Span, Window
+
 from .base import on_parts, per_sample, recut, slabs
 
 

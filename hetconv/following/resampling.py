@@ -8,9 +8,10 @@ from math import floor
 from struct import pack, unpack
 from typing import Literal
 
-from ..layout import Layout, Shape, apportion, spans
-from ..rules import REPLICATE, Gather, Split, Step
-from ..spec import Span
+from hetconv.layout import Layout, Shape, apportion, spans
+from hetconv.rules import REPLICATE, Gather, Split, Step
+from hetconv.spec import Span
+
 from .base import on_parts, per_sample, recut, slabs, unless
 
 Filter = Literal["nearest", "nearest-exact", "linear", "cubic"]

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ..layout import Layout, Need, Shape, apportion, spans
-from ..levels import TwoLevel
-from ..rules import REPLICATE, Gather, Split, Step
+from hetconv.layout import Layout, Need, Shape, apportion, spans
+from hetconv.levels import TwoLevel
+from hetconv.rules import REPLICATE, Gather, Split, Step
+
 from .base import on_parts, per_sample, recut, slabs, unless
 
 

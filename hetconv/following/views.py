@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from ..layout import Box, Layout, Shape
-from ..rules import REPLICATE, Gather, Split, Step
-from ..spec import Span
+from hetconv.layout import Box, Layout, Shape
+from hetconv.rules import REPLICATE, Gather, Split, Step
+from hetconv.spec import Span
+
 from .base import cut_dims, per_sample, unless
 
 

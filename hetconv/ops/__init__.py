@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import call_site, tensor
-from ..calls import Call, read, writes_in_place
-from ..errors import HetConvError
-from ..following import (
+from hetconv import call_site, tensor
+from hetconv.calls import Call, read, writes_in_place
+from hetconv.errors import HetConvError
+from hetconv.following import (
     AdaptivePool,
     BatchNorm,
     Cat,
@@ -27,10 +27,11 @@ from ..following import (
     Pointwise,
     Pool,
 )
-from ..movement import unshared
-from ..rules import Gather, Step
-from ..tensor import HetTensor, compute_waiting, install_dispatch
-from ..torch_internals import no_torch_function, storage_id, tree_iter, tree_map
+from hetconv.movement import unshared
+from hetconv.rules import Gather, Step
+from hetconv.tensor import HetTensor, compute_waiting, install_dispatch
+from hetconv.torch_internals import no_torch_function, storage_id, tree_iter, tree_map
+
 from . import (
     contractions,
     convs,

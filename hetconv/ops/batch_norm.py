@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_site
-from ..calls import BatchNormCall, Call
-from ..following import BatchNorm
-from ..kernels.finish import per_channel
-from ..layout import Box, Layout, Need
-from ..movement import moved, perform
-from ..replicas import contributed, running_of
-from ..rules import Step
-from ..running import Running
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv import call_site
+from hetconv.calls import BatchNormCall, Call
+from hetconv.following import BatchNorm
+from hetconv.kernels.finish import per_channel
+from hetconv.layout import Box, Layout, Need
+from hetconv.movement import moved, perform
+from hetconv.replicas import contributed, running_of
+from hetconv.rules import Step
+from hetconv.running import Running
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, bring, differentiable_gradients
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..layout import Layout, apportion, spans
-from ..messages import Round
-from ..movement import start_round
-from ..transport import Team
+from hetconv import kernels
+from hetconv.layout import Layout, apportion, spans
+from hetconv.messages import Round
+from hetconv.movement import start_round
+from hetconv.transport import Team
+
 from .geometry import Geometry
 from .halo import ANY, After, computed
 

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..caches import Cache
-from ..calls import Call
-from ..layout import Box, Layout, Need, Shape
-from ..movement import moved, take
-from ..replicas import contributed, is_replica
-from ..rules import REPLICATE, Op, Split, Step
-from ..spec import Span
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv.caches import Cache
+from hetconv.calls import Call
+from hetconv.layout import Box, Layout, Need, Shape
+from hetconv.movement import moved, take
+from hetconv.replicas import contributed, is_replica
+from hetconv.rules import REPLICATE, Op, Split, Step
+from hetconv.spec import Span
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
 
 Func = Callable[..., Any]
 Args = Sequence[Any]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..calls import Call
-from ..following import Contraction
-from ..rules import Step
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv.calls import Call
+from hetconv.following import Contraction
+from hetconv.rules import Step
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, bring
 
 

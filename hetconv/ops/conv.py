@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..emulate import both_stretched
-from ..holding import Held
-from ..kernels.aten import overruns
-from ..layout import Box, Layout
-from ..replicas import contributed
-from ..rules import Conv, Split, Step, halos_travel
-from ..tensor import HetTensor, gather
-from ..transport import Team
+from hetconv import kernels
+from hetconv.emulate import both_stretched
+from hetconv.holding import Held
+from hetconv.kernels.aten import overruns
+from hetconv.layout import Box, Layout
+from hetconv.replicas import contributed
+from hetconv.rules import Conv, Split, Step, halos_travel
+from hetconv.tensor import HetTensor, gather
+from hetconv.transport import Team
+
 from .common import autocast, bring, cached_step
 from .geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
 from .halo import LocalConv, computed

@@ -7,15 +7,16 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..calls import Call, ConvTransposeCall
-from ..emulate import stretched
-from ..following import ConvTranspose
-from ..kernels.finish import per_channel
-from ..replicas import contributed
-from ..rules import Step
-from ..spec import Span
-from ..tensor import HetTensor, gather
-from ..transport import Team
+from hetconv.calls import Call, ConvTransposeCall
+from hetconv.emulate import stretched
+from hetconv.following import ConvTranspose
+from hetconv.kernels.finish import per_channel
+from hetconv.replicas import contributed
+from hetconv.rules import Step
+from hetconv.spec import Span
+from hetconv.tensor import HetTensor, gather
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, bring, cropped
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calls import Call
-from ..following import Like
-from ..rules import Step
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv.calls import Call
+from hetconv.following import Like
+from hetconv.rules import Step
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, as_called
 
 

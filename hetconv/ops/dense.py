@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..emulate import both_stretched
-from ..replicas import contributed
-from ..rules import Linear, Split
-from ..tensor import HetTensor, gather
-from ..transport import Team
+from hetconv.emulate import both_stretched
+from hetconv.replicas import contributed
+from hetconv.rules import Linear, Split
+from hetconv.tensor import HetTensor, gather
+from hetconv.transport import Team
+
 from .common import autocast, bring, empty_output, placement_of, uncounted
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..calls import BatchNormCall, activation_of, name_of, read, writes_in_place
-from ..tensor import HetTensor
+from hetconv.calls import BatchNormCall, activation_of, name_of, read, writes_in_place
+from hetconv.tensor import HetTensor
+
 from . import views
 from .batch_norm import norm_of, scale_and_shift
 from .common import Args, Func, Kwargs, bring

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from .. import call_site
-from ..errors import HetConvError
-from ..tensor import HetTensor, compute_waiting
-from ..torch_internals import checkpoint_saver, replace_function_apply
+from hetconv import call_site
+from hetconv.errors import HetConvError
+from hetconv.tensor import HetTensor, compute_waiting
+from hetconv.torch_internals import checkpoint_saver, replace_function_apply
 
 
 def gather_for_functions(on_gathered: Callable[..., Any]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from ..layout import Boxes, Layout, pieces
-from ..rules import Conv, Split
-from ..spec import Segment, Span
+from hetconv.layout import Boxes, Layout, pieces
+from hetconv.rules import Conv, Split
+from hetconv.spec import Segment, Span
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_site, kernels
-from ..emulate import stretched
-from ..kernels import Route, aten
-from ..kernels.aten import summed_pixels
-from ..kernels.finish import per_channel
-from ..messages import Round
-from ..movement import disjoint, side_of, start_round
-from ..spec import Segment
-from ..torch_internals import materialized
-from ..transport import Team
+from hetconv import call_site, kernels
+from hetconv.emulate import stretched
+from hetconv.kernels import Route, aten
+from hetconv.kernels.aten import summed_pixels
+from hetconv.kernels.finish import per_channel
+from hetconv.messages import Round
+from hetconv.movement import disjoint, side_of, start_round
+from hetconv.spec import Segment
+from hetconv.torch_internals import materialized
+from hetconv.transport import Team
+
 from .common import differentiable_gradients, tied, uncounted
 from .geometry import Geometry
 

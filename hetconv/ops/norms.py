@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import call_site
-from ..calls import Call, NormCall, name_of
-from ..following import BatchNorm, GroupNorm, OwnNorm
-from ..kernels.finish import per_channel
-from ..layout import Box, Need
-from ..movement import moved, perform
-from ..replicas import contributed
-from ..rules import Step
-from ..tensor import HetTensor, gather
-from ..transport import Team
+from hetconv import call_site
+from hetconv.calls import Call, NormCall, name_of
+from hetconv.following import BatchNorm, GroupNorm, OwnNorm
+from hetconv.kernels.finish import per_channel
+from hetconv.layout import Box, Need
+from hetconv.movement import moved, perform
+from hetconv.replicas import contributed
+from hetconv.rules import Step
+from hetconv.tensor import HetTensor, gather
+from hetconv.transport import Team
+
 from .batch_norm import batch_norm, exact_of, of_nothing
 from .common import Args, Func, Kwargs, Runner, as_called, bring, called_on, differentiable_gradients
 

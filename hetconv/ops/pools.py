@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..calls import Call
-from ..following import AdaptivePool, GlobalAveragePool, Pool
-from ..layout import Box
-from ..rules import Step
-from ..spec import Span, Window
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv.calls import Call
+from hetconv.following import AdaptivePool, GlobalAveragePool, Pool
+from hetconv.layout import Box
+from hetconv.rules import Step
+from hetconv.spec import Span, Window
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, as_called, bring, empty_output
 
 MAX: dict[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from ..calls import Call
-from ..errors import HetConvError
-from ..following import Drawn, NoiseLike
-from ..rules import Step
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv.calls import Call
+from hetconv.errors import HetConvError
+from hetconv.following import Drawn, NoiseLike
+from hetconv.rules import Step
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, as_called, bring
 from .creation import like
 

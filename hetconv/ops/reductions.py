@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calls import Call, name_of
-from ..following import Along, Reduction
-from ..rules import Step
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv.calls import Call, name_of
+from hetconv.following import Along, Reduction
+from hetconv.rules import Step
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, bring, called_on
 
 OF_NONE = frozenset({"mean", "var", "std", "var_mean", "std_mean"})

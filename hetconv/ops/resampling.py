@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..calls import Call
-from ..following import CircularPad, Interpolate, Pad, PixelUnshuffle
-from ..following.resampling import TAPS
-from ..layout import Box
-from ..rules import Step
-from ..spec import Span
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv.calls import Call
+from hetconv.following import CircularPad, Interpolate, Pad, PixelUnshuffle
+from hetconv.following.resampling import TAPS
+from hetconv.layout import Box
+from hetconv.rules import Step
+from hetconv.spec import Span
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, as_called, bring, cropped
 from .pools import empty_part, own_outputs
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from ..calls import Call
-from ..following import Cat, PixelShuffle, Reshape, Stack
-from ..rules import Step
-from ..tensor import HetTensor
-from ..transport import Team
+from hetconv.calls import Call
+from hetconv.following import Cat, PixelShuffle, Reshape, Stack
+from hetconv.rules import Step
+from hetconv.tensor import HetTensor
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, as_called, bring, empty_output
 from .views import link
 

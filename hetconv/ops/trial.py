@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..caches import Cache
-from ..calls import BatchNormCall, name_of, read, writes_in_place
-from ..kernels import CHANNELS_LAST
-from ..layout import Shape
-from ..tensor import HetTensor
-from ..torch_internals import no_torch_dispatch, storage_id, tree_iter, tree_map, write_count
+from hetconv.caches import Cache
+from hetconv.calls import BatchNormCall, name_of, read, writes_in_place
+from hetconv.kernels import CHANNELS_LAST
+from hetconv.layout import Shape
+from hetconv.tensor import HetTensor
+from hetconv.torch_internals import no_torch_dispatch, storage_id, tree_iter, tree_map, write_count
+
 from . import views
 from .common import Args, Func, Kwargs
 

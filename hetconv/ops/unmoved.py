@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..caches import Cache
-from ..calls import Call
-from ..following import BatchNorm, Pointwise
-from ..layout import Box, Layout, Need
-from ..rules import Step
-from ..tensor import HetTensor, compute_waiting
+from hetconv.caches import Cache
+from hetconv.calls import Call
+from hetconv.following import BatchNorm, Pointwise
+from hetconv.layout import Box, Layout, Need
+from hetconv.rules import Step
+from hetconv.tensor import HetTensor, compute_waiting
+
 from . import views
 from .common import Args, Func, Kwargs
 

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..calls import Call
-from ..following import Pieces, View
-from ..kernels import CHANNELS_LAST
-from ..layout import Layout
-from ..rules import Step
-from ..tensor import HetTensor, gather
-from ..torch_internals import storage_id, tree_iter, tree_map
-from ..transport import Team
+from hetconv.calls import Call
+from hetconv.following import Pieces, View
+from hetconv.kernels import CHANNELS_LAST
+from hetconv.layout import Layout
+from hetconv.rules import Step
+from hetconv.tensor import HetTensor, gather
+from hetconv.torch_internals import storage_id, tree_iter, tree_map
+from hetconv.transport import Team
+
 from .common import Args, Func, Kwargs, Runner, as_called
 
 Retake = Callable[[Tensor], Tensor]

@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..errors import HetConvError
-from ..layout import Layout
-from ..replicas import SCOPE
-from ..tensor import HetTensor
-from ..torch_internals import write_count
-from ..transport import Switch, Team, objects_of_all
+from hetconv import kernels
+from hetconv.errors import HetConvError
+from hetconv.layout import Layout
+from hetconv.replicas import SCOPE
+from hetconv.tensor import HetTensor
+from hetconv.torch_internals import write_count
+from hetconv.transport import Switch, Team, objects_of_all
+
 from .chunks import gathered_in_chunks
 from .geometry import Geometry
 from .halo import NOTHING, After, computed

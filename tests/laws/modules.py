@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import hetconv
 from hetconv.rules import Split, SplitKind
+from tests.equivalence import full_gradients
+from tests.nets import operator_of, plan_of, split_of
 
-from ..equivalence import full_gradients
-from ..nets import operator_of, plan_of, split_of
 from .survey import Result, in_step
 
 KINDS: tuple[SplitKind, ...] = ("height", "filter", "channel", "sample")

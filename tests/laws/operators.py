@@ -22,8 +22,8 @@ import hetconv
 from hetconv.layout import Layout
 from hetconv.tensor import HetTensor
 from hetconv.transport import team_of
+from tests.placed import full_gradient, placed, summands, value
 
-from ..placed import full_gradient, placed, summands, value
 from .survey import Result, in_step
 
 TOLERANCE = 1e-9

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..spawn import Pool
+from tests.spawn import Pool
 
 LIMIT = timedelta(seconds=20)
 """For which a rank waits for another one. A case takes milliseconds."""

@@ -15,9 +15,8 @@ from torch import Tensor
 
 import hetconv
 from hetconv.layout import Layout
-
-from ..placed import full_gradient, placed
-from ..spawn import on_ranks
+from tests.placed import full_gradient, placed
+from tests.spawn import on_ranks
 
 CHANNELS = 4
 FORMATS = (torch.contiguous_format, torch.channels_last)

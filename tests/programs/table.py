@@ -30,10 +30,9 @@ from torch.utils._pytree import tree_leaves
 import hetconv
 from hetconv.calls import plannable_layers
 from hetconv.rules import SplitKind
-
-from ..equivalence import Differences, apart, full_gradients
-from ..nets import operator_of, plan_of, split_of
-from ..spawn import on_ranks
+from tests.equivalence import Differences, apart, full_gradients
+from tests.nets import operator_of, plan_of, split_of
+from tests.spawn import on_ranks
 
 PLACES: dict[str, tuple[SplitKind, tuple[int, int]]] = {
     "height": ("height", (2, 1)), "filter": ("filter", (2, 1)), "channel": ("channel", (2, 1)),

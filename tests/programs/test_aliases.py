@@ -12,9 +12,8 @@ from torch import Tensor
 
 import hetconv
 from hetconv.tensor import HetTensor
-
-from ..placed import PLACEMENTS, SHAPE, placed
-from ..spawn import on_ranks
+from tests.placed import PLACEMENTS, SHAPE, placed
+from tests.spawn import on_ranks
 
 # Each returns a tensor itself or a view of it where nothing is to be done, and a copy where something is.
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.rules import Split, SplitKind
-
-from ..equivalence import Differences, apart, assert_same, full_gradients
-from ..nets import plan_of
-from ..spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients
+from tests.nets import plan_of
+from tests.spawn import on_ranks
 
 
 def critic(norm: str) -> nn.Module:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.rules import Split, SplitKind
-
-from ..equivalence import Differences, assert_same, one_step
-from ..nets import plan_of
-from ..spawn import on_ranks
+from tests.equivalence import Differences, assert_same, one_step
+from tests.nets import plan_of
+from tests.spawn import on_ranks
 
 Mode = Literal["train", "eval", "infer"]
 ACTIVATIONS = (nn.ReLU, nn.Hardswish, nn.Dropout, nn.LeakyReLU, nn.SiLU, nn.ELU)

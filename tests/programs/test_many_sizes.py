@@ -17,10 +17,9 @@ import hetconv
 from hetconv.caches import SignatureCaches
 from hetconv.entry import EntryForward
 from hetconv.rules import Split
-
-from ..equivalence import Differences, apart, assert_same, full_gradients
-from ..nets import plan_of
-from ..spawn import Pool, on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients
+from tests.nets import plan_of
+from tests.spawn import Pool, on_ranks
 
 SPLITS = {"0": Split("height", (5, 3)), "4": Split("filter", (5, 3)), "8": Split("height", (5, 3))}
 SIZES, LEVEL_AT, MOST_GROWTH = 2000, 300, 30.0  # megabytes

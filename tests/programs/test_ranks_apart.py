@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import hetconv
 from hetconv import stalls, transport
 from hetconv.rules import Split, SplitKind
-
-from ..nets import plan_of
-from ..spawn import on_ranks, outcomes
+from tests.nets import plan_of
+from tests.spawn import on_ranks, outcomes
 
 
 class Branches(nn.Module):

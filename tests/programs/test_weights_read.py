@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hetconv
 from hetconv.rules import Split, SplitKind
-
-from ..equivalence import Differences, apart, assert_same, full_gradients
-from ..nets import plan_of
-from ..spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients
+from tests.nets import plan_of
+from tests.spawn import on_ranks
 
 Read = Callable[["Net", Tensor], Tensor]
 

@@ -15,9 +15,9 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
 import hetconv
+from tests.equivalence import Differences, apart, assert_same, same_state
+from tests.spawn import on_ranks
 
-from ..equivalence import Differences, apart, assert_same, same_state
-from ..spawn import on_ranks
 from .table import PLACES, Net, Run, Table
 
 PROGRAMS = Table()

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 import hetconv
 from bench.planner import modelled
 from hetconv.plan import Plan
-
-from ..equivalence import Differences, apart, assert_same, full_gradients, leaves
-from ..nets import plan_of, splits_of
-from ..spawn import on_ranks
+from tests.equivalence import Differences, apart, assert_same, full_gradients, leaves
+from tests.nets import plan_of, splits_of
+from tests.spawn import on_ranks
 
 SIZE = 64
 TORCHVISION = (

@@ -1,0 +1,87 @@
+"""What a measurement must say about where it was made: device, versions, commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetconv.errors import KernelError
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+
+
+def need_cuda(bench: str) -> torch.device:
+    """The GPU to measure. Raises `KernelError` without one."""
+    if not torch.cuda.is_available():
+        raise KernelError(f"bench {bench} needs a CUDA device, and torch {torch.__version__} sees none on this machine")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def facts() -> dict[str, Any]:
+    """Of this process's CUDA device and the software."""
+    import triton
+
+    p = torch.cuda.get_device_properties(0)
+    return {
+        "device": p.name, "capability": f"{p.major}.{p.minor}", "sms": p.multi_processor_count,
+        "l2_bytes": p.L2_cache_size, "memory_bytes": p.total_memory,
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(), "python": platform.python_version(),
+        "date": now(), **commit(),
+    }  # fmt: skip
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def commit() -> dict[str, Any]:
+    """From git, or from HETCONV_COMMIT where a copy of the tree has no history."""
+    found = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    if found is None:
+        return {"commit": os.environ.get("HETCONV_COMMIT"), "dirty": None}
+    return {"commit": found, "dirty": bool(_said("git", "-C", str(ROOT), "status", "--porcelain"))}
+
+
+def software() -> dict[str, Any]:
+    """Of a measurement on CPUs, which nothing else identifies."""
+    return {
+        "machine": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def save(path: Path, document: Mapping[str, Any]) -> None:
+    """A result file, with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def slug(device: str) -> str:
+    """A device's name as a folder's: "NVIDIA H200" is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def results_file(folder: Path, suite: str) -> Path:
+    """The one file of a suite in a machine's folder; it is replaced when the suite is measured anew."""
+    return folder / f"{suite}.json"
+
+
+def _said(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

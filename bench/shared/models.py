@@ -58,7 +58,7 @@ def resnet18() -> nn.Module:
 
 def unet(width: int = 64) -> nn.Module:
     """MONAI's BasicUNet of images: four times halved and ``width`` channels at full size, with batch norms."""
-    from monai.networks.nets import BasicUNet
+    from monai.networks.nets.basic_unet import BasicUNet
 
     features = (width, 2 * width, 4 * width, 8 * width, 16 * width, width)
     return BasicUNet(spatial_dims=2, in_channels=3, out_channels=2, features=features, act="relu", norm="batch")

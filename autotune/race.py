@@ -92,7 +92,7 @@ def step_of(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Callable[[], N
 def step_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """`step_of` a plain model, all of which takes longer where the device is emulated.
 
-    `emulate.visitors` are let in between its modules. The ``model`` is this step's own from now on.
+    Who is `emulate.visiting` is let in between its modules. The ``model`` is this step's own from now on.
     """
 
     def between(_: nn.Module, __: Any, y: Any) -> None:
@@ -256,11 +256,8 @@ class _Heard:
 
     def __call__(self) -> None:
         self.seconds.append(0.0)
-        emulate.listeners.append(self._note)
-        try:
+        with emulate.listening(self._note):
             self._step()
-        finally:
-            emulate.listeners.remove(self._note)
 
     def _note(self, computation: Computation) -> None:
         start, end, own_s = computation

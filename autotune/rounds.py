@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import harmonic_mean
 from typing import Any, NamedTuple
@@ -130,7 +130,7 @@ class _Pulses:
         self.took_s, self._beat, self._next = 0.0, pulse(device), 0.0
 
     def __call__(self) -> None:
-        """As `emulate.visitors` are called; a device that has just paused is left at that."""
+        """As `emulate.visiting` calls it; a device that has just paused is left at that."""
         began = time.perf_counter()
         if began < self._next or emulate.at_work_s() < WARM_S:
             return
@@ -144,10 +144,5 @@ class _Pulses:
     def within(device: torch.device) -> Iterator[_Pulses]:
         """While a step runs; a GPU's host is ahead of it, and would have to wait for each."""
         found = _Pulses(device)
-        if device.type == "cpu":
-            emulate.visitors.append(found)
-        try:
+        with emulate.visiting(found) if device.type == "cpu" else nullcontext():
             yield found
-        finally:
-            if found in emulate.visitors:
-                emulate.visitors.remove(found)

@@ -160,13 +160,16 @@ def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
     recorded = []
     for _ in range(5):
         busy: list[tuple[float, float]] = []
-        emulate.listeners.append(lambda seen, busy=busy: busy.append((seen.start, seen.end)))  # type: ignore[misc]
+
+        def note(seen: emulate.Computation, busy: list[tuple[float, float]] = busy) -> None:
+            busy.append((seen.start, seen.end))
+
         dist.barrier()
         start = time.perf_counter()
-        step()
+        with emulate.listening(note):
+            step()
         dist.barrier()
         length = time.perf_counter() - start
-        emulate.listeners.clear()
         ranks: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, [(a - start, b - start) for a, b in busy])
         recorded.append(pictures.Timeline(length, ranks))

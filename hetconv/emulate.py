@@ -1,15 +1,17 @@
 """A device slowed on purpose, to try uneven pairs on one machine: ``cpu@0.5`` computes at half the speed of ``cpu``.
 
-Every local convolution and linear, forward and backward, is stretched by sleeping after it. A CPU with one thread is
-slowed to that speed however often others have its core: what it waited for the core, in computations and between them,
-it sleeps less. So two of ``cpu@0.5`` can share one. What is measured or printed of such a device is marked as emulated
-by its name.
+Every local convolution and linear, forward and backward, is stretched by sleeping after it: a hook around them, see
+`hetconv.kernels.compute_hook`, is installed while the device is slowed, or while somebody listens. A CPU with one
+thread is slowed to that speed however often others have its core: what it waited for the core, in computations and
+between them, it sleeps less. So two of ``cpu@0.5`` can share one. What is measured or printed of such a device is
+marked as emulated by its name.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import HetConvError
+from .kernels.compute_hook import set_compute_hook
 from .own_core import waits_s
 
 T = TypeVar("T")
@@ -56,12 +59,8 @@ _aside = _Clocks(0.0, 0.0)  # so far, in all that was stretched and in all inter
 _seen = _Seen(0.0, 0.0, 0.0)
 LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
 PAUSE = 1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
-listeners: list[Callable[[Computation], None]] = []
-"""Each is told of every computation that was `stretched`, when it is over."""
-visitors: list[Callable[[], None]] = []
-"""Each is let in at the end of every computation, before what is slowed sleeps, and in the middle of some, see
-`interlude`.
-"""
+_listeners: list[Callable[[Computation], None]] = []
+_visitors: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ def set_speed(speed: float) -> None:
         raise HetConvError(f"an emulated speed of {speed} was asked for; give one above 0 and at most 1")
     forget_waits()
     _slowness, _overslept = 1 / speed, 0.0
+    _install()
 
 
 def slowness() -> float:
@@ -115,7 +115,47 @@ def forget_waits() -> None:
 
 def as_it_is() -> bool:
     """Whether nothing is slowed and nobody listens or visits, so that `stretched` does nothing."""
-    return _slowness == 1 and not listeners and not visitors
+    return _slowness == 1 and not _listeners and not _visitors
+
+
+@contextmanager
+def listening(listener: Callable[[Computation], None]) -> Iterator[None]:
+    """Within it, ``listener`` is told of every computation that was `stretched`, when it is over."""
+    _listeners.append(listener)
+    _install()
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+        _install()
+
+
+@contextmanager
+def visiting(visitor: Callable[[], None]) -> Iterator[None]:
+    """Within it, ``visitor`` is called at the end of every computation, before what is slowed sleeps, and in the middle
+    of some, see `interlude`.
+    """
+    _visitors.append(visitor)
+    _install()
+    try:
+        yield
+    finally:
+        _visitors.remove(visitor)
+        _install()
+
+
+class _Stretching:
+    """The hook around the local computations of layers."""
+
+    def once(self, compute: Callable[[], T], device: torch.device) -> T:
+        return stretched(compute, device)
+
+    def with_backward(self, compute: Callable[[], Tensor], device: torch.device) -> Tensor:
+        return both_stretched(compute, device)
+
+
+def _install() -> None:
+    set_compute_hook(None if as_it_is() else _Stretching())
 
 
 class _Begun(NamedTuple):
@@ -180,7 +220,7 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     _look(paused=True)
     # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
     _overslept = min(_overslept + slept - rest, LATE)
-    for listener in listeners:
+    for listener in _listeners:
         listener(Computation(begun.at.wall, done.wall + slept + begun.waited, own_s))
     if _shares_its_core(device):
         forget_waits()
@@ -192,7 +232,7 @@ def interlude() -> None:
     global _aside
     began = _now()
     _look(paused=False)
-    for visitor in visitors:
+    for visitor in _visitors:
         visitor()
     _look(paused=False)
     _aside = _with_time_since(began, _aside)

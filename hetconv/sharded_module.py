@@ -18,7 +18,7 @@ from .layout import Box, Shape
 from .movement import take
 from .replicas import SCOPE, computed_again, contributed
 from .tensor import HetTensor, gather
-from .torch_internals import check_before_clipping, check_before_unscaling, write_count
+from .torch_internals import check_before_clipping, check_before_unscaling, register_patch, write_count
 from .transport import Team, broadcast
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has: parameters, hooks, the mode
@@ -242,9 +242,9 @@ def _check_unscaling(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-register_optimizer_step_pre_hook(_check_step)
-check_before_clipping(_check_clipping)
-check_before_unscaling(_check_unscaling)
+register_patch(lambda: register_optimizer_step_pre_hook(_check_step).remove)
+register_patch(lambda: check_before_clipping(_check_clipping))
+register_patch(lambda: check_before_unscaling(_check_unscaling))
 
 
 def _writes(module: nn.Module) -> Writes:

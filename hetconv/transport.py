@@ -20,7 +20,7 @@ from . import call_site
 from .errors import DisagreementError, HetConvError, LostRankError
 from .mailbox import Channel, RanksApartError, channels
 from .stalls import Stalls
-from .torch_internals import timeout_of, transform_in_use
+from .torch_internals import install_patches, timeout_of, transform_in_use
 
 T = TypeVar("T")
 OF_ALL = 1
@@ -77,7 +77,8 @@ _teams: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()
 def team_of(group: dist.ProcessGroup | None = None) -> Team:
     """The team of a process group (default: all ranks). The first call on a group is collective.
 
-    From then on this thread runs its backward passes itself, see `run_backward_here`.
+    From then on this thread runs its backward passes itself, see `run_backward_here`, and the changes to PyTorch that
+    hetconv needs are in force, see `install_patches`.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise HetConvError(
@@ -87,6 +88,7 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
     group = group if group is not None else dist.group.WORLD
     assert group is not None
     run_backward_here()
+    install_patches()
     if group not in _teams:
         backend = str(dist.get_backend(group))
         if backend == "gloo":

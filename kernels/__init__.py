@@ -13,6 +13,7 @@ if __name__ == "kernels":
 else:
     from . import choice, tiles
     from .channels import concat_channels, finish_in_place
+    from .compute_hook import ComputeHook, call_layer, set_compute_hook
     from .op import conv2d
     from .packing import pack, unpack
     from .parts import conv2d_parts
@@ -22,8 +23,10 @@ else:
 
 __all__ = [
     "CHANNELS_LAST",
+    "ComputeHook",
     "Route",
     "Tile",
+    "call_layer",
     "choice",
     "concat_channels",
     "conv2d",
@@ -37,6 +40,7 @@ __all__ = [
     "pack",
     "route",
     "set_backend",
+    "set_compute_hook",
     "tiles",
     "unpack",
 ]

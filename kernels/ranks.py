@@ -11,6 +11,7 @@ from torch import Tensor
 from hetconv.spec import ConvSpec, Ints
 
 from . import aten
+from .compute_hook import hooked
 from .finish import Finish
 from .passes import Route, conv2d_backward, conv2d_forward, only_aten
 
@@ -19,6 +20,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The memory format that convolutions run fastest in, by a tensor's dimensions."""
 
 
+@hooked
 def conv_forward(
     x: Tensor,
     w: Tensor,
@@ -49,6 +51,7 @@ def conv_forward(
     return aten.forward(x, w, bias, stride, padding, dilation, groups, y_shape, scale, shift, residual, finish)
 
 
+@hooked
 def conv_backward(
     g: Tensor,
     x: Tensor,

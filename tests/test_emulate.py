@@ -204,25 +204,17 @@ class Interrupted(Shared):
 
 def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Interrupted(0.0, monkeypatch)
-    emulate.visitors.append(lambda: Shared.compute(shared))
-    try:
+    with emulate.visiting(lambda: Shared.compute(shared)):
         assert shared.stretched(0.5) == pytest.approx(40.0)  # in the middle and at the end of each a second of theirs
-    finally:
-        emulate.visitors.clear()
 
 
 @pytest.mark.parametrize("speed", [1.0, 0.5])
 def test_listeners_are_told_the_wall_and_the_threads_own_clock(speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have the core for half a second of each, and a visitor works for one more in the middle."""
     shared, heard = Interrupted(0.5, monkeypatch), list[Computation]()
-    emulate.listeners.append(heard.append)
     visits = iter([lambda: Shared.compute(shared), *[lambda: None] * 99])
-    emulate.visitors.append(lambda: next(visits)())
-    try:
+    with emulate.listening(heard.append), emulate.visiting(lambda: next(visits)()):
         shared.stretched(speed)
-    finally:
-        emulate.visitors.clear()
-        emulate.listeners.clear()
     first, others = (3.0, 1.5) if speed == 1 else (3.5, 2.0)
     assert [c.own_s for c in heard] == pytest.approx([1.0] * 10)
     assert [c.end - c.start for c in heard] == pytest.approx([first, *[others] * 9])
@@ -242,15 +234,14 @@ def test_visitors_know_since_when_there_was_no_pause(
 ) -> None:
     shared, heard = Shared(others, monkeypatch), list[float]()
     monkeypatch.setattr(emulate, "_seen", emulate._Seen(0.0, 0.0, 0.0))
-    emulate.visitors.append(lambda: heard.append(emulate.at_work_s()))
     try:
         set_speed(speed)
-        for _ in at_work_s:
-            shared.sleep(waits)
-            stretched(shared.compute, CPU)
+        with emulate.visiting(lambda: heard.append(emulate.at_work_s())):
+            for _ in at_work_s:
+                shared.sleep(waits)
+                stretched(shared.compute, CPU)
     finally:
         set_speed(1.0)
-        emulate.visitors.clear()
     assert heard == pytest.approx(at_work_s)
 
 
@@ -281,11 +272,8 @@ def test_both_passes_of_a_node_are_stretched(threads: int, again: bool, monkeypa
 def watched(kind: SplitKind) -> Differences:
     """With a listener to what is computed, as while tuning."""
     heard: list[float] = []
-    emulate.listeners.append(lambda seen: heard.append(seen.end - seen.start))
-    try:
+    with emulate.listening(lambda seen: heard.append(seen.end - seen.start)):
         found = standalone(kind, (1, 1), "split", {"padding": 1})
-    finally:
-        emulate.listeners.clear()
     return found | {"nothing was computed": 0.0 if len(heard) >= 2 else 1.0}
 
 

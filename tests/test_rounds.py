@@ -61,7 +61,7 @@ def visit(at_work_s: float = WARM_S) -> None:
     """By a thread that is at work for so long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulate, "at_work_s", lambda: at_work_s)
-        for visitor in emulate.visitors:
+        for visitor in emulate._visitors:
             visitor()
 
 
@@ -102,7 +102,7 @@ def test_no_pulse_is_taken_after_a_sleep(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_gpu_is_not_made_to_wait_within_a_step(clock: Clock) -> None:
     with rounds._Pulses.within(torch.device("cuda")):
-        assert emulate.visitors == []
+        assert emulate._visitors == []
 
 
 def test_a_step_is_as_long_as_without_the_pulses_of_one_rank() -> None:
@@ -170,13 +170,8 @@ def test_a_plain_model_lets_visitors_in_between_its_modules(mode: Mode, least: i
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
     step, heard = step_alone(model, ModelInputs.of(torch.zeros(1, 3, 8, 8)), mode), list[float]()
     step()
-    emulate.visitors.append(lambda: heard.append(0.0))
-    emulate.listeners.append(lambda seen: heard.append(seen.end - seen.start))
-    try:
+    with emulate.visiting(lambda: heard.append(0.0)), emulate.listening(lambda c: heard.append(c.end - c.start)):
         step()
-    finally:
-        emulate.visitors.clear()
-        emulate.listeners.clear()
     assert heard[:-1] == [0.0] * (least + 1)  # the last when all is done
     assert heard[-1] > 0  # the whole, of which listeners hear
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 import hetconv
 from hetconv import torch_internals
 from hetconv.torch_internals import INTERNALS, TESTED_WITH, Internal
+
+from .spawn import on_ranks
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"torch\._(?!_version__)|torch\.[a-z.]*\._[a-z]|from torch[a-z.]*\._|_make_wrapper_subclass\b")
@@ -51,3 +56,42 @@ def test_no_other_module_uses_the_insides_of_torch() -> None:
         for line in path.read_text("utf-8").splitlines() if PRIVATE.search(line)
     ]  # fmt: skip
     assert found == []
+
+
+def _replaced() -> tuple[object, ...]:
+    function = torch.autograd.Function
+    apply = inspect.getattr_static(function, "apply")
+    return apply, torch.nn.utils.clip_grad._clip_grads_with_norm_, torch.amp.GradScaler._unscale_grads_
+
+
+def _before_with_and_without_a_group() -> tuple[bool, bool, bool]:
+    from hetconv import ops as ops
+    from hetconv import sharded_module as sharded_module
+    from hetconv.transport import team_of
+
+    torch_internals.remove_patches()
+    before = _replaced()
+    team_of()
+    with_group = _replaced()
+    torch_internals.remove_patches()
+    after = _replaced()
+    works = torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(torch.ones(1))], 1.0).item() == 0.0
+    return before == after, not any(a is b for a, b in zip(before, with_group, strict=True)), works
+
+
+def test_pytorch_is_changed_by_the_first_group_and_can_be_as_it_was() -> None:
+    assert on_ranks(1, _before_with_and_without_a_group) == [(True, True, True)]
+
+
+def test_importing_hetconv_changes_nothing_in_pytorch() -> None:
+    code = """
+import inspect, torch
+def seen():
+    apply = inspect.getattr_static(torch.autograd.Function, "apply")
+    return apply, torch.nn.utils.clip_grad._clip_grads_with_norm_, torch.amp.GradScaler._unscale_grads_
+before = seen()
+import hetconv
+hetconv.parallelize, hetconv.HetConv2d, hetconv.HetTensor
+assert seen() == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

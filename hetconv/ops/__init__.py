@@ -30,7 +30,7 @@ from hetconv.following import (
 from hetconv.movement import unshared
 from hetconv.rules import Gather, Step
 from hetconv.tensor import HetTensor, compute_waiting, install_dispatch
-from hetconv.torch_internals import no_torch_function, storage_id, tree_iter, tree_map
+from hetconv.torch_internals import no_torch_function, register_patch, storage_id, tree_iter, tree_map
 
 from . import (
     contractions,
@@ -240,4 +240,4 @@ RUN: dict[type[Any], Runner] = convs.RUN | pointwise.RUN | norms.RUN | pools.RUN
 RUN |= reductions.RUN | views.RUN | contractions.RUN | creation.RUN | random.RUN
 
 install_dispatch(dispatch)
-functions.gather_for_functions(on_gathered)
+register_patch(lambda: functions.gather_for_functions(on_gathered))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.emulate import both_stretched
 from hetconv.holding import Held
 from hetconv.kernels.aten import overruns
 from hetconv.layout import Box, Layout
@@ -113,7 +112,7 @@ def convolution(
 
 def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, torchs: TorchsCall | None) -> Tensor:
     if torchs is not None and kernels.only_aten():  # it brings its backward, and casts
-        return both_stretched(lambda: torchs.conv(x, w, b, *torchs.args), x.device)
+        return kernels.call_layer(torchs.conv, x, w, b, *torchs.args)
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x, w, b = autocast(x, w, b)

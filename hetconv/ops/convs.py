@@ -7,8 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from hetconv import kernels
 from hetconv.calls import Call, ConvTransposeCall
-from hetconv.emulate import stretched
 from hetconv.following import ConvTranspose
 from hetconv.kernels.finish import per_channel
 from hetconv.replicas import contributed
@@ -34,7 +34,7 @@ def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, k
         return HetTensor.wrap(y if b is None else y + per_channel(b, y), step.output, team)
     dim, need = step.output.inner, step.reads[0].boxes[team.rank]
     assert dim is not None
-    y = stretched(lambda: _own_outputs(op, func, x, w, b, dim, need.lo[dim], (own.lo[dim], own.hi[dim])), x.device)
+    y = _own_outputs(op, func, x, w, b, dim, need.lo[dim], (own.lo[dim], own.hi[dim]))
     return HetTensor.wrap(y, step.output, team)
 
 
@@ -44,13 +44,13 @@ def _own_outputs(
     pad, extra = [v.pad for v in op.windows], [v.extra for v in op.windows]
     stride, dilation = [v.stride for v in op.windows], [v.dilation for v in op.windows]
     if dim < 2:
-        return func(x, w, b, stride, pad, extra, op.groups, dilation)  # type: ignore[no-any-return]
+        return kernels.call_layer(func, x, w, b, stride, pad, extra, op.groups, dilation)
     pad[dim - 2] = extra[dim - 2] = 0  # all that the slab adds to, and own outputs of that
     window = op.windows[dim - 2]
     lo, hi = (n - window.first(x_lo) for n in own)
     before, beyond = max(-lo, 0), max(hi - window._replace(pad=0, extra=0).out_size(x.shape[dim]), 0)
     padded = bool(before or beyond)  # with outputs to which no input adds, but a bias
-    y = func(x, w, None if padded else b, stride, pad, extra, op.groups, dilation)
+    y = kernels.call_layer(func, x, w, None if padded else b, stride, pad, extra, op.groups, dilation)
     y = F.pad(y, (*(0, 0) * (y.dim() - 1 - dim), before, beyond)) if padded else y
     y = cropped(y, dim, (lo + before, hi + before))
     return y + per_channel(b, y).to(y.dtype) if padded and b is not None else y

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.emulate import both_stretched
+from hetconv.kernels import call_layer
 from hetconv.replicas import contributed
 from hetconv.rules import Linear, Split
 from hetconv.tensor import HetTensor, gather
@@ -55,4 +55,4 @@ def _linear(x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bo
         return empty_output((*x.shape[:-1], features), *autocast(x, w, b))
     if b is not None and not adds_bias:
         b = _GradientOnly.apply(b, features) if b.requires_grad and torch.is_grad_enabled() else None
-    return both_stretched(lambda: F.linear(x, w, b), x.device)
+    return call_layer(F.linear, x, w, b)

@@ -14,10 +14,10 @@ import torch
 from hetconv import call_site
 from hetconv.errors import HetConvError
 from hetconv.tensor import HetTensor, compute_waiting
-from hetconv.torch_internals import checkpoint_saver, replace_function_apply
+from hetconv.torch_internals import Undo, checkpoint_saver, replace_function_apply
 
 
-def gather_for_functions(on_gathered: Callable[..., Any]) -> None:
+def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
     """From now on ``on_gathered`` runs `torch.autograd.Function.apply` where it is given a HetTensor."""
 
     def apply(cls: type, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -34,4 +34,4 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> None:
             )
         return result
 
-    replace_function_apply(apply)
+    return replace_function_apply(apply)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import call_site, kernels
-from hetconv.emulate import stretched
 from hetconv.kernels import Route, aten
 from hetconv.kernels.aten import summed_pixels
 from hetconv.kernels.finish import per_channel
@@ -214,8 +213,8 @@ def _run(
     x, w = _cut(x, w, geo, segment, lo)
     args = (x, w, b, s.stride, geo.padding(segment), s.dilation, geo.groups)
     if after is NOTHING:
-        return stretched(lambda: kernels.conv_forward(*args, route=route), x.device)
-    return stretched(lambda: kernels.conv_forward(*args, **after._asdict(), route=route), x.device)
+        return kernels.conv_forward(*args, route=route)
+    return kernels.conv_forward(*args, **after._asdict(), route=route)
 
 
 def _back(
@@ -225,7 +224,7 @@ def _back(
     g = _rows(g, geo, segment)
     x, w = _cut(x, w, geo, segment, lo)
     pad = geo.padding(segment)
-    return stretched(lambda: kernels.conv_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted), x.device)
+    return kernels.conv_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted)
 
 
 def _cut(x: Tensor, w: Tensor, geo: Geometry, segment: Segment, lo: int) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv import kernels, ops
+from hetconv import kernels
 from hetconv.emulate import stretched
 from hetconv.layout import Layout
+from hetconv.ops.conv import convolution, way_of
 from hetconv.rules import Conv, Split
 from hetconv.spec import ConvSpec
 from hetconv.tensor import HetTensor
@@ -154,8 +155,8 @@ def computed(compute: Callable[[], Any], device: torch.device, alone: bool) -> A
 
 def _on_a_part(op: Conv, x: Tensor, w: Tensor) -> Callable[[], Tensor]:
     given = held_alone(x, 0)
-    way = ops.way_of(op, given.placement, Split("sample", (len(x),)), given.team)
-    return lambda: local(ops.convolution(given, w, None, way, given.team))
+    way = way_of(op, given.placement, Split("sample", (len(x),)), given.team)
+    return lambda: local(convolution(given, w, None, way, given.team))
 
 
 def local(y: Tensor) -> Tensor:

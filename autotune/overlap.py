@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetconv import ops
 from hetconv.calls import CONVS
 from hetconv.candidates import Candidates
 from hetconv.cost import Operators
@@ -21,6 +20,7 @@ from hetconv.graph import Graph
 from hetconv.layout import Layout, apportion
 from hetconv.movement import start_round
 from hetconv.network import Network
+from hetconv.ops.conv import convolution, way_of
 from hetconv.parallel import parallelize
 from hetconv.plan import LayerPlan, Mode, Plan
 from hetconv.profile import ClusterProfile
@@ -90,7 +90,7 @@ def haloed(spec: ConvSpec, split: Split, device: torch.device) -> dict[str, list
     dim = op.dim(split.kind)
     assert dim is not None
     src = Layout.sharded(spec.x_shape, dim, apportion(spec.x_shape[dim], split.sizes))
-    way, (need,) = ops.way_of(op, src, split, team), op.step((src,), split).reads
+    way, (need,) = way_of(op, src, split, team), op.step((src,), split).reads
     dtype = getattr(torch, spec.dtype)
     held = src.boxes[team.rank], way.held["weight"].boxes[team.rank]
     x, w = (random_input(box.shape, 0).to(device, dtype) for box in held)
@@ -98,7 +98,7 @@ def haloed(spec: ConvSpec, split: Split, device: torch.device) -> dict[str, list
 
     def step() -> None:
         with torch.no_grad():
-            ops.convolution(parts, w, None, way, team)
+            convolution(parts, w, None, way, team)
 
     def waiting() -> None:
         with in_turn():

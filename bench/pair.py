@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from bench.shared.machine import save
 from bench.shared.models import Stack, stack
-from hetconv import ops
 from hetconv.autotune.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.launch import parse_devices, run_on
 from hetconv.autotune.models import channels_last, random_input
@@ -34,6 +33,7 @@ from hetconv.calls import conv_spec
 from hetconv.emulate import DeviceName
 from hetconv.errors import HetConvError
 from hetconv.layout import Layout, Shape, spans
+from hetconv.ops.conv import Way, convolution, way_of
 from hetconv.parallel import parallelize
 from hetconv.plan import Mode
 from hetconv.planner import make_plan
@@ -146,12 +146,12 @@ def _silent(model: nn.Module) -> nn.Module:
         if isinstance(layer, nn.Conv2d):
 
             @cache
-            def way(shape: Shape, dtype: torch.dtype, layer: nn.Conv2d = layer) -> ops.Way:
+            def way(shape: Shape, dtype: torch.dtype, layer: nn.Conv2d = layer) -> Way:
                 spec = conv_spec(shape, layer.weight.shape, dtype, 1, layer.padding, 1, 1)
-                return ops.way_of(Conv(spec), Layout.replicated(shape, team.size), REPLICATE, team)
+                return way_of(Conv(spec), Layout.replicated(shape, team.size), REPLICATE, team)
 
-            def forward(x: Tensor, layer: nn.Conv2d = layer, way: Callable[..., ops.Way] = way) -> Tensor:
-                return ops.convolution(x, layer.weight, layer.bias, way(tuple(x.shape), x.dtype), team)
+            def forward(x: Tensor, layer: nn.Conv2d = layer, way: Callable[..., Way] = way) -> Tensor:
+                return convolution(x, layer.weight, layer.bias, way(tuple(x.shape), x.dtype), team)
 
             layer.forward = forward  # type: ignore[assignment]
     return model

@@ -90,7 +90,7 @@ _ROOMS = {
     "modules": "HetConv1d HetConv2d HetConv3d",
     "movement": "redistribute",
     "optim_state": "full_optim_state_dict load_full_optim_state_dict",
-    "ops": "HetTensor gather",  # of tensor: a HetTensor does nothing before ops is there
+    "ops.dispatch": "HetTensor gather",  # of tensor: a HetTensor does nothing before that registers what it does
     "parallel": "parallelize",
     "plan": "Plan",
     "planner": "make_plan",

@@ -11,12 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import call_site, kernels, ops
+from . import call_site, kernels
 from .agreement import agree, prepared
 from .calls import CONVS, conv_spec, is_plain
 from .errors import HetConvError
 from .holding import Held
 from .layout import Layout, Shape
+from .ops.common import placement_of
+from .ops.conv import Way, convolution, way_of
+from .ops.dense import linear
 from .replicas import SCOPE
 from .rules import Conv, Linear, Split
 from .sharded_module import ShardedModule
@@ -165,7 +168,7 @@ class HetConv(CutLayer):
             setattr(self, name, getattr(conv, name))
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
-        self._ways: dict[int, ops.Way] = {}  # by the id of the input's layout
+        self._ways: dict[int, Way] = {}  # by the id of the input's layout
         _inherit(self, conv, least_op(conv).held(split, self.team.size))
 
     def _plain(self) -> nn.Module:
@@ -183,12 +186,12 @@ class HetConv(CutLayer):
         if self.padding_mode != "zeros":
             self._check(tuple(x.shape))
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
-        src = x.placement if isinstance(x, HetTensor) else ops.placement_of(x, self.team)
+        src = x.placement if isinstance(x, HetTensor) else placement_of(x, self.team)
         way = self._ways.get(id(src))
         if way is None or way.src is not src:  # a copy of this layer has the ids of another one's layouts
             way = self._way_of(src)
         w, b = self._slice("weight"), self._parameters["bias"]
-        y = ops.convolution(x, w, b, way, self.team, self.followers, self.chunks)
+        y = convolution(x, w, b, way, self.team, self.followers, self.chunks)
         return y if self.output == "split" else self._result(y)
 
     def _check(self, x_shape: Shape) -> None:
@@ -196,14 +199,14 @@ class HetConv(CutLayer):
             expected = ", ".join(["N", str(self.in_channels), *"DHW"[-self.spatial_dims :]])
             raise HetConvError(f"{type(self).__name__} expects ({expected}), but was given {x_shape}")
 
-    def _way_of(self, src: Layout) -> ops.Way:
+    def _way_of(self, src: Layout) -> Way:
         self._check(src.shape)
         op = conv_op(self, src.shape, self._slice("weight").dtype)
         if min(op.spec.y_shape[2:]) < 1:
             raise HetConvError(f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}")
         if len(self._ways) >= MOST_LAYOUTS:
             del self._ways[next(iter(self._ways))]
-        self._ways[id(src)] = way = ops.way_of(op, src, self.split, self.team)
+        self._ways[id(src)] = way = way_of(op, src, self.split, self.team)
         return way
 
     def extra_repr(self) -> str:
@@ -255,7 +258,7 @@ class HetLinear(CutLayer):
             raise HetConvError(f"HetLinear expects (..., {self.in_features}), but was given {tuple(x.shape)}")
         op = Linear(tuple(x.shape), self.out_features)
         w, b = self._slice("weight"), self._parameters["bias"]
-        return self._result(ops.linear(x, w, b, op, self.split, self.team))
+        return self._result(linear(x, w, b, op, self.split, self.team))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, split={self.split}"

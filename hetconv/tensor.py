@@ -1,12 +1,11 @@
 """HetTensor: this rank's part of a tensor and its layout, in the shape of an ordinary tensor.
 
-It acts through ``__torch_function__``; `ops` installs what it does there. Autograd runs on the local parts.
+It acts through ``__torch_function__``; `ops.dispatch` registers what it does there. Autograd runs on the local parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -31,8 +30,8 @@ class Later(Protocol):
         """The whole on every rank, where that is not computed as this part first and gathered then; collective."""
 
 
-def install_dispatch(dispatch: Callable[..., Any]) -> None:
-    """`ops` says here how a torch function runs on parts, in the place of ``HetTensor.__torch_function__``."""
+def register_dispatcher(dispatch: Callable[..., Any]) -> None:
+    """Registers what runs torch functions on HetTensors, in the place of ``HetTensor.__torch_function__``."""
     HetTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[method-assign,assignment]
 
 
@@ -133,8 +132,7 @@ class HetTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        import_module(".ops", __package__)  # this room alone was imported
-        return HetTensor.__torch_function__(func, types, args, kwargs)
+        raise HetConvError("nothing is registered that runs torch functions on a HetTensor; import hetconv.ops first")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

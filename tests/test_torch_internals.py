@@ -65,8 +65,8 @@ def _replaced() -> tuple[object, ...]:
 
 
 def _before_with_and_without_a_group() -> tuple[bool, bool, bool]:
-    from hetconv import ops as ops
     from hetconv import sharded_module as sharded_module
+    from hetconv.ops import dispatch as dispatch
     from hetconv.transport import team_of
 
     torch_internals.remove_patches()

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-import hetconv.ops as ops
-from hetconv.ops import unmoved
+from hetconv.ops import dispatch, unmoved
 from hetconv.tensor import HetTensor
 from tests.equivalence import Differences, assert_same
 from tests.placed import PLACEMENTS, SHAPE, WORLD, on_parts, placed
@@ -54,20 +53,20 @@ def test_a_call_gives_the_same_again(name: str) -> None:
 
 def reads(calls: list[Callable[[HetTensor], Any]]) -> list[int]:
     """How many calls are read, of each of these."""
-    counts, read = [], ops.read
+    counts, read = [], dispatch.read
 
     def counting(*args: Any) -> Any:
         counts[-1] += 1
         return read(*args)
 
-    ops.read = counting
+    dispatch.read = counting
     try:
         for call in calls:
             x, _ = placed(WHOLE, PLACEMENTS["rows"])
             counts.append(0)
             call(x)
     finally:
-        ops.read = read
+        dispatch.read = read
     return counts
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from hetconv.layout import Layout
 from hetconv.modules import HetConv2d
-from hetconv.ops import way_of
+from hetconv.ops.conv import way_of
 from hetconv.rules import Conv, Split
 from hetconv.spec import ConvSpec
 from hetconv.tensor import HetTensor

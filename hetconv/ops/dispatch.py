@@ -1,0 +1,239 @@
+"""What a HetTensor does when a torch function is called on it. A module per family says how its calls run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetconv import call_site, tensor
+from hetconv.calls import Call, read, writes_in_place
+from hetconv.errors import HetConvError
+from hetconv.following import (
+    AdaptivePool,
+    BatchNorm,
+    Cat,
+    ConvTranspose,
+    Drawn,
+    GroupNorm,
+    Interpolate,
+    NoiseLike,
+    Pad,
+    PixelShuffle,
+    PixelUnshuffle,
+    Pointwise,
+    Pool,
+)
+from hetconv.movement import unshared
+from hetconv.rules import Gather, Step
+from hetconv.tensor import HetTensor, compute_waiting, register_dispatcher
+from hetconv.torch_internals import no_torch_function, register_patch, storage_id, tree_iter, tree_map
+
+from . import (
+    contractions,
+    convs,
+    creation,
+    functions,
+    norms,
+    pointwise,
+    pools,
+    random,
+    reductions,
+    resampling,
+    shapes,
+    unmoved,
+    views,
+)
+from .common import Args, Func, Kwargs, Runner, cached_step, called_on, placement_of
+from .folding import fold
+from .random import check_draws
+from .trial import Verdict, tried
+
+# Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
+GLOBAL: set[Any] = {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
+    Tensor.is_floating_point, Tensor.is_complex, torch.numel, torch.is_floating_point, torch.is_complex,
+    Tensor.get_device,
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "ndim", "dtype", "device", "layout", "itemsize", "is_cuda", "is_sparse", "is_quantized", "is_mkldnn",
+    )),
+}  # fmt: skip
+LOCAL: set[Any] = {
+    Tensor.is_contiguous, Tensor.is_inference, torch.is_inference,
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")),
+}  # fmt: skip
+# Done to a gathered copy they would never see a gradient.
+REFUSED = {Tensor.register_hook, Tensor.retain_grad}
+ASKED = GLOBAL | LOCAL | REFUSED
+# What a model calls on images alone.
+IMAGES = AdaptivePool, BatchNorm, ConvTranspose, GroupNorm, Interpolate, Pad, PixelShuffle, PixelUnshuffle, Pool
+
+
+def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    """Runs a torch function that was given a HetTensor: on parts where there is a rule, else on gathered tensors."""
+    kwargs = kwargs or {}
+    if func in ASKED:
+        with no_torch_function():
+            return _answered(func, args, kwargs)
+    call_site.enter(func)  # also of a call that is remembered here: another rank may not remember it
+    known = unmoved.again(func, args, kwargs)
+    if isinstance(known, HetTensor):
+        return known
+    with no_torch_function():
+        return _run(func, args, kwargs, known)
+
+
+def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any:
+    """``key``: what to remember the call by, if it turns out to move nothing."""
+    verdict, found = tried(func, args, kwargs)
+    if verdict.returns is not None:
+        return found[verdict.returns]
+    # An argument that waits leaves no key.
+    if key is None and (folded := fold(func, args, kwargs)) is not None:
+        return folded
+    call = read(func, args, kwargs)
+    if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
+        return _without_values(func, args, kwargs)
+    written = [found[i] for i in verdict.writes] or _written(func, args, kwargs)
+    if verdict.empty or verdict.reshapes or (call is not None and not _writes_alone(call, written)):
+        call = None
+    if call is not None:
+        team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
+        step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
+        fits = step is not None and _fits(verdict, step, (*args, *kwargs.values()), found)
+        if team is not None and step is not None and fits and runs_on_parts(call, step):
+            if call.in_place:
+                compute_waiting()
+            y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
+            if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
+                views.link(y, found[0], _on_another(found[0], func, args, kwargs), copies=True, images=verdict.by_order)
+            elif verdict.by_order and isinstance(y, HetTensor):  # a copy, also where the part lies as it should
+                y.local = unshared(y.local, found[0].local)
+            elif key is not None:
+                unmoved.remember(key, call, step, team.rank, args)
+            return y
+        if team is not None and isinstance(call.op, Drawn | NoiseLike):
+            check_draws(team, func, [0] * team.size)
+    if written:
+        compute_waiting()
+    return on_gathered(func, args, kwargs, images=call is not None and _of_images(call), written=written)
+
+
+def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    if func in GLOBAL:
+        return func(*args, **kwargs)
+    if func in LOCAL:
+        return func(args[0].local, *args[1:], **kwargs)
+    raise HetConvError(
+        f"{func.__name__} was called on a tensor in parts; call it on y = hetconv.gather(x) and go on with y"
+    )
+
+
+def _without_values(func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Of a HetTensor only the dtype and the device are read: like.new_zeros(3), plain.type_as(like)."""
+
+    def own(x: Any) -> Any:
+        return x.local if isinstance(x, HetTensor) else x
+
+    return func(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
+
+
+def _het(tensors: Sequence[Tensor]) -> bool:
+    return any(isinstance(x, HetTensor) for x in tensors)
+
+
+def runs_on_parts(call: Call, step: Step) -> bool:
+    """Not where the result is replicated anyway, nor where more than this rank's part is to be written to."""
+    if step.output.kind == "replicated" or not call.in_place:
+        return step.output.kind != "replicated"
+    target = call.inputs[0]
+    return isinstance(target, HetTensor) and views.may_write(target, step.output)
+
+
+def _writes_alone(call: Call, written: Sequence[HetTensor]) -> bool:
+    """Whether a call writes to nothing but the target of a call in place."""
+    return all(call.in_place and x is call.inputs[0] for x in written)
+
+
+def _fits(verdict: Verdict, step: Step, arguments: Iterable[Any], found: Sequence[HetTensor]) -> bool:
+    """Whether the rule gives what PyTorch does. A view of a tensor in a list is not taken of parts."""
+    if verdict.shares and not any(a is found[0] for a in arguments):
+        return False
+    return verdict.shapes is None or len(verdict.shapes) != 1 or verdict.shapes[0] == step.output.shape
+
+
+def _on_another(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
+    """The same call with another tensor in the place of ``x``."""
+    return lambda other: called_on({id(x): other}, func, args, kwargs)
+
+
+def _finish(call: Call, y: HetTensor | tuple[HetTensor, ...]) -> HetTensor | tuple[HetTensor, ...]:
+    """A call in place leaves its result in the HetTensor that it was called on."""
+    target = call.inputs[0]
+    if not call.in_place or not isinstance(target, HetTensor) or isinstance(y, tuple):
+        return y
+    target.become(y)
+    return target
+
+
+def _of_images(call: Call) -> bool:
+    """Whether all inputs are, and in a model on one device lie as those of the model do."""
+    return isinstance(call.op, IMAGES) or (isinstance(call.op, Cat) and call.op.dim == 1)
+
+
+def on_gathered(
+    func: Func, args: Args, kwargs: Kwargs, *, images: bool = False, written: Sequence[HetTensor] = ()
+) -> Any:
+    """Gathers every HetTensor among the arguments and runs the function on plain tensors. ``images``: as `gather` says.
+
+    A HetTensor that the call writes to (``written``), or returns a view of, becomes replicated, so that both go on
+    sharing memory, and with it whatever shares its memory on parts.
+    """
+    for x in written:
+        views.make_whole(x)
+    whole: dict[int, tuple[HetTensor, Tensor]] = {}
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, HetTensor):
+            return x
+        if id(x) not in whole:
+            whole[id(x)] = (x, tensor.gather(x, images=images))
+        return whole[id(x)][1]
+
+    result = func(*tree_map(plain, args), **tree_map(plain, dict(kwargs)))
+    memory = {storage_id(r) for r in tree_iter(result) if isinstance(r, Tensor) and r.layout == torch.strided}
+    seen = [(x, y) for x, y in whole.values() if storage_id(y) in memory]
+    for x, gathered in seen:
+        if not views.shared(x):
+            x.become_whole(gathered)
+    copied = [x for x, _ in seen if views.shared(x) and views.shows(x, func, args, kwargs)]
+    if copied:  # the view is of a copy of what they share
+        for x in copied:
+            views.make_whole(x)
+        return on_gathered(func, args, kwargs, images=images, written=written)
+    for x in written:
+        x.become_whole(whole[id(x)][1])
+    owners = {id(whole[id(x)][1]): x for x in written}
+    return tree_map(lambda r: owners.get(id(r), r), result) if owners else result
+
+
+def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
+    """The HetTensors that a call writes to, by its name and its arguments."""
+    targets = [kwargs.get("out"), args[0] if args and writes_in_place(func, kwargs) else None]
+    return [x for x in tree_iter(targets) if isinstance(x, HetTensor)]
+
+
+@wraps(tensor.gather, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+def gather(x: Tensor, *, images: bool = False) -> Tensor:
+    call_site.enter("hetconv.gather")
+    return tensor.gather(x, images=images)
+
+
+RUN: dict[type[Any], Runner] = convs.RUN | pointwise.RUN | norms.RUN | pools.RUN | resampling.RUN | shapes.RUN
+RUN |= reductions.RUN | views.RUN | contractions.RUN | creation.RUN | random.RUN
+
+register_dispatcher(dispatch)
+register_patch(lambda: functions.gather_for_functions(on_gathered))

@@ -1,9 +1,9 @@
-from setuptools import setup
+from setuptools import find_packages, setup
 
 # kernels/ and autotune/ stand at the root and are also symlinked into hetconv/: the map below puts them into a wheel as
 # subpackages, the symlinks let Python, mypy and pytest find them in a checkout where nothing is installed.
 setup(
-    packages=["hetconv", "hetconv.calls", "hetconv.following", "hetconv.ops", "hetconv.kernels", "hetconv.autotune"],
+    packages=["hetconv", *(f"hetconv.{name}" for name in find_packages("hetconv"))],
     package_dir={"hetconv.kernels": "kernels", "hetconv.autotune": "autotune"},
-    package_data={"hetconv": ["devices.json", "py.typed"]},
+    package_data={"hetconv": ["py.typed"], "hetconv.schemas": ["devices.json"]},
 )

@@ -33,21 +33,21 @@ from bench.shared.plan_gains import OF_SILENT, SILENT, doubt, gains, last, possi
 from bench.shared.plan_sample import compared
 from bench.shared.prediction_errors import Check, layer_errors, plan_steps, predicted_and_measured
 from bench.shared.verdict import Demand
-from hetconv.autotune.inputs import InputSpec, ModelInputs, TensorSpec
-from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.models import build_model, channels_last, random_input
-from hetconv.autotune.race import Seconds
-from hetconv.autotune.rounds import Round, Step, paced_rounds
-from hetconv.autotune.tune import Job, tune
-from hetconv.autotune.usual import Usual
-from hetconv.emulate import DeviceName
-from hetconv.graph import Graph
-from hetconv.plan import ALONE, Mode, Plan
-from hetconv.planner import PLANNED, make_plan
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile
-from hetconv.recorder import capture
-from hetconv.transport import silent, team_of
+from hetconv.autotune.launch.launcher import parse_devices, run_on
+from hetconv.autotune.launch.throttle import DeviceName
+from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
+from hetconv.autotune.measure.models import build_model, channels_last, random_input
+from hetconv.autotune.measure.paired_rounds import Round, Step, paced_rounds
+from hetconv.autotune.search.race import Seconds
+from hetconv.autotune.search.speed_correction import Usual
+from hetconv.autotune.search.tune import Job, tune
+from hetconv.comm.rank_group import silent, team_of
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.make_plan import PLANNED, make_plan
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import ALONE, Mode, Plan
+from hetconv.tracing.graph import Graph
+from hetconv.tracing.tracer import capture
 
 MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process

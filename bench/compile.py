@@ -27,13 +27,14 @@ import torch
 import triton
 
 from hetconv.errors import KernelError
-from hetconv.kernels import dgrad, fprop, segments, tiles, wgrad
-from hetconv.kernels.compile_report import Report, report
-from hetconv.kernels.finish import PLAIN, Finish
+from hetconv.kernels import tiles
+from hetconv.kernels.epilogue import PLAIN, Finish
 from hetconv.kernels.launch import CHIPS, Program, Recipe
 from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Pass, Tile
-from hetconv.spec import ITEMSIZE, Conv2dSpec
+from hetconv.kernels.triton import conv2d_parts, dgrad, fprop, wgrad
+from hetconv.kernels.triton.compile_report import Report, report
+from hetconv.sharding.conv_spec import ITEMSIZE, Conv2dSpec
 
 DTYPES = {
     "fp16": ("float16", "ieee"), "bf16": ("bfloat16", "ieee"), "tf32": ("float32", "tf32"), "fp32": ("float32", "ieee"),
@@ -41,7 +42,7 @@ DTYPES = {
 PASSES: tuple[Pass, ...] = get_args(Pass)
 COLUMNS = tuple(f.name for f in fields(Report))
 
-Work = fprop.Correlation | segments.Segments | wgrad.WeightGradient
+Work = fprop.Correlation | conv2d_parts.Segments | wgrad.WeightGradient
 
 BIAS = Finish(shifted=True)
 
@@ -145,8 +146,8 @@ def items(archs: Sequence[int] = tuple(CHIPS), quick: bool = False) -> Iterator[
             boxes = tiles.takes_boxes(work, CHIPS[arch])
             path: tiles.Path = "boxes" if boxes else "pointers"
             best = min(_tiles(work, arch, path, tiles.depths(work, path)[-1:]), key=work.padded)
-            if isinstance(work, segments.Segmented):  # fewer tiles do without a spill
-                best = segments.default(work, CHIPS[arch])
+            if isinstance(work, conv2d_parts.Segmented):  # fewer tiles do without a spill
+                best = conv2d_parts.default(work, CHIPS[arch])
             yield Item(arch, what, dtype, name, str(replace(best, splits=case.splits)))
             if case.splits > 1:
                 yield Item(arch, what, dtype, name, str(replace(best, splits=case.splits)), True)
@@ -168,8 +169,8 @@ def recipe(item: Item) -> Recipe:
     correlation: Any = work_of(CASES[item.case], item.what, item.dtype)[1]
     if isinstance(correlation, wgrad.WeightGradient):
         program: Program = wgrad.program(correlation, tile)
-    elif isinstance(correlation, segments.Segments):
-        program = segments.program(correlation, tile, CASES[item.case].finish)
+    elif isinstance(correlation, conv2d_parts.Segments):
+        program = conv2d_parts.program(correlation, tile, CASES[item.case].finish)
     else:
         program = fprop.program(correlation, tile, CASES[item.case].finish if item.what == "forward" else PLAIN)
     return program.recipes[-1 if item.of_sum else 0]
@@ -187,7 +188,7 @@ def work_of(case: Case, what: Pass, dtype: str) -> tuple[Extents, Work]:
         return d.extents, d
     if case.parts:
         lying = tuple(_memory((spec.N, C, spec.H, spec.W), name) for C in case.parts)
-        s = segments.forward(spec, lying, w, y, precision)
+        s = conv2d_parts.forward(spec, lying, w, y, precision)
         return s.extents, s
     if what == "forward":
         c = fprop.forward(spec, x, w, y, precision, y if case.finish.activation else None)

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.shared.machine import ROOT, commit, save
-from hetconv.profile import ClusterProfile
+from hetconv.schemas.cluster_profile import ClusterProfile
 
 LIMIT_S = 30.0  # within which all is over
 DEVICES = "cpu", "cpu@0.5"

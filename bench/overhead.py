@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from bench.shared.machine import commit, save, software
 from bench.shared.verdict import Demand
-from hetconv.autotune.inputs import ModelInputs
-from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.rounds import paired
-from hetconv.autotune.tune import step_of
-from hetconv.parallel import parallelize
-from hetconv.plan import Mode
-from hetconv.planner import make_plan
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import whole_model
-from hetconv.recorder import capture
-from hetconv.rules import SplitKind
+from hetconv.autotune.launch.launcher import parse_devices, run_on
+from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.search.tune import step_of
+from hetconv.nn.parallelize import parallelize
+from hetconv.planner.make_plan import make_plan
+from hetconv.planner.partition import whole_model
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Mode
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.tracing.tracer import capture
 
 BLOCKS, ROUNDS, LIMIT_US = 30, 31, 15.0
 KINDS: tuple[SplitKind, ...] = ("height", "filter", "sample")

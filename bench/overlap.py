@@ -24,23 +24,23 @@ import torch
 
 from bench.shared.machine import commit, save
 from bench.shared.models import Stack, stack
-from hetconv.autotune.inputs import ModelInputs
-from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.models import channels_last, random_input
-from hetconv.autotune.overlap import gathering
-from hetconv.autotune.rounds import paired
-from hetconv.autotune.tune import step_of
-from hetconv.emulate import DeviceName
-from hetconv.layout import apportion
-from hetconv.parallel import parallelize
-from hetconv.plan import Mode
-from hetconv.planner import make_plan
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import whole_model
-from hetconv.recorder import capture
-from hetconv.rules import Split, SplitKind
-from hetconv.spec import ConvSpec
-from hetconv.transport import in_turn, team_of, through_backend
+from hetconv.autotune.launch.launcher import parse_devices, run_on
+from hetconv.autotune.launch.throttle import DeviceName
+from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.measure.models import channels_last, random_input
+from hetconv.autotune.measure.overlap import gathering
+from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.search.tune import step_of
+from hetconv.comm.rank_group import in_turn, team_of, through_backend
+from hetconv.nn.parallelize import parallelize
+from hetconv.planner.make_plan import make_plan
+from hetconv.planner.partition import whole_model
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Mode
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.layout import apportion
+from hetconv.tracing.tracer import capture
 
 MODES: tuple[Mode, Mode] = ("infer", "train")
 CHUNKS = (2, 4)

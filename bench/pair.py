@@ -22,26 +22,26 @@ from torch import Tensor, nn
 
 from bench.shared.machine import save
 from bench.shared.models import Stack, stack
-from hetconv.autotune.inputs import InputSpec, ModelInputs, TensorSpec
-from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.models import channels_last, random_input
-from hetconv.autotune.ratio import Cuts, ratio_of, said
-from hetconv.autotune.rounds import paired
-from hetconv.autotune.shares import Weights
-from hetconv.autotune.tune import Job, step_of, tune
+from hetconv.autotune.launch.launcher import parse_devices, run_on
+from hetconv.autotune.launch.throttle import DeviceName
+from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
+from hetconv.autotune.measure.models import channels_last, random_input
+from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.search.ratio_search import Cuts, ratio_of, said
+from hetconv.autotune.search.study import Weights
+from hetconv.autotune.search.tune import Job, step_of, tune
 from hetconv.calls import conv_spec
-from hetconv.emulate import DeviceName
+from hetconv.comm.rank_group import team_of
 from hetconv.errors import HetConvError
-from hetconv.layout import Layout, Shape, spans
+from hetconv.nn.parallelize import parallelize
 from hetconv.ops.conv import Way, convolution, way_of
-from hetconv.parallel import parallelize
-from hetconv.plan import Mode
-from hetconv.planner import make_plan
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import Splits, whole_model
-from hetconv.recorder import capture
-from hetconv.rules import REPLICATE, Conv, cut_dim
-from hetconv.transport import team_of
+from hetconv.planner.make_plan import make_plan
+from hetconv.planner.partition import Splits, whole_model
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Mode
+from hetconv.sharding.layer_rules import REPLICATE, Conv, cut_dim
+from hetconv.sharding.layout import Layout, Shape, spans
+from hetconv.tracing.tracer import capture
 
 MODES: tuple[tuple[str, Mode], ...] = (("inference", "infer"), ("training", "train"))
 ROUNDS = {"infer": 25, "train": 11}

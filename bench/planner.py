@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 from bench.shared.machine import commit, save
 from bench.shared.models import captured
 from bench.shared.verdict import Demand, Row
-from hetconv.candidates import Candidates
-from hetconv.elimination import solve
-from hetconv.planner import make_plan
-from hetconv.problem import tables
-from hetconv.profile import ClusterProfile, DeviceModel, LinkModel, SharedWire
+from hetconv.planner.candidates import Candidates
+from hetconv.planner.make_plan import make_plan
+from hetconv.planner.table_builder import tables
+from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel, LinkModel, SharedWire
+from hetconv.solver.elimination import solve
 
 T = TypeVar("T")
 TFLOPS = 10, 5, 5, 2

@@ -27,9 +27,9 @@ import hetconv
 from examples import pictures
 from examples.edsr import EDSR
 from examples.photographs import HELD_OUT, Batches, Pair, bicubic, load, psnr
-from hetconv import emulate
-from hetconv.autotune.launch import parse_devices, run_on
-from hetconv.autotune.rounds import paired
+from hetconv.autotune.launch import throttle
+from hetconv.autotune.launch.launcher import parse_devices, run_on
+from hetconv.autotune.measure.paired_rounds import paired
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = "cpu,cpu@0.5"  # the fast one first
@@ -161,12 +161,12 @@ def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
     for _ in range(5):
         busy: list[tuple[float, float]] = []
 
-        def note(seen: emulate.Computation, busy: list[tuple[float, float]] = busy) -> None:
+        def note(seen: throttle.Computation, busy: list[tuple[float, float]] = busy) -> None:
             busy.append((seen.start, seen.end))
 
         dist.barrier()
         start = time.perf_counter()
-        with emulate.listening(note):
+        with throttle.listening(note):
             step()
         dist.barrier()
         length = time.perf_counter() - start

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import kernels
-    from .checkpoints import load_checkpoint, save_checkpoint
-    from .drift import sync_replicated
-    from .entry import call_with_whole_weights
+    from .comm.rank_group import count_sent
+    from .comm.redistribute import redistribute
     from .errors import (
         DisagreementError,
         HetConvError,
@@ -23,21 +22,22 @@ if TYPE_CHECKING:
         ProfileError,
         SplitError,
     )
-    from .gradients import GradScaler, clip_grad_norm_
-    from .graph import Graph
-    from .layout import Box, Layout, Need, apportion
-    from .modules import HetConv1d, HetConv2d, HetConv3d
-    from .movement import redistribute
-    from .optim_state import full_optim_state_dict, load_full_optim_state_dict
-    from .parallel import parallelize
-    from .plan import Plan
-    from .planner import make_plan
-    from .profile import ClusterProfile
-    from .recorder import capture
-    from .rules import Split
-    from .state import full_state_dict, load_full_state_dict
-    from .tensor import HetTensor, gather
-    from .transport import count_sent
+    from .nn.checkpoint import load_checkpoint, save_checkpoint
+    from .nn.gradients import GradScaler, clip_grad_norm_
+    from .nn.layers import HetConv1d, HetConv2d, HetConv3d
+    from .nn.model_call import call_with_whole_weights
+    from .nn.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
+    from .nn.parallelize import parallelize
+    from .nn.replica_sync import sync_replicated
+    from .nn.state_dict import full_state_dict, load_full_state_dict
+    from .planner.make_plan import make_plan
+    from .runtime.het_tensor import HetTensor, gather
+    from .schemas.cluster_profile import ClusterProfile
+    from .schemas.plan import Plan
+    from .sharding.layer_rules import Split
+    from .sharding.layout import Box, Layout, Need, apportion
+    from .tracing.graph import Graph
+    from .tracing.tracer import capture
 
 __all__ = [
     "Box",
@@ -79,28 +79,28 @@ __all__ = [
     "sync_replicated",
 ]
 
-_ROOMS = {
-    "checkpoints": "load_checkpoint save_checkpoint",
+_MODULES = {
+    "comm.rank_group": "count_sent",
+    "comm.redistribute": "redistribute",
     "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError PlanError ProfileError SplitError",
-    "drift": "sync_replicated",
-    "entry": "call_with_whole_weights",
-    "gradients": "GradScaler clip_grad_norm_",
-    "graph": "Graph",
-    "layout": "Box Layout Need apportion",
-    "modules": "HetConv1d HetConv2d HetConv3d",
-    "movement": "redistribute",
-    "optim_state": "full_optim_state_dict load_full_optim_state_dict",
-    "ops.dispatch": "HetTensor gather",  # of tensor: a HetTensor does nothing before that registers what it does
-    "parallel": "parallelize",
-    "plan": "Plan",
-    "planner": "make_plan",
-    "profile": "ClusterProfile",
-    "recorder": "capture",
-    "rules": "Split",
-    "state": "full_state_dict load_full_state_dict",
-    "transport": "count_sent",
+    "nn.checkpoint": "load_checkpoint save_checkpoint",
+    "nn.gradients": "GradScaler clip_grad_norm_",
+    "nn.layers": "HetConv1d HetConv2d HetConv3d",
+    "nn.model_call": "call_with_whole_weights",
+    "nn.optimizer_state": "full_optim_state_dict load_full_optim_state_dict",
+    "nn.parallelize": "parallelize",
+    "nn.replica_sync": "sync_replicated",
+    "nn.state_dict": "full_state_dict load_full_state_dict",
+    "ops.dispatch": "HetTensor gather",  # a HetTensor does nothing before that module registers what it does
+    "planner.make_plan": "make_plan",
+    "schemas.cluster_profile": "ClusterProfile",
+    "schemas.plan": "Plan",
+    "sharding.layer_rules": "Split",
+    "sharding.layout": "Box Layout Need apportion",
+    "tracing.graph": "Graph",
+    "tracing.tracer": "capture",
 }
-_HOME = {name: room for room, names in _ROOMS.items() for name in names.split()}
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

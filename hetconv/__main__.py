@@ -1,6 +1,6 @@
 """``python -m hetconv`` is the ``hetconv`` command."""
 
 if __name__ == "__main__":  # and not when a rank's process, before anything else, imports what started it
-    from hetconv.autotune.cli import main
+    from .autotune.cli.main import main
 
     main()

@@ -1,4 +1,4 @@
-"""Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.spec`.
+"""Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.sharding.conv_spec`.
 
 `conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `choice` says who computes, ATen or
 Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`. `conv_forward` and `conv_backward`
@@ -11,14 +11,14 @@ if __name__ == "kernels":
     # that is installed, this one looks like a folder without code.
     globals()["__file__"] = None
 else:
-    from . import choice, tiles
-    from .channels import concat_channels, finish_in_place
+    from . import backend_choice, tiles
     from .compute_hook import ComputeHook, call_layer, set_compute_hook
-    from .op import conv2d
+    from .concat import concat_channels, finish_in_place
+    from .conv2d_op import conv2d
+    from .conv2d_parts_op import conv2d_parts
+    from .conv_nd import CHANNELS_LAST, conv_backward, conv_forward
+    from .dispatch import Route, conv2d_backward, conv2d_forward, only_aten, route, set_backend
     from .packing import pack, unpack
-    from .parts import conv2d_parts
-    from .passes import Route, conv2d_backward, conv2d_forward, only_aten, route, set_backend
-    from .ranks import CHANNELS_LAST, conv_backward, conv_forward
     from .tiles import Tile
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "ComputeHook",
     "Route",
     "Tile",
+    "backend_choice",
     "call_layer",
-    "choice",
     "concat_channels",
     "conv2d",
     "conv2d_backward",

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.spec import Ints, Span
+from hetconv.sharding.conv_spec import Ints, Span
 
-from .finish import Finish, finished, per_channel, shift_with
+from .epilogue import Finish, finished, per_channel, shift_with
 
 Sides = tuple[Span, ...]
 

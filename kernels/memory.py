@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hetconv.spec import ITEMSIZE
+from hetconv.sharding.conv_spec import ITEMSIZE
 
 Four = tuple[int, int, int, int]
 HUGE = 2**30  # elements from which addresses take 64 bits: leaves room for what a last tile reaches beyond

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hetconv.errors import KernelError
 
-from .channels import MOST_PARTS, refusal
+from .concat import MOST_PARTS, refusal
+from .dispatch import obstacle, said, wants_triton
 from .launch import Program
 from .memory import Memory
-from .passes import obstacle, said, wants_triton
 
 
 @torch.no_grad()
@@ -105,6 +105,6 @@ def _launch(pairs: Sequence[tuple[Tensor, Tensor]], add: bool) -> None:
 
 @lru_cache(4096)
 def _moved(sources: tuple[Memory, ...], targets: tuple[Memory, ...], add: bool) -> Program:
-    from .slabs import move_recipe
+    from .triton.pack import move_recipe
 
     return Program((move_recipe(sources, targets, add),))

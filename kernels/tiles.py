@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from hetconv.errors import KernelError
-from hetconv.spec import ITEMSIZE, Conv2dSpec
+from hetconv.sharding.conv_spec import ITEMSIZE, Conv2dSpec
 
 from .launch import Chip
 

@@ -94,7 +94,7 @@ def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line in this process, in a folder of its own: exit status, what it says, what is wrong."""
-    from hetconv.autotune import cli  # optuna and rich, which most tests do without
+    from hetconv.autotune.cli import main  # optuna and rich, which most tests do without
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
@@ -102,7 +102,7 @@ def command(
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hetconv", *args])
         with pytest.raises(SystemExit) as exit_:
-            cli.main()
+            main.main()
         assert isinstance(exit_.value.code, int)
         return exit_.value.code, *capsys.readouterr()
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.graph import Graph
-from hetconv.layout import Layout
-from hetconv.modules import CutLayer
-from hetconv.plan import Mode
-from hetconv.rules import Split
-from hetconv.state import Share
+from hetconv.nn.layers import CutLayer
+from hetconv.nn.state_dict import Share
+from hetconv.schemas.plan import Mode
+from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.layout import Layout
+from hetconv.tracing.graph import Graph
 from tests.nets import plan_of
 
 Differences = dict[str, float]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.kernels import Tile
+from hetconv.kernels.dispatch import precision
 from hetconv.kernels.launch import chip_of
-from hetconv.kernels.passes import precision
 from hetconv.kernels.tiles import Pass
-from hetconv.spec import Conv2dSpec
+from hetconv.sharding.conv_spec import Conv2dSpec
 from tests.spawn import DEVICE
 
 from . import reference

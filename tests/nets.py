@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetconv.calls import conv_spec
-from hetconv.layout import apportion
-from hetconv.modules import PlainConv
-from hetconv.plan import LayerPlan, Plan
-from hetconv.proportions import with_whole_sum
-from hetconv.rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
+from hetconv.nn.layers import PlainConv
+from hetconv.planner.partition import with_whole_sum
+from hetconv.schemas.plan import LayerPlan, Plan
+from hetconv.sharding.layer_rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
+from hetconv.sharding.layout import apportion
 
 
 def kinds_of(rank: int) -> tuple[SplitKind, ...]:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.layout import Box, Layout, spans
-from hetconv.levels import TwoLevel
-from hetconv.tensor import HetTensor
-from hetconv.transport import team_of
+from hetconv.comm.rank_group import team_of
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.hierarchical import TwoLevel
+from hetconv.sharding.layout import Box, Layout, spans
 from tests.equivalence import Differences, apart, leaves
 
 SHAPE = (4, 8, 6, 5)

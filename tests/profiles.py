@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetconv.profile import ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel, TunedRatio, nodes_of
-from hetconv.provenance import Conditions, Identity
+from hetconv.schemas.cluster_profile import (
+    ClusterProfile,
+    Curve,
+    DeviceModel,
+    LinkModel,
+    OperatorModel,
+    TunedRatio,
+    nodes_of,
+)
+from hetconv.schemas.provenance import Conditions, Identity
 
 OLD, NEW = (Conditions(f"2026-11-{day}T12:00:00Z", "2.13.0", "3.7.1") for day in (20, 21))
 BEFORE = replace(OLD, torch="2.11.0", triton="3.6.0")  # as old, and under other versions

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetconv.elimination import minimize
 from hetconv.errors import PlanError
+from hetconv.solver.elimination import minimize
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Tables = tuple[dict[str, Array], dict[tuple[str, str], Array]]

@@ -26,7 +26,9 @@ import torch.multiprocessing as mp
 DEVICE = torch.device("cuda", 0) if os.environ.get("HETCONV_TEST_DEVICE") == "cuda" else torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
 GRACE = 10.0  # seconds that ranks get to finish once another one has failed
-PRELOADED = ["tests.conftest", "hetconv.ops", "hetconv.parallel", "hetconv.recorder", "hetconv.planner"]
+PRELOADED = [
+    "tests.conftest", "hetconv.ops", "hetconv.nn.parallelize", "hetconv.tracing.tracer", "hetconv.planner.make_plan",
+]  # fmt: skip
 # Not fork: autograd starts threads where torch is built for CUDA, and they do not survive it.
 Method = Literal["forkserver", "spawn"]
 Outcome = tuple[bool, Any]  # (whether it returned, what it returned or the traceback)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from hetconv.kernels.channels import MOST_PARTS
-from hetconv.kernels.finish import ACTIVATIONS
-from hetconv.layout import Box, Layout, Need
-from hetconv.levels import TwoLevel
-from hetconv.spec import Conv2dSpec, Window
+from hetconv.kernels.concat import MOST_PARTS
+from hetconv.kernels.epilogue import ACTIVATIONS
+from hetconv.sharding.conv_spec import Conv2dSpec, Window
+from hetconv.sharding.hierarchical import TwoLevel
+from hetconv.sharding.layout import Box, Layout, Need
 
 worlds = st.integers(1, 4)
 windows = st.builds(

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
+from hetconv.comm.rank_group import team_of
 from hetconv.errors import HetConvError, LostRankError
-from hetconv.layout import Layout
-from hetconv.modules import HetConv2d
-from hetconv.plan import Plan
-from hetconv.rules import Split
-from hetconv.transport import team_of
+from hetconv.nn.layers import HetConv2d
+from hetconv.schemas.plan import Plan
+from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.layout import Layout
 from tests.nets import Chain, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks, outcomes
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.errors import PlanError
-from hetconv.rules import SplitKind
-from hetconv.tensor import HetTensor
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.layer_rules import SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
 from tests.nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks

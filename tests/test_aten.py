@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hetconv import Split, kernels
 from hetconv.kernels.aten import overruns
-from hetconv.modules import HetConv2d
-from hetconv.tensor import gather
+from hetconv.nn.layers import HetConv2d
+from hetconv.runtime.het_tensor import gather
 from tests.equivalence import full_gradients
 from tests.spawn import on_ranks
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetconv.balancing import added, balance, balanced_sizes
-from hetconv.profile import Curve
+from hetconv.planner.load_balance import added, balance, balanced_sizes
+from hetconv.schemas.cluster_profile import Curve
 
 
 def straight(start: float, whole: float) -> Curve:

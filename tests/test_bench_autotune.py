@@ -18,11 +18,11 @@ from bench.shared import plan_gains
 from bench.shared.models import stack
 from bench.shared.plan_sample import PLANS, compared
 from bench.shared.prediction_errors import Check
-from hetconv.autotune.rounds import Paced, Round
-from hetconv.candidates import Candidates
-from hetconv.plan import ALONE
-from hetconv.planner import PLANNED
-from hetconv.pricing import Pricer
+from hetconv.autotune.measure.paired_rounds import Paced, Round
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.candidates import Candidates
+from hetconv.planner.make_plan import PLANNED
+from hetconv.schemas.plan import ALONE
 from tests.nets import Chain
 
 STEPS = {

@@ -11,8 +11,8 @@ import pytest
 from bench import __main__ as bench
 from bench import overlap
 from bench.shared.models import Stack
-from hetconv.emulate import DeviceName
-from hetconv.messages import Round
+from hetconv.autotune.launch.throttle import DeviceName
+from hetconv.comm.exchange import Round
 from tests.spawn import spawn
 
 PAIR = (DeviceName("cpu"), DeviceName("cpu", 0.5))
@@ -22,13 +22,13 @@ BY_BACKEND = {"backend_ms": 5.0, "of_backend": 2.5}
 
 def measured() -> tuple[dict[str, Any], list[dict[str, Any]], set[tuple[bool, bool]]]:
     """And how messages were sent: whether waited for where they start, and whether by the backend."""
-    from hetconv import transport
+    from hetconv.comm import rank_group
 
     seen: set[tuple[bool, bool]] = set()
     start = Round.__init__
 
     def noted(self: Round, *args: Any) -> None:
-        seen.add((transport.in_turn.on, transport.through_backend.on))
+        seen.add((rank_group.in_turn.on, rank_group.through_backend.on))
         start(self, *args)
 
     Round.__init__ = noted  # type: ignore[method-assign]

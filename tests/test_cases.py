@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.calls import CONVS
+from hetconv.comm.rank_group import team_of
 from hetconv.errors import SplitError
-from hetconv.layout import Layout
-from hetconv.modules import HET_CONVS, HetConv2d
-from hetconv.rules import Split
-from hetconv.state import shares
-from hetconv.tensor import HetTensor
-from hetconv.transport import team_of
+from hetconv.nn.layers import HET_CONVS, HetConv2d
+from hetconv.nn.state_dict import shares
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, apart, assert_same, full_gradients, one_step, pair, same_state
 from tests.nets import ResNet, plan_of, splits_of
 from tests.spawn import on_ranks

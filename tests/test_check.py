@@ -7,12 +7,12 @@ import torch
 
 import hetconv
 from bench.shared.prediction_errors import Check, LayerErrors, layer_errors, plan_steps, predicted_and_measured
-from hetconv.autotune.inputs import ModelInputs
-from hetconv.autotune.rounds import paced_rounds
-from hetconv.candidates import Candidates
-from hetconv.plan import ALONE, Mode
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
+from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.measure.paired_rounds import paced_rounds
+from hetconv.cost.estimator import price
+from hetconv.planner.candidates import Candidates
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import ALONE, Mode
 from tests.nets import Chain
 from tests.spawn import on_ranks
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim.lr_scheduler import MultiStepLR
 
 import hetconv
-from hetconv import checkpoints
+from hetconv.nn import checkpoint
 from tests.spawn import on_ranks, outcomes
 from tests.test_optim_state import Net, difference, fresh, optimizer_of, plain, split, told, train, trained
 
@@ -157,7 +157,7 @@ def loaded(path: Path) -> Any:
 def killed(path: Path, where: str, nth: int) -> None:
     """While it saves once more, this process ends where directories would change for the nth time."""
     net, optimizer = trained(plain(0), "sgd", 2)
-    room: Any = {"rename": Path, "rmtree": checkpoints.shutil}[where]
+    room: Any = {"rename": Path, "rmtree": checkpoint.shutil}[where]
     change, calls = getattr(room, where), []
 
     def fatal(*args: Any, **options: Any) -> Any:
@@ -188,7 +188,7 @@ def failing(path: Path, how: str) -> Any:
     model, optimizer = trained(split(2, 0), "adam", 1)
     hetconv.save_checkpoint(path, model, optimizer)
     train(model, optimizer, range(1, 2))
-    writer: Any = checkpoints.FileSystemWriter
+    writer: Any = checkpoint.FileSystemWriter
 
     class Failing(writer):
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -200,7 +200,7 @@ def failing(path: Path, how: str) -> Any:
     instead = {"elsewhere": lambda _: writer(path.with_name("elsewhere"))}.get(how, Failing)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(checkpoints, "FileSystemWriter", instead)
+            patch.setattr(checkpoint, "FileSystemWriter", instead)
         return told(hetconv.save_checkpoint, path, model, optimizer)
 
 

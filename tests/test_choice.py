@@ -13,8 +13,8 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.errors import HetConvError, KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.kernels.choice import Answer, Question, choose
-from hetconv.spec import Conv2dSpec
+from hetconv.kernels.backend_choice import Answer, Question, choose
+from hetconv.sharding.conv_spec import Conv2dSpec
 from tests.interpreter import DEVICE, ON_GPU, SAME, multiplying_in
 
 TILE = Tile("pointers", 16, 64, 16, 4, 2)

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv import emulate, kernels
-from hetconv.autotune import overlap, rounds
-from hetconv.fusing import followers
-from hetconv.messages import Round
-from hetconv.ops.waiting import fold_anywhere
-from hetconv.plan import Plan
-from hetconv.rules import Conv, Split, SplitKind
-from hetconv.spec import ConvSpec
-from hetconv.transport import count_sent, in_turn
-from hetconv.tuned import TunedChunks
+from hetconv import kernels
+from hetconv.autotune.launch import throttle
+from hetconv.autotune.measure import overlap
+from hetconv.autotune.measure import paired_rounds as rounds
+from hetconv.comm.exchange import Round
+from hetconv.comm.rank_group import count_sent, in_turn
+from hetconv.ops.deferred import fold_anywhere
+from hetconv.schemas.plan import Plan
+from hetconv.schemas.tuning_results import TunedChunks
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import Conv, Split, SplitKind
+from hetconv.tracing.fusion import followers
 from tests.equivalence import relative
 from tests.nets import operator_of, plan_of, splits_of
 from tests.spawn import on_ranks
@@ -112,7 +114,7 @@ def events(chunks: int) -> list[str]:
 
     Round.__init__, Round._arrived = noted("send", start), noted("wait", arrived)  # type: ignore[method-assign]
     try:
-        with torch.no_grad(), emulate.listening(lambda _: said.append("compute")):
+        with torch.no_grad(), throttle.listening(lambda _: said.append("compute")):
             split(x)
     finally:
         Round.__init__, Round._arrived = start, arrived  # type: ignore[method-assign]

@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 import hetconv
-from hetconv.autotune import cli, store
-from hetconv.autotune.launch import parse_devices
-from hetconv.autotune.models import build_model
-from hetconv.autotune.store import claimed
-from hetconv.autotune.tune import tune
-from hetconv.profile import ClusterProfile
+from hetconv.autotune.cli import main
+from hetconv.autotune.launch.launcher import parse_devices
+from hetconv.autotune.measure.models import build_model
+from hetconv.autotune.search import journal
+from hetconv.autotune.search.journal import claimed
+from hetconv.autotune.search.tune import tune
+from hetconv.schemas.cluster_profile import ClusterProfile
 
 ROOT = Path(__file__).parent.parent
 NET = ("--model", "tests.nets:SuperResolution", "--input", "1x3x128x128")
@@ -142,10 +143,10 @@ def test_without_a_profile_on_this_machine_a_plan_is_refused(tmp_path: Path) -> 
 
 def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any) -> Any:
     """What comes of ``hetconv autotune`` where these are the ranks."""
-    monkeypatch.setattr(cli, "run_on", ranks)
+    monkeypatch.setattr(main, "run_on", ranks)
     monkeypatch.delenv("RANK", raising=False)
     args = [*PAIR, *NET, "-o", str(folder / "cluster.json"), "--resume", "--storage", "sqlite:///trials.db"]
-    return CliRunner().invoke(cli.app, ["autotune", *args])
+    return CliRunner().invoke(main.app, ["autotune", *args])
 
 
 def test_the_job_is_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ def test_ctrl_c_says_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_second_autotune_of_a_profile_is_refused_before_a_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "PATIENCE", 0.0)
+    monkeypatch.setattr(journal, "PATIENCE", 0.0)
     with claimed(tmp_path / "cluster.json"):
         done = in_process(tmp_path, monkeypatch, lambda *_: pytest.fail("it starts"))
     assert isinstance(done.exception, hetconv.HetConvError)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune.inputs import DTYPES, InputSpec, ModelInputs, TensorSpec, parse_shape
-from hetconv.autotune.models import channels_last
-from hetconv.autotune.race import Alone, step_in, step_of
+from hetconv.autotune.measure.model_inputs import DTYPES, InputSpec, ModelInputs, TensorSpec, parse_shape
+from hetconv.autotune.measure.models import channels_last
+from hetconv.autotune.search.race import Alone, step_in, step_of
 from tests.test_cli import PAIR, hetconv_command
 
 Command = Callable[..., tuple[int, str, str]]

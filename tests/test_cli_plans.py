@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import hetconv
-from hetconv.plan import Considered
-from hetconv.profile import ClusterProfile
-from hetconv.rules import REPLICATE, Split
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Considered
+from hetconv.sharding.layer_rules import REPLICATE, Split
 from tests.test_cli import NET
 from tests.test_show import plan
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hetconv.autotune import cli
-from hetconv.autotune.doctor import Pair, Report
-from hetconv.autotune.machine import here
-from hetconv.autotune.probe import Outcome
-from hetconv.autotune.stale import TODO
-from hetconv.emulate import DeviceName
-from hetconv.plan import Plan
-from hetconv.profile import ClusterProfile
+from hetconv.autotune.cli import main
+from hetconv.autotune.cli.doctor import Pair, Report
+from hetconv.autotune.cli.outdated import TODO
+from hetconv.autotune.launch.probe import Outcome
+from hetconv.autotune.launch.throttle import DeviceName
+from hetconv.autotune.measure.device_info import here
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Plan
 from tests.test_cli import NET, hetconv_command
 from tests.test_merge import A0, B0, BEFORE, NEW, OLD, profile, tuned
 
@@ -87,7 +87,7 @@ def test_the_doctor_says_by_its_exit_status_whether_each_pair_has_a_backend(
         asked.append((devices, timeout))
         return Report("a", "EPYC", 2, {}, (), (Pair(("cpu", "cpu"), True, {"gloo": Outcome("fails in barrier", 1.0)}),))
 
-    monkeypatch.setattr(cli, "examine", examine)
+    monkeypatch.setattr(main, "examine", examine)
     status, said, _ = command("doctor", "--devices", "cpu,cpu@0.5", "--timeout", "3")
     assert (status, asked) == (1, [([DeviceName("cpu"), DeviceName("cpu", 0.5)], 3.0)])
     assert "cpu - cpu: gloo fails in barrier" in said

@@ -20,9 +20,9 @@ import bench.__main__
 from bench import compile as bench_compile
 from bench.compile import DTYPES, Item
 from hetconv.kernels import tiles
-from hetconv.kernels.compile_report import left_in_registers
 from hetconv.kernels.launch import CHIPS
-from hetconv.spec import Conv2dSpec
+from hetconv.kernels.triton.compile_report import left_in_registers
+from hetconv.sharding.conv_spec import Conv2dSpec
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = [p.stem.removeprefix("triton-") for p in sorted((ROOT / "bench/results/compile").glob("*.json"))]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.kernels import gather_concat
-from hetconv.kernels.finish import ACTIVATIONS, PLAIN, Finish
+from hetconv.kernels.epilogue import ACTIVATIONS, PLAIN, Finish
 from hetconv.kernels.launch import Recipe
 from hetconv.kernels.memory import HUGE, Memory, in_rows
+from hetconv.kernels.triton import concat
 from tests.interpreter import BOUNDS, DEVICE, ON_GPU, assert_close
 from tests.strategies import Join, joins
 from tests.test_slices import LAYOUTS, PLACES, Margins, placed
@@ -156,7 +156,7 @@ def test_it_is_one_launch_each_way(j: Join, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Recipe, "run", recorded)
     called(drawn(j))
-    assert launched == [gather_concat.concat, gather_concat.split]
+    assert launched == [concat.concat, concat.split]
 
 
 IMAGES = [(2, 3, 4), (2, 3, 1), (3, 1, 1), (1, 1, 4), (1, 1, 1)]
@@ -238,7 +238,7 @@ def test_nothing_at_all(backend: Any, name: str) -> None:
 
 def test_a_part_without_channels_costs_no_wide_access() -> None:
     aligned, without = (Memory((2, k, 3, 4), (12 * k, 1, 4 * k, max(k, 1)), "float16") for k in (16, 0))
-    recipe = gather_concat.concat_recipe((aligned, without), aligned, None, PLAIN)
+    recipe = concat.concat_recipe((aligned, without), aligned, None, PLAIN)
     assert recipe.constants["UNIT"] == 8
 
 
@@ -267,4 +267,4 @@ def test_gradients_beyond_32_bits_of_a_cotangent_that_is_expanded() -> None:
     part = Memory((2, 16, 2**12, 2**12), (2**28, 1, 2**16, 16), "float16")  # 2**29 numbers
     g = Memory((2, 32, 2**12, 2**12), (0, 1, 0, 0), "float16")
     assert part.spans < HUGE
-    assert gather_concat.split_recipe((part, part), g, None, Finish(activation="relu")).constants["WIDE"]
+    assert concat.split_recipe((part, part), g, None, Finish(activation="relu")).constants["WIDE"]

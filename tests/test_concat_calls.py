@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
+from hetconv.comm.redistribute import Fit, assemble
 from hetconv.errors import KernelError
-from hetconv.kernels import channels
-from hetconv.layout import Box
-from hetconv.movement import Fit, assemble
+from hetconv.kernels import concat
+from hetconv.sharding.layout import Box
 from tests.interpreter import DEVICE, ON_GPU
 
 ROOT = Path(__file__).parents[1]
@@ -29,13 +29,13 @@ ROOT = Path(__file__).parents[1]
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many parts each of Triton's launches joined."""
     joined: list[int] = []
-    run = channels.joined
+    run = concat.joined
 
     def recorded(parts: Any, *rest: Any) -> Tensor:
         joined.append(len(parts))
         return run(parts, *rest)
 
-    monkeypatch.setattr(channels, "joined", recorded)
+    monkeypatch.setattr(concat, "joined", recorded)
     return joined
 
 
@@ -174,16 +174,16 @@ def test_slices_of_channels_that_arrive_are_joined(sizes: tuple[int, ...], backe
     found = assemble([whole[:, a:b] for a, b in pairwise(ends)][::-1], fit, whole)
     assert found.equal(whole)
     assert found.is_contiguous(memory_format=torch.channels_last)
-    assert bool(by_triton) == (len(sizes) <= channels.MOST_PARTS and (backend == "triton" or ON_GPU))
+    assert bool(by_triton) == (len(sizes) <= concat.MOST_PARTS and (backend == "triton" or ON_GPU))
 
 
 COMPILED = """
 import json, sys
 from dataclasses import asdict
-from hetconv.kernels.finish import Finish
-from hetconv.kernels.gather_concat import concat_recipe, split_recipe
+from hetconv.kernels.epilogue import Finish
+from hetconv.kernels.triton.concat import concat_recipe, split_recipe
 from hetconv.kernels.memory import Memory
-from hetconv.kernels.compile_report import report
+from hetconv.kernels.triton.compile_report import report
 lie = lambda k, of: Memory((32, k, 56, 56), (56 * 56 * of, 1, 56 * of, of), "bfloat16")
 relu, parts, y = Finish(True, True, "relu"), tuple(lie(k, k) for k in (96, 160)), lie(256, 256)
 print(json.dumps({

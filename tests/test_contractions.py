@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hetconv.following import Contraction
-from hetconv.layout import Box, Layout, Need
+from hetconv.operators import Contraction
+from hetconv.sharding.layout import Box, Layout, Need
 from tests.equivalence import Differences, assert_same, train
 from tests.nets import splits_of
 from tests.placed import SHAPE, WORLD, Fn, check, gathered, in_every_placement

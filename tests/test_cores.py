@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hetconv.autotune.cores import cores_of
-from hetconv.autotune.launch import parse_devices, run_on
+from hetconv.autotune.launch.core_affinity import cores_of
+from hetconv.autotune.launch.launcher import parse_devices, run_on
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.cost import Operators, layer_curve, operator_key, seams_of
-from hetconv.graph import Node
-from hetconv.layout import Layout
+from hetconv.cost.estimator import price
+from hetconv.cost.operator_cost import Operators, layer_curve, operator_key, seams_of
+from hetconv.cost.propagate import walk
 from hetconv.ops.geometry import spatial_geometry
-from hetconv.plan import Mode
-from hetconv.pricing import price
-from hetconv.profile import Axis, ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
-from hetconv.proportions import whole_model, with_whole_sum
-from hetconv.provenance import Conditions
-from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split, SplitKind
-from hetconv.spec import ConvSpec
-from hetconv.walk import walk
+from hetconv.planner.partition import whole_model, with_whole_sum
+from hetconv.schemas.cluster_profile import Axis, ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
+from hetconv.schemas.plan import Mode
+from hetconv.schemas.provenance import Conditions
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import KINDS, REPLICATE, Conv, Linear, Split, SplitKind
+from hetconv.sharding.layout import Layout
+from hetconv.tracing.graph import Node
 from tests.equivalence import captured, loss_of
 from tests.nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
 from tests.spawn import on_ranks

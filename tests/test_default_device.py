@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.drift import sync_replicated
-from hetconv.rules import SplitKind
+from hetconv.nn.replica_sync import sync_replicated
+from hetconv.sharding.layer_rules import SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of, splits_of
 from tests.programs.table import Net
@@ -25,7 +25,7 @@ FACTORIES = {
     "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 }  # fmt: skip
 """Functions of PyTorch that make a tensor on the default device unless they are told another one."""
-FOR_USERS = {"autotune/inputs.py", "autotune/models.py"}
+FOR_USERS = {"autotune/measure/model_inputs.py", "autotune/measure/models.py"}
 """Inputs of the user's model are made as the user's program makes its own."""
 
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetconv import kernels
-from hetconv.layout import Layout
-from hetconv.movement import redistribute
-from hetconv.rules import KINDS, SplitKind
+from hetconv.comm.redistribute import redistribute
+from hetconv.sharding.layer_rules import KINDS, SplitKind
+from hetconv.sharding.layout import Layout
 from tests.spawn import DEVICE, on_ranks
 
 WHERE = os.environ.get("HETCONV_TEST_DEVICE")

@@ -15,10 +15,10 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from hetconv.autotune import doctor
-from hetconv.autotune.doctor import Found, Pair, Report, advice, examine, show_report, try_pairs
-from hetconv.autotune.probe import Outcome, Say, communicate, reason, try_pair
-from hetconv.emulate import DeviceName
+from hetconv.autotune.cli import doctor
+from hetconv.autotune.cli.doctor import Found, Pair, Report, advice, examine, show_report, try_pairs
+from hetconv.autotune.launch.probe import Outcome, Say, communicate, reason, try_pair
+from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.errors import HetConvError
 
 ROOT = Path(__file__).parent.parent
@@ -106,7 +106,7 @@ def test_a_pair_that_hangs_is_ended_in_time_and_leaves_no_process(tmp_path: Path
 
 
 ORPHANS = """
-from hetconv.autotune.probe import try_pair
+from hetconv.autotune.launch.probe import try_pair
 from tests.test_doctor import hangs
 if __name__ == "__main__":
     try_pair(("cpu", "cpu"), {folder!r}, 50, hangs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetconv.doors import VISIT, connected
+from hetconv.comm.rendezvous import VISIT, connected
 
 
 def said(by: socket.socket, to: socket.socket, word: bytes) -> bytes:

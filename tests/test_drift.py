@@ -11,9 +11,9 @@ from torch import nn
 
 import hetconv
 from hetconv import kernels
-from hetconv.drift import replicated
-from hetconv.movement import from_every_rank
-from hetconv.transport import team_of
+from hetconv.comm.rank_group import team_of
+from hetconv.comm.redistribute import from_every_rank
+from hetconv.nn.replica_sync import replicated
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks
 

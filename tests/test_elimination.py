@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetconv.contraction import contracted
-from hetconv.dominance import pruned, undominated
-from hetconv.elimination import BLOCK, Solution, elimination_order, min_plus, minimize, solve
 from hetconv.errors import PlanError
-from hetconv.milp import minimize_milp
-from hetconv.potentials import Potentials
+from hetconv.solver.contraction import contracted
+from hetconv.solver.dominance import pruned, undominated
+from hetconv.solver.elimination import BLOCK, Solution, elimination_order, min_plus, minimize, solve
+from hetconv.solver.factor_graph import Potentials
+from hetconv.solver.milp import minimize_milp
 from tests.random_tables import CLIQUE, KINDS, Array, brute, check, drawn, price, tables
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetconv import emulate
-from hetconv.autotune.measure import timed
-from hetconv.emulate import Computation, DeviceName, both_stretched, set_speed, stretched
+from hetconv.autotune.launch import throttle
+from hetconv.autotune.launch.throttle import Computation, DeviceName, both_stretched, set_speed, stretched
+from hetconv.autotune.measure.timer import timed
 from hetconv.errors import HetConvError
-from hetconv.rules import SplitKind
+from hetconv.sharding.layer_rules import SplitKind
 from tests.equivalence import Differences, assert_same
 from tests.nets import IMAGE_KINDS
 from tests.spawn import on_ranks
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """In which this thread waited for its core, by turns."""
     turns: list[float] = []
-    monkeypatch.setattr(emulate, "waits_s", lambda: sum(turns))
+    monkeypatch.setattr(throttle, "waits_s", lambda: sum(turns))
     return turns
 
 
@@ -34,10 +34,10 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """What was slept; each look at a clock is a second later than the one before."""
     slept: list[float] = []
-    monkeypatch.setattr(emulate.time, "sleep", slept.append)
+    monkeypatch.setattr(throttle.time, "sleep", slept.append)
     for name in ("perf_counter", "thread_time"):
         ticks = iter(range(100))
-        monkeypatch.setattr(emulate.time, name, lambda ticks=ticks: float(next(ticks)))
+        monkeypatch.setattr(throttle.time, name, lambda ticks=ticks: float(next(ticks)))
     yield slept
     set_speed(1.0)
 
@@ -100,9 +100,9 @@ def test_sleeps_that_end_late_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> 
     def compute() -> None:
         now[0] += 0.01
 
-    monkeypatch.setattr(emulate.time, "sleep", sleep)
+    monkeypatch.setattr(throttle.time, "sleep", sleep)
     for name in ("perf_counter", "thread_time"):
-        monkeypatch.setattr(emulate.time, name, lambda: now[0])
+        monkeypatch.setattr(throttle.time, name, lambda: now[0])
     set_speed(0.5)
     for _ in range(20):
         stretched(compute, CPU)
@@ -115,9 +115,9 @@ class Shared:
 
     def __init__(self, others: float, monkeypatch: pytest.MonkeyPatch):
         self.others, self.now, self.worked = others, 0.0, 0.0
-        monkeypatch.setattr(emulate.time, "sleep", self.sleep)
-        monkeypatch.setattr(emulate.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(emulate.time, "thread_time", lambda: self.worked)
+        monkeypatch.setattr(throttle.time, "sleep", self.sleep)
+        monkeypatch.setattr(throttle.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(throttle.time, "thread_time", lambda: self.worked)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -164,7 +164,7 @@ def test_a_slowed_device_is_no_slower_on_a_shared_core(
     ("speed", "wait", "seconds"),
     [
         (0.5, 0.003, 20.003),  # nothing follows the last one
-        (0.5, 0.02, 20.2 - 9 * emulate.LATE),  # no more than a turn of others
+        (0.5, 0.02, 20.2 - 9 * throttle.LATE),  # no more than a turn of others
         (1.0, 0.003, 10.03),  # nothing makes good for it
     ],
 )
@@ -199,12 +199,12 @@ class Interrupted(Shared):
 
     def compute(self) -> None:
         super().compute()
-        emulate.interlude()
+        throttle.interlude()
 
 
 def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Interrupted(0.0, monkeypatch)
-    with emulate.visiting(lambda: Shared.compute(shared)):
+    with throttle.visiting(lambda: Shared.compute(shared)):
         assert shared.stretched(0.5) == pytest.approx(40.0)  # in the middle and at the end of each a second of theirs
 
 
@@ -213,7 +213,7 @@ def test_listeners_are_told_the_wall_and_the_threads_own_clock(speed: float, mon
     """Others have the core for half a second of each, and a visitor works for one more in the middle."""
     shared, heard = Interrupted(0.5, monkeypatch), list[Computation]()
     visits = iter([lambda: Shared.compute(shared), *[lambda: None] * 99])
-    with emulate.listening(heard.append), emulate.visiting(lambda: next(visits)()):
+    with throttle.listening(heard.append), throttle.visiting(lambda: next(visits)()):
         shared.stretched(speed)
     first, others = (3.0, 1.5) if speed == 1 else (3.5, 2.0)
     assert [c.own_s for c in heard] == pytest.approx([1.0] * 10)
@@ -233,10 +233,10 @@ def test_visitors_know_since_when_there_was_no_pause(
     speed: float, others: float, waits: float, at_work_s: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared, heard = Shared(others, monkeypatch), list[float]()
-    monkeypatch.setattr(emulate, "_seen", emulate._Seen(0.0, 0.0, 0.0))
+    monkeypatch.setattr(throttle, "_seen", throttle._Seen(0.0, 0.0, 0.0))
     try:
         set_speed(speed)
-        with emulate.visiting(lambda: heard.append(emulate.at_work_s())):
+        with throttle.visiting(lambda: heard.append(throttle.at_work_s())):
             for _ in at_work_s:
                 shared.sleep(waits)
                 stretched(shared.compute, CPU)
@@ -272,7 +272,7 @@ def test_both_passes_of_a_node_are_stretched(threads: int, again: bool, monkeypa
 def watched(kind: SplitKind) -> Differences:
     """With a listener to what is computed, as while tuning."""
     heard: list[float] = []
-    with emulate.listening(lambda seen: heard.append(seen.end - seen.start)):
+    with throttle.listening(lambda seen: heard.append(seen.end - seen.start)):
         found = standalone(kind, (1, 1), "split", {"padding": 1})
     return found | {"nothing was computed": 0.0 if len(heard) >= 2 else 1.0}
 

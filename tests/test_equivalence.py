@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetconv
-from hetconv.rules import SplitKind
+from hetconv.sharding.layer_rules import SplitKind
 from tests.equivalence import Differences, assert_same, full_gradients, loss_of, one_step, pair, same_state, train
 from tests.nets import IMAGE_KINDS, NETS, SuperResolution, Twice, plan_of, splits_of
 from tests.spawn import on_ranks

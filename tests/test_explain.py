@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.explain import considered
-from hetconv.graph import Graph
-from hetconv.ledger import Tables
-from hetconv.plan import Considered, Mode
-from hetconv.pricing import Pricer
-from hetconv.problem import tables
-from hetconv.profile import ClusterProfile, LinkModel
-from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.cost_tables import Tables
+from hetconv.planner.explain import considered
+from hetconv.planner.table_builder import tables
+from hetconv.schemas.cluster_profile import ClusterProfile, LinkModel
+from hetconv.schemas.plan import Considered, Mode
+from hetconv.sharding.layer_rules import KINDS, REPLICATE, Conv, Linear, Split
+from hetconv.tracing.graph import Graph
 from tests.nets import NETS, OTHER_RANKS, split_of
 
 CLUSTER = ClusterProfile.from_devices(["A100-SXM4-80GB", "V100-SXM2-32GB", "T4"])

@@ -16,22 +16,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetconv.kernels import aten
-from hetconv.ops import batch_norm, norms
+from hetconv.ops import batch_norm, group_norm
 
 ROOT = Path(__file__).parents[1]
 SHAPE = (4, 6, 8, 7)
 GEOMETRY = (2, 2), ((1, 1), (1, 1)), (1, 1), 2
 BRANCHES = {
     "hetconv/ops/batch_norm.py": "_sums",
-    "hetconv/ops/norms.py": "group_norm",
+    "hetconv/ops/group_norm.py": "group_norm",
     "hetconv/ops/random.py": "_seeded",
-    "hetconv/messages.py": "Round: a device is waited for while messages are taken in turn",
-    "hetconv/movement.py": "_started: which pieces are packed",
-    "hetconv/ops/pools.py": "_differentiable",
-    "hetconv/emulate.py": "the clock and the pauses of slowed devices",
-    "hetconv/parallel.py": "_share_random_state",
+    "hetconv/comm/exchange.py": "Round: a device is waited for while messages are taken in turn",
+    "hetconv/comm/redistribute.py": "_started: which pieces are packed",
+    "hetconv/ops/pooling.py": "_differentiable",
+    "autotune/launch/throttle.py": "the clock and the pauses of slowed devices",
+    "hetconv/nn/parallelize.py": "_share_random_state",
     "kernels/launch.py": "the chip and the current device",
-    "kernels/passes.py": "whether Triton runs, and the device's name",
+    "kernels/dispatch.py": "whether Triton runs, and the device's name",
 }
 """Where the code asks whether a tensor is on CUDA, and what depends on it."""
 
@@ -55,8 +55,8 @@ def batch_norm_of_given_moments(device: str, dtype: torch.dtype) -> list[Tensor 
 
 def moments_of_groups(device: str, dtype: torch.dtype) -> list[Tensor | None]:
     x = images(device, dtype)
-    op = norms.GroupNorm(SHAPE, 3)
-    return [norms._group_moments(x.to(batch_norm.exact_of(x)), op, 0)]
+    op = group_norm.GroupNorm(SHAPE, 3)
+    return [group_norm._group_moments(x.to(batch_norm.exact_of(x)), op, 0)]
 
 
 def convolution(device: str, dtype: torch.dtype) -> list[Tensor | None]:
@@ -110,5 +110,5 @@ def test_every_branch_for_cuda_is_listed() -> None:
         str(path.relative_to(ROOT)) for path in files
         if "/autotune/" not in str(path) and asks.search(path.read_text("utf-8"))
     }  # fmt: skip
-    only_for_cpus = {"hetconv/ops/trial.py", "hetconv/transport.py", "kernels/aten.py", "kernels/memory.py"}
+    only_for_cpus = {"hetconv/ops/trial_run.py", "hetconv/comm/rank_group.py", "kernels/aten.py", "kernels/memory.py"}
     assert found - only_for_cpus == set(BRANCHES)

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetconv import files
 from hetconv.errors import HetConvError, PlanError, ProfileError
-from hetconv.plan import VERSION as PLAN_VERSION
-from hetconv.plan import Plan
-from hetconv.profile import VERSION as PROFILE_VERSION
-from hetconv.profile import ClusterProfile
-from hetconv.provenance import Conditions, Identity
+from hetconv.schemas import json_files
+from hetconv.schemas.cluster_profile import VERSION as PROFILE_VERSION
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import VERSION as PLAN_VERSION
+from hetconv.schemas.plan import Plan
+from hetconv.schemas.provenance import Conditions, Identity
 
 DATA, DOCS = Path(__file__).parent / "data", Path(__file__).parent.parent / "docs"
 
@@ -52,7 +52,7 @@ def valid(kind: str) -> list[dict[str, Any]]:
     """Documents that load, the one with every key last. Not to be changed: copy them first."""
     new = {"profile": measured, "plan": lambda: Plan.load(DATA / "plan.json")}[kind]()
     head = {"format": f"hetconv-{kind}", "version": KINDS[kind].version}
-    current = head | json.loads(json.dumps(files.adapter(type(new)).dump_python(new, mode="json")))
+    current = head | json.loads(json.dumps(json_files.adapter(type(new)).dump_python(new, mode="json")))
     return [json.loads((DATA / f"{kind}.json").read_text()), current]
 
 

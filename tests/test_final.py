@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from hetconv.autotune import final as module
-from hetconv.autotune.final import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final, Rival
-from hetconv.autotune.learn import MISFIT
-from hetconv.autotune.race import Alone, Order, Outcome
-from hetconv.autotune.rounds import Paced, Round
-from hetconv.autotune.shares import ROUNDS, TrialFailedError
-from hetconv.candidates import EVEN
-from hetconv.plan import Prediction
-from hetconv.planner import Contender, contenders, make_plan
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile
-from hetconv.recorder import capture
-from hetconv.tuned import TunedPlan
+from hetconv.autotune.measure.paired_rounds import Paced, Round
+from hetconv.autotune.search import finalists as module
+from hetconv.autotune.search.calibrate import MISFIT
+from hetconv.autotune.search.finalists import HARDLY, HEATS_PART, REFERENCE, RIVALS, Final, Rival
+from hetconv.autotune.search.race import Alone, Order, Outcome
+from hetconv.autotune.search.study import ROUNDS, TrialFailedError
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.candidates import EVEN
+from hetconv.planner.make_plan import Contender, contenders, make_plan
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Prediction
+from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.tracing.tracer import capture
 from tests.nets import Chain, splits_of
 
 USUAL, SLOW = (1e-3, 1e-3), (2e-3, 2e-3)  # pulses

@@ -12,10 +12,10 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile
-from hetconv.kernels.choice import Backend
-from hetconv.kernels.finish import ACTIVATIONS, activated
-from hetconv.spec import Conv2dSpec
-from tests.interpreter import (  # fmt: skip
+from hetconv.kernels.backend_choice import Backend
+from hetconv.kernels.epilogue import ACTIVATIONS, activated
+from hetconv.sharding.conv_spec import Conv2dSpec
+from tests.interpreter import (
     BOUNDS,
     BOXES,
     DEVICE,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetconv.autotune import fit
-from hetconv.autotune.sampling import Passes, Steps
+from hetconv.autotune.measure import fit
+from hetconv.autotune.measure.sampling import Passes, Steps
 
 
 def test_a_curve_goes_through_medians() -> None:

@@ -11,23 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune import fitted, measure
-from hetconv.autotune.others import Call, Other
-from hetconv.autotune.sampling import Passes
-from hetconv.autotune.subjects import AXES, Layer
-from hetconv.cost import operator_key
-from hetconv.emulate import DeviceName
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile, LinkModel
-from hetconv.rules import Conv, Split
-from hetconv.spec import ConvSpec
+from hetconv.autotune.launch.throttle import DeviceName
+from hetconv.autotune.measure import fitted, timer
+from hetconv.autotune.measure.layer_workloads import AXES, Layer
+from hetconv.autotune.measure.other_workloads import Call, Other
+from hetconv.autotune.measure.sampling import Passes
+from hetconv.cost.estimator import Pricer
+from hetconv.cost.operator_cost import operator_key
+from hetconv.schemas.cluster_profile import ClusterProfile, LinkModel
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import Conv, Split
 
 CPU = torch.device("cpu")
 CONV = Conv(ConvSpec(2, 6, (9, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
 PULSE_S = 2**-12
 
 
-def samples_of(layer: Layer) -> measure.Samples:
+def samples_of(layer: Layer) -> timer.Samples:
     """Made up: a second per whole kernel, half of it alone; calls of a quarter, others of a microsecond per byte.
 
     The device was half as fast while filters were measured; and, alone, is faster than that while all others rest.

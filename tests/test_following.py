@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hetconv.following import (
+from hetconv.operators import (
     AdaptivePool,
     Along,
     BatchNorm,
@@ -35,9 +35,9 @@ from hetconv.following import (
     View,
     on_parts,
 )
-from hetconv.layout import Box, Layout, Need, apportion
-from hetconv.rules import REPLICATE, Gather, Op
-from hetconv.spec import Window
+from hetconv.sharding.conv_spec import Window
+from hetconv.sharding.layer_rules import REPLICATE, Gather, Op
+from hetconv.sharding.layout import Box, Layout, Need, apportion
 from tests.strategies import layouts, worlds
 from tests.test_rules import assert_fits
 

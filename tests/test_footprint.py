@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.footprint import alive, input_bytes, kept, last_readers, parameter_bytes
-from hetconv.graph import Graph
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import whole_model
-from hetconv.rules import SplitKind
-from hetconv.tensor import HetTensor
+from hetconv.cost.estimator import price
+from hetconv.cost.memory import alive, input_bytes, kept, last_readers, parameter_bytes
+from hetconv.planner.partition import whole_model
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.tracing.graph import Graph
 from tests.nets import NETS, plan_of
 from tests.spawn import on_ranks
 

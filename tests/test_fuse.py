@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import kernels
-from hetconv.fusing import followers
-from hetconv.ops.waiting import fold_anywhere
-from hetconv.rules import SplitKind
+from hetconv.ops.deferred import fold_anywhere
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.tracing.fusion import followers
 from tests.equivalence import Differences, apart, assert_same, leaves, relative
 from tests.nets import IMAGE_KINDS, NETS, Block, plan_of, splits_of
 from tests.spawn import on_ranks

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.fusing import followers
-from hetconv.plan import Plan
+from hetconv.schemas.plan import Plan
+from hetconv.tracing.fusion import followers
 from tests.nets import NETS
 
 

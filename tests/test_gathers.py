@@ -10,10 +10,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune.show import show_gathers, show_plan
-from hetconv.plan import Gathered, Plan
-from hetconv.pricing import gathers
-from hetconv.transport import count_sent
+from hetconv.autotune.cli.show import show_gathers, show_plan
+from hetconv.comm.rank_group import count_sent
+from hetconv.cost.estimator import gathers
+from hetconv.schemas.plan import Gathered, Plan
 from tests.nets import ResNet
 from tests.spawn import on_ranks
 

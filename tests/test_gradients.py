@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.rules import Split, SplitKind
+from hetconv.sharding.layer_rules import Split, SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
 from tests.nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.following import BatchNorm, Cat, GlobalAveragePool, Pointwise, Pool
-from hetconv.rules import Conv, Gather, Linear
+from hetconv.operators import BatchNorm, Cat, GlobalAveragePool, Pointwise, Pool
+from hetconv.sharding.layer_rules import Conv, Gather, Linear
 from tests.nets import ResNet, UNet
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetconv.modules import HetConv2d
-from hetconv.rules import Split
+from hetconv.nn.layers import HetConv2d
+from hetconv.sharding.layer_rules import Split
 from tests.equivalence import full_gradients
 from tests.spawn import on_ranks
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hetconv
-from hetconv import replicas
-from hetconv.holding import Held, summed_among
-from hetconv.layout import Box, Shape, buckets, traffic
-from hetconv.modules import HetConv2d
-from hetconv.replicas import Scope
-from hetconv.rules import Split
-from hetconv.sharing import cut_layers
-from hetconv.transport import team_of
+from hetconv.comm.rank_group import team_of
+from hetconv.nn.layers import HetConv2d
+from hetconv.nn.parameters import cut_layers
+from hetconv.runtime import gradient_sync
+from hetconv.runtime.gradient_sync import Scope
+from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.layout import Box, Shape, buckets, traffic
+from hetconv.sharding.param_shards import Held, summed_among
 from tests.equivalence import Differences, apart, assert_same, full_gradients, same_state
 from tests.spawn import on_ranks
 from tests.strategies import shapes, sizes, worlds
@@ -103,7 +103,7 @@ def contribution(shape: Shape, rank: int, seed: int) -> Tensor:
 
 def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
     """Gradients of parameters that are held in any way, of which two uses of each contribute; what this rank sent."""
-    team, replicas.buckets = team_of(), partial(buckets, limit=limit)
+    team, gradient_sync.buckets = team_of(), partial(buckets, limit=limit)
     try:
         own = {name: of.boxes[team.rank] for name, of in OVERLAPS.items()}
         params = {name: torch.zeros(box.shape, dtype=torch.float64, requires_grad=True) for name, box in own.items()}
@@ -117,7 +117,7 @@ def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
                     loss = loss + (scope.alias(params[name]) * mine).sum() * (use + 1)
             loss.backward()
     finally:
-        replicas.buckets = buckets
+        gradient_sync.buckets = buckets
     found: Differences = {}
     for seed, (name, of) in enumerate(OVERLAPS.items()):
         total = torch.zeros(of.shape, dtype=torch.float64)

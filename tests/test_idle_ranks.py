@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv import replicas
-from hetconv import walk as walking
-from hetconv.footprint import parameter_bytes
-from hetconv.layout import Shape, buckets
-from hetconv.modules import HetLinear
-from hetconv.movement import Sum
-from hetconv.rules import Split, SplitKind
-from hetconv.transport import Team, team_of
+from hetconv.comm.rank_group import Team, team_of
+from hetconv.comm.redistribute import Sum
+from hetconv.cost import propagate as walking
+from hetconv.cost.memory import parameter_bytes
+from hetconv.nn.layers import HetLinear
+from hetconv.runtime import gradient_sync
+from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.layout import Shape, buckets
 from tests.equivalence import Differences, assert_same, loss_of, one_step, pair, same_state, train
 from tests.nets import IMAGE_KINDS, NETS, ResNet, splits_of
 from tests.spawn import on_ranks
@@ -40,9 +40,9 @@ def sums_run_and_planned(limit: int) -> tuple[list[tuple[Any, int]], list[tuple[
             ran.append((rounds, local.element_size()))
 
     with pytest.MonkeyPatch.context() as patch:
-        for room in (replicas, walking):
+        for room in (gradient_sync, walking):
             patch.setattr(room, "buckets", partial(buckets, limit=limit))
-        patch.setattr(replicas, "Sum", Noting)
+        patch.setattr(gradient_sync, "Sum", Noting)
         loss_of(cut(torch.randn(shape))).backward()
         _, planned = walking.walk(graph, splits, 3, "train")
     return ran, list(planned)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv import rules
-from hetconv.cost import seams_of
-from hetconv.layout import Layout
-from hetconv.rules import Conv, Split, SplitKind, halos_travel, joins_halos
-from hetconv.spec import ConvSpec
+from hetconv.cost.operator_cost import seams_of
+from hetconv.sharding import layer_rules
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import Conv, Split, SplitKind, halos_travel, joins_halos
+from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, assert_same, one_step
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks
@@ -63,13 +63,13 @@ def stepped(joined: float, kind: SplitKind, ratio: tuple[int, ...], last: bool) 
     serial, x = Net().double(), torch.randn(2, 3, 18, 15, dtype=torch.float64)
     if last:
         serial, x = (t.to(memory_format=torch.channels_last) for t in (serial, x))  # type: ignore[call-overload]
-    was, rules.JOINED = rules.JOINED, joined
+    was, layer_rules.JOINED = layer_rules.JOINED, joined
     try:
         cut = copy.deepcopy(serial)
         cut = hetconv.parallelize(cut, plan_of(cut, splits_of(cut, (kind,), ratio), len(ratio)))
         return one_step(serial, cut, x)
     finally:
-        rules.JOINED = was
+        layer_rules.JOINED = was
 
 
 @pytest.mark.parametrize("last", [False, True])

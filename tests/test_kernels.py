@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from hetconv import kernels
 from hetconv.errors import KernelError
-from hetconv.kernels import Tile, dgrad, fprop, tiles, wgrad
-from hetconv.kernels.correlate import by_boxes, by_pointers
+from hetconv.kernels import Tile, tiles
 from hetconv.kernels.launch import Recipe
 from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Pass, Path
-from hetconv.kernels.wgrad import wgrad_by_boxes, wgrad_by_pointers
-from hetconv.spec import Conv2dSpec
-from tests.interpreter import (  # fmt: skip
+from hetconv.kernels.triton import dgrad, fprop, wgrad
+from hetconv.kernels.triton.implicit_gemm import by_boxes, by_pointers
+from hetconv.kernels.triton.wgrad import wgrad_by_boxes, wgrad_by_pointers
+from hetconv.sharding.conv_spec import Conv2dSpec
+from tests.interpreter import (
     BOXES,
     CHIP,
     ON_GPU,

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 import hetconv
-from hetconv.autotune.launch import CPU_SETTINGS, GRACE, did, parse_devices, run_on
-from hetconv.transport import objects_of_all, team_of
+from hetconv.autotune.launch.launcher import CPU_SETTINGS, GRACE, did, parse_devices, run_on
+from hetconv.comm.rank_group import objects_of_all, team_of
 
 ROOT = Path(__file__).parent.parent
 PAIR = parse_devices("cpu,cpu@0.5")
@@ -88,7 +88,7 @@ def test_the_first_that_fails_is_named_and_nobody_waits_for_it(how: str, said: s
 
 SLEEPING = """
 import os, sys, time
-from hetconv.autotune.launch import parse_devices, run_on
+from hetconv.autotune.launch.launcher import parse_devices, run_on
 
 def sleep(folder):
     open(f"{folder}/{os.environ['RANK']}", "w").write(str(os.getpid()))
@@ -125,7 +125,7 @@ def pages_of_a_step() -> int:
     """Pages that the system gives a step which needs 120 MiB, once memory has settled."""
     import torch
 
-    from hetconv.autotune.measure import pages_taken
+    from hetconv.autotune.measure.timer import pages_taken
 
     found = []
     for _ in range(20):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.errors import LayoutError
-from hetconv.layout import (
+from hetconv.sharding.layout import (
     Box,
     Boxes,
     Exchange,

@@ -12,30 +12,30 @@ from optuna.trial import create_trial
 from torch import nn
 
 import hetconv
-from hetconv.autotune import learn
-from hetconv.autotune.learn import BYTES, LATENCIES, MOST, AtWork, Observed, at_work, corrected, noise_of
-from hetconv.autotune.plans import observed
-from hetconv.candidates import Candidates
-from hetconv.plan import Mode
-from hetconv.planner import Contender, contenders
-from hetconv.pricing import LayerCost, price
-from hetconv.profile import ClusterProfile, DeviceModel
-from hetconv.rules import SplitKind
-from hetconv.splits import KINDS
+from hetconv.autotune.search import calibrate
+from hetconv.autotune.search.calibrate import BYTES, LATENCIES, MOST, AtWork, Observed, at_work, corrected, noise_of
+from hetconv.autotune.search.plan_search import observed
+from hetconv.cost.estimator import LayerCost, price
+from hetconv.planner.candidates import Candidates
+from hetconv.planner.make_plan import Contender, contenders
+from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
+from hetconv.schemas.plan import Mode
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import KINDS
 from tests.nets import SuperResolution
 
 FAST, SLOW = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3").devices
 
 
 NOISE = 0.3
-USUAL = learn.OF_DEVICE, learn.OF_KIND
+USUAL = calibrate.OF_DEVICE, calibrate.OF_KIND
 
 
 @pytest.fixture(autouse=True)
 def _steps_far_from_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what plans say is nearly believed, and rounding is not what these tests are about."""
-    monkeypatch.setattr(learn, "OF_DEVICE", 0.4)
-    monkeypatch.setattr(learn, "OF_KIND", 0.1)
+    monkeypatch.setattr(calibrate, "OF_DEVICE", 0.4)
+    monkeypatch.setattr(calibrate, "OF_KIND", 0.1)
 
 
 def taught(device: DeviceModel, *plans: tuple[dict[str, float], float]) -> dict[str, float]:
@@ -93,7 +93,7 @@ def test_a_noisy_plan_of_a_kind_moves_it_little_beside_others() -> None:
 
 def test_operators_are_believed_until_several_plans_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, usual in zip(("OF_DEVICE", "OF_KIND"), USUAL, strict=True):
-        monkeypatch.setattr(learn, name, usual)
+        monkeypatch.setattr(calibrate, name, usual)
     once, often = (taught(FAST, *[({"height": 1.0}, 1.3)] * times)["height"] for times in (1, 6))
     assert 1.1 < once < 1.22
     assert 1.25 < often < 1.3
@@ -168,7 +168,7 @@ def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
     graph = hetconv.capture(SuperResolution(), torch.zeros(2, 3, 24, 20))
     whole = Candidates(graph, profile, "infer").whole_models()
     cut = [splits for name, splits in whole.items() if name.startswith("uneven")]
-    working = learn.with_learnt(profile, learn.Learnt([{}] * profile.world, way))
+    working = calibrate.with_learnt(profile, calibrate.Learnt([{}] * profile.world, way))
     return [price(graph, working, splits, "infer")[0].step_s for splits in cut]
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.leaves import ELEMENTWISE, OnOwnPart, run_on_own_parts
-from hetconv.ops import unmoved
+from hetconv.nn.fast_modules import ELEMENTWISE, OnOwnPart, run_on_own_parts
+from hetconv.ops import call_cache
 from tests.equivalence import Differences, assert_same
 from tests.placed import PLACEMENTS, WORLD, on_parts, placed
 from tests.spawn import on_ranks
@@ -68,18 +68,18 @@ def dispatched(name: str, placement: str) -> list[str]:
     """The torch functions of a module that were looked at, of which some may be remembered."""
     layout, seen, module = PLACEMENTS[placement], [], ready(name)
     x, _ = placed(torch.ones(layout.shape, dtype=torch.float64), layout)
-    again = unmoved.again
+    again = call_cache.again
 
     def watching(func: Any, *args: Any) -> Any:
         seen.append(func.__name__)
         return again(func, *args)
 
-    unmoved.again = watching  # type: ignore[assignment]
+    call_cache.again = watching  # type: ignore[assignment]
     try:
         with torch.no_grad():
             hetconv.gather(module(x))
     finally:
-        unmoved.again = again
+        call_cache.again = again
     return seen
 
 

@@ -18,21 +18,21 @@ from rich.console import Console
 from torch import nn
 
 import hetconv
-from hetconv.autotune.diff import show_diff
-from hetconv.autotune.picture import draw
-from hetconv.autotune.show import show_plan
-from hetconv.cost import seams_of
-from hetconv.following import Along, Cat, Contraction, Pad, Reduction, Reshape, Stack, View
-from hetconv.layout import Layout
-from hetconv.levels import TwoLevel
-from hetconv.plan import Mode, Plan
-from hetconv.pricing import gathers, price
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import whole_model
-from hetconv.rules import KINDS, Conv, Linear, Op, Split, SplitKind, halos_travel
-from hetconv.spec import ConvSpec
-from hetconv.splits import INNER
-from hetconv.transport import team_of
+from hetconv.autotune.cli.diff import show_diff
+from hetconv.autotune.cli.picture import draw
+from hetconv.autotune.cli.show import show_plan
+from hetconv.comm.rank_group import team_of
+from hetconv.cost.estimator import gathers, price
+from hetconv.cost.operator_cost import seams_of
+from hetconv.operators import Along, Cat, Contraction, Pad, Reduction, Reshape, Stack, View
+from hetconv.planner.partition import whole_model
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Mode, Plan
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.hierarchical import TwoLevel
+from hetconv.sharding.layer_rules import KINDS, Conv, Linear, Op, Split, SplitKind, halos_travel
+from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import INNER
 from tests.nets import NETS, ResNet, plan_of
 from tests.placed import PLACEMENTS, WORLD
 from tests.spawn import on_ranks, outcomes

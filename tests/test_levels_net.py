@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.fusing import followers
-from hetconv.layout import spans
-from hetconv.ops.waiting import fold_anywhere
-from hetconv.plan import LayerPlan, Mode, Plan
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import whole_model
-from hetconv.rules import KINDS, Conv, Linear, Split, SplitKind
+from hetconv.cost.estimator import price
+from hetconv.ops.deferred import fold_anywhere
+from hetconv.planner.partition import whole_model
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import LayerPlan, Mode, Plan
+from hetconv.sharding.layer_rules import KINDS, Conv, Linear, Split, SplitKind
+from hetconv.sharding.layout import spans
+from hetconv.tracing.fusion import followers
 from tests.equivalence import Differences, apart, assert_same, captured, loss_of, one_step, same_state, train
 from tests.nets import IMAGE_KINDS, NETS, OTHER_RANKS, Chain, operator_of, plan_of, split_of
 from tests.spawn import on_ranks

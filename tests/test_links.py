@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from hetconv import call_site
-from hetconv.autotune import links
-from hetconv.autotune.meeting import Parts
-from hetconv.network import Network
-from hetconv.profile import ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
-from hetconv.provenance import Identity
-from hetconv.transport import Team, count_sent, team_of, through_backend
+from hetconv.autotune.measure import links
+from hetconv.autotune.measure.barrier import Parts
+from hetconv.comm import call_tags
+from hetconv.comm.rank_group import Team, count_sent, team_of, through_backend
+from hetconv.cost.network import Network
+from hetconv.schemas.cluster_profile import ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
+from hetconv.schemas.provenance import Identity
 from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def cluster(hosts: str, s_per_byte: float = 1e-9) -> ClusterProfile:
 
 def every_link(sizes: tuple[int, ...]) -> tuple[dict[str, LinkModel], dict[int, int]]:
     team = team_of()
-    call_site.enter(f"the last call on rank {team.rank}")
+    call_tags.enter(f"the last call on rank {team.rank}")
     with count_sent() as sent:
         found = links.link_models(team, CPU, sizes)
     return found, dict(sent)

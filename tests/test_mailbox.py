@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetconv import mailbox
+from hetconv.comm import shared_memory
+from hetconv.comm.shared_memory import Channel
 from hetconv.errors import DisagreementError
-from hetconv.mailbox import Channel
 
 MINUTE = timedelta(minutes=1)
 MOMENT = timedelta(seconds=0.05)
@@ -91,8 +91,8 @@ def test_messages_come_in_order_whichever_is_waited_for_first(ends: tuple[Channe
 def test_what_is_lent_stays_where_it_lies_until_it_is_given_back(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "FIRST", 256)
-    monkeypatch.setattr(mailbox, "UNTOLD", 0)
+    monkeypatch.setattr(shared_memory, "FIRST", 256)
+    monkeypatch.setattr(shared_memory, "UNTOLD", 0)
     here, there = ends
     lent = []
     for k in range(3):
@@ -162,7 +162,7 @@ def test_any_messages_under_way_at_once_keep_what_they_say(
 ) -> None:
     """In memory so small that its gaps are filled, and it is outgrown."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mailbox, "FIRST", 1024)
+        patched.setattr(shared_memory, "FIRST", 1024)
         ends = Ends()
         for do, size in steps:
             do(ends, size)
@@ -174,7 +174,7 @@ def test_memory_does_not_grow_while_messages_are_taken(ends: tuple[Channel, Chan
     here, there = ends
     for _ in range(40):
         passed(here, there, torch.zeros(100_000))
-    assert len(here._out) <= 2 * (mailbox.UNTOLD_BYTES + 400_000)
+    assert len(here._out) <= 2 * (shared_memory.UNTOLD_BYTES + 400_000)
     passed(here, there, torch.zeros(1_000_000))
     assert len(here._out) >= 4_000_000
 
@@ -188,7 +188,7 @@ def test_messages_lie_where_earlier_ones_lay(ends: tuple[Channel, Channel]) -> N
         passed(there, here, torch.zeros(1))
         passed(here, there, torch.zeros(5_000))
         lay |= {place.start for place in here._places}
-    assert max(lay) < 2 * 20_000 + mailbox.ALIGN
+    assert max(lay) < 2 * 20_000 + shared_memory.ALIGN
 
 
 def test_who_answers_tells_what_was_taken_with_the_answer(ends: tuple[Channel, Channel]) -> None:
@@ -197,7 +197,7 @@ def test_who_answers_tells_what_was_taken_with_the_answer(ends: tuple[Channel, C
         passed(here, there, torch.full((500,), float(k)))
         assert passed(there, here, torch.full((300,), -float(k)))[0] == -k
     assert [len(end._places) for end in ends] == [0, 1]
-    assert [len(end._out) for end in ends] == [mailbox.FIRST] * 2
+    assert [len(end._out) for end in ends] == [shared_memory.FIRST] * 2
 
 
 def test_more_packets_than_a_socket_holds_wait_until_they_are_read(ends: tuple[Channel, Channel]) -> None:
@@ -251,10 +251,10 @@ def test_a_receiver_sleeps_at_once_but_on_a_core_of_its_own(
 ) -> None:
     here, there = ends
     passed(here, there, torch.ones(1))  # memory for messages comes with the first one
-    monkeypatch.setattr(mailbox, "_own_core", lambda: own)
-    monkeypatch.setattr(mailbox, "LOOK_S", MINUTE.total_seconds())
+    monkeypatch.setattr(shared_memory, "_own_core", lambda: own)
+    monkeypatch.setattr(shared_memory, "LOOK_S", MINUTE.total_seconds())
     slept = list[float]()
-    monkeypatch.setattr(mailbox, "_wait", lambda poll, wait_ms: (slept.append(wait_ms), poll.poll(wait_ms)))
+    monkeypatch.setattr(shared_memory, "_wait", lambda poll, wait_ms: (slept.append(wait_ms), poll.poll(wait_ms)))
     wait = there.expect(torch.zeros(1))
     sender = threading.Timer(0.05, here.send, [torch.ones(1)])
     sender.start()
@@ -264,6 +264,6 @@ def test_a_receiver_sleeps_at_once_but_on_a_core_of_its_own(
 
 
 def test_who_has_looked_in_vain_sleeps(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "_own_core", lambda: True)
+    monkeypatch.setattr(shared_memory, "_own_core", lambda: True)
     here, _there = ends
     assert not here._looked()

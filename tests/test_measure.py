@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetconv.autotune import measure, sampling, stages
-from hetconv.autotune.sampling import Passes, Run, Time
-from hetconv.autotune.subjects import Layer
-from hetconv.rules import Conv
-from hetconv.spec import ConvSpec
-from hetconv.transport import team_of
+from hetconv.autotune.measure import sampling, timer
+from hetconv.autotune.measure.layer_workloads import Layer
+from hetconv.autotune.measure.sampling import Passes, Run, Time
+from hetconv.autotune.search import stages
+from hetconv.comm.rank_group import team_of
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import Conv
 from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ class Uneven:
 def uneven(alone: bool, fails_on: int) -> tuple[list[int], tuple[float, float] | None]:
     """How many shares were measured of each subject, and when the first one ran."""
     subjects: Any = [Uneven(alone, fails_on), Uneven(alone)]
-    found = [len(samples) for _, samples in measure.operator_samples(subjects, CPU, lambda: False)]
+    found = [len(samples) for _, samples in timer.operator_samples(subjects, CPU, lambda: False)]
     dist.barrier()  # every rank comes here
     return found, subjects[0].ran[0] if subjects[0].ran else None
 
@@ -69,7 +70,7 @@ def test_a_rank_without_the_memory_has_no_samples_and_stays_in_step(alone: bool)
 def stopped_early() -> list[str]:
     subjects: Any = [Uneven(key=key) for key in "abc"]
     rank_0_had_enough = iter([True, False, dist.get_rank() == 0])
-    return [key for key, _ in measure.operator_samples(subjects, CPU, lambda: next(rank_0_had_enough))]
+    return [key for key, _ in timer.operator_samples(subjects, CPU, lambda: next(rank_0_had_enough))]
 
 
 def test_rank_0_says_when_it_is_enough_but_something_is_measured() -> None:
@@ -97,7 +98,7 @@ def more(alone: bool, new: bool = False) -> tuple[list[list[float]], dict[float,
     """Rank 0 is in doubt at one share, rank 1 at none. Rank 0 may want a ``new`` share."""
     subject, known = Again("again", alone=alone), {0.5: QUIET, 1.0: QUIET if dist.get_rank() else LOUD}
     wanted = [0.75] if new and not dist.get_rank() else []
-    found = measure.more_samples(subject, known, CPU, True, wanted)  # type: ignore[arg-type]
+    found = timer.more_samples(subject, known, CPU, True, wanted)  # type: ignore[arg-type]
     return subject.asked, found
 
 
@@ -151,7 +152,7 @@ def test_layers_are_looked_into_where_grains_begin_and_end() -> None:
         assert parts[2] == [24]
 
 
-def settled(mode: str, enough_after: int) -> tuple[list[str], list[str], measure.Samples]:
+def settled(mode: str, enough_after: int) -> tuple[list[str], list[str], timer.Samples]:
     """In what order subjects were measured again, and kept; rank 1 doubts most one of which rank 0 has no doubts."""
     subjects: Any = [Again("few", 1), Again("quiet", 9), Again("many", 2), Again("other", 4), Again("back", 8)]
     samples = {s.key: {1.0: QUIET} for s in subjects}
@@ -198,7 +199,7 @@ def loaded() -> int:
                 time.sleep(0.3)
             return {}
 
-    dict(measure.operator_samples([Long()], CPU, lambda: False))  # type: ignore[list-item]
+    dict(timer.operator_samples([Long()], CPU, lambda: False))  # type: ignore[list-item]
     return calls
 
 
@@ -219,7 +220,7 @@ def of_parts(backward: bool) -> list[bool]:
             run = Run(lambda: None, lambda: None)
             return {0.5: time_(run._replace(whole=False)), 1.0: time_(run)}
 
-    ((_, found),) = measure.operator_samples([Parts()], CPU, lambda: False, backward)  # type: ignore[list-item]
+    ((_, found),) = timer.operator_samples([Parts()], CPU, lambda: False, backward)  # type: ignore[list-item]
     return [bool(passes.backward) for passes in found.values()]
 
 

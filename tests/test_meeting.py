@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from hetconv import emulate
-from hetconv.autotune import measure, meeting
-from hetconv.autotune.meeting import Parts
-from hetconv.autotune.others import Other
-from hetconv.autotune.sampling import Passes, Run, Time
-from hetconv.transport import team_of
+from hetconv.autotune.launch import throttle
+from hetconv.autotune.measure import barrier, timer
+from hetconv.autotune.measure.barrier import Parts
+from hetconv.autotune.measure.other_workloads import Other
+from hetconv.autotune.measure.sampling import Passes, Run, Time
+from hetconv.comm.rank_group import team_of
 from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
@@ -48,13 +48,13 @@ ALL = Parts(1.0, 1.0)
 
 def worked(subject: Any, speed: float, parts: Parts = ALL) -> float:
     """Seconds of `work` on a slowed device with a part of its core; it is not `stretched`."""
-    emulate.set_speed(speed)
+    throttle.set_speed(speed)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measure, "parts_of_core", lambda _: parts)
-            ((_, found),) = measure.operator_samples([subject], CPU, lambda: False)
+            patch.setattr(timer, "parts_of_core", lambda _: parts)
+            ((_, found),) = timer.operator_samples([subject], CPU, lambda: False)
     finally:
-        emulate.set_speed(1.0)
+        throttle.set_speed(1.0)
     return min(found[1.0].forward)
 
 
@@ -96,11 +96,11 @@ def parts_on_one_core() -> Parts:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        meeting.parts_of_core.cache_clear()
-        return meeting.parts_of_core(team_of())
+        barrier.parts_of_core.cache_clear()
+        return barrier.parts_of_core(team_of())
     finally:
         os.sched_setaffinity(0, before)
-        meeting.parts_of_core.cache_clear()
+        barrier.parts_of_core.cache_clear()
 
 
 def test_ranks_on_one_core_get_all_of_it_together_at_most() -> None:

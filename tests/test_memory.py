@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.candidates import Candidates
-from hetconv.graph import Graph
-from hetconv.ledger import Copies, Tables
-from hetconv.memory import Memory, least_memory, solve_within
-from hetconv.plan import Plan
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
-from hetconv.rules import SplitKind
+from hetconv.cost.estimator import price
+from hetconv.planner.candidates import Candidates
+from hetconv.planner.cost_tables import Copies, Tables
+from hetconv.planner.memory_limits import Memory, least_memory, solve_within
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Plan
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.tracing.graph import Graph
 from tests.nets import ResNet, UNet
 
 PROFILE = ClusterProfile.from_devices("A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16")

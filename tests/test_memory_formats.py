@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetconv
-from hetconv.ops.common import cropped
-from hetconv.rules import SplitKind
+from hetconv.runtime.inputs import cropped
+from hetconv.sharding.layer_rules import SplitKind
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks
 

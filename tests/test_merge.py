@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from hetconv.autotune.merge import merge
-from hetconv.autotune.stale import stale
-from hetconv.catalogue import find_link
+from hetconv.autotune.cli.merge import merge
+from hetconv.autotune.cli.outdated import stale
 from hetconv.errors import ProfileError
-from hetconv.profile import Alone, ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
-from hetconv.provenance import Conditions, Identity
-from hetconv.spec import Conv2dSpec, ConvSpec
-from hetconv.splits import Split
-from hetconv.tuned import TunedChunks, TunedPlan, TunedTile
+from hetconv.schemas.catalog import find_link
+from hetconv.schemas.cluster_profile import Alone, ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
+from hetconv.schemas.provenance import Conditions, Identity
+from hetconv.schemas.tuning_results import TunedChunks, TunedPlan, TunedTile
+from hetconv.sharding.conv_spec import Conv2dSpec, ConvSpec
+from hetconv.sharding.split import Split
 from tests.profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, took, tuned
 
 

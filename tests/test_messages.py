@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import hetconv
-from hetconv.layout import Layout
-from hetconv.movement import moved
-from hetconv.rules import SplitKind
-from hetconv.transport import count_sent, silent, team_of, through_backend
+from hetconv.comm.rank_group import count_sent, silent, team_of, through_backend
+from hetconv.comm.redistribute import moved
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.layout import Layout
 from tests.nets import Block, plan_of, splits_of
 from tests.spawn import on_ranks
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from hetconv.elimination import Solution, minimize, solve
 from hetconv.errors import PlanError
-from hetconv.milp import least, minimize_milp
-from hetconv.potentials import Potentials
+from hetconv.solver.elimination import Solution, minimize, solve
+from hetconv.solver.factor_graph import Potentials
+from hetconv.solver.milp import least, minimize_milp
 from tests.random_tables import CLIQUE, Array, brute, check, drawn, forbidding, price, tables
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.graph import Graph
-from hetconv.plan import Plan
-from hetconv.proportions import whole_model
-from hetconv.rules import Gather
+from hetconv.planner.partition import whole_model
+from hetconv.schemas.plan import Plan
+from hetconv.sharding.layer_rules import Gather
+from hetconv.tracing.graph import Graph
 from tests.equivalence import Differences, apart, full_gradients, leaves, loss_of, one_step, relative, same_state
 from tests.spawn import on_ranks
 from tests.zoo import ZOO

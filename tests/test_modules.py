@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.errors import HetConvError, PlanError
-from hetconv.modules import HetConv2d, HetLinear
-from hetconv.rules import Split, SplitKind
+from hetconv.nn.layers import HetConv2d, HetLinear
+from hetconv.sharding.layer_rules import Split, SplitKind
 from tests.equivalence import Differences, apart, assert_same, loss_of, one_step, pair, same_state
 from tests.nets import IMAGE_KINDS, Chain, MobileBlock, ResNet, SuperResolution, Twice, plan_of, splits_of
 from tests.spawn import on_ranks

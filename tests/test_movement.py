@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hetconv
-from hetconv import transport
+from hetconv.comm import rank_group
+from hetconv.comm.rank_group import count_sent, team_of, through_backend
+from hetconv.comm.redistribute import redistribute
 from hetconv.errors import HetConvError, LayoutError
-from hetconv.layout import Box, Layout, Move, Need, traffic
-from hetconv.levels import TwoLevel
-from hetconv.movement import redistribute
-from hetconv.transport import count_sent, team_of, through_backend
+from hetconv.sharding.hierarchical import TwoLevel
+from hetconv.sharding.layout import Box, Layout, Move, Need, traffic
 from tests.spawn import on_ranks
 from tests.strategies import layouts, needs, shapes, sharded, worlds
 
@@ -84,11 +84,11 @@ def rank_on_two_hosts(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor])
     """The same as if even ranks were on one host, and odd ones on another."""
     team = team_of()
     near = {peer: channel for peer, channel in team.channels.items() if peer % 2 == team.rank % 2}
-    transport._teams[team.group] = replace(team, channels=near, one_host=False)
+    rank_group._teams[team.group] = replace(team, channels=near, one_host=False)
     try:
         return forward_and_back(src, dst, x, y)[:2]
     finally:
-        transport._teams[team.group] = team
+        rank_group._teams[team.group] = team
 
 
 def places(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Place]:

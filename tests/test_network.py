@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.holding import summed_among
-from hetconv.layout import Layout, exchanges, traffic
-from hetconv.network import Network
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile, Copying, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
-from hetconv.rules import Split
-from hetconv.simulate import Clocks, Pass
+from hetconv.cost.estimator import price
+from hetconv.cost.network import Network
+from hetconv.cost.timeline import Clocks, Pass
+from hetconv.schemas.cluster_profile import (
+    ClusterProfile,
+    Copying,
+    Curve,
+    DeviceModel,
+    LinkModel,
+    OperatorModel,
+    SharedWire,
+)
+from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.layout import Layout, exchanges, traffic
+from hetconv.sharding.param_shards import summed_among
 from tests.strategies import layouts, needs, shapes
 
 DEVICE = DeviceModel("cpu", "cpu", 8e9, {"float32": 1e11}, 1e10)

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.following import GroupNorm
-from hetconv.layout import Layout
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
-from hetconv.rules import Gather, SplitKind
+from hetconv.cost.estimator import price
+from hetconv.operators import GroupNorm
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.sharding.layer_rules import Gather, SplitKind
+from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, apart, assert_same, loss_of, train
 from tests.nets import plan_of, splits_of
 from tests.placed import PLACEMENTS, WORLD, Fn, full_gradient, on_parts, placed

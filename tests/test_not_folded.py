@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.fusing import followers
+from hetconv.tracing.fusion import followers
 from tests.equivalence import Differences, apart, assert_same, one_step
 from tests.nets import NETS, plan_of, splits_of
 from tests.spawn import on_ranks

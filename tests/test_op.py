@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.spec import Conv2dSpec
+from hetconv.sharding.conv_spec import Conv2dSpec
 from tests.interpreter import DEVICE, ON_GPU, SAME, assert_close, geometry, multiplying_in, tensors
 
 from . import reference

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import Optimizer
 
 import hetconv
-from hetconv.rules import Split
+from hetconv.sharding.layer_rules import Split
 from tests.equivalence import apart
 from tests.nets import Twice, plan_of
 from tests.spawn import on_ranks

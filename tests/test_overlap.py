@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.autotune import overlap, rounds
-from hetconv.autotune.overlap import haloed, haloed_layer, hidden, with_overlap
-from hetconv.autotune.progress import Reporter
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
-from hetconv.rules import Split
-from hetconv.spec import ConvSpec
-from hetconv.transport import count_sent
+from hetconv.autotune.launch.progress import Reporter
+from hetconv.autotune.measure import overlap
+from hetconv.autotune.measure import paired_rounds as rounds
+from hetconv.autotune.measure.overlap import haloed, haloed_layer, hidden, with_overlap
+from hetconv.comm.rank_group import count_sent
+from hetconv.cost.estimator import price
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import Split
 from tests.spawn import on_ranks
 
 SPEC = ConvSpec(1, 4, (12, 8), 6, (5, 5), (1, 1), ((2, 2), (2, 2)), (1, 1))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hetconv import own_core
-from hetconv.own_core import PERIOD_S, SHARED, OwnCore, waits_s
+from hetconv.comm import cpu_time
+from hetconv.comm.cpu_time import PERIOD_S, SHARED, OwnCore, waits_s
 
 
 class Core:
@@ -30,8 +30,8 @@ class Core:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     made = Core()
-    monkeypatch.setattr(own_core, "time", made)
-    monkeypatch.setattr(own_core, "waits_s", lambda: made.waited)
+    monkeypatch.setattr(cpu_time, "time", made)
+    monkeypatch.setattr(cpu_time, "waits_s", lambda: made.waited)
     return made
 
 

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.errors import KernelError
-from hetconv.kernels import Tile, channels, parts, segments
-from hetconv.kernels.correlate import by_pointers
-from hetconv.kernels.gather_concat import concat
-from hetconv.spec import Conv2dSpec
+from hetconv.kernels import Tile
+from hetconv.kernels import concat as channels
+from hetconv.kernels import conv2d_parts_op as parts
+from hetconv.kernels.triton import conv2d_parts
+from hetconv.kernels.triton.concat import concat
+from hetconv.kernels.triton.implicit_gemm import by_pointers
+from hetconv.sharding.conv_spec import Conv2dSpec
 from tests.interpreter import BOUNDS, BOXES, DEVICE, ON_GPU, POINTERS, assert_close, skip_unless_it_runs, tensors
 from tests.test_finish import definition, ends
 from tests.test_segments import SPEC, WIDTHS, called, launching, separate
@@ -63,9 +66,9 @@ def test_who_computes() -> None:
     assert launched(backend="aten") == []
     assert launched(backend="auto") == [concat] * ON_GPU
     assert launched(backend="auto", tile=POINTERS) == [concat] * ON_GPU + [by_pointers]
-    assert launched(backend="triton") == [segments.by_segments]
+    assert launched(backend="triton") == [conv2d_parts.by_segments]
     kernels.set_backend("triton")
-    assert launched(backend="auto") == [segments.by_segments]
+    assert launched(backend="auto") == [conv2d_parts.by_segments]
     assert launched(backend="aten") == []
 
 
@@ -90,7 +93,7 @@ def test_what_the_kernel_cannot_is_refused_or_joined(name: str) -> None:
         y = called(SPEC, parts, t, tile=tile, backend="auto")
     assert_close(y, definition(SPEC, t, True, None), BOUNDS["float16"])
     assert seen
-    assert segments.by_segments not in [kernel for kernel, _ in seen]
+    assert conv2d_parts.by_segments not in [kernel for kernel, _ in seen]
 
 
 def test_other_dtypes_are_atens() -> None:

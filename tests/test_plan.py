@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from hetconv.errors import PlanError
-from hetconv.plan import LayerPlan, Plan, Prediction
-from hetconv.rules import Split
+from hetconv.schemas.plan import LayerPlan, Plan, Prediction
+from hetconv.sharding.layer_rules import Split
 from tests.nets import Chain, plan_of, splits_of
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.candidates import Candidates, group_sizes
-from hetconv.cost import layer_curve, operator_key
-from hetconv.plan import ALONE
-from hetconv.planner import contenders
-from hetconv.pricing import price
-from hetconv.profile import Alone, ClusterProfile, DeviceModel, TunedRatio
-from hetconv.rules import Linear, Split, SplitKind
-from hetconv.tuned import TunedPlan
+from hetconv.cost.estimator import price
+from hetconv.cost.operator_cost import layer_curve, operator_key
+from hetconv.planner.candidates import Candidates, group_sizes
+from hetconv.planner.make_plan import contenders
+from hetconv.schemas.cluster_profile import Alone, ClusterProfile, DeviceModel, TunedRatio
+from hetconv.schemas.plan import ALONE
+from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.sharding.layer_rules import Linear, Split, SplitKind
 from tests.nets import IMAGE_KINDS, MobileBlock, ResNet, UNet
 
 PAIR = ("A100-SXM4-80GB", "V100-SXM2-32GB")

@@ -14,8 +14,8 @@ from torch import nn
 import hetconv
 from bench.planner import EVEN, SAMPLE, modelled
 from bench.shared.models import captured, unet
-from hetconv.graph import Graph
-from hetconv.plan import Plan
+from hetconv.schemas.plan import Plan
+from hetconv.tracing.graph import Graph
 
 BATCH = {"AlexNet": 64, "ResNet-50": 64, "U-Net": 16}
 

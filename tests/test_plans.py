@@ -12,22 +12,23 @@ import pytest
 import torch
 from optuna.trial import create_trial
 
-from hetconv import performance
-from hetconv.autotune import field, plans
-from hetconv.autotune.field import near
-from hetconv.autotune.final import Rival
-from hetconv.autotune.inputs import ModelInputs
-from hetconv.autotune.job import Run
-from hetconv.autotune.plans import digest, undisproved
-from hetconv.autotune.progress import Reporter
-from hetconv.autotune.race import Alone, Order, Outcome, Race, formats
-from hetconv.autotune.rounds import Paced, Round
-from hetconv.autotune.shares import TrialFailedError
-from hetconv.plan import Plan, Prediction
-from hetconv.planner import Contender, contenders
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile
-from hetconv.rules import Split, SplitKind
+from hetconv.autotune.launch.progress import Reporter
+from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.measure.paired_rounds import Paced, Round
+from hetconv.autotune.search import plan_search as plans
+from hetconv.autotune.search import shortlist
+from hetconv.autotune.search.finalists import Rival
+from hetconv.autotune.search.job import Run
+from hetconv.autotune.search.plan_search import digest, undisproved
+from hetconv.autotune.search.race import Alone, Order, Outcome, Race, formats
+from hetconv.autotune.search.shortlist import near
+from hetconv.autotune.search.study import TrialFailedError
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.make_plan import Contender, contenders
+from hetconv.schemas import device_model
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Plan, Prediction
+from hetconv.sharding.layer_rules import Split, SplitKind
 from tests.spawn import on_ranks
 from tests.test_tune import job
 
@@ -119,7 +120,7 @@ def decided(folder: Path, faster: float | None) -> Decided:
     None: where they fail.
     """
     profile, raced = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host"), list[Any]()
-    profile = replace(profile, devices=tuple(replace(d, alone=performance.Alone()) for d in profile.devices))
+    profile = replace(profile, devices=tuple(replace(d, alone=device_model.Alone()) for d in profile.devices))
 
     def lead(self: Race, order: Order, enough: Any = lambda _: False) -> Outcome:
         rounds: list[Round] = []
@@ -136,7 +137,7 @@ def decided(folder: Path, faster: float | None) -> Decided:
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, Reporter("test") as say:
         patch.setattr(Race, "lead", lead)
-        patch.setattr(field, "FAR", 1e9)
+        patch.setattr(shortlist, "FAR", 1e9)
         run = Run(job(folder), say, stack)
         alone = next(c for c in contenders(run.graph, profile, mode=run.job.mode) if c.name == ALONE)
         alone_s = SLOWNESS * alone.predicted.step_s

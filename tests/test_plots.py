@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hetconv.autotune import figures, plots
-from hetconv.autotune.plots import HEAVIEST, draw, heaviest, short
-from hetconv.autotune.record import Record, Samples, Study, Trial
-from hetconv.autotune.sampling import Passes
+from hetconv.autotune.cli import figures, plots
+from hetconv.autotune.cli.plots import HEAVIEST, draw, heaviest, short
+from hetconv.autotune.measure.sampling import Passes
+from hetconv.autotune.search.record import Record, Samples, Study, Trial
 from hetconv.errors import HetConvError
-from hetconv.performance import Curve, LinkModel, OperatorModel
-from hetconv.profile import ClusterProfile
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import Curve, LinkModel, OperatorModel
 from tests.test_show import texts
 from tests.test_summary import captured
 

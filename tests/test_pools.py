@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.ops.pools import in_plain_order
+from hetconv.ops.pooling import in_plain_order
 from tests.equivalence import Differences
 from tests.placed import WORLD, Fn, check, gathered, in_every_placement, sequence, volume
 from tests.spawn import on_ranks

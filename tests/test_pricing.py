@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.cost import operator_key
-from hetconv.performance import Alone
-from hetconv.pricing import Pricer, price
-from hetconv.rules import Split
+from hetconv.cost.estimator import Pricer, price
+from hetconv.cost.operator_cost import operator_key
+from hetconv.schemas.device_model import Alone
+from hetconv.sharding.layer_rules import Split
 from tests.test_cost import toy
 
 

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.elimination import minimize, solve
-from hetconv.footprint import Footprint, memory_bytes
-from hetconv.graph import Graph
-from hetconv.ledger import Tables
-from hetconv.milp import minimize_milp
-from hetconv.plan import Mode
-from hetconv.pricing import Pricer
-from hetconv.problem import tables
-from hetconv.profile import ClusterProfile, Curve, OperatorModel
-from hetconv.proportions import aligned, split_of, with_whole_sum
-from hetconv.provenance import Conditions
-from hetconv.rules import KINDS, REPLICATE, Conv, Linear, Split
-from hetconv.splits import INNER
+from hetconv.cost.estimator import Pricer
+from hetconv.cost.memory import Footprint, memory_bytes
+from hetconv.planner.cost_tables import Tables
+from hetconv.planner.partition import aligned, split_of, with_whole_sum
+from hetconv.planner.table_builder import tables
+from hetconv.schemas.cluster_profile import ClusterProfile, Curve, OperatorModel
+from hetconv.schemas.plan import Mode
+from hetconv.schemas.provenance import Conditions
+from hetconv.sharding.layer_rules import KINDS, REPLICATE, Conv, Linear, Split
+from hetconv.sharding.split import INNER
+from hetconv.solver.elimination import minimize, solve
+from hetconv.solver.milp import minimize_milp
+from hetconv.tracing.graph import Graph
 from tests.nets import Chain, MobileBlock, ResNet, Twice, UNet, Volumes, Waves
 
 SHEETS = ClusterProfile.from_devices("A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16")

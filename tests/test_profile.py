@@ -13,8 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hetconv
-from hetconv.catalogue import catalogue
-from hetconv.profile import ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire, TunedRatio
+from hetconv.schemas.catalog import catalogue
+from hetconv.schemas.cluster_profile import (
+    ClusterProfile,
+    Curve,
+    DeviceModel,
+    LinkModel,
+    OperatorModel,
+    SharedWire,
+    TunedRatio,
+)
 
 CURVE = Curve((0.25, 0.5, 1.0), (1.0, 1.5, 3.5))
 

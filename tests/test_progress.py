@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from hetconv.autotune import progress
-from hetconv.autotune.progress import Reporter
+from hetconv.autotune.launch import progress
+from hetconv.autotune.launch.progress import Reporter
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]:

@@ -18,7 +18,7 @@ kernels.conv2d(x, w, padding=1).sum().backward()
 assert x.grad is not None and x.grad[0, 0, 1, 1] == 27
 """,
     "kernels as an attribute": "import hetconv\nassert callable(hetconv.kernels.conv2d)",
-    "spec and errors": "import hetconv.errors, hetconv.spec\nassert 'torch' not in sys.modules",
+    "spec and errors": "import hetconv.errors, hetconv.sharding.conv_spec\nassert 'torch' not in sys.modules",
     "errors as names": "import hetconv\nassert issubclass(hetconv.KernelError, hetconv.HetConvError)",
     "layouts": "import hetconv\nassert hetconv.apportion(3, (2, 1)) == (2, 1)",
 }
@@ -47,7 +47,7 @@ def test_every_error_is_public() -> None:
 
 
 def test_the_table_has_every_name_once() -> None:
-    listed = [name for names in hetconv._ROOMS.values() for name in names.split()]
+    listed = [name for names in hetconv._MODULES.values() for name in names.split()]
     assert sorted([*listed, "kernels"]) == hetconv.__all__
 
 
@@ -71,7 +71,7 @@ def test_importing_hetconv_imports_little() -> None:
 def test_a_het_tensor_works_in_a_process_that_imports_nothing_else() -> None:
     run("""
 import torch, torch.distributed as dist, hetconv
-from hetconv.transport import team_of
+from hetconv.comm.rank_group import team_of
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 layout = hetconv.Layout.replicated((2, 3), 1)
 x = hetconv.HetTensor.wrap(torch.ones(2, 3), layout, team_of())

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetconv import emulate
-from hetconv.autotune.inputs import ModelInputs
-from hetconv.autotune.meeting import Parts
-from hetconv.autotune.race import LEAST_ROUNDS, Alone, Order, Outcome, Race
-from hetconv.autotune.rounds import Round
-from hetconv.autotune.shares import TrialFailedError
-from hetconv.plan import Plan
+from hetconv.autotune.launch import throttle
+from hetconv.autotune.measure.barrier import Parts
+from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.measure.paired_rounds import Round
+from hetconv.autotune.search.race import LEAST_ROUNDS, Alone, Order, Outcome, Race
+from hetconv.autotune.search.study import TrialFailedError
+from hetconv.schemas.plan import Plan
 from tests.nets import Chain, plan_of, splits_of
 from tests.spawn import on_ranks
 
@@ -73,13 +73,13 @@ def test_every_way_is_timed_in_every_round() -> None:
 
 def computing_on(part: float, speed: float) -> tuple[float, ...]:
     """Seconds in which each rank computes, on a part of its core."""
-    emulate.set_speed(speed)
+    throttle.set_speed(speed)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hetconv.autotune.race.parts_of_core", lambda _: Parts(part, 1.0))
+            patch.setattr("hetconv.autotune.search.race.parts_of_core", lambda _: Parts(part, 1.0))
             outcomes, _ = raced(Chain(), Order("it", {"trial": plan((2, 2))}, 9, "trial"))
     finally:
-        emulate.set_speed(1.0)
+        throttle.set_speed(1.0)
     return outcomes[0].computing if outcomes and isinstance(outcomes[0], Outcome) else ()
 
 
@@ -126,7 +126,7 @@ def test_a_race_ends_early_when_told() -> None:
 def impatient() -> list[int]:
     """Rounds of an order that took too long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetconv.autotune.race.PATIENCE", 0.0)
+        patch.setattr("hetconv.autotune.search.race.PATIENCE", 0.0)
         outcomes, _ = raced(Chain(), *(Order("it", {"trial": plan((3, 1))}, rounds) for rounds in (9, 2)))
     return [len(outcome.rounds) for outcome in outcomes if isinstance(outcome, Outcome)]
 
@@ -142,7 +142,7 @@ def timed_for(least_s: float, most: int) -> list[int]:
         race.follow()
         return []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetconv.autotune.race.MOST_ROUNDS", most)
+        patch.setattr("hetconv.autotune.search.race.MOST_ROUNDS", most)
         found = race.lead(order, lambda _: True).rounds
     race.end()
     return [len(found), sum(one["trial"].seconds for one in found) >= least_s]
@@ -156,11 +156,11 @@ def test_short_steps_run_in_more_rounds() -> None:
 
 def alone_at(speed: float) -> float:
     """Seconds of a round of the plain model, of a device at this speed."""
-    emulate.set_speed(speed)
+    throttle.set_speed(speed)
     try:
         (found,), _ = raced(nn.Conv2d(4, 64, 5), Order("it", {"alone": Alone(0, "contiguous")}, 9))
     finally:
-        emulate.set_speed(1.0)
+        throttle.set_speed(1.0)
     return min(one["alone"].seconds for one in found.rounds)
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetconv
-from hetconv import parallel
-from hetconv.layout import Layout
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
-from hetconv.rules import SplitKind
-from hetconv.tensor import HetTensor
-from hetconv.transport import team_of
+from hetconv.comm.rank_group import team_of
+from hetconv.cost.estimator import price
+from hetconv.nn import parallelize
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, apart, loss_of
 from tests.nets import plan_of, splits_of
 from tests.placed import PLACEMENTS, WORLD, check, on_parts, placed
@@ -285,7 +285,7 @@ def states_shared(on_cuda: bool) -> tuple[bool, list[Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_rng_state", lambda index: torch.full((2,), rank + 5 + index, dtype=torch.uint8))
         patch.setattr(torch.cuda, "set_rng_state", lambda state, index: found.append(state))
-        parallel._share_random_state(team_of(), model)
+        parallelize._share_random_state(team_of(), model)
     alike = team_of().agreements.draws_alike
     team_of().agreements.draws_alike = True
     return alike, found

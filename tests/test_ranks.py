@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.autotune import overlap
+from hetconv.autotune.measure import overlap
 from hetconv.calls import CONVS
 from hetconv.errors import HetConvError, PlanError, SplitError
-from hetconv.modules import HET_CONVS, HetConv1d, HetConv2d, HetConv3d
-from hetconv.ops.waiting import fold_anywhere
-from hetconv.plan import Plan
-from hetconv.proportions import whole_model
-from hetconv.rules import KINDS, Gather, Split, SplitKind
-from hetconv.spec import ConvSpec
+from hetconv.nn.layers import HET_CONVS, HetConv1d, HetConv2d, HetConv3d
+from hetconv.ops.deferred import fold_anywhere
+from hetconv.planner.partition import whole_model
+from hetconv.schemas.plan import Plan
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import KINDS, Gather, Split, SplitKind
 from tests.equivalence import Differences, apart, assert_same, leaves, one_step, pair, train
 from tests.nets import OTHER_RANKS, Volumes, Waves, kinds_of, plan_of, splits_of
 from tests.spawn import on_ranks

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from hetconv.autotune.race import Order, Outcome
-from hetconv.autotune.ratio import CLEAR, RatioStudy, ratio_of, tells
-from hetconv.autotune.rounds import Paced
-from hetconv.autotune.shares import TrialFailedError
-from hetconv.autotune.store import Store
-from hetconv.autotune.usual import Usual
-from hetconv.plan import Plan
-from hetconv.planner import make_plan
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile, TunedRatio
-from hetconv.recorder import capture
-from hetconv.rules import REPLICATE, Split
+from hetconv.autotune.measure.paired_rounds import Paced
+from hetconv.autotune.search.journal import Store
+from hetconv.autotune.search.race import Order, Outcome
+from hetconv.autotune.search.ratio_search import CLEAR, RatioStudy, ratio_of, tells
+from hetconv.autotune.search.speed_correction import Usual
+from hetconv.autotune.search.study import TrialFailedError
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.make_plan import make_plan
+from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.plan import Plan
+from hetconv.sharding.layer_rules import REPLICATE, Split
+from hetconv.tracing.tracer import capture
 from tests.nets import Chain
 
 BIG, SMALL = Split("height", (30, 2)), Split("height", (5, 3))

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv import emulate, replicas
-from hetconv.layout import buckets, summed, traffic
-from hetconv.replicas import contributed
-from hetconv.rules import SplitKind
-from hetconv.transport import count_sent, team_of
+from hetconv.autotune.launch import throttle
+from hetconv.comm.rank_group import count_sent, team_of
+from hetconv.runtime import gradient_sync
+from hetconv.runtime.gradient_sync import contributed
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.layout import buckets, summed, traffic
 from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair
 from tests.nets import NETS, plan_of, splits_of
 from tests.spawn import on_ranks
@@ -29,17 +30,17 @@ from tests.spawn import on_ranks
 @contextmanager
 def small_buckets(numbers: int = 1) -> Iterator[None]:
     """As large as a parameter, or as so many numbers."""
-    replicas.buckets = partial(buckets, limit=numbers)  # type: ignore[assignment]
+    gradient_sync.buckets = partial(buckets, limit=numbers)  # type: ignore[assignment]
     try:
         yield
     finally:
-        replicas.buckets = buckets
+        gradient_sync.buckets = buckets
 
 
 @contextmanager
 def noted(seen: list[str]) -> Iterator[None]:
     """What happens, in order: buckets that start and end, and convolutions, one after another noted once."""
-    kept = replicas._Bucket.start, replicas._Bucket.end
+    kept = gradient_sync._Bucket.start, gradient_sync._Bucket.end
 
     def noting(what: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -48,14 +49,14 @@ def noted(seen: list[str]) -> Iterator[None]:
 
         return run
 
-    replicas._Bucket.start = noting("start", kept[0])  # type: ignore[method-assign]
-    replicas._Bucket.end = noting("end", kept[1])  # type: ignore[method-assign]
-    emulate.listeners.append(lambda *_: seen.extend(["conv"] if seen[-1:] != ["conv"] else []))
+    gradient_sync._Bucket.start = noting("start", kept[0])  # type: ignore[method-assign]
+    gradient_sync._Bucket.end = noting("end", kept[1])  # type: ignore[method-assign]
+    throttle.listeners.append(lambda *_: seen.extend(["conv"] if seen[-1:] != ["conv"] else []))
     try:
         yield
     finally:
-        replicas._Bucket.start, replicas._Bucket.end = kept  # type: ignore[method-assign]
-        emulate.listeners.clear()
+        gradient_sync._Bucket.start, gradient_sync._Bucket.end = kept  # type: ignore[method-assign]
+        throttle.listeners.clear()
 
 
 def order_in_backward(kind: str, numbers: int) -> list[str]:

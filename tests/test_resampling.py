@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hetconv.calls import read
-from hetconv.following import Interpolate
-from hetconv.layout import Layout, Move, traffic
-from hetconv.rules import REPLICATE, Step
+from hetconv.operators import Interpolate
+from hetconv.sharding.layer_rules import REPLICATE, Step
+from hetconv.sharding.layout import Layout, Move, traffic
 from tests.equivalence import Differences
 from tests.placed import PLACEMENTS, WORLD, Fn, check, gathered, in_every_placement, sequence, volume
 from tests.spawn import on_ranks

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import whole_model
-from hetconv.rules import KINDS, SplitKind
+from hetconv.cost.estimator import price
+from hetconv.planner.partition import whole_model
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.sharding.layer_rules import KINDS, SplitKind
 from tests.equivalence import TOLERANCE, Differences, loss_of, one_step, pair
 from tests.spawn import on_ranks
 

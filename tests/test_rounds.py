@@ -14,21 +14,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetconv import emulate
-from hetconv.autotune import rounds
-from hetconv.autotune.inputs import ModelInputs
-from hetconv.autotune.measure import WARM_S
-from hetconv.autotune.race import Alone, step_alone
-from hetconv.autotune.rounds import BEATS, EVERY, Paced, paced_rounds, paired, pulses_of, until_all_are_done
-from hetconv.autotune.usual import Usual
-from hetconv.candidates import Candidates
-from hetconv.plan import ALONE, Mode
-from hetconv.planner import PLANNED, make_plan
-from hetconv.pricing import Pricer
-from hetconv.profile import Alone as Rested
-from hetconv.profile import ClusterProfile
-from hetconv.recorder import capture
-from hetconv.transport import team_of
+from hetconv.autotune.launch import throttle
+from hetconv.autotune.measure import paired_rounds
+from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.measure.paired_rounds import (
+    BEATS,
+    EVERY,
+    Paced,
+    paced_rounds,
+    paired,
+    pulses_of,
+    until_all_are_done,
+)
+from hetconv.autotune.measure.timer import WARM_S
+from hetconv.autotune.search.race import Alone, step_alone
+from hetconv.autotune.search.speed_correction import Usual
+from hetconv.comm.rank_group import team_of
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.candidates import Candidates
+from hetconv.planner.make_plan import PLANNED, make_plan
+from hetconv.schemas.cluster_profile import Alone as Rested
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import ALONE, Mode
+from hetconv.tracing.tracer import capture
 from tests.nets import Chain, splits_of
 from tests.spawn import on_ranks
 
@@ -51,29 +59,29 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(rounds, "time", made)
-    monkeypatch.setattr(rounds, "pulse", lambda _: made.beat)
+    monkeypatch.setattr(paired_rounds, "time", made)
+    monkeypatch.setattr(paired_rounds, "pulse", lambda _: made.beat)
     yield made
-    assert emulate.as_it_is()  # nobody listens or visits any more
+    assert throttle.as_it_is()  # nobody listens or visits any more
 
 
 def visit(at_work_s: float = WARM_S) -> None:
     """By a thread that is at work for so long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emulate, "at_work_s", lambda: at_work_s)
-        for visitor in emulate._visitors:
+        patch.setattr(throttle, "at_work_s", lambda: at_work_s)
+        for visitor in throttle._visitors:
             visitor()
 
 
 def test_pulses_within_a_step_take_a_small_part_of_it(clock: Clock) -> None:
-    with rounds._Pulses.within(CPU) as found:
+    with paired_rounds._Pulses.within(CPU) as found:
         for clock.now in (10.0, 12.0, 11.0 + EVERY - 1, 11.0 + EVERY, 12.0 + EVERY):
             visit()
     assert (found.pulse_s, found.took_s) == ([0.25, 0.25], 2.0)
 
 
 def test_no_pulse_is_taken_soon_after_a_pause(clock: Clock) -> None:
-    with rounds._Pulses.within(CPU) as found:
+    with paired_rounds._Pulses.within(CPU) as found:
         visit(WARM_S / 2)
         assert found.pulse_s == []
         visit(WARM_S)
@@ -84,31 +92,31 @@ def test_no_pulse_is_taken_after_a_sleep(monkeypatch: pytest.MonkeyPatch) -> Non
     """Each computes, is visited, and sleeps: a core that just slept would take longer for a pulse."""
     done: list[str] = []
     ticks = itertools.count()
-    monkeypatch.setattr(rounds, "pulse", lambda _: lambda: done.append("pulse") or 0.25)
-    monkeypatch.setattr(emulate.time, "sleep", lambda _: done.append("sleep"))
-    monkeypatch.setattr(rounds, "EVERY", 0)
-    monkeypatch.setattr(rounds, "WARM_S", 0.0)
-    monkeypatch.setattr(emulate, "_seen", emulate._Seen(0.0, 0.0, 0.0))
+    monkeypatch.setattr(paired_rounds, "pulse", lambda _: lambda: done.append("pulse") or 0.25)
+    monkeypatch.setattr(throttle.time, "sleep", lambda _: done.append("sleep"))
+    monkeypatch.setattr(paired_rounds, "EVERY", 0)
+    monkeypatch.setattr(paired_rounds, "WARM_S", 0.0)
+    monkeypatch.setattr(throttle, "_seen", throttle._Seen(0.0, 0.0, 0.0))
     # What had to wait for its core sleeps less.
-    monkeypatch.setattr(emulate, "_now", lambda: emulate._Clocks(*(float(next(ticks)),) * 2))
-    emulate.set_speed(0.5)
+    monkeypatch.setattr(throttle, "_now", lambda: throttle._Clocks(*(float(next(ticks)),) * 2))
+    throttle.set_speed(0.5)
     try:
-        with rounds._Pulses.within(CPU):
-            emulate.stretched(lambda: torch.randn(300, 300) @ torch.randn(300, 300), CPU)
+        with paired_rounds._Pulses.within(CPU):
+            throttle.stretched(lambda: torch.randn(300, 300) @ torch.randn(300, 300), CPU)
     finally:
-        emulate.set_speed(1.0)
+        throttle.set_speed(1.0)
     assert done == ["pulse", "sleep"]
 
 
 def test_a_gpu_is_not_made_to_wait_within_a_step(clock: Clock) -> None:
-    with rounds._Pulses.within(torch.device("cuda")):
-        assert emulate._visitors == []
+    with paired_rounds._Pulses.within(torch.device("cuda")):
+        assert throttle._visitors == []
 
 
 def test_a_step_is_as_long_as_without_the_pulses_of_one_rank() -> None:
-    ranks = [rounds._Timed(5.0, 1.0, (1.0, 3.0)), rounds._Timed(5.5, 0.5, (2.0,))]
-    assert rounds._of_all(ranks) == Paced(4.5, (1.5, 2.0))
-    assert rounds._of_all([rounds._Timed(5.0, 0.0, ())]) == Paced(5.0, ())
+    ranks = [paired_rounds._Timed(5.0, 1.0, (1.0, 3.0)), paired_rounds._Timed(5.5, 0.5, (2.0,))]
+    assert paired_rounds._of_all(ranks) == Paced(4.5, (1.5, 2.0))
+    assert paired_rounds._of_all([paired_rounds._Timed(5.0, 0.0, ())]) == Paced(5.0, ())
 
 
 def test_rounds_have_a_device_at_its_mean_speed() -> None:
@@ -143,13 +151,13 @@ def timed(computations: int) -> tuple[int, int, Any]:
     def step() -> None:
         times.append(len(beats))
         for _ in range(computations):
-            emulate.stretched(lambda: None, CPU)
+            throttle.stretched(lambda: None, CPU)
         times.append(len(beats))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "pulse", lambda _: beat)
-        patch.setattr(rounds, "EVERY", 0)
-        patch.setattr(rounds, "WARM_S", 0.0)
+        patch.setattr(paired_rounds, "pulse", lambda _: beat)
+        patch.setattr(paired_rounds, "EVERY", 0)
+        patch.setattr(paired_rounds, "WARM_S", 0.0)
         (found,) = paced_rounds({"it": step}, 1, CPU)
         within = times[-1] - times[-2]
         assert found["it"].seconds > 0
@@ -170,7 +178,7 @@ def test_a_plain_model_lets_visitors_in_between_its_modules(mode: Mode, least: i
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
     step, heard = step_alone(model, ModelInputs.of(torch.zeros(1, 3, 8, 8)), mode), list[float]()
     step()
-    with emulate.visiting(lambda: heard.append(0.0)), emulate.listening(lambda c: heard.append(c.end - c.start)):
+    with throttle.visiting(lambda: heard.append(0.0)), throttle.listening(lambda c: heard.append(c.end - c.start)):
         step()
     assert heard[:-1] == [0.0] * (least + 1)  # the last when all is done
     assert heard[-1] > 0  # the whole, of which listeners hear
@@ -208,8 +216,8 @@ def test_steps_are_predicted_for_the_speed_that_pulses_tell() -> None:
 def test_short_steps_run_in_more_rounds_but_not_in_too_many(
     longest: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "team_of", lambda: None)
-    monkeypatch.setattr(rounds, "one_round", lambda *_: {"a": Paced(1.5, ()), "b": Paced(0.5, ())})
+    monkeypatch.setattr(paired_rounds, "team_of", lambda: None)
+    monkeypatch.setattr(paired_rounds, "one_round", lambda *_: {"a": Paced(1.5, ()), "b": Paced(0.5, ())})
     assert len(paced_rounds({"a": lambda: None, "b": lambda: None}, 2, CPU, longest, most=4)) == count
 
 

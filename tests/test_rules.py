@@ -10,10 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetconv.errors import HetConvError, SplitError
-from hetconv.holding import Held
-from hetconv.layout import Box, Layout, apportion, spans
-from hetconv.rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind, Step
-from hetconv.spec import ConvSpec
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind, Step
+from hetconv.sharding.layout import Box, Layout, apportion, spans
+from hetconv.sharding.param_shards import Held
 from tests.nets import split_of
 from tests.strategies import layouts, sizes, weights, windows, worlds
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv import movement
-from hetconv.layout import Layout
-from hetconv.running import Running
-from hetconv.transport import team_of
+from hetconv.comm import redistribute
+from hetconv.comm.rank_group import team_of
+from hetconv.runtime.running_stats import Running
+from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, apart, assert_same, pair, same_state
 from tests.nets import splits_of
 from tests.placed import placed
@@ -27,17 +27,17 @@ RATIO = (2, 0, 1)
 @contextmanager
 def rounds_counted() -> Iterator[list[int]]:
     """Of messages, while the context lasts; one number."""
-    counted, start = [0], movement._started
+    counted, start = [0], redistribute._started
 
     def counting(*args: object) -> object:
         counted[0] += 1
         return start(*args)  # type: ignore[arg-type]
 
-    movement._started = counting  # type: ignore[assignment]
+    redistribute._started = counting  # type: ignore[assignment]
     try:
         yield counted
     finally:
-        movement._started = start
+        redistribute._started = start
 
 
 def told(wanted: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Differences, int]:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetconv.autotune import sampling
-from hetconv.autotune.sampling import (  # fmt: skip
+from hetconv.autotune.measure import sampling
+from hetconv.autotune.measure.sampling import (
     FEW,
     LEAST,
     MOST,

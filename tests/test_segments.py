@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.kernels import Tile, segments, tiles
-from hetconv.kernels.correlate import by_pointers
-from hetconv.kernels.finish import ACTIVATIONS
+from hetconv.kernels import Tile, tiles
+from hetconv.kernels.epilogue import ACTIVATIONS
 from hetconv.kernels.launch import CHIPS, Recipe
 from hetconv.kernels.memory import Memory
-from hetconv.spec import ITEMSIZE, Conv2dSpec
+from hetconv.kernels.triton import conv2d_parts
+from hetconv.kernels.triton.implicit_gemm import by_pointers
+from hetconv.sharding.conv_spec import ITEMSIZE, Conv2dSpec
 from tests.interpreter import BOUNDS, DEVICE, ON_GPU, POINTERS, SAME, Tensors, assert_close, geometry, images, tensors
 from tests.strategies import convolutions, sizes
 from tests.test_finish import definition, ends
@@ -144,7 +145,7 @@ def test_it_is_one_launch(spec: Conv2dSpec) -> None:
     t = tensors(spec)
     with launching() as launched:
         called(spec, separate(t.x, WIDTHS[spec]), t, True, activation="silu", **ends(spec))
-    assert [kernel for kernel, _ in launched] == [segments.by_segments]
+    assert [kernel for kernel, _ in launched] == [conv2d_parts.by_segments]
 
 
 @pytest.mark.parametrize("lying", LYING)
@@ -169,7 +170,7 @@ def test_one_part_has_the_bits_of_one_tensor(spec: Conv2dSpec) -> None:
         whole = kernels.conv2d_forward(t.x, t.w, t.bias, *geometry(spec), tile=POINTERS, backend="triton")
         assert called(spec, [t.x], t, tile=POINTERS).equal(whole)
         assert called(spec, [t.x, t.x[:, :0]], t, tile=POINTERS).equal(whole)
-    assert [kernel for kernel, _ in launched] == [by_pointers, *[segments.by_segments] * 2]
+    assert [kernel for kernel, _ in launched] == [by_pointers, *[conv2d_parts.by_segments] * 2]
 
 
 @pytest.mark.parametrize("spec", WIDTHS, ids=["3x3", "odd"])
@@ -233,7 +234,7 @@ def recipe(widths: tuple[int, ...], tile: Tile = POINTERS, dtype: str = "float16
     spec = images(sum(widths), 40, (6, 5), 3, 3, (1, 1), SAME, dtype=dtype)
     shapes = [(2, k, 6, 5) for k in widths] + [spec.w_shape, spec.y_shape]
     *parts, w, y = (Memory(s, (s[1] * s[2] * s[3], 1, s[1] * s[3], s[1]), dtype) for s in shapes)
-    return segments.program(segments.forward(spec, tuple(parts), w, y, "ieee"), tile).recipes[0]
+    return conv2d_parts.program(conv2d_parts.forward(spec, tuple(parts), w, y, "ieee"), tile).recipes[0]
 
 
 def test_a_part_without_channels_is_not_walked() -> None:
@@ -247,7 +248,7 @@ def test_odd_parts_cost_no_one_else_wide_accesses() -> None:
     assert recipe((3, 16, 12)).constants["XU"] == (1, 8, 4)
 
 
-WORK = segments.Segmented(256, 2**16, 256, 9, 1, "float16", (1, 1, 2**16), widths=(96, 160))
+WORK = conv2d_parts.Segmented(256, 2**16, 256, 9, 1, "float16", (1, 1, 2**16), widths=(96, 160))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -258,7 +259,7 @@ def test_the_default_tile(chip: Any, dtype: str, widths: list[int], m: int, ieee
     """Its stages fill shared memory; deeper steps would pad the parts more, or without tensor cores take registers."""
     ieee = ieee and dtype == "float32"
     work = replace(WORK, m=m, channels=sum(widths), widths=tuple(widths), dtype=dtype, ieee=ieee)
-    tile = segments.default(work, chip)
+    tile = conv2d_parts.default(work, chip)
     assert (tile.path, tile.splits) == ("pointers", 1)
     most = {v[:3]: v[3] for v in tiles.SHAPES["pointers"]}[tile.m, tile.n, tile.warps]
     assert tile.stages == most or not tiles.fits(replace(tile, stages=tile.stages + 1), work, chip)
@@ -271,5 +272,5 @@ def test_the_default_tile(chip: Any, dtype: str, widths: list[int], m: int, ieee
 
 
 def test_narrow_parts_are_not_read_in_wide_steps() -> None:
-    assert segments.default(replace(WORK, widths=(16,) * 16), CHIPS[80]).k == 16
-    assert segments.default(replace(WORK, widths=(64,) * 4), CHIPS[80]).k == 64
+    assert conv2d_parts.default(replace(WORK, widths=(16,) * 16), CHIPS[80]).k == 16
+    assert conv2d_parts.default(replace(WORK, widths=(64,) * 4), CHIPS[80]).k == 64

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.following import Along, Pieces, Reduction, Reshape, Stack, View
-from hetconv.layout import Layout
-from hetconv.rules import Op, Split
-from hetconv.tensor import HetTensor
-from hetconv.transport import team_of
+from hetconv.comm.rank_group import team_of
+from hetconv.operators import Along, Pieces, Reduction, Reshape, Stack, View
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.layer_rules import Op, Split
+from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, apart, assert_same
 from tests.placed import PLACEMENTS, SHAPE, WORLD, Fn, gathered, on_parts
 from tests.spawn import on_ranks

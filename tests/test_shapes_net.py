@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile
-from hetconv.rules import Split
+from hetconv.cost.estimator import price
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.sharding.layer_rules import Split
 from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of
 from tests.nets import plan_of
 from tests.placed import WORLD

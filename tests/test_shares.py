@@ -8,7 +8,7 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from hetconv.autotune.shares import AGAIN, ROUNDS, SPREAD, Hopeless, TrialFailedError, Weights, probes, refine
+from hetconv.autotune.search.study import AGAIN, ROUNDS, SPREAD, Hopeless, TrialFailedError, Weights, probes, refine
 
 
 class Makespan:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hetconv.autotune.diff import show_diff
-from hetconv.autotune.picture import NAME, draw, shortened
-from hetconv.autotune.show import show_layer, show_profile
+from hetconv.autotune.cli.diff import show_diff
+from hetconv.autotune.cli.picture import NAME, draw, shortened
+from hetconv.autotune.cli.show import show_layer, show_profile
 from hetconv.errors import HetConvError, PlanError
-from hetconv.plan import Considered, LayerPlan, Plan, Prediction
-from hetconv.profile import ClusterProfile, Copying
-from hetconv.rules import REPLICATE, Split
+from hetconv.schemas.cluster_profile import ClusterProfile, Copying
+from hetconv.schemas.plan import Considered, LayerPlan, Plan, Prediction
+from hetconv.sharding.layer_rules import REPLICATE, Split
 from tests.nets import Chain, plan_of, splits_of
 
 ROWS, CHANNELS = Split("height", (3, 1)), Split("filter", (4, 2))

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetconv import kernels
+from hetconv.comm.rank_group import count_sent, through_backend
+from hetconv.comm.redistribute import redistribute
 from hetconv.errors import KernelError
 from hetconv.kernels.launch import Recipe
-from hetconv.layout import Box, Layout, Move, Need, pieces, traffic
-from hetconv.movement import redistribute
-from hetconv.transport import count_sent, through_backend
+from hetconv.sharding.layout import Box, Layout, Move, Need, pieces, traffic
 from tests.interpreter import DEVICE, ON_GPU
 from tests.spawn import spawn
 from tests.test_slabs import image, same_bits
@@ -179,8 +179,8 @@ COMPILED = """
 import json
 from dataclasses import asdict
 from hetconv.kernels.memory import Memory
-from hetconv.kernels.compile_report import report
-from hetconv.kernels.slabs import move_recipe
+from hetconv.kernels.triton.compile_report import report
+from hetconv.kernels.triton.pack import move_recipe
 whole = (56 * 56 * 256, 1, 56 * 256, 256)
 packed = lambda c, h, w: Memory((32, c, h, w), (c * h * w, 1, c * w, c), dtype)
 def pair(c, h, w, back):

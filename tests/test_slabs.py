@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.kernels import slabs
 from hetconv.kernels.memory import Memory
-from hetconv.layout import Box
+from hetconv.kernels.triton import pack
+from hetconv.sharding.layout import Box
 from tests.interpreter import DEVICE, ON_GPU
 from tests.strategies import boxes
 
@@ -188,9 +188,9 @@ def test_every_pattern_of_bits_is_kept(dtype: torch.dtype) -> None:
 def test_what_lies_side_by_side_is_moved_at_once(of: Any, C: int, unit: int, sizes: tuple[int, ...]) -> None:
     x = torch.empty(2, 6, 8, C, dtype=torch.float16, device="meta").permute(0, 3, 1, 2)
     y = torch.empty_like(x[of], memory_format=torch.channels_last)
-    recipe = slabs.move_recipe((Memory.of(x[of]),), (Memory.of(y),), False)
+    recipe = pack.move_recipe((Memory.of(x[of]),), (Memory.of(y),), False)
     assert recipe.constants["UNITS"] == (unit,)
-    dims = slabs.dims(Memory.of(x[of]), Memory.of(y))
+    dims = pack.dims(Memory.of(x[of]), Memory.of(y))
     assert sorted((d.size for d in dims[1:]), reverse=True) == list(sizes)
     assert dims[0].size * dims[1].size * dims[2].size * dims[3].size == y.numel()
 
@@ -214,4 +214,4 @@ def test_many_numbers_take_64_bits() -> None:
     one = Memory((2, 8, 2**13, 2**13), (0, 1, 0, 8), "float16")
     packed = Memory((2, 8, 2**13, 2**13), (2**29, 1, 2**16, 8), "float16")
     for sources, targets, wide in (((few,), (few,), False), ((few, one), (few, packed), True)):
-        assert slabs.move_recipe(sources, targets, False).constants["WIDE"] == wide
+        assert pack.move_recipe(sources, targets, False).constants["WIDE"] == wide

@@ -13,8 +13,8 @@ from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile
 from hetconv.kernels.tiles import Pass
-from hetconv.spec import Conv2dSpec
-from tests.interpreter import (  # fmt: skip
+from hetconv.sharding.conv_spec import Conv2dSpec
+from tests.interpreter import (
     BOUNDS,
     BOXES,
     CHIP,

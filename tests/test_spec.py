@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv.errors import HetConvError
-from hetconv.spec import Conv2dSpec, ConvSpec, Segment, Window, pads_per_side
+from hetconv.sharding.conv_spec import Conv2dSpec, ConvSpec, Segment, Window, pads_per_side
 from tests.strategies import windows
 
 

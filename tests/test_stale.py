@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetconv.autotune.merge import merge
-from hetconv.autotune.stale import stale
-from hetconv.profile import ClusterProfile
-from hetconv.provenance import Conditions
-from hetconv.spec import Conv2dSpec
-from hetconv.tuned import TunedTile
+from hetconv.autotune.cli.merge import merge
+from hetconv.autotune.cli.outdated import stale
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.provenance import Conditions
+from hetconv.schemas.tuning_results import TunedTile
+from hetconv.sharding.conv_spec import Conv2dSpec
 from tests.profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, tuned
 
 

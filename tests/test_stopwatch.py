@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hetconv import emulate
-from hetconv.autotune import measure
-from hetconv.autotune.others import Call
-from hetconv.autotune.sampling import Passes, Run
+from hetconv.autotune.launch import throttle
+from hetconv.autotune.measure import timer
+from hetconv.autotune.measure.other_workloads import Call
+from hetconv.autotune.measure.sampling import Passes, Run
 from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
@@ -32,8 +32,8 @@ class Clock:
 @pytest.mark.parametrize(("seconds", "calls"), [(1e-5, 20), (6e-5, 3), (1.0, 1)])
 def test_short_calls_are_timed_together(seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    watch = measure.stopwatch(lambda: clock.call(seconds), CPU)
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    watch = timer.stopwatch(lambda: clock.call(seconds), CPU)
     assert watch() == pytest.approx(seconds)
     assert clock.calls == 1
     assert watch() == pytest.approx(seconds)
@@ -41,7 +41,7 @@ def test_short_calls_are_timed_together(seconds: float, calls: int, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("taken", "calls"), [([0, 0, 0], 1), ([9000, 4000, 0, 9000], 3), ([9000] * 99, measure.MOST_NEW + 1)]
+    ("taken", "calls"), [([0, 0, 0], 1), ([9000, 4000, 0, 9000], 3), ([9000] * 99, timer.MOST_NEW + 1)]
 )
 def test_calls_that_need_new_memory_do_not_count(taken: list[int], calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pages, ran = 0, list[int]()
@@ -51,24 +51,24 @@ def test_calls_that_need_new_memory_do_not_count(taken: list[int], calls: int, m
         pages += taken[len(ran)]
         ran.append(pages)
 
-    monkeypatch.setattr(measure, "pages_taken", lambda: pages)
-    measure.stopwatch(call, CPU)()
+    monkeypatch.setattr(timer, "pages_taken", lambda: pages)
+    timer.stopwatch(call, CPU)()
     assert len(ran) == calls
 
 
 def test_forward_is_taken_off_where_backward_runs_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(measure, "pulse", lambda device: lambda: 0.25)
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(timer, "pulse", lambda device: lambda: 0.25)
     run = Run(lambda: clock.call(1.0), lambda: clock.call(3.0), both=True)
-    found = measure._passes(run, CPU)
+    found = timer._passes(run, CPU)
     assert (set(found.forward), set(found.backward), found.pulse_s) == ({1.0}, {2.0}, 0.25)
-    assert set(measure._passes(run._replace(both=False), CPU).backward) == {3.0}
+    assert set(timer._passes(run._replace(both=False), CPU).backward) == {3.0}
 
 
 def test_backward_is_left_out_where_it_does_not_matter() -> None:
     called: list[str] = []
-    found = measure._passes(Run(lambda: called.append("forward"), lambda: called.append("backward")), CPU, False)
+    found = timer._passes(Run(lambda: called.append("forward"), lambda: called.append("backward")), CPU, False)
     assert {*called} == {"forward"}
     assert found.forward
     assert found.backward == []
@@ -78,24 +78,24 @@ def test_backward_is_brought_to_the_speed_that_forward_had(monkeypatch: pytest.M
     """The device is half as fast in backward."""
     clock, pulses = Clock(), {True: 0.25, False: 0.5}
     run = Run(lambda: clock.call(1.0), lambda: clock.call(6.0), both=True)
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(measure, "pulse", lambda device: lambda: pulses[clock.now < 10])
-    found = measure._passes(run, CPU)
+    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(timer, "pulse", lambda device: lambda: pulses[clock.now < 10])
+    found = timer._passes(run, CPU)
     assert (set(found.forward), set(found.backward), found.pulse_s) == ({1.0}, {2.0}, 0.25)
 
 
 def test_a_pulse_is_a_piece_of_work_of_some_microseconds() -> None:
-    beat = measure.pulse(CPU)
-    assert measure.pulse(torch.device("cpu")) is beat
+    beat = timer.pulse(CPU)
+    assert timer.pulse(torch.device("cpu")) is beat
     assert 1e-6 < min(beat() for _ in range(5)) < 0.1
 
 
 def called(speed: float) -> tuple[Passes, Passes]:
-    emulate.set_speed(speed)
+    throttle.set_speed(speed)
     try:
-        return tuple(Call(alone).samples(lambda run: measure._passes(run, CPU), CPU)[1.0] for alone in (False, True))  # type: ignore[return-value]
+        return tuple(Call(alone).samples(lambda run: timer._passes(run, CPU), CPU)[1.0] for alone in (False, True))  # type: ignore[return-value]
     finally:
-        emulate.set_speed(1.0)
+        throttle.set_speed(1.0)
 
 
 def test_a_call_takes_the_host_some_microseconds() -> None:
@@ -107,7 +107,7 @@ def test_a_call_takes_the_host_some_microseconds() -> None:
 
 
 def test_a_pulse_after_a_pause_is_that_of_a_core_that_works_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    beat = measure.pulse(CPU)
-    monkeypatch.setattr(measure, "at_work_s", lambda: 0.0)
+    beat = timer.pulse(CPU)
+    monkeypatch.setattr(timer, "at_work_s", lambda: 0.0)
     start = time.perf_counter()
-    assert beat() <= time.perf_counter() - start - measure.WARM_S
+    assert beat() <= time.perf_counter() - start - timer.WARM_S

@@ -14,8 +14,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from hetconv.autotune import store
-from hetconv.autotune.store import Store, claimed, folder_of
+from hetconv.autotune.search import journal
+from hetconv.autotune.search.journal import Store, claimed, folder_of
 from hetconv.errors import HetConvError
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +85,7 @@ def test_another_job_is_refused_by_what_differs_and_begins_anew_without_resume(t
 
 def test_a_store_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store(tmp_path, JOB, resume=False)
-    monkeypatch.setattr(store, "VERSION", store.VERSION + 1)
+    monkeypatch.setattr(journal, "VERSION", journal.VERSION + 1)
     with pytest.raises(HetConvError, match="is another version's; leave out --resume"):
         Store(tmp_path, JOB, resume=True)
 
@@ -110,7 +110,7 @@ def test_a_database_that_is_not_there_is_refused(url: str, tmp_path: Path) -> No
 CLAIMING = """
 import sys, time
 from pathlib import Path
-from hetconv.autotune.store import claimed
+from hetconv.autotune.search.journal import claimed
 
 with claimed(Path(sys.argv[1])):
     print("claimed", flush=True)
@@ -135,7 +135,7 @@ def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_
         with claimed(output) as folder:  # also at once
             assert folder == folder_of(output)
             assert (folder / "lock").read_text() == str(os.getpid())
-        assert time.monotonic() - start < 2 * store.PATIENCE
+        assert time.monotonic() - start < 2 * journal.PATIENCE
     assert sorted(p.name for p in tmp_path.iterdir()) == [".cluster.json5", "cluster.json.study"]
 
 

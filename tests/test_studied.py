@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from hetconv.autotune import plans
-from hetconv.autotune.field import even_split
-from hetconv.autotune.inputs import ModelInputs
-from hetconv.autotune.plans import _Plans
-from hetconv.autotune.race import Alone, Order, Outcome
-from hetconv.autotune.record import Study, studies_of
-from hetconv.autotune.rounds import Paced
-from hetconv.autotune.shares import TrialFailedError
-from hetconv.autotune.store import Store
-from hetconv.candidates import EVEN, Candidates
-from hetconv.plan import ALONE
-from hetconv.planner import contenders
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile
-from hetconv.splits import Split
-from hetconv.tuned import TunedPlan
+from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.measure.paired_rounds import Paced
+from hetconv.autotune.search import plan_search
+from hetconv.autotune.search.journal import Store
+from hetconv.autotune.search.plan_search import _Plans
+from hetconv.autotune.search.race import Alone, Order, Outcome
+from hetconv.autotune.search.record import Study, studies_of
+from hetconv.autotune.search.shortlist import even_split
+from hetconv.autotune.search.study import TrialFailedError
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.candidates import EVEN, Candidates
+from hetconv.planner.make_plan import contenders
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import ALONE
+from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.sharding.split import Split
 from tests.test_summary import PAIR, captured
 
 
@@ -88,7 +88,7 @@ FIELD = "uneven height split", "even split by sample"
 
 
 def test_the_even_split_is_measured_beside_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found, *_: [c for c in found if c.name in FIELD])
+    monkeypatch.setattr(plan_search, "near", lambda found, *_: [c for c in found if c.name in FIELD])
     found, studies, _ = studied(tmp_path, lambda splits: 3.0 if even(splits) else 0.5)
     assert found is not None
     assert (found.step_s, found.alone_s, found.even_s) == (0.5, 1.0, 3.0)
@@ -98,7 +98,7 @@ def test_the_even_split_is_measured_beside_the_plan(tmp_path: Path, monkeypatch:
 
 
 def test_an_even_split_that_fails_spoils_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found, *_: [c for c in found if c.name in FIELD])
+    monkeypatch.setattr(plan_search, "near", lambda found, *_: [c for c in found if c.name in FIELD])
     found, studies, lines = studied(tmp_path, lambda splits: None if even(splits) else 0.5)
     assert found is not None
     assert (found.step_s, found.alone_s, found.even, found.even_s) == (0.5, 1.0, None, None)
@@ -138,7 +138,7 @@ def test_a_plan_whose_steps_vary_is_measured_again(tmp_path: Path) -> None:
 
 
 def trial(value: float, noise: float) -> Any:
-    return SimpleNamespace(value=value, user_attrs={plans.NOISE: noise})
+    return SimpleNamespace(value=value, user_attrs={plan_search.NOISE: noise})
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def test_of_two_outcomes_the_steady_one_counts_and_then_the_faster(
 ) -> None:
     plan, other, *_ = contenders(captured(), ClusterProfile.from_devices(PAIR, link="host"))
     tried = [(plan, trial(*first)), (other, trial(9.0, 0.5)), (plan, trial(*second))]
-    assert sorted(t.value for _, t in plans.least_disturbed(tried)) == [(first, second)[counts][0], 9.0]
+    assert sorted(t.value for _, t in plan_search.least_disturbed(tried)) == [(first, second)[counts][0], 9.0]
 
 
 def test_a_device_alone_that_nothing_comes_near_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "near", lambda found, *_: [])
+    monkeypatch.setattr(plan_search, "near", lambda found, *_: [])
     found, studies, _ = studied(tmp_path, lambda splits: 3.0)
     assert found is not None
     assert found.name == found.alone

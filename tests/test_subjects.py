@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune import others
-from hetconv.autotune.others import KINDS, Call, Other, local
-from hetconv.autotune.sampling import Passes, Run
-from hetconv.autotune.subjects import AXES, Layer, axes_of, grain_of, of_rows, subjects_of
-from hetconv.cost import kind_of
-from hetconv.rules import Conv, Linear
-from hetconv.spec import ConvSpec
-from hetconv.tensor import HetTensor
+from hetconv.autotune.measure import other_workloads
+from hetconv.autotune.measure.layer_workloads import AXES, Layer, axes_of, grain_of, of_rows, subjects_of
+from hetconv.autotune.measure.other_workloads import KINDS, Call, Other, local
+from hetconv.autotune.measure.sampling import Passes, Run
+from hetconv.cost.operator_cost import kind_of
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import Conv, Linear
 from tests.nets import OTHER_RANKS, MobileBlock, ResNet
 from tests.spawn import on_ranks
 
@@ -163,7 +163,7 @@ def test_a_device_alone_does_not_sleep_for_every_operator(
     def refused(compute: Callable[[], Any], device: torch.device) -> Any:
         raise AssertionError("it would sleep")
 
-    monkeypatch.setattr(others, "stretched", refused)
+    monkeypatch.setattr(other_workloads, "stretched", refused)
     assert subject.samples(once, CPU)
 
 

@@ -16,23 +16,24 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hetconv.autotune import cli, tune
-from hetconv.autotune.inputs import InputSpec
-from hetconv.autotune.job import Job
-from hetconv.autotune.launch import parse_devices
-from hetconv.autotune.models import build_model
-from hetconv.autotune.record import Record, Study, Trial
-from hetconv.autotune.sampling import Passes
-from hetconv.autotune.store import Store
-from hetconv.autotune.summary import Summary, Way, show_summary, summarize
-from hetconv.candidates import EVEN
-from hetconv.graph import Graph
-from hetconv.plan import ALONE
-from hetconv.planner import contenders, make_plan
-from hetconv.profile import ClusterProfile, TunedRatio
-from hetconv.recorder import capture
-from hetconv.splits import Split
-from hetconv.tuned import TunedPlan
+from hetconv.autotune.cli import main
+from hetconv.autotune.cli.summary import Summary, Way, show_summary, summarize
+from hetconv.autotune.launch.launcher import parse_devices
+from hetconv.autotune.measure.model_inputs import InputSpec
+from hetconv.autotune.measure.models import build_model
+from hetconv.autotune.measure.sampling import Passes
+from hetconv.autotune.search import tune
+from hetconv.autotune.search.job import Job
+from hetconv.autotune.search.journal import Store
+from hetconv.autotune.search.record import Record, Study, Trial
+from hetconv.planner.candidates import EVEN
+from hetconv.planner.make_plan import contenders, make_plan
+from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.plan import ALONE
+from hetconv.schemas.tuning_results import TunedPlan
+from hetconv.sharding.split import Split
+from hetconv.tracing.graph import Graph
+from hetconv.tracing.tracer import capture
 from tests.nets import Chain, splits_of
 from tests.test_cli import NET
 
@@ -141,7 +142,7 @@ def autotune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
             sys, "argv", ["hetconv", "autotune", "--devices", "cpu,cpu@0.5", *NET, "-o", "c.json", *args]
         )
         with pytest.raises(SystemExit) as exit_:
-            cli.main()
+            main.main()
         assert isinstance(exit_.value.code, int)
         return exit_.value.code, *capsys.readouterr(), jobs
 
@@ -149,8 +150,8 @@ def autotune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         print(TALK, end="")
         return build_model(*args)
 
-    monkeypatch.setattr(cli, "run_on", run_on)
-    monkeypatch.setattr(cli, "build_model", talkative)
+    monkeypatch.setattr(main, "run_on", run_on)
+    monkeypatch.setattr(main, "build_model", talkative)
     return run
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import hetconv.tables
 from hetconv import LayoutError
-from hetconv.layout import Box, Exchange, Layout, Move, Need, Shape, apportion, traffic
-from hetconv.network import Network
-from hetconv.rules import window_need
-from hetconv.tables import Moved, movement, movements, sent_bytes
+from hetconv.cost import redistribution
+from hetconv.cost.network import Network
+from hetconv.cost.redistribution import Moved, movement, movements, sent_bytes
+from hetconv.sharding.layer_rules import window_need
+from hetconv.sharding.layout import Box, Exchange, Layout, Move, Need, Shape, apportion, traffic
 from tests.strategies import boxes, layouts, needs, weights, windows
 from tests.test_network import rates
 
@@ -104,7 +104,7 @@ def test_every_entry_is_that_of_its_move(
     rounds = [[Move(s, r).adjoint if adjoint else Move(s, r).forward for r in R] for s in S]
     apart = np.array([[data.draw(st.booleans()) for _ in R] for _ in S], dtype=bool).reshape(len(S), len(R))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hetconv.tables, "BLOCK", block)
+        patch.setattr(redistribution, "BLOCK", block)
         (took,) = movements([Moved(S, R, itemsize, adjoint, apart)], network)
         sent = sent_bytes(S, R, itemsize, adjoint)
     assert took.shape == sent.shape == (len(S), len(R))

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import hetconv
 from hetconv.calls import JOINS, UNARY
+from hetconv.comm.rank_group import count_sent, team_of
 from hetconv.errors import HetConvError, LayoutError
-from hetconv.layout import Layout
-from hetconv.tensor import HetTensor
-from hetconv.transport import count_sent, team_of
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.layout import Layout
 from tests.placed import PLACEMENTS, SHAPE, WORLD, placed
 from tests.spawn import on_ranks
 from tests.test_ops import FUNCTIONS

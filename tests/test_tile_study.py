@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetconv.autotune.tiles import Choice, WrongResultError, heuristic, search, space
+from hetconv.autotune.search.tile_search import Choice, WrongResultError, heuristic, search, space
 from hetconv.kernels import Tile
-from hetconv.kernels.triton_backend import suited
+from hetconv.kernels.triton.backend import suited
 from tests.test_tiles import chips, extents
 from tests.tile_tables import FILE, Table, load
 

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.errors import KernelError
-from hetconv.kernels import Tile, dgrad, tiles
+from hetconv.kernels import Tile, tiles
 from hetconv.kernels.launch import CHIPS, Chip
 from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Image
-from hetconv.kernels.triton_backend import suited
-from hetconv.spec import Conv2dSpec, Window
+from hetconv.kernels.triton import dgrad
+from hetconv.kernels.triton.backend import suited
+from hetconv.sharding.conv_spec import Conv2dSpec, Window
 from tests.strategies import windows
 
 chips = st.sampled_from(list(CHIPS.values()))

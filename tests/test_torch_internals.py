@@ -14,8 +14,7 @@ import torch
 import hetconv
 from hetconv import torch_internals
 from hetconv.torch_internals import INTERNALS, TESTED_WITH, Internal
-
-from .spawn import on_ranks
+from tests.spawn import on_ranks
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"torch\._(?!_version__)|torch\.[a-z.]*\._[a-z]|from torch[a-z.]*\._|_make_wrapper_subclass\b")
@@ -65,9 +64,7 @@ def _replaced() -> tuple[object, ...]:
 
 
 def _before_with_and_without_a_group() -> tuple[bool, bool, bool]:
-    from hetconv import sharded_module as sharded_module
-    from hetconv.ops import dispatch as dispatch
-    from hetconv.transport import team_of
+    from hetconv.comm.rank_group import team_of
 
     torch_internals.remove_patches()
     before = _replaced()

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.layout import Layout, exchanges
-from hetconv.network import Messages, Network, both
-from hetconv.plan import Mode, Prediction
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile
-from hetconv.simulate import Clocks, Event, Pass
-from hetconv.trace import document
-from hetconv.walk import TOLD
+from hetconv.cost.chrome_trace import document
+from hetconv.cost.estimator import Pricer
+from hetconv.cost.network import Messages, Network, both
+from hetconv.cost.propagate import TOLD
+from hetconv.cost.timeline import Clocks, Event, Pass
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Mode, Prediction
+from hetconv.sharding.layout import Layout, exchanges
 from tests.nets import NETS, splits_of
 
 CLUSTER = ClusterProfile.from_devices(["A100-SXM4-80GB", "V100-SXM2-32GB", "T4"])

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hetconv
-from hetconv.rules import SplitKind
+from hetconv.sharding.layer_rules import SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair, same_state
 from tests.nets import IMAGE_KINDS, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks

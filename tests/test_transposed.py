@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.following import ConvTranspose, TransposedWindow
-from hetconv.layout import Layout
-from hetconv.rules import Gather, SplitKind
+from hetconv.operators import ConvTranspose, TransposedWindow
+from hetconv.sharding.layer_rules import Gather, SplitKind
+from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, assert_same, train
 from tests.nets import splits_of
 from tests.placed import PLACEMENTS, WORLD, Fn, on_parts

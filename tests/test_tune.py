@@ -13,19 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetconv import emulate
-from hetconv.autotune import measure, race, stages
-from hetconv.autotune.inputs import InputSpec, TensorSpec
-from hetconv.autotune.launch import parse_devices
-from hetconv.autotune.links import link_models
-from hetconv.autotune.store import folder_of
-from hetconv.autotune.subjects import Layer, subjects_of
-from hetconv.autotune.tune import REFINING, Job, tune
+from hetconv.autotune.launch import throttle
+from hetconv.autotune.launch.launcher import parse_devices
+from hetconv.autotune.measure import timer
+from hetconv.autotune.measure.layer_workloads import Layer, subjects_of
+from hetconv.autotune.measure.links import link_models
+from hetconv.autotune.measure.model_inputs import InputSpec, TensorSpec
+from hetconv.autotune.search import race, stages
+from hetconv.autotune.search.journal import folder_of
+from hetconv.autotune.search.tune import REFINING, Job, tune
 from hetconv.errors import HetConvError
-from hetconv.plan import ALONE
-from hetconv.planner import make_plan
-from hetconv.profile import ClusterProfile
-from hetconv.recorder import capture
+from hetconv.planner.make_plan import make_plan
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import ALONE
+from hetconv.tracing.tracer import capture
 from tests.spawn import on_ranks
 
 DEVICES = tuple(parse_devices("cpu,cpu@0.5"))
@@ -65,7 +66,7 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
 
     ``stop_in``: the stage that does not come to its end. Nothing is measured again that has not settled.
     """
-    operators, races, samples, raced = 0, 0, measure.operator_samples, race.Race._run
+    operators, races, samples, raced = 0, 0, timer.operator_samples, race.Race._run
 
     def counting(subjects: Any, *rest: Any) -> Any:
         nonlocal operators
@@ -83,13 +84,13 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
     def stopping(run: Any, profile: Any) -> Any:
         raise StoppedError
 
-    emulate.set_speed(DEVICES[dist.get_rank()].speed)
+    throttle.set_speed(DEVICES[dist.get_rank()].speed)
     with pytest.MonkeyPatch.context() as patch:  # layers, short messages, and nothing else, which takes seconds
         patch.setattr(stages, "subjects_of", lambda *of: [s for s in subjects_of(*of) if isinstance(s, Layer)])
         patch.setattr(stages, "link_models", partial(link_models, sizes=(1 << 10, 1 << 14)))
         patch.setattr(stages, "with_contention", lambda profile, *rest: profile)
         patch.setattr(stages, "settle", lambda *_: None)
-        patch.setattr(measure, "operator_samples", counting)
+        patch.setattr(timer, "operator_samples", counting)
         patch.setattr(race.Race, "_run", racing)
         if stop_in in REFINING:
             patch.setitem(REFINING, stop_in, stopping)
@@ -98,7 +99,7 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
         except (StoppedError, HetConvError) as e:
             return f"{type(e).__name__}: {e}", Counted(operators, races)
         finally:
-            emulate.set_speed(1.0)
+            throttle.set_speed(1.0)
 
 
 def test_every_stage_is_written_and_nothing_is_measured_twice(tmp_path: Path) -> None:

@@ -15,25 +15,28 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 import hetconv
-from hetconv import kernels, parallel
-from hetconv.autotune import measure, tiling
-from hetconv.autotune.progress import Reporter
-from hetconv.autotune.tiles import TRIALS, Found, Trial, WrongResultError
-from hetconv.autotune.trials import Contest
-from hetconv.kernels import Tile, compile_report, passes, tiles
-from hetconv.kernels.choice import Question
-from hetconv.kernels.compile_report import Report
-from hetconv.recorder import capture
-from hetconv.spec import Conv2dSpec
-from hetconv.transport import team_of
-from hetconv.tuned import TunedTile
+from hetconv import kernels
+from hetconv.autotune.launch.progress import Reporter
+from hetconv.autotune.measure import timer
+from hetconv.autotune.search import tile_stage
+from hetconv.autotune.search.tile_search import TRIALS, Found, Trial, WrongResultError
+from hetconv.autotune.search.tile_trials import Contest
+from hetconv.comm.rank_group import team_of
+from hetconv.kernels import Tile, dispatch, tiles
+from hetconv.kernels.backend_choice import Question
+from hetconv.kernels.triton import compile_report
+from hetconv.kernels.triton.compile_report import Report
+from hetconv.nn import parallelize
+from hetconv.schemas.tuning_results import TunedTile
+from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.tracing.tracer import capture
 from tests.interpreter import DEVICE, ON_GPU, PASSES, SAME, geometry, multiplying_in, tensors
 from tests.nets import Chain, plan_of, splits_of
 from tests.spawn import on_ranks
 
 SPEC = Conv2dSpec(1, 16, 12, 12, 16, 3, 3, (1, 1), SAME, dtype="float16")
 SMALL = Tile("pointers", 16, 128, 64, 4, 2)
-NAME = passes.device_name(DEVICE)
+NAME = dispatch.device_name(DEVICE)
 
 
 def question(what: Any = "forward", **changed: Any) -> Question:
@@ -48,7 +51,7 @@ def entry(choice: str = str(SMALL), **changed: Any) -> TunedTile:
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "_installed", {})
-    monkeypatch.setattr(parallel, "_warned", set())
+    monkeypatch.setattr(parallelize, "_warned", set())
     with multiplying_in("ieee"):
         yield
 
@@ -57,7 +60,7 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("changed", [{}, {"stride": (2, 2), "dtype": "float32"}, {"groups": 2, "dtype": "bfloat16"}])
 def test_a_right_tile_has_a_time(what: Any, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # the interpreter takes seconds
-        monkeypatch.setattr(measure, "call_seconds", lambda call, device: 1.0)
+        monkeypatch.setattr(timer, "call_seconds", lambda call, device: 1.0)
     contest = Contest(question(what, **changed), DEVICE)
     works, chip = contest.works
     assert len(works) == (4 if what == "input gradient" and "stride" in changed else 1)
@@ -117,22 +120,22 @@ def test_what_a_tile_leaves_unwritten_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_short_call_is_timed() -> None:
     calls: list[int] = []
-    assert measure.call_seconds(lambda: calls.append(1), DEVICE) > 0
+    assert timer.call_seconds(lambda: calls.append(1), DEVICE) > 0
     assert len(calls) >= 3
 
 
 def test_a_study_of_a_pass_goes_on_from_what_is_known() -> None:
-    first = tiling.studied(question(), DEVICE, 2, None, lambda: False)
+    first = tile_stage.studied(question(), DEVICE, 2, None, lambda: False)
     assert first is not None
     assert [t.choice == "aten" for t in first.trials] == [False, True]
-    made = tiling.entry(question(), first)
+    made = tile_stage.entry(question(), first)
     assert replace(made, seconds=1e-5, heuristic_s=2e-5, choice=str(SMALL)) == entry()
     assert made.choice == "aten" or Tile.parse(made.choice)
-    found = tiling.studied(question(), DEVICE, 3, first, lambda: False)
+    found = tile_stage.studied(question(), DEVICE, 3, first, lambda: False)
     assert found is not None
     assert found.trials[:2] == first.trials
     assert len([t for t in found.trials if not t.why.startswith("pruned")]) == 3
-    assert tiling.studied(question(), DEVICE, 3, None, lambda: True) is None
+    assert tile_stage.studied(question(), DEVICE, 3, None, lambda: True) is None
 
 
 def test_the_passes_of_a_step_are_noted_with_the_most_work_first() -> None:
@@ -145,14 +148,14 @@ def test_the_passes_of_a_step_are_noted_with_the_most_work_first() -> None:
             y = c
         y.sum().backward()
 
-    found = tiling.questions(step)
+    found = tile_stage.questions(step)
     whats = [(q.what, q.spec.C, q.spec.padding) for q in found]
     assert len(set(whats)) == len(whats) == 3 * 3 - 1  # nobody asks for the image's gradient
     flops = [q.spec.flops for q in found]
     assert flops == sorted(flops, reverse=True)
     assert {q.device for q in found} == {NAME}
-    assert tiling.questions(lambda: step(torch.float64)) == []
-    assert not passes.listeners
+    assert tile_stage.questions(lambda: step(torch.float64)) == []
+    assert not dispatch.listeners
 
 
 class Memory(dict[tuple[str, str], Found]):
@@ -188,9 +191,9 @@ def staged(most: int, kept: Memory | None = None) -> tuple[list[tuple[int, int]]
         return rounds > most
 
     with pytest.MonkeyPatch.context() as patch, Reporter("test") as say:
-        patch.setattr(tiling, "studied", studied)
+        patch.setattr(tile_stage, "studied", studied)
         device = torch.device("cuda" if team.rank == 0 else "cpu")
-        found = tiling.tune_tiles(step, device, team, enough, say, kept)
+        found = tile_stage.tune_tiles(step, device, team, enough, say, kept)
     return asked, [t.spec.K for t in found], rounds
 
 
@@ -221,7 +224,7 @@ def test_a_pass_is_not_studied_again_by_who_resumes() -> None:
 def test_of_two_like_gpus_the_faster_choice_stays() -> None:
     slow, fast = entry(seconds=2.0), entry("aten", seconds=1.0)
     other = entry(what="weight gradient")
-    assert tiling.merged([[slow, other], [fast]]) == (fast, other)
+    assert tile_stage.merged([[slow, other], [fast]]) == (fast, other)
 
 
 def profile(*found: TunedTile) -> hetconv.ClusterProfile:
@@ -263,7 +266,7 @@ def installed(*found: TunedTile) -> list[str]:
     """Installs them as `parallelize` does; the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        parallel._install(parallel._by_origin(found), DEVICE)
+        parallelize._install(parallelize._by_origin(found), DEVICE)
     return [str(w.message) for w in caught]
 
 

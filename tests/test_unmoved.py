@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.ops import dispatch, unmoved
-from hetconv.tensor import HetTensor
+from hetconv.ops import call_cache, dispatch
+from hetconv.runtime.het_tensor import HetTensor
 from tests.equivalence import Differences, assert_same
 from tests.placed import PLACEMENTS, SHAPE, WORLD, on_parts, placed
 from tests.spawn import on_ranks
@@ -79,7 +79,7 @@ def without_autograd(call: Callable[[HetTensor], Any]) -> Callable[[HetTensor], 
 
 
 def counted() -> dict[str, list[int]]:
-    unmoved._known.current.clear()  # what other tests called
+    call_cache._known.current.clear()  # what other tests called
     gain, c = torch.ones(SHAPE, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
     trained = gain.clone().requires_grad_()
     normed = without_autograd(lambda x: F.batch_norm(x, c, c, trained[0, :, 0, 0], c))

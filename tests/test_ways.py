@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hetconv.layout import Layout
-from hetconv.modules import HetConv2d
+from hetconv.comm.rank_group import team_of
+from hetconv.nn.layers import HetConv2d
 from hetconv.ops.conv import way_of
-from hetconv.rules import Conv, Split
-from hetconv.spec import ConvSpec
-from hetconv.tensor import HetTensor
-from hetconv.transport import team_of
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.conv_spec import ConvSpec
+from hetconv.sharding.layer_rules import Conv, Split
+from hetconv.sharding.layout import Layout
 from tests.spawn import on_ranks
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.autotune.show import split_text
+from hetconv.autotune.cli.show import split_text
+from hetconv.cost.estimator import price
 from hetconv.errors import SplitError
-from hetconv.following.base import on_parts
-from hetconv.layout import Layout
-from hetconv.plan import Mode
-from hetconv.planner import make_plan
-from hetconv.pricing import price
-from hetconv.profile import ClusterProfile, DeviceModel, LinkModel
-from hetconv.rules import Split, SplitKind
+from hetconv.operators.base import on_parts
+from hetconv.planner.make_plan import make_plan
+from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel, LinkModel
+from hetconv.schemas.plan import Mode
+from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.layout import Layout
 from tests.equivalence import assert_same
 from tests.nets import NETS, splits_of
 from tests.spawn import on_ranks

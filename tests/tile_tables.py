@@ -17,11 +17,11 @@ from typing import Any
 
 from bench.shared.kernel_cases import Case, cases
 from bench.shared.kernel_checks import extents
-from hetconv.autotune.tiles import Choice, WrongResultError, heuristic, space
+from hetconv.autotune.search.tile_search import Choice, WrongResultError, heuristic, space
 from hetconv.kernels import Tile
 from hetconv.kernels.launch import CHIPS, Chip
 from hetconv.kernels.tiles import Extents, Pass
-from hetconv.spec import ITEMSIZE
+from hetconv.sharding.conv_spec import ITEMSIZE
 
 FILE = Path(__file__).parent / "data" / "tile_tables.json"
 SOURCE = "synthetic: written by python -m tests.tile_tables, from a model of no device; nothing here was measured"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bench.shared.kernel_checks import Error, error
 from hetconv import kernels
-from hetconv.kernels.channels import parted
-from hetconv.kernels.finish import PLAIN, Finish
+from hetconv.kernels.concat import parted
+from hetconv.kernels.epilogue import PLAIN, Finish
 
 What = Literal["concat", "finished", "adjoint", "finished adjoint"]
 WORKS: tuple[What, ...] = get_args(What)

@@ -1,6 +1,6 @@
 """The convolutions that `bench kernels` measures, as data: layers of well-known networks, and slices of their filters.
 
-Letters as in `hetconv.spec`.
+Letters as in `hetconv.sharding.conv_spec`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from hetconv.kernels.tiles import Pass
-from hetconv.spec import Conv2dSpec
+from hetconv.sharding.conv_spec import Conv2dSpec
 
 Dtype = Literal["bf16", "fp16", "tf32"]
 TORCH: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from bench.shared.kernel_cases import TORCH, Case, Dtype
 from hetconv import kernels
-from hetconv.kernels import dgrad, fprop, tiles, wgrad
+from hetconv.kernels import tiles
 from hetconv.kernels.launch import Chip, chip_of
 from hetconv.kernels.memory import Memory
 from hetconv.kernels.tiles import Extents, Pass, Tile
+from hetconv.kernels.triton import dgrad, fprop, wgrad
 
 EXACT_FLOPS = 3e10  # of a reference in float64
 WANTED: dict[Pass, tuple[bool, bool, bool]] = {

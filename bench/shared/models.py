@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.shared.torchvision_operators import declare_operators
-from hetconv.graph import Graph
-from hetconv.recorder import capture
+from hetconv.tracing.graph import Graph
+from hetconv.tracing.tracer import capture
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hetconv.autotune.learn import noise_of
-from hetconv.autotune.race import Seconds
-from hetconv.candidates import EVEN
-from hetconv.plan import ALONE
+from hetconv.autotune.search.calibrate import noise_of
+from hetconv.autotune.search.race import Seconds
+from hetconv.planner.candidates import EVEN
+from hetconv.schemas.plan import ALONE
 
 SILENT, OF_SILENT = "without messages", "of no messages"  # a plan's step, and how many times as long it takes with them
 FASTEST, NEAR = 4, 1.1  # how many plans run again, and how many times as long as the fastest these take at most

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from itertools import product
 from math import log
 
-from hetconv.candidates import EVEN, Candidates
-from hetconv.graph import Graph
-from hetconv.plan import ALONE, Mode
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile
-from hetconv.proportions import Splits
-from hetconv.rules import SplitKind
+from hetconv.cost.estimator import Pricer
+from hetconv.planner.candidates import EVEN, Candidates
+from hetconv.planner.partition import Splits
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import ALONE, Mode
+from hetconv.sharding.layer_rules import SplitKind
+from hetconv.tracing.graph import Graph
 
 PLANS, LIKELY = 20, 3  # of them, those that are predicted to be the fastest
 RATIOS = ((1, 2), (3, 2), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))  # of the first device to all others

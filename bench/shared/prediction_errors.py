@@ -13,23 +13,23 @@ import torch
 from scipy.stats import kendalltau
 from torch import nn
 
-from hetconv.autotune import fit
-from hetconv.autotune.inputs import ModelInputs
-from hetconv.autotune.measure import more_samples, operator_samples, timed
-from hetconv.autotune.race import device_of, formats, step_in, step_of
-from hetconv.autotune.rounds import Round, Step
-from hetconv.autotune.sampling import Passes, Time
-from hetconv.autotune.subjects import Layer, subjects_of
-from hetconv.autotune.usual import Usual
-from hetconv.cost import layer_curve
-from hetconv.graph import Graph
-from hetconv.parallel import parallelize
-from hetconv.plan import ALONE, Mode
-from hetconv.planner import make_plan
-from hetconv.pricing import Pricer
-from hetconv.profile import ClusterProfile, DeviceModel
-from hetconv.rules import Split
-from hetconv.transport import objects_of_all, team_of
+from hetconv.autotune.measure import fit
+from hetconv.autotune.measure.layer_workloads import Layer, subjects_of
+from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.measure.paired_rounds import Round, Step
+from hetconv.autotune.measure.sampling import Passes, Time
+from hetconv.autotune.measure.timer import more_samples, operator_samples, timed
+from hetconv.autotune.search.race import device_of, formats, step_in, step_of
+from hetconv.autotune.search.speed_correction import Usual
+from hetconv.comm.rank_group import objects_of_all, team_of
+from hetconv.cost.estimator import Pricer
+from hetconv.cost.operator_cost import layer_curve
+from hetconv.nn.parallelize import parallelize
+from hetconv.planner.make_plan import make_plan
+from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
+from hetconv.schemas.plan import ALONE, Mode
+from hetconv.sharding.layer_rules import Split
+from hetconv.tracing.graph import Graph
 
 MOST_LAYERS = 16  # of which errors are asked for, along one axis each
 SHARES = 0.3, 0.7

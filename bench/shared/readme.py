@@ -12,7 +12,7 @@ from bench.autotune import AS_RUN, CASES, OF_COMPUTING, PAIRS
 from bench.shared.machine import RESULTS, ROOT
 from bench.shared.plan_gains import OF_SILENT
 from hetconv.errors import HetConvError
-from hetconv.plan import ALONE
+from hetconv.schemas.plan import ALONE
 
 NOTHING = "There is no measurement on a GPU yet: `make gpu` makes one on a machine that has one."
 MODES = {"infer": "inference", "train": "training"}

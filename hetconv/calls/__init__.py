@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hetconv.following import VIEWS
+from hetconv.operators import VIEWS
 
 from . import contractions, convs, creation, norms, pointwise, pools, random, reductions, resampling, shapes, views
 from .base import JOINS, Args, Call, Kwargs, Reader, name_of, writes_in_place

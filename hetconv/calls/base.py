@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.rules import Op
+from hetconv.sharding.layer_rules import Op
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]

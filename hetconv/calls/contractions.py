@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hetconv.following import Contraction
+from hetconv.operators import Contraction
 
 from .base import Args, Call, Kwargs, Reader, arg
 

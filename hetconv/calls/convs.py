@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetconv.following import ConvTranspose, TransposedWindow
+from hetconv.operators import ConvTranspose, TransposedWindow
 
 from .base import Args, Call, Kwargs, Reader, arg, per_dim
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hetconv.following import Like
-from hetconv.rules import Gather
+from hetconv.operators import Like
+from hetconv.sharding.layer_rules import Gather
 
 from .base import Args, Call, Kwargs, Reader, arg
 from .shapes import sizes_of

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetconv.rules import Conv, Linear
-from hetconv.spec import ConvSpec, pads_per_side
+from hetconv.sharding.conv_spec import ConvSpec, pads_per_side
+from hetconv.sharding.layer_rules import Conv, Linear
 
 from .base import Args, Call, Kwargs, arg, per_dim
 

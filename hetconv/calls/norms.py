@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from hetconv.following import BatchNorm, GroupNorm, OwnNorm
+from hetconv.operators import BatchNorm, GroupNorm, OwnNorm
 
 from .base import Args, Call, Kwargs, Reader, arg
 

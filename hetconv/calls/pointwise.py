@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hetconv.following import ACTIVATIONS, Pointwise, PRelu
+from hetconv.operators import ACTIVATIONS, Pointwise, PRelu
 
 from .base import JOINS, Args, Call, Kwargs, Reader, arg
 

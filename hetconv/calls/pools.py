@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hetconv.following import AdaptivePool, GlobalAveragePool, Pool
-from hetconv.spec import Window
+from hetconv.operators import AdaptivePool, GlobalAveragePool, Pool
+from hetconv.sharding.conv_spec import Window
 
 from .base import Args, Call, Kwargs, Reader, arg
 

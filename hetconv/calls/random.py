@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from hetconv.following import Drawn, NoiseLike
+from hetconv.operators import Drawn, NoiseLike
 
 from .base import Args, Call, Kwargs, Reader, arg
 from .creation import like

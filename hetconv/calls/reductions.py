@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.following import Along, Reduction
+from hetconv.operators import Along, Reduction
 
 from .base import Args, Call, Kwargs, Reader, arg, dim_of, dims_of
 from .pointwise import elementwise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hetconv.following import CircularPad, Interpolate, Pad, PixelUnshuffle
+from hetconv.operators import CircularPad, Interpolate, Pad, PixelUnshuffle
 
 from .base import Args, Call, Kwargs, Reader, arg
 from .pools import adaptive_pool

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.following import Cat, PixelShuffle, Reshape, Stack
+from hetconv.operators import Cat, PixelShuffle, Reshape, Stack
 
 from .base import Args, Call, Kwargs, Reader, arg, dim_of
 

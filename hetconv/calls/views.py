@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.following import Pieces, View
-from hetconv.layout import spans
+from hetconv.operators import Pieces, View
+from hetconv.sharding.layout import spans
 
 from .base import Args, Call, Kwargs, Reader, arg, dim_of, dims_of
 from .shapes import sizes_of

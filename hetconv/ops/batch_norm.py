@@ -10,19 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv import call_site
 from hetconv.calls import BatchNormCall, Call
-from hetconv.following import BatchNorm
-from hetconv.kernels.finish import per_channel
-from hetconv.layout import Box, Layout, Need
-from hetconv.movement import moved, perform
-from hetconv.replicas import contributed, running_of
-from hetconv.rules import Step
-from hetconv.running import Running
-from hetconv.tensor import HetTensor
-from hetconv.transport import Team
-
-from .common import Args, Func, Kwargs, bring, differentiable_gradients
+from hetconv.comm import call_tags
+from hetconv.comm.rank_group import Team
+from hetconv.comm.redistribute import moved, perform
+from hetconv.kernels.epilogue import per_channel
+from hetconv.operators import BatchNorm
+from hetconv.runtime.gradient_sync import contributed, running_of
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.inputs import Args, Func, Kwargs, bring, differentiable_gradients
+from hetconv.runtime.running_stats import Running
+from hetconv.sharding.layer_rules import Step
+from hetconv.sharding.layout import Box, Layout, Need
 
 
 class Norm(NamedTuple):
@@ -186,13 +185,13 @@ class _SplitBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, _sliced(mean, held), _sliced((var + norm.eps).rsqrt(), held))
         ctx.step, ctx.team, ctx.count, ctx.held, ctx.eps = step, team, count, held, norm.eps
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        ctx.call = call_site.forward_call()
+        ctx.call = call_tags.forward_call()
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd = ctx.saved_tensors
-        call_site.enter_backward(ctx.call)
+        call_tags.enter_backward(ctx.call)
         if torch.is_grad_enabled():
             bias = x.new_zeros(ctx.step.output.shape[1], dtype=ctx.bias_dtype or x.dtype)
             bias.requires_grad_(ctx.needs_input_grad[2])

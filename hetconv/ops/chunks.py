@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.layout import Layout, apportion, spans
-from hetconv.messages import Round
-from hetconv.movement import start_round
-from hetconv.transport import Team
+from hetconv.comm.exchange import Round
+from hetconv.comm.rank_group import Team
+from hetconv.comm.redistribute import start_round
+from hetconv.sharding.layout import Layout, apportion, spans
 
 from .geometry import Geometry
-from .halo import ANY, After, computed
+from .halo_exchange import ANY, After, computed
 
 
 def gathered_in_chunks(

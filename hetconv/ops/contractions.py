@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hetconv.calls import Call
-from hetconv.following import Contraction
-from hetconv.rules import Step
-from hetconv.tensor import HetTensor
-from hetconv.transport import Team
-
-from .common import Args, Func, Kwargs, Runner, bring
+from hetconv.comm.rank_group import Team
+from hetconv.operators import Contraction
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, bring
+from hetconv.sharding.layer_rules import Step
 
 
 def contracted(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.holding import Held
+from hetconv.comm.rank_group import Team
 from hetconv.kernels.aten import overruns
-from hetconv.layout import Box, Layout
-from hetconv.replicas import contributed
-from hetconv.rules import Conv, Split, Step, halos_travel
-from hetconv.tensor import HetTensor, gather
-from hetconv.transport import Team
+from hetconv.runtime.gradient_sync import contributed
+from hetconv.runtime.het_tensor import HetTensor, gather
+from hetconv.runtime.inputs import autocast, bring, cached_step
+from hetconv.sharding.layer_rules import Conv, Split, Step, halos_travel
+from hetconv.sharding.layout import Box, Layout
+from hetconv.sharding.param_shards import Held
 
-from .common import autocast, bring, cached_step
+from .deferred import Waiting, may_wait, version
 from .geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
-from .halo import LocalConv, computed
-from .waiting import Waiting, may_wait, version
+from .halo_exchange import LocalConv, computed
 
 
 class TorchsCall(NamedTuple):

@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from hetconv.calls import Call
-from hetconv.following import Like
-from hetconv.rules import Step
-from hetconv.tensor import HetTensor
-from hetconv.transport import Team
-
-from .common import Args, Func, Kwargs, Runner, as_called
+from hetconv.comm.rank_group import Team
+from hetconv.operators import Like
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called
+from hetconv.sharding.layer_rules import Step
 
 
 def like(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetconv import call_site, tensor
 from hetconv.calls import Call, read, writes_in_place
+from hetconv.comm import call_tags
+from hetconv.comm.redistribute import unshared
 from hetconv.errors import HetConvError
-from hetconv.following import (
+from hetconv.operators import (
     AdaptivePool,
     BatchNorm,
     Cat,
@@ -27,30 +28,30 @@ from hetconv.following import (
     Pointwise,
     Pool,
 )
-from hetconv.movement import unshared
-from hetconv.rules import Gather, Step
-from hetconv.tensor import HetTensor, compute_waiting, register_dispatcher
+from hetconv.runtime import het_tensor
+from hetconv.runtime.het_tensor import HetTensor, compute_waiting, register_dispatcher
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, cached_step, called_on, placement_of
+from hetconv.sharding.layer_rules import Gather, Step
 from hetconv.torch_internals import no_torch_function, register_patch, storage_id, tree_iter, tree_map
 
 from . import (
+    as_called,
+    call_cache,
     contractions,
-    convs,
+    conv_transpose,
     creation,
     functions,
-    norms,
-    pointwise,
-    pools,
+    group_norm,
+    pooling,
     random,
     reductions,
     resampling,
     shapes,
-    unmoved,
     views,
 )
-from .common import Args, Func, Kwargs, Runner, cached_step, called_on, placement_of
 from .folding import fold
 from .random import check_draws
-from .trial import Verdict, tried
+from .trial_run import Verdict, tried
 
 # Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
 GLOBAL: set[Any] = {
@@ -78,15 +79,15 @@ def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwar
     if func in ASKED:
         with no_torch_function():
             return _answered(func, args, kwargs)
-    call_site.enter(func)  # also of a call that is remembered here: another rank may not remember it
-    known = unmoved.again(func, args, kwargs)
+    call_tags.enter(func)  # also of a call that is remembered here: another rank may not remember it
+    known = call_cache.again(func, args, kwargs)
     if isinstance(known, HetTensor):
         return known
     with no_torch_function():
         return _run(func, args, kwargs, known)
 
 
-def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any:
+def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> Any:
     """``key``: what to remember the call by, if it turns out to move nothing."""
     verdict, found = tried(func, args, kwargs)
     if verdict.returns is not None:
@@ -113,7 +114,7 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: unmoved.Key | None) -> Any
             elif verdict.by_order and isinstance(y, HetTensor):  # a copy, also where the part lies as it should
                 y.local = unshared(y.local, found[0].local)
             elif key is not None:
-                unmoved.remember(key, call, step, team.rank, args)
+                call_cache.remember(key, call, step, team.rank, args)
             return y
         if team is not None and isinstance(call.op, Drawn | NoiseLike):
             check_draws(team, func, [0] * team.size)
@@ -200,7 +201,7 @@ def on_gathered(
         if not isinstance(x, HetTensor):
             return x
         if id(x) not in whole:
-            whole[id(x)] = (x, tensor.gather(x, images=images))
+            whole[id(x)] = (x, het_tensor.gather(x, images=images))
         return whole[id(x)][1]
 
     result = func(*tree_map(plain, args), **tree_map(plain, dict(kwargs)))
@@ -226,14 +227,18 @@ def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
     return [x for x in tree_iter(targets) if isinstance(x, HetTensor)]
 
 
-@wraps(tensor.gather, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+@wraps(het_tensor.gather, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
 def gather(x: Tensor, *, images: bool = False) -> Tensor:
-    call_site.enter("hetconv.gather")
-    return tensor.gather(x, images=images)
+    call_tags.enter("hetconv.gather")
+    return het_tensor.gather(x, images=images)
 
 
-RUN: dict[type[Any], Runner] = convs.RUN | pointwise.RUN | norms.RUN | pools.RUN | resampling.RUN | shapes.RUN
-RUN |= reductions.RUN | views.RUN | contractions.RUN | creation.RUN | random.RUN
+RUN: dict[type[Any], Runner] = {}
+for family in (
+    as_called, contractions, conv_transpose, creation, group_norm, pooling, random, reductions, resampling, shapes,
+    views,
+):  # fmt: skip
+    RUN |= family.RUN
 
 register_dispatcher(dispatch)
 register_patch(lambda: functions.gather_for_functions(on_gathered))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hetconv.calls import BatchNormCall, activation_of, name_of, read, writes_in_place
-from hetconv.tensor import HetTensor
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.inputs import Args, Func, Kwargs, bring
 
 from . import views
 from .batch_norm import norm_of, scale_and_shift
-from .common import Args, Func, Kwargs, bring
-from .halo import NOTHING, After
-from .waiting import Waiting, may_wait
+from .deferred import Waiting, may_wait
+from .halo_exchange import NOTHING, After
 
 
 def fold(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:

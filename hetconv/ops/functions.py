@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hetconv import call_site
+from hetconv.comm import call_tags
 from hetconv.errors import HetConvError
-from hetconv.tensor import HetTensor, compute_waiting
+from hetconv.runtime.het_tensor import HetTensor, compute_waiting
 from hetconv.torch_internals import Undo, checkpoint_saver, replace_function_apply
 
 
@@ -24,7 +24,7 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
         if cls is checkpoint_saver or HetTensor not in map(type, args):
             result = plain(*args, **kwargs)
         else:
-            call_site.enter(cls.__name__)
+            call_tags.enter(cls.__name__)
             compute_waiting()  # it may write in place
             result = on_gathered(plain, args, kwargs)
         if torch.is_grad_enabled() and HetTensor in map(type, result if isinstance(result, tuple) else (result,)):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from hetconv.layout import Boxes, Layout, pieces
-from hetconv.rules import Conv, Split
-from hetconv.spec import Segment, Span
+from hetconv.sharding.conv_spec import Segment, Span
+from hetconv.sharding.layer_rules import Conv, Split
+from hetconv.sharding.layout import Boxes, Layout, pieces
 
 
 @dataclass(frozen=True)

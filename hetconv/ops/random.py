@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from hetconv.calls import Call
+from hetconv.comm.rank_group import Team
 from hetconv.errors import HetConvError
-from hetconv.following import Drawn, NoiseLike
-from hetconv.rules import Step
-from hetconv.tensor import HetTensor
-from hetconv.transport import Team
+from hetconv.operators import Drawn, NoiseLike
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring
+from hetconv.sharding.layer_rules import Step
 
-from .common import Args, Func, Kwargs, Runner, as_called, bring
 from .creation import like
 
 

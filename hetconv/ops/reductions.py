@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from hetconv.calls import Call, name_of
-from hetconv.following import Along, Reduction
-from hetconv.rules import Step
-from hetconv.tensor import HetTensor
-from hetconv.transport import Team
-
-from .common import Args, Func, Kwargs, Runner, bring, called_on
+from hetconv.comm.rank_group import Team
+from hetconv.operators import Along, Reduction
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, bring, called_on
+from hetconv.sharding.layer_rules import Step
 
 OF_NONE = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
 """Of which torch warns, or gives NaN, where there are no numbers."""

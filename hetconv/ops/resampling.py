@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv.calls import Call
-from hetconv.following import CircularPad, Interpolate, Pad, PixelUnshuffle
-from hetconv.following.resampling import TAPS
-from hetconv.layout import Box
-from hetconv.rules import Step
-from hetconv.spec import Span
-from hetconv.tensor import HetTensor
-from hetconv.transport import Team
+from hetconv.comm.rank_group import Team
+from hetconv.operators import CircularPad, Interpolate, Pad, PixelUnshuffle
+from hetconv.operators.resampling import TAPS
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, cropped
+from hetconv.sharding.conv_spec import Span
+from hetconv.sharding.layer_rules import Step
+from hetconv.sharding.layout import Box
 
-from .common import Args, Func, Kwargs, Runner, as_called, bring, cropped
-from .pools import empty_part, own_outputs
+from .pooling import empty_part, own_outputs
 
 MODES = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
 

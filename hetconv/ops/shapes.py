@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from hetconv.calls import Call
-from hetconv.following import Cat, PixelShuffle, Reshape, Stack
-from hetconv.rules import Step
-from hetconv.tensor import HetTensor
-from hetconv.transport import Team
+from hetconv.comm.rank_group import Team
+from hetconv.operators import Cat, PixelShuffle, Reshape, Stack
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, empty_output
+from hetconv.sharding.layer_rules import Step
 
-from .common import Args, Func, Kwargs, Runner, as_called, bring, empty_output
 from .views import link
 
 

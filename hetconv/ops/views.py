@@ -16,15 +16,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hetconv.calls import Call
-from hetconv.following import Pieces, View
+from hetconv.comm.rank_group import Team
 from hetconv.kernels import CHANNELS_LAST
-from hetconv.layout import Layout
-from hetconv.rules import Step
-from hetconv.tensor import HetTensor, gather
+from hetconv.operators import Pieces, View
+from hetconv.runtime.het_tensor import HetTensor, gather
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called
+from hetconv.sharding.layer_rules import Step
+from hetconv.sharding.layout import Layout
 from hetconv.torch_internals import storage_id, tree_iter, tree_map
-from hetconv.transport import Team
-
-from .common import Args, Func, Kwargs, Runner, as_called
 
 Retake = Callable[[Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import hetconv
-from hetconv.rules import Split, SplitKind
+from hetconv.sharding.layer_rules import Split, SplitKind
 from tests.equivalence import full_gradients
 from tests.nets import operator_of, plan_of, split_of
 

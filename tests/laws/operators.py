@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import hetconv
-from hetconv.layout import Layout
-from hetconv.tensor import HetTensor
-from hetconv.transport import team_of
+from hetconv.comm.rank_group import team_of
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.layout import Layout
 from tests.placed import full_gradient, placed, summands, value
 
 from .survey import Result, in_step

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.layout import Layout
+from hetconv.sharding.layout import Layout
 from tests.placed import full_gradient, placed
 from tests.spawn import on_ranks
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.tensor import HetTensor
+from hetconv.runtime.het_tensor import HetTensor
 from tests.placed import PLACEMENTS, SHAPE, placed
 from tests.spawn import on_ranks
 

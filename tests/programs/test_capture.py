@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hetconv
-from hetconv.graph import Graph
+from hetconv.tracing.graph import Graph
 
 X = torch.zeros(2, 3, 8, 6)
 SEEN: list[Tensor] = []  # what a hook keeps at the top of a file

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.rules import Split, SplitKind
+from hetconv.sharding.layer_rules import Split, SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of
 from tests.spawn import on_ranks

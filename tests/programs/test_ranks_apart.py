@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv import stalls, transport
-from hetconv.rules import Split, SplitKind
+from hetconv.comm import deadlock, rank_group
+from hetconv.sharding.layer_rules import Split, SplitKind
 from tests.nets import plan_of
 from tests.spawn import on_ranks, outcomes
 
@@ -96,17 +96,17 @@ PROGRAMS: dict[Program, tuple[str, ...]] = {
 def said(kind: SplitKind, sizes: tuple[int, ...], hosts: tuple[int, ...]) -> dict[str, str]:
     """What each program's error says, each in a process group of its own. ``hosts``: of the ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stalls, "LONG_S", 0.3)
-        patch.setattr(stalls, "POLL_S", 0.1)
+        patch.setattr(deadlock, "LONG_S", 0.3)
+        patch.setattr(deadlock, "POLL_S", 0.1)
         return {program.__name__: said_by(program, kind, sizes, hosts) for program in PROGRAMS}
 
 
 def on_hosts(hosts: tuple[int, ...]) -> dist.ProcessGroup:
     """A process group of which the messages between ranks of different hosts go by its backend."""
     group = dist.new_group()
-    team = transport.team_of(group)
+    team = rank_group.team_of(group)
     near = {peer: channel for peer, channel in team.channels.items() if hosts[peer] == hosts[team.rank]}
-    transport._teams[group] = replace(team, channels=near, one_host=len(set(hosts)) == 1)
+    rank_group._teams[group] = replace(team, channels=near, one_host=len(set(hosts)) == 1)
     return group
 
 
@@ -140,8 +140,8 @@ def test_both_ranks_say_what_each_of_them_does(kind: SplitKind, sizes: tuple[int
             assert text.count("test_ranks_apart.py:") >= 2, text
 
 
-def waiting(tag: int, peer: int | None, *, under_way: tuple[int, ...] = (), collectives: int = 0) -> stalls.Wait:
-    return stalls.Wait(1, 1, tag, peer, under_way, collectives, "layer 'a'")
+def waiting(tag: int, peer: int | None, *, under_way: tuple[int, ...] = (), collectives: int = 0) -> deadlock.Wait:
+    return deadlock.Wait(1, 1, tag, peer, under_way, collectives, "layer 'a'")
 
 
 @pytest.mark.parametrize(
@@ -156,17 +156,17 @@ def waiting(tag: int, peer: int | None, *, under_way: tuple[int, ...] = (), coll
     ],
 )
 def test_only_ranks_that_wait_for_each_other_for_ever_are_apart(
-    here: stalls.Wait, there: stalls.Wait, for_ever: bool
+    here: deadlock.Wait, there: deadlock.Wait, for_ever: bool
 ) -> None:
-    assert stalls.wait_for_ever((0, here), (1, there)) is for_ever
-    assert stalls.wait_for_ever((1, there), (0, here)) is for_ever
+    assert deadlock.wait_for_ever((0, here), (1, there)) is for_ever
+    assert deadlock.wait_for_ever((1, there), (0, here)) is for_ever
 
 
 def late() -> float:
     """What a model gives while one rank is late in each step, and both watch each other's waits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stalls, "LONG_S", 0.0)
-        patch.setattr(stalls, "POLL_S", 0.01)
+        patch.setattr(deadlock, "LONG_S", 0.0)
+        patch.setattr(deadlock, "POLL_S", 0.01)
         torch.manual_seed(0)
         model = Branches()
         splits = {name: Split("height", (5, 3)) for name, _ in model.named_children()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hetconv
 from bench.planner import modelled
-from hetconv.plan import Plan
+from hetconv.schemas.plan import Plan
 from tests.equivalence import Differences, apart, assert_same, full_gradients, leaves
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks

@@ -1,0 +1,196 @@
+"""Finds ranks of different hosts that wait for each other in different calls, which would wait until the time-out.
+
+On one host every message carries a tag that its receiver compares. gloo keeps messages of different tags apart instead:
+they are never mixed up, and both ranks wait. A thread of each rank looks at waits that last long. It tells the other
+ranks, by the store of the process group, what this one waits for. Two ranks of which each waits for the other in
+another call are told apart there, and all waits of the group end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hetconv.torch_internals import store_of
+
+from . import call_tags
+
+LONG_S = 2.0
+"""After which a wait is told to the other ranks."""
+POLL_S = 0.5
+APART = "apart"
+"""The key in the store under which a rank writes what each rank does, once two are in different calls."""
+TAG_TO_END = 2**31 - 1
+"""Of the message that ends all waits. Tags of gloo are 31 bits wide."""
+
+
+class Wait(NamedTuple):
+    """A rank waits for another one.
+
+    Args:
+        number: of the wait, counted on its rank.
+        beat: how often the wait was told. A wait whose beat has grown since it was read is still under way.
+        tag: of the message that it waits for.
+        peer: the other rank; None in a collective, where it may be any.
+        open: tags of the rounds of messages that this rank has started and not waited for.
+        collectives: that were completed before.
+        doing: the call, and where in the user's code it was made.
+    """
+
+    number: int
+    beat: int
+    tag: int
+    peer: int | None
+    open: Sequence[int]
+    collectives: int
+    doing: str
+
+
+def wait_for_ever(a: tuple[int, Wait], b: tuple[int, Wait]) -> bool:
+    """Whether two ranks that wait, each given with its wait, wait for each other in different calls.
+
+    A message that the other one has sent already is under way and comes, however slow the network is.
+    """
+    (rank_a, x), (rank_b, y) = a, b
+    mutual = x.peer in (None, rank_b) and y.peer in (None, rank_a)
+    under_way = x.tag in y.open or y.tag in x.open
+    left = (x.peer is None and y.collectives > x.collectives) or (y.peer is None and x.collectives > y.collectives)
+    return mutual and x.tag != y.tag and not under_way and not left
+
+
+class _Here(NamedTuple):
+    """A wait of this rank."""
+
+    number: int
+    since: float
+    tag: int
+    peer: int | None
+    thread: int
+
+
+class Stalls:
+    """Watches the waits of one rank of a gloo group."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int):
+        self._group, self._rank, self._size = group, rank, size
+        self._store = store_of(group)
+        self._now: _Here | None = None
+        self._waits = self._collectives = 0
+        self._open = Counter[int]()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def waiting(self, tag: int, peer: int | None) -> Iterator[None]:
+        """While the context lasts, this rank waits for a message with this tag from ``peer``, or in a collective."""
+        if self._thread is None and self._store is not None:
+            self._start()
+        self._waits += 1
+        self._now = _Here(self._waits, time.monotonic(), tag, peer, threading.get_ident())
+        try:
+            yield
+        finally:
+            self._now = None
+        self._collectives += peer is None
+
+    def opened(self, tag: int) -> None:
+        """A round of messages with this tag was started."""
+        self._open[tag] += 1
+
+    def closed(self, tag: int) -> None:
+        """A round of messages with this tag was waited for."""
+        self._open = +(self._open - Counter([tag]))
+
+    def doings(self) -> Mapping[int, str] | None:
+        """What each rank does, once two of them are in different calls."""
+        with suppress(RuntimeError):  # the store is gone with the rank that has it
+            if self._store is not None and self._store.check([APART]):
+                return {int(rank): doing for rank, doing in json.loads(self._store.get(APART)).items()}
+        return None
+
+    def end(self, doings: Mapping[int, str]) -> None:
+        """Ends all waits of the group: the ranks are in different calls, and each does this."""
+        if self._store is None:
+            return
+        with suppress(RuntimeError):
+            if not self._store.check([APART]):
+                self._store.set(APART, json.dumps(doings))
+        self._end_own()
+        self.stop()
+
+    def _end_own(self) -> None:
+        """Ends the waits of this rank. gloo closes all connections of a group where one wait is too long."""
+        for peer in range(self._size):  # one whose connection is closed already is not waited for
+            if peer != self._rank:
+                with suppress(RuntimeError):
+                    nothing = torch.empty(1, device="cpu")
+                    message = dist.irecv(nothing, group=self._group, group_src=peer, tag=TAG_TO_END)
+                    if message is not None:
+                        message.wait(timedelta(milliseconds=1))
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        self._ended.set()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="hetconv-stalls", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _join, self._ended, self._thread)  # before Python ends, which stops threads anywhere
+
+    def _watch(self) -> None:
+        number, beat, seen = 0, 0, dict[int, Wait]()
+        while not self._ended.wait(POLL_S):
+            here = self._now
+            if here is None or time.monotonic() < here.since + LONG_S:
+                continue
+            if here.number != number:
+                number, seen = here.number, {}
+            beat += 1
+            if self.doings():  # of two other ranks
+                self._end_own()
+                return
+            with suppress(RuntimeError):
+                own = self._told(here, beat)
+                others = self._others(here)
+                apart = [
+                    rank for rank, other in others.items()
+                    if rank in seen and seen[rank].number == other.number and seen[rank].beat < other.beat
+                    and wait_for_ever((self._rank, own), (rank, other))
+                ]  # fmt: skip
+                seen = others
+                if apart and self._now is here:
+                    doings = {self._rank: own.doing} | {rank: other.doing for rank, other in others.items()}
+                    self.end(dict(sorted(doings.items())))
+                    return
+
+    def _told(self, here: _Here, beat: int) -> Wait:
+        """Tells the other ranks what this one waits for."""
+        doing = call_tags.described(sys._current_frames().get(here.thread))
+        own = Wait(here.number, beat, here.tag, here.peer, tuple(self._open), self._collectives, doing)
+        self._store.set(str(self._rank), json.dumps(own._asdict()))
+        return own
+
+    def _others(self, here: _Here) -> dict[int, Wait]:
+        """The last long wait of each rank that this one waits for. It may be over."""
+        found = {}
+        for rank in range(self._size) if here.peer is None else [here.peer]:
+            if rank != self._rank and self._store.check([str(rank)]):
+                found[rank] = Wait(**json.loads(self._store.get(str(rank))))
+        return found
+
+
+def _join(ended: threading.Event, thread: threading.Thread) -> None:
+    ended.set()
+    if thread is not threading.current_thread():
+        thread.join(1.0)

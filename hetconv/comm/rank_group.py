@@ -1,0 +1,290 @@
+"""The ranks of a process group: who they are, by which ways they reach each other, and words that all hear."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetconv.errors import DisagreementError, HetConvError, LostRankError
+from hetconv.torch_internals import install_patches, timeout_of, transform_in_use
+
+from . import call_tags
+from .deadlock import Stalls
+from .shared_memory import Channel, RanksApartError, channels
+
+T = TypeVar("T")
+OF_ALL = 1
+"""The tag of words that all ranks say and hear: what each of them does is in the words."""
+ANSWER_S = 5.0
+"""In which another rank says what it does, if it waits for something."""
+PARTING_S = 0.02  # in which threads that wait for Python's lock get it
+_counters: list[Counter[int]] = []
+
+
+class Agreements:
+    """What all ranks of a team know alike.
+
+    ``count``: how often they said to each other what they do. ``draws_alike``: whether from one seed they draw the same
+    random numbers, which a CPU and a GPU do not.
+    """
+
+    count = 0
+    draws_alike = True
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL.
+
+    ``channels`` carry pieces, where ``group`` is gloo, to those ranks that are on this rank's host.
+    ``one_host``: whether any two ranks have one. ``stalls`` watches how long this rank waits for ranks of other hosts.
+    ``agreements``: what the ranks have agreed on.
+    """
+
+    group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    rank: int
+    size: int
+    backend: str
+    stalls: Stalls
+    channels: Mapping[int, Channel] = field(default_factory=dict)
+    one_host: bool = False
+    agreements: Agreements = field(default_factory=Agreements)
+
+    def __deepcopy__(self, memo: object) -> Team:
+        return self  # a process group cannot be copied; copies of a model go on using the same one
+
+    def __reduce__(self) -> Any:
+        raise HetConvError(
+            "a parallelized model or a tensor in parts cannot be pickled: its process group exists in this process "
+            "only; pickle hetconv.full_state_dict(model), or use hetconv.save_checkpoint"
+        )
+
+
+_teams: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()
+
+
+def team_of(group: dist.ProcessGroup | None = None) -> Team:
+    """The team of a process group (default: all ranks). The first call on a group is collective.
+
+    From then on this thread runs its backward passes itself, see `run_backward_here`, and the changes to PyTorch that
+    hetconv needs are in force, see `install_patches`.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise HetConvError(
+            "torch.distributed is not initialised; start the program with torchrun (or hetconv's launcher) and call "
+            "torch.distributed.init_process_group('gloo' or 'nccl') first"
+        )
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    run_backward_here()
+    install_patches()
+    if group not in _teams:
+        backend = str(dist.get_backend(group))
+        if backend == "gloo":
+            _part_in_time()
+        control = group
+        if backend != "gloo":
+            ranks = dist.get_process_group_ranks(group)
+            control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            dist.barrier(group)  # NCCL wants every rank in a group's first call; later ones may be between two
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        team = Team(group, control, rank, size, backend, Stalls(control, rank, size))
+        _teams[group] = _with_channels(team) if backend == "gloo" and team.size > 1 else team
+    return _teams[group]
+
+
+def run_backward_here() -> None:
+    """From now on the backward passes that this thread starts run in it, also those of a GPU's operators.
+
+    PyTorch has a thread for each GPU, and numbers the nodes of graphs in each thread by themselves. It runs what was
+    made last first. Where nodes of both threads are in one graph, as where a gradient is differentiated, what that is
+    depends on how much each thread has made before, and ranks would wait for each other in different nodes.
+    """
+    torch.autograd.set_multithreading_enabled(False)
+
+
+@cache
+def _part_in_time() -> None:
+    """At the end of the program gloo's threads drop the tensors of what they did last while there is still a Python.
+
+    A team keeps its process group, and these threads with it, for as long as there is a model; one that drops a tensor
+    later aborts the process (torch 2.13).
+    """
+    atexit.register(time.sleep, PARTING_S)
+
+
+def _with_channels(team: Team) -> Team:
+    gather = partial(objects_of_all, team)
+    timeout = timeout_of(team.group)
+    found = answered(team, lambda: channels(team.rank, gather, timeout))
+    return replace(team, channels=found, one_host=all(gather(len(found) == team.size - 1)))
+
+
+def disband(team: Team) -> None:
+    """Ends a team's connections once nothing uses them any more: whoever waits for this rank on them gets an error."""
+    _teams.pop(team.group, None)
+    team.stalls.stop()
+    for channel in team.channels.values():
+        channel.close()
+    for group in {team.group, team.control}:
+        dist.destroy_process_group(group)
+
+
+def near(team: Team) -> Mapping[int, Channel]:
+    """By which pieces go, and to whom; the backend carries the others."""
+    return {} if through_backend.on else team.channels
+
+
+def device_of_messages(team: Team, device: torch.device) -> torch.device:
+    """Where messages lie that the backend carries between tensors on ``device``: those of gloo in host memory."""
+    return torch.device("cpu") if team.backend == "gloo" else device
+
+
+@contextmanager
+def count_sent() -> Iterator[Counter[int]]:
+    """Counts the payload bytes that this rank sends, per receiving rank, while the context lasts."""
+    counts: Counter[int] = Counter()
+    _counters.append(counts)
+    try:
+        yield counts
+    finally:
+        _counters.remove(counts)
+
+
+def count(outgoing: Mapping[int, Tensor]) -> None:
+    """Notes for who counts that this rank sends these."""
+    for counts in _counters:
+        counts.update({peer: piece.nbytes for peer, piece in outgoing.items()})
+
+
+class Switch:
+    """Off, but while the context that it gives when it is called lasts."""
+
+    on = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, self.on = self.on, True
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+in_turn = Switch()
+"""Messages are waited for where they start: what overlap gains shows beside this."""
+through_backend = Switch()
+"""On all ranks alike, no piece goes by a `Channel`: what they gain shows beside this."""
+silent = Switch()
+"""On all ranks alike, no piece is sent, and zeros lie where one would come: what messages cost shows beside this."""
+
+
+def refuse_transforms() -> None:
+    """Raises `HetConvError` where PyTorch transforms a function and cannot see its messages to other ranks."""
+    if transform_in_use():
+        raise HetConvError(
+            "a parallelized model runs under a transform of torch.func (grad, jvp, vmap, ...), with "
+            "is_grads_batched or vectorize, or in autograd's forward mode; none of them can follow messages between "
+            "ranks. Use torch.autograd.grad, or torch.autograd.functional without vectorize"
+        )
+
+
+def answered(team: Team, action: Callable[[], T]) -> T:
+    """Runs a step of communication; what the backend raises when a rank is gone becomes a `LostRankError`."""
+    refuse_transforms()
+    try:
+        return action()
+    except RanksApartError as e:
+        raise _apart(team) from e
+    except HetConvError:
+        raise
+    except (RuntimeError, OSError) as e:
+        if doings := team.stalls.doings():
+            for channel in team.channels.values():
+                channel.close()
+            team.stalls.end(doings)
+            raise _different_calls(doings) from e
+        raise LostRankError(
+            f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look "
+            f"for the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
+        ) from e
+
+
+def _apart(team: Team) -> DisagreementError:
+    """Tells the ranks of this host what this one does, and gives an error that says what each of them does.
+
+    Messages of several calls are under way then: the channels are closed.
+    """
+    doing = {team.rank: call_tags.described()}
+    for channel in team.channels.values():
+        with suppress(OSError):
+            channel.tell(doing[team.rank])
+    until = time.monotonic() + ANSWER_S
+    for peer, channel in team.channels.items():
+        doing[peer] = channel.told(until) or f"it did not say within {ANSWER_S:g} s"
+        channel.close()
+    if not team.one_host:
+        team.stalls.end(doing)
+    return _different_calls(doing)
+
+
+def _different_calls(doings: Mapping[int, str]) -> DisagreementError:
+    lines = "\n".join(f"  rank {rank}: {doings[rank]}" for rank in sorted(doings))
+    return DisagreementError(
+        "the ranks are in different calls, and this process group cannot be used any more; call the model alike on "
+        f"every rank, in the same order:\n{lines}"
+    )
+
+
+def objects_of_all(team: Team, word: T) -> list[T]:
+    """What each rank gives, in rank order. Collective."""
+    words = [word] * team.size
+    answered(team, lambda: dist.all_gather_object(words, word, group=team.control))
+    return words
+
+
+def words_of_all(team: Team, word: Tensor) -> Tensor:
+    """(P, ...): what each rank gives, in rank order; a few bytes on the CPU. Collective."""
+    words = word.new_empty(team.size, *word.shape)
+    if not team.one_host or through_backend.on:
+        with team.stalls.waiting(OF_ALL, None):
+            answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
+        return words
+
+    def exchange() -> None:
+        for channel in team.channels.values():
+            channel.send(word, OF_ALL)
+        for wait in [channel.expect(words[peer], OF_ALL) for peer, channel in team.channels.items()]:
+            wait()
+
+    answered(team, exchange)
+    words[team.rank] = word
+    return words
+
+
+def broadcast(team: Team, tensors: list[Tensor]) -> None:
+    """Rank 0's values on every rank, in place; one message per dtype and, over NCCL, device.
+
+    Over gloo ranks may have them on different devices: messages go through host memory.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for t in tensors:
+        by_kind.setdefault((t.dtype, device_of_messages(team, t.device)), []).append(t)
+    for (_, device), same in by_kind.items():
+        flat = torch.cat([t.detach().to(device).flatten() for t in same])
+        answered(team, partial(dist.broadcast, flat, group=team.group, group_src=0))
+        with torch.no_grad():
+            for t, new in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                t.copy_(new.view(t.shape))

@@ -1,0 +1,327 @@
+"""Messages between ranks of one host, through memory that both of them map; nobody but the two takes part.
+
+The sender copies a piece into memory of its own, and rings: a packet on a socket between the two says where it lies.
+The receiver reads it there, or copies it out, when it waits for it. That the place is free again it says when it next
+has something to send, or rings back once much is: every ring wakes the other one. A backend's threads, which carry
+pieces otherwise, wait for a core wherever all cores compute, for milliseconds at a time.
+
+Nothing has a name in the file system: what a rank that was killed leaves behind goes with its last process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hetconv.errors import DisagreementError
+
+from .cpu_time import OwnCore
+from .rendezvous import Gather, connected
+
+FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
+ALIGN = 64  # bytes, a cache line
+PACKET = struct.Struct("<BQQIQ")
+DESCRIPTOR = struct.Struct("i")  # of a file
+BESIDE = socket.CMSG_LEN(DESCRIPTOR.size)  # a packet, in bytes
+UNTOLD, UNTOLD_BYTES = 64, 1 << 20  # of messages that were taken, and the sender does not know it
+LOOK_S = 1e-3  # for which a receiver looks for a message before it sleeps
+LONGEST = (1 << 31) - 1  # milliseconds that poll(2) can wait
+Memory = mmap.mmap | bytearray
+_own_core = OwnCore()
+Shape = tuple[int, ...]
+
+
+class What(IntEnum):
+    """Of a packet. It says where, in bytes, how many of the oldest messages were taken since the last, and a tag."""
+
+    MEMORY = 0  # comes with it, for all messages from now on
+    MESSAGE = 1  # lies there
+    TAKEN = 2  # are so many, and there is nothing else to say; nowhere
+    APART = 3  # are the two ranks: what the sender does lies there, as text
+
+
+class RanksApartError(DisagreementError):
+    """The two ranks of a channel are in different calls."""
+
+
+class Place(NamedTuple):
+    start: int
+    stop: int
+
+
+class Message(NamedTuple):
+    """Where a message lies, and of which call it is."""
+
+    memory: Memory
+    start: int
+    stop: int
+    tag: int
+
+
+class Coming:
+    """A message that was announced, as which of all, and what it is to be; once it was taken, it is in the buffer."""
+
+    __slots__ = ("buffer", "dtype", "number", "shape", "tag")
+
+    def __init__(self, number: int, dtype: torch.dtype, shape: Shape, buffer: Tensor | None, tag: int):
+        self.number, self.dtype, self.shape, self.buffer, self.tag = number, dtype, shape, buffer, tag
+
+
+class Channel:
+    """Both ways between this rank and another. What is sent is taken in the same order.
+
+    Raises `OSError` once the other has closed it, or lets this rank wait longer than ``timeout``, and
+    `RanksApartError` if a message has another tag or another size than the one that was expected, or if the other rank
+    met such a message.
+    """
+
+    def __init__(self, to_peer: socket.socket, timeout: timedelta):
+        self._socket, self._timeout_ms = to_peer, min(timeout / timedelta(milliseconds=1), LONGEST)
+        to_peer.setblocking(False)
+        self._arrivals = select.poll()
+        self._arrivals.register(to_peer, select.POLLIN)
+        self._out: Memory = bytearray()
+        self._in: Memory = bytearray()
+        self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet
+        self._elsewhere = 0  # messages not taken yet that lie in memory from before
+        self._came: deque[Message] = deque()
+        self._announced: deque[Coming] = deque()
+        self._asked = self._got = 0
+        self._lent: Message | None = None
+        self._told: str | None = None  # what the other does, if the two are apart
+        self._untold = self._untold_bytes = 0  # that were taken
+
+    def send(self, piece: Tensor, tag: int = 0) -> None:
+        """When this returns the piece may be written to, whatever the receiver does meanwhile."""
+        start = self._room(piece.nbytes)
+        _piece(self._out, start, piece.dtype, piece.shape).copy_(piece)
+        self._ring(What.MESSAGE, start, start + piece.nbytes, tag)
+
+    def announce(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None = None, tag: int = 0) -> Coming:
+        """The next message is of this dtype, shape and tag: either `take` or `lend` waits for it.
+
+        If it is taken, then into the ``buffer``, or a new one.
+        """
+        self._asked += 1
+        coming = Coming(self._asked, dtype, shape, buffer, tag)
+        self._announced.append(coming)
+        return coming
+
+    def expect(self, buffer: Tensor, tag: int = 0) -> Callable[[], Tensor]:
+        """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
+        return partial(self.take, self.announce(buffer.dtype, tuple(buffer.shape), buffer, tag))
+
+    def _receive(self, number: int) -> None:
+        """Takes messages until there were so many."""
+        while self._got < number:
+            if self._came:
+                self._take()
+            else:
+                self._await()
+
+    def take(self, coming: Coming) -> Tensor:
+        """In memory of its own."""
+        self._receive(coming.number)
+        assert coming.buffer is not None
+        return coming.buffer
+
+    def lend(self, coming: Coming) -> Tensor:
+        """Where it lies, to be read until `give_back`; nothing else may be received before that.
+
+        In memory of its own, if it was announced with a buffer, or taken before, by who waited for a later one.
+        """
+        if coming.buffer is not None:
+            return self.take(coming)
+        self._receive(coming.number - 1)
+        while not self._came:
+            self._await()
+        self._lent, coming = self._next()
+        return _piece(self._lent.memory, self._lent.start, coming.dtype, coming.shape)
+
+    def give_back(self) -> None:
+        """What was lent, if anything was."""
+        if self._lent is not None:
+            message, self._lent = self._lent, None
+            self._was_taken(message)
+
+    def tell(self, doing: str) -> None:
+        """Says to the other rank what this one does, as the two are apart; it raises an error when it next waits."""
+        text = torch.frombuffer(bytearray(doing.encode()), dtype=torch.uint8)
+        start = self._room(text.nbytes)
+        _piece(self._out, start, text.dtype, text.shape).copy_(text)
+        self._ring(What.APART, start, start + text.nbytes)
+
+    def told(self, until: float) -> str | None:
+        """What the other rank does, if it says so before the clock of `time.monotonic` shows ``until``."""
+        while self._told is None and (left := until - time.monotonic()) > 0:
+            try:
+                self._listen(left * 1e3)
+            except OSError:  # it has ended, or is busy
+                break
+        return self._told
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _take(self) -> None:
+        """The oldest message that lies there: into the buffer that was meant for it."""
+        message, coming = self._next()
+        piece = _piece(message.memory, message.start, coming.dtype, coming.shape)
+        if coming.buffer is None:
+            coming.buffer = torch.empty_like(piece)
+        coming.buffer.copy_(piece)
+        self._was_taken(message)
+
+    def _next(self) -> tuple[Message, Coming]:
+        assert self._lent is None  # what is told is how many of the oldest were taken
+        message, coming = self._came.popleft(), self._announced.popleft()
+        came, wanted = message.stop - message.start, prod(coming.shape) * coming.dtype.itemsize
+        if message.tag != coming.tag or came != wanted:
+            raise RanksApartError(
+                f"a message of {came} bytes came where one of {wanted} was expected, or of another call: the two ranks "
+                "do different things; call the same on every rank, in the same order"
+            )
+        self._got += 1
+        return message, coming
+
+    def _was_taken(self, message: Message) -> None:
+        self._untold += 1
+        self._untold_bytes += message.stop - message.start
+        if self._untold > UNTOLD or self._untold_bytes > UNTOLD_BYTES:
+            with suppress(ConnectionError):  # of one that has ended and wants nothing any more
+                self._ring(What.TAKEN)
+
+    def _room(self, size: int) -> int:
+        """Where so many bytes fit beside what was not taken yet, as far as is known; in new memory, if nowhere."""
+        size = max(-(-size // ALIGN), 1) * ALIGN
+        start = self._gap(size)
+        if start is None and self._places:
+            self._listen()
+            start = self._gap(size)
+        if start is None:
+            self._grow(max(FIRST, 2 * len(self._out), 1 << (2 * size - 1).bit_length()))
+            start = 0
+        self._places.append(Place(start, start + size))
+        return start
+
+    def _gap(self, size: int) -> int | None:
+        """The first one that is long enough: what was used last is what both sides' caches still hold."""
+        end = 0
+        for place in sorted(self._places):
+            if size <= place.start - end:
+                return end
+            end = place.stop
+        return end if size <= len(self._out) - end else None
+
+    def _grow(self, size: int) -> None:
+        memory = os.memfd_create("hetconv")
+        try:
+            os.ftruncate(memory, size)
+            self._out = mmap.mmap(memory, size)
+            self._ring(What.MEMORY, 0, size, 0, memory)
+        finally:
+            os.close(memory)
+        self._elsewhere += len(self._places)
+        self._places.clear()
+
+    def _ring(self, what: What, start: int = 0, stop: int = 0, tag: int = 0, *memory: int) -> None:
+        packet = PACKET.pack(what, start, stop, self._untold, tag)
+        self._untold = self._untold_bytes = 0
+        while True:
+            try:
+                if memory:
+                    socket.send_fds(self._socket, [packet], memory)
+                else:
+                    self._socket.send(packet)
+                return
+            except BlockingIOError:  # many packets that the other has not read
+                either = select.poll()
+                either.register(self._socket, select.POLLIN | select.POLLOUT)
+                _wait(either, self._timeout_ms)
+                self._listen()
+
+    def _await(self) -> None:
+        """Waits for a packet."""
+        if self._told is not None:
+            raise RanksApartError(f"the other rank is in another call: {self._told}")
+        self._listen(self._timeout_ms)
+
+    def _listen(self, wait_ms: float = 0) -> None:
+        """Reads the packets that have come; or waits for one, and reads that."""
+        while True:
+            try:
+                packet, memory, *_ = self._socket.recvmsg(PACKET.size, BESIDE)
+            except ConnectionResetError:  # said once; what had come before can still be read
+                continue
+            except BlockingIOError:
+                if not wait_ms:
+                    return
+                if not self._looked():
+                    _wait(self._arrivals, wait_ms)
+                continue
+            if not packet:
+                raise ConnectionError("it closed the connection")
+            what, start, stop, taken, tag = PACKET.unpack(packet)
+            self._heard(what, start, stop, taken, tag, *(DESCRIPTOR.unpack(data)[0] for _, _, data in memory))
+            if wait_ms:
+                return
+
+    def _looked(self) -> bool:
+        """Whether something came while this rank looked for it, if it has a core of its own to do so on.
+
+        Who sleeps wakes late, after 50 us, and it takes the sender 30 us to wake it.
+        """
+        until = time.perf_counter() + LOOK_S if _own_core() else 0.0
+        while time.perf_counter() < until:
+            if self._arrivals.poll(0):
+                return True
+        return False
+
+    def _heard(self, what: int, start: int, stop: int, taken: int, tag: int, memory: int = -1) -> None:
+        elsewhere = min(taken, self._elsewhere)
+        self._elsewhere -= elsewhere
+        for _ in range(taken - elsewhere):
+            self._places.popleft()
+        if what == What.MEMORY:
+            self._in = mmap.mmap(memory, stop)
+            os.close(memory)
+        elif what == What.MESSAGE:
+            self._came.append(Message(self._in, start, stop, tag))
+        elif what == What.APART:
+            self._told = bytes(self._in[start:stop]).decode()
+
+
+def _wait(poll: select.poll, wait_ms: float) -> None:
+    if not poll.poll(wait_ms):
+        raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
+
+
+def _piece(memory: Memory, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
+    """What lies there."""
+    numel = prod(shape)
+    if not numel:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start).view(shape)
+
+
+def channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:
+    """To every rank that this one can reach on its host, as both of the two know; collective."""
+    return {peer: Channel(to, timeout) for peer, to in connected(rank, gather).items()}

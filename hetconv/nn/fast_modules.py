@@ -1,0 +1,86 @@
+"""Modules of torch's own, on parts without a torch function between.
+
+A norm or an activation comes to `ops.dispatch` through several functions of torch in Python, which on small parts take
+longer than it does. What is done here is what would be done there.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from hetconv.comm import call_tags
+from hetconv.comm.redistribute import moved
+from hetconv.operators import on_parts
+from hetconv.ops.batch_norm import Norm, on_own_channels
+from hetconv.runtime.gradient_sync import running_of
+from hetconv.runtime.het_tensor import HetTensor, gather
+
+ELEMENTWISE: tuple[type[nn.Module], ...] = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardsigmoid,
+    nn.Hardswish, nn.Softplus,
+)  # fmt: skip
+BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class OnOwnPart:
+    """A module's forward, to stand in its place. A copy of the module gets one of its own."""
+
+    def __init__(self, module: nn.Module):
+        self._module, self._forward = module, module.forward
+        self._normalizes = type(module) in BATCH_NORMS
+
+    def __call__(self, x: Any) -> Any:
+        if x.__class__ is HetTensor and x.later is None:
+            if x.placement.kind == "partial":
+                x = self._summed(x)
+            if x.__class__ is HetTensor and x.placement.kind == "sharded":
+                if not self._normalizes:
+                    return HetTensor.made(self._forward(x._local), x.placement, x.team)
+                if self._is_on_own_channels(x):
+                    return HetTensor.made(self._normalized(x), x.placement, x.team)
+        if self._normalizes and x.__class__ is not HetTensor:
+            running, mean = running_of(None), self._module.running_mean
+            if running is not None and isinstance(mean, Tensor):
+                running.settle(mean)
+        return self._forward(x)
+
+    def _summed(self, x: HetTensor) -> Tensor:
+        """As a consumer of the sum wants it: whole, or own channels of it."""
+        call_tags.enter(type(self._module).__name__)
+        wanted = on_parts(x.placement)
+        if wanted.kind == "replicated":
+            return gather(x, images=self._normalizes)
+        return HetTensor.made(moved(x.team, x._local, x.placement, wanted), wanted, x.team)
+
+    def _is_on_own_channels(self, x: HetTensor) -> bool:
+        """Whether each rank needs no statistics but those that it has, and torch would take the whole."""
+        norm: Any = self._module
+        if x.shape[1:2] != (norm.num_features,):
+            return False
+        if norm.training:
+            return x.placement.dim == 1 and prod(x.placement.shape) > norm.num_features
+        return norm.running_mean is not None
+
+    def _normalized(self, x: HetTensor) -> Tensor:
+        norm: Any = self._module
+        norm._check_input_dim(x)
+        momentum, mean, var = norm.momentum, norm.running_mean, norm.running_var
+        if norm.training and not norm.track_running_stats:
+            mean = var = None
+        elif norm.training and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+            if momentum is None:  # then all batches weigh alike
+                momentum = 1 / float(norm.num_batches_tracked)
+        of_all = Norm(norm.weight, norm.bias, mean, var, norm.training, momentum or 0.0, norm.eps)
+        return on_own_channels(x._local, of_all, x.placement, x.team)
+
+
+def run_on_own_parts(model: nn.Module) -> None:
+    """Leaves every module that is not exactly torch's own as it is, and those that write in place."""
+    for module in model.modules():
+        known = type(module) in ELEMENTWISE or type(module) in BATCH_NORMS
+        if known and "forward" not in vars(module) and not getattr(module, "inplace", False):
+            module.forward = OnOwnPart(module)

@@ -1,0 +1,98 @@
+"""What the rules of operators that follow their inputs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any
+
+from hetconv.sharding.conv_spec import Span
+from hetconv.sharding.hierarchical import TwoLevel, in_nodes
+from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
+from hetconv.sharding.layout import Box, Layout, Need, Shape, apportion
+
+Rule = Callable[..., Step]  # of (operator, inputs, split)
+Counted = Callable[[Any, tuple[Layout, ...]], Sequence[bool] | None]
+
+
+def every_input(op: Any, inputs: tuple[Layout, ...]) -> Sequence[bool] | None:
+    return (True,) * len(inputs)
+
+
+def unless(what: Callable[[Any], bool]) -> Counted:
+    """Every input, but for operators of which this is true."""
+    return lambda op, inputs: None if what(op) else every_input(op, inputs)
+
+
+def per_sample(counted: Counted = every_input) -> Callable[[Rule], Rule]:
+    """Makes a rule of one level a rule of two: each node follows it with its own samples, or all gather.
+
+    ``counted`` says of each input whether its dimension 0 counts the samples that dimension 0 of the result counts, if
+    each of these is computed by itself; else None.
+    """
+
+    def lifted(rule: Rule) -> Rule:
+        @wraps(rule)
+        def step(op: Any, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+            if not any(isinstance(x, TwoLevel) for x in inputs):
+                return rule(op, inputs, split)
+            ways = (_led(op, rule, counted, inputs, k) for k, x in enumerate(inputs) if x.kind != "replicated")
+            return next((way for way in ways if way is not None), None) or Gather(op.shape).step(inputs)
+
+        return step
+
+    return lifted
+
+
+def _led(op: Any, rule: Rule, counted: Counted, inputs: tuple[Layout, ...], lead: int) -> Step | None:
+    """The step if input ``lead`` says how to run; None if it does not."""
+
+    def follow(x: Layout) -> Step:
+        others = [Layout.replicated(other.shape, x.world) for other in inputs]
+        return rule(op, (*others[:lead], x, *others[lead + 1 :]), REPLICATE)
+
+    x = inputs[lead]
+    if not isinstance(x, TwoLevel):
+        step = follow(x)
+        return step if step.output.kind != "replicated" else None
+    of_samples = counted(op, inputs)
+    if of_samples is None or not of_samples[lead] or op.shape[:1] != x.shape[:1]:
+        return None
+    once = {part: follow(part) for part in dict.fromkeys(x.parts)}
+    steps = [once[part] for part in x.parts]
+    if any(step.forward or step.backward or step.tells for step in steps):
+        return None
+    reads = list(zip(*(step.reads for step in steps), strict=True))
+    found = in_nodes(x.nodes, x.samples, reads, [step.output for step in steps], of_samples)
+    return Step(*found, contributes=any(step.contributes for step in steps)) if found is not None else None
+
+
+def on_parts(x: Layout) -> Layout:
+    """A partial sum as its consumers on parts want it: scattered over channels in the proportions of its shares.
+
+    Whole, if it has none.
+    """
+    if isinstance(x, TwoLevel) and x.kind == "partial":
+        parts = [on_parts(part) for part in x.parts]
+        scattered = parts[0].kind == "sharded"
+        return TwoLevel.of(x.nodes, x.samples, parts) if scattered else Layout.replicated(x.shape, x.world)
+    if x.kind != "partial":
+        return x
+    if len(x.shape) < 2 or not x.shares:
+        return Layout.replicated(x.shape, x.world)
+    return Layout.sharded(x.shape, 1, apportion(x.shape[1], x.shares))
+
+
+def recut(x: Layout, shape: Shape, dim: int, sizes: Sequence[int]) -> Layout:
+    """The layout of an output of ``shape`` that is cut along ``dim`` as ``x`` is cut along its own dimension."""
+    return Layout.sharded(shape, dim, sizes) if x.kind == "sharded" else Layout.replicated(shape, x.world)
+
+
+def cut_dims(x: Layout) -> set[int]:
+    """The dimensions that some rank does not hold whole."""
+    return {d for d, n in enumerate(x.shape) if any((b.lo[d], b.hi[d]) != (0, n) for b in x.boxes)}
+
+
+def slabs(shape: Shape, dim: int, spans: Iterable[Span]) -> Need:
+    """A range along ``dim`` for each rank, and everything of all other dimensions."""
+    return Need(shape, tuple(Box.whole(shape).along(dim, lo, hi) for lo, hi in spans))

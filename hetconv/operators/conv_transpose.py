@@ -1,0 +1,68 @@
+"""Transposed convolutions, which a plan does not name: they follow their input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from hetconv.sharding.conv_spec import Span
+from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
+from hetconv.sharding.layout import Box, Layout, Need, Shape, apportion
+
+from .base import on_parts, per_sample, recut
+
+
+class TransposedWindow(NamedTuple):
+    """Input i adds to the outputs i * stride - pad + r * dilation, 0 <= r < kernel; ``extra`` outputs follow."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    pad: int = 0
+    extra: int = 0
+
+    @property
+    def reach(self) -> int:
+        return self.dilation * (self.kernel - 1) + 1
+
+    def out_size(self, size: int) -> int:
+        return (size - 1) * self.stride - 2 * self.pad + self.reach + self.extra
+
+    def reads(self, out: Span, size: int) -> Span:
+        """The inputs that add to a span of outputs; an empty span for an empty one."""
+        if out[0] >= out[1]:
+            return (0, 0)
+        lo = min(max(-(-(out[0] + self.pad - self.reach + 1) // self.stride), 0), size)
+        return lo, max(min((out[1] - 1 + self.pad) // self.stride + 1, size), lo)
+
+    def first(self, i: int) -> int:
+        """The first output that input ``i`` adds to; before the image, it is cut off."""
+        return i * self.stride - self.pad
+
+
+@dataclass(frozen=True)
+class ConvTranspose:
+    """(N, C, *size) -> (N, K, *size) of any rank with whole weights: over samples, or over space with halos."""
+
+    shape: Shape
+    windows: tuple[TransposedWindow, ...]
+    groups: int = 1
+
+    def flops(self, inputs: int) -> int:
+        """Multiplications and additions for this many elements of the input, cut-off outputs included."""
+        return 2 * inputs * (self.shape[1] // self.groups) * prod(v.kernel for v in self.windows)
+
+    @per_sample()
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = on_parts(inputs[0])
+        if x.kind != "sharded" or x.dim is None or x.dim == 1:
+            return Gather(self.shape).step(inputs)
+        if x.dim == 0:
+            return Step((x,), recut(x, self.shape, 0, x.sizes), contributes=True)
+        window, size, extent = self.windows[x.dim - 2], x.shape[x.dim], self.shape[x.dim]
+        whole = extent == size * window.stride
+        y = recut(x, self.shape, x.dim, [s * window.stride for s in x.sizes] if whole else apportion(extent, x.sizes))
+        reads = (window.reads((b.lo[x.dim], b.hi[x.dim]), size) for b in y.boxes)
+        need = tuple(Box.whole(x.shape).along(x.dim, lo, hi) for lo, hi in reads)
+        return Step((Need(x.shape, need),), y, contributes=True)

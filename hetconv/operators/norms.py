@@ -1,0 +1,98 @@
+"""Normalizations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
+from hetconv.sharding.layout import Box, Layout, Move, Need, Shape, from_each, summed
+
+from .base import cut_dims, on_parts
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    """Batch norm over dimension 1. In training every rank needs the statistics of all parts.
+
+    ``tracks``: running statistics are updated, so that ranks tell each other those of their own channels.
+    """
+
+    shape: Shape
+    training: bool
+    tracks: bool
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = on_parts(inputs[0])
+        if x.kind != "sharded" or x.inner is None:
+            return Gather(self.shape).step(inputs)
+        channels, world = self.shape[1], x.world
+        if not self.training:
+            return Step((x,), x, contributes=True)
+        if x.dim == 1:
+            return Step((x,), x, contributes=True, tells=tuple(2 * n for n in x.sizes) if self.tracks else ())
+        return Step((x,), x, forward=(from_each((2, channels), world),), backward=(summed((2, channels), world),))
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """Group norm of (N, C, ...); instance norm has a channel per group. Ranks that share a group combine moments."""
+
+    shape: Shape
+    groups: int
+
+    @property
+    def channels(self) -> int:
+        """The channels of a group."""
+        return self.shape[1] // self.groups
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = on_parts(inputs[0])
+        if x.kind != "sharded" or x.inner is None:
+            return Gather(self.shape).step(inputs)
+        if x.inner == 0 or (x.inner == 1 and not any(b.lo[1] % self.channels for b in x.boxes)):
+            return Step((x,), x, contributes=True)
+        if len(self.shape) == 2:
+            return Gather(self.shape).step(inputs)
+        return Step((x,), x, contributes=True, forward=(self._from_mates(x),), backward=(self._summed(x),))
+
+    def _from_mates(self, x: Layout) -> Move:
+        """Two numbers of each sample and group, by rank, to all ranks that have parts of these samples."""
+        shape, own = (x.world, 2, self.shape[0] * self.groups), [self._spans(b) for b in x.boxes]
+        given = tuple(Box((r, 0, lo), (r + 1, 2, hi)) for r, (lo, hi) in enumerate(own))
+        mates = [x.mates(rank) for rank in range(x.world)]
+        asked = tuple(Box((m.start, 0, lo), (m.stop, 2, hi)) for m, (lo, hi) in zip(mates, own, strict=True))
+        return Move(Layout(shape, "sharded", given), Need(shape, asked))
+
+    def _summed(self, x: Layout) -> Move:
+        """The sum of two numbers of each sample and group over the ranks that have parts of the sample."""
+        shape = (2, self.shape[0] * self.groups)
+        boxes = tuple(Box((0, lo), (2, hi)) for lo, hi in map(self._spans, x.boxes))
+        return Move(Layout(shape, "partial", boxes), Need(shape, boxes))
+
+    def _spans(self, box: Box) -> tuple[int, int]:
+        """Which of all groups of all samples those of a box are."""
+        return box.lo[0] * self.groups, box.hi[0] * self.groups
+
+    def shares(self, x: Layout) -> tuple[tuple[float, ...], ...]:
+        """By rank and group: the share of a group's elements, in any sample, that the rank holds."""
+        whole = self.channels * prod(self.shape[2:])
+        starts = range(0, self.shape[1], self.channels)
+        return tuple(
+            tuple(max(min(b.hi[1], c + self.channels) - max(b.lo[1], c), 0) * prod(b.shape[2:]) / whole for c in starts)
+            for b in x.boxes
+        )
+
+
+@dataclass(frozen=True)
+class OwnNorm:
+    """A normalization over whole ``dims``, such as layer norm: as called, where the cut is along another one."""
+
+    shape: Shape
+    dims: tuple[int, ...]
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = on_parts(inputs[0])
+        if x.kind != "sharded" or cut_dims(x) & set(self.dims):
+            return Gather(self.shape).step(inputs)
+        return Step((x,), x, contributes=True)

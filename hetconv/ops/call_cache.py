@@ -1,0 +1,125 @@
+"""Calls for which nothing moves, remembered: the same call again runs on own parts without being read anew.
+
+Most of what a CNN does between its convolutions is of this kind, and reading a call costs more than a small one takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetconv.calls import Call
+from hetconv.operators import BatchNorm, Pointwise
+from hetconv.runtime.het_tensor import HetTensor, compute_waiting
+from hetconv.runtime.inputs import Args, Func, Kwargs
+from hetconv.runtime.signature_cache import Cache
+from hetconv.sharding.layer_rules import Step
+from hetconv.sharding.layout import Box, Layout, Need
+
+from . import views
+
+PLAIN = {bool, float, int, str, type(None), torch.device, torch.dtype, torch.memory_format}
+
+
+class Key(NamedTuple):
+    """All that decides whether something moves. ``held``: the layouts whose ids are in it, so that they stay theirs."""
+
+    said: tuple[Any, ...]
+    held: list[Layout]
+
+
+class _Known(NamedTuple):
+    run: Func
+    output: Layout
+    in_place: bool
+    held: list[Layout]
+
+
+_known: Cache[tuple[Any, ...], _Known] = Cache()
+
+
+def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
+    """The result of a call that is remembered; else what to remember it by, or None for one that never is."""
+    graded = torch.is_grad_enabled()
+    key: list[Any] = [func, graded]
+    local = []
+    for a in args:
+        if a.__class__ is HetTensor:
+            if a.later is not None:
+                return None
+            key.append(id(a.placement))
+            team, a = a.team, a._local
+            key.append(a.dtype)
+        elif a.__class__ in PLAIN:
+            key.append((a,))
+        elif isinstance(a, Tensor):
+            key.append((a.shape, a.requires_grad) if graded else a.shape)
+        else:
+            return None
+        local.append(a)
+    for name, a in kwargs.items():
+        key.append(name)
+        if a.__class__ in PLAIN:
+            key.append(a)
+        elif isinstance(a, Tensor) and a.__class__ is not HetTensor:
+            key.append((a.shape, a.requires_grad) if graded else a.shape)
+        else:
+            return None
+    said = tuple(key)
+    known = _known.current.get(said)
+    if known is None:
+        return Key(said, [a.placement for a in args if a.__class__ is HetTensor])
+    target: HetTensor | None = args[0] if known.in_place else None
+    if target is not None:
+        if not views.may_write(target, known.output):
+            return None
+        compute_waiting()
+    y = known.run(*local, **kwargs)
+    if target is None:
+        return HetTensor.made(y, known.output, team)
+    target.local = y
+    return target
+
+
+def remember(key: Key, call: Call, step: Step, rank: int, args: Args) -> None:
+    """Notes a call that just ran on parts, if nothing moved for it and its own part is the same call on own parts."""
+    op, output = call.op, step.output
+    given = [id(x) for x in args if isinstance(x, HetTensor)]
+    lone = output.world == 1  # to whose part nobody contributes
+    as_called = isinstance(op, Pointwise) or (
+        isinstance(op, BatchNorm) and (lone or (not op.training and output.inner != 1 and output.boxes[rank].numel))
+    )
+    placed = dict(zip(given, key.held, strict=True))  # before the call, which in place may have changed it
+    changes = call.in_place and placed.get(id(call.inputs[0])) != output
+    if not as_called or changes or (any(map(_wants_gradient, call.params)) and not lone):
+        return
+    if all(_stays(x, placed.get(id(x)), read, lone) for x, read in zip(call.inputs, step.reads, strict=True)):
+        run = DIRECT.get(key.said[0], key.said[0])
+        _known.add(key.said, _Known(run, output, call.in_place, key.held))
+
+
+def _batch_norm(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """`torch.nn.functional.batch_norm` without its check of the batch, which reading the call does."""
+    cudnn = torch.backends.cudnn.enabled
+    return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn)
+
+
+DIRECT: dict[Func, Func] = {F.batch_norm: _batch_norm}
+"""What torch's Python functions come to, once it is known that the call is one of parts."""
+
+
+def _stays(x: Tensor, placed: Layout | None, read: Layout | Need, lone: bool) -> bool:
+    if placed is not None:
+        return placed == read
+    return (lone or not _wants_gradient(x)) and all(box == Box.whole(read.shape) for box in read.boxes)
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    """Then what each rank gives to its gradient is summed."""
+    return torch.is_grad_enabled() and x.requires_grad

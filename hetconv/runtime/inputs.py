@@ -1,0 +1,187 @@
+"""What every family of operators needs: the layout of any tensor, and bringing it to where an operator reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetconv.calls import Call
+from hetconv.comm.rank_group import Team
+from hetconv.comm.redistribute import moved, take
+from hetconv.sharding.conv_spec import Span
+from hetconv.sharding.layer_rules import REPLICATE, Op, Split, Step
+from hetconv.sharding.layout import Box, Layout, Need, Shape
+
+from .gradient_sync import contributed, is_replica
+from .het_tensor import HetTensor
+from .signature_cache import Cache
+
+Func = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+Runner = Callable[[Call, Step, Team, Func, Args, Kwargs], HetTensor | tuple[HetTensor, ...]]
+"""Runs a call on parts as its step says; ``func``, ``args`` and ``kwargs`` are the call as it was made."""
+
+
+_steps: Cache[tuple[Op, tuple[Layout, ...], Split], Step] = Cache()
+
+
+def cached_step(op: Op, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    key = (op, inputs, split)
+    return _steps.current.get(key) or _steps.add(key, op.step(inputs, split))
+
+
+def placement_of(x: Tensor, team: Team) -> Layout:
+    """A plain tensor inside a parallelized model is a replicated value."""
+    return x.placement if isinstance(x, HetTensor) else _replicated(tuple(x.shape), team.size)
+
+
+@lru_cache(maxsize=8192)
+def _replicated(shape: Shape, world: int) -> Layout:
+    return Layout.replicated(shape, world)
+
+
+def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
+    """This rank's part of ``x`` as an operator reads it."""
+    if isinstance(x, HetTensor):
+        if x.placement is read:
+            return x.local
+        if x.later is not None and all(box == Box.whole(read.shape) for box in read.boxes):
+            return x.whole()  # without autograd, for which a need and a replica differ
+        return moved(team, x.local, x.placement, read)
+    if isinstance(read, Layout) and read.kind == "replicated":
+        return x
+    if is_replica(x):
+        return take(contributed(team, x), Box.whole(tuple(x.shape)), read.boxes[team.rank])
+    return moved(team, x, Layout.replicated(tuple(x.shape), team.size), read)
+
+
+def empty_output(shape: tuple[int, ...], *sources: Tensor | None) -> Tensor:
+    """An empty part of the graph: its backward still reaches all ``sources``, so that every rank joins every exchange.
+
+    The first of them gives the dtype.
+    """
+    first, *rest = (x for x in sources if x is not None)
+    reached = sum((x.sum() for x in rest), first.sum(dtype=first.dtype))
+    return (reached + first.new_zeros(shape)).to(first.dtype)
+
+
+def differentiable_gradients(
+    compute: Callable[..., Tensor], inputs: Sequence[Tensor | None], g: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of ``inputs``, as functions that autograd can differentiate again.
+
+    For a function of our own whose backward is asked for with ``create_graph=True``: its result is computed once more
+    by operators that autograd knows, and these are differentiated.
+
+    Args:
+        compute: computes the result, given ``inputs``; all ranks call it alike.
+        inputs: as the backward returns gradients for; None, or without a gradient, gives None.
+        g: the gradient of the result.
+    """
+    with torch.enable_grad():
+        # Aliases, at which autograd stops: parameters of one bucket have one node, to which it would go through x too.
+        aliases = [x.view_as(x) if x is not None else None for x in inputs]
+        wanted = [x for x in aliases if x is not None and x.requires_grad]
+        y = compute(*aliases)
+        if not y.requires_grad:  # a rank without parameters and without rows
+            return (None,) * len(inputs)
+        found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+
+
+def uncounted(gradient: Tensor) -> Tensor:
+    """The gradient of a bias that another rank adds: the same as that rank's, whose share in its own gradient counts.
+
+    The cotangent of a partial value is the same on every rank, and what ranks contribute to the gradient of that
+    cotangent adds up: one of them alone may contribute what each has computed.
+    """
+    return _Uncounted.apply(gradient) if torch.is_grad_enabled() else gradient
+
+
+class _Uncounted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.zeros_like(g)
+
+
+def tied(y: Tensor, *sources: Tensor) -> Tensor:
+    """``y``, of which the gradients of all ``sources`` are part of the graph, if only as zeros.
+
+    Ranks hold different parts, some of them empty. Where gradients are differentiated again, every rank must come to
+    the same exchanges: a gradient that one rank leaves out would cut them off there.
+    """
+    return _Tied.apply(y, *sources)  # type: ignore[no-any-return]
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *sources: Tensor) -> Tensor:
+        ctx.save_for_backward(*sources)
+        return y.data  # nobody else has y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        sources = ctx.saved_tensors
+        return g, *(_Zeros.apply(k, *sources, g) for k in range(len(sources)))
+
+
+class _Zeros(torch.autograd.Function):
+    """Zeros like one of the tensors, as a function of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, index: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.zeros_like(tensors[index])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        return None, *(_Zeros.apply(k, *tensors, g) for k in range(len(tensors)))
+
+
+class _Cropped(torch.autograd.Function):
+    """`torch.narrow`, but that the gradient of an image lies as the image does: torch's own never is channels-last."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, dim: int, span: Span) -> Tensor:
+        ctx.pads = *(0, 0) * (y.dim() - 1 - dim), span[0], y.shape[dim] - span[1]
+        return y.narrow(dim, span[0], span[1] - span[0]).data  # nobody else has y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return F.pad(g, ctx.pads), None, None
+
+
+def cropped(y: Tensor, dim: int, span: Span) -> Tensor:
+    """What lies within ``span`` along a dimension; a view."""
+    return y if span == (0, y.shape[dim]) else _Cropped.apply(y, dim, span)
+
+
+def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A layer's input and parameters in autocast's dtype, where it is on; as in torch, float64 stays."""
+    kind = w.device.type
+    if not torch.is_autocast_enabled(kind) or w.dtype == torch.float64:
+        return x, w, b
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), w.to(dtype), b.to(dtype) if b is not None else None
+
+
+def as_called(func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
+    """The same call on another input."""
+    rest = {k: v for k, v in kwargs.items() if k != "input"}
+    return lambda x: func(x, *args[1:], **rest)
+
+
+def called_on(local: Mapping[int, Tensor], func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """The same call on this rank's parts of its tensors, by the ids of these."""
+    return func(*(local.get(id(a), a) for a in args), **{k: local.get(id(v), v) for k, v in kwargs.items()})

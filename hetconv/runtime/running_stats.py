@@ -1,0 +1,87 @@
+"""Running statistics of batch norms that are cut over channels: a rank keeps those of its own, and tells the others.
+
+It tells them of all norms at once, when the model's forward ends: a message for each takes longer than the norm does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hetconv.comm import call_tags
+from hetconv.comm.rank_group import Team
+from hetconv.comm.redistribute import perform
+from hetconv.sharding.layout import told
+from hetconv.torch_internals import foreach_copy_
+
+Sizes = tuple[int, ...]  # by rank, how many channels are its own
+
+
+class _Untold(NamedTuple):
+    """``stats`` (C,), of which every rank has updated its own channels; they travel in a dtype that is ``exact``."""
+
+    stats: tuple[Tensor, ...]
+    sizes: Sizes
+    exact: torch.dtype
+
+
+class Running:
+    """The running statistics of a model, of which ranks know more than the others until they tell them."""
+
+    def __init__(self, team: Team):
+        self._team = team
+        self._untold: dict[int, _Untold] = {}  # by the id of the first of its statistics
+
+    @property
+    def untold(self) -> int:
+        """Of how many norms; the same on every rank."""
+        return len(self._untold)
+
+    def note(self, stats: tuple[Tensor, ...], sizes: Sizes, exact: torch.dtype) -> None:
+        """Every rank has updated these (C,), or is about to, in its own of the ranges of these ``sizes``."""
+        before = self._untold.get(id(stats[0]))
+        if before is not None:  # a norm that is called twice
+            exact = torch.promote_types(exact, before.exact)
+        self._untold[id(stats[0])] = _Untold(stats, sizes, exact)
+
+    def settle(self, stat: Tensor, sizes: Sizes = ()) -> None:
+        """Before ``stat`` is used in other ranges than those in which ranks know it. Collective."""
+        untold = self._untold.get(id(stat))
+        if untold is not None and untold.sizes != sizes:
+            self.tell()
+
+    def tell(self) -> None:
+        """All ranks have all channels then, each as the rank says whose own it is. Collective."""
+        untold, self._untold = [*self._untold.values()], {}
+        if untold:
+            call_tags.enter("running statistics")
+        with torch.no_grad():
+            for dtype in dict.fromkeys(one.exact for one in untold):
+                self._tell([one for one in untold if one.exact == dtype], dtype)
+
+    def _tell(self, untold: Sequence[_Untold], dtype: torch.dtype) -> None:
+        stats = [stat for one in untold for stat in one.stats]
+        cuts = tuple(one.sizes for one in untold for _ in one.stats)
+        me = self._team.rank
+        own = torch.cat([stat.split(sizes)[me].to(dtype) for stat, sizes in zip(stats, cuts, strict=True)])
+        move = told(tuple(map(sum, zip(*cuts, strict=True))))
+        by_rank = perform(self._team, own, move.forward, move.src.boxes[me], move.dst.boxes[me])
+        by_stat = by_rank[_in_order(cuts, own.device)]
+        # Autograd may keep some of them: their own channels stay as they are, and a norm does not count as a write.
+        foreach_copy_([stat.data for stat in stats], by_stat.split([*map(sum, cuts)]))
+
+
+@lru_cache(maxsize=256)
+def _in_order(cuts: tuple[Sizes, ...], device: torch.device) -> Tensor:
+    """Where the channels of each statistic are among what the ranks have of all, one rank after the other."""
+    by_rank = [n for of_rank in zip(*cuts, strict=True) for n in of_rank]  # rank by rank, of each statistic in turn
+    starts = list(accumulate(by_rank, initial=0))
+    at = (starts[rank * len(cuts) + k] for k, sizes in enumerate(cuts) for rank in range(len(sizes)))
+    sizes = (n for of_stat in cuts for n in of_stat)
+    order = [i for start, n in zip(at, sizes, strict=True) for i in range(start, start + n)]
+    return torch.tensor(order, device=device)

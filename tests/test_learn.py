@@ -12,8 +12,9 @@ from optuna.trial import create_trial
 from torch import nn
 
 import hetconv
+from hetconv.autotune.measure.statistics import log_error_of_median
 from hetconv.autotune.search import calibrate
-from hetconv.autotune.search.calibrate import BYTES, LATENCIES, MOST, AtWork, Observed, at_work, corrected, noise_of
+from hetconv.autotune.search.calibrate import BYTES, LATENCIES, MOST, AtWork, Observed, at_work, corrected
 from hetconv.autotune.search.plan_search import observed
 from hetconv.cost.estimator import LayerCost, price
 from hetconv.planner.candidates import Candidates
@@ -100,9 +101,15 @@ def test_operators_are_believed_until_several_plans_say_otherwise(monkeypatch: p
 
 
 def test_noise_is_that_of_the_median_of_rounds() -> None:
-    assert noise_of([0.1]) > noise_of([0.1, 0.11]) > noise_of([0.1, 0.11] * 8) > noise_of([0.1] * 9) == 0
-    assert noise_of([0.0] * 5) == noise_of([0.1])
-    assert noise_of([1.0, 1.2] * 32) == pytest.approx(noise_of([1.0, 1.2] * 8) / 2, rel=0.05)
+    assert (
+        log_error_of_median([0.1])
+        > log_error_of_median([0.1, 0.11])
+        > log_error_of_median([0.1, 0.11] * 8)
+        > log_error_of_median([0.1] * 9)
+        == 0
+    )
+    assert log_error_of_median([0.0] * 5) == log_error_of_median([0.1])
+    assert log_error_of_median([1.0, 1.2] * 32) == pytest.approx(log_error_of_median([1.0, 1.2] * 8) / 2, rel=0.05)
 
 
 def test_a_device_with_hardly_a_part_teaches_nothing() -> None:

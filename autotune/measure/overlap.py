@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetconv.autotune.launch.progress import Reporter
-from hetconv.autotune.search.calibrate import error_of_median, likeliest
 from hetconv.calls import CONVS
 from hetconv.comm.rank_group import in_turn, team_of
 from hetconv.comm.redistribute import start_round
@@ -36,6 +35,7 @@ from hetconv.tracing.graph import Graph
 from . import paired_rounds as rounds
 from . import timer
 from .models import channels_last, random_input
+from .statistics import error_of_median, inverse_variance_mean
 
 CHUNKS = (2, 4, 8)
 ROUNDS, FINAL_ROUNDS = 5, 9
@@ -81,7 +81,7 @@ def hidden(in_turn_s: Sequence[float], on_s: Sequence[float], halos_s: Sequence[
     parts = [(both - on) / least for both, on, halos in rounds if (least := min(both - halos, halos)) > 0]
     if len(parts) < 2:
         return GUESS
-    part, _ = likeliest((GUESS, UNSURE), (median(parts), max(error_of_median(parts), SUREST)))
+    part, _ = inverse_variance_mean((GUESS, UNSURE), (median(parts), max(error_of_median(parts), SUREST)))
     return round(min(max(part, 0.0), 1.0), 3)
 
 

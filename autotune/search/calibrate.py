@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from math import exp, hypot, log, pi, sqrt
-from statistics import stdev
+from math import exp, hypot, log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,6 @@ UNLIKELY_OVERLAP = 0.05
 # In logarithms, how far whole steps are from what layers took one by one: on a device, and for a kind of split there;
 # and how far a plan is from both.
 OF_DEVICE, OF_KIND, MISFIT = 0.07, 0.03, 0.05
-UNKNOWN = 0.2  # the noise of a step that was timed once
 Seconds = Mapping[str, float]  # by kind of split
 
 
@@ -137,24 +135,3 @@ def at_work(
     ways = (likely._replace(latency=x, of_bytes=y) for x, y in product(between, BYTES))
     likely = min((likely, *ways), key=off)
     return min((likely, *(likely._replace(overlap=part) for part in (None, *OVERLAPS))), key=off)
-
-
-def noise_of(seconds: Sequence[float]) -> float:
-    """The standard error of their median, in logarithms, as of a normal distribution.
-
-    Of one nothing is known, nor of nothing: a device without a share computes for no time.
-    """
-    if len(seconds) < 2 or min(seconds) <= 0:
-        return UNKNOWN
-    return error_of_median([log(s) for s in seconds])
-
-
-def error_of_median(values: Sequence[float]) -> float:
-    """Its standard error, as of a normal distribution; of two values at least."""
-    return sqrt(pi / 2 / len(values)) * stdev(values)
-
-
-def likeliest(*known: tuple[float, float]) -> tuple[float, float]:
-    """Of a value that is known several times, each with its standard error: the likeliest, and the error of that."""
-    sure = sum(error**-2 for _, error in known)
-    return sum(value * error**-2 for value, error in known) / sure, sure**-0.5

@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from hetconv.autotune.measure.device_info import conditions
+from hetconv.autotune.measure.statistics import inverse_variance_mean, log_error_of_median
 from hetconv.cost.estimator import Pricer
 from hetconv.planner.candidates import EVEN
 from hetconv.planner.make_plan import Contender
@@ -17,7 +18,7 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
 from hetconv.schemas.tuning_results import TunedPlan
 
-from .calibrate import MISFIT, likeliest, noise_of
+from .calibrate import MISFIT
 from .job import Run
 from .race import Order, Seconds, Way
 from .speed_correction import Usual
@@ -46,7 +47,7 @@ class Rival(NamedTuple):
 
     def seen(self, part: float, noise: float) -> Rival:
         """With what is known besides."""
-        likely, unsure = likeliest((log(self.part), self.noise), (log(part), noise))
+        likely, unsure = inverse_variance_mean((log(self.part), self.noise), (log(part), noise))
         return Rival(self.contender, exp(likely), unsure)
 
 
@@ -135,7 +136,7 @@ class Final:
             same = [n for n, other in ran.items() if other.splits == contender.splits]
             parts = [part for n in same for part in _parts(n, heats)]
             if name == same[0] and parts:
-                seen.append(Rival(contender, median(parts), noise_of(parts)))
+                seen.append(Rival(contender, median(parts), log_error_of_median(parts)))
         return seen
 
     def _rivals(self, tried: Sequence[Rival], untried: Sequence[Contender]) -> Rivals:
@@ -186,7 +187,7 @@ class Final:
             order = Order("the fastest plans", ways, ROUNDS, least_s=HEATS_PART * self.run.job.budget / count)
             heats.append([self._usual(ways, one) for one in self.run.race.lead(order).rounds])
             parts = {name: _parts(name, heats) for name in left}
-            noise = max(fmean(noise_of(of_plan) ** 2 for of_plan in parts.values()) ** 0.5, STEADIEST)
+            noise = max(fmean(log_error_of_median(of_plan) ** 2 for of_plan in parts.values()) ** 0.5, STEADIEST)
             now = {name: rivals[name].seen(median(of_plan), noise).part for name, of_plan in parts.items()}
             left = sorted(left, key=now.__getitem__)[: ceil(len(left) / 2)]
         return left[0], heats

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from hetconv.autotune.measure.statistics import log_error_of_median
 from hetconv.cost.estimator import Pricer
 from hetconv.planner.candidates import Candidates, tuned_name
 from hetconv.planner.make_plan import Contender, contenders, make_plan
@@ -22,7 +23,7 @@ from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
 from hetconv.schemas.plan import ALONE, Plan
 from hetconv.schemas.tuning_results import TunedPlan
 
-from .calibrate import AtWork, Learnt, Observed, at_work, believed, corrected, noise_of, with_learnt
+from .calibrate import AtWork, Learnt, Observed, at_work, believed, corrected, with_learnt
 from .finalists import REFERENCE, Final, Rival, beside
 from .job import Run
 from .race import Alone, Order, Seconds, Way, formats
@@ -242,7 +243,7 @@ class _Plans:
         trial.set_user_attr(COMPUTING, [s / slow for s, slow in zip(found.computing, slowness, strict=True)])
         trial.set_user_attr(COMPUTING_NOISE, found.noise)
         trial.set_user_attr(REFERENCE_S, median(s[REFERENCE] for s in rounds))
-        trial.set_user_attr(NOISE, noise_of([s["trial"] for s in rounds]))
+        trial.set_user_attr(NOISE, log_error_of_median([s["trial"] for s in rounds]))
         return [*map(part, rounds)]
 
     def plan(self, contender: Contender) -> Plan:

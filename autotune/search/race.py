@@ -23,12 +23,12 @@ from hetconv.autotune.measure.barrier import parts_of_core
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.models import channels_last, has_images
 from hetconv.autotune.measure.paired_rounds import MOST_ROUNDS, Round, Step, one_round, pulses_of, until_all_are_done
+from hetconv.autotune.measure.statistics import log_error_of_median
 from hetconv.comm.rank_group import Team, disband, objects_of_all, team_of
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.nn.parallelize import parallelize
 from hetconv.schemas.plan import Mode, Plan
 
-from .calibrate import noise_of
 from .study import TrialFailedError
 
 LISTENED, LISTENED_S = 3, 1.0  # steps at most on GPUs, and seconds; one at least
@@ -201,7 +201,7 @@ class Race:
         else:
             slow = [step.pulse_s[team.rank] / mean_s[team.rank] for step in ran]
             own_s = [seconds / times for seconds, times in zip(heard.seconds, slow, strict=True)]
-        computing, noise = zip(*objects_of_all(team, (median(own_s), noise_of(own_s))), strict=True)
+        computing, noise = zip(*objects_of_all(team, (median(own_s), log_error_of_median(own_s))), strict=True)
         return Outcome(rounds, computing, noise, mean_s)
 
     def _heard(self, order: Order, steps: dict[str, Step], team: Team) -> tuple[_Heard | None, bool]:

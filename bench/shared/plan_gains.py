@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from hetconv.autotune.search.calibrate import noise_of
+from hetconv.autotune.measure.statistics import log_error_of_median
 from hetconv.autotune.search.race import Seconds
 from hetconv.planner.candidates import EVEN
 from hetconv.schemas.plan import ALONE
@@ -56,7 +56,7 @@ def _plans(rounds: Sequence[Seconds]) -> list[str]:
 def doubt(rounds: Sequence[Seconds], own: str) -> float:
     """Standard error of what ``own`` plan takes against the fastest, in logarithms; none where it is the fastest."""
     best = min(_plans(rounds), key=lambda name: median(one[name] for one in rounds))
-    return noise_of([one[own] / one[best] for one in rounds])
+    return log_error_of_median([one[own] / one[best] for one in rounds])
 
 
 def possible(speeds: Sequence[float], pulse_s: Sequence[float]) -> dict[str, float]:

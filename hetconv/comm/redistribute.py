@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.errors import LayoutError
-from hetconv.runtime.signature_cache import Cache
 from hetconv.sharding.hierarchical import TwoLevel
 from hetconv.sharding.layout import Box, Boxes, Exchange, Layout, Move, Need, Shape, from_each, pieces
+from hetconv.signature_cache import Cache
 from hetconv.torch_internals import is_view, materialized, storage_id
 
 from . import call_tags

@@ -23,7 +23,7 @@ from hetconv.kernels import CHANNELS_LAST
 from hetconv.runtime.gradient_sync import SCOPE, Scope, computed_again
 from hetconv.runtime.het_tensor import HetTensor, compute_waiting, discard_waiting, gather
 from hetconv.runtime.running_stats import Running
-from hetconv.runtime.signature_cache import SignatureCaches, kept_current
+from hetconv.signature_cache import SignatureCaches, kept_current
 from hetconv.torch_internals import tracer_in_use
 
 from .eager import eager

@@ -15,9 +15,9 @@ from hetconv.calls import Call
 from hetconv.operators import BatchNorm, Pointwise
 from hetconv.runtime.het_tensor import HetTensor, compute_waiting
 from hetconv.runtime.inputs import Args, Func, Kwargs
-from hetconv.runtime.signature_cache import Cache
 from hetconv.sharding.layer_rules import Step
 from hetconv.sharding.layout import Box, Layout, Need
+from hetconv.signature_cache import Cache
 
 from . import views
 

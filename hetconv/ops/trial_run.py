@@ -18,8 +18,8 @@ from hetconv.calls import BatchNormCall, name_of, read, writes_in_place
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs
-from hetconv.runtime.signature_cache import Cache
 from hetconv.sharding.layout import Shape
+from hetconv.signature_cache import Cache
 from hetconv.torch_internals import no_torch_dispatch, storage_id, tree_iter, tree_map, write_count
 
 from . import views

@@ -16,10 +16,10 @@ from hetconv.comm.redistribute import moved, take
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layer_rules import REPLICATE, Op, Split, Step
 from hetconv.sharding.layout import Box, Layout, Need, Shape
+from hetconv.signature_cache import Cache
 
 from .gradient_sync import contributed, is_replica
 from .het_tensor import HetTensor
-from .signature_cache import Cache
 
 Func = Callable[..., Any]
 Args = Sequence[Any]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.nn.model_call import EntryForward
-from hetconv.runtime.signature_cache import SignatureCaches
 from hetconv.sharding.layer_rules import Split
+from hetconv.signature_cache import SignatureCaches
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of
 from tests.spawn import Pool, on_ranks

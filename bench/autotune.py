@@ -38,8 +38,7 @@ from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.measure.models import build_model, channels_last, random_input
 from hetconv.autotune.measure.paired_rounds import Round, Step, paced_rounds
-from hetconv.autotune.search.race import Seconds
-from hetconv.autotune.search.speed_correction import Usual
+from hetconv.autotune.search.race import Seconds, Usual
 from hetconv.autotune.search.tune import Job, tune
 from hetconv.comm.rank_group import silent, team_of
 from hetconv.cost.estimator import Pricer

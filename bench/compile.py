@@ -29,10 +29,9 @@ import triton
 from hetconv.errors import KernelError
 from hetconv.kernels import tiles
 from hetconv.kernels.epilogue import PLAIN, Finish
-from hetconv.kernels.launch import CHIPS, Program, Recipe
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import CHIPS, Memory, Program, Recipe
 from hetconv.kernels.tiles import Extents, Pass, Tile
-from hetconv.kernels.triton import conv2d_parts, dgrad, fprop, wgrad
+from hetconv.kernels.triton import conv2d_parts, fprop, wgrad
 from hetconv.kernels.triton.compile_report import Report, report
 from hetconv.sharding.conv_spec import ITEMSIZE, Conv2dSpec
 
@@ -193,7 +192,7 @@ def work_of(case: Case, what: Pass, dtype: str) -> tuple[Extents, Work]:
     if what == "forward":
         c = fprop.forward(spec, x, w, y, precision, y if case.finish.activation else None)
     else:
-        parts = (p.correlation for p in dgrad.phases(spec, y, w, x, precision))
+        parts = (p.correlation for p in fprop.phases(spec, y, w, x, precision))
         c = max((p for p in parts if p is not None), key=lambda p: p.rows.count * p.cols.count)
     return c.extents, c
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import Conv2dSpec
 
-from .memory import HUGE
+from .launch import HUGE
 from .tiles import Pass, Tile, tuned
 
 Backend = Literal["auto", "triton", "aten"]

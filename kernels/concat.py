@@ -15,8 +15,7 @@ from hetconv.errors import KernelError
 from .backend_choice import Backend, known
 from .dispatch import obstacle, said, wants_triton
 from .epilogue import Finish, finished
-from .launch import Program
-from .memory import Memory, empty, in_rows, nhwc
+from .launch import Memory, Program, empty, in_rows, nhwc
 
 MOST_PARTS = 16
 

@@ -16,8 +16,7 @@ from .concat import MOST_PARTS, check_parts, concat_channels, parts_of
 from .conv2d_op import pair_of, sides_of
 from .dispatch import Sides, check_finish, conv2d_forward, device_name, obstacle, precision, preferred, said, spec_of
 from .epilogue import Finish, shift_with
-from .launch import Chip, Program, chip_of
-from .memory import Memory, empty, krsc, nhwc
+from .launch import Chip, Memory, Program, chip_of, empty, krsc, nhwc
 from .tiles import Tile
 
 

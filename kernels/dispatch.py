@@ -17,8 +17,7 @@ from hetconv.sharding.conv_spec import Conv2dSpec, Pair
 from . import aten
 from .backend_choice import Answer, Backend, Question, choose
 from .epilogue import Finish, shift_with
-from .launch import chip_of
-from .memory import krsc, nhwc
+from .launch import chip_of, krsc, nhwc
 from .tiles import Pass, Tile, any_tuned
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hetconv.errors import KernelError
 
-from .memory import Memory
+from .launch import Memory
 
 ACTIVATIONS = ("relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh")
 

@@ -13,8 +13,7 @@ from hetconv.errors import KernelError
 
 from .concat import MOST_PARTS, refusal
 from .dispatch import obstacle, said, wants_triton
-from .launch import Program
-from .memory import Memory
+from .launch import Memory, Program
 
 
 @torch.no_grad()

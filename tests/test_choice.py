@@ -177,7 +177,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_set_backend_says_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setattr(kernels.passes.aten, "conv", lambda *_: called.append("aten") or X.new_zeros(2, 12, 4, 3))
+    monkeypatch.setattr(kernels.dispatch.aten, "conv", lambda *_: called.append("aten") or X.new_zeros(2, 12, 4, 3))
     kernels.conv2d(X, W)
     kernels.set_backend("triton")
     kernels.conv2d(X, W)

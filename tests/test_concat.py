@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.kernels.epilogue import ACTIVATIONS, PLAIN, Finish
-from hetconv.kernels.launch import Recipe
-from hetconv.kernels.memory import HUGE, Memory, in_rows
+from hetconv.kernels.launch import HUGE, Memory, Recipe, in_rows
 from hetconv.kernels.triton import concat
 from tests.interpreter import BOUNDS, DEVICE, ON_GPU, assert_close
 from tests.strategies import Join, joins

@@ -182,7 +182,7 @@ import json, sys
 from dataclasses import asdict
 from hetconv.kernels.epilogue import Finish
 from hetconv.kernels.triton.concat import concat_recipe, split_recipe
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import Memory
 from hetconv.kernels.triton.compile_report import report
 lie = lambda k, of: Memory((32, k, 56, 56), (56 * 56 * of, 1, 56 * of, of), "bfloat16")
 relu, parts, y = Finish(True, True, "relu"), tuple(lie(k, k) for k in (96, 160)), lie(256, 256)

@@ -17,7 +17,7 @@ import hetconv
 from hetconv.cost.estimator import price
 from hetconv.cost.operator_cost import Operators, layer_curve, operator_key, seams_of
 from hetconv.cost.propagate import walk
-from hetconv.ops.geometry import spatial_geometry
+from hetconv.ops.halo_exchange import spatial_geometry
 from hetconv.planner.partition import whole_model, with_whole_sum
 from hetconv.schemas.cluster_profile import Axis, ClusterProfile, Curve, DeviceModel, LinkModel, OperatorModel
 from hetconv.schemas.plan import Mode

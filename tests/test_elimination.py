@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.errors import PlanError
-from hetconv.solver.contraction import contracted
-from hetconv.solver.dominance import pruned, undominated
 from hetconv.solver.elimination import BLOCK, Solution, elimination_order, min_plus, minimize, solve
 from hetconv.solver.factor_graph import Potentials
 from hetconv.solver.milp import minimize_milp
+from hetconv.solver.presolve import contracted, pruned, undominated
 from tests.random_tables import CLIQUE, KINDS, Array, brute, check, drawn, price, tables
 
 

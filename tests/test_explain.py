@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.cost.estimator import Pricer
 from hetconv.planner.cost_tables import Tables
-from hetconv.planner.explain import considered
+from hetconv.planner.search import considered
 from hetconv.planner.table_builder import tables
 from hetconv.schemas.cluster_profile import ClusterProfile, LinkModel
 from hetconv.schemas.plan import Considered, Mode

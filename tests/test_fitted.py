@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.autotune.launch.throttle import DeviceName
-from hetconv.autotune.measure import fitted, timer
+from hetconv.autotune.measure import fit, timer
 from hetconv.autotune.measure.layer_workloads import AXES, Layer
 from hetconv.autotune.measure.other_workloads import Call, Other
 from hetconv.autotune.measure.sampling import Passes
@@ -55,7 +55,7 @@ def model_of() -> Any:
     layer = Layer(CONV, "pixels", "float32")
     subjects = [layer, replace(layer, axis="filters"), replace(layer, alone=True), Call(), Call(True)]
     others = [Other(kind, "float32", alone=alone) for kind in ("elementwise", "max pool") for alone in (False, True)]
-    return fitted.device_model(DeviceName("cpu"), CPU, samples_of(layer), [*subjects, *others], 1e9, 0.5)
+    return fit.device_model(DeviceName("cpu"), CPU, samples_of(layer), [*subjects, *others], 1e9, 0.5)
 
 
 def test_a_device_is_what_its_samples_say() -> None:
@@ -79,7 +79,7 @@ def test_a_device_is_not_slower_for_being_alone() -> None:
     layer, key = Layer(CONV, "pixels", "float32"), operator_key(CONV, "pixels", "float32")
     samples, subjects = samples_of(layer), [layer, replace(layer, alone=True)]
     samples[subjects[1].key] = {1.0: Passes([9.0], [1.5], PULSE_S)}
-    model = fitted.device_model(DeviceName("cpu"), CPU, samples, subjects, 1e9, 1.0)
+    model = fit.device_model(DeviceName("cpu"), CPU, samples, subjects, 1e9, 1.0)
     whole = model.by_itself().operators[key]
     assert (whole.forward.at(1.0), whole.backward.at(1.0)) == (1.0, 1.5)
 
@@ -101,8 +101,8 @@ def test_a_device_that_is_slower_takes_longer_for_all_of_it() -> None:
 
 
 def test_a_device_of_which_nothing_was_measured_still_has_a_roofline() -> None:
-    model = fitted.device_model(DeviceName("cpu"), CPU, {}, [], 1e9, 1.0)
-    assert model.flops_per_s == {"float32": fitted.UNKNOWN}
+    model = fit.device_model(DeviceName("cpu"), CPU, {}, [], 1e9, 1.0)
+    assert model.flops_per_s == {"float32": fit.UNKNOWN}
     assert model.alone is None
 
 

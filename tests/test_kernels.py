@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.kernels.launch import Recipe
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import Memory, Recipe
 from hetconv.kernels.tiles import Extents, Pass, Path
-from hetconv.kernels.triton import dgrad, fprop, wgrad
+from hetconv.kernels.triton import fprop, wgrad
 from hetconv.kernels.triton.implicit_gemm import by_boxes, by_pointers
 from hetconv.kernels.triton.wgrad import wgrad_by_boxes, wgrad_by_pointers
 from hetconv.sharding.conv_spec import Conv2dSpec
@@ -258,7 +257,7 @@ def contiguous(shape: tuple[int, int, int, int], dtype: str) -> Memory:
 def work_of(what: Pass, spec: Conv2dSpec) -> Extents:
     x, w, y = (contiguous(s, spec.dtype) for s in (spec.x_shape, spec.w_shape, spec.y_shape))
     if what == "input gradient":
-        (phase,) = dgrad.phases(spec, y, w, x, "tf32")
+        (phase,) = fprop.phases(spec, y, w, x, "tf32")
         assert phase.correlation is not None
         return phase.correlation.extents
     return (fprop.forward if what == "forward" else wgrad.weight_gradient)(spec, x, w, y, "tf32").extents

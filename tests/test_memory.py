@@ -11,6 +11,7 @@ import torch
 
 import hetconv
 from hetconv.cost.estimator import price
+from hetconv.planner import memory_limits
 from hetconv.planner.candidates import Candidates
 from hetconv.planner.cost_tables import Copies, Tables
 from hetconv.planner.memory_limits import Memory, least_memory, solve_within
@@ -99,7 +100,7 @@ def test_the_cheapest_choice_within_caps(
     caps: tuple[float, float], best: tuple[int, ...], asks_highs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not asks_highs:
-        monkeypatch.setattr(hetconv.memory, "_by_highs", lambda *_: None)
+        monkeypatch.setattr(memory_limits, "_by_highs", lambda *_: None)
     tables, used = plain()
     assert solve_within(tables, caps, used) == dict(zip("abc", best, strict=True))
 
@@ -119,7 +120,7 @@ def test_the_least_memory_is_found_by_raising_the_price_of_what_is_exceeded() ->
 def test_copies_between_two_operators_count(asks_highs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two choose differently the second one gets a copy, for which there is no room."""
     if not asks_highs:
-        monkeypatch.setattr(hetconv.memory, "_by_highs", lambda *_: None)
+        monkeypatch.setattr(memory_limits, "_by_highs", lambda *_: None)
     tables = Tables()
     tables.charge("a", np.array([1.0, 2.0]))
     tables.charge("b", np.array([2.0, 1.5]))

@@ -62,13 +62,13 @@ def test_values_and_gradients(backend: Any, last: bool) -> None:
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
 def test_gradients_only_where_wanted(wanted: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[bool]] = []
-    halves = kernels.passes.conv2d_backward
+    halves = kernels.dispatch.conv2d_backward
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         asked.append(list(args[-1]))
         return halves(*args, **kwargs)
 
-    monkeypatch.setattr(kernels.op, "conv2d_backward", recorded)
+    monkeypatch.setattr(kernels.conv2d_op, "conv2d_backward", recorded)
     *inputs, g = leaves()
     for t, want in zip(inputs, wanted, strict=True):
         t.requires_grad_(want)
@@ -251,13 +251,13 @@ def test_a_slot_takes_no_inputs_that_want_gradients() -> None:
 def test_each_pass_is_computed_by_whom_the_table_says(entry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the table knows the input gradient alone; the other gradients are ATen's."""
     asked: list[Any] = []
-    by_aten = kernels.passes.aten.backward
+    by_aten = kernels.dispatch.aten.backward
 
     def recorded(*args: Any) -> Any:
         asked.append(args[-1])
         return by_aten(*args)
 
-    monkeypatch.setattr(kernels.passes.aten, "backward", recorded)
+    monkeypatch.setattr(kernels.dispatch.aten, "backward", recorded)
     name = torch.cuda.get_device_name(DEVICE) if ON_GPU else "cpu"
     tiles.install({("input gradient", SPEC, "ieee"): entry}, name)
     x, w, _, g = tensors(SPEC)

@@ -15,13 +15,12 @@ from optuna.trial import create_trial
 from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import Paced, Round
+from hetconv.autotune.search import plan_search
 from hetconv.autotune.search import plan_search as plans
-from hetconv.autotune.search import shortlist
 from hetconv.autotune.search.finalists import Rival
 from hetconv.autotune.search.job import Run
-from hetconv.autotune.search.plan_search import digest, undisproved
+from hetconv.autotune.search.plan_search import digest, near, undisproved
 from hetconv.autotune.search.race import Alone, Order, Outcome, Race, formats
-from hetconv.autotune.search.shortlist import near
 from hetconv.autotune.search.study import TrialFailedError
 from hetconv.cost.estimator import Pricer
 from hetconv.planner.make_plan import Contender, contenders
@@ -137,7 +136,7 @@ def decided(folder: Path, faster: float | None) -> Decided:
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack, Reporter("test") as say:
         patch.setattr(Race, "lead", lead)
-        patch.setattr(shortlist, "FAR", 1e9)
+        patch.setattr(plan_search, "FAR", 1e9)
         run = Run(job(folder), say, stack)
         alone = next(c for c in contenders(run.graph, profile, mode=run.job.mode) if c.name == ALONE)
         alone_s = SLOWNESS * alone.predicted.step_s

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hetconv.autotune.cli import figures, plots
+from hetconv.autotune.cli import plots
 from hetconv.autotune.cli.plots import HEAVIEST, draw, heaviest, short
 from hetconv.autotune.measure.sampling import Passes
-from hetconv.autotune.search.record import Record, Samples, Study, Trial
+from hetconv.autotune.search.journal import Record, Samples, Study, Trial
 from hetconv.errors import HetConvError
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import Curve, LinkModel, OperatorModel
@@ -91,19 +91,19 @@ def test_operators_are_named_in_short() -> None:
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures.prepare(tmp_path / "new" / "plots")
+    plots.prepare(tmp_path / "new" / "plots")
     assert not list((tmp_path / "new" / "plots").iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(HetConvError, match=r"no picture can be written to .*file.plots \(Not a directory\)"):
-        figures.prepare(tmp_path / "file" / "plots")
+        plots.prepare(tmp_path / "file" / "plots")
 
     def full(dir: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(figures, "TemporaryFile", full)
+    monkeypatch.setattr(plots, "TemporaryFile", full)
     with pytest.raises(HetConvError, match=r"\(No space left on device\); give another"):
-        figures.prepare(tmp_path)
+        plots.prepare(tmp_path)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(HetConvError, match="pip install matplotlib"):
-        figures.prepare(tmp_path)
+        plots.prepare(tmp_path)

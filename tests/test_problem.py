@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
+from hetconv.cost import estimator
 from hetconv.cost.estimator import Pricer
 from hetconv.cost.memory import Footprint, memory_bytes
 from hetconv.planner.cost_tables import Tables
@@ -202,7 +203,7 @@ def test_tables_hold_the_priced_bytes_of_training(net: str, monkeypatch: pytest.
     def staying(graph: Graph, known: Sequence[Footprint], *rest: Any) -> tuple[int, ...]:
         return memory_bytes(graph, [one._replace(passing=0 * one.passing) for one in known], *rest)
 
-    monkeypatch.setattr(hetconv.pricing, "memory_bytes", staying)
+    monkeypatch.setattr(estimator, "memory_bytes", staying)
     make, shape = NETS[net]
     graph = hetconv.capture(make(), torch.randn(shape))
     choices, pricer = choices_of(graph), Pricer(graph, PROFILE, "train")

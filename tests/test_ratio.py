@@ -12,9 +12,8 @@ import torch
 
 from hetconv.autotune.measure.paired_rounds import Paced
 from hetconv.autotune.search.journal import Store
-from hetconv.autotune.search.race import Order, Outcome
+from hetconv.autotune.search.race import Order, Outcome, Usual
 from hetconv.autotune.search.ratio_search import CLEAR, RatioStudy, ratio_of, tells
-from hetconv.autotune.search.speed_correction import Usual
 from hetconv.autotune.search.study import TrialFailedError
 from hetconv.cost.estimator import Pricer
 from hetconv.planner.make_plan import make_plan

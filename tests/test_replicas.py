@@ -51,12 +51,11 @@ def noted(seen: list[str]) -> Iterator[None]:
 
     gradient_sync._Bucket.start = noting("start", kept[0])  # type: ignore[method-assign]
     gradient_sync._Bucket.end = noting("end", kept[1])  # type: ignore[method-assign]
-    throttle.listeners.append(lambda *_: seen.extend(["conv"] if seen[-1:] != ["conv"] else []))
     try:
-        yield
+        with throttle.listening(lambda _: seen.extend(["conv"] if seen[-1:] != ["conv"] else [])):
+            yield
     finally:
         gradient_sync._Bucket.start, gradient_sync._Bucket.end = kept  # type: ignore[method-assign]
-        throttle.listeners.clear()
 
 
 def order_in_backward(kind: str, numbers: int) -> list[str]:

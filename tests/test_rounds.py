@@ -27,8 +27,7 @@ from hetconv.autotune.measure.paired_rounds import (
     until_all_are_done,
 )
 from hetconv.autotune.measure.timer import WARM_S
-from hetconv.autotune.search.race import Alone, step_alone
-from hetconv.autotune.search.speed_correction import Usual
+from hetconv.autotune.search.race import Alone, Usual, step_alone
 from hetconv.comm.rank_group import team_of
 from hetconv.cost.estimator import Pricer
 from hetconv.planner.candidates import Candidates

@@ -16,8 +16,7 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.kernels import Tile, tiles
 from hetconv.kernels.epilogue import ACTIVATIONS
-from hetconv.kernels.launch import CHIPS, Recipe
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import CHIPS, Memory, Recipe
 from hetconv.kernels.triton import conv2d_parts
 from hetconv.kernels.triton.implicit_gemm import by_pointers
 from hetconv.sharding.conv_spec import ITEMSIZE, Conv2dSpec

@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused(name: str, backend: Any) -> None:
 COMPILED = """
 import json
 from dataclasses import asdict
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import Memory
 from hetconv.kernels.triton.compile_report import report
 from hetconv.kernels.triton.pack import move_recipe
 whole = (56 * 56 * 256, 1, 56 * 256, 256)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import Memory
 from hetconv.kernels.triton import pack
 from hetconv.sharding.layout import Box
 from tests.interpreter import DEVICE, ON_GPU

@@ -13,11 +13,9 @@ import torch
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import Paced
 from hetconv.autotune.search import plan_search
-from hetconv.autotune.search.journal import Store
-from hetconv.autotune.search.plan_search import _Plans
+from hetconv.autotune.search.journal import Store, Study, studies_of
+from hetconv.autotune.search.plan_search import _Plans, even_split
 from hetconv.autotune.search.race import Alone, Order, Outcome
-from hetconv.autotune.search.record import Study, studies_of
-from hetconv.autotune.search.shortlist import even_split
 from hetconv.autotune.search.study import TrialFailedError
 from hetconv.cost.estimator import Pricer
 from hetconv.planner.candidates import EVEN, Candidates

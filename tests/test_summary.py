@@ -24,8 +24,7 @@ from hetconv.autotune.measure.models import build_model
 from hetconv.autotune.measure.sampling import Passes
 from hetconv.autotune.search import tune
 from hetconv.autotune.search.job import Job
-from hetconv.autotune.search.journal import Store
-from hetconv.autotune.search.record import Record, Study, Trial
+from hetconv.autotune.search.journal import Record, Store, Study, Trial
 from hetconv.planner.candidates import EVEN
 from hetconv.planner.make_plan import contenders, make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio

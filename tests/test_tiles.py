@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.kernels.launch import CHIPS, Chip
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import CHIPS, Chip, Memory
 from hetconv.kernels.tiles import Extents, Image
-from hetconv.kernels.triton import dgrad
+from hetconv.kernels.triton import fprop
 from hetconv.kernels.triton.backend import suited
 from hetconv.sharding.conv_spec import Conv2dSpec, Window
 from tests.strategies import windows
@@ -147,7 +146,7 @@ def test_every_tap_that_meets_an_input_row_belongs_to_its_phase(window: Window, 
     )
     by_phases = []
     for a in range(min(window.stride, size)):
-        taps = dgrad.taps(window, a)
+        taps = fprop.taps(window, a)
         for i, t in product(range(-(-(size - a) // window.stride)), range(taps.count)):
             r, p = taps.first + t * taps.step, i * taps.stride + taps.offset + t * taps.reach
             if 0 <= p < outputs:
@@ -162,7 +161,7 @@ def test_phases_cover_the_input_once(rows: Window, cols: Window, H: int, W: int,
     spec = Conv2dSpec(1, 4, H, W, 4, rows.kernel, cols.kernel, strides, padding, dilation)
     g, w, dx = (contiguous(s) for s in (spec.y_shape, spec.w_shape, spec.x_shape))
     count = [[0] * W for _ in range(H)]
-    for phase in dgrad.phases(spec, g, w, dx, "ieee"):
+    for phase in fprop.phases(spec, g, w, dx, "ieee"):
         _, _, over_rows, over_cols = phase.slot
         for h, v in product(range(H)[over_rows], range(W)[over_cols]):
             count[h][v] += 1

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.cost.chrome_trace import document
 from hetconv.cost.estimator import Pricer
 from hetconv.cost.network import Messages, Network, both
 from hetconv.cost.propagate import TOLD
-from hetconv.cost.timeline import Clocks, Event, Pass
+from hetconv.cost.timeline import Clocks, Event, Pass, document
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Prediction
 from hetconv.sharding.layout import Layout, exchanges

@@ -20,7 +20,7 @@ from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import timer
 from hetconv.autotune.search import tile_stage
 from hetconv.autotune.search.tile_search import TRIALS, Found, Trial, WrongResultError
-from hetconv.autotune.search.tile_trials import Contest
+from hetconv.autotune.search.tile_stage import Contest
 from hetconv.comm.rank_group import team_of
 from hetconv.kernels import Tile, dispatch, tiles
 from hetconv.kernels.backend_choice import Question

@@ -19,26 +19,36 @@ from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.device_info import here
 from hetconv.autotune.measure.model_inputs import InputSpec
 from hetconv.autotune.measure.models import build_model
-from hetconv.autotune.search.journal import claimed, folder_of
-from hetconv.autotune.search.record import Record
+from hetconv.autotune.search.journal import Record, claimed, folder_of
 from hetconv.autotune.search.tune import Job, tune
+from hetconv.cost.estimator import Pricer
+from hetconv.cost.timeline import Event, document
 from hetconv.errors import HetConvError, PlanError, ProfileError
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.json_files import write
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.layer_rules import KINDS
+from hetconv.tracing.graph import Graph
 from hetconv.tracing.tracer import capture
 
 from .devices import show_devices
 from .diff import show_diff
 from .doctor import examine, show_report, visible
-from .figures import prepare
 from .merge import merge as merge_profiles
 from .outdated import stale
 from .picture import draw
+from .plots import prepare
 from .show import show_gathers, show_layer, show_plan, show_profile
 from .summary import report
-from .write_trace import write_trace
+
+
+def write_trace(path: Path, graph: Graph, profile: ClusterProfile, plan: Plan) -> None:
+    """Simulates the plan's step on the cluster and writes when each device computes, sends and receives, and waits."""
+    events: list[Event] = []
+    Pricer(graph, profile, plan.mode).of(plan.chosen).price(plan.splits, events.append)
+    write(path, (json.dumps(document(plan.devices, events)) + "\n").encode())
+
 
 app = typer.Typer(
     help="Model-parallel convolution on devices of unequal speed.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hetconv.schemas.plan import LayerPlan, Plan
 from hetconv.sharding.layer_rules import SplitKind
 
-from .figures import INK, figure
+from .plots import INK, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

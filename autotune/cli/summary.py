@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hetconv.autotune.measure.layer_workloads import work
 from hetconv.autotune.search.job import Job
-from hetconv.autotune.search.record import Record
+from hetconv.autotune.search.journal import Record
 from hetconv.cost.estimator import Pricer
 from hetconv.planner.candidates import EVEN, Candidates
 from hetconv.planner.partition import Splits

@@ -20,8 +20,7 @@ from hetconv.schemas.tuning_results import TunedPlan
 
 from .calibrate import MISFIT
 from .job import Run
-from .race import Order, Seconds, Way
-from .speed_correction import Usual
+from .race import Order, Seconds, Usual, Way
 from .study import ROUNDS, TrialFailedError
 
 REFERENCE = "alone"

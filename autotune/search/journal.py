@@ -7,17 +7,25 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
+from hetconv.autotune.measure.sampling import Passes
 from hetconv.errors import HetConvError
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.json_files import adapter
+from hetconv.tracing.graph import Graph
+
+from .study import NAME, WEIGHTS, WHY
 
 FORMAT, VERSION = "hetconv-study", 8
 PATIENCE = 2.0  # seconds that a process which was just killed may take to be gone
@@ -168,3 +176,57 @@ def _storage(journal: Path, url: str | None) -> BaseStorage:
             f"--storage: {why or type(e).__name__}; give sqlite:///FILE, or postgresql://USER@HOST/NAME with its "
             "driver installed"
         ) from e
+
+
+Samples = Mapping[float, Passes]
+"""Of a rank: by share, or by bytes."""
+OPERATORS = "operators"  # the stage under which the store has them
+
+
+class Trial(NamedTuple):
+    """``what`` was tried; seconds relative to what it ran beside; or, of one that failed, why."""
+
+    what: str
+    value: float | None
+    why: str = ""
+
+
+class Study(NamedTuple):
+    """Trials in order, relative to ``beside``."""
+
+    title: str
+    beside: str
+    trials: tuple[Trial, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """``stage_s``: seconds of each stage, none of one that an earlier run had finished. ``samples``: of each rank."""
+
+    profile: ClusterProfile
+    graph: Graph
+    stage_s: Mapping[str, float | None]
+    samples: Mapping[str, Sequence[Samples]]
+    studies: tuple[Study, ...]
+
+
+def samples_of(store: Store) -> dict[str, list[Samples]]:
+    """By operator."""
+    read = adapter(list[dict[float, Passes]]).validate_python
+    return {key: list(read(value)) for (stage, key), value in store.known.items() if stage == OPERATORS}
+
+
+def studies_of(store: Store) -> tuple[Study, ...]:
+    return tuple(map(study_of, store.studies()))
+
+
+def study_of(study: optuna.Study) -> Study:
+    """Of those trials that have come to an end."""
+    trials = []
+    for trial in study.get_trials(states=(TrialState.COMPLETE, TrialState.FAIL)):
+        known = trial.user_attrs
+        what = known.get(NAME) or ":".join(map(str, known.get(WEIGHTS, ())))
+        why = known.get(WHY, "interrupted") if trial.value is None else ""
+        trials.append(Trial(what, trial.value, why))
+    known = study.user_attrs
+    return Study(known.get(TITLE, study.study_name), known.get(BESIDE, ""), tuple(trials))

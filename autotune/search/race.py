@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
@@ -22,12 +22,24 @@ from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.barrier import parts_of_core
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.models import channels_last, has_images
-from hetconv.autotune.measure.paired_rounds import MOST_ROUNDS, Round, Step, one_round, pulses_of, until_all_are_done
+from hetconv.autotune.measure.paired_rounds import (
+    MOST_ROUNDS,
+    Paced,
+    Round,
+    Step,
+    one_round,
+    pulses_of,
+    until_all_are_done,
+)
 from hetconv.autotune.measure.statistics import log_error_of_median
 from hetconv.comm.rank_group import Team, disband, objects_of_all, team_of
 from hetconv.containers import map_tensors, tensors_in
+from hetconv.cost.estimator import Pricer
 from hetconv.nn.parallelize import parallelize
-from hetconv.schemas.plan import Mode, Plan
+from hetconv.planner.candidates import Candidates
+from hetconv.planner.make_plan import PLANNED
+from hetconv.schemas.plan import ALONE, Mode, Plan
+from hetconv.sharding.layer_rules import Split
 
 from .study import TrialFailedError
 
@@ -269,3 +281,28 @@ def _after(heard: _Heard, step_s: float, device: torch.device, team: Team) -> li
     count = min(max(int(LISTENED_S / step_s), 1), LISTENED)  # alike on all ranks, as rounds are
     took = [until_all_are_done(heard, device, team) for _ in range(count)]
     return [step_s * own / seconds for own, seconds in zip(heard.seconds, took, strict=True)]
+
+
+class Usual:
+    """Of a model's steps, as many times as long, or as short, as is predicted for the pulses that there were within."""
+
+    def __init__(self, pricer: Pricer):
+        self._pricer, self._candidates = pricer, Candidates(pricer.graph, pricer.profile, pricer.mode)
+        self._usual_s: dict[Hashable, float] = {}
+
+    def __call__(self, ways: Mapping[str, Way], ran: Round) -> Seconds:
+        return {name: self.seconds(*self._named(way), ran[name]) for name, way in ways.items()}
+
+    def seconds(self, name: str, splits: Mapping[str, Split], ran: Paced) -> float:
+        """Of a step of the plan of this name, see `Pricer.of`."""
+        plan = name, frozenset(splits.items())
+        if plan not in self._usual_s:  # the same for all of its steps
+            self._usual_s[plan] = self._pricer.step_s(name, splits)
+        return ran.seconds * (self._usual_s[plan] / self._pricer.step_s(name, splits, ran.pulse_s))
+
+    def _named(self, way: Way) -> tuple[str, Mapping[str, Split]]:
+        if isinstance(way, Plan):
+            return PLANNED, way.splits
+        splits = self._candidates.alone(way.rank)
+        assert splits is not None  # it would not have run
+        return ALONE, splits

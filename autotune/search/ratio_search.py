@@ -18,8 +18,7 @@ from hetconv.schemas.plan import Plan
 from hetconv.sharding.layer_rules import Split
 
 from .job import Run
-from .race import Order, Seconds
-from .speed_correction import Usual
+from .race import Order, Seconds, Usual
 from .study import ROUNDS, WEIGHTS, WHY, Hopeless, TrialFailedError, Weights, refine
 
 Cuts = Literal["sample", "depth", "height", "width"]

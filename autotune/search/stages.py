@@ -12,7 +12,7 @@ import torch
 
 from hetconv.autotune.measure import fit, timer
 from hetconv.autotune.measure.device_info import conditions
-from hetconv.autotune.measure.fitted import device_model
+from hetconv.autotune.measure.fit import device_model
 from hetconv.autotune.measure.layer_workloads import Layer, Subject, subjects_of
 from hetconv.autotune.measure.links import link_models, with_contention
 from hetconv.autotune.measure.overlap import tune_chunks, with_overlap

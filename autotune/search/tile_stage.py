@@ -2,22 +2,133 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from hetconv import kernels
 from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import timer
 from hetconv.comm.rank_group import Team, objects_of_all
-from hetconv.kernels import dispatch
-from hetconv.kernels.backend_choice import Question, unable
-from hetconv.kernels.tiles import versions_in_use
+from hetconv.kernels import Tile, dispatch
+from hetconv.kernels.backend_choice import Backend, Question, unable
+from hetconv.kernels.launch import Chip, Memory, Program, chip_of
+from hetconv.kernels.tiles import Extents, versions_in_use
+from hetconv.kernels.triton import fprop, wgrad
 from hetconv.schemas.tuning_results import TunedTile
 
-from .tile_search import TRIALS, Found, heuristic, search, space
-from .tile_trials import Contest
+from .tile_search import TRIALS, Choice, Found, WrongResultError, heuristic, search, space
+
+REPEATS = 4  # of a tile on the same inputs, whose results must be the same bits
+# ‖found - expected‖ / ‖expected‖ of a right result, by dtype, or "tf32" where float32 is multiplied so.
+BOUNDS = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+class Contest:
+    """Called with a choice it gives its seconds; raises `WrongResultError`, or what a launch raised."""
+
+    def __init__(self, question: Question, device: torch.device):
+        s, self._what, self._device = question.spec, question.what, device
+        self._question, self._chip = question, chip_of(device)
+        self._bound = BOUNDS["tf32" if question.precision == "tf32" else s.dtype]
+        self._x, self._w, self._g = (_drawn(shape, s.dtype, device) for shape in (s.x_shape, s.w_shape, s.y_shape))
+        self._truth = self._exact()
+
+    @property
+    def works(self) -> tuple[list[Extents], Chip]:
+        """What a tile is chosen for."""
+        return [product.extents for product in _products(self._question)], self._chip
+
+    def __call__(self, choice: Choice) -> float:
+        if choice == "aten":
+            return timer.call_seconds(lambda: self._run("aten"), self._device)
+        with _new_memory_is_nan():
+            found = self._run("triton", choice)
+        error = float((found.to(self._truth.dtype) - self._truth).norm() / self._truth.norm())
+        if not error <= self._bound:  # NaN is not
+            raise WrongResultError(f"it is off by {error:.1e} of the result's norm")
+        for _ in range(REPEATS - 1):
+            if not torch.equal(self._run("triton", choice), found):
+                raise WrongResultError("it gives other bits from call to call")
+        return timer.call_seconds(lambda: self._run("triton", choice), self._device)
+
+    def obstacle(self, tile: Tile) -> str | None:
+        """What the compiler has against a tile, before a launch; nothing is known under Triton's interpreter."""
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        from hetconv.kernels.triton.compile_report import TOOLS, report
+
+        if not (TOOLS / "cuobjdump").exists():
+            return None
+        for product in _products(self._question):
+            found = report(_program(product, tile).recipes[0], self._question.spec.dtype, self._chip.arch)
+            if found.spills or found.shared > self._chip.shared:
+                return f"{found.spills} spills, {found.shared} bytes of shared memory"
+            if found.left:
+                return f"{found.left} left operands from registers, which gives other bits from call to call"
+        return None
+
+    def _run(self, backend: Backend, tile: Tile | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        s = self._question.spec
+        geometry = (s.stride, s.padding, s.dilation, s.groups)
+        x, w, g = (t if dtype is None else t.to(dtype) for t in (self._x, self._w, self._g))
+        if self._what == "forward":
+            return kernels.conv2d_forward(x, w, None, *geometry, tile=tile, backend=backend)
+        wanted = (self._what == "input gradient", self._what == "weight gradient", False)
+        found = kernels.conv2d_backward(g, x, w, *geometry, wanted, tile=tile, backend=backend)[wanted.index(True)]
+        assert found is not None
+        return found
+
+    def _exact(self) -> Tensor:
+        """By ATen, of the same numbers in a dtype beside whose rounding the bound is wide."""
+        before = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        try:
+            return self._run("aten", dtype=torch.float64 if self._question.spec.dtype == "float32" else torch.float32)
+        finally:
+            torch.backends.cudnn.conv.fp32_precision = before  # type: ignore[attr-defined]
+
+
+Product = fprop.Correlation | wgrad.WeightGradient
+
+
+def _products(question: Question) -> list[Product]:
+    """The matrix products of a pass, on tensors in channels_last; an input gradient has one for each phase."""
+    s, precision = question.spec, question.precision
+    shapes = (s.x_shape, s.w_shape, s.y_shape)
+    lies = (torch.empty(n, dtype=getattr(torch, s.dtype), device="meta") for n in shapes)
+    x, w, y = (Memory.of(t.contiguous(memory_format=torch.channels_last)) for t in lies)
+    if question.what == "forward":
+        return [fprop.forward(s, x, w, y, precision)]
+    if question.what == "weight gradient":
+        return [wgrad.weight_gradient(s, x, w, y, precision)]
+    return [p.correlation for p in fprop.phases(s, y, w, x, precision) if p.correlation is not None]
+
+
+def _program(product: Product, tile: Tile) -> Program:
+    return wgrad.program(product, tile) if isinstance(product, wgrad.WeightGradient) else fprop.program(product, tile)
+
+
+def _drawn(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
+    random = torch.Generator(device).manual_seed(0)
+    t = torch.empty(shape, device=device, dtype=getattr(torch, dtype), memory_format=torch.channels_last)
+    return t.normal_(generator=random)
+
+
+@contextmanager
+def _new_memory_is_nan() -> Iterator[None]:
+    """So that what a tile leaves unwritten shows, instead of the results of the one before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def questions(step: Callable[[], Any]) -> list[Question]:

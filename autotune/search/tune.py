@@ -10,9 +10,9 @@ from hetconv.autotune.launch.progress import Reporter
 from hetconv.schemas.cluster_profile import ClusterProfile
 
 from .job import Job, Run
+from .journal import Record, samples_of, studies_of
 from .plan_search import plans
 from .race import step_of
-from .record import Record, samples_of, studies_of
 from .stages import chunks, operators, tiles
 
 __all__ = ["Job", "step_of", "tune"]

@@ -14,10 +14,9 @@ from torch import Tensor
 from bench.shared.kernel_cases import TORCH, Case, Dtype
 from hetconv import kernels
 from hetconv.kernels import tiles
-from hetconv.kernels.launch import Chip, chip_of
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import Chip, Memory, chip_of
 from hetconv.kernels.tiles import Extents, Pass, Tile
-from hetconv.kernels.triton import dgrad, fprop, wgrad
+from hetconv.kernels.triton import fprop, wgrad
 
 EXACT_FLOPS = 3e10  # of a reference in float64
 WANTED: dict[Pass, tuple[bool, bool, bool]] = {
@@ -183,7 +182,7 @@ def extents(case: Case, what: Pass) -> list[Extents]:
         return [fprop.forward(s, x, w, y, precision).extents]
     if what == "weight gradient":
         return [wgrad.weight_gradient(s, x, w, y, precision).extents]
-    found = [p.correlation for p in dgrad.phases(s, y, w, x, precision)]
+    found = [p.correlation for p in fprop.phases(s, y, w, x, precision)]
     return [c.extents for c in found if c is not None]
 
 

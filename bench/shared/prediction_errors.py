@@ -19,8 +19,7 @@ from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import Round, Step
 from hetconv.autotune.measure.sampling import Passes, Time
 from hetconv.autotune.measure.timer import more_samples, operator_samples, timed
-from hetconv.autotune.search.race import device_of, formats, step_in, step_of
-from hetconv.autotune.search.speed_correction import Usual
+from hetconv.autotune.search.race import Usual, device_of, formats, step_in, step_of
 from hetconv.comm.rank_group import objects_of_all, team_of
 from hetconv.cost.estimator import Pricer
 from hetconv.cost.operator_cost import layer_curve

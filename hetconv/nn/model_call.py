@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,24 @@ from hetconv.runtime.gradient_sync import SCOPE, Scope, computed_again
 from hetconv.runtime.het_tensor import HetTensor, compute_waiting, discard_waiting, gather
 from hetconv.runtime.running_stats import Running
 from hetconv.signature_cache import SignatureCaches, kept_current
-from hetconv.torch_internals import tracer_in_use
+from hetconv.torch_internals import disable_dynamo, dynamo_is_loaded, tracer_in_use
 
-from .eager import eager
 from .layers import CutLayer
 from .parameters import Parameters, parameters_of
 from .replica_sync import sync_replicated
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(fn: F) -> F:
+    """The same, with all that it calls, as one break of a compiled graph. Dynamo is imported by who compiles only."""
+    disabled = disable_dynamo(fn)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (disabled if dynamo_is_loaded() else fn)(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 class ModelContext:

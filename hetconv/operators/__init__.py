@@ -6,12 +6,11 @@ in `ops`, for how it runs on parts.
 
 from .base import on_parts
 from .conv_transpose import ConvTranspose, TransposedWindow
-from .creation import Like
 from .einsum import Contraction
 from .elementwise import ACTIVATIONS, Pointwise, PRelu
 from .norms import BatchNorm, GroupNorm, OwnNorm
 from .pooling import AdaptivePool, GlobalAveragePool, Pool
-from .random import Drawn, NoiseLike
+from .random import Drawn, Like, NoiseLike
 from .reductions import Along, Reduction
 from .resampling import CircularPad, Interpolate, Pad, PixelUnshuffle
 from .shapes import Cat, PixelShuffle, Reshape, Stack

@@ -8,7 +8,6 @@ from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
 from hetconv.sharding.layout import Layout, Shape
 
 from .base import on_parts
-from .creation import Like
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,17 @@ class Drawn:
         """The first of the ranks whose parts have the same numbers as this one's: itself where each needs its own."""
         apart = x.inner is not None and x.inner < self.dims
         return rank if apart else x.mates(rank).start
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor in the shape of another one, whose values are not read: it is cut alike, and nothing moves."""
+
+    shape: Shape
+
+    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+        x = on_parts(inputs[0])
+        return Step(inputs, x) if x.kind == "sharded" else Gather(self.shape).step(inputs)
 
 
 @dataclass(frozen=True)

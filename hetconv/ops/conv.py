@@ -22,8 +22,7 @@ from hetconv.sharding.layout import Box, Layout
 from hetconv.sharding.param_shards import Held
 
 from .deferred import Waiting, may_wait, version
-from .geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
-from .halo_exchange import LocalConv, computed
+from .halo_exchange import Geometry, LocalConv, computed, group_geometry, slab_geometry, spatial_geometry
 
 
 class TorchsCall(NamedTuple):

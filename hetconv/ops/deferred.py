@@ -8,22 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hetconv import kernels
+from hetconv.calls import BatchNormCall, activation_of, name_of, read, writes_in_place
+from hetconv.comm.exchange import Round
 from hetconv.comm.rank_group import Switch, Team, objects_of_all
+from hetconv.comm.redistribute import start_round
 from hetconv.errors import HetConvError
 from hetconv.runtime.gradient_sync import SCOPE
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.sharding.layout import Layout
+from hetconv.runtime.inputs import Args, Func, Kwargs, bring
+from hetconv.sharding.layout import Layout, apportion, spans
 from hetconv.torch_internals import write_count
 
-from .chunks import gathered_in_chunks
-from .geometry import Geometry
-from .halo_exchange import NOTHING, After, computed
+from . import views
+from .batch_norm import norm_of, scale_and_shift
+from .halo_exchange import ANY, NOTHING, After, Geometry, computed
 
 fold_anywhere = Switch()
 """What is parallelized meanwhile folds also where that does not pay."""
@@ -93,3 +98,89 @@ def may_wait(x: Tensor) -> bool:
     if isinstance(x, HetTensor):
         return x.placement.kind != "replicated" or not x.local.is_inference()
     return not x.is_inference()
+
+
+def fold(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
+    """The result of a call on a convolution that waits for it, which goes on waiting; None if it is another call."""
+    for i, x in enumerate(args[:2]):
+        if x.__class__ is not HetTensor or not isinstance(x.later, Waiting):
+            continue
+        waiting, name = x.later, name_of(func)
+        if waiting.expects[:1] != (name,) or torch.is_grad_enabled():  # for autograd nothing waits
+            continue
+        in_place = writes_in_place(func, kwargs)
+        if in_place and (i or not views.may_write(x, x.placement)):
+            continue
+        further = _further(waiting, x, i, name, func, args, kwargs)
+        if further is not None:
+            folded = x.superseded_by(further._replace(expects=waiting.expects[1:]))
+            if not in_place:
+                return folded
+            x.become(folded)
+            return x
+    return None
+
+
+def _further(
+    waiting: Waiting, x: HetTensor, i: int, name: str, func: Func, args: Args, kwargs: Kwargs
+) -> Waiting | None:
+    """With one more thing done after the convolution, if it can be: argument ``i`` of the call is what waits."""
+    after = waiting.after
+    if name == "batch_norm":
+        call = read(func, args, kwargs) if after is NOTHING else None
+        norm = norm_of(call) if isinstance(call, BatchNormCall) else None
+        if norm is None or norm.training:
+            return None
+        return waiting._replace(after=After(*scale_and_shift(norm, waiting.x.dtype, x.placement, waiting.team)))
+    if after.activation is not None:
+        return None
+    if name == "add":
+        return _with_residual(waiting, x, i, args, kwargs)
+    activation = activation_of(name, args, kwargs)
+    if activation is None:
+        return None
+    return waiting._replace(after=after._replace(activation=activation[0], slope=activation[1]))
+
+
+def _with_residual(waiting: Waiting, x: HetTensor, i: int, args: Args, kwargs: Kwargs) -> Waiting | None:
+    """The sum lies as the first of both does; the other one is brought there."""
+    if waiting.after.residual is not None or len(args) != 2 or kwargs.get("alpha", 1) != 1:
+        return None
+    other = args[1 - i]
+    if not isinstance(other, Tensor) or other is x or other.shape != x.shape or other.dtype != x.dtype:
+        return None
+    alike = isinstance(other, HetTensor) and other.placement == x.placement
+    if (i and not alike) or not may_wait(other):
+        return None
+    return waiting.with_residual(bring(other, x.placement, waiting.team))
+
+
+def gathered_in_chunks(
+    x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, after: After, layout: Layout, chunks: int
+) -> Tensor:
+    """The whole output, of a ``layout`` cut along channels, channels-last; without autograd, collective.
+
+    A chunk is computed by whom the whole batch would be, with the same tile: the same bits, but for an ATen that goes
+    by the size of the batch.
+    """
+    N, *image = layout.shape
+    s, route = geo.op.spec, ANY
+    if geo.own is not None and x.dim() == 4 and x.numel() and w.numel():
+        geometry: Any = (s.stride, geo.padding(geo.own), s.dilation, geo.groups)
+        route = kernels.route(x, w, *geometry)
+    under_way: list[tuple[int, int, Tensor, Round]] = []
+    for lo, hi in spans(apportion(N, (1,) * min(chunks, N))):
+        own = replace(geo, y_shape=(hi - lo, *geo.y_shape[1:]))
+        residual = after.residual[lo:hi] if after.residual is not None else None
+        part, _ = computed(x[lo:hi], w, b, own, team, after._replace(residual=residual), route)
+        some = Layout.sharded((hi - lo, *image), 1, layout.sizes)
+        whole = Layout.replicated(some.shape, team.size)
+        under_way.append((lo, hi, part, start_round(team, part, some.boxes, whole.boxes)))
+    memory = kernels.CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    y = torch.empty(layout.shape, dtype=x.dtype, device=x.device, memory_format=memory)
+    for lo, hi, part, round_ in under_way:
+        places = y[lo:hi].split(layout.sizes, 1)
+        with round_ as came:
+            got = came | {team.rank: part}
+            kernels.unpack([*got.values()], [places[r] for r in got])
+    return y

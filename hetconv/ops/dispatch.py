@@ -32,26 +32,42 @@ from hetconv.runtime import het_tensor
 from hetconv.runtime.het_tensor import HetTensor, compute_waiting, register_dispatcher
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, cached_step, called_on, placement_of
 from hetconv.sharding.layer_rules import Gather, Step
-from hetconv.torch_internals import no_torch_function, register_patch, storage_id, tree_iter, tree_map
-
-from . import (
-    as_called,
-    call_cache,
-    contractions,
-    conv_transpose,
-    creation,
-    functions,
-    group_norm,
-    pooling,
-    random,
-    reductions,
-    resampling,
-    shapes,
-    views,
+from hetconv.torch_internals import (
+    Undo,
+    checkpoint_saver,
+    no_torch_function,
+    register_patch,
+    replace_function_apply,
+    storage_id,
+    tree_iter,
+    tree_map,
 )
-from .folding import fold
+
+from . import as_called, call_cache, conv_transpose, group_norm, pooling, random, resampling, views
+from .deferred import fold
 from .random import check_draws
 from .trial_run import Verdict, tried
+
+
+def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
+    """From now on ``on_gathered`` runs `torch.autograd.Function.apply` where it is given a HetTensor."""
+
+    def apply(cls: type, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if cls is checkpoint_saver or HetTensor not in map(type, args):
+            result = plain(*args, **kwargs)
+        else:
+            call_tags.enter(cls.__name__)
+            compute_waiting()  # it may write in place
+            result = on_gathered(plain, args, kwargs)
+        if torch.is_grad_enabled() and HetTensor in map(type, result if isinstance(result, tuple) else (result,)):
+            raise HetConvError(
+                f"{cls.__name__} returned a tensor in parts, whose gradient would be lost; return hetconv.gather(y) "
+                f"from it, and give torch.utils.checkpoint use_reentrant=False"
+            )
+        return result
+
+    return replace_function_apply(apply)
+
 
 # Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
 GLOBAL: set[Any] = {
@@ -234,11 +250,8 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
 
 
 RUN: dict[type[Any], Runner] = {}
-for family in (
-    as_called, contractions, conv_transpose, creation, group_norm, pooling, random, reductions, resampling, shapes,
-    views,
-):  # fmt: skip
+for family in (as_called, conv_transpose, group_norm, pooling, random, resampling, views):
     RUN |= family.RUN
 
 register_dispatcher(dispatch)
-register_patch(lambda: functions.gather_for_functions(on_gathered))
+register_patch(lambda: gather_for_functions(on_gathered))

@@ -20,7 +20,7 @@ from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring
 from hetconv.sharding.layer_rules import Step
 
-from .creation import like
+from .as_called import like
 
 
 def drawn(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:

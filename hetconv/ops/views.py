@@ -18,9 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hetconv.calls import Call
 from hetconv.comm.rank_group import Team
 from hetconv.kernels import CHANNELS_LAST
-from hetconv.operators import Pieces, View
+from hetconv.operators import Cat, Pieces, PixelShuffle, Reshape, Stack, View
 from hetconv.runtime.het_tensor import HetTensor, gather
-from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, empty_output
 from hetconv.sharding.layer_rules import Step
 from hetconv.sharding.layout import Layout
 from hetconv.torch_internals import storage_id, tree_iter, tree_map
@@ -203,4 +203,35 @@ def _taken(call: Call, op: View, step: Step, team: Team, retake: Retake, several
     return link(view, x, retake, read_only=several or view.numel() > x.numel())
 
 
-RUN: dict[type[Any], Runner] = {View: viewed, Pieces: pieces}
+def cat(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """Concatenation, or along a new dimension."""
+    assert isinstance(call.op, Cat | Stack)
+    parts = [bring(x, r, team) for x, r in zip(call.inputs, step.reads, strict=True)]
+    join = torch.cat if isinstance(call.op, Cat) else torch.stack
+    return HetTensor.wrap(join(parts, call.op.dim), step.output, team)
+
+
+def reshaped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """Operators whose local form is their own call on the part."""
+    x = bring(call.inputs[0], step.reads[0], team)
+    if not x.numel():  # torch's own backward gives an empty gradient of another shape
+        return HetTensor.wrap(empty_output(step.output.boxes[team.rank].shape, x), step.output, team)
+    return HetTensor.wrap(as_called(func, args, kwargs)(x), step.output, team)
+
+
+def regrouped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """A view where the part lies in memory so that it can be one, else a copy: both count as views that are copies."""
+    (x,), shape = call.inputs, step.output.boxes[team.rank].shape
+    assert isinstance(x, HetTensor)
+    y = HetTensor.wrap(x.local.reshape(shape), step.output, team)
+    return link(y, x, as_called(func, args, kwargs), copies=True)
+
+
+RUN: dict[type[Any], Runner] = {
+    Cat: cat,
+    Pieces: pieces,
+    PixelShuffle: reshaped,
+    Reshape: regrouped,
+    Stack: cat,
+    View: viewed,
+}

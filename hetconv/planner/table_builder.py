@@ -25,8 +25,7 @@ from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, halos_travel
 from hetconv.sharding.layout import Layout, Need, Shape
 from hetconv.tracing.graph import Graph, Memory, Node
 
-from .cost_tables import Copies, Tables
-from .gradient_sums import Contributions
+from .cost_tables import Contributions, Copies, Tables
 from .joins import Lies, Link, Said, Ways, ended, followed, joined, leads, linked, nested, retold, says
 
 T = TypeVar("T")

@@ -19,9 +19,8 @@ import numpy.typing as npt
 from hetconv.errors import PlanError
 
 from . import milp
-from .contraction import Contraction, contracted
-from .dominance import pruned
 from .factor_graph import Array, Indices, Potentials, Scope, total
+from .presolve import Contraction, contracted, pruned
 
 MEMORY_BYTES = 1 << 28
 MAX_NEIGHBOURS = 30  # dimensions of a table, which numpy limits to 32 in some functions

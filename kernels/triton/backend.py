@@ -8,12 +8,11 @@ from torch import Tensor
 
 from hetconv.errors import KernelError
 from hetconv.kernels.epilogue import Finish, finished
-from hetconv.kernels.launch import Chip, Program, chip_of
-from hetconv.kernels.memory import Memory, empty, krsc, nhwc
+from hetconv.kernels.launch import Chip, Memory, Program, chip_of, empty, krsc, nhwc
 from hetconv.kernels.tiles import Extents, Tile, default, fits
 from hetconv.sharding.conv_spec import Conv2dSpec
 
-from . import dgrad, fprop, wgrad
+from . import fprop, wgrad
 
 
 def forward(
@@ -89,7 +88,7 @@ def _forward(
 def _input_gradient(
     spec: Conv2dSpec, g: Memory, w: Memory, dx: Memory, precision: str, tile: Tile | None, chip: Chip
 ) -> tuple[bool, tuple[Program, ...]]:
-    phases = dgrad.phases(spec, g, w, dx, precision)
+    phases = fprop.phases(spec, g, w, dx, precision)
     read = [(p.correlation, p.slot) for p in phases if p.correlation is not None]
     return len(read) == len(phases), tuple(fprop.program(c, suited(tile, c.extents, chip), slot=s) for c, s in read)
 

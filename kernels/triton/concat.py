@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from hetconv.kernels.epilogue import Finish
-from hetconv.kernels.launch import Recipe
-from hetconv.kernels.memory import HUGE, Memory
+from hetconv.kernels.launch import HUGE, Memory, Recipe
 from hetconv.sharding.conv_spec import ITEMSIZE
 
 from .activations import activated, activated_adjoint

@@ -17,8 +17,7 @@ import triton.language as tl
 
 from hetconv.errors import KernelError
 from hetconv.kernels.epilogue import PLAIN, Finish
-from hetconv.kernels.launch import Chip, Program
-from hetconv.kernels.memory import Memory
+from hetconv.kernels.launch import Chip, Memory, Program
 from hetconv.kernels.tiles import Extents, Path, Tile, cycles, depths, fits, shapes
 from hetconv.sharding.conv_spec import Conv2dSpec
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hetconv.kernels.launch import Recipe
-from hetconv.kernels.memory import HUGE, Memory
+from hetconv.kernels.launch import HUGE, Memory, Recipe
 from hetconv.sharding.conv_spec import ITEMSIZE
 
 BLOCK, WARPS = 512, 4  # units of a program, of at most 16 bytes: 64 bytes of each side per thread

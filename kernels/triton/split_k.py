@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from hetconv.kernels.epilogue import PLAIN, Finish
-from hetconv.kernels.launch import Recipe
-from hetconv.kernels.memory import HUGE, Memory
+from hetconv.kernels.launch import HUGE, Memory, Recipe
 
 from .activations import activated
 

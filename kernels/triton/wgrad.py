@@ -13,8 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from hetconv.kernels.launch import Program, Recipe
-from hetconv.kernels.memory import HUGE, Memory
+from hetconv.kernels.launch import HUGE, Memory, Program, Recipe
 from hetconv.kernels.tiles import Extents, Tile, pixel_line
 from hetconv.sharding.conv_spec import Conv2dSpec
 

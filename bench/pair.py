@@ -30,10 +30,10 @@ from hetconv.autotune.measure.paired_rounds import paired
 from hetconv.autotune.search.ratio_search import Cuts, ratio_of, said
 from hetconv.autotune.search.study import Weights
 from hetconv.autotune.search.tune import Job, step_of, tune
-from hetconv.calls import conv_spec
 from hetconv.comm.rank_group import team_of
 from hetconv.errors import HetConvError
 from hetconv.nn.parallelize import parallelize
+from hetconv.operators.layers import conv_spec
 from hetconv.ops.conv import Way, convolution, way_of
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import Splits, whole_model

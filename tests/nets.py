@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetconv.calls import conv_spec
 from hetconv.nn.layers import PlainConv
+from hetconv.operators.layers import conv_spec
 from hetconv.planner.partition import with_whole_sum
 from hetconv.schemas.plan import LayerPlan, Plan
 from hetconv.sharding.layer_rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind

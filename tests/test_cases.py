@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.calls import CONVS
 from hetconv.comm.rank_group import team_of
 from hetconv.errors import SplitError
 from hetconv.nn.layers import HET_CONVS, HetConv2d
 from hetconv.nn.state_dict import shares
+from hetconv.operators.layers import CONVS
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import Layout

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hetconv.operators import Contraction
+from hetconv.operators.einsum import Contraction
 from hetconv.sharding.layout import Box, Layout, Need
 from tests.equivalence import Differences, assert_same, train
 from tests.nets import splits_of

@@ -9,32 +9,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hetconv.operators import (
-    AdaptivePool,
-    Along,
-    BatchNorm,
-    Cat,
-    CircularPad,
-    Contraction,
-    Drawn,
-    GlobalAveragePool,
-    GroupNorm,
-    Interpolate,
-    Like,
-    NoiseLike,
-    OwnNorm,
-    Pad,
-    Pieces,
-    PixelShuffle,
-    PixelUnshuffle,
-    Pointwise,
-    Pool,
-    Reduction,
-    Reshape,
-    Stack,
-    View,
-    on_parts,
-)
+from hetconv.operators.base import on_parts
+from hetconv.operators.einsum import Contraction
+from hetconv.operators.elementwise import Pointwise
+from hetconv.operators.norms import BatchNorm, GroupNorm, OwnNorm
+from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
+from hetconv.operators.random import Drawn, Like, NoiseLike
+from hetconv.operators.reductions import Along, Reduction
+from hetconv.operators.resampling import CircularPad, Interpolate, Pad, PixelUnshuffle
+from hetconv.operators.shapes import Cat, PixelShuffle, Reshape, Stack
+from hetconv.operators.views import Pieces, View
 from hetconv.sharding.conv_spec import Window
 from hetconv.sharding.layer_rules import REPLICATE, Gather, Op
 from hetconv.sharding.layout import Box, Layout, Need, apportion

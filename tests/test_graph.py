@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.operators import BatchNorm, Cat, GlobalAveragePool, Pointwise, Pool
+from hetconv.operators.elementwise import Pointwise
+from hetconv.operators.norms import BatchNorm
+from hetconv.operators.pooling import GlobalAveragePool, Pool
+from hetconv.operators.shapes import Cat
 from hetconv.sharding.layer_rules import Conv, Gather, Linear
 from tests.nets import ResNet, UNet
 

@@ -24,7 +24,11 @@ from hetconv.autotune.cli.show import show_plan
 from hetconv.comm.rank_group import team_of
 from hetconv.cost.estimator import gathers, price
 from hetconv.cost.operator_cost import seams_of
-from hetconv.operators import Along, Cat, Contraction, Pad, Reduction, Reshape, Stack, View
+from hetconv.operators.einsum import Contraction
+from hetconv.operators.reductions import Along, Reduction
+from hetconv.operators.resampling import Pad
+from hetconv.operators.shapes import Cat, Reshape, Stack
+from hetconv.operators.views import View
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Plan

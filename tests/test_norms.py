@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.cost.estimator import price
-from hetconv.operators import GroupNorm
+from hetconv.operators.norms import GroupNorm
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.sharding.layer_rules import Gather, SplitKind
 from hetconv.sharding.layout import Layout

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetconv.calls import JOINS, READERS, UNARY, contractions, creation, random, reductions, shapes, views
+from hetconv.operators import READERS, einsum, random, reductions, shapes, views
+from hetconv.operators.base import JOINS
+from hetconv.operators.elementwise import UNARY
 from tests.equivalence import Differences
 from tests.placed import PLACEMENTS, WORLD, Fn, check, on_parts
 from tests.spawn import on_ranks
@@ -249,5 +251,5 @@ def test_every_operator_with_a_rule_is_tested() -> None:
     named |= {"group_norm", "instance_norm", "layer_norm", "local_response_norm", "rms_norm"}
     named |= {f"{kind}_pool{n}d" for kind in POOLS for n in (1, 2, 3)}
     named |= {"interpolate", "pad", "pixel_shuffle", "pixel_unshuffle"}
-    families = (contractions, creation, random, reductions, shapes, views)
+    families = (einsum, random, reductions, shapes, views)
     assert READERS.keys() == UNARY | JOINS | named.union(*(family.READERS for family in families))

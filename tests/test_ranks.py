@@ -10,9 +10,9 @@ from torch import nn
 
 import hetconv
 from hetconv.autotune.measure import overlap
-from hetconv.calls import CONVS
 from hetconv.errors import HetConvError, PlanError, SplitError
 from hetconv.nn.layers import HET_CONVS, HetConv1d, HetConv2d, HetConv3d
+from hetconv.operators.layers import CONVS
 from hetconv.ops.deferred import fold_anywhere
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.plan import Plan

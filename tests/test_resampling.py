@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from hetconv.calls import read
-from hetconv.operators import Interpolate
+from hetconv.operators import read_call
+from hetconv.operators.resampling import Interpolate
 from hetconv.sharding.layer_rules import REPLICATE, Step
 from hetconv.sharding.layout import Layout, Move, traffic
 from tests.equivalence import Differences
@@ -149,7 +149,7 @@ def test_everything_else_runs_on_parts() -> None:
 
 
 def step_of(layout: Layout, func: Any, *args: Any, **kwargs: Any) -> Step:
-    call = read(func, (torch.empty(layout.shape, device="meta"), *args), kwargs)
+    call = read_call(func, (torch.empty(layout.shape, device="meta"), *args), kwargs)
     assert call is not None
     return call.op.step((layout,), REPLICATE)
 
@@ -187,7 +187,7 @@ def test_what_is_padded_comes_from_where_it_is() -> None:
     far = step_of(rows, F.pad, (0, 0, 3, 2), "reflect")
     assert (moved(rows, far), far.output.sizes) == (2 + 2, (0, 5, 9, 3))
     around = step_of(rows, F.pad, (0, 0, 3, 2), "circular")
-    assert [sum(traffic(Move(rows, read).forward, 1).values()) for read in around.reads] == [0, 3, 2]
+    assert [sum(traffic(Move(rows, read_call).forward, 1).values()) for read_call in around.reads] == [0, 3, 2]
 
 
 @pytest.mark.parametrize("mode", ["constant", "replicate", "reflect"])
@@ -218,7 +218,7 @@ def test_an_interpolation_reads_all_that_torch_reads(
     options: dict[str, Any] = {"mode": mode, "align_corners": align if mode.startswith("bi") else None}
     options["size" if isinstance(target, int) else "scale_factor"] = (target, 1 if isinstance(target, int) else 1.0)
     assume(isinstance(target, int) or int(n * target) > 0)
-    call = read(F.interpolate, (torch.empty((1, n, n, 1), device="meta"),), options)
+    call = read_call(F.interpolate, (torch.empty((1, n, n, 1), device="meta"),), options)
     assert call is not None
     assert isinstance(call.op, Interpolate)
     step = call.op.step((Layout.sharded((1, n, n, 1), 2, (n, 0)),))  # by two ranks: whether it runs on parts

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import hetconv
 from hetconv.comm.rank_group import team_of
-from hetconv.operators import Along, Pieces, Reduction, Reshape, Stack, View
+from hetconv.operators.reductions import Along, Reduction
+from hetconv.operators.shapes import Reshape, Stack
+from hetconv.operators.views import Pieces, View
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.layer_rules import Op, Split
 from hetconv.sharding.layout import Layout

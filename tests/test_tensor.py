@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.calls import JOINS, UNARY
 from hetconv.comm.rank_group import count_sent, team_of
 from hetconv.errors import HetConvError, LayoutError
+from hetconv.operators.base import JOINS
+from hetconv.operators.elementwise import UNARY
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.layout import Layout
 from tests.placed import PLACEMENTS, SHAPE, WORLD, placed

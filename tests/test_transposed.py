@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.operators import ConvTranspose, TransposedWindow
+from hetconv.operators.conv_transpose import ConvTranspose, TransposedWindow
 from hetconv.sharding.layer_rules import Gather, SplitKind
 from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, assert_same, train

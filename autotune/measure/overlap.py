@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetconv.autotune.launch.progress import Reporter
-from hetconv.calls import CONVS
 from hetconv.comm.rank_group import in_turn, team_of
 from hetconv.comm.redistribute import start_round
 from hetconv.cost.network import Network
 from hetconv.cost.operator_cost import Operators
 from hetconv.cost.propagate import walk
 from hetconv.nn.parallelize import parallelize
+from hetconv.operators.layers import CONVS
 from hetconv.ops.conv import convolution, way_of
 from hetconv.planner.candidates import Candidates
 from hetconv.runtime.het_tensor import HetTensor

@@ -8,17 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetconv.operators import (
-    AdaptivePool,
-    BatchNorm,
-    Contraction,
-    ConvTranspose,
-    GroupNorm,
-    Interpolate,
-    Pieces,
-    Pool,
-    View,
-)
+from hetconv.operators.conv_transpose import ConvTranspose
+from hetconv.operators.einsum import Contraction
+from hetconv.operators.norms import BatchNorm, GroupNorm
+from hetconv.operators.pooling import AdaptivePool, Pool
+from hetconv.operators.resampling import Interpolate
+from hetconv.operators.views import Pieces, View
 from hetconv.schemas.cluster_profile import Axis, Curve, DeviceModel
 from hetconv.sharding.layer_rules import SPACE, Conv, Linear, Op, Split, SplitKind, Step, joins_halos
 from hetconv.sharding.layout import Boxes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
 
-from hetconv.operators import Pieces
+from hetconv.operators.views import Pieces
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step, halos_travel
 from hetconv.sharding.layout import Box, Exchange, Layout, Move, Shape, buckets, told

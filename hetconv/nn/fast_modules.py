@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hetconv.comm import call_tags
 from hetconv.comm.redistribute import moved
-from hetconv.operators import on_parts
+from hetconv.operators.base import on_parts
 from hetconv.ops.batch_norm import Norm, on_own_channels
 from hetconv.runtime.gradient_sync import running_of
 from hetconv.runtime.het_tensor import HetTensor, gather

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetconv import kernels
-from hetconv.calls import CONVS, conv_spec, is_plain
 from hetconv.comm import call_tags
 from hetconv.comm.consensus import agree, prepared
 from hetconv.comm.rank_group import Team, broadcast, team_of
 from hetconv.errors import HetConvError
+from hetconv.operators.layers import CONVS, conv_spec, is_plain
 from hetconv.ops.conv import Way, convolution, way_of
 from hetconv.ops.linear import linear
 from hetconv.runtime.gradient_sync import SCOPE

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hetconv import kernels
-from hetconv.calls import is_plain
 from hetconv.comm.consensus import prepared
 from hetconv.comm.rank_group import Team, answered, broadcast, objects_of_all, team_of
 from hetconv.errors import HetConvError, PlanError
+from hetconv.operators.layers import is_plain
 from hetconv.ops.deferred import folding_pays
 from hetconv.schemas.plan import LayerPlan, Plan
 from hetconv.schemas.tuning_results import TunedTile

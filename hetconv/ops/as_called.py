@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.calls import Call, name_of
 from hetconv.comm.rank_group import Team
-from hetconv.operators import Along, Contraction, Like, Pointwise, PRelu, Reduction
+from hetconv.operators.base import Call, name_of
+from hetconv.operators.einsum import Contraction
+from hetconv.operators.elementwise import Pointwise, PRelu
+from hetconv.operators.random import Like
+from hetconv.operators.reductions import Along, Reduction
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, called_on
 from hetconv.sharding.layer_rules import Step

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.calls import BatchNormCall, Call
 from hetconv.comm import call_tags
 from hetconv.comm.rank_group import Team
 from hetconv.comm.redistribute import moved, perform
 from hetconv.kernels.epilogue import per_channel
-from hetconv.operators import BatchNorm
+from hetconv.operators.base import Call
+from hetconv.operators.norms import BatchNorm, BatchNormCall
 from hetconv.runtime.gradient_sync import contributed, running_of
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, bring, differentiable_gradients

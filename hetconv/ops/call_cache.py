@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.calls import Call
-from hetconv.operators import BatchNorm, Pointwise
+from hetconv.operators.base import Call
+from hetconv.operators.elementwise import Pointwise
+from hetconv.operators.norms import BatchNorm
 from hetconv.runtime.het_tensor import HetTensor, compute_waiting
 from hetconv.runtime.inputs import Args, Func, Kwargs
 from hetconv.sharding.layer_rules import Step

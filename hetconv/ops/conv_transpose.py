@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.calls import Call, ConvTransposeCall
 from hetconv.comm.rank_group import Team
 from hetconv.kernels.epilogue import per_channel
-from hetconv.operators import ConvTranspose
+from hetconv.operators.base import Call
+from hetconv.operators.conv_transpose import ConvTranspose, ConvTransposeCall
 from hetconv.runtime.gradient_sync import contributed
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, bring, cropped

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.calls import BatchNormCall, activation_of, name_of, read, writes_in_place
 from hetconv.comm.exchange import Round
 from hetconv.comm.rank_group import Switch, Team, objects_of_all
 from hetconv.comm.redistribute import start_round
 from hetconv.errors import HetConvError
+from hetconv.operators import read_call
+from hetconv.operators.base import name_of, writes_in_place
+from hetconv.operators.elementwise import activation_of
+from hetconv.operators.norms import BatchNormCall
 from hetconv.runtime.gradient_sync import SCOPE
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, bring
@@ -127,7 +130,7 @@ def _further(
     """With one more thing done after the convolution, if it can be: argument ``i`` of the call is what waits."""
     after = waiting.after
     if name == "batch_norm":
-        call = read(func, args, kwargs) if after is NOTHING else None
+        call = read_call(func, args, kwargs) if after is NOTHING else None
         norm = norm_of(call) if isinstance(call, BatchNormCall) else None
         if norm is None or norm.training:
             return None

@@ -9,25 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetconv.calls import Call, read, writes_in_place
 from hetconv.comm import call_tags
 from hetconv.comm.redistribute import unshared
 from hetconv.errors import HetConvError
-from hetconv.operators import (
-    AdaptivePool,
-    BatchNorm,
-    Cat,
-    ConvTranspose,
-    Drawn,
-    GroupNorm,
-    Interpolate,
-    NoiseLike,
-    Pad,
-    PixelShuffle,
-    PixelUnshuffle,
-    Pointwise,
-    Pool,
-)
+from hetconv.operators import read_call
+from hetconv.operators.base import Call, writes_in_place
+from hetconv.operators.conv_transpose import ConvTranspose
+from hetconv.operators.elementwise import Pointwise
+from hetconv.operators.norms import BatchNorm, GroupNorm
+from hetconv.operators.pooling import AdaptivePool, Pool
+from hetconv.operators.random import Drawn, NoiseLike
+from hetconv.operators.resampling import Interpolate, Pad, PixelUnshuffle
+from hetconv.operators.shapes import Cat, PixelShuffle
 from hetconv.runtime import het_tensor
 from hetconv.runtime.het_tensor import HetTensor, compute_waiting, register_dispatcher
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, cached_step, called_on, placement_of
@@ -111,7 +104,7 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> 
     # An argument that waits leaves no key.
     if key is None and (folded := fold(func, args, kwargs)) is not None:
         return folded
-    call = read(func, args, kwargs)
+    call = read_call(func, args, kwargs)
     if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
         return _without_values(func, args, kwargs)
     written = [found[i] for i in verdict.writes] or _written(func, args, kwargs)

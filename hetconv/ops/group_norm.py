@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.calls import Call, NormCall, name_of
 from hetconv.comm import call_tags
 from hetconv.comm.rank_group import Team
 from hetconv.comm.redistribute import moved, perform
 from hetconv.kernels.epilogue import per_channel
-from hetconv.operators import BatchNorm, GroupNorm, OwnNorm
+from hetconv.operators.base import Call, name_of
+from hetconv.operators.norms import BatchNorm, GroupNorm, NormCall, OwnNorm
 from hetconv.runtime.gradient_sync import contributed
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, called_on, differentiable_gradients

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.calls import Call
 from hetconv.comm.rank_group import Team
-from hetconv.operators import AdaptivePool, GlobalAveragePool, Pool
+from hetconv.operators.base import Call
+from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, empty_output
 from hetconv.sharding.conv_spec import Span, Window

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from hetconv.calls import Call
 from hetconv.comm.rank_group import Team
 from hetconv.errors import HetConvError
-from hetconv.operators import Drawn, NoiseLike
+from hetconv.operators.base import Call
+from hetconv.operators.random import Drawn, NoiseLike
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring
 from hetconv.sharding.layer_rules import Step

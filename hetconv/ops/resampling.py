@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.calls import Call
 from hetconv.comm.rank_group import Team
-from hetconv.operators import CircularPad, Interpolate, Pad, PixelUnshuffle
-from hetconv.operators.resampling import TAPS
+from hetconv.operators.base import Call
+from hetconv.operators.resampling import TAPS, CircularPad, Interpolate, Pad, PixelUnshuffle
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, cropped
 from hetconv.sharding.conv_spec import Span

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hetconv.calls import BatchNormCall, name_of, read, writes_in_place
 from hetconv.kernels import CHANNELS_LAST
+from hetconv.operators import read_call
+from hetconv.operators.base import name_of, writes_in_place
+from hetconv.operators.norms import BatchNormCall
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs
 from hetconv.sharding.layout import Shape
@@ -143,7 +145,7 @@ def _written(
 ) -> tuple[int, ...]:
     """Which of the HetTensors a call wrote to in its trial."""
     if "batch_norm" in name_of(func):  # its writes to running statistics are not counted
-        call = read(func, args, kwargs)
+        call = read_call(func, args, kwargs)
         statistics = (call.mean, call.var) if isinstance(call, BatchNormCall) else args[3:5]
         return tuple(i for i, x in enumerate(found) if any(x is s for s in statistics))
     return tuple(i for i, m in enumerate(metas) if write_count(m))

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hetconv.calls import Call
 from hetconv.comm.rank_group import Team
 from hetconv.kernels import CHANNELS_LAST
-from hetconv.operators import Cat, Pieces, PixelShuffle, Reshape, Stack, View
+from hetconv.operators.base import Call
+from hetconv.operators.shapes import Cat, PixelShuffle, Reshape, Stack
+from hetconv.operators.views import Pieces, View
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, empty_output
 from hetconv.sharding.layer_rules import Step

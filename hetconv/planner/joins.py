@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hetconv.cost.network import Array
-from hetconv.operators import Cat, Pieces, on_parts
+from hetconv.operators.base import on_parts
+from hetconv.operators.shapes import Cat
+from hetconv.operators.views import Pieces
 from hetconv.sharding.layer_rules import REPLICATE, Split, Step
 from hetconv.sharding.layout import Layout, Need
 from hetconv.tracing.graph import Graph, Node

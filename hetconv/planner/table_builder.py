@@ -18,7 +18,7 @@ from hetconv.cost.memory import copied_between, input_bytes, kept, parameter_byt
 from hetconv.cost.network import Array, Network
 from hetconv.cost.operator_cost import Operators
 from hetconv.cost.redistribution import Moved, movements
-from hetconv.operators import Reshape
+from hetconv.operators.shapes import Reshape
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, halos_travel

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.calls import Call
 from hetconv.comm.rank_group import Team
 from hetconv.comm.redistribute import moved, take
+from hetconv.operators.base import Call
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layer_rules import REPLICATE, Op, Split, Step
 from hetconv.sharding.layout import Box, Layout, Need, Shape

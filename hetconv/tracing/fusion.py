@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hetconv.operators import ACTIVATIONS, BatchNorm, Pointwise
+from hetconv.operators.elementwise import ACTIVATIONS, Pointwise
+from hetconv.operators.norms import BatchNorm
 from hetconv.sharding.layer_rules import Conv
 
 from .graph import Graph, Node

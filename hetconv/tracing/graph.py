@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from hetconv.operators import VIEWS, Reshape
+from hetconv.operators import VIEWS
+from hetconv.operators.shapes import Reshape
 from hetconv.sharding.layer_rules import Conv, Linear, Op
 from hetconv.sharding.layout import Layout, Shape
 

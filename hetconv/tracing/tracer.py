@@ -11,9 +11,11 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hetconv.calls import READ_LAYER, Call, name_of, plannable_layers, read, writes_in_place
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.errors import HetConvError
+from hetconv.operators import read_call
+from hetconv.operators.base import Call, name_of, writes_in_place
+from hetconv.operators.layers import READ_LAYER, plannable_layers
 from hetconv.sharding.layer_rules import Gather
 from hetconv.torch_internals import fake_tensor_mode, storage_id, tree_iter
 
@@ -62,7 +64,7 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self.layer and name in READ_LAYER:
             return READ_LAYER[name](args, kwargs)
-        return read(func, args, kwargs)
+        return read_call(func, args, kwargs)
 
     def _record(
         self, func: Callable[..., Any], call: Call | None, sources: list[int], given: list[Tensor], made: list[Tensor],

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import hetconv
-from hetconv.calls import plannable_layers
+from hetconv.operators.layers import plannable_layers
 from hetconv.sharding.layer_rules import SplitKind
 from tests.equivalence import Differences, apart, full_gradients
 from tests.nets import operator_of, plan_of, split_of

@@ -110,5 +110,5 @@ def test_every_branch_for_cuda_is_listed() -> None:
         str(path.relative_to(ROOT)) for path in files
         if "hetconv/autotune/" not in str(path) and asks.search(path.read_text("utf-8"))
     }  # fmt: skip
-    only_for_cpus = {"hetconv/ops/trial_run.py", "hetconv/comm/rank_group.py", "kernels/aten.py", "kernels/launch.py"}
+    only_for_cpus = {"hetconv/ops/trial_run.py", "hetconv/comm/rank_group.py", "kernels/aten.py"}
     assert found - only_for_cpus == set(BRANCHES)

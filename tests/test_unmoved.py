@@ -53,20 +53,20 @@ def test_a_call_gives_the_same_again(name: str) -> None:
 
 def reads(calls: list[Callable[[HetTensor], Any]]) -> list[int]:
     """How many calls are read, of each of these."""
-    counts, read = [], dispatch.read
+    counts, read = [], dispatch.read_call
 
     def counting(*args: Any) -> Any:
         counts[-1] += 1
         return read(*args)
 
-    dispatch.read = counting
+    dispatch.read_call = counting
     try:
         for call in calls:
             x, _ = placed(WHOLE, PLACEMENTS["rows"])
             counts.append(0)
             call(x)
     finally:
-        dispatch.read = read
+        dispatch.read_call = read
     return counts
 
 

@@ -76,8 +76,8 @@ CASES = (
     Case("super-resolution", "bench.shared.models:stack", '{"blocks": 4, "channels": 48}', (1, 3, 256, 256)),
     Case("U-Net", "bench.shared.models:unet", '{"width": 16}', (1, 3, 192, 192)),
     Case("U-Net 512", "bench.shared.models:unet", '{"width": 16}', (1, 3, 512, 512)),
-    Case("ResNet-18", "bench.shared.models:resnet18", "{}", (1, 3, 224, 224)),
-    Case("ResNet-18 512", "bench.shared.models:resnet18", "{}", (1, 3, 512, 512)),
+    Case("ResNet-18", "bench.shared.models:torchvision_model", '{"name": "resnet18"}', (1, 3, 224, 224)),
+    Case("ResNet-18 512", "bench.shared.models:torchvision_model", '{"name": "resnet18"}', (1, 3, 512, 512)),
 )
 """The last two networks also at images of 512 by 512: what moves and what Python takes is then a smaller part."""
 

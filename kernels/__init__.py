@@ -1,9 +1,9 @@
 """Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.sharding.conv_spec`.
 
-`conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `choice` says who computes, ATen or
-Triton, whose kernels are in `correlate` (forward and input gradient) and `wgrad`. `conv_forward` and `conv_backward`
-are the halves of a convolution of any rank. `concat_channels` joins parts, `conv2d_parts` (kernel in `segments`)
-convolves them; `pack` and `unpack` move boxes of images to messages and back.
+`conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `backend_choice` says who computes,
+ATen or Triton, whose kernels are in `triton`. `conv_forward` and `conv_backward` are the halves of a convolution of any
+rank. `concat_channels` joins parts, `conv2d_parts` convolves them; `pack` and `unpack` move boxes of images to messages
+and back.
 """
 
 if __name__ == "kernels":

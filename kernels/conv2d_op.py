@@ -1,4 +1,4 @@
-"""`conv2d`, one operator for autograd and torch.compile, over the two halves in `passes`."""
+"""`conv2d`, one operator for autograd and torch.compile, over the two halves in `dispatch`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def conv2d(
     same every time. float32 inputs are multiplied as torch.backends.cudnn says (tf32 or ieee).
 
     ``out`` receives the result, say a slice of the channels of a larger tensor; such a call is not differentiable.
-    ``backend``: "aten", "triton", or "auto", ATen on a CPU and on CUDA the faster one where it is known (`choice`).
+    ``backend``: "aten", "triton", or "auto", ATen on a CPU and on CUDA the faster one where it is known, see
+    `backend_choice`.
     ``tile`` is the Triton kernel's in the forward pass, by default `tiles.default`.
 
     Raises `KernelError` for shapes, dtypes and devices that do not fit, and where Triton is asked for and cannot;

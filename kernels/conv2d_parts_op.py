@@ -104,11 +104,11 @@ def _program(
     finish: Finish, tile: Tile | None, chip: Chip,
 ) -> Program:  # fmt: skip
     from .triton import backend as triton_backend
-    from .triton import conv2d_parts as segments
+    from .triton import conv2d_parts as parts_kernel
 
-    s = segments.forward(spec, parts, w, y, precision, residual)
-    tile = triton_backend.suited(tile or segments.default(s.extents, chip), s.extents, chip)
-    return segments.program(s, tile, finish)
+    s = parts_kernel.forward(spec, parts, w, y, precision, residual)
+    tile = triton_backend.suited(tile or parts_kernel.default(s.extents, chip), s.extents, chip)
+    return parts_kernel.program(s, tile, finish)
 
 
 def _refusal(spec: Conv2dSpec, x: Tensor, parts: int, tile: Tile | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The two halves of a convolution of any rank: of images as `passes` says, of other ranks by ATen."""
+"""The two halves of a convolution of any rank: of images as `dispatch` says, of other ranks by ATen."""
 
 from __future__ import annotations
 

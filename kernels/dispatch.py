@@ -1,4 +1,4 @@
-"""The two halves of a convolution, on plain tensors and without autograd, by whoever `choice` says."""
+"""The two halves of a convolution, on plain tensors and without autograd, by whoever `backend_choice` says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ listeners: list[Callable[[Question], None]] = []
 
 
 def set_backend(backend: Backend) -> None:
-    """What ``backend="auto"`` means in this process from now on: "triton", "aten", or "auto", as `choice` says."""
+    """Says what ``backend="auto"`` means in this process: "triton", "aten", or "auto", as `backend_choice` has it."""
     global _backend
     choose(Question("forward", Conv2dSpec(1, 1, 1, 1, 1, 1, 1), "ieee", "cpu"), backend)
     _backend = backend

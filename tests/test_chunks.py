@@ -17,7 +17,6 @@ import hetconv
 from hetconv import kernels
 from hetconv.autotune.launch import throttle
 from hetconv.autotune.measure import overlap
-from hetconv.autotune.measure import paired_rounds as rounds
 from hetconv.comm.exchange import Round
 from hetconv.comm.rank_group import count_sent, in_turn
 from hetconv.ops.deferred import fold_anywhere
@@ -177,7 +176,7 @@ def test_more_than_one_only_if_faster_twice(
         lucky = {} if len(faster) == 1 and len(calls) == 2 else faster
         return {name: [1e-3 * lucky.get(int(name), 1.0)] * rounds for name in steps}
 
-    monkeypatch.setattr(rounds, "paired", paired)
+    monkeypatch.setattr(overlap, "paired", paired)
     monkeypatch.setattr(overlap, "gathering", lambda *args: lambda: whole)
     found = overlap.best_chunks(SPEC, SPLIT, torch.device("cpu"))
     assert (found.chunks, found.unchunked_s) == (expected, 1e-3)
@@ -191,7 +190,7 @@ def test_chunks_with_other_bits_are_not_taken(monkeypatch: pytest.MonkeyPatch) -
     def paired(steps: dict[str, Any], rounds: int, device: torch.device) -> dict[str, list[float]]:
         return {name: [1e-3 / int(name)] * rounds for name in steps}
 
-    monkeypatch.setattr(rounds, "paired", paired)
+    monkeypatch.setattr(overlap, "paired", paired)
     monkeypatch.setattr(overlap, "gathering", lambda *args: lambda: torch.tensor(1.0 + (args[-1] == 4)))
     assert overlap.best_chunks(SPEC, SPLIT, torch.device("cpu")).chunks == 2
 

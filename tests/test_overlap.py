@@ -13,7 +13,6 @@ from torch import nn
 import hetconv
 from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import overlap
-from hetconv.autotune.measure import paired_rounds as rounds
 from hetconv.autotune.measure.overlap import haloed, haloed_layer, hidden, with_overlap
 from hetconv.comm.rank_group import count_sent
 from hetconv.cost.estimator import price
@@ -59,7 +58,7 @@ def test_the_layer_with_most_to_hide_is_measured() -> None:
 
 def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each way to run a convolution, and the bytes that each sends."""
-    real, sent = rounds.paired, {}
+    real, sent = overlap.paired, {}
 
     def paired(steps: dict[str, Any], rounds: int, device: torch.device, longest: float) -> dict[str, list[float]]:
         for name, step in steps.items():
@@ -69,7 +68,7 @@ def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, 
         return real(steps, rounds, device, longest / 100)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "paired", paired)
+        patch.setattr(overlap, "paired", paired)
         times = haloed(SPEC, Split("height", sizes), torch.device("cpu"))
     return times, sent
 

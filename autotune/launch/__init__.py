@@ -1,0 +1,1 @@
+"""Local ranks, and devices that are slowed on purpose."""

@@ -168,7 +168,7 @@ def device_model(
 ) -> DeviceModel:
     """The model of this rank's device from its samples; the roofline is fitted to the whole operators among them.
 
-    All as on the device when it is as fast as it mostly was. ``resting``: see `measure`.
+    All as on the device when it is as fast as it mostly was. ``resting``: see `timer.resting`.
     """
     kind: Any = device.type
     pulse_s = usual_pulse(samples.get(s.key, {}) for s in subjects if not s.alone)

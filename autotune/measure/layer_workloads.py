@@ -1,4 +1,4 @@
-"""What is measured of a model: its layers, and what `others` has."""
+"""What is measured of a model: its layers, and what `other_workloads` has."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ from hetconv.sharding.layer_rules import SPACE, Conv, Split
 from hetconv.sharding.layout import Layout, apportion
 from hetconv.tracing.graph import Graph
 
-from . import paired_rounds as rounds
 from . import timer
 from .models import channels_last, random_input
+from .paired_rounds import paired
 from .statistics import error_of_median, inverse_variance_mean
 
 CHUNKS = (2, 4, 8)
@@ -108,7 +108,7 @@ def haloed(spec: ConvSpec, split: Split, device: torch.device) -> dict[str, list
     def halos() -> None:
         start_round(team, x, src.boxes, need.boxes).wait()
 
-    return rounds.paired({"on": step, "in turn": waiting, "halos": halos}, FINAL_ROUNDS, device, HALOS_S)
+    return paired({"on": step, "in turn": waiting, "halos": halos}, FINAL_ROUNDS, device, HALOS_S)
 
 
 def gathered_layers(plan: Plan) -> list[tuple[ConvSpec, Split]]:
@@ -143,9 +143,9 @@ def best_chunks(spec: ConvSpec, split: Split, device: torch.device) -> TunedChun
     steps = {n: gathering(spec, split, device, n) for n in (1, *(n for n in CHUNKS if n <= spec.N))}
     whole = steps[1]()
     steps = {n: step for n, step in steps.items() if step().equal(whole)}
-    first = _ratios(rounds.paired({str(n): s for n, s in steps.items()}, ROUNDS, device))
+    first = _ratios(paired({str(n): s for n, s in steps.items()}, ROUNDS, device))
     best = min(first, key=lambda n: first[n])
-    times = rounds.paired({"1": steps[1], str(best): steps[best]}, FINAL_ROUNDS, device)
+    times = paired({"1": steps[1], str(best): steps[best]}, FINAL_ROUNDS, device)
     again = _ratios(times)
     chunks = best if max(first[best], again[best]) <= GAIN else 1
     return TunedChunks(spec, split.sizes, chunks, median(times[str(chunks)]), median(times["1"]))

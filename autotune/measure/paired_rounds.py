@@ -130,7 +130,7 @@ class _Pulses:
         self.took_s, self._beat, self._next = 0.0, pulse(device), 0.0
 
     def __call__(self) -> None:
-        """As `emulate.visiting` calls it; a device that has just paused is left at that."""
+        """As `throttle.visiting` calls it; a device that has just paused is left at that."""
         began = time.perf_counter()
         if began < self._next or throttle.at_work_s() < WARM_S:
             return

@@ -20,7 +20,7 @@ BESIDE, MOST_PULSES = 0.1, 100  # of the samples' seconds, that pulses between t
 
 
 class Passes(NamedTuple):
-    """Seconds of each repeat, on a device that a pulse took ``pulse_s`` meanwhile, see `measure.pulse`."""
+    """Seconds of each repeat, on a device that a pulse took ``pulse_s`` meanwhile, see `timer.pulse`."""
 
     forward: list[float]
     backward: list[float]

@@ -1,0 +1,1 @@
+"""Tuning: studies of ratios and tiles, races of whole steps, and their journal."""

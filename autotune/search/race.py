@@ -104,7 +104,7 @@ def step_of(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Callable[[], N
 def step_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """`step_of` a plain model, all of which takes longer where the device is emulated.
 
-    Who is `emulate.visiting` is let in between its modules. The ``model`` is this step's own from now on.
+    Those who are `throttle.visiting` are called between its modules. The ``model`` is this step's own from now on.
     """
 
     def between(_: nn.Module, __: Any, y: Any) -> None:

@@ -52,10 +52,6 @@ def torchvision_model(name: str, **options: object) -> nn.Module:
     return model
 
 
-def resnet18() -> nn.Module:
-    return torchvision_model("resnet18")
-
-
 def unet(width: int = 64) -> nn.Module:
     """MONAI's BasicUNet of images: four times halved and ``width`` channels at full size, with batch norms."""
     from monai.networks.nets.basic_unet import BasicUNet

@@ -26,15 +26,12 @@ def _is_built_for_this_torch() -> bool:
     return all(r.specifier.contains(torch.__version__.split("+")[0]) for r in needed if r.name == "torch")
 
 
-@cache
-def declare_operators() -> None:
+@cache  # which also keeps the library: it takes its operators with it when it is deleted
+def declare_operators() -> torch.library.Library | None:
     """Declares them if torch needs it. Call this before torchvision, or transformers, which imports it, is imported."""
     if _is_built_for_this_torch():
-        return
+        return None
     library = torch.library.Library("torchvision", "DEF")
-    _kept.append(library)
     for schema in SCHEMAS:
         library.define(schema)
-
-
-_kept: list[torch.library.Library] = []  # a library takes its operators with it when it is deleted
+    return library

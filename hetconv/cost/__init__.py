@@ -1,0 +1,1 @@
+"""Predicted seconds, bytes and memory of a plan. No ranks, no tensors."""

@@ -1,0 +1,1 @@
+"""Models: split layers, what happens around their forward, checkpoints and state."""

@@ -12,7 +12,7 @@ from hetconv.sharding.conv_spec import Span, Window
 from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step, window_need
 from hetconv.sharding.layout import Layout, Shape, apportion
 
-from .base import Args, Call, Kwargs, Reader, arg, on_parts, per_sample, recut, slabs
+from .base import Args, Call, Kwargs, Reader, arg, on_parts, per_dim, per_sample, recut, slabs
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,12 @@ class GlobalAveragePool:
         return Step((x,), Layout.partial(self.shape, x.world, x.sizes))
 
 
-def _each(value: Any, count: int) -> tuple[int, ...]:
-    """One number per spatial dimension."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * count if len(values) == 1 else values
-
-
 def _pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x, maximum, count = arg(args, kwargs, 0, "input"), name.startswith("max"), int(name[-2])
-    kernel, stride = _each(arg(args, kwargs, 1, "kernel_size"), count), arg(args, kwargs, 2, "stride")
-    stride = _each(stride, count) if stride not in (None, (), []) else kernel
-    pad = _each(arg(args, kwargs, 3, "padding", 0), count)
-    dilation = _each(arg(args, kwargs, 4, "dilation", 1), count) if maximum else (1,) * count
+    kernel, stride = per_dim(arg(args, kwargs, 1, "kernel_size"), count), arg(args, kwargs, 2, "stride")
+    stride = per_dim(stride, count) if stride not in (None, (), []) else kernel
+    pad = per_dim(arg(args, kwargs, 3, "padding", 0), count)
+    dilation = per_dim(arg(args, kwargs, 4, "dilation", 1), count) if maximum else (1,) * count
     ceil = arg(args, kwargs, 5 if maximum else 4, "ceil_mode", False)
     indices = maximum and arg(args, kwargs, 6, "return_indices", False)
     count_padding = True if maximum else arg(args, kwargs, 5, "count_include_pad", True)

@@ -1,4 +1,4 @@
-"""Seconds and bytes by the choices of nodes: what `problem` fills, the search minimizes and `explain` reads. Pure."""
+"""Seconds and bytes by the choices of nodes: what `table_builder` fills and `search` minimizes. Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """make_plan: from a captured graph and a cluster profile to the plan with the least predicted step time. Pure.
 
 Among all combinations of the layers' `candidates`, the one whose operators and movements add up to the fewest seconds
-is found exactly (`problem`, `elimination`). Its shares are then refined on the predicted makespan of the whole step,
-and it is compared with whole-model splits: what is predicted fastest of all that fits the memory is the plan.
+is found exactly (`table_builder`, `solver.elimination`). Its shares are then refined on the predicted makespan of the
+whole step, and it is compared with whole-model splits: what is predicted fastest of all that fits the memory is the
+plan.
 """
 
 from __future__ import annotations

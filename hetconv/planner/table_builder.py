@@ -63,7 +63,10 @@ def tables(graph: Graph, profile: ClusterProfile, choices: Mapping[str, tuple[Sp
 
 
 class _Builder:
-    """Goes through a graph as `walk` does, for all choices at once. Equal operators on equal layouts share objects."""
+    """Goes through a graph as `propagate` does, for all choices at once.
+
+    Equal operators on equal layouts share objects.
+    """
 
     def __init__(self, graph: Graph, profile: ClusterProfile, mode: Mode, choices: Mapping[str, tuple[Split, ...]]):
         self.graph, self.choices, self.world = graph, choices, profile.world

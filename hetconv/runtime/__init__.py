@@ -1,0 +1,1 @@
+"""Tensors on shards, and what ranks synchronize during a step."""

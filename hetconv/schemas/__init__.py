@@ -1,0 +1,1 @@
+"""Plan and profile files, and the data sheets of devices and links."""

@@ -1,0 +1,1 @@
+"""Geometry in integers: boxes, layouts, splits and the rules of the layers that a plan names."""

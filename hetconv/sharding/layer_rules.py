@@ -1,7 +1,7 @@
 """For each operator: what it reads of its inputs and what layout it yields, given their layouts and a split. Pure.
 
 An operator is a frozen dataclass with one method, ``step``. The planner prices the steps, the runtime takes them.
-Here are the layers that a plan names; operators that follow their inputs are in `following`.
+Here are the layers that a plan names; operators that follow their inputs are in `operators`.
 """
 
 from __future__ import annotations

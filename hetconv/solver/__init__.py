@@ -1,0 +1,1 @@
+"""The exact minimum of a factor graph, in plain numpy."""

@@ -1,0 +1,1 @@
+"""From one run of a model to a graph of operators."""

@@ -110,7 +110,7 @@ def capture(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
     """Runs a model once on fake tensors and records every operator; nothing is computed or changed.
 
     The model is taken as it stands: in training or evaluation, with gradients or (under `torch.no_grad`) without.
-    Afterwards all that it holds is what it was, see `preserved`. Where the run depends on numbers, which fake tensors
+    Afterwards all that it holds is what it was, see `preserve`. Where the run depends on numbers, which fake tensors
     do not have, it is made once more for real, on copies, with a warning that says why.
 
     Args:

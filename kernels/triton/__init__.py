@@ -1,0 +1,1 @@
+"""Triton's kernels and their launches. A module here is imported when it is first used."""

@@ -19,7 +19,7 @@ def forward(
     spec: Conv2dSpec, x: Tensor, w: Tensor, out: Tensor | None, precision: str, tile: Tile | None, scale: Tensor | None,
     shift: Tensor | None, residual: Tensor | None, finish: Finish,
 ) -> Tensor:  # fmt: skip
-    """y, written to ``out`` where one is given; all tensors as `passes` has checked them."""
+    """y, written to ``out`` where one is given; all tensors as `dispatch` has checked them."""
     x, w = nhwc(x), krsc(w)
     y = out if out is not None else empty(spec.y_shape, x)
     lies = Memory.of(y)

@@ -88,11 +88,25 @@ def stages(folder: Path) -> list[Stage]:
     """In order of what is known least without them. The longest benchmark comes last and takes what time is left."""
     suites = ("concat", "parts", "kernels", "overlap")
     concat, parts, kernels, overlap = (str(results_file(folder, suite)) for suite in suites)
-    on_ranks, model = ("tests/test_device.py",), ("pydantic",)
+    on_ranks, model = ("tests/devices/test_gpu.py",), ("pydantic",)
     several = in_parallel()
-    passes = (f"tests/test_{name}.py" for name in ("kernels", "slices", "finish", "op"))
-    pieces = (f"tests/test_{name}.py" for name in ("concat", "concat_calls", "slabs", "slab_calls", "segments"))
-    operators = (f"tests/test_{name}.py" for name in ("ops", "norms", "pools", "random", "sampling", "contractions"))
+    of_kernels = "tests/kernels/triton/test_"
+    passes = (
+        f"{of_kernels}conv2d.py",
+        f"{of_kernels}strided_tensors.py",
+        "tests/kernels/test_epilogue.py",
+        "tests/kernels/test_conv2d_op.py",
+    )
+    pieces = (
+        *(f"{of_kernels}{name}.py" for name in ("concat", "pack", "conv2d_parts")),
+        "tests/kernels/test_concat_calls.py",
+        "tests/kernels/test_packing.py",
+    )
+    operators = (
+        "tests/operators/test_functions_on_shards.py",
+        "tests/measure/test_sampling.py",
+        *(f"tests/ops/test_{name}.py" for name in ("norms", "pooling", "random", "einsum")),
+    )
     return [
         Stage(
             "kernels on the device", (*PYTEST, *several, "--maxfail=10", *passes),

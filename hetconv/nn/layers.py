@@ -17,8 +17,7 @@ from hetconv.comm.consensus import agree, prepared
 from hetconv.comm.rank_group import Team, broadcast, team_of
 from hetconv.errors import HetConvError
 from hetconv.operators.layers import CONVS, conv_spec, is_plain
-from hetconv.ops.conv import Way, convolution, way_of
-from hetconv.ops.linear import linear
+from hetconv.ops.conv import Way, convolution, linear, way_of
 from hetconv.runtime.gradient_sync import SCOPE
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import placement_of

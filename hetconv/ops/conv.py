@@ -1,4 +1,4 @@
-"""Convolution under a split."""
+"""Convolutions, transposed convolutions and linear layers on shards."""
 
 from __future__ import annotations
 
@@ -9,15 +9,33 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import kernels
 from hetconv.comm.rank_group import Team
+from hetconv.kernels import call_layer
 from hetconv.kernels.aten import overruns
+from hetconv.kernels.epilogue import per_channel
+from hetconv.operators.base import Call
+from hetconv.operators.conv_transpose import ConvTranspose, ConvTransposeCall
 from hetconv.runtime.gradient_sync import contributed
 from hetconv.runtime.het_tensor import HetTensor, gather
-from hetconv.runtime.inputs import autocast, bring, cached_step
-from hetconv.sharding.layer_rules import Conv, Split, Step, halos_travel
+from hetconv.runtime.inputs import (
+    Args,
+    Func,
+    Kwargs,
+    Runner,
+    autocast,
+    bring,
+    cached_step,
+    cropped,
+    empty_output,
+    placement_of,
+    uncounted,
+)
+from hetconv.sharding.conv_spec import Span
+from hetconv.sharding.layer_rules import Conv, Linear, Split, Step, halos_travel
 from hetconv.sharding.layout import Box, Layout
 from hetconv.sharding.param_shards import Held
 
@@ -136,3 +154,83 @@ def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: 
         rows = slice(a - k_lo, z - k_lo)
         outs.append(_apply(x_run, w[rows], b[rows] if b is not None else None, geo, team, None))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+class _GradientOnly(torch.autograd.Function):
+    """Zeros in the place of a bias that another rank adds: its gradient is that of the one that is added.
+
+    A rank holds all of the bias or none of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, b: Tensor, features: int) -> Tensor:
+        ctx.held = len(b)
+        return b.new_zeros(features)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return uncounted(g[: ctx.held]), None
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, team: Team) -> Tensor:
+    """A linear layer under a split: a HetTensor, or for ``replicate`` a plain tensor."""
+    if split.kind == "replicate":
+        return _linear(gather(x), w, b, op.features)
+    step, held = op.step((placement_of(x, team),), split), op.held(split, team.size)
+    if step.contributes:
+        w = contributed(team, w, held["weight"])
+        b = contributed(team, b, held["bias"]) if b is not None else None
+    elif step.output.kind == "replicated" and not held["weight"].everywhere:
+        op.check(split, team.size)  # refuses an input without the dimension that is cut: all would need the weight
+    # Of a partial output one summand holds the bias; who has it computes its gradient: all have the cotangent.
+    adds_bias = split.kind != "channel" or team.rank == split.mates(team.rank)[0]
+    features = step.output.boxes[team.rank].shape[-1]
+    y = _linear(bring(x, step.reads[0], team), w, b, features, adds_bias)
+    return HetTensor.wrap(y, step.output, team)
+
+
+def _linear(x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bool = True) -> Tensor:
+    if w.shape != (features, x.shape[-1]):  # a rank without rows holds no weight
+        return empty_output((*x.shape[:-1], features), *autocast(x, w, b))
+    if b is not None and not adds_bias:
+        b = _GradientOnly.apply(b, features) if b.requires_grad and torch.is_grad_enabled() else None
+    return call_layer(F.linear, x, w, b)
+
+
+def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+    """Each rank computes its own outputs from all inputs that add to them, and cuts off what is others'."""
+    assert isinstance(call, ConvTransposeCall)
+    op = call.op
+    assert isinstance(op, ConvTranspose)
+    assert call.weight is not None
+    x, own = bring(call.inputs[0], step.reads[0], team), step.output.boxes[team.rank]
+    w = contributed(team, gather(call.weight))
+    b = contributed(team, gather(call.bias)) if call.bias is not None else None
+    if not (x.numel() and own.numel):  # the graph still reaches every tensor
+        y = ((x.sum() + w.sum()) * 0).to(x.dtype).expand(own.shape)
+        return HetTensor.wrap(y if b is None else y + per_channel(b, y), step.output, team)
+    dim, need = step.output.inner, step.reads[0].boxes[team.rank]
+    assert dim is not None
+    y = _own_outputs(op, func, x, w, b, dim, need.lo[dim], (own.lo[dim], own.hi[dim]))
+    return HetTensor.wrap(y, step.output, team)
+
+
+def _own_outputs(
+    op: ConvTranspose, func: Func, x: Tensor, w: Tensor, b: Tensor | None, dim: int, x_lo: int, own: Span
+) -> Tensor:
+    pad, extra = [v.pad for v in op.windows], [v.extra for v in op.windows]
+    stride, dilation = [v.stride for v in op.windows], [v.dilation for v in op.windows]
+    if dim < 2:
+        return kernels.call_layer(func, x, w, b, stride, pad, extra, op.groups, dilation)
+    pad[dim - 2] = extra[dim - 2] = 0  # all that the slab adds to, and own outputs of that
+    window = op.windows[dim - 2]
+    lo, hi = (n - window.first(x_lo) for n in own)
+    before, beyond = max(-lo, 0), max(hi - window._replace(pad=0, extra=0).out_size(x.shape[dim]), 0)
+    padded = bool(before or beyond)  # with outputs to which no input adds, but a bias
+    y = kernels.call_layer(func, x, w, None if padded else b, stride, pad, extra, op.groups, dilation)
+    y = F.pad(y, (*(0, 0) * (y.dim() - 1 - dim), before, beyond)) if padded else y
+    y = cropped(y, dim, (lo + before, hi + before))
+    return y + per_channel(b, y).to(y.dtype) if padded and b is not None else y
+
+
+RUN: dict[type[Any], Runner] = {ConvTranspose: conv_transpose}

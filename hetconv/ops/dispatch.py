@@ -36,7 +36,7 @@ from hetconv.torch_internals import (
     tree_map,
 )
 
-from . import as_called, call_cache, conv_transpose, group_norm, pooling, random, resampling, views
+from . import as_called, call_cache, conv, group_norm, pooling, random, resampling, views
 from .deferred import fold
 from .random import check_draws
 from .trial_run import Verdict, tried
@@ -243,7 +243,7 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
 
 
 RUN: dict[type[Any], Runner] = {}
-for family in (as_called, conv_transpose, group_norm, pooling, random, resampling, views):
+for family in (as_called, conv, group_norm, pooling, random, resampling, views):
     RUN |= family.RUN
 
 register_dispatcher(dispatch)

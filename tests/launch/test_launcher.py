@@ -1,0 +1,142 @@
+"""Local ranks: what comes back, and how the others and the caller learn of one that fails or dies."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import hetconv
+from hetconv.autotune.launch.launcher import CPU_SETTINGS, GRACE, did, parse_devices, run_on
+from hetconv.comm.rank_group import objects_of_all, team_of
+from tests import ROOT
+
+PAIR = parse_devices("cpu,cpu@0.5")
+
+
+def behaving(how: str) -> Any:
+    """On rank 1 as said, while rank 0 waits for it, or computes."""
+    did("began")
+    if dist.get_rank() == 1:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            os._exit(7)
+        if how == "refuses":
+            raise hetconv.PlanError("no such plan")
+        if how != "is right":
+            raise ValueError("of\ntwo lines")
+    elif how == "raises meanwhile":
+        time.sleep(60)
+    dist.barrier()
+    return {"rank": dist.get_rank()}
+
+
+def test_rank_0_s_result_comes_back() -> None:
+    assert run_on(PAIR, behaving, "is right") == {"rank": 0}
+
+
+def much_said() -> int:
+    """Of what gloo's threads have let nothing go when the program ends."""
+    team = team_of()
+    return sum(sum(objects_of_all(team, 1)) for _ in range(20))
+
+
+def test_ranks_end_in_order_right_after_a_message() -> None:
+    assert run_on(PAIR, much_said) == 40
+
+
+def settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in CPU_SETTINGS}
+
+
+def test_ranks_keep_kernels_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CPU_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert run_on(PAIR[:1], settings) == CPU_SETTINGS
+    assert not CPU_SETTINGS.keys() & os.environ.keys()
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    monkeypatch.setenv(name, "7")
+    assert run_on(PAIR[:1], settings) == CPU_SETTINGS | {name: "7"}
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("is killed", r"rank 1 \(cpu@0.5\) was killed by SIGKILL; the last it did: began"),
+        ("exits", r"rank 1 \(cpu@0.5\) ended with status 7; the last it did: began"),
+        ("refuses", r"rank 1 \(cpu@0.5\) failed: no such plan"),
+        ("raises", r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began"),
+        ("raises meanwhile", r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began"),
+    ],
+)
+def test_the_first_that_fails_is_named_and_nobody_waits_for_it(how: str, said: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(hetconv.HetConvError, match=f"^{said}$"):
+        run_on(PAIR, behaving, how)
+    assert time.monotonic() - start < GRACE + 30
+
+
+SLEEPING = """
+import os, sys, time
+from hetconv.autotune.launch.launcher import parse_devices, run_on
+
+def sleep(folder):
+    open(f"{folder}/{os.environ['RANK']}", "w").write(str(os.getpid()))
+    time.sleep(100)
+
+if __name__ == "__main__":
+    run_on(parse_devices("cpu,cpu"), sleep, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_ranks_end_with_the_process_that_started_them(how: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "sleeping.py").write_text(SLEEPING)
+    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(tmp_path / "sleeping.py"), str(tmp_path)]
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which what runs in the background does not
+    launcher = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
+    files = [tmp_path / "0", tmp_path / "1"]
+    _until(lambda: all(f.exists() and f.read_text() for f in files))
+    launcher.send_signal(how)
+    _until(lambda: not any(Path("/proc", f.read_text()).exists() for f in files))
+    launcher.communicate()
+    _until(lambda: not list(tmp_path.glob("hetconv-ranks-*")))
+
+
+def _until(done: Any) -> None:
+    latest = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < latest
+        time.sleep(0.05)
+
+
+def pages_of_a_step() -> int:
+    """Pages that the system gives a step which needs 120 MiB, once memory has settled."""
+    import torch
+
+    from hetconv.autotune.measure.timer import pages_taken
+
+    found = []
+    for _ in range(20):
+        before = pages_taken()
+        x = torch.zeros(6 << 20)
+        kept = [x + 1 for _ in range(4)]
+        del x, kept
+        found.append(pages_taken() - before)
+    return min(found)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory in other ways")
+def test_ranks_that_are_started_keep_the_memory_that_a_step_frees() -> None:
+    assert run_on(PAIR[:1], pages_of_a_step) < 1000  # of 30720 pages of 4 KiB

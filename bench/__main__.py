@@ -11,30 +11,21 @@ from typing import Any
 import bench
 from hetconv.errors import HetConvError
 
-# The first line of each one's module, which is imported only to run: `kernels` needs no more than torch and triton.
+# The first line of each one's module, which is imported only to run: `kernels` needs no
+# more than torch and triton.
 COMMANDS = {
-    "pair": "Two unequal devices on a fixed stack of convolutions: "
-    "one alone, an even split, the tuned one, and its bound.",
-    "kernels": "Triton's kernels against cuDNN on the GPU at hand: "
-    "first whether they are right, then how fast both are, in turn.",
-    "concat": "Channels joined and finished in one pass against torch's passes: "
-    "first whether right, then how fast, in turn.",
-    "overlap": "Messages that travel while a device computes against the same ones waited for: "
-    "halos, buckets, and chunks.",
-    "overhead": "What running on parts costs in Python, per operator: "
-    "tiny models on one rank, split and plain, in turn.",
-    "planner": "What a plan takes to compute, and what it is predicted to gain: "
-    "known architectures on modelled devices.",
-    "autotune": "What hetconv autotune finds on pairs of this machine: "
-    "how well its profile predicts, and what its plan gains.",
-    "kills": "`hetconv autotune`, killed at random moments: "
-    "what was measured stays, every file is valid, no process is left.",
-    "gpu": "Everything worth doing while a GPU is at hand, in minutes: "
-    "stages in processes of their own, a table of them last.",
+    "pair": "Time two unequal devices on one model: one alone, an even split, the tuned split.",
+    "kernels": "Time Triton's convolution kernels against cuDNN's, after a check of their results.",
+    "concat": "Concatenate channels and apply the epilogue in one pass, against torch's passes.",
+    "overlap": "Time messages that overlap with computation against messages that are waited for.",
+    "overhead": "Time what Python costs per operator of a split model, on one rank.",
+    "planner": "Plan known architectures on modelled devices: seconds to plan, predicted gain.",
+    "autotune": "Autotune pairs of this machine: predicted against measured steps, gain of the plan.",
+    "kills": "Kill `hetconv autotune` at random moments: what was measured must survive.",
+    "gpu": "Run all that needs a GPU, in minutes: tests and benchmarks as separate processes.",
     "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",
-    "compile": "What the compiler makes of every tile that can be chosen, without a GPU: "
-    "registers, spills, instructions.",
-}  # fmt: skip
+    "compile": "Compile every tile for every GPU: registers, spills, instructions. No GPU needed.",
+}
 
 
 def module_of(command: str) -> str:

@@ -1,12 +1,14 @@
-"""What hetconv autotune finds on pairs of this machine: how well its profile predicts, and what its plan gains.
+"""Autotune pairs of this machine: predicted against measured steps, gain of the plan.
 
-For each case the profile is made as ``hetconv autotune`` makes it; then about twenty plans, predicted from it, run in
-turn within each round, with the plain model on each device alone among them, until two halves of the rounds order them
-alike, or for so long. Steps are compared as they were, and with the speed made good that devices had within each, as
-tuning itself does. Then the tuned plan, those that were the fastest, the fastest device alone and even split run once
-more, and from these rounds the gains are told, in both ways: by noise alone the fastest of many seems faster than it
-is. Beside them stands what devices of such speeds could gain if nothing were sent, and how long the plan's own step
-takes without its messages, in turn with it.
+For each case the profile is made as ``hetconv autotune`` makes it; then about twenty
+plans, predicted from it, run in turn within each round, with the plain model on each
+device alone among them, until two halves of the rounds order them alike, or for so
+long. Steps are compared as they were, and with the speed made good that devices had
+within each, as tuning itself does. Then the tuned plan, those that were the fastest,
+the fastest device alone and even split run once more, and from these rounds the gains
+are told, in both ways: by noise alone the fastest of many seems faster than it is.
+Beside them stands what devices of such speeds could gain if nothing were sent, and how
+long the plan's own step takes without its messages, in turn with it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from bench.overlap import within
 from bench.shared.machine import commit, now, save, software
 from bench.shared.plan_gains import OF_SILENT, SILENT, doubt, gains, last, possible
 from bench.shared.plan_sample import compared
-from bench.shared.prediction_errors import Check, layer_errors, plan_steps, predicted_and_measured
+from bench.shared.prediction_errors import (
+    Check,
+    layer_errors,
+    plan_steps,
+    predicted_and_measured,
+)
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.throttle import DeviceName
@@ -51,15 +58,19 @@ from hetconv.tracing.tracer import capture
 MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
-RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # until who started it is gone
+# until who started it is gone
+RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 ROUNDS, MOST_ROUNDS = 7, 101  # of all plans
 LEAST_S, LONGEST_S = 60.0, 200.0  # that these take together
 AGREE = 0.95  # Kendall's tau of two halves of them: with less, noise orders plans
 LAST_ROUNDS, LAST_S = 11, 45.0  # more rounds of the fastest
-SURE = 0.01  # standard error of what the plan loses against the fastest of these, or twice as many seconds
+# standard error of what the plan loses against the fastest of these, or twice as many
+# seconds
+SURE = 0.01
 AS_RUN = "as run"  # gains of the seconds that steps took, whatever speed devices had within each
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
-OF_COMPUTING = "of computing"  # how many times as long a step takes as its busiest device is predicted to compute
+# how many times as long a step takes as its busiest device is predicted to compute
+OF_COMPUTING = "of computing"
 
 
 @dataclass(frozen=True)
@@ -73,21 +84,49 @@ class Case:
 
 
 CASES = (
-    Case("super-resolution", "bench.shared.models:stack", '{"blocks": 4, "channels": 48}', (1, 3, 256, 256)),
+    Case(
+        "super-resolution",
+        "bench.shared.models:stack",
+        '{"blocks": 4, "channels": 48}',
+        (1, 3, 256, 256),
+    ),
     Case("U-Net", "bench.shared.models:unet", '{"width": 16}', (1, 3, 192, 192)),
     Case("U-Net 512", "bench.shared.models:unet", '{"width": 16}', (1, 3, 512, 512)),
-    Case("ResNet-18", "bench.shared.models:torchvision_model", '{"name": "resnet18"}', (1, 3, 224, 224)),
-    Case("ResNet-18 512", "bench.shared.models:torchvision_model", '{"name": "resnet18"}', (1, 3, 512, 512)),
+    Case(
+        "ResNet-18",
+        "bench.shared.models:torchvision_model",
+        '{"name": "resnet18"}',
+        (1, 3, 224, 224),
+    ),
+    Case(
+        "ResNet-18 512",
+        "bench.shared.models:torchvision_model",
+        '{"name": "resnet18"}',
+        (1, 3, 512, 512),
+    ),
 )
-"""The last two networks also at images of 512 by 512: what moves and what Python takes is then a smaller part."""
+"""The last two networks also at images of 512 by 512: what moves and what Python takes
+is then a smaller part.
+"""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--pairs", default=";".join(PAIRS), help="with semicolons between (default: %(default)s)")
-    parser.add_argument("--models", type=_some(c.name for c in CASES), help="only these, with commas between")
+    parser.add_argument(
+        "--pairs",
+        default=";".join(PAIRS),
+        help="with semicolons between (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        type=_some(c.name for c in CASES),
+        help="only these, with commas between",
+    )
     parser.add_argument("--modes", type=_some(MODES), help="only this one")
     parser.add_argument(
-        "--budget", type=float, default=150, help="seconds of tuning, for each case (default: %(default)s)"
+        "--budget",
+        type=float,
+        default=150,
+        help="seconds of tuning, for each case (default: %(default)s)",
     )
     parser.add_argument(
         "-o",
@@ -103,7 +142,9 @@ def _some(known: Iterable[str]) -> Callable[[str], list[str]]:
 
     def parse(text: str) -> list[str]:
         if unknown := set(text.split(",")) - set(names):
-            raise ArgumentTypeError(f"{', '.join(sorted(unknown))} is not known; there are {', '.join(names)}")
+            raise ArgumentTypeError(
+                f"{', '.join(sorted(unknown))} is not known; there are {', '.join(names)}"
+            )
         return text.split(",")
 
     return parse
@@ -113,22 +154,50 @@ def run(args: Namespace) -> None:
     """Prints a line per case, what must hold, and the results as one JSON document last."""
     rows: list[dict[str, Any]] = []
     asked = [c for c in CASES if args.models is None or c.name in args.models]
-    pairs = {pair: parse_devices(pair.removesuffix(BUSY).strip()) for pair in args.pairs.split(";")}
-    for (pair, devices), case, mode in product(pairs.items(), asked, args.modes or MODES):
-        found = run_on(devices, measure, tuple(devices), case, mode, args.budget, pair.endswith(BUSY))
-        head = {"pair": pair, "model": case.name, "mode": mode, "date": now(), "setup": software() | commit()}
+    pairs = {
+        pair: parse_devices(pair.removesuffix(BUSY).strip())
+        for pair in args.pairs.split(";")
+    }
+    for (pair, devices), case, mode in product(
+        pairs.items(), asked, args.modes or MODES
+    ):
+        found = run_on(
+            devices,
+            measure,
+            tuple(devices),
+            case,
+            mode,
+            args.budget,
+            pair.endswith(BUSY),
+        )
+        head = {
+            "pair": pair,
+            "model": case.name,
+            "mode": mode,
+            "date": now(),
+            "setup": software() | commit(),
+        }
         rows.append(head | found)
         print(line(rows[-1]), flush=True)
         if args.output is not None:  # after each: a run of all takes an hour
-            save(args.output, {"suite": "autotune", "cases": with_others(args.output, rows)})
+            save(
+                args.output,
+                {"suite": "autotune", "cases": with_others(args.output, rows)},
+            )
     print("must hold:", *demands(rows), sep="\n  ")
     print(json.dumps({"suite": "autotune", "cases": rows}))
 
 
 def with_others(output: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """``rows``, and the cases of an older result file that were not measured anew."""
-    older = json.loads(output.read_text(encoding="utf-8"))["cases"] if output.exists() else []
-    cases = {(case["pair"], case["model"], case["mode"]): case for case in (*older, *rows)}
+    older = (
+        json.loads(output.read_text(encoding="utf-8"))["cases"]
+        if output.exists()
+        else []
+    )
+    cases = {
+        (case["pair"], case["model"], case["mode"]): case for case in (*older, *rows)
+    }
     return list(cases.values())
 
 
@@ -139,25 +208,52 @@ def line(row: Mapping[str, Any]) -> str:
     def both(figure: str) -> str:
         return f"{row[f'{figure} at speed']:.1%} ({row[figure]:.1%} as run)"
 
-    alone, even = (f"{row[gain]:.2f}" + most(f"possible {gain}") for gain in ("vs_alone", "vs_even"))
-    as_run, split = row[AS_RUN], f", {row[OF_SILENT]:.2f}x its step without messages" if OF_SILENT in row else ""
+    alone, even = (
+        f"{row[gain]:.2f}" + most(f"possible {gain}")
+        for gain in ("vs_alone", "vs_even")
+    )
+    as_run, split = (
+        row[AS_RUN],
+        f", {row[OF_SILENT]:.2f}x its step without messages"
+        if OF_SILENT in row
+        else "",
+    )
     return (
-        f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {alone}x alone, {even}x even "
-        f"({as_run['vs_alone']:.2f}x and {as_run['vs_even']:.2f}x as run), {row[OF_COMPUTING]:.2f}x what it computes"
+        f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {alone}x alone, "
+        f"{even}x even "
+        f"({as_run['vs_alone']:.2f}x and {as_run['vs_even']:.2f}x as run), "
+        f"{row[OF_COMPUTING]:.2f}x what it computes"
         f"{split}, regret {row['regret']:.1%}; predicted steps "
-        f"off by {both('median error')}, nine of ten by {both('p90 error')}, layers by {row[LAYERS]:.1%}; "
+        f"off by {both('median error')}, nine of ten by {both('p90 error')}, layers by "
+        f"{row[LAYERS]:.1%}; "
         f"tau {row['tau at speed']:.2f} ({row['tau']:.2f} as run), of two halves of the rounds "
-        f"{row['tau of rounds at speed']:.2f} ({row['tau of rounds']:.2f}); the same measured again: steps by "
+        f"{row['tau of rounds at speed']:.2f} ({row['tau of rounds']:.2f}); the same measured "
+        "again: steps by "
         f"{both('spread of rounds')}, layers by {row[REPEATED]:.1%}"
     )
 
 
-def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: float, busy: bool) -> dict[str, Any]:
+def measure(
+    devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: float, busy: bool
+) -> dict[str, Any]:
     """On every rank: the figures of a case."""
-    with beside_a_busy_process(busy and team_of().rank == len(devices) - 1), tempfile.TemporaryDirectory() as folder:
+    with (
+        beside_a_busy_process(busy and team_of().rank == len(devices) - 1),
+        tempfile.TemporaryDirectory() as folder,
+    ):
         output = Path(folder, "cluster.json")
         inputs = InputSpec((TensorSpec(case.input),))
-        job = Job(devices, case.model, case.arguments, inputs, mode, trials=12, budget=budget, output=output, seed=0)
+        job = Job(
+            devices,
+            case.model,
+            case.arguments,
+            inputs,
+            mode,
+            trials=12,
+            budget=budget,
+            output=output,
+            seed=0,
+        )
         profile = tune(job).profile
         model = build_model(case.model, case.arguments, 0).train(mode == "train")
         model, x = channels_last(model, random_input(case.input, 0))
@@ -167,16 +263,29 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         plans = {} if plan.chosen.startswith(ALONE) else {PLANNED: dict(plan.splits)}
         all_plans = compared(graph, profile, mode, plans)
         steps = plan_steps(model, ModelInputs.of(x), graph, profile, mode, all_plans)
-        check = checked(steps, x.device, lambda ran: predicted_and_measured(ran, graph, profile, mode, all_plans))
+        check = checked(
+            steps,
+            x.device,
+            lambda ran: predicted_and_measured(ran, graph, profile, mode, all_plans),
+        )
         own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
-        best = {name: steps[name] for name in last({n: s for n, (_, s) in check.steps.items()}, own)}
+        best = {
+            name: steps[name]
+            for name in last({n: s for n, (_, s) in check.steps.items()}, own)
+        }
         if own == PLANNED:
             best[SILENT] = within(silent, steps[PLANNED])
             all_plans[SILENT] = all_plans[PLANNED]
         usual = Usual(Pricer(graph, profile, mode))
 
         def brought(rounds: Iterable[Round]) -> list[Seconds]:
-            return [{name: usual.seconds(name, all_plans[name], step) for name, step in one.items()} for one in rounds]
+            return [
+                {
+                    name: usual.seconds(name, all_plans[name], step)
+                    for name, step in one.items()
+                }
+                for one in rounds
+            ]
 
         again = paced_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
         if doubt(brought(again), own) > SURE:  # alike on all ranks
@@ -184,37 +293,80 @@ def measure(devices: tuple[DeviceName, ...], case: Case, mode: Mode, budget: flo
         layers = layer_errors(graph, profile, mode, x.device)
     at_usual = brought(again)
     as_run = [{name: step.seconds for name, step in one.items()} for one in again]
-    found = {"chosen": plan.chosen} | figures(check) | gains(at_usual, own) | {AS_RUN: gains(as_run, own)}
-    found |= {name: round(median(e), 4) for name, e in zip((LAYERS, REPEATED), layers, strict=True)}
-    found |= {OF_COMPUTING: round(found["measured again ms"][own] / 1e3 / computing_s(graph, profile, plan), 4)}
-    return found if busy else found | possible([d.speed for d in devices], [d.pulse_s or 1.0 for d in profile.devices])
+    found = (
+        {"chosen": plan.chosen}
+        | figures(check)
+        | gains(at_usual, own)
+        | {AS_RUN: gains(as_run, own)}
+    )
+    found |= {
+        name: round(median(e), 4)
+        for name, e in zip((LAYERS, REPEATED), layers, strict=True)
+    }
+    found |= {
+        OF_COMPUTING: round(
+            found["measured again ms"][own] / 1e3 / computing_s(graph, profile, plan), 4
+        )
+    }
+    return (
+        found
+        if busy
+        else found
+        | possible(
+            [d.speed for d in devices], [d.pulse_s or 1.0 for d in profile.devices]
+        )
+    )
 
 
 def computing_s(graph: Graph, profile: ClusterProfile, plan: Plan) -> float:
     """Of the plan's busiest device."""
-    return max(Pricer(graph, profile, plan.mode).of(plan.chosen).price(plan.splits)[0].busy_s)
+    return max(
+        Pricer(graph, profile, plan.mode).of(plan.chosen).price(plan.splits)[0].busy_s
+    )
 
 
-def checked(steps: Mapping[str, Step], device: torch.device, check: Callable[[list[Round]], Check]) -> Check:
-    """Collective: of rounds of all plans, until two halves of them say the same, or they have taken long enough."""
+def checked(
+    steps: Mapping[str, Step],
+    device: torch.device,
+    check: Callable[[list[Round]], Check],
+) -> Check:
+    """Collective: of rounds of all plans, until two halves of them say the same, or
+    they have taken long enough.
+    """
     ran = paced_rounds(steps, ROUNDS, device, LEAST_S, MOST_ROUNDS)
     while True:
-        found, took = check(ran), sum(step.seconds for one in ran for step in one.values())
-        if found.at_speed.figures["tau of rounds"] >= AGREE or took >= LONGEST_S or len(ran) >= MOST_ROUNDS:
+        found, took = (
+            check(ran),
+            sum(step.seconds for one in ran for step in one.values()),
+        )
+        if (
+            found.at_speed.figures["tau of rounds"] >= AGREE
+            or took >= LONGEST_S
+            or len(ran) >= MOST_ROUNDS
+        ):
             return found  # alike on all ranks
         ran += paced_rounds(steps, ROUNDS, device)
 
 
 def figures(check: Check) -> dict[str, Any]:
     """Of predictions; a device alone is measured as the plain model."""
-    steps = {n: [round(s * 1e3, 3) for s in (*of, median(check.usual[n]))] for n, of in check.steps.items()}
-    found = check.figures | {f"{n} at speed": v for n, v in check.at_speed.figures.items()}
-    return {n: round(v, 4) for n, v in found.items()} | {"predicted and measured ms": steps}
+    steps = {
+        n: [round(s * 1e3, 3) for s in (*of, median(check.usual[n]))]
+        for n, of in check.steps.items()
+    }
+    found = check.figures | {
+        f"{n} at speed": v for n, v in check.at_speed.figures.items()
+    }
+    return {n: round(v, 4) for n, v in found.items()} | {
+        "predicted and measured ms": steps
+    }
 
 
 @contextmanager
 def beside_a_busy_process(wanted: bool) -> Iterator[None]:
-    """Binds this process to one core, the last, with a process that never rests; another device for real."""
+    """Binds this process to one core, the last, with a process that never rests;
+    another device for real.
+    """
     if not wanted:
         yield
         return
@@ -233,7 +385,9 @@ def beside_a_busy_process(wanted: bool) -> Iterator[None]:
 
 def demands(rows: list[dict[str, Any]]) -> list[Demand]:
     def worst(figure: str, where: Mapping[str, str] | None = None) -> float | None:
-        found = [r[figure] for r in rows if all(r[k] == v for k, v in (where or {}).items())]
+        found = [
+            r[figure] for r in rows if all(r[k] == v for k, v in (where or {}).items())
+        ]
         return min(found) if found else None
 
     def usual(figure: str) -> float:
@@ -243,18 +397,44 @@ def demands(rows: list[dict[str, Any]]) -> list[Demand]:
         return max(1e-9, *(float(r[figure]) for r in rows))
 
     of_pair = {"pair": PAIRS[0], "model": CASES[0].name}
-    split = [r for r in rows if r["pair"] in PAIRS[:2] and not r["chosen"].startswith(ALONE)]
+    split = [
+        r for r in rows if r["pair"] in PAIRS[:2] and not r["chosen"].startswith(ALONE)
+    ]
     of_bound = [r[OF_SILENT] for r in split]
     return [
         Demand("10 % over the median error of layers", 1.0, 0.1 / usual(LAYERS)),
-        Demand("10 % over the median error of predicted steps", 1.0, 0.1 / usual("median error at speed")),
-        Demand("20 % over the error of nine steps in ten", 1.0, 0.2 / most("p90 error at speed")),
-        Demand("Kendall's tau of predicted and measured order", 0.9, worst("tau at speed")),
+        Demand(
+            "10 % over the median error of predicted steps",
+            1.0,
+            0.1 / usual("median error at speed"),
+        ),
+        Demand(
+            "20 % over the error of nine steps in ten",
+            1.0,
+            0.2 / most("p90 error at speed"),
+        ),
+        Demand(
+            "Kendall's tau of predicted and measured order", 0.9, worst("tau at speed")
+        ),
         Demand("5 % over the regret", 1.0, 0.05 / most("regret")),
         Demand("against the fastest alone, anywhere", 0.98, worst("vs_alone")),
-        Demand("super-resolution against alone on cpu,cpu@0.5", 1.25, worst("vs_alone", of_pair | {"mode": "infer"})),
-        Demand("the same in training", 1.05, worst("vs_alone", of_pair | {"mode": "train"})),
-        Demand("10 % over a split's step without messages", 1.0, 1.1 / max(of_bound) if of_bound else None),
-        Demand("against even on cpu,cpu@0.5", 1.35, worst("vs_even", {"pair": PAIRS[0]})),
-        Demand("against even on cpu,cpu@0.25", 1.8, worst("vs_even", {"pair": PAIRS[1]})),
+        Demand(
+            "super-resolution against alone on cpu,cpu@0.5",
+            1.25,
+            worst("vs_alone", of_pair | {"mode": "infer"}),
+        ),
+        Demand(
+            "the same in training", 1.05, worst("vs_alone", of_pair | {"mode": "train"})
+        ),
+        Demand(
+            "10 % over a split's step without messages",
+            1.0,
+            1.1 / max(of_bound) if of_bound else None,
+        ),
+        Demand(
+            "against even on cpu,cpu@0.5", 1.35, worst("vs_even", {"pair": PAIRS[0]})
+        ),
+        Demand(
+            "against even on cpu,cpu@0.25", 1.8, worst("vs_even", {"pair": PAIRS[1]})
+        ),
     ]

@@ -1,4 +1,4 @@
-"""Everything worth doing while a GPU is at hand, in minutes: stages in processes of their own, a table of them last."""
+"""Run all that needs a GPU, in minutes: tests and benchmarks as separate processes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,37 @@ from bench.shared.machine import RESULTS, ROOT, facts, need_cuda, results_file, 
 SECONDS = 520.0  # in all
 GRACE = 5.0  # seconds that a stage gets to end by itself once it is interrupted
 PASSED = r"\b\d+ passed"
-# Without the project's settings: a key that no plugin knows is an error, and pytest-timeout may be missing.
+# Without the project's settings: a key that no plugin knows is an error, and
+# pytest-timeout may be missing.
 PYTEST = (
-    "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-p", "no:benchmark",
-    "-q", "-ra",
-)  # fmt: skip
+    "-m",
+    "pytest",
+    "-c",
+    os.devnull,
+    "--rootdir",
+    str(ROOT),
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:benchmark",
+    "-q",
+    "-ra",
+)
 WORKERS = 15  # compilers and ranks want cores, and contexts take half a gigabyte of the GPU each
-ON_DEVICE = {"HETCONV_TEST_DEVICE": "cuda", "PYTEST_TIMEOUT": "120", "PYTHONFAULTHANDLER": "1"}
+ON_DEVICE = {
+    "HETCONV_TEST_DEVICE": "cuda",
+    "PYTEST_TIMEOUT": "120",
+    "PYTHONFAULTHANDLER": "1",
+}
 
 Outcome = Literal["passed", "failed", "timed out", "not run"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A command with a limit in seconds. It passed if it ended with status 0 and its output has ``expects`` in it."""
+    """A command with a limit in seconds. It passed if it ended with status 0 and its
+    output has ``expects`` in it.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -56,38 +73,62 @@ class Done:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all stages together (default: %(default)s)")
-    parser.add_argument("--only", metavar="REGEX", default="", help="only stages whose name matches somewhere")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", default=os.environ.get("HETCONV_RESULTS"),
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="for all stages together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="REGEX",
+        default="",
+        help="only stages whose name matches somewhere",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=os.environ.get("HETCONV_RESULTS"),
         help="write results here (default: $HETCONV_RESULTS, else bench/results/<gpu>)",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises `KernelError` without a GPU, `SystemExit` with status 1 if a stage failed or ran out of time."""
+    """Raises `KernelError` without a GPU, `SystemExit` with status 1 if a stage failed
+    or ran out of time.
+    """
     start = time.monotonic()
     need_cuda("gpu")
     machine = facts()
     folder = Path(args.output) if args.output else RESULTS / slug(machine["device"])
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}: into {folder}", flush=True)
+    print(
+        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}: into {folder}",
+        flush=True,
+    )
     done: list[Done] = []
     for stage in stages(folder):
         if re.search(args.only, stage.name):
             left = args.seconds - (time.monotonic() - start)
             done.append(performed(stage, left))
             document = {"suite": "gpu", **machine, "stages": [asdict(d) for d in done]}
-            results_file(folder, "gpu").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            results_file(folder, "gpu").write_text(
+                json.dumps(document, indent=1) + "\n", encoding="utf-8"
+            )
     print(table(done), flush=True)
     if any(d.outcome in ("failed", "timed out") for d in done):
         raise SystemExit(1)
 
 
 def stages(folder: Path) -> list[Stage]:
-    """In order of what is known least without them. The longest benchmark comes last and takes what time is left."""
+    """In order of what is known least without them. The longest benchmark comes last
+    and takes what time is left.
+    """
     suites = ("concat", "parts", "kernels", "overlap")
-    concat, parts, kernels, overlap = (str(results_file(folder, suite)) for suite in suites)
+    concat, parts, kernels, overlap = (
+        str(results_file(folder, suite)) for suite in suites
+    )
     on_ranks, model = ("tests/devices/test_gpu.py",), ("pydantic",)
     several = in_parallel()
     of_kernels = "tests/kernels/triton/test_"
@@ -105,46 +146,122 @@ def stages(folder: Path) -> list[Stage]:
     operators = (
         "tests/operators/test_functions_on_shards.py",
         "tests/measure/test_sampling.py",
-        *(f"tests/ops/test_{name}.py" for name in ("norms", "pooling", "random", "einsum")),
+        *(
+            f"tests/ops/test_{name}.py"
+            for name in ("norms", "pooling", "random", "einsum")
+        ),
     )
     return [
         Stage(
-            "kernels on the device", (*PYTEST, *several, "--maxfail=10", *passes),
-            170, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
+            "kernels on the device",
+            (*PYTEST, *several, "--maxfail=10", *passes),
+            170,
+            ON_DEVICE,
+            ("pytest", "hypothesis"),
+            PASSED,
         ),
         Stage(
-            "joins and pieces on the device", (*PYTEST, *several, "--maxfail=10", *pieces),
-            80, ON_DEVICE, ("pytest", "hypothesis"), PASSED,
-        ),
-        Stage("messages over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and messages"), 30, ON_DEVICE, (), PASSED),
-        Stage("model over NCCL", (*PYTEST, *on_ranks, "-k", "nccl and model"), 30, ON_DEVICE, model, PASSED),
-        Stage("two ranks over gloo", (*PYTEST, *several, *on_ranks, "-k", "gloo"), 80, ON_DEVICE, model, PASSED),
-        Stage(
-            "programs on ranks", (*PYTEST, *several, "tests/programs"), 150, ON_DEVICE,
-            (*model, "hypothesis", "timm", "torchvision"), PASSED,
-        ),
-        Stage("laws on ranks", (*PYTEST, *several, "tests/laws"), 100, ON_DEVICE, (*model, "hypothesis"), PASSED),
-        Stage("operators on ranks", (*PYTEST, *several, *operators), 100, ON_DEVICE, (*model, "hypothesis"), PASSED),
-        Stage(
-            "channels joined", ("-m", "bench", "concat", "--quick", "-o", concat, "--budget", "{seconds}"), 40,
+            "joins and pieces on the device",
+            (*PYTEST, *several, "--maxfail=10", *pieces),
+            80,
+            ON_DEVICE,
+            ("pytest", "hypothesis"),
+            PASSED,
         ),
         Stage(
-            "parts read in place", ("-m", "bench", "parts", "--quick", "-o", parts, "--budget", "{seconds}"), 40,
+            "messages over NCCL",
+            (*PYTEST, *on_ranks, "-k", "nccl and messages"),
+            30,
+            ON_DEVICE,
+            (),
+            PASSED,
+        ),
+        Stage(
+            "model over NCCL",
+            (*PYTEST, *on_ranks, "-k", "nccl and model"),
+            30,
+            ON_DEVICE,
+            model,
+            PASSED,
+        ),
+        Stage(
+            "two ranks over gloo",
+            (*PYTEST, *several, *on_ranks, "-k", "gloo"),
+            80,
+            ON_DEVICE,
+            model,
+            PASSED,
+        ),
+        Stage(
+            "programs on ranks",
+            (*PYTEST, *several, "tests/programs"),
+            150,
+            ON_DEVICE,
+            (*model, "hypothesis", "timm", "torchvision"),
+            PASSED,
+        ),
+        Stage(
+            "laws on ranks",
+            (*PYTEST, *several, "tests/laws"),
+            100,
+            ON_DEVICE,
+            (*model, "hypothesis"),
+            PASSED,
+        ),
+        Stage(
+            "operators on ranks",
+            (*PYTEST, *several, *operators),
+            100,
+            ON_DEVICE,
+            (*model, "hypothesis"),
+            PASSED,
+        ),
+        Stage(
+            "channels joined",
+            ("-m", "bench", "concat", "--quick", "-o", concat, "--budget", "{seconds}"),
+            40,
+        ),
+        Stage(
+            "parts read in place",
+            ("-m", "bench", "parts", "--quick", "-o", parts, "--budget", "{seconds}"),
+            40,
         ),
         Stage(
             "messages beside work",
-            ("-m", "bench", "overlap", "--quick", "--devices", "cuda:0,cuda:0@0.5", "-o", overlap),
-            40, needs=(*model, "optuna", "rich"),
+            (
+                "-m",
+                "bench",
+                "overlap",
+                "--quick",
+                "--devices",
+                "cuda:0,cuda:0@0.5",
+                "-o",
+                overlap,
+            ),
+            40,
+            needs=(*model, "optuna", "rich"),
         ),
         Stage(
             "kernels against cuDNN",
-            ("-m", "bench", "kernels", "--quick", "-o", kernels, "--budget", "{seconds}"), float("inf"),
+            (
+                "-m",
+                "bench",
+                "kernels",
+                "--quick",
+                "-o",
+                kernels,
+                "--budget",
+                "{seconds}",
+            ),
+            float("inf"),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def in_parallel() -> tuple[str, ...]:
-    """pytest's options for as many workers as leave a core free, where its plugin for that is installed."""
+    """pytest's options for as many workers as leave a core free, where its plugin for
+    that is installed.
+    """
     workers = min(WORKERS, (os.cpu_count() or 1) - 1)
     if workers < 2 or importlib.util.find_spec("xdist") is None:
         return ()
@@ -153,38 +270,60 @@ def in_parallel() -> tuple[str, ...]:
 
 def performed(stage: Stage, left: float) -> Done:
     """Runs a stage within its limit and the seconds ``left``; prints its output as it comes."""
-    said = f"python {' '.join(stage.command)}".replace(str(ROOT), ".")  # as in any checkout
+    said = f"python {' '.join(stage.command)}".replace(
+        str(ROOT), "."
+    )  # as in any checkout
     missing = [m for m in stage.needs if importlib.util.find_spec(m) is None]
     if missing:
-        return Done(stage.name, "not run", 0.0, f"{', '.join(missing)} is not installed", said)
+        return Done(
+            stage.name, "not run", 0.0, f"{', '.join(missing)} is not installed", said
+        )
     limit = min(stage.limit, left - GRACE)
     if limit < 10:
         return Done(stage.name, "not run", 0.0, "no time was left", said)
-    # What starts up or winds down takes time too: the stage's own budget ends before it would be interrupted.
-    command = [sys.executable, *(c.replace("{seconds}", f"{max(limit - 20, 5):.0f}") for c in stage.command)]
+    # What starts up or winds down takes time too: the stage's own budget ends before it
+    # would be interrupted.
+    command = [
+        sys.executable,
+        *(c.replace("{seconds}", f"{max(limit - 20, 5):.0f}") for c in stage.command),
+    ]
     print(f"\n--- {stage.name}, at most {limit:.0f} s: {' '.join(command)}", flush=True)
     start = time.monotonic()
     status, in_time, lines = streamed(command, limit, os.environ | stage.env)
-    last = next((text for text in reversed(lines) if text and not text.startswith("{")), "")
+    last = next(
+        (text for text in reversed(lines) if text and not text.startswith("{")), ""
+    )
     outcome: Outcome = "passed" if status == 0 else "failed"
     if not in_time:
         outcome = "timed out"
     elif outcome == "passed" and not re.search(stage.expects, "\n".join(lines)):
         outcome, last = "not run", f"status 0, but nothing passed: {last}"
-    return Done(stage.name, outcome, round(time.monotonic() - start, 1), last[:200], said)
+    return Done(
+        stage.name, outcome, round(time.monotonic() - start, 1), last[:200], said
+    )
 
 
-def streamed(command: Sequence[str], limit: float, env: dict[str, str]) -> tuple[int, bool, list[str]]:
+def streamed(
+    command: Sequence[str], limit: float, env: dict[str, str]
+) -> tuple[int, bool, list[str]]:
     """(status, whether it ended in time, lines of output). What it started ends with it."""
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=env, cwd=ROOT,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=env,
+        cwd=ROOT,
         start_new_session=True,
-    ) as p:  # fmt: skip
+    ) as p:
         late = threading.Event()
 
         def interrupt() -> None:
             late.set()
-            _signalled(p.pid, signal.SIGINT)  # so that pytest still says what it has found
+            _signalled(
+                p.pid, signal.SIGINT
+            )  # so that pytest still says what it has found
             killer.start()
 
         killer = threading.Timer(GRACE, lambda: _signalled(p.pid, signal.SIGKILL))

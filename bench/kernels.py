@@ -1,4 +1,4 @@
-"""Triton's kernels against cuDNN on the GPU at hand: first whether they are right, then how fast both are, in turn."""
+"""Time Triton's convolution kernels against cuDNN's, after a check of their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,16 @@ from bench.shared.kernel_checks import (
     tiles_of,
 )
 from bench.shared.machine import facts, need_cuda, save
-from bench.shared.timing import Timed, ceilings, host_seconds, prepared, raced, sets_for, short, tried
+from bench.shared.timing import (
+    Timed,
+    ceilings,
+    host_seconds,
+    prepared,
+    raced,
+    sets_for,
+    short,
+    tried,
+)
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels.launch import chip_of
@@ -40,17 +49,45 @@ ROUNDS, TILE_ROUNDS = 9, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="the cases that a few minutes suffice for")
-    parser.add_argument("--filter", metavar="REGEX", default="", help="only cases whose name matches somewhere")
-    parser.add_argument("--passes", default=",".join(PASSES), help="separated by commas (default: %(default)s)")
-    parser.add_argument("--tiles", action="store_true", help="also check and time every tile for every case")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop then, with what was measured")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the results here, after every case")
+    parser.add_argument(
+        "--quick", action="store_true", help="the cases that a few minutes suffice for"
+    )
+    parser.add_argument(
+        "--filter",
+        metavar="REGEX",
+        default="",
+        help="only cases whose name matches somewhere",
+    )
+    parser.add_argument(
+        "--passes",
+        default=",".join(PASSES),
+        help="separated by commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tiles",
+        action="store_true",
+        help="also check and time every tile for every case",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="stop then, with what was measured",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the results here, after every case",
+    )
 
 
 @dataclass
 class Report:
-    """All that a run found; `write` is called after every case, so that a run that is killed leaves its results."""
+    """All that a run found; `write` is called after every case, so that a run that is
+    killed leaves its results.
+    """
 
     output: Path | None
     where: torch.device
@@ -61,9 +98,25 @@ class Report:
     stopped: str | None = None
 
     def document(self, with_cases: bool = True) -> dict[str, Any]:
-        held = [asdict(d) | {"met": d.met} for d in verdict.demands(self.rows, self.ceilings)] if self.ceilings else []
-        found = {"suite": "kernels", **self.machine, "ceilings": self.ceilings, "host_us": self.host_us}
-        found |= {"stopped": self.stopped, "must_hold": held, "summary": verdict.summary(self.rows)}
+        held = (
+            [
+                asdict(d) | {"met": d.met}
+                for d in verdict.demands(self.rows, self.ceilings)
+            ]
+            if self.ceilings
+            else []
+        )
+        found = {
+            "suite": "kernels",
+            **self.machine,
+            "ceilings": self.ceilings,
+            "host_us": self.host_us,
+        }
+        found |= {
+            "stopped": self.stopped,
+            "must_hold": held,
+            "summary": verdict.summary(self.rows),
+        }
         return found | ({"cases": self.rows} if with_cases else {})
 
     def write(self) -> None:
@@ -72,13 +125,17 @@ class Report:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints ceilings, a line per case, the summary, and one JSON document last, without the cases if a file has them.
+    """Prints ceilings, a line per case, the summary, and one JSON document last,
+    without the cases if a file has them.
 
-    Raises `KernelError` without a GPU, `SystemExit` with status 1 if a result was wrong or a case failed.
+    Raises `KernelError` without a GPU, `SystemExit` with status 1 if a result was wrong
+    or a case failed.
     """
     chosen = selected(args)
     device = need_cuda("kernels")
-    deadline = time.monotonic() + args.budget if args.budget is not None else float("inf")
+    deadline = (
+        time.monotonic() + args.budget if args.budget is not None else float("inf")
+    )
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
@@ -90,7 +147,11 @@ def run(args: argparse.Namespace) -> None:
             if time.monotonic() > deadline:
                 report.stopped = f"after the budget of {args.budget:.0f} s"
                 break
-            row = attempted(case, what, lambda c=case, w=what: measured(c, w, report, args.tiles))  # type: ignore[misc]
+            row = attempted(
+                case,
+                what,
+                lambda c=case, w=what: measured(c, w, report, args.tiles),  # type: ignore[misc]
+            )
             report.rows.append(row)
             print(line(row), flush=True)
             report.write()
@@ -109,26 +170,38 @@ def selected(args: argparse.Namespace) -> list[tuple[Case, Pass]]:
     """The cases and passes that were asked for. Raises `KernelError` where there are none."""
     asked = [p.strip() for p in args.passes.split(",")]
     if not set(asked) <= set(PASSES):
-        raise KernelError(f"--passes {args.passes!r} is not known; give some of {', '.join(PASSES)}")
+        raise KernelError(
+            f"--passes {args.passes!r} is not known; give some of {', '.join(PASSES)}"
+        )
     try:
         pattern = re.compile(args.filter)
     except re.error as e:
-        raise KernelError(f"--filter {args.filter!r} is no regular expression: {e}") from e
+        raise KernelError(
+            f"--filter {args.filter!r} is no regular expression: {e}"
+        ) from e
     suite = kernel_cases.quick() if args.quick else kernel_cases.cases()
-    found = [(c, p) for c in suite if pattern.search(c.name) for p in c.passes if p in asked]
+    found = [
+        (c, p) for c in suite if pattern.search(c.name) for p in c.passes if p in asked
+    ]
     if not found:
-        raise KernelError(f"no case matches --filter {args.filter!r}; names are like {suite[0].name!r}")
+        raise KernelError(
+            f"no case matches --filter {args.filter!r}; names are like {suite[0].name!r}"
+        )
     return found
 
 
-def attempted(case: Case, what: Pass, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def attempted(
+    case: Case, what: Pass, measure: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
     """What ``measure`` found, or how it failed."""
     row = {"name": case.name, "pass": what, "part": case.part, "dtype": case.dtype}
     row |= {k: v for k, v in asdict(case).items() if k not in row}
     return row | tried(measure)
 
 
-def measured(case: Case, what: Pass, report: Report, every_tile: bool) -> dict[str, Any]:
+def measured(
+    case: Case, what: Pass, report: Report, every_tile: bool
+) -> dict[str, Any]:
     """One pass of one case: its errors, and if they are small its times."""
     device, spec = report.where, case.spec
     first = drawn(case, what, device)
@@ -141,27 +214,49 @@ def measured(case: Case, what: Pass, report: Report, every_tile: bool) -> dict[s
     count = sets_for(read_bytes(case, what), report.machine["l2_bytes"])
     sets = [first, *(drawn(case, what, device, first) for _ in range(count - 1))]
     if every_tile:
-        row["tiles"] = [tile_row(case, what, t, sets, other, report) for t in tiles_of(case, what, chip_of(device))]
+        row["tiles"] = [
+            tile_row(case, what, t, sets, other, report)
+            for t in tiles_of(case, what, chip_of(device))
+        ]
     if "wrong" in row:
         return row
     del other
     row |= raced(
         {
-            "triton": prepared(lambda i: by_triton(case, what, sets[i]), len(sets), _floor(case, report)),
-            "cudnn": prepared(lambda i: by_aten(case, what, sets[i]), len(sets), _floor(case, report)),
+            "triton": prepared(
+                lambda i: by_triton(case, what, sets[i]),
+                len(sets),
+                _floor(case, report),
+            ),
+            "cudnn": prepared(
+                lambda i: by_aten(case, what, sets[i]), len(sets), _floor(case, report)
+            ),
         },
         ROUNDS,
     )
     if what == "forward" and case.is_slice:
         row["slot"] = raced(_into_slots(case, sets, report), ROUNDS)
     t = row["triton_us"] * 1e-6
-    row |= {"flops_per_s": spec.flops / t, "bytes_per_s": spec.bytes / t, "of_bound": _floor(case, report) / t}
-    row["bound"] = "copy" if spec.bytes / report.ceilings["copy"] >= _floor(case, report) else "matmul"
+    row |= {
+        "flops_per_s": spec.flops / t,
+        "bytes_per_s": spec.bytes / t,
+        "of_bound": _floor(case, report) / t,
+    }
+    row["bound"] = (
+        "copy"
+        if spec.bytes / report.ceilings["copy"] >= _floor(case, report)
+        else "matmul"
+    )
     return row
 
 
 def tile_row(
-    case: Case, what: Pass, tile: Tile, sets: list[Tensors], other: torch.Tensor, report: Report
+    case: Case,
+    what: Pass,
+    tile: Tile,
+    sets: list[Tensors],
+    other: torch.Tensor,
+    report: Report,
 ) -> dict[str, Any]:
     """One tile: its time, or what is wrong with it."""
     row: dict[str, Any] = {"tile": str(tile)}
@@ -169,7 +264,11 @@ def tile_row(
         found = errors(case, what, sets[0], other, tile)
         if is_wrong(case, found):
             return row | {"wrong": f"{found}"}
-        timed = prepared(lambda i: by_triton(case, what, sets[i], tile), len(sets), _floor(case, report))
+        timed = prepared(
+            lambda i: by_triton(case, what, sets[i], tile),
+            len(sets),
+            _floor(case, report),
+        )
         return row | {"us": median(timed.once() for _ in range(TILE_ROUNDS)) * 1e6}
     except Exception as e:
         return row | {"failed": short(e)}
@@ -178,14 +277,21 @@ def tile_row(
 def _into_slots(case: Case, sets: list[Tensors], report: Report) -> dict[str, Timed]:
     slot, least = slots(case, report.where, len(sets)), _floor(case, report)
     return {
-        "triton": prepared(lambda i: by_triton(case, "forward", sets[i], out=slot(i)), len(sets), least),
-        "cudnn": prepared(lambda i: by_aten(case, "forward", sets[i], out=slot(i)), len(sets), least),
+        "triton": prepared(
+            lambda i: by_triton(case, "forward", sets[i], out=slot(i)), len(sets), least
+        ),
+        "cudnn": prepared(
+            lambda i: by_aten(case, "forward", sets[i], out=slot(i)), len(sets), least
+        ),
     }
 
 
 def _floor(case: Case, report: Report) -> float:
     """Seconds below which no version runs much: arithmetic or bytes at the measured ceilings."""
-    return max(case.spec.flops / report.ceilings[case.dtype], case.spec.bytes / report.ceilings["copy"])
+    return max(
+        case.spec.flops / report.ceilings[case.dtype],
+        case.spec.bytes / report.ceilings["copy"],
+    )
 
 
 def line(row: dict[str, Any]) -> str:
@@ -197,7 +303,8 @@ def line(row: dict[str, Any]) -> str:
     loop = "" if row["mode"] == "graph" else f"  ({row['mode']})"
     return (
         f"{head} {row['flops_per_s'] / 1e12:5.0f} TFLOP/s {row['bytes_per_s'] / 1e9:5.0f} GB/s "
-        f"{row['of_bound']:4.0%} of {row['bound']:6} {row['triton_us']:9.1f} us, cuDNN {row['cudnn_us']:9.1f}: "
+        f"{row['of_bound']:4.0%} of {row['bound']:6} {row['triton_us']:9.1f} us, cuDNN "
+        f"{row['cudnn_us']:9.1f}: "
         f"{row['ratio']:.2f}x{slot}{loop}"
     )
 
@@ -205,13 +312,23 @@ def line(row: dict[str, Any]) -> str:
 def _measure_machine(report: Report) -> None:
     device = report.where
     report.ceilings = ceilings(device)
-    rates = ", ".join(f"{n} {v / 1e12:.0f} TFLOP/s" for n, v in report.ceilings.items() if n != "copy")
-    print(f"{report.machine['device']}: {rates}, copy {report.ceilings['copy'] / 1e9:.0f} GB/s", flush=True)
-    x, w = (torch.randn(s, device=device, dtype=torch.float16) for s in ((1, 8, 8, 16), (16, 3, 3, 16)))
+    rates = ", ".join(
+        f"{n} {v / 1e12:.0f} TFLOP/s" for n, v in report.ceilings.items() if n != "copy"
+    )
+    print(
+        f"{report.machine['device']}: {rates}, copy {report.ceilings['copy'] / 1e9:.0f} GB/s",
+        flush=True,
+    )
+    x, w = (
+        torch.randn(s, device=device, dtype=torch.float16)
+        for s in ((1, 8, 8, 16), (16, 3, 3, 16))
+    )
     x, w = x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2)
     geometry = ((1, 1), ((1, 1), (1, 1)), (1, 1), 1)
     calls: dict[str, Callable[[], Any]] = {
-        "triton": lambda: kernels.conv2d_forward(x, w, None, *geometry, backend="triton"),
+        "triton": lambda: kernels.conv2d_forward(
+            x, w, None, *geometry, backend="triton"
+        ),
         "torch": lambda: F.conv2d(x, w, None, padding=1),
     }
     report.host_us = {name: host_seconds(call) * 1e6 for name, call in calls.items()}

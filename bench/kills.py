@@ -1,4 +1,4 @@
-"""`hetconv autotune`, killed at random moments: what was measured stays, every file is valid, no process is left."""
+"""Kill `hetconv autotune` at random moments: what was measured must survive."""
 
 from __future__ import annotations
 
@@ -23,16 +23,30 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 LIMIT_S = 30.0  # within which all is over
 DEVICES = "cpu", "cpu@0.5"
 ASKED = (
-    "--devices", ",".join(DEVICES), "--model", "bench.shared.models:stack",
-    "--model-args", '{"blocks": 1, "channels": 4}', "--input", "1x3x48x48", "--trials", "4", "--budget", "20",
-)  # fmt: skip
-MARK = "HETCONV_KILLS"  # the environment variable by which a tuning's processes are known
+    "--devices",
+    ",".join(DEVICES),
+    "--model",
+    "bench.shared.models:stack",
+    "--model-args",
+    '{"blocks": 1, "channels": 4}',
+    "--input",
+    "1x3x48x48",
+    "--trials",
+    "4",
+    "--budget",
+    "20",
+)
+MARK = (
+    "HETCONV_KILLS"  # the environment variable by which a tuning's processes are known
+)
 KEPT = "measured.jsonl", "trials.journal"
 
 
 @dataclass(frozen=True)
 class Kill:
-    """What came of one: ``victim`` is a rank's number or the launcher; ``wrong``: what should not be."""
+    """What came of one: ``victim`` is a rank's number or the launcher; ``wrong``: what
+    should not be.
+    """
 
     victim: str
     after_s: float
@@ -42,23 +56,53 @@ class Kill:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("-n", type=int, default=50, metavar="KILLS", help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: %(default)s)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "-n",
+        type=int,
+        default=50,
+        metavar="KILLS",
+        help="how many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of victims and moments (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
+    )
 
 
 def run(args: Namespace) -> None:
-    """Prints a line per kill, and the results as one JSON document last. Exits with status 1 if anything was wrong."""
+    """Prints a line per kill, and the results as one JSON document last. Exits with
+    status 1 if anything was wrong.
+    """
     with tempfile.TemporaryDirectory() as folder:
         span = whole(Path(folder, "whole"))
-        print(f"a whole run takes {span:.0f} s; after a kill all must be over within {LIMIT_S:.0f} s", flush=True)
+        print(
+            f"a whole run takes {span:.0f} s; after a kill all must be over within {LIMIT_S:.0f} s",
+            flush=True,
+        )
         kills = killed(Path(folder), args.n, args.seed, span)
     wrong = sum(bool(kill.wrong) for kill in kills)
-    setup = {"machine": platform.machine(), "python": platform.python_version(), "cores": os.cpu_count(), **commit()}
+    setup = {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        **commit(),
+    }
     results = {
-        "suite": "kills", **setup, "seed": args.seed, "kills": len(kills), "wrong": wrong,
-        "over_s": {"median": median(k.over_s for k in kills), "most": max(k.over_s for k in kills)},
-    }  # fmt: skip
+        "suite": "kills",
+        **setup,
+        "seed": args.seed,
+        "kills": len(kills),
+        "wrong": wrong,
+        "over_s": {
+            "median": median(k.over_s for k in kills),
+            "most": max(k.over_s for k in kills),
+        },
+    }
     if args.output is not None:
         document = results | {"cases": [asdict(kill) for kill in kills]}
         save(args.output, document)
@@ -70,7 +114,8 @@ def run(args: Namespace) -> None:
 def killed(folder: Path, count: int, seed: int, span: float) -> list[Kill]:
     """So many kills, of the launcher or any rank, each after up to ``span`` seconds; printed.
 
-    In between, the job goes on from where it was; after one that was done comes another. The last one is not disturbed.
+    In between, the job goes on from where it was; after one that was done comes
+    another. The last one is not disturbed.
     """
     choose, found, jobs = random.Random(seed), list[Kill](), 1
     while len(found) < count:
@@ -86,9 +131,15 @@ def killed(folder: Path, count: int, seed: int, span: float) -> list[Kill]:
             continue
         found.append(kill)
         wrong = "".join(f"; WRONG: {wrong}" for wrong in kill.wrong)
-        said = f"{kill.victim} after {kill.after_s:.1f} s: {kill.kept} kept, over after {kill.over_s:.1f} s{wrong}"
+        said = (
+            f"{kill.victim} after {kill.after_s:.1f} s: {kill.kept} kept, over after "
+            f"{kill.over_s:.1f} s{wrong}"
+        )
         print(f"{len(found)}/{count} {said}", flush=True)
-    print(f"resumed and done in {whole(folder / str(jobs)):.0f} s, after {jobs} jobs", flush=True)
+    print(
+        f"resumed and done in {whole(folder / str(jobs)):.0f} s, after {jobs} jobs",
+        flush=True,
+    )
     return found
 
 
@@ -106,14 +157,34 @@ class Tuning:
 
     def __init__(self, folder: Path):
         folder.mkdir(exist_ok=True)
-        self.output, self._mark, self._log = folder / "cluster.json", uuid.uuid4().hex, folder / "log"
+        self.output, self._mark, self._log = (
+            folder / "cluster.json",
+            uuid.uuid4().hex,
+            folder / "log",
+        )
         self.study, self.start = folder / "cluster.json.study", time.monotonic()
         self.before = {name: _whole_lines(self.study / name) for name in KEPT}
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         env |= {MARK: self._mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "hetconv", "autotune", *ASKED, "-o", str(self.output), "--resume"]
+        command = [
+            sys.executable,
+            "-m",
+            "hetconv",
+            "autotune",
+            *ASKED,
+            "-o",
+            str(self.output),
+            "--resume",
+        ]
         with open(self._log, "w", encoding="utf-8") as log:
-            self.launcher = subprocess.Popen(command, cwd=ROOT, env=env, stderr=log, stdout=log, start_new_session=True)
+            self.launcher = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stderr=log,
+                stdout=log,
+                start_new_session=True,
+            )
 
     @property
     def said(self) -> str:
@@ -125,7 +196,9 @@ class Tuning:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if f"{MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    )
             except OSError:  # another's, or gone
                 continue
         return found
@@ -133,8 +206,12 @@ class Tuning:
     @property
     def victims(self) -> dict[str, int]:
         """The launcher and the ranks that there are by now."""
-        ranks = sorted(pid for pid, command in self.processes().items() if "spawn_main" in command)
-        return {"launcher": self.launcher.pid} | {f"rank {rank}": pid for rank, pid in enumerate(ranks)}
+        ranks = sorted(
+            pid for pid, command in self.processes().items() if "spawn_main" in command
+        )
+        return {"launcher": self.launcher.pid} | {
+            f"rank {rank}": pid for rank, pid in enumerate(ranks)
+        }
 
     def kill(self, victim: str, pid: int) -> Kill | None:
         """What comes of it; None if that process ended just before."""
@@ -145,8 +222,13 @@ class Tuning:
             self._wait()
             return None
         left, over_s = self._wait(), time.monotonic() - start
-        wrong = (*(f"{pid} is left: {command}" for pid, command in left.items()), *self._wrong(victim))
-        return Kill(victim, round(start - self.start, 2), round(over_s, 2), self.kept, wrong)
+        wrong = (
+            *(f"{pid} is left: {command}" for pid, command in left.items()),
+            *self._wrong(victim),
+        )
+        return Kill(
+            victim, round(start - self.start, 2), round(over_s, 2), self.kept, wrong
+        )
 
     def _wait(self) -> dict[int, str]:
         """Until all are gone; those that are not in time, which are ended."""
@@ -161,7 +243,9 @@ class Tuning:
 
     def grown(self, name: str) -> int:
         """Lines that this run has added to a file."""
-        return _whole_lines(self.study / name).count(b"\n") - self.before[name].count(b"\n")
+        return _whole_lines(self.study / name).count(b"\n") - self.before[name].count(
+            b"\n"
+        )
 
     @property
     def kept(self) -> int:
@@ -186,13 +270,18 @@ class Tuning:
         if self.launcher.returncode == 0:
             return wrong  # it was done before it learnt of it
         if victim != "launcher" and not self._names(victim):
-            wrong.append(f"it ended with status {self.launcher.returncode}, and said {self.said[-300:]!r}")
+            wrong.append(
+                f"it ended with status {self.launcher.returncode}, and said {self.said[-300:]!r}"
+            )
         return wrong
 
     def _names(self, rank: str) -> bool:
         device = DEVICES[int(rank.removeprefix("rank "))]
         last = self.said.splitlines()[-1]
-        return self.launcher.returncode == 2 and f"{rank} ({device}) was killed by SIGKILL; the last it did: " in last
+        return (
+            self.launcher.returncode == 2
+            and f"{rank} ({device}) was killed by SIGKILL; the last it did: " in last
+        )
 
 
 def _whole_lines(file: Path) -> bytes:

@@ -1,7 +1,8 @@
-"""What running on parts costs in Python, per operator: tiny models on one rank, split and plain, in turn.
+"""Time what Python costs per operator of a split model, on one rank.
 
-Tensors are so small that a step is all host time. The rest, messages and computing, is the other benchmarks' business;
-so are the statistics and gradients that several ranks add up, of which one has nothing to add.
+Tensors are so small that a step is all host time. The rest, messages and computing, is
+the other benchmarks' business; so are the statistics and gradients that several ranks
+add up, of which one has nothing to add.
 """
 
 from __future__ import annotations
@@ -49,16 +50,24 @@ class Block(nn.Module):
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
+    )
 
 
 def run(args: Namespace) -> None:
-    """Prints a line per kind of split and mode, what must hold, and the results as one JSON document last."""
+    """Prints a line per kind of split and mode, what must hold, and the results as one
+    JSON document last.
+    """
     rows = run_on(parse_devices("cpu"), measure)
     for r in rows:
-        print(f"{r['kind']:8} {r['mode']:6} {r['us']:7.1f} us an operator more than plain ({r['plain_us']:.1f} us)")
+        print(
+            f"{r['kind']:8} {r['mode']:6} {r['us']:7.1f} us an operator more than plain "
+            f"({r['plain_us']:.1f} us)"
+        )
     worst = max(r["us"] for r in rows if r["mode"] == "infer")
-    print(f"must hold:\n  {Demand(f'{LIMIT_US:g} us over what inference adds to an operator', 1.0, LIMIT_US / worst)}")
+    limit = f"{LIMIT_US:g} us over what inference adds to an operator"
+    print(f"must hold:\n  {Demand(limit, 1.0, LIMIT_US / worst)}")
     document = {"suite": "overhead", "setup": software() | commit(), "cases": rows}
     if args.output is not None:
         save(args.output, document)
@@ -68,19 +77,37 @@ def run(args: Namespace) -> None:
 def measure() -> list[dict[str, Any]]:
     """On every rank: a row per kind and mode."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *(Block() for _ in range(BLOCKS)))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), *(Block() for _ in range(BLOCKS))
+    )
     x, rows = torch.randn(2, 3, 8, 8), []
     graph = capture(model, x)
     plan = make_plan(graph, ClusterProfile.from_devices(["cpu"]))
     for mode in MODES:
         plain = copy.deepcopy(model).train(mode == "train")
-        steps: dict[str, Callable[[], Any]] = {"plain": step_of(plain, ModelInputs.of(x), mode)}
+        steps: dict[str, Callable[[], Any]] = {
+            "plain": step_of(plain, ModelInputs.of(x), mode)
+        }
         for kind in KINDS:
-            split = parallelize(copy.deepcopy(plain), plan.with_splits(whole_model(graph, kind, (1.0,), (kind,))))
+            split = parallelize(
+                copy.deepcopy(plain),
+                plan.with_splits(whole_model(graph, kind, (1.0,), (kind,))),
+            )
             steps[kind] = step_of(split, ModelInputs.of(x), mode)
         times = paired(steps, ROUNDS, torch.device("cpu"))
         own = median(times["plain"]) / len(graph.nodes) * 1e6
         for kind in KINDS:
-            more = median(a - b for a, b in zip(times[kind], times["plain"], strict=True)) / len(graph.nodes) * 1e6
-            rows.append({"kind": kind, "mode": mode, "us": round(more, 2), "plain_us": round(own, 2)})
+            more = (
+                median(a - b for a, b in zip(times[kind], times["plain"], strict=True))
+                / len(graph.nodes)
+                * 1e6
+            )
+            rows.append(
+                {
+                    "kind": kind,
+                    "mode": mode,
+                    "us": round(more, 2),
+                    "plain_us": round(own, 2),
+                }
+            )
     return rows

@@ -1,10 +1,12 @@
-"""Messages that travel while a device computes against the same ones waited for: halos, buckets, and chunks.
+"""Time messages that overlap with computation against messages that are waited for.
 
-Halos and buckets are timed through torch's backend too, which carries nothing between CPUs of one host otherwise.
+Halos and buckets are timed through torch's backend too, which carries nothing between
+CPUs of one host otherwise.
 
-``halo``: a residual stack cut by height, inference and training. ``buckets`` of weight gradients: a stack of more
-weights, cut by sample. ``chunks``: convolutions of a batch, cut by filter and gathered, in one piece and in chunks. All
-run in turn within each round; ratios are medians over rounds.
+``halo``: a residual stack cut by height, inference and training. ``buckets`` of weight
+gradients: a stack of more weights, cut by sample. ``chunks``: convolutions of a batch,
+cut by filter and gathered, in one piece and in chunks. All run in turn within each
+round; ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -65,13 +67,23 @@ class Gathered:
         return f"{self.samples}x{self.channels}x{self.size}x{self.size} by {self.filters} filters"
 
 
-GATHERED = (Gathered(8, 64, 56, 64), Gathered(8, 128, 28, 256), Gathered(8, 32, 112, 64))
+GATHERED = (
+    Gathered(8, 64, 56, 64),
+    Gathered(8, 128, 28, 256),
+    Gathered(8, 32, 112, 64),
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--devices", default="cpu,cpu@0.5", help="one per rank (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller problems, fewer rounds")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "--devices", default="cpu,cpu@0.5", help="one per rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer and smaller problems, fewer rounds"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
+    )
 
 
 def run(args: Namespace) -> None:
@@ -80,33 +92,58 @@ def run(args: Namespace) -> None:
     setup, rows = run_on(devices, measure, tuple(devices), args.quick)
     print(f"on {', '.join(map(str, devices))}, over {setup['backend']}")
     for row in rows:
-        print(f"{row['case']:40} {row['how']:9} {row['ms']:8.2f} ms, in turn {row['in_turn_ms']:8.2f}", end="")
+        print(
+            f"{row['case']:40} {row['how']:9} {row['ms']:8.2f} ms, in turn "
+            f"{row['in_turn_ms']:8.2f}",
+            end="",
+        )
         print(f": {row['gain']:.3f}x", end="")
         more = {"of_one_piece": "of one piece", "of_backend": "of the backend"}
-        print(*(f", {row[key]:.3f}x {what}" for key, what in more.items() if key in row), sep="")
+        print(
+            *(f", {row[key]:.3f}x {what}" for key, what in more.items() if key in row),
+            sep="",
+        )
     document = {"suite": "overlap", "setup": setup | commit(), "cases": rows}
     if args.output is not None:
         save(args.output, document)
     print(json.dumps(document))
 
 
-def measure(devices: tuple[DeviceName, ...], quick: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def measure(
+    devices: tuple[DeviceName, ...], quick: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """On every rank: (where and with what this ran, a row per case)."""
     team = team_of()
     device = torch.device(devices[team.rank].device)
     weights = tuple(d.speed for d in devices)
     rounds = 5 if quick else 15
     layers = Stack(2, 64, 128) if quick else Stack()
-    rows = [row for mode in MODES for row in halo(layers, mode, weights, device, rounds)]
+    rows = [
+        row for mode in MODES for row in halo(layers, mode, weights, device, rounds)
+    ]
     rows += buckets(Stack(2, 64, 14) if quick else WEIGHTY, weights, device, rounds)
     for case in GATHERED[:1] if quick else GATHERED:
         rows += chunks(case, weights, device, rounds)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    setup = {"devices": [str(d) for d in devices], "backend": team.backend, "machine": name, "rounds": rounds}
-    return setup | {"torch": torch.__version__, "python": platform.python_version()}, rows
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.machine()
+    )
+    setup = {
+        "devices": [str(d) for d in devices],
+        "backend": team.backend,
+        "machine": name,
+        "rounds": rounds,
+    }
+    return setup | {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }, rows
 
 
-def within(context: Callable[[], AbstractContextManager[None]], step: Callable[[], Any]) -> Callable[[], None]:
+def within(
+    context: Callable[[], AbstractContextManager[None]], step: Callable[[], Any]
+) -> Callable[[], None]:
     """The same step in such a context."""
 
     def run() -> None:
@@ -116,34 +153,73 @@ def within(context: Callable[[], AbstractContextManager[None]], step: Callable[[
     return run
 
 
-def halo(case: Stack, mode: Mode, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def halo(
+    case: Stack, mode: Mode, weights: Sequence[float], device: torch.device, rounds: int
+) -> list[dict[str, Any]]:
     times = _every_way(case, 1, "height", mode, weights, device, rounds)
-    return [_row(f"halo, {case.blocks} blocks of {case.channels} @{case.size}", mode, *times)]
+    return [
+        _row(
+            f"halo, {case.blocks} blocks of {case.channels} @{case.size}", mode, *times
+        )
+    ]
 
 
-def buckets(case: Stack, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def buckets(
+    case: Stack, weights: Sequence[float], device: torch.device, rounds: int
+) -> list[dict[str, Any]]:
     times = _every_way(case, BATCH, "sample", "train", weights, device, rounds)
-    return [_row(f"buckets, {case.blocks} blocks of {case.channels} @{case.size}", "train", *times)]
+    return [
+        _row(
+            f"buckets, {case.blocks} blocks of {case.channels} @{case.size}",
+            "train",
+            *times,
+        )
+    ]
 
 
 def _every_way(
-    case: Stack, samples: int, kind: SplitKind, mode: Mode, weights: Sequence[float], device: torch.device, rounds: int
+    case: Stack,
+    samples: int,
+    kind: SplitKind,
+    mode: Mode,
+    weights: Sequence[float],
+    device: torch.device,
+    rounds: int,
 ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of a step of a stack that is cut one way: messages under way, waited for, and carried by the backend."""
+    """Seconds of a step of a stack that is cut one way: messages under way, waited for,
+    and carried by the backend.
+    """
     torch.manual_seed(0)
-    model, x = channels_last(stack(case.blocks, case.channels), random_input((samples, 3, case.size, case.size), 0))
+    model, x = channels_last(
+        stack(case.blocks, case.channels),
+        random_input((samples, 3, case.size, case.size), 0),
+    )
     model, x = model.to(device).train(mode == "train"), x.to(device)
     graph = capture(model, x)
     world = len(weights)
-    plan = make_plan(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), mode=mode, kinds=(kind,))
-    split = parallelize(copy.deepcopy(model), plan.with_splits(whole_model(graph, kind, weights, (kind,))))
+    plan = make_plan(
+        graph,
+        ClusterProfile.from_devices(["cpu"] * world, link="host"),
+        mode=mode,
+        kinds=(kind,),
+    )
+    split = parallelize(
+        copy.deepcopy(model),
+        plan.with_splits(whole_model(graph, kind, weights, (kind,))),
+    )
     step = step_of(split, ModelInputs.of(x), mode)
-    ways = {"on": step, "off": within(in_turn, step), "backend": within(through_backend, step)}
+    ways = {
+        "on": step,
+        "off": within(in_turn, step),
+        "backend": within(through_backend, step),
+    }
     times = paired(ways, rounds, device)
     return times["on"], times["off"], times["backend"]
 
 
-def chunks(case: Gathered, weights: Sequence[float], device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def chunks(
+    case: Gathered, weights: Sequence[float], device: torch.device, rounds: int
+) -> list[dict[str, Any]]:
     split = Split("filter", apportion(case.filters, tuple(weights), 16))
     spec = replace(case.spec, dtype="float32" if device.type == "cpu" else "float16")
     steps: dict[str, Callable[[], Any]] = {"1": gathering(spec, split, device, 1)}
@@ -160,10 +236,24 @@ def chunks(case: Gathered, weights: Sequence[float], device: torch.device, round
 
 
 def _row(
-    case: str, how: str, on: Sequence[float], off: Sequence[float], backend: Sequence[float] = ()
+    case: str,
+    how: str,
+    on: Sequence[float],
+    off: Sequence[float],
+    backend: Sequence[float] = (),
 ) -> dict[str, Any]:
-    row = {"case": case, "how": how, "ms": _ms(on), "in_turn_ms": _ms(off), "gain": _gain(on, off)}
-    return row | ({"backend_ms": _ms(backend), "of_backend": _gain(on, backend)} if backend else {})
+    row = {
+        "case": case,
+        "how": how,
+        "ms": _ms(on),
+        "in_turn_ms": _ms(off),
+        "gain": _gain(on, off),
+    }
+    return row | (
+        {"backend_ms": _ms(backend), "of_backend": _gain(on, backend)}
+        if backend
+        else {}
+    )
 
 
 def _ms(times: Sequence[float]) -> float:

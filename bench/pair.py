@@ -1,6 +1,7 @@
-"""Two unequal devices on a fixed stack of convolutions: one alone, an even split, the tuned one, and its bound.
+"""Time two unequal devices on one model: one alone, an even split, the tuned split.
 
-All steps run in turn within each round, so that a machine's drift falls on all alike; ratios are medians over rounds.
+All steps run in turn within each round, so that a machine's drift falls on all alike;
+ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -48,11 +49,18 @@ ROUNDS = {"infer": 25, "train": 11}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--devices", default="cpu,cpu@0.5", help="one per rank (default: %(default)s)")
     parser.add_argument(
-        "--size", type=_size, default=Stack.size, help="height and width of the image (default: %(default)s)"
+        "--devices", default="cpu,cpu@0.5", help="one per rank (default: %(default)s)"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "--size",
+        type=_size,
+        default=Stack.size,
+        help="height and width of the image (default: %(default)s)",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
+    )
 
 
 def _size(text: str) -> int:
@@ -63,19 +71,34 @@ def _size(text: str) -> int:
 
 def run(args: Namespace) -> None:
     """Prints the ideal first, a line per mode, and the results as one JSON document last."""
-    devices, case, output = parse_devices(args.devices), Stack(size=args.size), args.output
+    devices, case, output = (
+        parse_devices(args.devices),
+        Stack(size=args.size),
+        args.output,
+    )
     speeds = [d.speed for d in devices]
     ideal = sum(speeds) / max(speeds)
-    print(f"{case} on {', '.join(map(str, devices))}; ideal speed-up over the fastest device {ideal:.2f}x", flush=True)
+    print(
+        f"{case} on {', '.join(map(str, devices))}; ideal speed-up over the fastest device "
+        f"{ideal:.2f}x",
+        flush=True,
+    )
     results, shares = run_on(devices, measure, tuple(devices), case, ideal)
     for mode, r in results.items():
         print(
-            f"{mode}: alone {r['alone_ms']:.0f} ms, even {r['even_ms']:.0f}, tuned {r['tuned_ms']:.0f} "
+            f"{mode}: alone {r['alone_ms']:.0f} ms, even {r['even_ms']:.0f}, tuned "
+            f"{r['tuned_ms']:.0f} "
             f"({shares[mode]}), without communication {r['bound_ms']:.0f}; "
-            f"{r['vs_alone']:.2f}x alone, {r['vs_even']:.2f}x even, {r['vs_bound']:.2f} of the bound's time"
+            f"{r['vs_alone']:.2f}x alone, {r['vs_even']:.2f}x even, {r['vs_bound']:.2f} of the "
+            "bound's time"
         )
     if output is not None:
-        setup = {"devices": [str(d) for d in devices], "shares": shares, "rounds": ROUNDS, "torch": torch.__version__}
+        setup = {
+            "devices": [str(d) for d in devices],
+            "shares": shares,
+            "rounds": ROUNDS,
+            "torch": torch.__version__,
+        }
         setup |= {"machine": platform.machine(), "python": platform.python_version()}
         save(output, {"suite": "pair", "setup": setup, **results})
     print(json.dumps(results))
@@ -86,39 +109,82 @@ def measure(devices: tuple[DeviceName, ...], case: Stack, ideal: float) -> Any:
     results, shares = {}, {}
     for name, mode in MODES:
         tuned, kind, weights = _tuned(devices, case, mode)
-        times = paired(_steps(case, mode, tuned, kind, weights), ROUNDS[mode], torch.device("cpu"))
+        times = paired(
+            _steps(case, mode, tuned, kind, weights), ROUNDS[mode], torch.device("cpu")
+        )
         alone = min((times["alone"], times["alone NCHW"]), key=median)
-        ratio = {n: median(a / b for a, b in zip(x, y, strict=True)) for n, x, y in (
-            ("vs_alone", alone, times["tuned"]), ("vs_even", times["even"], times["tuned"]),
-            ("vs_bound", times["tuned"], times["bound"]))}  # fmt: skip
-        figures = {f"{n}_ms": round(median(times[n]) * 1e3, 2) for n in ("even", "tuned", "bound")}
+        ratio = {
+            n: median(a / b for a, b in zip(x, y, strict=True))
+            for n, x, y in (
+                ("vs_alone", alone, times["tuned"]),
+                ("vs_even", times["even"], times["tuned"]),
+                ("vs_bound", times["tuned"], times["bound"]),
+            )
+        }
+        figures = {
+            f"{n}_ms": round(median(times[n]) * 1e3, 2)
+            for n in ("even", "tuned", "bound")
+        }
         rounded = {n: round(v, 3) for n, v in ratio.items()}
-        results[name] = {"alone_ms": round(median(alone) * 1e3, 2)} | figures | rounded | {"ideal": ideal}
+        results[name] = (
+            {"alone_ms": round(median(alone) * 1e3, 2)}
+            | figures
+            | rounded
+            | {"ideal": ideal}
+        )
         shares[name] = f"{kind} {said(weights)}"
     return results, shares
 
 
-def _tuned(devices: tuple[DeviceName, ...], case: Stack, mode: Mode) -> tuple[Splits, Cuts, Weights]:
-    """The plan that `hetconv autotune` finds for this stack, and the kind and weights of its splits."""
+def _tuned(
+    devices: tuple[DeviceName, ...], case: Stack, mode: Mode
+) -> tuple[Splits, Cuts, Weights]:
+    """The plan that `hetconv autotune` finds for this stack, and the kind and weights
+    of its splits.
+    """
     with tempfile.TemporaryDirectory() as folder:
         args = json.dumps({"blocks": case.blocks, "channels": case.channels})
-        inputs, output = InputSpec((TensorSpec((1, 3, case.size, case.size)),)), Path(folder, "cluster.json")
-        job = Job(devices, "bench.shared.models:stack", args, inputs, mode, trials=8, budget=75, output=output, seed=0)
+        inputs, output = (
+            InputSpec((TensorSpec((1, 3, case.size, case.size)),)),
+            Path(folder, "cluster.json"),
+        )
+        job = Job(
+            devices,
+            "bench.shared.models:stack",
+            args,
+            inputs,
+            mode,
+            trials=8,
+            budget=75,
+            output=output,
+            seed=0,
+        )
         profile = tune(job).profile
     for plan in profile.plans:
         if (found := ratio_of(plan.splits)) is not None:
             return dict(plan.splits), *found
-    raise HetConvError("the fastest plan does not split all by rows, columns or samples: nothing to compare")
+    raise HetConvError(
+        "the fastest plan does not split all by rows, columns or samples: nothing to compare"
+    )
 
 
-def _steps(case: Stack, mode: Mode, tuned: Splits, kind: Cuts, weights: Weights) -> dict[str, Callable[[], None]]:
-    """What is timed: every rank takes part in each step but the ones of the fast device alone, rank 0."""
+def _steps(
+    case: Stack, mode: Mode, tuned: Splits, kind: Cuts, weights: Weights
+) -> dict[str, Callable[[], None]]:
+    """What is timed: every rank takes part in each step but the ones of the fast device
+    alone, rank 0.
+    """
     team, rank = team_of(), dist.get_rank()
     torch.manual_seed(0)
-    nchw, x = stack(case.blocks, case.channels), random_input((1, 3, case.size, case.size), 0)
+    nchw, x = (
+        stack(case.blocks, case.channels),
+        random_input((1, 3, case.size, case.size), 0),
+    )
     plain, x_NHWC = channels_last(copy.deepcopy(nchw), x)
     graph = capture(plain, x)
-    anywhere = ClusterProfile.from_devices(["cpu"] * team.size, link="host")  # the splits are given below
+    anywhere = ClusterProfile.from_devices(
+        ["cpu"] * team.size, link="host"
+    )  # the splits are given below
     plan = make_plan(graph, anywhere, mode=mode, kinds=(kind,))
 
     def split(splits: Splits) -> nn.Module:
@@ -133,25 +199,37 @@ def _steps(case: Stack, mode: Mode, tuned: Splits, kind: Cuts, weights: Weights)
     return {
         "alone": idle or step_of(plain, inputs, mode),
         "alone NCHW": idle or step_of(nchw, ModelInputs.of(x), mode),
-        "even": step_of(split(whole_model(graph, kind, (1,) * team.size, (kind,))), inputs, mode),
+        "even": step_of(
+            split(whole_model(graph, kind, (1,) * team.size, (kind,))), inputs, mode
+        ),
         "tuned": step_of(split(tuned), inputs, mode),
         "bound": step_of(_silent(copy.deepcopy(plain)), ModelInputs.of(own), mode),
     }
 
 
 def _silent(model: nn.Module) -> nn.Module:
-    """The model on this rank's rows alone: every convolution at the device's speed, and not a word to the others."""
+    """The model on this rank's rows alone: every convolution at the device's speed, and
+    not a word to the others.
+    """
     team = team_of()
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
 
             @cache
             def way(shape: Shape, dtype: torch.dtype, layer: nn.Conv2d = layer) -> Way:
-                spec = conv_spec(shape, layer.weight.shape, dtype, 1, layer.padding, 1, 1)
-                return way_of(Conv(spec), Layout.replicated(shape, team.size), REPLICATE, team)
+                spec = conv_spec(
+                    shape, layer.weight.shape, dtype, 1, layer.padding, 1, 1
+                )
+                return way_of(
+                    Conv(spec), Layout.replicated(shape, team.size), REPLICATE, team
+                )
 
-            def forward(x: Tensor, layer: nn.Conv2d = layer, way: Callable[..., Way] = way) -> Tensor:
-                return convolution(x, layer.weight, layer.bias, way(tuple(x.shape), x.dtype), team)
+            def forward(
+                x: Tensor, layer: nn.Conv2d = layer, way: Callable[..., Way] = way
+            ) -> Tensor:
+                return convolution(
+                    x, layer.weight, layer.bias, way(tuple(x.shape), x.dtype), team
+                )
 
             layer.forward = forward  # type: ignore[assignment]
     return model

@@ -23,7 +23,8 @@ class Block(nn.Module):
 
 
 class EDSR(nn.Module):
-    """An image (N, 3, H, W) to one of twice the size (N, 3, 2H, 2W): bicubic interpolation plus what is learnt.
+    """An image (N, 3, H, W) to one of twice the size (N, 3, 2H, 2W): bicubic
+    interpolation plus what is learnt.
 
     The last layer starts at zero, so that training starts from bicubic interpolation.
     """
@@ -31,7 +32,10 @@ class EDSR(nn.Module):
     def __init__(self, channels: int = 64, blocks: int = 8):
         super().__init__()
         self.head = nn.Conv2d(3, channels, 3, padding=1)
-        layers = [*(Block(channels) for _ in range(blocks)), nn.Conv2d(channels, channels, 3, padding=1)]
+        layers = [
+            *(Block(channels) for _ in range(blocks)),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        ]
         self.body = nn.Sequential(*layers)
         self.tail = nn.Conv2d(channels, 3 * SCALE**2, 3, padding=1)
         for p in self.tail.parameters():

@@ -26,9 +26,18 @@ class Pair:
 
 def load(name: str) -> Pair:
     """Cropped to even sizes, shrunk by anti-aliased bicubic interpolation."""
-    image = torch.from_numpy(getattr(skimage.data, name)().copy()).movedim(-1, 0).unsqueeze(0) / 255
-    high = image[..., : image.shape[2] // SCALE * SCALE, : image.shape[3] // SCALE * SCALE]
-    low = F.interpolate(high, scale_factor=1 / SCALE, mode="bicubic", antialias=True).clamp(0, 1)
+    image = (
+        torch.from_numpy(getattr(skimage.data, name)().copy())
+        .movedim(-1, 0)
+        .unsqueeze(0)
+        / 255
+    )
+    high = image[
+        ..., : image.shape[2] // SCALE * SCALE, : image.shape[3] // SCALE * SCALE
+    ]
+    low = F.interpolate(
+        high, scale_factor=1 / SCALE, mode="bicubic", antialias=True
+    ).clamp(0, 1)
     return Pair(_channels_last(low), _channels_last(high))
 
 
@@ -42,7 +51,9 @@ def psnr(image: Tensor, truth: Tensor) -> float:
 
 
 class Batches:
-    """Random crops, flipped and turned; with the same seed the same ones, as every rank needs them."""
+    """Random crops, flipped and turned; with the same seed the same ones, as every rank
+    needs them.
+    """
 
     def __init__(self, size: int, seed: int):
         self._pairs, self._size = [load(name) for name in TRAINING], size
@@ -58,7 +69,9 @@ class Batches:
         turned = self._below(2)
 
         def crop(image: Tensor, scale: int) -> Tensor:
-            rows, columns = (slice(at * scale, (at + size) * scale) for at in (top, left))
+            rows, columns = (
+                slice(at * scale, (at + size) * scale) for at in (top, left)
+            )
             part = image[..., rows, columns].flip(flips)
             return _channels_last(part.mT if turned else part)
 

@@ -1,6 +1,8 @@
-"""Trains a ×2 super-resolution network on two devices of unequal speed, then upscales a photograph it has never seen.
+"""Trains a ×2 super-resolution network on two devices of unequal speed, then upscales a
+photograph it has never seen.
 
-The two are the CPU and, on other cores of it, the CPU slowed to half its speed on purpose. `make run` starts this.
+The two are the CPU and, on other cores of it, the CPU slowed to half its speed on
+purpose. `make run` starts this.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root, where examples.edsr is found
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # the root, where examples.edsr is found
 
 import hetconv
 from examples import pictures
@@ -33,7 +37,9 @@ from hetconv.autotune.measure.paired_rounds import paired
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICES = "cpu,cpu@0.5"  # the fast one first
-SIZE = 144  # rows and columns of a low-resolution crop (the smallest photograph has 150); one crop is a batch
+# rows and columns of a low-resolution crop (the smallest photograph has 150); one crop
+# is a batch
+SIZE = 144
 LEARNING_RATE = 1e-3
 COMPARED = 20  # steps that the fast device also trains alone
 ROUNDS = 7
@@ -54,7 +60,9 @@ class Options:
 
 
 def main(options: Options) -> None:
-    """Tunes and plans on the command line, as one would for any model; then trains on both devices."""
+    """Tunes and plans on the command line, as one would for any model; then trains on
+    both devices.
+    """
     os.chdir(ROOT)
     options.out.mkdir(parents=True, exist_ok=True)
     cluster, plan = options.out / "cluster.json", options.out / "plan.json"
@@ -72,7 +80,9 @@ def run_hetconv(options: Options, arguments: str) -> None:
 
 
 def train_on_both(options: Options, plan_file: Path) -> None:
-    """What each of the two ranks does. The lines with hetconv in them are all that a split model asks for."""
+    """What each of the two ranks does. The lines with hetconv in them are all that a
+    split model asks for.
+    """
     plan = hetconv.Plan.load(plan_file)
     compare_speed(options, plan)
 
@@ -86,10 +96,17 @@ def train_on_both(options: Options, plan_file: Path) -> None:
         compare_losses(options, losses)
         plain = bicubic(photograph.low)
         found = {"bicubic": plain, "network before training": before, "after": after}
-        scores = ", ".join(f"{name} {psnr(image, photograph.high):.2f} dB" for name, image in found.items())
+        scores = ", ".join(
+            f"{name} {psnr(image, photograph.high):.2f} dB"
+            for name, image in found.items()
+        )
         options.say(f"the {HELD_OUT}, never trained on: {scores}")
-        pictures.photographs(photograph, plain, after, options.out / "super_resolution.png")
-        options.say(f"look at {options.out}/super_resolution.png and {options.out}/timeline.png")
+        pictures.photographs(
+            photograph, plain, after, options.out / "super_resolution.png"
+        )
+        options.say(
+            f"look at {options.out}/super_resolution.png and {options.out}/timeline.png"
+        )
 
 
 def new_model() -> nn.Module:
@@ -100,9 +117,13 @@ def new_model() -> nn.Module:
 
 
 def trainer(model: nn.Module, steps: int) -> Callable[[Pair], float]:
-    """A training step: takes a batch, gives its loss. It is the same for a split model and a plain one."""
+    """A training step: takes a batch, gives its loss. It is the same for a split model
+    and a plain one.
+    """
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1
+    )
 
     def step(batch: Pair) -> float:
         optimizer.zero_grad()
@@ -117,11 +138,17 @@ def trainer(model: nn.Module, steps: int) -> Callable[[Pair], float]:
 
 def train(options: Options, model: nn.Module, steps: int) -> list[float]:
     """The loss of each of the first ``steps`` steps. Every rank draws the same batches."""
-    step, batches, losses = trainer(model, options.steps), Batches(SIZE, SEED), list[float]()
+    step, batches, losses = (
+        trainer(model, options.steps),
+        Batches(SIZE, SEED),
+        list[float](),
+    )
     for number in range(1, steps + 1):
         losses.append(step(batches.next()))
         if number % 40 == 0:
-            options.say(f"step {number} of {options.steps}, loss {fmean(losses[-40:]):.4f}")
+            options.say(
+                f"step {number} of {options.steps}, loss {fmean(losses[-40:]):.4f}"
+            )
     return losses
 
 
@@ -136,32 +163,58 @@ def compare_losses(options: Options, split: list[float]) -> None:
     """The fast device alone starts from the same weights and takes the same batches."""
     alone = train(options, new_model(), min(COMPARED, options.steps))
     largest = max(abs(a - b) for a, b in zip(alone, split, strict=False))
-    options.say(f"the fast device alone has the same losses: {len(alone)} steps, largest difference {largest:.0e}")
+    options.say(
+        f"the fast device alone has the same losses: {len(alone)} steps, largest difference "
+        f"{largest:.0e}"
+    )
 
 
 def compare_speed(options: Options, plan: hetconv.Plan) -> None:
-    """The fast device alone, an even and the tuned split: steps of the three in turn, and who is busy when."""
-    even = plan.with_splits({name: hetconv.Split("height", (1, 1)) for name in plan.splits})
+    """The fast device alone, an even and the tuned split: steps of the three in turn,
+    and who is busy when.
+    """
+    even = plan.with_splits(
+        {name: hetconv.Split("height", (1, 1)) for name in plan.splits}
+    )
     batch, many = Batches(SIZE, SEED).next(), 10 * ROUNDS
     split = {"even split": even, "tuned split": plan}
-    steps = {n: partial(trainer(hetconv.parallelize(new_model(), p), many), batch) for n, p in split.items()}
-    alone = partial(trainer(new_model(), many), batch) if dist.get_rank() == 0 else lambda: 0.0
+    steps = {
+        n: partial(trainer(hetconv.parallelize(new_model(), p), many), batch)
+        for n, p in split.items()
+    }
+    alone = (
+        partial(trainer(new_model(), many), batch)
+        if dist.get_rank() == 0
+        else lambda: 0.0
+    )
     times = paired({"fast device alone": alone, **steps}, ROUNDS, torch.device("cpu"))
     seconds = {name: median(each) for name, each in times.items()}
     for name, typical in seconds.items():
-        options.say(f"{name:17} {typical * 1e3:5.0f} ms a step, {seconds['fast device alone'] / typical:.2f}x")
+        options.say(
+            f"{name:17} {typical * 1e3:5.0f} ms a step, "
+            f"{seconds['fast device alone'] / typical:.2f}x"
+        )
     timelines = {name: typical_timeline(step) for name, step in steps.items()}
     if dist.get_rank() == 0:
-        pictures.timelines(timelines, seconds["fast device alone"], DEVICES.split(","), options.out / "timeline.png")
+        pictures.timelines(
+            timelines,
+            seconds["fast device alone"],
+            DEVICES.split(","),
+            options.out / "timeline.png",
+        )
 
 
 def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
-    """When each device computed convolutions during a step: of a few steps, the one of median length."""
+    """When each device computed convolutions during a step: of a few steps, the one of
+    median length.
+    """
     recorded = []
     for _ in range(5):
         busy: list[tuple[float, float]] = []
 
-        def note(seen: throttle.Computation, busy: list[tuple[float, float]] = busy) -> None:
+        def note(
+            seen: throttle.Computation, busy: list[tuple[float, float]] = busy
+        ) -> None:
             busy.append((seen.start, seen.end))
 
         dist.barrier()
@@ -170,7 +223,9 @@ def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
             step()
         dist.barrier()
         length = time.perf_counter() - start
-        ranks: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
+        ranks: list[list[tuple[float, float]]] = [
+            [] for _ in range(dist.get_world_size())
+        ]
         dist.all_gather_object(ranks, [(a - start, b - start) for a, b in busy])
         recorded.append(pictures.Timeline(length, ranks))
     return sorted(recorded, key=lambda one: one.seconds)[len(recorded) // 2]
@@ -179,7 +234,16 @@ def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=230, help="of training")
-    parser.add_argument("--trials", type=int, default=8, help="ratios that autotune tries")
-    parser.add_argument("--budget", type=float, default=75, help="seconds for autotune, about")
-    parser.add_argument("--out", type=lambda path: Path(path).resolve(), default=Path("out"), help="where results go")
+    parser.add_argument(
+        "--trials", type=int, default=8, help="ratios that autotune tries"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=75, help="seconds for autotune, about"
+    )
+    parser.add_argument(
+        "--out",
+        type=lambda path: Path(path).resolve(),
+        default=Path("out"),
+        help="where results go",
+    )
     main(Options(**vars(parser.parse_args()), start=time.monotonic()))

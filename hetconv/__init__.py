@@ -1,6 +1,7 @@
 """hetconv: model-parallel convolution on devices of unequal speed.
 
-A name is imported when it is first asked for: the kernels alone need no more than torch, triton and numpy.
+A name is imported when it is first asked for: the kernels alone need no more than
+torch, triton and numpy.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ __all__ = [
 _MODULES = {
     "comm.rank_group": "count_sent",
     "comm.redistribute": "redistribute",
-    "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError PlanError ProfileError SplitError",
+    "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError PlanError "
+    "ProfileError SplitError",
     "nn.checkpoint": "load_checkpoint save_checkpoint",
     "nn.gradients": "GradScaler clip_grad_norm_",
     "nn.layers": "HetConv1d HetConv2d HetConv3d",
@@ -91,7 +93,8 @@ _MODULES = {
     "nn.parallelize": "parallelize",
     "nn.replica_sync": "sync_replicated",
     "nn.state_dict": "full_state_dict load_full_state_dict",
-    "ops.dispatch": "HetTensor gather",  # a HetTensor does nothing before that module registers what it does
+    # a HetTensor does nothing before that module registers what it does
+    "ops.dispatch": "HetTensor gather",
     "planner.make_plan": "make_plan",
     "schemas.cluster_profile": "ClusterProfile",
     "schemas.plan": "Plan",
@@ -107,7 +110,9 @@ def __getattr__(name: str) -> Any:
     if name == "kernels":
         return import_module(".kernels", __name__)
     if name not in _HOME:
-        raise AttributeError(f"hetconv has no public name {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"hetconv has no public name {name!r}; it has {', '.join(__all__)}"
+        )
     value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
     return value
 

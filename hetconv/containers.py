@@ -1,4 +1,6 @@
-"""Tensors inside whatever Python code passes and returns: tuples, dicts, dataclasses, outputs of libraries, objects."""
+"""Tensors inside whatever Python code passes and returns: tuples, dicts, dataclasses,
+outputs of libraries, objects.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import io
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from dataclasses import fields, is_dataclass
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,12 +26,32 @@ from torch import Tensor, nn
 from .errors import HetConvError
 from .torch_internals import tree_node_types
 
-# Values that hold no tensor of a result. A module holds its own; it is no container of what a call returns.
+# Values that hold no tensor of a result. A module holds its own; it is no container of
+# what a call returns.
 _LEAVES: tuple[type, ...] = (
-    type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, enum.Enum, type, ModuleType, nn.Module,
-    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator, BuiltinFunctionType,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    range,
+    slice,
+    enum.Enum,
+    type,
+    ModuleType,
+    nn.Module,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,
+    BuiltinFunctionType,
     io.IOBase,
-)  # fmt: skip
+)
 
 
 def tensors_in(value: Any, *, opaque: bool = False) -> list[Tensor]:
@@ -42,14 +70,16 @@ def tensors_in(value: Any, *, opaque: bool = False) -> list[Tensor]:
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """``value`` with ``function(x)`` in the place of each tensor x.
 
-    Searched are containers of Python and those that are registered with PyTorch's pytrees, dataclasses, and attributes
-    of other objects. What holds no tensor that changes is returned as it is; anything else is a copy, but for its
-    other contents, and what is inside refers to the copy where it referred to the original. The function is called once
-    for each tensor.
+    Searched are containers of Python and those that are registered with PyTorch's
+    pytrees, dataclasses, and attributes of other objects. What holds no tensor that
+    changes is returned as it is; anything else is a copy, but for its other contents,
+    and what is inside refers to the copy where it referred to the original. The
+    function is called once for each tensor.
 
-    Raises:
-        HetConvError: ``value`` contains a generator, another iterator or a function that holds a tensor, which cannot
-            be looked into; or a set of several tensors, which each process would find in another order.
+    Raises: HetConvError: ``value`` contains a generator, another iterator or a function
+        that holds a tensor, which cannot
+            be looked into; or a set of several tensors, which each process would find
+            in another order.
     """
     return _Search(value).mapped(function)
 
@@ -57,8 +87,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 class _Opened(NamedTuple):
     """What a container holds, and how one like it is made of what takes the place of these parts.
 
-    ``fill`` puts them into what ``empty`` gives, which exists before them, so that they may refer to it. Without
-    ``empty`` it gives a container that is complete at once, such as a tuple.
+    ``fill`` puts them into what ``empty`` gives, which exists before them, so that they
+    may refer to it. Without ``empty`` it gives a container that is complete at once,
+    such as a tuple.
     """
 
     parts: list[Any]
@@ -71,21 +102,29 @@ class _Search:
 
     def __init__(self, value: Any, opaque: bool = False):
         self._value, self._opaque = value, opaque
-        self.tensors: dict[int, Tensor] = {}  # in the order in which they are found, alike on all ranks
+        self.tensors: dict[
+            int, Tensor
+        ] = {}  # in the order in which they are found, alike on all ranks
         self._opened: dict[int, _Opened] = {}
         self._held_by: dict[int, list[int]] = {}
         self._alive: list[Any] = []  # so that the ids stay theirs
         self._sets: list[Any] = []
         self._new: dict[int, Any] = {}  # what takes the place of these
         self._differ: set[int] = set()
-        self._begun: dict[int, int] = {}  # how many there were when a container was begun that has to be complete
+        self._begun: dict[
+            int, int
+        ] = {}  # how many there were when a container was begun that has to be complete
         self._explore()
 
     def _explore(self) -> None:
         left = [self._value]
         while left:
             value = left.pop()
-            if isinstance(value, _LEAVES) or id(value) in self._opened or id(value) in self.tensors:
+            if (
+                isinstance(value, _LEAVES)
+                or id(value) in self._opened
+                or id(value) in self.tensors
+            ):
                 continue
             self._alive.append(value)
             if isinstance(value, Tensor):
@@ -111,13 +150,19 @@ class _Search:
         """What holds one of these, or holds what holds it, and so on."""
         found, left = set[int](), list(parts)
         while left:
-            more = [holder for holder in self._held_by.get(left.pop(), ()) if holder not in found]
+            more = [
+                holder
+                for holder in self._held_by.get(left.pop(), ())
+                if holder not in found
+            ]
             found.update(more)
             left.extend(more)
         return found
 
     def _built(self, value: Any) -> Any:
-        """What takes the place of ``value``: as `copy.deepcopy` does it, but that what does not differ stays."""
+        """What takes the place of ``value``: as `copy.deepcopy` does it, but that what
+        does not differ stays.
+        """
         at = id(value)
         if at in self._new or at not in self._differ:
             return self._new.get(at, value)
@@ -128,12 +173,15 @@ class _Search:
             return self._new[at]
         if self._begun.get(at) == len(self._new):
             raise HetConvError(
-                f"a {type(value).__name__} that contains itself was found among what a model is given or returns, and "
+                f"a {type(value).__name__} that contains itself was found among what a model "
+                "is given or returns, and "
                 f"cannot be made anew; give a list, a dict or an object in its place"
             )
         self._begun[at] = len(self._new)
         parts = [self._built(part) for part in opened.parts]
-        if at not in self._new:  # a list inside that refers to this may have had it made
+        if (
+            at not in self._new
+        ):  # a list inside that refers to this may have had it made
             self._new[at] = opened.fill(None, parts)
         return self._new[at]
 
@@ -146,14 +194,18 @@ class _Search:
         if kind is set:
             return _Opened([*value], set.update, set)
         if kind is deque:
-            return _Opened([*value], deque.extend, functools.partial(deque, maxlen=value.maxlen))
+            return _Opened(
+                [*value], deque.extend, functools.partial(deque, maxlen=value.maxlen)
+            )
         if isinstance(value, tuple) or kind is frozenset:
             make = getattr(kind, "_make", kind)
             return _Opened([*value], lambda _, parts: make(parts))
         if kind not in (dict, OrderedDict, defaultdict) and kind in tree_node_types():
             node = tree_node_types()[kind]  # such as transformers' outputs
             children, context = node.flatten_fn(value)
-            return _Opened([*children], lambda _, parts: node.unflatten_fn(parts, context))
+            return _Opened(
+                [*children], lambda _, parts: node.unflatten_fn(parts, context)
+            )
         if isinstance(value, (MappingProxyType, ValuesView, ItemsView)):
             return _view(value)
         if isinstance(value, (Iterator, FunctionType, MethodType, functools.partial)):
@@ -161,11 +213,14 @@ class _Search:
         return _object(value)
 
     def _function(self, value: Any) -> _Opened:
-        """Nothing can be put into a function or an iterator, and an iterator cannot be read without being used up."""
+        """Nothing can be put into a function or an iterator, and an iterator cannot be
+        read without being used up.
+        """
 
         def refuse(*_: Any) -> NoReturn:
             raise HetConvError(
-                f"a {type(value).__name__} was found among what a model is given or returns, and tensors inside it "
+                f"a {type(value).__name__} was found among what a model is given or returns, "
+                "and tensors inside it "
                 f"cannot be reached; give a list, a tuple, a dict or a dataclass of tensors"
             )
 
@@ -174,7 +229,9 @@ class _Search:
         if isinstance(value, Iterator):
             refuse()
         if isinstance(value, MethodType):  # of an object that may hold it
-            return _Opened([value.__self__], lambda _, parts: MethodType(value.__func__, *parts))
+            return _Opened(
+                [value.__self__], lambda _, parts: MethodType(value.__func__, *parts)
+            )
         return _Opened(_held_by_function(value), refuse)
 
     def _refuse_several_in_a_set(self, value: Any) -> None:
@@ -183,8 +240,10 @@ class _Search:
         found = sum(id(x) in self.tensors or id(x) in holders for x in value)
         if found > 1 and not self._opaque:
             raise HetConvError(
-                f"a {type(value).__name__} of {found} tensors, or of what holds them, was found among what a model is "
-                f"given or returns; its order differs between processes: give a list, a tuple or a dict"
+                f"a {type(value).__name__} of {found} tensors, or of what holds them, was "
+                "found among what a model is "
+                "given or returns; its order differs between processes: give a list, a tuple "
+                "or a dict"
             )
 
 
@@ -194,13 +253,25 @@ def _view(value: Any) -> _Opened:
         return _Opened([*value], lambda _, parts: dict(enumerate(parts)).values())
     items = dict(value)
     if isinstance(value, ItemsView):
-        return _Opened([*items.values()], lambda _, parts: dict(zip(items, parts, strict=True)).items())
-    return _Opened([*items.values()], lambda _, parts: MappingProxyType(dict(zip(items, parts, strict=True))))
+        return _Opened(
+            [*items.values()],
+            lambda _, parts: dict(zip(items, parts, strict=True)).items(),
+        )
+    return _Opened(
+        [*items.values()],
+        lambda _, parts: MappingProxyType(dict(zip(items, parts, strict=True))),
+    )
 
 
 def _object(value: Any) -> _Opened:
     """An object: its own items if it is a mapping or a list, and its attributes."""
-    items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)] if isinstance(value, list) else []
+    items = (
+        [*value.items()]
+        if isinstance(value, dict)
+        else [*enumerate(value)]
+        if isinstance(value, list)
+        else []
+    )
     names = _attributes(value)
     old = [item for _, item in items] + [getattr(value, name, None) for name in names]
 
@@ -208,7 +279,9 @@ def _object(value: Any) -> _Opened:
         for (key, was), item in zip(items, parts, strict=False):
             if item is not was:
                 made[key] = item
-        for name, was, attribute in zip(names, old[len(items) :], parts[len(items) :], strict=True):
+        for name, was, attribute in zip(
+            names, old[len(items) :], parts[len(items) :], strict=True
+        ):
             if attribute is not was:
                 object.__setattr__(made, name, attribute)
 
@@ -220,7 +293,9 @@ def _attributes(value: Any) -> list[str]:
     if is_dataclass(value):
         names += [field.name for field in fields(value)]
     names += [name for kind in type(value).__mro__ for name in _slots(kind)]
-    return [name for name in dict.fromkeys(names) if name not in ("__dict__", "__weakref__")]
+    return [
+        name for name in dict.fromkeys(names) if name not in ("__dict__", "__weakref__")
+    ]
 
 
 def _slots(kind: type) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""The errors that a caller can act on. Each message says what was given, what was expected and what to do."""
+"""The errors that a caller can act on. Each message says what was given, what was
+expected and what to do.
+"""
 
 from collections.abc import Iterable
 
@@ -32,10 +34,16 @@ class LostRankError(HetConvError, RuntimeError):
 
 
 class KernelError(HetConvError):
-    """Arguments that a kernel does not take: shapes, types, devices or memory that do not fit, or a missing backend."""
+    """Arguments that a kernel does not take: shapes, types, devices or memory that do
+    not fit, or a missing backend.
+    """
 
 
 def few(names: Iterable[str]) -> str:
     """What a message lists of many names."""
     all_names = list(names)
-    return ", ".join(all_names[:8]) + f" and {len(all_names) - 8} more" * (len(all_names) > 8) or "none"
+    return (
+        ", ".join(all_names[:8])
+        + f" and {len(all_names) - 8} more" * (len(all_names) > 8)
+        or "none"
+    )

@@ -1,8 +1,9 @@
 """Caches of what was found out about calls, of each signature of a model's inputs apart.
 
-How an operator runs on parts, and what moves for it, depends on the shapes of its inputs. It is found out once and
-remembered. Inputs that come in ever new sizes would fill the memory: a model keeps what belongs to the signatures that
-it was called with last, and no more.
+How an operator runs on parts, and what moves for it, depends on the shapes of its
+inputs. It is found out once and remembered. Inputs that come in ever new sizes would
+fill the memory: a model keeps what belongs to the signatures that it was called with
+last, and no more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _caches: list[Cache[Any, Any]] = []
 
 
 class Cache(Generic[K, V]):
-    """What is remembered under the signature of the current call, or of the last one: backward passes read it too."""
+    """What is remembered under the signature of the current call, or of the last one:
+    backward passes read it too.
+    """
 
     def __init__(self) -> None:
         self.current: dict[K, V] = {}
@@ -52,13 +55,17 @@ class SignatureCaches:
     def use(self, signature: str) -> None:
         """Makes what is remembered under a signature the current contents of all caches."""
         contents = self._known.pop(signature, None)
-        self._known[signature] = contents = contents if contents is not None else [{} for _ in _caches]
+        self._known[signature] = contents = (
+            contents if contents is not None else [{} for _ in _caches]
+        )
         if len(self._known) > self._most:
             self._known.popitem(last=False)
         _install(contents)
 
     def __deepcopy__(self, memo: Any) -> SignatureCaches:
-        """Without what is remembered, some of it by the identity of objects that a copy does not have."""
+        """Without what is remembered, some of it by the identity of objects that a copy
+        does not have.
+        """
         return SignatureCaches(self._most)
 
 

@@ -1,8 +1,10 @@
-"""What hetconv reads or replaces inside PyTorch, in one place. All other modules use PyTorch's public interface.
+"""What hetconv reads or replaces inside PyTorch, in one place. All other modules use
+PyTorch's public interface.
 
-Each entry of `INTERNALS` says what is used, why, and what happens in a version of PyTorch that has no such name:
-either hetconv does without it, or importing this module raises `HetConvError`, which names it. The whole test suite
-passes with the versions in `TESTED_WITH`.
+Each entry of `INTERNALS` says what is used, why, and what happens in a version of
+PyTorch that has no such name: either hetconv does without it, or importing this module
+raises `HetConvError`, which names it. The whole test suite passes with the versions in
+`TESTED_WITH`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ TESTED_WITH = ("2.11", "2.13", "2.14")
 
 
 class Internal(NamedTuple):
-    """A name inside PyTorch: ``module.name``, what it is used for, and whether hetconv works without it."""
+    """A name inside PyTorch: ``module.name``, what it is used for, and whether hetconv
+    works without it.
+    """
 
     module: str
     name: str
@@ -36,25 +40,42 @@ class Internal(NamedTuple):
 
 INTERNALS = {
     "no_torch_function": Internal(
-        "torch._C", "DisableTorchFunctionSubclass", "to ask a HetTensor what plain tensors are asked"
+        "torch._C",
+        "DisableTorchFunctionSubclass",
+        "to ask a HetTensor what plain tensors are asked",
     ),
     "no_torch_dispatch": Internal(
-        "torch._C", "_DisableTorchDispatch", "to hide the trial of a call from the user's counters and profilers", True
+        "torch._C",
+        "_DisableTorchDispatch",
+        "to hide the trial of a call from the user's counters and profilers",
+        True,
     ),
-    "make_wrapper": Internal("torch", "Tensor._make_wrapper_subclass", "to make a HetTensor, which has no storage"),
+    "make_wrapper": Internal(
+        "torch",
+        "Tensor._make_wrapper_subclass",
+        "to make a HetTensor, which has no storage",
+    ),
     "graph_task_id": Internal(
-        "torch._C", "_current_graph_task_id", "to know that a checkpoint runs a region again in the backward pass"
+        "torch._C",
+        "_current_graph_task_id",
+        "to know that a checkpoint runs a region again in the backward pass",
     ),
     "disable_dynamo": Internal(
-        "torch._compile", "_disable_dynamo", "to leave a function out of compiled graphs without importing Dynamo", True
+        "torch._compile",
+        "_disable_dynamo",
+        "to leave a function out of compiled graphs without importing Dynamo",
+        True,
     ),
     "fake_tensor_mode": Internal(
-        "torch._subclasses.fake_tensor", "FakeTensorMode", "to capture a model without computing"
+        "torch._subclasses.fake_tensor",
+        "FakeTensorMode",
+        "to capture a model without computing",
     ),
     "checkpoint_saver": Internal(
         "torch.utils.checkpoint",
         "_NoopSaveInputs",
-        "to leave inputs that a checkpoint only keeps in parts; PyTorch 2.13 keeps them without a function",
+        "to leave inputs that a checkpoint only keeps in parts; PyTorch 2.13 keeps them "
+        "without a function",
         True,
     ),
     "transform_level": Internal(
@@ -64,17 +85,30 @@ INTERNALS = {
         True,
     ),
     **{
-        name: Internal("torch._C", name, "to refuse gradients of a batch of cotangents (is_grads_batched)", True)
+        name: Internal(
+            "torch._C",
+            name,
+            "to refuse gradients of a batch of cotangents (is_grads_batched)",
+            True,
+        )
         for name in ("_vmapmode_increment_nesting", "_vmapmode_decrement_nesting")
     },
     "clip_grads_with_norm_": Internal(
-        "torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "to refuse clipping by the norm of slices", True
+        "torch.nn.utils.clip_grad",
+        "_clip_grads_with_norm_",
+        "to refuse clipping by the norm of slices",
+        True,
     ),
     "is_fx_tracing": Internal(
-        "torch.fx._symbolic_trace", "is_fx_symbolic_tracing", "to refuse torch.fx.symbolic_trace by name", True
+        "torch.fx._symbolic_trace",
+        "is_fx_symbolic_tracing",
+        "to refuse torch.fx.symbolic_trace by name",
+        True,
     ),
     "unflatten_state_dict": Internal(
-        "torch.distributed.checkpoint._nested_dict", "unflatten_state_dict", "to load an optimizer's nested state"
+        "torch.distributed.checkpoint._nested_dict",
+        "unflatten_state_dict",
+        "to load an optimizer's nested state",
     ),
     "group_store": Internal(
         "torch.distributed.distributed_c10d",
@@ -82,10 +116,18 @@ INTERNALS = {
         "to find ranks of different hosts that wait for each other in different calls",
         True,
     ),
-    "gpu_sleep": Internal("torch.cuda", "_sleep", "to let the host get ahead of a GPU that is measured"),
-    "foreach_copy_": Internal("torch", "_foreach_copy_", "to copy many small tensors in one call", True),
+    "gpu_sleep": Internal(
+        "torch.cuda", "_sleep", "to let the host get ahead of a GPU that is measured"
+    ),
+    "foreach_copy_": Internal(
+        "torch", "_foreach_copy_", "to copy many small tensors in one call", True
+    ),
     **{
-        name: Internal("torch.utils._pytree", name, "to search nested arguments and results for tensors")
+        name: Internal(
+            "torch.utils._pytree",
+            name,
+            "to search nested arguments and results for tensors",
+        )
         for name in (
             "SUPPORTED_NODES",
             "tree_iter",
@@ -97,7 +139,9 @@ INTERNALS = {
         )
     },
 }
-"""By the name under which this module offers it. Attributes of objects are read by the functions below."""
+"""By the name under which this module offers it. Attributes of objects are read by the
+functions below.
+"""
 
 
 def find(internal: Internal) -> Any:
@@ -114,8 +158,10 @@ def find(internal: Internal) -> Any:
         if internal.optional:
             return None
         raise HetConvError(
-            f"torch {torch.__version__} has no {internal.module}.{internal.name}, which hetconv needs "
-            f"{internal.purpose}; install a version that hetconv was tested with: {', '.join(TESTED_WITH)}"
+            f"torch {torch.__version__} has no {internal.module}.{internal.name}, which "
+            "hetconv needs "
+            f"{internal.purpose}; install a version that hetconv was tested with: "
+            f"{', '.join(TESTED_WITH)}"
         ) from e
     return found
 
@@ -124,7 +170,9 @@ no_torch_function: Any = find(INTERNALS["no_torch_function"])
 no_torch_dispatch: Any = find(INTERNALS["no_torch_dispatch"]) or nullcontext
 make_wrapper: Any = find(INTERNALS["make_wrapper"])
 graph_task_id: Callable[[], int] = find(INTERNALS["graph_task_id"])
-disable_dynamo: Callable[..., Any] = find(INTERNALS["disable_dynamo"]) or (lambda fn: fn)
+disable_dynamo: Callable[..., Any] = find(INTERNALS["disable_dynamo"]) or (
+    lambda fn: fn
+)
 tree_iter: Callable[..., Any] = find(INTERNALS["tree_iter"])
 tree_map: Callable[..., Any] = find(INTERNALS["tree_map"])
 tree_map_only: Callable[..., Any] = find(INTERNALS["tree_map_only"])
@@ -132,16 +180,24 @@ tree_leaves: Callable[..., Any] = find(INTERNALS["tree_leaves"])
 tree_flatten_with_path: Callable[..., Any] = find(INTERNALS["tree_flatten_with_path"])
 keystr: Callable[..., str] = find(INTERNALS["keystr"])
 _is_fx_tracing: Callable[[], bool] = find(INTERNALS["is_fx_tracing"]) or (lambda: False)
-_deeper: Callable[[], int] = find(INTERNALS["_vmapmode_increment_nesting"]) or (lambda: 1)
-_less_deep: Callable[[], int] = find(INTERNALS["_vmapmode_decrement_nesting"]) or (lambda: 0)
-_transform_level: Callable[[], int | None] = find(INTERNALS["transform_level"]) or (lambda: None)
+_deeper: Callable[[], int] = find(INTERNALS["_vmapmode_increment_nesting"]) or (
+    lambda: 1
+)
+_less_deep: Callable[[], int] = find(INTERNALS["_vmapmode_decrement_nesting"]) or (
+    lambda: 0
+)
+_transform_level: Callable[[], int | None] = find(INTERNALS["transform_level"]) or (
+    lambda: None
+)
 _group_store: Callable[[dist.ProcessGroup], Any] | None = find(INTERNALS["group_store"])
 checkpoint_saver: type | None = find(INTERNALS["checkpoint_saver"])
 _node_types: dict[type, Any] = find(INTERNALS["SUPPORTED_NODES"])
 
 
 def tree_node_types() -> dict[type, Any]:
-    """The containers that PyTorch's pytrees know, with ``flatten_fn`` and ``unflatten_fn`` of each."""
+    """The containers that PyTorch's pytrees know, with ``flatten_fn`` and
+    ``unflatten_fn`` of each.
+    """
     return _node_types
 
 
@@ -151,7 +207,8 @@ def dynamo_is_loaded() -> bool:
 
 
 def transform_in_use() -> bool:
-    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) or autograd's forward mode is in use.
+    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) or autograd's forward
+    mode is in use.
 
     Or a backward pass runs for a batch of cotangents, which PyTorch does by an older vmap.
     """
@@ -180,11 +237,15 @@ def gpu_sleep(cycles: int) -> None:
 
 
 def fake_tensor_mode(**options: Any) -> Any:
-    """A mode in which operators compute shapes alone. Its module is imported by the first call only: it is large."""
+    """A mode in which operators compute shapes alone. Its module is imported by the
+    first call only: it is large.
+    """
     return find(INTERNALS["fake_tensor_mode"])(**options)
 
 
-def foreach_copy_(targets: list[Tensor], sources: tuple[Tensor, ...] | list[Tensor]) -> None:
+def foreach_copy_(
+    targets: list[Tensor], sources: tuple[Tensor, ...] | list[Tensor]
+) -> None:
     """Copies each source into the target beside it."""
     together = find(INTERNALS["foreach_copy_"])
     if together is not None:
@@ -195,27 +256,37 @@ def foreach_copy_(targets: list[Tensor], sources: tuple[Tensor, ...] | list[Tens
 
 
 def storage_id(x: Tensor) -> int:
-    """A number that two tensors share exactly if they share memory; unlike an address, fake tensors have it too."""
+    """A number that two tensors share exactly if they share memory; unlike an address,
+    fake tensors have it too.
+    """
     return int(x.untyped_storage()._cdata)
 
 
 def is_view(x: Tensor) -> bool:
-    """Whether autograd takes ``x`` for a view of another tensor, also of one that has no gradient."""
+    """Whether autograd takes ``x`` for a view of another tensor, also of one that has
+    no gradient.
+    """
     return bool(x._is_view())
 
 
 def materialized(x: Tensor) -> Tensor:
-    """``x``, with memory of its own also if it is one of the zeros that autograd makes without any."""
+    """``x``, with memory of its own also if it is one of the zeros that autograd makes
+    without any.
+    """
     return x.clone() if x._is_zerotensor() else x
 
 
 def write_count(x: Tensor) -> int:
-    """How many times ``x`` was written to in place. Raises `RuntimeError` for an inference tensor."""
+    """How many times ``x`` was written to in place. Raises `RuntimeError` for an
+    inference tensor.
+    """
     return int(x._version)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long the ranks of a gloo group wait for each other; PyTorch's default where the group does not tell."""
+    """How long the ranks of a gloo group wait for each other; PyTorch's default where
+    the group does not tell.
+    """
     try:
         timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     except AttributeError:
@@ -224,21 +295,29 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The `torch.distributed.Store` of a group, to leave words in; None where PyTorch does not tell."""
+    """The `torch.distributed.Store` of a group, to leave words in; None where PyTorch
+    does not tell.
+    """
     store: Any = dist
-    return None if _group_store is None else store.PrefixStore("hetconv", _group_store(group))
+    return (
+        None
+        if _group_store is None
+        else store.PrefixStore("hetconv", _group_store(group))
+    )
 
 
 Undo = Callable[[], None]
 _patches: list[Callable[[], Undo]] = []
-_undo: list[Undo] | None = None  # of the patches that are in force, or None while none is
+_undo: list[Undo] | None = (
+    None  # of the patches that are in force, or None while none is
+)
 
 
 def register_patch(patch: Callable[[], Undo]) -> None:
     """Registers a change to PyTorch that hetconv needs while it is in use.
 
-    Args:
-        patch: makes the change and returns what undoes it. It runs when the first process group is used, or at once if
+    Args: patch: makes the change and returns what undoes it. It runs when the first
+        process group is used, or at once if
             one is in use already.
     """
     _patches.append(patch)
@@ -261,12 +340,18 @@ def remove_patches() -> None:
     _undo = None
 
 
-def replace_function_apply(wrap: Callable[[type, Callable[..., Any], Any, Any], Any]) -> Undo:
-    """From now on ``wrap(cls, apply, args, kwargs)`` runs where `torch.autograd.Function.apply` is called.
+def replace_function_apply(
+    wrap: Callable[[type, Callable[..., Any], Any, Any], Any],
+) -> Undo:
+    """From now on ``wrap(cls, apply, args, kwargs)`` runs where
+    `torch.autograd.Function.apply` is called.
 
-    ``apply`` is PyTorch's own, bound to ``cls``. It applies functions without asking a tensor's class.
+    ``apply`` is PyTorch's own, bound to ``cls``. It applies functions without asking a
+    tensor's class.
     """
-    plain: Any = inspect.getattr_static(torch.autograd.Function, "apply")  # a classmethod, written in Python or in C
+    plain: Any = inspect.getattr_static(
+        torch.autograd.Function, "apply"
+    )  # a classmethod, written in Python or in C
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         return wrap(cls, plain.__get__(None, cls), args, kwargs)
@@ -284,17 +369,23 @@ def replace_function_apply(wrap: Callable[[type, Callable[..., Any], Any, Any], 
 
 
 def check_before_clipping(check: Callable[[list[Tensor]], None]) -> Undo:
-    """From now on `torch.nn.utils.clip_grad_norm_` calls ``check`` with its parameters before it changes gradients.
+    """From now on `torch.nn.utils.clip_grad_norm_` calls ``check`` with its parameters
+    before it changes gradients.
 
     `torch.nn.utils.clip_grads_with_norm_`, which is given a norm, does not.
     """
-    plain, module = find(INTERNALS["clip_grads_with_norm_"]), import_module(INTERNALS["clip_grads_with_norm_"].module)
+    plain, module = (
+        find(INTERNALS["clip_grads_with_norm_"]),
+        import_module(INTERNALS["clip_grads_with_norm_"].module),
+    )
     if plain is None:
         return lambda: None
 
     @functools.wraps(plain)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        parameters = (
+            [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        )
         check(parameters)
         plain(parameters, *args, **kwargs)
 
@@ -303,11 +394,15 @@ def check_before_clipping(check: Callable[[list[Tensor]], None]) -> Undo:
 
 
 def check_before_unscaling(check: Callable[[Any, torch.optim.Optimizer], None]) -> Undo:
-    """From now on a `torch.amp.GradScaler` calls ``check`` with itself and the optimizer before it reads gradients."""
+    """From now on a `torch.amp.GradScaler` calls ``check`` with itself and the
+    optimizer before it reads gradients.
+    """
     plain: Any = torch.amp.GradScaler._unscale_grads_
 
     @functools.wraps(plain)
-    def unscale(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def unscale(
+        scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
         check(scaler, optimizer)
         return plain(scaler, optimizer, *args, **kwargs)
 

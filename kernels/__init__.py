@@ -1,14 +1,17 @@
-"""Local convolutions on plain tensors: no rank, no plan. Letters as in `hetconv.sharding.conv_spec`.
+"""Local convolutions on plain tensors: no rank, no plan. Letters as in
+`hetconv.sharding.conv_spec`.
 
-`conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves. `backend_choice` says who computes,
-ATen or Triton, whose kernels are in `triton`. `conv_forward` and `conv_backward` are the halves of a convolution of any
-rank. `concat_channels` joins parts, `conv2d_parts` convolves them; `pack` and `unpack` move boxes of images to messages
-and back.
+`conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves.
+`backend_choice` says who computes, ATen or Triton, whose kernels are in `triton`.
+`conv_forward` and `conv_backward` are the halves of a convolution of any rank.
+`concat_channels` joins parts, `conv2d_parts` convolves them; `pack` and `unpack` move
+boxes of images to messages and back.
 """
 
 if __name__ == "kernels":
-    # Found from the repository's root by whoever looks for another project's package: to libraries that ask whether
-    # that is installed, this one looks like a folder without code.
+    # Found from the repository's root by whoever looks for another project's package:
+    # to libraries that ask whether that is installed, this one looks like a folder
+    # without code.
     globals()["__file__"] = None
 else:
     from . import backend_choice, tiles
@@ -17,7 +20,14 @@ else:
     from .conv2d_op import conv2d
     from .conv2d_parts_op import conv2d_parts
     from .conv_nd import CHANNELS_LAST, conv_backward, conv_forward
-    from .dispatch import Route, conv2d_backward, conv2d_forward, only_aten, route, set_backend
+    from .dispatch import (
+        Route,
+        conv2d_backward,
+        conv2d_forward,
+        only_aten,
+        route,
+        set_backend,
+    )
     from .packing import pack, unpack
     from .tiles import Tile
 

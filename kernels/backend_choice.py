@@ -1,4 +1,6 @@
-"""Who computes: Triton or ATen (cuDNN on CUDA). A table read from the top, whose first row that fits decides."""
+"""Who computes: Triton or ATen (cuDNN on CUDA). A table read from the top, whose first
+row that fits decides.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Backend = Literal["auto", "triton", "aten"]
 
 @dataclass(frozen=True)
 class Question:
-    """One pass of a convolution on a device: its GPU's name, or "cpu", and what keeps Triton from running there."""
+    """One pass of a convolution on a device: its GPU's name, or "cpu", and what keeps
+    Triton from running there.
+    """
 
     what: Pass
     spec: Conv2dSpec
@@ -64,11 +68,24 @@ def unable(q: Question) -> str | None:
     return None
 
 
-# A GPU on which nothing was tuned computes with cuDNN: nobody has measured yet where these kernels beat it.
+# A GPU on which nothing was tuned computes with cuDNN: nobody has measured yet where
+# these kernels beat it.
 TABLE: tuple[Row, ...] = (
-    ("no kernel can", lambda q: unable(q) is not None, lambda q: Answer(False, None, unable(q) or "")),
-    ("ATen was faster", lambda q: q.entry == "aten", _aten("ATen was faster when this was tuned")),
-    ("tuned", lambda q: isinstance(q.entry, Tile), lambda q: Answer(True, q.entry, "tuned")),  # type: ignore[arg-type]
+    (
+        "no kernel can",
+        lambda q: unable(q) is not None,
+        lambda q: Answer(False, None, unable(q) or ""),
+    ),
+    (
+        "ATen was faster",
+        lambda q: q.entry == "aten",
+        _aten("ATen was faster when this was tuned"),
+    ),
+    (
+        "tuned",
+        lambda q: isinstance(q.entry, Tile),
+        lambda q: Answer(True, q.entry, "tuned"),  # type: ignore[arg-type]
+    ),
     ("thin groups", lambda q: q.thin, _aten("groups are too narrow for tensor cores")),
     ("not tuned", lambda q: True, _aten("this problem was not tuned on this device")),
 )
@@ -77,7 +94,9 @@ TABLE: tuple[Row, ...] = (
 def known(backend: Backend) -> Backend:
     """The same. Raises `KernelError` for a name that is none."""
     if backend not in get_args(Backend):
-        raise KernelError(f"backend={backend!r} is not known; give 'auto', 'triton' or 'aten'")
+        raise KernelError(
+            f"backend={backend!r} is not known; give 'auto', 'triton' or 'aten'"
+        )
     return backend
 
 
@@ -86,13 +105,21 @@ def choose(question: Question, backend: Backend) -> Answer:
     if known(backend) == "aten":
         if question.tile is not None:
             raise KernelError(
-                f"tile {question.tile} was given with backend='aten', which has no tiles; leave out one of them"
+                f"tile {question.tile} was given with backend='aten', which has no tiles; "
+                "leave out one of them"
             )
         return Answer(False, None, "asked for")
     if backend == "triton" or question.tile is not None:
         why = unable(question)
         if why is not None:
-            raise KernelError(f"{question.what} of {question.spec} was asked of Triton, but {why}; use backend='auto'")
+            raise KernelError(
+                f"{question.what} of {question.spec} was asked of Triton, but {why}; use "
+                "backend='auto'"
+            )
         entry = question.entry
-        return Answer(True, question.tile or (entry if isinstance(entry, Tile) else None), "asked for")
+        return Answer(
+            True,
+            question.tile or (entry if isinstance(entry, Tile) else None),
+            "asked for",
+        )
     return next(answer(question) for _, fits, answer in TABLE if fits(question))

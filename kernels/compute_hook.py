@@ -1,4 +1,5 @@
-"""A hook around the local computation of every layer, by which a device can be slowed on purpose or listened to.
+"""A hook around the local computation of every layer, by which a device can be slowed
+on purpose or listened to.
 
 Nothing is installed by default, and the computations then run as they are.
 """
@@ -22,8 +23,12 @@ class ComputeHook(Protocol):
     def once(self, compute: Callable[[], T], device: torch.device) -> T:
         """Runs one computation on ``device``, without a backward pass."""
 
-    def with_backward(self, compute: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Runs a computation whose backward pass is one node of autograd's graph, and sees to that node as well."""
+    def with_backward(
+        self, compute: Callable[[], Tensor], device: torch.device
+    ) -> Tensor:
+        """Runs a computation whose backward pass is one node of autograd's graph, and
+        sees to that node as well.
+        """
 
 
 _hook: ComputeHook | None = None
@@ -35,8 +40,12 @@ def set_compute_hook(hook: ComputeHook | None) -> None:
     _hook = hook
 
 
-def hooked(compute: Callable[Concatenate[Tensor, P], T], /) -> Callable[Concatenate[Tensor, P], T]:
-    """Decorates a computation on the device of its first argument, so that it runs through the hook."""
+def hooked(
+    compute: Callable[Concatenate[Tensor, P], T], /
+) -> Callable[Concatenate[Tensor, P], T]:
+    """Decorates a computation on the device of its first argument, so that it runs
+    through the hook.
+    """
 
     @wraps(compute)
     def run(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:

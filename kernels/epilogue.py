@@ -1,4 +1,6 @@
-"""What is done to a sum before it is stored: activation(scale * sum + shift + residual), each as wanted."""
+"""What is done to a sum before it is stored: activation(scale * sum + shift +
+residual), each as wanted.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ACTIVATIONS = ("relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh")
 
 
 class Finish(NamedTuple):
-    """Which of these there are. A launch is given the tensors ``scale``, ``shift`` and ``residual`` by these names."""
+    """Which of these there are. A launch is given the tensors ``scale``, ``shift`` and
+    ``residual`` by these names.
+    """
 
     scaled: bool = False
     shifted: bool = False
@@ -24,22 +28,32 @@ class Finish(NamedTuple):
     slope: float = 0.0  # of leaky_relu below zero
 
     @staticmethod
-    def of(scale: Tensor | None, shift: Tensor | None, activation: str | None, slope: float) -> Finish:
+    def of(
+        scale: Tensor | None, shift: Tensor | None, activation: str | None, slope: float
+    ) -> Finish:
         """Raises `KernelError` for an activation that is not known."""
         if activation is not None and activation not in ACTIVATIONS:
-            raise KernelError(f"activation={activation!r} is not known; give one of {', '.join(ACTIVATIONS)}, or None")
+            raise KernelError(
+                f"activation={activation!r} is not known; give one of "
+                f"{', '.join(ACTIVATIONS)}, or None"
+            )
         leaky = float(slope) if activation == "leaky_relu" else 0.0
         return Finish(scale is not None, shift is not None, activation or "", leaky)
 
     def constants(self, residual: Memory | None) -> dict[str, Any]:
         """Of a kernel's parameters."""
         return {
-            "SCALED": self.scaled, "SHIFTED": self.shifted, "ADDED": residual is not None,
-            "ACTIVATION": self.activation, "SLOPE": self.slope,
-        }  # fmt: skip
+            "SCALED": self.scaled,
+            "SHIFTED": self.shifted,
+            "ADDED": residual is not None,
+            "ACTIVATION": self.activation,
+            "SLOPE": self.slope,
+        }
 
     def tensors(self, residual: Memory | None, instead: str) -> dict[str, str]:
-        """The tensors that a launch takes; ``instead``: what it is given, and does not read, where one is not there."""
+        """The tensors that a launch takes; ``instead``: what it is given, and does not
+        read, where one is not there.
+        """
         return {
             "scale": "scale" if self.scaled else instead,
             "shift": "shift" if self.shifted else instead,
@@ -50,8 +64,12 @@ class Finish(NamedTuple):
 PLAIN = Finish()
 
 
-def shift_with(bias: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> Tensor | None:
-    """What is added to scaled sums that a bias belongs to: scale * bias + shift, of what there is."""
+def shift_with(
+    bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
+) -> Tensor | None:
+    """What is added to scaled sums that a bias belongs to: scale * bias + shift, of
+    what there is.
+    """
     if bias is None:
         return shift
     scaled = bias if scale is None else scale * bias
@@ -64,9 +82,16 @@ def per_channel(t: Tensor, like: Tensor) -> Tensor:
 
 
 def finished(
-    y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, activation: str, slope: float
+    y: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    slope: float,
 ) -> Tensor:
-    """The same by ATen, in float32 at least, rounded to y's dtype once. Without autograd y's memory is used again."""
+    """The same by ATen, in float32 at least, rounded to y's dtype once. Without
+    autograd y's memory is used again.
+    """
     if scale is None and shift is None and residual is None and not activation:
         return y
     z = y.to(torch.promote_types(y.dtype, torch.float32))

@@ -1,4 +1,6 @@
-"""Tests, in folders named after the rooms that they test; what several of them share stands here."""
+"""Tests, in folders named after the rooms that they test; what several of them share
+stands here.
+"""
 
 from pathlib import Path
 

@@ -21,13 +21,17 @@ declare_operators()
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.runtime import interpreter
 
-    # The interpreter looks for overflows of integers and, unless it debugs, forgets what it finds: half of its time.
-    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    # The interpreter looks for overflows of integers and, unless it debugs, forgets
+    # what it finds: half of its time.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
 
 settings.register_profile("hetconv", deadline=None)
 settings.load_profile("hetconv")
 torch.set_num_threads(1)  # ranks are forked from here
-# PyTorch's test utilities, which its databases and opcheck import, call this; then no later test could set a flag.
+# PyTorch's test utilities, which its databases and opcheck import, call this; then no
+# later test could set a flag.
 torch.backends.disable_global_flags = lambda: None
 
 
@@ -35,17 +39,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole-laws",
         action="store_true",
-        help="run the laws over PyTorch's own operators and modules on all of these, not on a drawn sample",
+        help="run the laws over PyTorch's own operators and modules on all of these, not on a "
+        "drawn sample",
     )
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Says at once what fails on a GPU, where a run may be stopped before pytest's own summary."""
-    if report.failed and DEVICE.type == "cuda" and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-5000:]}\n{report.capstderr[:3000]}\n", flush=True)
+    if (
+        report.failed
+        and DEVICE.type == "cuda"
+        and "PYTEST_XDIST_WORKER" not in os.environ
+    ):
+        print(
+            f"\nFAILED {report.nodeid}\n{report.longreprtext[-5000:]}\n{report.capstderr[:3000]}\n",
+            flush=True,
+        )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     if config.getoption("--whole-laws"):
         for item in items:
             if "whole_laws" in getattr(item, "fixturenames", ()):
@@ -54,7 +68,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def whole_laws(pytestconfig: pytest.Config) -> bool:
-    """Whether all operators and modules of PyTorch's own databases are to be run, which takes an hour."""
+    """Whether all operators and modules of PyTorch's own databases are to be run, which
+    takes an hour.
+    """
     return bool(pytestconfig.getoption("--whole-laws"))
 
 
@@ -77,12 +93,16 @@ def new_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture
 def sparse() -> Iterator[Callable[[Tensor, int], Tensor]]:
-    """The same numbers, each sample that many elements after the one before; only they take memory on a CPU."""
+    """The same numbers, each sample that many elements after the one before; only they
+    take memory on a CPU.
+    """
     torch.utils.deterministic.fill_uninitialized_memory = False
 
     def spread(t: Tensor, stride: int) -> Tensor:
         N, C, H, W = t.shape
-        storage = torch.empty((N - 1) * stride + C * H * W, dtype=t.dtype, device=t.device)
+        storage = torch.empty(
+            (N - 1) * stride + C * H * W, dtype=t.dtype, device=t.device
+        )
         return storage.as_strided(t.shape, (stride, 1, W * C, C)).copy_(t)
 
     yield spread
@@ -93,8 +113,12 @@ def sparse() -> Iterator[Callable[[Tensor, int], Tensor]]:
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command line in this process, in a folder of its own: exit status, what it says, what is wrong."""
-    from hetconv.autotune.cli import main  # optuna and rich, which most tests do without
+    """Runs the command line in this process, in a folder of its own: exit status, what
+    it says, what is wrong.
+    """
+    from hetconv.autotune.cli import (
+        main,
+    )  # optuna and rich, which most tests do without
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")

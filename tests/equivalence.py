@@ -30,14 +30,25 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @cache
-def captured(make: Callable[[], nn.Module], shape: tuple[int, ...], mode: Mode, input_gradient: bool) -> Graph:
+def captured(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    mode: Mode,
+    input_gradient: bool,
+) -> Graph:
     """A rank keeps it: most of a test's time would go into making the same again."""
     with torch.set_grad_enabled(mode == "train"):
-        return hetconv.capture(make().train(mode == "train"), torch.zeros(shape, requires_grad=input_gradient))
+        return hetconv.capture(
+            make().train(mode == "train"),
+            torch.zeros(shape, requires_grad=input_gradient),
+        )
 
 
 def assert_same(found: list[Differences]) -> None:
-    wrong = [{k: v for k, v in differences.items() if not v <= TOLERANCE} for differences in found]
+    wrong = [
+        {k: v for k, v in differences.items() if not v <= TOLERANCE}
+        for differences in found
+    ]
     assert not any(wrong), wrong
     assert all(found)
 
@@ -48,7 +59,11 @@ def apart(a: Tensor | None, b: Tensor | None) -> float:
         return 0.0 if a is b else float("inf")
     if a.shape != b.shape or type(a) is not type(b):
         return float("inf")
-    return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
+    return (
+        float((a.detach().double() - b.detach().double()).abs().max())
+        if a.numel()
+        else 0.0
+    )
 
 
 def relative(a: Tensor | None, b: Tensor | None) -> float:
@@ -56,7 +71,9 @@ def relative(a: Tensor | None, b: Tensor | None) -> float:
     rough = apart(a, b)
     if a is None or b is None or rough in (0.0, float("inf")):
         return rough
-    return float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm())
+    return float(
+        (a.detach().double() - b.detach().double()).norm() / b.detach().double().norm()
+    )
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -69,7 +86,9 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
                 if not held.everywhere and grad is not None:
                     owned = Share(held, layer.team).owned(grad)
                     whole = Layout.replicated(held.shape, layer.team.size)
-                    found[key] = hetconv.redistribute(owned.local, owned.placement, whole, group=layer.team.group)
+                    found[key] = hetconv.redistribute(
+                        owned.local, owned.placement, whole, group=layer.team.group
+                    )
     return found
 
 
@@ -80,15 +99,20 @@ def leaves(result: Any) -> list[Tensor]:
 def loss_of(result: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for y in leaves(result):
-        weights = torch.linspace(-1, 2, y.numel(), dtype=torch.float64, device=y.device).view(y.shape)
+        weights = torch.linspace(
+            -1, 2, y.numel(), dtype=torch.float64, device=y.device
+        ).view(y.shape)
         total = total + (y.double() * weights).sum() + y.double().square().mean()
     return total
 
 
 def pair(
-    make: Callable[[], nn.Module], splits: Mapping[str, Split], world: int,
-    device: torch.device | None = None, dtype: torch.dtype = torch.float64,
-) -> tuple[nn.Module, nn.Module]:  # fmt: skip
+    make: Callable[[], nn.Module],
+    splits: Mapping[str, Split],
+    world: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[nn.Module, nn.Module]:
     """A model in float64, or in ``dtype``, and the same one cut up."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -97,7 +121,9 @@ def pair(
     return serial, hetconv.parallelize(cut, plan_of(cut, splits, world))
 
 
-def one_step(serial: nn.Module, cut: nn.Module, *inputs: Tensor, by: Difference = apart) -> Differences:
+def one_step(
+    serial: nn.Module, cut: nn.Module, *inputs: Tensor, by: Difference = apart
+) -> Differences:
     """Outputs, loss and all gradients of one forward and backward."""
     mine = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
     theirs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
@@ -106,10 +132,17 @@ def one_step(serial: nn.Module, cut: nn.Module, *inputs: Tensor, by: Difference 
     loss.backward()
     expected_loss.backward()
     same = zip(leaves(result), leaves(expected), strict=True)
-    found = {f"output {i}": by(a, b) for i, (a, b) in enumerate(same)} | {"loss": by(loss, expected_loss)}
-    found |= {f"input gradient {i}": by(a.grad, b.grad) for i, (a, b) in enumerate(zip(mine, theirs, strict=True))}
+    found = {f"output {i}": by(a, b) for i, (a, b) in enumerate(same)} | {
+        "loss": by(loss, expected_loss)
+    }
+    found |= {
+        f"input gradient {i}": by(a.grad, b.grad)
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True))
+    }
     gradients = full_gradients(cut)
-    return found | {f"gradient {k}": by(gradients[k], p.grad) for k, p in serial.named_parameters()}
+    return found | {
+        f"gradient {k}": by(gradients[k], p.grad) for k, p in serial.named_parameters()
+    }
 
 
 def same_state(serial: nn.Module, cut: nn.Module) -> Differences:
@@ -119,9 +152,13 @@ def same_state(serial: nn.Module, cut: nn.Module) -> Differences:
 
 
 def train(
-    make: Callable[[], nn.Module], splits: Mapping[str, Split], shape: tuple[int, ...], world: int,
-    optimizer: str = "sgd", steps: int = 5,
-) -> Differences:  # fmt: skip
+    make: Callable[[], nn.Module],
+    splits: Mapping[str, Split],
+    shape: tuple[int, ...],
+    world: int,
+    optimizer: str = "sgd",
+    steps: int = 5,
+) -> Differences:
     """The largest differences over some steps of training, then in evaluation."""
     serial, cut = pair(make, splits, world)
     updates = [OPTIMIZERS[optimizer](m.parameters()) for m in (serial, cut)]
@@ -130,12 +167,17 @@ def train(
         for update in updates:
             update.zero_grad()
         found = one_step(serial, cut, torch.randn(shape))
-        worst = {k: max(v, worst.get(k, 0.0), key=lambda d: float("inf") if d != d else d) for k, v in found.items()}
+        worst = {
+            k: max(v, worst.get(k, 0.0), key=lambda d: float("inf") if d != d else d)
+            for k, v in found.items()
+        }
         for update in updates:
             update.step()
     serial.eval(), cut.eval()
     x = torch.randn(shape)
     with torch.no_grad():
         pairs = zip(leaves(cut(x)), leaves(serial(x)), strict=True)
-        worst |= {f"evaluated output {i}": apart(a, b) for i, (a, b) in enumerate(pairs)}
+        worst |= {
+            f"evaluated output {i}": apart(a, b) for i, (a, b) in enumerate(pairs)
+        }
     return worst | same_state(serial, cut)

@@ -1,6 +1,7 @@
 """Where the kernels are tested, and what they are held against.
 
-By default in Triton's interpreter on the CPU (`conftest` turns it on); with HETCONV_TEST_DEVICE=cuda on the first GPU.
+By default in Triton's interpreter on the CPU (`conftest` turns it on); with
+HETCONV_TEST_DEVICE=cuda on the first GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ class Tensors(NamedTuple):
     g: Tensor
 
 
-def images(C: int, K: int, size: tuple[int, int], R: int, S: int, *rest: Any, dtype: str = "float16") -> Conv2dSpec:
+def images(
+    C: int,
+    K: int,
+    size: tuple[int, int],
+    R: int,
+    S: int,
+    *rest: Any,
+    dtype: str = "float16",
+) -> Conv2dSpec:
     """A convolution of two images; ``rest``: stride, padding, dilation and groups."""
     return Conv2dSpec(2, C, *size, K, R, S, *rest, dtype=dtype)
 
@@ -48,19 +57,33 @@ def tensors(spec: Conv2dSpec, seed: int = 0) -> Tensors:
     """Random ones in channels_last."""
     random = torch.Generator().manual_seed(seed)
     shapes = (spec.x_shape, spec.w_shape, (spec.K,), spec.y_shape)
-    found = [torch.randn(s, generator=random).to(DEVICE, getattr(torch, spec.dtype)) for s in shapes]
-    return Tensors(*(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in found))
+    found = [
+        torch.randn(s, generator=random).to(DEVICE, getattr(torch, spec.dtype))
+        for s in shapes
+    ]
+    return Tensors(
+        *(
+            t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+            for t in found
+        )
+    )
 
 
 def geometry(spec: Conv2dSpec) -> Any:
     return spec.stride, spec.padding, spec.dilation, spec.groups
 
 
-def by_triton(what: Pass, spec: Conv2dSpec, t: Tensors, tile: Tile | None = None) -> Tensor:
+def by_triton(
+    what: Pass, spec: Conv2dSpec, t: Tensors, tile: Tile | None = None
+) -> Tensor:
     if what == "forward":
-        return kernels.conv2d_forward(t.x, t.w, t.bias, *geometry(spec), tile=tile, backend="triton")
+        return kernels.conv2d_forward(
+            t.x, t.w, t.bias, *geometry(spec), tile=tile, backend="triton"
+        )
     wanted = (what == "input gradient", what == "weight gradient", False)
-    found = kernels.conv2d_backward(t.g, t.x, t.w, *geometry(spec), wanted, tile=tile, backend="triton")
+    found = kernels.conv2d_backward(
+        t.g, t.x, t.w, *geometry(spec), wanted, tile=tile, backend="triton"
+    )
     gradient = found[wanted.index(True)]
     assert gradient is not None
     return gradient
@@ -72,7 +95,9 @@ def truth(what: Pass, spec: Conv2dSpec, t: Tensors) -> Tensor:
     y = reference.conv2d(x, w, bias, *geometry(spec))
     if what == "forward":
         return y.detach()
-    return torch.autograd.grad(y, x if what == "input gradient" else w, g, materialize_grads=True)[0]
+    return torch.autograd.grad(
+        y, x if what == "input gradient" else w, g, materialize_grads=True
+    )[0]
 
 
 def skip_unless_it_runs(tile: Tile) -> None:
@@ -83,11 +108,19 @@ def skip_unless_it_runs(tile: Tile) -> None:
 def assert_close(found: Tensor, expected: Tensor, bound: float) -> None:
     """By the norm of the difference; NaN is never close, and zeros are met exactly."""
     assert found.shape == expected.shape
-    error, size = (found.detach().double().cpu() - expected).norm().item(), expected.norm().item()
+    error, size = (
+        (found.detach().double().cpu() - expected).norm().item(),
+        expected.norm().item(),
+    )
     assert error <= bound * size, f"{error} of {size}, which is more than {bound}"
 
 
-def assert_right(spec: Conv2dSpec, t: Tensors, tile: Tile | None = None, passes: tuple[Pass, ...] = PASSES) -> None:
+def assert_right(
+    spec: Conv2dSpec,
+    t: Tensors,
+    tile: Tile | None = None,
+    passes: tuple[Pass, ...] = PASSES,
+) -> None:
     """These passes by Triton are the definition's, up to rounding, in the dtype of their inputs."""
     bound = BOUNDS["tf32" if ON_GPU and precision(spec) == "tf32" else spec.dtype]
     for what in passes:
@@ -108,7 +141,9 @@ def multiplying_in(name: str) -> Iterator[None]:
 
 
 def _multiply_bfloat16() -> None:
-    """Triton's interpreter (3.7) multiplies the bit patterns of bfloat16 operands as if they were integers."""
+    """Triton's interpreter (3.7) multiplies the bit patterns of bfloat16 operands as if
+    they were integers.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -117,7 +152,9 @@ def _multiply_bfloat16() -> None:
     def widened(a: Any) -> Any:
         if a.dtype.scalar != tl.bfloat16:
             return a
-        return TensorHandle((a.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return TensorHandle(
+            (a.data.astype(np.uint32) << 16).view(np.float32), tl.float32
+        )
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, widened(a), widened(b), *rest)

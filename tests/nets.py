@@ -12,7 +12,15 @@ from hetconv.nn.layers import PlainConv
 from hetconv.operators.layers import conv_spec
 from hetconv.planner.partition import with_whole_sum
 from hetconv.schemas.plan import LayerPlan, Plan
-from hetconv.sharding.layer_rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
+from hetconv.sharding.layer_rules import (
+    KINDS,
+    REPLICATE,
+    SPACE,
+    Conv,
+    Linear,
+    Split,
+    SplitKind,
+)
 from hetconv.sharding.layout import apportion
 
 
@@ -29,9 +37,16 @@ class Block(nn.Module):
 
     def __init__(self, c: int, k: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(c, k, 3, stride, 1, bias=False), nn.BatchNorm2d(k)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(c, k, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(k),
+        )
         self.conv2, self.bn2 = nn.Conv2d(k, k, 3, 1, 1, bias=False), nn.BatchNorm2d(k)
-        self.down = nn.Sequential(nn.Conv2d(c, k, 1, stride, bias=False), nn.BatchNorm2d(k)) if c != k else None
+        self.down = (
+            nn.Sequential(nn.Conv2d(c, k, 1, stride, bias=False), nn.BatchNorm2d(k))
+            if c != k
+            else None
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +60,11 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.bn, self.pool = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.MaxPool2d(3, 2, 1)
+        self.stem, self.bn, self.pool = (
+            nn.Conv2d(3, 8, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.MaxPool2d(3, 2, 1),
+        )
         self.blocks = nn.Sequential(Block(8, 8), Block(8, 12, 2))
         self.average, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(12, 5)
 
@@ -59,8 +78,14 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 8, 3, stride=2, padding=1)
-        self.c, self.d = nn.Conv2d(8, 8, 3, padding=2, dilation=2), nn.Conv2d(14, 6, 3, padding=1)
+        self.a, self.b = (
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.Conv2d(6, 8, 3, stride=2, padding=1),
+        )
+        self.c, self.d = (
+            nn.Conv2d(8, 8, 3, padding=2, dilation=2),
+            nn.Conv2d(14, 6, 3, padding=1),
+        )
         self.out = nn.Conv2d(6, 2, 1)
         self.norm = nn.GroupNorm(2, 8)
 
@@ -76,21 +101,29 @@ class MobileBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.expand, self.depthwise = nn.Conv2d(4, 12, 1), nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False)
+        self.expand, self.depthwise = (
+            nn.Conv2d(4, 12, 1),
+            nn.Conv2d(12, 12, 3, padding=1, groups=12, bias=False),
+        )
         self.bn = nn.BatchNorm2d(12)
         self.squeeze, self.excite = nn.Conv2d(12, 3, 1), nn.Conv2d(3, 12, 1)
         self.project = nn.Conv2d(12, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu6(self.bn(self.depthwise(F.relu6(self.expand(x)))))
-        y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        y = y * torch.sigmoid(
+            self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1))))
+        )
         return x + self.project(y)
 
 
 class SuperResolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.body = nn.Conv2d(3, 8, 5, padding=2), nn.Conv2d(8, 8, 3, padding=1)
+        self.head, self.body = (
+            nn.Conv2d(3, 8, 5, padding=2),
+            nn.Conv2d(8, 8, 3, padding=1),
+        )
         self.tail = nn.Conv2d(8, 12, 3, padding=1)
         self.scale = nn.Parameter(torch.full((8, 1, 1), 0.5))
         self.shuffle = nn.PixelShuffle(2)
@@ -106,7 +139,10 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 6, 3, padding=1)
+        self.one, self.two = (
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.Conv2d(8, 6, 3, padding=1),
+        )
         self.three = nn.Conv2d(6, 4, 3, stride=2, padding=1)
         self.pool = nn.AvgPool2d(2)
         self.hidden, self.head = nn.Linear(64, 10), nn.Linear(10, 3)
@@ -133,9 +169,15 @@ class Volumes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm = nn.Conv3d(2, 4, (3, 1, 3), padding="same", bias=False), nn.BatchNorm3d(4)
+        self.a, self.norm = (
+            nn.Conv3d(2, 4, (3, 1, 3), padding="same", bias=False),
+            nn.BatchNorm3d(4),
+        )
         self.down, self.act = nn.Conv3d(4, 6, 3, 2, 1, bias=False), nn.PReLU(6)
-        self.deep, self.group = nn.Conv3d(6, 6, 3, padding=2, dilation=2, groups=2), nn.GroupNorm(2, 6)
+        self.deep, self.group = (
+            nn.Conv3d(6, 6, 3, padding=2, dilation=2, groups=2),
+            nn.GroupNorm(2, 6),
+        )
         self.up, self.out = nn.ConvTranspose3d(6, 4, 3, 2, 1, 1), nn.Conv3d(8, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,13 +187,21 @@ class Volumes(nn.Module):
 
 
 class Waves(nn.Module):
-    """Convolutions of sequences, depthwise, strided and transposed ones among them, and a linear head."""
+    """Convolutions of sequences, depthwise, strided and transposed ones among them, and
+    a linear head.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv1d(2, 6, 7, 2, 3, bias=False), nn.BatchNorm1d(6)
-        self.depthwise, self.point = nn.Conv1d(6, 6, 5, padding=4, dilation=2, groups=6), nn.Conv1d(6, 8, 1)
-        self.up, self.ring = nn.ConvTranspose1d(8, 4, 4, 2, 1), nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular")
+        self.depthwise, self.point = (
+            nn.Conv1d(6, 6, 5, padding=4, dilation=2, groups=6),
+            nn.Conv1d(6, 8, 1),
+        )
+        self.up, self.ring = (
+            nn.ConvTranspose1d(8, 4, 4, 2, 1),
+            nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"),
+        )
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -179,24 +229,45 @@ def operator_of(layer: nn.Module) -> Conv | Linear | None:
         rest = (layer.stride, padding, layer.dilation, layer.groups)
         x_shape = (1, layer.in_channels, *(64,) * len(layer.kernel_size))
         return Conv(conv_spec(x_shape, layer.weight.shape, layer.weight.dtype, *rest))
-    return Linear((4, layer.in_features), layer.out_features) if isinstance(layer, nn.Linear) else None
+    return (
+        Linear((4, layer.in_features), layer.out_features)
+        if isinstance(layer, nn.Linear)
+        else None
+    )
 
 
 def split_of(op: Conv | Linear, kind: SplitKind, ratio: Sequence[int]) -> Split:
-    """A split of ``kind`` in a ratio; a linear layer, which has no rows, is cut by filter instead."""
+    """A split of ``kind`` in a ratio; a linear layer, which has no rows, is cut by
+    filter instead.
+    """
     if kind == "replicate":
         return REPLICATE
     if isinstance(op, Linear):
         kind = "filter" if kind in SPACE else kind
-        extent, granularity = {"filter": op.features, "channel": op.x_shape[-1]}.get(kind), 1
+        extent, granularity = (
+            {"filter": op.features, "channel": op.x_shape[-1]}.get(kind),
+            1,
+        )
     else:
         extent = {"filter": op.spec.K, "channel": op.spec.C}.get(kind)
-        granularity = op.spec.C // op.spec.groups if kind == "channel" and op.spec.groups > 1 else 1
-    return Split(kind, tuple(ratio) if extent is None else apportion(extent, tuple(ratio), granularity))
+        granularity = (
+            op.spec.C // op.spec.groups
+            if kind == "channel" and op.spec.groups > 1
+            else 1
+        )
+    return Split(
+        kind,
+        tuple(ratio)
+        if extent is None
+        else apportion(extent, tuple(ratio), granularity),
+    )
 
 
 def plan_of(
-    model: nn.Module, splits: Mapping[str, Split], world: int, following: Mapping[str, tuple[str, ...]] | None = None
+    model: nn.Module,
+    splits: Mapping[str, Split],
+    world: int,
+    following: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Plan:
     layers = dict(model.named_modules())
     named = {}
@@ -208,9 +279,25 @@ def plan_of(
 
 
 def splits_of(
-    model: nn.Module, kinds: Sequence[SplitKind], ratio: Sequence[int], whole: bool = False
+    model: nn.Module,
+    kinds: Sequence[SplitKind],
+    ratio: Sequence[int],
+    whole: bool = False,
 ) -> dict[str, Split]:
-    """Every convolution and linear of a model, the kinds taken in turn. ``whole``: the sums of channel splits are."""
-    ops = [(name, op) for name, layer in model.named_modules() if (op := operator_of(layer)) is not None]
-    splits = {name: split_of(op, kinds[i % len(kinds)], ratio) for i, (name, op) in enumerate(ops)}
-    return {name: with_whole_sum(split) for name, split in splits.items()} if whole else splits
+    """Every convolution and linear of a model, the kinds taken in turn. ``whole``: the
+    sums of channel splits are.
+    """
+    ops = [
+        (name, op)
+        for name, layer in model.named_modules()
+        if (op := operator_of(layer)) is not None
+    ]
+    splits = {
+        name: split_of(op, kinds[i % len(kinds)], ratio)
+        for i, (name, op) in enumerate(ops)
+    }
+    return (
+        {name: with_whole_sum(split) for name, split in splits.items()}
+        if whole
+        else splits
+    )

@@ -16,9 +16,16 @@ from hetconv.schemas.cluster_profile import (
 )
 from hetconv.schemas.provenance import Conditions, Identity
 
-OLD, NEW = (Conditions(f"2026-11-{day}T12:00:00Z", "2.13.0", "3.7.1") for day in (20, 21))
-BEFORE = replace(OLD, torch="2.11.0", triton="3.6.0")  # as old, and under other versions
-A0, A1, B0 = (Identity(host, "A100", f"GPU-{host}{i}") for host, i in (("a", 0), ("a", 1), ("b", 0)))
+OLD, NEW = (
+    Conditions(f"2026-11-{day}T12:00:00Z", "2.13.0", "3.7.1") for day in (20, 21)
+)
+BEFORE = replace(
+    OLD, torch="2.11.0", triton="3.6.0"
+)  # as old, and under other versions
+A0, A1, B0 = (
+    Identity(host, "A100", f"GPU-{host}{i}")
+    for host, i in (("a", 0), ("a", 1), ("b", 0))
+)
 CPU = Identity("a", "EPYC", "2 threads")
 
 
@@ -26,18 +33,33 @@ def took(seconds: float, measured: Conditions | None = None) -> OperatorModel:
     return OperatorModel(Curve((1.0,), (seconds,)), Curve((1.0,), (seconds,)), measured)
 
 
-def profile(identities: Sequence[Identity], at: Conditions, rate: float = 1e12, **operators: float) -> ClusterProfile:
+def profile(
+    identities: Sequence[Identity],
+    at: Conditions,
+    rate: float = 1e12,
+    **operators: float,
+) -> ClusterProfile:
     """Devices that were all measured at one time, at one ``rate``; seconds of operators by key."""
     models = {key: took(seconds) for key, seconds in operators.items()}
     devices = tuple(
         DeviceModel(
-            f"{'cpu' if i == CPU else 'cuda'}:{r}", "cpu" if i == CPU else "cuda", 1e9, {"float32": rate}, 1e10,
-            operators=models, identity=i, measured=at,
+            f"{'cpu' if i == CPU else 'cuda'}:{r}",
+            "cpu" if i == CPU else "cuda",
+            1e9,
+            {"float32": rate},
+            1e10,
+            operators=models,
+            identity=i,
+            measured=at,
         )
         for r, i in enumerate(identities)
-    )  # fmt: skip
+    )
     world = len(identities)
-    links = {f"{a}-{b}": LinkModel(rate * 1e-20, 1e-9, at) for b in range(world) for a in range(b)}
+    links = {
+        f"{a}-{b}": LinkModel(rate * 1e-20, 1e-9, at)
+        for b in range(world)
+        for a in range(b)
+    }
     return ClusterProfile(devices, links, nodes=nodes_of(devices))
 
 

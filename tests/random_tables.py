@@ -1,4 +1,6 @@
-"""Random tables over the nodes and edges of a graph, what a choice costs by them, and the least by brute force."""
+"""Random tables over the nodes and edges of a graph, what a choice costs by them, and
+the least by brute force.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def forbidding(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 KINDS = [uniform, ties, forbidding]
 
 
-def tables(rng: np.random.Generator, sizes: list[int], edges: Edges, kind: Callable[..., Array] = uniform) -> Tables:
+def tables(
+    rng: np.random.Generator,
+    sizes: list[int],
+    edges: Edges,
+    kind: Callable[..., Array] = uniform,
+) -> Tables:
     """Random ones for nodes v0, v1, ..., each pair in either direction."""
     ends = [(u, v) if rng.random() < 0.5 else (v, u) for u, v in edges]
     return (
@@ -49,10 +56,14 @@ def drawn(seed: int, nodes: int, choices: int, density: float | None = None) -> 
     return tables(rng, rng.integers(1, choices + 1, n).tolist(), edges, KINDS[seed % 3])
 
 
-def price(found: dict[str, int], unary: dict[str, Array], pairs: dict[tuple[str, str], Array]) -> float:
+def price(
+    found: dict[str, int], unary: dict[str, Array], pairs: dict[tuple[str, str], Array]
+) -> float:
     """The definition."""
     own = sum(table[found[v]] for v, table in unary.items())
-    return float(own + sum(table[found[u], found[v]] for (u, v), table in pairs.items()))
+    return float(
+        own + sum(table[found[u], found[v]] for (u, v), table in pairs.items())
+    )
 
 
 def brute(unary: dict[str, Array], pairs: dict[tuple[str, str], Array]) -> float:
@@ -65,12 +76,16 @@ def brute(unary: dict[str, Array], pairs: dict[tuple[str, str], Array]) -> float
         return np.expand_dims(table, [axis for axis in range(n) if axis not in axes])
 
     summands = [over(table, names.index(v)) for v, table in unary.items()]
-    summands += [over(table, names.index(u), names.index(v)) for (u, v), table in pairs.items()]
+    summands += [
+        over(table, names.index(u), names.index(v)) for (u, v), table in pairs.items()
+    ]
     return float(reduce(np.add, summands).min())
 
 
 def check(given_tables: Tables, least: float) -> None:
-    """What is found costs what it says, and this is the least; or all is forbidden, and that is said."""
+    """What is found costs what it says, and this is the least; or all is forbidden, and
+    that is said.
+    """
     if np.isinf(least):
         with pytest.raises(PlanError, match="forbidden"):
             minimize(*given_tables)
@@ -80,4 +95,6 @@ def check(given_tables: Tables, least: float) -> None:
     assert cost == pytest.approx(least, rel=1e-12, abs=1e-12)
 
 
-CLIQUE = tables(np.random.default_rng(4), [9] * 8, combinations(range(8), 2))  # of width 7
+CLIQUE = tables(
+    np.random.default_rng(4), [9] * 8, combinations(range(8), 2)
+)  # of width 7

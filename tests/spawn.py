@@ -1,7 +1,8 @@
-"""Runs functions on gloo ranks: a pool that is kept for many checks, or ranks of their own for those that die.
+"""Runs functions on gloo ranks: a pool that is kept for many checks, or ranks of their
+own for those that die.
 
-Another backend can be named. Rendezvous is a file, so ports never clash. ``fn`` is a function of a module, started
-alike on every rank.
+Another backend can be named. Rendezvous is a file, so ports never clash. ``fn`` is a
+function of a module, started alike on every rank.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Where tests make tensors, and all ranks theirs: with HETCONV_TEST_DEVICE=cuda on the first GPU.
-DEVICE = torch.device("cuda", 0) if os.environ.get("HETCONV_TEST_DEVICE") == "cuda" else torch.device("cpu")
+DEVICE = (
+    torch.device("cuda", 0)
+    if os.environ.get("HETCONV_TEST_DEVICE") == "cuda"
+    else torch.device("cpu")
+)
 TIMEOUT = timedelta(seconds=60)
 GRACE = 10.0  # seconds that ranks get to finish once another one has failed
 PRELOADED = [
-    "tests.conftest", "hetconv.ops", "hetconv.nn.parallelize", "hetconv.tracing.tracer", "hetconv.planner.make_plan",
-]  # fmt: skip
+    "tests.conftest",
+    "hetconv.ops",
+    "hetconv.nn.parallelize",
+    "hetconv.tracing.tracer",
+    "hetconv.planner.make_plan",
+]
 # Not fork: autograd starts threads where torch is built for CUDA, and they do not survive it.
 Method = Literal["forkserver", "spawn"]
 Outcome = tuple[bool, Any]  # (whether it returned, what it returned or the traceback)
@@ -38,12 +47,25 @@ class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def _serve(rank: int, world: int, folder: str, backend: str, timeout: timedelta, jobs: Connection) -> None:
+def _serve(
+    rank: int,
+    world: int,
+    folder: str,
+    backend: str,
+    timeout: timedelta,
+    jobs: Connection,
+) -> None:
     torch.set_num_threads(1)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
         torch.set_default_device(DEVICE)
-    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+    )
     while (job := jobs.recv_bytes()) != b"stop":
         torch.manual_seed(0)
         try:
@@ -60,7 +82,11 @@ class Pool:
     """``world`` ranks of one process group that take jobs one after the other."""
 
     def __init__(
-        self, world: int, method: Method = "forkserver", backend: str = "gloo", timeout: timedelta = TIMEOUT
+        self,
+        world: int,
+        method: Method = "forkserver",
+        backend: str = "gloo",
+        timeout: timedelta = TIMEOUT,
     ) -> None:
         context: Any = mp.get_context(method)
         if method == "forkserver":
@@ -69,21 +95,34 @@ class Pool:
         self._ends, self._ranks = [], []
         for rank in range(world):
             here, there = context.Pipe()
-            p = context.Process(target=_serve, args=(rank, world, self._folder, backend, timeout, there), daemon=True)
+            p = context.Process(
+                target=_serve,
+                args=(rank, world, self._folder, backend, timeout, there),
+                daemon=True,
+            )
             p.start()
             there.close()
             self._ends.append(here)
             self._ranks.append(p)
 
-    def outcomes(self, fn: Callable[..., Any], *args: Any, last: bool = False) -> list[Outcome]:
-        """What came of ``fn(*args)`` on every rank, in rank order. After the ``last`` job each leaves by itself."""
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, last: bool = False
+    ) -> list[Outcome]:
+        """What came of ``fn(*args)`` on every rank, in rank order. After the ``last``
+        job each leaves by itself.
+        """
         for end in self._ends:
             end.send_bytes(pickle.dumps((fn, args)))
             if last:
                 end.send_bytes(b"stop")
         found: list[Outcome] = [(False, "no answer in time")] * len(self._ends)
-        waiting, deadline = set(self._ends), time.monotonic() + 2 * self._timeout.total_seconds()
-        while waiting and (ready := wait(list(waiting), max(deadline - time.monotonic(), 0))):
+        waiting, deadline = (
+            set(self._ends),
+            time.monotonic() + 2 * self._timeout.total_seconds(),
+        )
+        while waiting and (
+            ready := wait(list(waiting), max(deadline - time.monotonic(), 0))
+        ):
             for end in ready:
                 assert isinstance(end, Connection)
                 waiting.remove(end)
@@ -113,9 +152,15 @@ _pools: dict[tuple[int, Method, str], Pool] = {}
 
 
 def on_ranks(
-    world: int, fn: Callable[..., Any], *args: Any, method: Method = "forkserver", backend: str = "gloo"
+    world: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    method: Method = "forkserver",
+    backend: str = "gloo",
 ) -> list[Any]:
-    """``fn(*args)`` on every rank of the pool of ``world``, in rank order. A pool that failed is not used again."""
+    """``fn(*args)`` on every rank of the pool of ``world``, in rank order. A pool that
+    failed is not used again.
+    """
     key = (world, method, backend)
     if key not in _pools:
         _pools[key] = Pool(*key)
@@ -140,7 +185,9 @@ def spawn(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _values(found: list[Outcome]) -> list[Any]:
-    failures = [f"--- rank {r}\n{value}" for r, (ok, value) in enumerate(found) if not ok]
+    failures = [
+        f"--- rank {r}\n{value}" for r, (ok, value) in enumerate(found) if not ok
+    ]
     if failures:
         raise RankError("\n".join(failures))
     return [value for _, value in found]

@@ -15,28 +15,40 @@ from hetconv.sharding.layout import Box, Layout, Need
 
 worlds = st.integers(1, 4)
 windows = st.builds(
-    Window, kernel=st.integers(1, 7), stride=st.integers(1, 3), dilation=st.integers(1, 3),
-    pad_lo=st.integers(0, 4), pad_hi=st.integers(0, 4),
-)  # fmt: skip
+    Window,
+    kernel=st.integers(1, 7),
+    stride=st.integers(1, 3),
+    dilation=st.integers(1, 3),
+    pad_lo=st.integers(0, 4),
+    pad_hi=st.integers(0, 4),
+)
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 
 def weights(world: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Proportions, zero ones among them, at least one positive."""
-    return st.lists(st.integers(0, 9), min_size=world, max_size=world).filter(any).map(tuple)
+    return (
+        st.lists(st.integers(0, 9), min_size=world, max_size=world)
+        .filter(any)
+        .map(tuple)
+    )
 
 
 @st.composite
 def sizes(draw: st.DrawFn, total: int, world: int) -> tuple[int, ...]:
     """One size per rank, zero ones among them, that add up to ``total``."""
-    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1)))
+    cuts = sorted(
+        draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1))
+    )
     return tuple(b - a for a, b in pairwise([0, *cuts, total]))
 
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     """Any box within ``shape``, empty ones among them."""
-    ends = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    ends = [
+        sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape
+    ]
     return Box(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
 
 
@@ -50,7 +62,11 @@ def sharded(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Layout:
     """Cut along one dimension, now and then with the ranks in another order."""
     dim = draw(st.integers(0, len(shape) - 1))
     layout = Layout.sharded(shape, dim, draw(sizes(shape[dim], world)))
-    return Layout(shape, "sharded", tuple(draw(st.permutations(layout.boxes)))) if draw(st.booleans()) else layout
+    return (
+        Layout(shape, "sharded", tuple(draw(st.permutations(layout.boxes))))
+        if draw(st.booleans())
+        else layout
+    )
 
 
 @st.composite
@@ -61,7 +77,11 @@ def two_level(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> TwoLevel:
     dim, partial = draw(st.integers(1, len(shape) - 1)), draw(st.booleans())
 
     def part(ranks: int) -> Layout:
-        return Layout.partial(shape, ranks) if partial else Layout.sharded(shape, dim, draw(sizes(shape[dim], ranks)))
+        return (
+            Layout.partial(shape, ranks)
+            if partial
+            else Layout.sharded(shape, dim, draw(sizes(shape[dim], ranks)))
+        )
 
     return TwoLevel.of(nodes, samples, list(map(part, nodes)))
 
@@ -72,14 +92,24 @@ def layouts(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Layout]:
         st.just(Layout.partial(shape, world)),
         sharded(shape, world),
     ]
-    return st.one_of(*ways, two_level(shape, world)) if world > 2 and len(shape) > 1 else st.one_of(*ways)
+    return (
+        st.one_of(*ways, two_level(shape, world))
+        if world > 2 and len(shape) > 1
+        else st.one_of(*ways)
+    )
 
 
 @st.composite
 def convolutions(
-    draw: st.DrawFn, dtypes: tuple[str, ...], strides: st.SearchStrategy[int], *, aligned: bool = False
+    draw: st.DrawFn,
+    dtypes: tuple[str, ...],
+    strides: st.SearchStrategy[int],
+    *,
+    aligned: bool = False,
 ) -> Conv2dSpec:
-    """Small ones of any geometry, depthwise ones among them. ``aligned``: 16-byte channels, or 32 in each group."""
+    """Small ones of any geometry, depthwise ones among them. ``aligned``: 16-byte
+    channels, or 32 in each group.
+    """
     groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
     unit = (32 if groups > 1 else 8) if aligned else 1
     C, K = (unit * draw(st.integers(1, max(40 // unit // groups, 1))) for _ in range(2))
@@ -88,17 +118,34 @@ def convolutions(
     dilation = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     padding, image = [], []
     for k, s, d in zip((R, S), stride, dilation, strict=True):
-        lo, hi, out, spare = draw(st.tuples(*(st.integers(a, b) for a, b in ((0, 4), (0, 4), (1, 5), (0, s - 1)))))
+        lo, hi, out, spare = draw(
+            st.tuples(
+                *(st.integers(a, b) for a, b in ((0, 4), (0, 4), (1, 5), (0, s - 1)))
+            )
+        )
         padding.append((lo, hi))
         image.append(max((out - 1) * s + d * (k - 1) + 1 + spare - lo - hi, 1))
     N, dtype = draw(st.integers(1, 2)), draw(st.sampled_from(dtypes))
     return Conv2dSpec(
-        N, C * groups, image[0], image[1], K * groups, R, S, stride, (padding[0], padding[1]), dilation, groups, dtype
+        N,
+        C * groups,
+        image[0],
+        image[1],
+        K * groups,
+        R,
+        S,
+        stride,
+        (padding[0], padding[1]),
+        dilation,
+        groups,
+        dtype,
     )
 
 
 class Join(NamedTuple):
-    """What `kernels.concat_channels` is asked for: ``sizes`` of parts that cover an image (N, P, Q)."""
+    """What `kernels.concat_channels` is asked for: ``sizes`` of parts that cover an
+    image (N, P, Q).
+    """
 
     image: tuple[int, int, int]
     sizes: tuple[int, ...]
@@ -110,11 +157,20 @@ class Join(NamedTuple):
 
 @st.composite
 def joins(draw: st.DrawFn) -> Join:
-    """Up to as many parts as the kernel takes, of any widths: none, single channels, whole blocks of 16 bytes."""
+    """Up to as many parts as the kernel takes, of any widths: none, single channels,
+    whole blocks of 16 bytes.
+    """
     unit = draw(st.sampled_from([1, 8]))
-    widths = st.lists(st.integers(0, 24 // unit).map(lambda n: n * unit), min_size=1, max_size=MOST_PARTS)
+    widths = st.lists(
+        st.integers(0, 24 // unit).map(lambda n: n * unit),
+        min_size=1,
+        max_size=MOST_PARTS,
+    )
     return Join(
-        draw(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))), tuple(draw(widths)),
-        draw(st.sampled_from(["float32", "float16", "bfloat16"])), draw(st.booleans()), draw(st.booleans()),
+        draw(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))),
+        tuple(draw(widths)),
+        draw(st.sampled_from(["float32", "float16", "bfloat16"])),
+        draw(st.booleans()),
+        draw(st.booleans()),
         draw(st.sampled_from([None, *ACTIVATIONS])),
-    )  # fmt: skip
+    )

@@ -13,42 +13,62 @@ Shape = tuple[int, ...]
 def resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetModel
 
-    return ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 2], layer_type="basic"))
+    return ResNetModel(
+        ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 12], depths=[1, 2], layer_type="basic"
+        )
+    )
 
 
 def bottlenecks() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     return ResNetForImageClassification(
-        ResNetConfig(embedding_size=8, hidden_sizes=[16, 24], depths=[1, 1], num_labels=5)
+        ResNetConfig(
+            embedding_size=8, hidden_sizes=[16, 24], depths=[1, 1], num_labels=5
+        )
     )
 
 
 def convnext() -> nn.Module:
     from transformers import ConvNextConfig, ConvNextModel
 
-    return ConvNextModel(ConvNextConfig(hidden_sizes=[8, 12], depths=[1, 1], num_stages=2))
+    return ConvNextModel(
+        ConvNextConfig(hidden_sizes=[8, 12], depths=[1, 1], num_stages=2)
+    )
 
 
 def regnet() -> nn.Module:
     from transformers import RegNetConfig, RegNetModel
 
-    return RegNetModel(RegNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=4))
+    return RegNetModel(
+        RegNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=4
+        )
+    )
 
 
 def mobilenet() -> nn.Module:
     from transformers import MobileNetV2Config, MobileNetV2Model
 
-    return MobileNetV2Model(MobileNetV2Config(depth_multiplier=0.1, min_depth=4, depth_divisible_by=4, output_stride=8))
+    return MobileNetV2Model(
+        MobileNetV2Config(
+            depth_multiplier=0.1, min_depth=4, depth_divisible_by=4, output_stride=8
+        )
+    )
 
 
 def vae() -> nn.Module:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4, layers_per_block=1, latent_channels=4,
-    )  # fmt: skip
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+        layers_per_block=1,
+        latent_channels=4,
+    )
 
 
 class Denoiser(nn.Module):
@@ -59,10 +79,16 @@ class Denoiser(nn.Module):
         from diffusers import UNet2DModel
 
         self.unet = UNet2DModel(
-            sample_size=16, in_channels=3, out_channels=3, block_out_channels=(8, 16), layers_per_block=1,
-            down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-            norm_num_groups=4, attention_head_dim=4,
-        )  # fmt: skip
+            sample_size=16,
+            in_channels=3,
+            out_channels=3,
+            block_out_channels=(8, 16),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            norm_num_groups=4,
+            attention_head_dim=4,
+        )
 
     def forward(self, x: Any) -> Any:
         return self.unet(x, 7).sample

@@ -1,4 +1,6 @@
-"""Two plans side by side: what they are for and are predicted to take, and the layers that they cut differently."""
+"""Two plans side by side: what they are for and are predicted to take, and the layers
+that they cut differently.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,51 @@ WHOLE: dict[str, Callable[[Plan], str]] = {
     "mode": lambda p: p.mode,
     "inputs": lambda p: ", ".join("x".join(map(str, shape)) for shape in p.inputs),
     "chosen": lambda p: p.chosen,
-    "predicted step, ms": lambda p: milliseconds(p.predicted.step_s if p.predicted else None),
-    "busy, ms": lambda p: ", ".join(map(milliseconds, p.predicted.busy_s)) if p.predicted else "-",
-    "MB sent": lambda p: megabytes(sum(map(sum, p.predicted.sent_bytes))) if p.predicted else "-",
-    "memory, MB": lambda p: ", ".join(map(megabytes, p.predicted.memory_bytes)) if p.predicted else "-",
+    "predicted step, ms": lambda p: milliseconds(
+        p.predicted.step_s if p.predicted else None
+    ),
+    "busy, ms": lambda p: (
+        ", ".join(map(milliseconds, p.predicted.busy_s)) if p.predicted else "-"
+    ),
+    "MB sent": lambda p: (
+        megabytes(sum(map(sum, p.predicted.sent_bytes))) if p.predicted else "-"
+    ),
+    "memory, MB": lambda p: (
+        ", ".join(map(megabytes, p.predicted.memory_bytes)) if p.predicted else "-"
+    ),
 }
 
 
 def show_diff(a: Plan, b: Plan, console: Console) -> bool:
-    """Prints what differs as far as it can be told apart there, or that nothing does; whether anything does."""
+    """Prints what differs as far as it can be told apart there, or that nothing does;
+    whether anything does.
+    """
     whole = [(said, of(a), of(b)) for said, of in WHOLE.items() if of(a) != of(b)]
     layers = [
         (name, *_cells(a.layers.get(name)), *_cells(b.layers.get(name)))
         for name in dict.fromkeys((*a.layers, *b.layers))
         if _cut(a.layers.get(name)) != _cut(b.layers.get(name))
     ]
-    others = [name for name, layer in a.layers.items() if name in b.layers and layer.op != b.layers[name].op]
+    others = [
+        name
+        for name, layer in a.layers.items()
+        if name in b.layers and layer.op != b.layers[name].op
+    ]
     if whole:
         _print(console, ("", "first", "second"), whole)
     if others:
-        console.print(f"{len(others)} layers are other operators, or of other shapes: {', '.join(others)}")
+        console.print(
+            f"{len(others)} layers are other operators, or of other shapes: {', '.join(others)}"
+        )
     if layers:
-        console.print(f"{len(layers)} of {len(a.layers.keys() | b.layers.keys())} layers are cut differently")
-        _print(console, ("layer", *("first", "ms", "MB moved"), *("second", "ms", "MB moved")), layers)
+        console.print(
+            f"{len(layers)} of {len(a.layers.keys() | b.layers.keys())} layers are cut differently"
+        )
+        _print(
+            console,
+            ("layer", *("first", "ms", "MB moved"), *("second", "ms", "MB moved")),
+            layers,
+        )
     if not (whole or others or layers):
         console.print("no difference")
     return bool(whole or others or layers)
@@ -54,13 +78,21 @@ def _cells(layer: LayerPlan | None) -> tuple[str, str, str]:
         return "no such layer", "-", "-"
     chunks = f" in {layer.chunks} chunks" if layer.chunks > 1 else ""
     slowest = max(seconds_of(layer), default=None)
-    return split_text(layer.split) + chunks, milliseconds(slowest), megabytes(layer.sent_bytes)
+    return (
+        split_text(layer.split) + chunks,
+        milliseconds(slowest),
+        megabytes(layer.sent_bytes),
+    )
 
 
-def _print(console: Console, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def _print(
+    console: Console, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]
+) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in heads:
-        table.add_column(head, justify="right" if head.startswith(("ms", "MB")) else "left")
+        table.add_column(
+            head, justify="right" if head.startswith(("ms", "MB")) else "left"
+        )
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -1,4 +1,6 @@
-"""``hetconv doctor``: what there is to compute on, and which backends join which pairs of devices, tried for real."""
+"""``hetconv doctor``: what there is to compute on, and which backends join which pairs
+of devices, tried for real.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from hetconv.autotune.measure import device_info
 from hetconv.errors import HetConvError
 
 Try = Callable[[tuple[str, str], str, float], Outcome]
-SHARING = "NCCL joins two ranks of one GPU only from version 2.30 on, and with NCCL_MULTI_RANK_GPU_ENABLE=1"
+SHARING = (
+    "NCCL joins two ranks of one GPU only from version 2.30 on, and with "
+    "NCCL_MULTI_RANK_GPU_ENABLE=1"
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,11 @@ class Pair:
 
     @property
     def working(self) -> list[str]:
-        return [backend for backend, outcome in self.outcomes.items() if outcome.problem is None]
+        return [
+            backend
+            for backend, outcome in self.outcomes.items()
+            if outcome.problem is None
+        ]
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,15 @@ def visible() -> list[DeviceName]:
 
 
 def examine(devices: Sequence[DeviceName], timeout: float) -> Report:
-    """What is there, and `try_pairs` of it. Raises `HetConvError` for a device that is not there."""
+    """What is there, and `try_pairs` of it. Raises `HetConvError` for a device that is
+    not there.
+    """
     found = tuple(map(_found, devices))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
     with Reporter("doctor") as say:
         say.stage("tries", sum(len(backends(a, b)) for a, b in combinations(found, 2)))
 
@@ -86,15 +101,23 @@ def examine(devices: Sequence[DeviceName], timeout: float) -> Report:
             return outcome
 
         pairs = try_pairs(found, timeout, attempt)
-    return Report(platform.node(), device_info.cpu_model(), cores, _versions(), found, pairs)
+    return Report(
+        platform.node(), device_info.cpu_model(), cores, _versions(), found, pairs
+    )
 
 
-def try_pairs(devices: Sequence[Found], timeout: float, attempt: Try = try_pair) -> tuple[Pair, ...]:
-    """Every pair of devices with each of its `backends`. ``timeout`` in seconds, of each operation."""
+def try_pairs(
+    devices: Sequence[Found], timeout: float, attempt: Try = try_pair
+) -> tuple[Pair, ...]:
+    """Every pair of devices with each of its `backends`. ``timeout`` in seconds, of
+    each operation.
+    """
     pairs = []
     for a, b in combinations(devices, 2):
         names = (a.device, b.device)
-        outcomes = {backend: attempt(names, backend, timeout) for backend in backends(a, b)}
+        outcomes = {
+            backend: attempt(names, backend, timeout) for backend in backends(a, b)
+        }
         pairs.append(Pair(names, a.unit == b.unit, outcomes))
     return tuple(pairs)
 
@@ -108,61 +131,109 @@ def backends(a: Found, b: Found) -> tuple[str, ...]:
 def _found(name: DeviceName) -> Found:
     device = torch.device(name.device)
     if device.type == "cpu":
-        return Found("cpu", device_info.cpu_model(), "cpu", device_info.memory_bytes(device))
+        return Found(
+            "cpu", device_info.cpu_model(), "cpu", device_info.memory_bytes(device)
+        )
     gpus = torch.cuda.device_count()
     if (device.index or 0) >= gpus:
         there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
-        raise HetConvError(f"device {name.device!r} is not there; this process sees {there}")
+        raise HetConvError(
+            f"device {name.device!r} is not there; this process sees {there}"
+        )
     device = torch.device("cuda", device.index or 0)
     which = device_info.identity(DeviceName(str(device)))
-    return Found(str(device), which.hardware, which.unit, device_info.memory_bytes(device))
+    return Found(
+        str(device), which.hardware, which.unit, device_info.memory_bytes(device)
+    )
 
 
 def _versions() -> dict[str, str]:
     """Of what is there."""
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else ()
+    nccl = (
+        torch.cuda.nccl.version()
+        if torch.cuda.is_available() and dist.is_nccl_available()
+        else ()
+    )
     found = {
-        "torch": torch.__version__, "CUDA": torch.version.cuda or "", "driver": device_info.driver(),
-        "triton": device_info.triton_version(), "NCCL": ".".join(map(str, nccl)), "Python": platform.python_version(),
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "",
+        "driver": device_info.driver(),
+        "triton": device_info.triton_version(),
+        "NCCL": ".".join(map(str, nccl)),
+        "Python": platform.python_version(),
+    }
     return {what: version for what, version in found.items() if version}
 
 
 def show_report(report: Report, console: Console) -> None:
-    """The devices, then the pairs by backend; what hangs or fails, and the way out, in a line each."""
-    console.print(f"[bold]{report.host}[/bold], {report.cpu}, {report.cores} cores", highlight=False)
-    console.print(", ".join(f"{what} {version}" for what, version in report.versions.items()), highlight=False)
-    table = Table("device", "name", "memory", "unit", box=None, header_style="bold", pad_edge=False)
+    """The devices, then the pairs by backend; what hangs or fails, and the way out, in
+    a line each.
+    """
+    console.print(
+        f"[bold]{report.host}[/bold], {report.cpu}, {report.cores} cores",
+        highlight=False,
+    )
+    console.print(
+        ", ".join(f"{what} {version}" for what, version in report.versions.items()),
+        highlight=False,
+    )
+    table = Table(
+        "device",
+        "name",
+        "memory",
+        "unit",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
     for d in dict.fromkeys(report.devices):
         table.add_row(d.device, d.name, f"{d.memory_bytes / 1e9:.0f} GB", d.unit)
     console.print(table)
-    table = Table("pair", "gloo", "nccl", "", box=None, header_style="bold", pad_edge=False)
+    table = Table(
+        "pair", "gloo", "nccl", "", box=None, header_style="bold", pad_edge=False
+    )
     for pair in report.pairs:
         cells = (_cell(pair.outcomes.get(backend)) for backend in ("gloo", "nccl"))
-        table.add_row(" - ".join(pair.devices), *cells, "one device" if pair.shared else "")
+        table.add_row(
+            " - ".join(pair.devices), *cells, "one device" if pair.shared else ""
+        )
     console.print(table)
     for pair in report.pairs:
         for line in advice(pair):
             console.print(line, highlight=False, markup=False)
     console.print(
-        "every pair has a backend that works" if report.healthy else "not every pair has a backend that works"
+        "every pair has a backend that works"
+        if report.healthy
+        else "not every pair has a backend that works"
     )
 
 
 def _cell(outcome: Outcome | None) -> str:
     if outcome is None:
         return "-"
-    return f"works, {outcome.seconds:.1f} s" if outcome.problem is None else "[bold red]no[/bold red]"
+    return (
+        f"works, {outcome.seconds:.1f} s"
+        if outcome.problem is None
+        else "[bold red]no[/bold red]"
+    )
 
 
 def advice(pair: Pair) -> list[str]:
     """What does not work between two ranks, and what to do, in a line each."""
     between = " - ".join(pair.devices)
-    lines = [f"{between}: {name} {o.problem}" for name, o in pair.outcomes.items() if o.problem is not None]
+    lines = [
+        f"{between}: {name} {o.problem}"
+        for name, o in pair.outcomes.items()
+        if o.problem is not None
+    ]
     if pair.shared and "nccl" in pair.outcomes:
-        lines.append(f"{between}: both ranks are on one GPU, whose time and memory they share; {SHARING}")
+        lines.append(
+            f"{between}: both ranks are on one GPU, whose time and memory they share; {SHARING}"
+        )
     if lines and pair.working == ["gloo"]:
-        lines.append(f'{between}: gloo works; use torch.distributed.init_process_group("gloo")')
+        lines.append(
+            f'{between}: gloo works; use torch.distributed.init_process_group("gloo")'
+        )
     if not pair.working:
         lines.append(f"{between}: nothing joins them; leave one out of --devices")
     return lines

@@ -1,4 +1,6 @@
-"""``hetconv merge``: several profiles as one, of what they measured on the same devices and on others."""
+"""``hetconv merge``: several profiles as one, of what they measured on the same devices
+and on others.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ SAME_PROBLEM: dict[str, Callable[[Any], object]] = {
     "chunks": lambda chunks: (chunks.spec, chunks.sizes),
     "plans": lambda plan: (plan.graph, plan.mode),
 }
-"""The fields of a profile that belong to all its devices together, and by what two entries are of the same."""
+"""The fields of a profile that belong to all its devices together, and by what two
+entries are of the same.
+"""
 
 
 class Place(NamedTuple):
-    """What stands for a rank in every profile: its device, and the how manieth of the ranks that share that it is."""
+    """What stands for a rank in every profile: its device, and the how manieth of the
+    ranks that share that it is.
+    """
 
     device: Identity
     among: int
@@ -52,41 +58,80 @@ class Source:
         return [self.places.index(place) for place in places]
 
 
-def merge(profiles: Mapping[str, ClusterProfile], between: str | None = None) -> tuple[ClusterProfile, list[str]]:
+def merge(
+    profiles: Mapping[str, ClusterProfile], between: str | None = None
+) -> tuple[ClusterProfile, list[str]]:
     """One profile of all devices, and in words what had to be left out.
 
-    ``profiles`` by the names of their files. Of what several of them measured on the same device, or between the same
-    two, the newest counts, and what was measured before what was estimated; an entry that is older than the rest of its
-    device says so. What belongs to all devices together is the newest profile's of all of them; where there is none,
-    overlap, sums and messages at work are the worst that a profile says. ``between``: a link of the catalogue that
-    joins the hosts between which nothing was measured.
+    ``profiles`` by the names of their files. Of what several of them measured on the
+    same device, or between the same two, the newest counts, and what was measured
+    before what was estimated; an entry that is older than the rest of its device says
+    so. What belongs to all devices together is the newest profile's of all of them;
+    where there is none, overlap, sums and messages at work are the worst that a profile
+    says. ``between``: a link of the catalogue that joins the hosts between which
+    nothing was measured.
 
-    Raises `ProfileError` for a device that does not say which it is, for devices or hosts that are not what another
-    profile calls so, and for links that are missing.
+    Raises `ProfileError` for a device that does not say which it is, for devices or
+    hosts that are not what another profile calls so, and for links that are missing.
     """
-    sources = [Source(name, profile, _places(name, profile)) for name, profile in profiles.items()]
+    sources = [
+        Source(name, profile, _places(name, profile))
+        for name, profile in profiles.items()
+    ]
     _check_identities(sources)
     found = dict.fromkeys(place for source in sources for place in source.places)
     hosts = list(dict.fromkeys(place.device.host for place in found))
     places = sorted(found, key=lambda place: hosts.index(place.device.host))
-    devices = tuple(_device([s.profile.devices[s.places.index(p)] for s in sources if p in s.places]) for p in places)
+    devices = tuple(
+        _device(
+            [s.profile.devices[s.places.index(p)] for s in sources if p in s.places]
+        )
+        for p in places
+    )
     nodes = nodes_of(devices)
     links, missing = _links(sources, places)
     joining, cards = _joined(missing, places, nodes, hosts, between)
     tuned, left_out = _of_all(sources, places)
-    by_age = sorted(sources, key=lambda source: max(_at(device.measured) for device in source.profile.devices))
-    said = {key: text for source in by_age for key, text in source.profile.fingerprint.items()}
-    shared = (*(_moved(w, source, places) for source in sources for w in source.profile.shared), *cards)
-    tiles = {(t.device, t.torch, t.triton, t.what, t.spec, t.precision): t for s in by_age for t in s.profile.tiles}
+    by_age = sorted(
+        sources,
+        key=lambda source: max(
+            _at(device.measured) for device in source.profile.devices
+        ),
+    )
+    said = {
+        key: text
+        for source in by_age
+        for key, text in source.profile.fingerprint.items()
+    }
+    shared = (
+        *(
+            _moved(w, source, places)
+            for source in sources
+            for w in source.profile.shared
+        ),
+        *cards,
+    )
+    tiles = {
+        (t.device, t.torch, t.triton, t.what, t.spec, t.precision): t
+        for s in by_age
+        for t in s.profile.tiles
+    }
     whole = [source.profile for source in by_age if source.ranks_of(places) is not None]
     shown = whole[-1:] or [*profiles.values()]
     merged = ClusterProfile(
-        devices, links | joining, fingerprint=said | ({"between": between} if between else {}),
-        estimated=all(source.profile.estimated for source in sources), tiles=tuple(tiles.values()),
-        shared=_wires(shared), nodes=nodes, overlap=min(p.overlap for p in shown),
-        sum_s_per_byte=max(p.sum_s_per_byte for p in shown), latency_at_work=max(p.latency_at_work for p in shown),
-        bytes_at_work=max(p.bytes_at_work for p in shown), **tuned,
-    )  # fmt: skip
+        devices,
+        links | joining,
+        fingerprint=said | ({"between": between} if between else {}),
+        estimated=all(source.profile.estimated for source in sources),
+        tiles=tuple(tiles.values()),
+        shared=_wires(shared),
+        nodes=nodes,
+        overlap=min(p.overlap for p in shown),
+        sum_s_per_byte=max(p.sum_s_per_byte for p in shown),
+        latency_at_work=max(p.latency_at_work for p in shown),
+        bytes_at_work=max(p.bytes_at_work for p in shown),
+        **tuned,
+    )
     return merged, left_out
 
 
@@ -96,8 +141,10 @@ def _places(name: str, profile: ClusterProfile) -> tuple[Place, ...]:
     for rank, device in enumerate(profile.devices):
         if device.identity is None:
             raise ProfileError(
-                f"{name}: rank {rank}, {device.name!r}, does not say which device it is, as those of data sheets and "
-                "of files of older versions do not; measure it with hetconv autotune, and merge what that writes"
+                f"{name}: rank {rank}, {device.name!r}, does not say which device it is, as "
+                "those of data sheets and "
+                "of files of older versions do not; measure it with hetconv autotune, and "
+                "merge what that writes"
             )
         places.append(Place(device.identity, seen[device.identity]))
         seen[device.identity] += 1
@@ -112,13 +159,17 @@ def _check_identities(sources: Sequence[Source]) -> None:
             i = device.identity
             assert i is not None
             what, is_ = (
-                (i.unit, (i.hardware, i.host)) if device.kind == "cuda" else (f"the CPU of {i.host}", (i.hardware,))
+                (i.unit, (i.hardware, i.host))
+                if device.kind == "cuda"
+                else (f"the CPU of {i.host}", (i.hardware,))
             )
             name, was = first.setdefault(what, (source.name, is_))
             if was != is_:
                 raise ProfileError(
-                    f"{what} is {' on '.join(was)} in {name}, but {' on '.join(is_)} in {source.name}; where two hosts "
-                    "share a name, or one got another, give each its own and measure anew with hetconv autotune"
+                    f"{what} is {' on '.join(was)} in {name}, but {' on '.join(is_)} in "
+                    f"{source.name}; where two hosts "
+                    "share a name, or one got another, give each its own and measure anew "
+                    "with hetconv autotune"
                 )
 
 
@@ -133,43 +184,70 @@ def _newest(entries: Iterable[T], measured: Any = lambda entry: entry.measured) 
 
 
 def _device(models: Sequence[DeviceModel]) -> DeviceModel:
-    """The newest, with the newest of each operator; none that were estimated, if anything was measured.
+    """The newest, with the newest of each operator; none that were estimated, if
+    anything was measured.
 
     What the same versions took is brought to the speed that the device had when it was newest.
     """
     newest = _newest(models)
     known = [
-        m.at_pulse(newest.pulse_s) if newest.pulse_s is not None and _versions(m) == _versions(newest) else m
-        for m in models if (m.measured is None) is (newest.measured is None)
-    ]  # fmt: skip
+        m.at_pulse(newest.pulse_s)
+        if newest.pulse_s is not None and _versions(m) == _versions(newest)
+        else m
+        for m in models
+        if (m.measured is None) is (newest.measured is None)
+    ]
     operators = _operators([(m.operators, m.measured) for m in known], newest.measured)
     others = _operators([(m.others, m.measured) for m in known], newest.measured)
     # What does not say its own versions has to be of the newest's.
-    same = sorted((m for m in known if _versions(m) == _versions(newest)), key=lambda model: _at(model.measured))
-    corrections = {kind: factor for model in same for kind, factor in model.corrections.items()}
+    same = sorted(
+        (m for m in known if _versions(m) == _versions(newest)),
+        key=lambda model: _at(model.measured),
+    )
+    corrections = {
+        kind: factor for model in same for kind, factor in model.corrections.items()
+    }
     alone = _alone([model.alone for model in same if model.alone is not None])
-    *_, copying = (None, *(model.copying for model in same if model.copying is not None))  # by itself it copies nothing
+    *_, copying = (
+        None,
+        *(model.copying for model in same if model.copying is not None),
+    )  # by itself it copies nothing
     return replace(
-        newest, operators=operators, others=others, corrections=corrections, alone=alone, copying=copying
-    )  # fmt: skip
+        newest,
+        operators=operators,
+        others=others,
+        corrections=corrections,
+        alone=alone,
+        copying=copying,
+    )
 
 
 def _operators(
-    found: Sequence[tuple[Mapping[str, OperatorModel], Conditions | None]], with_device: Conditions | None
+    found: Sequence[tuple[Mapping[str, OperatorModel], Conditions | None]],
+    with_device: Conditions | None,
 ) -> dict[str, OperatorModel]:
-    """The newest of each; it says under which conditions it was measured if those are not its device's."""
+    """The newest of each; it says under which conditions it was measured if those are
+    not its device's.
+    """
     by_key: dict[str, list[OperatorModel]] = {}
     for operators, measured in found:
         for key, operator in operators.items():
-            by_key.setdefault(key, []).append(replace(operator, measured=operator.measured or measured))
+            by_key.setdefault(key, []).append(
+                replace(operator, measured=operator.measured or measured)
+            )
     newest = {key: _newest(all_) for key, all_ in by_key.items()}
-    return {k: replace(o, measured=None) if o.measured == with_device else o for k, o in newest.items()}
+    return {
+        k: replace(o, measured=None) if o.measured == with_device else o
+        for k, o in newest.items()
+    }
 
 
 def _alone(by_age: Sequence[Alone]) -> Alone | None:
     if not by_age:
         return None
-    operators = {key: seconds for alone in by_age for key, seconds in alone.operators.items()}
+    operators = {
+        key: seconds for alone in by_age for key, seconds in alone.operators.items()
+    }
     others = {key: seconds for alone in by_age for key, seconds in alone.others.items()}
     return replace(by_age[-1], operators=operators, others=others)
 
@@ -178,12 +256,18 @@ def _versions(device: DeviceModel) -> Conditions | None:
     return replace(device.measured, at="") if device.measured is not None else None
 
 
-def _links(sources: Sequence[Source], places: Sequence[Place]) -> tuple[dict[str, LinkModel], list[tuple[int, int]]]:
+def _links(
+    sources: Sequence[Source], places: Sequence[Place]
+) -> tuple[dict[str, LinkModel], list[tuple[int, int]]]:
     """The newest of each pair of ranks, and the pairs that no profile has."""
     links: dict[str, LinkModel] = {}
     missing = []
     for a, b in combinations(range(len(places)), 2):
-        found = [s.profile.link(*ranks) for s in sources if (ranks := s.ranks_of((places[a], places[b]))) is not None]
+        found = [
+            s.profile.link(*ranks)
+            for s in sources
+            if (ranks := s.ranks_of((places[a], places[b]))) is not None
+        ]
         if found:
             links[f"{a}-{b}"] = _newest(found)
         else:
@@ -199,21 +283,43 @@ def _joined(
     between: str | None,
 ) -> tuple[dict[str, LinkModel], tuple[SharedWire, ...]]:
     """Links of the catalogue for the missing ones, and the hosts' cards that these go through."""
-    if within := [pair for pair in missing if places[pair[0]].device.host == places[pair[1]].device.host]:
+    if within := [
+        pair
+        for pair in missing
+        if places[pair[0]].device.host == places[pair[1]].device.host
+    ]:
         said = few(f"{places[a].device} and {places[b].device}" for a, b in within)
-        raise ProfileError(f"nothing was measured between {said}; name both in one hetconv autotune --devices")
+        raise ProfileError(
+            f"nothing was measured between {said}; name both in one hetconv autotune --devices"
+        )
     if missing and between is None:
-        said = few(sorted({" and ".join((places[a].device.host, places[b].device.host)) for a, b in missing}))
-        raise ProfileError(f"nothing was measured between {said}; give --between, as in ethernet-100g")
+        said = few(
+            sorted(
+                {
+                    " and ".join((places[a].device.host, places[b].device.host))
+                    for a, b in missing
+                }
+            )
+        )
+        raise ProfileError(
+            f"nothing was measured between {said}; give --between, as in ethernet-100g"
+        )
     if not missing:
         if between is not None:
-            raise ProfileError(f"--between is {between}, but all links are in the profiles; leave it out")
+            raise ProfileError(
+                f"--between is {between}, but all links are in the profiles; leave it out"
+            )
         return {}, ()
     links, cards = between_nodes(nodes, between, hosts)
     used = {pair for a, b in missing for pair in ((a, b), (b, a))}
     # What was measured had its card in it.
-    wires = (replace(card, pairs=tuple(pair for pair in card.pairs if pair in used)) for card in cards)
-    return {f"{a}-{b}": links[f"{a}-{b}"] for a, b in missing}, tuple(wire for wire in wires if wire.pairs)
+    wires = (
+        replace(card, pairs=tuple(pair for pair in card.pairs if pair in used))
+        for card in cards
+    )
+    return {f"{a}-{b}": links[f"{a}-{b}"] for a, b in missing}, tuple(
+        wire for wire in wires if wire.pairs
+    )
 
 
 def _moved(wire: SharedWire, source: Source, places: Sequence[Place]) -> SharedWire:
@@ -223,16 +329,28 @@ def _moved(wire: SharedWire, source: Source, places: Sequence[Place]) -> SharedW
 
 
 def _wires(shared: Iterable[SharedWire]) -> tuple[SharedWire, ...]:
-    """What several profiles call alike is one wire, of all their pairs, and as fast as the newest says."""
+    """What several profiles call alike is one wire, of all their pairs, and as fast as
+    the newest says.
+    """
     found: dict[str, list[SharedWire]] = {}
     for wire in shared:
         found.setdefault(wire.name, []).append(wire)
-    pairs = {name: dict.fromkeys(pair for wire in wires for pair in wire.pairs) for name, wires in found.items()}
-    return tuple(replace(_newest(wires), pairs=tuple(pairs[name])) for name, wires in found.items())
+    pairs = {
+        name: dict.fromkeys(pair for wire in wires for pair in wire.pairs)
+        for name, wires in found.items()
+    }
+    return tuple(
+        replace(_newest(wires), pairs=tuple(pairs[name]))
+        for name, wires in found.items()
+    )
 
 
-def _of_all(sources: Sequence[Source], places: Sequence[Place]) -> tuple[dict[str, Any], list[str]]:
-    """By field, the newest of each of what was tuned on these devices in this order; and in words, what was not."""
+def _of_all(
+    sources: Sequence[Source], places: Sequence[Place]
+) -> tuple[dict[str, Any], list[str]]:
+    """By field, the newest of each of what was tuned on these devices in this order;
+    and in words, what was not.
+    """
     found: dict[str, dict[object, list[Any]]] = {field: {} for field in SAME_PROBLEM}
     left_out = []
     for source in sources:
@@ -243,5 +361,10 @@ def _of_all(sources: Sequence[Source], places: Sequence[Place]) -> tuple[dict[st
                     found[field].setdefault(key(entry), []).append(entry)
         elif count := sum(map(len, tuned.values())):
             said = "entries that were" if count > 1 else "entry that was"
-            left_out.append(f"{source.name}: {count} {said} tuned on other devices, or in another order, left out")
-    return {field: tuple(map(_newest, entries.values())) for field, entries in found.items()}, left_out
+            left_out.append(
+                f"{source.name}: {count} {said} tuned on other devices, or in another order, "
+                "left out"
+            )
+    return {
+        field: tuple(map(_newest, entries.values())) for field, entries in found.items()
+    }, left_out

@@ -1,4 +1,6 @@
-"""What a profile holds that was measured under other versions than the newest, or than those in use."""
+"""What a profile holds that was measured under other versions than the newest, or than
+those in use.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ TODO = "measure anew with hetconv autotune"
 
 
 class Entry(NamedTuple):
-    """A measurement: of what (a device, links, ...), its name there, on which host (if that is known)."""
+    """A measurement: of what (a device, links, ...), its name there, on which host (if
+    that is known).
+    """
 
     of: str
     name: str
@@ -21,42 +25,64 @@ class Entry(NamedTuple):
     measured: Conditions
 
 
-def stale(profile: ClusterProfile, in_use: tuple[str, Conditions] | None = None) -> list[str]:
-    """In a line for each device and reason: what was measured under other versions, how they differ, what to do.
+def stale(
+    profile: ClusterProfile, in_use: tuple[str, Conditions] | None = None
+) -> list[str]:
+    """In a line for each device and reason: what was measured under other versions, how
+    they differ, what to do.
 
-    Against the newest measurement of the same host, which has a driver and builds of torch of its own, and the newest
-    of all; or against those ``in_use``, of this process: the name of its host and their versions.
+    Against the newest measurement of the same host, which has a driver and builds of
+    torch of its own, and the newest of all; or against those ``in_use``, of this
+    process: the name of its host and their versions.
     """
     entries = list(_entries(profile))
-    newest = {(e.host, bool(e.measured.driver)): e.measured for e in sorted(entries, key=lambda e: e.measured.at)}
+    newest = {
+        (e.host, bool(e.measured.driver)): e.measured
+        for e in sorted(entries, key=lambda e: e.measured.at)
+    }
     if in_use is not None:
         newest |= {(in_use[0], driver): in_use[1] for driver in (False, True)}
-    everywhere = in_use[1] if in_use is not None else max(newest.values(), key=lambda c: c.at, default=None)
+    everywhere = (
+        in_use[1]
+        if in_use is not None
+        else max(newest.values(), key=lambda c: c.at, default=None)
+    )
     found: dict[tuple[str, str], list[str]] = {}
     for e in entries:
         assert everywhere is not None  # there are entries
-        differs = (_differs(e.measured, newest[e.host, bool(e.measured.driver)]) if e.host else []) or _differs(
-            _public(e.measured), _public(everywhere)
-        )
+        differs = (
+            _differs(e.measured, newest[e.host, bool(e.measured.driver)])
+            if e.host
+            else []
+        ) or _differs(_public(e.measured), _public(everywhere))
         if differs:
             found.setdefault((e.of, ", ".join(differs)), []).append(e.name)
-    return [f"{of}: {few(names)}: measured with {why}; {TODO}" for (of, why), names in found.items()]
+    return [
+        f"{of}: {few(names)}: measured with {why}; {TODO}"
+        for (of, why), names in found.items()
+    ]
 
 
 def _differs(measured: Conditions, now: Conditions) -> list[str]:
-    """The versions that differ. One that is not known, or not there, does not; of torch, it does."""
+    """The versions that differ. One that is not known, or not there, does not; of
+    torch, it does.
+    """
     if not measured.torch:
         return ["versions that the file does not tell"]
     return [
         f"{what} {was} (now {is_})"
         for what in ("torch", "triton", "driver", "memory_format")
-        if (was := getattr(measured, what)) and (is_ := getattr(now, what)) and was != is_
+        if (was := getattr(measured, what))
+        and (is_ := getattr(now, what))
+        and was != is_
     ]
 
 
 def _public(conditions: Conditions) -> Conditions:
     """What hosts have in common: torch without its build, no driver."""
-    return Conditions(conditions.at, conditions.torch.partition("+")[0], conditions.triton)
+    return Conditions(
+        conditions.at, conditions.torch.partition("+")[0], conditions.triton
+    )
 
 
 def _entries(profile: ClusterProfile) -> Iterator[Entry]:
@@ -70,19 +96,40 @@ def _entries(profile: ClusterProfile) -> Iterator[Entry]:
                 yield Entry(of, key, hosts[rank], measured)
     for pair, link in profile.links.items():
         if link.measured is not None:
-            yield Entry("links", pair, hosts[int(pair.partition("-")[0])], link.measured)
+            yield Entry(
+                "links", pair, hosts[int(pair.partition("-")[0])], link.measured
+            )
     for wire in profile.shared:
         if wire.measured is not None and wire.pairs:
-            yield Entry("shared wires", wire.name, hosts[wire.pairs[0][0]], wire.measured)
+            yield Entry(
+                "shared wires", wire.name, hosts[wire.pairs[0][0]], wire.measured
+            )
     for ratio in profile.tuned:
         if ratio.measured is not None:
-            yield Entry("tuned ratios", f"{ratio.mode} by {ratio.kind} of {ratio.graph}", hosts[0], ratio.measured)
+            yield Entry(
+                "tuned ratios",
+                f"{ratio.mode} by {ratio.kind} of {ratio.graph}",
+                hosts[0],
+                ratio.measured,
+            )
     for plan in profile.plans:
         if plan.measured is not None:
-            yield Entry("tuned plans", f"{plan.mode} of {plan.graph}", hosts[0], plan.measured)
+            yield Entry(
+                "tuned plans", f"{plan.mode} of {plan.graph}", hosts[0], plan.measured
+            )
     for chunks in profile.chunks:
         if chunks.measured is not None:
-            yield Entry("chunks", f"of {'x'.join(map(str, chunks.spec.x_shape))}", hosts[0], chunks.measured)
+            yield Entry(
+                "chunks",
+                f"of {'x'.join(map(str, chunks.spec.x_shape))}",
+                hosts[0],
+                chunks.measured,
+            )
     for tile in profile.tiles:
         shape = "x".join(map(str, tile.spec.x_shape))
-        yield Entry(f"tiles of {tile.device}", f"{tile.what} of {shape}", "", Conditions("", tile.torch, tile.triton))
+        yield Entry(
+            f"tiles of {tile.device}",
+            f"{tile.what} of {shape}",
+            "",
+            Conditions("", tile.torch, tile.triton),
+        )

@@ -1,4 +1,6 @@
-"""A plan as a picture: what a step is spent on, what else could have been done, and how every layer is cut."""
+"""A plan as a picture: what a step is spent on, what else could have been done, and how
+every layer is cut.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS: dict[SplitKind, str] = {
-    "replicate": "#8c8c8c", "sample": "#2f9e6e", "filter": "#2b6cb0", "channel": "#8e5bb5",
-    "depth": "#7a5c3e", "height": "#dd7a26", "width": "#c2477f",
-}  # fmt: skip
+    "replicate": "#8c8c8c",
+    "sample": "#2f9e6e",
+    "filter": "#2b6cb0",
+    "channel": "#8e5bb5",
+    "depth": "#7a5c3e",
+    "height": "#dd7a26",
+    "width": "#c2477f",
+}
 BUSY, MOVING, IDLE = "#2b6cb0", "#dd7a26", "#e6e6e6"
-ROW, COLUMN, MARGIN = 0.19, 5.5, 0.75  # inches: of a row, of a column of layers, and of what is above or below an axis
+ROW, COLUMN, MARGIN = (
+    0.19,
+    5.5,
+    0.75,
+)  # inches: of a row, of a column of layers, and of what is above or below an axis
 NAME, ROWS = 36, 45  # the most letters of a layer's name, rows of a column
 
 
@@ -30,17 +41,29 @@ def draw(plan: Plan, path: Path) -> None:
     above = 0.3 * max(plan.world, len(plan.alternatives or {}), 2) + MARGIN
     below = ROW * rows + MARGIN
     with figure(path, max(COLUMN * columns, 11), above + below) as whole:
-        top, bottom = whole.subfigures(2, 1, squeeze=False, height_ratios=(above, below), hspace=0.02)[:, 0]
+        top, bottom = whole.subfigures(
+            2, 1, squeeze=False, height_ratios=(above, below), hspace=0.02
+        )[:, 0]
         left, right = top.subplots(1, 2)
         sheets = ", estimated from data sheets" * plan.estimated
-        top.suptitle(f"{plan.model}, {plan.mode}{sheets}. Chosen: {plan.chosen}", x=0.01, ha="left", fontsize=11)
+        top.suptitle(
+            f"{plan.model}, {plan.mode}{sheets}. Chosen: {plan.chosen}",
+            x=0.01,
+            ha="left",
+            fontsize=11,
+        )
         _step(left, plan)
         _alternatives(right, plan)
         named = list(plan.layers.items())
         for k, axis in enumerate(bottom.subplots(1, columns, squeeze=False)[0]):
             _layers(axis, named[k * rows : (k + 1) * rows], rows)
         order = ", ".join(f"{rank}: {name}" for rank, name in enumerate(plan.devices))
-        bottom.suptitle(f"shares of every layer, from left to right of {order}", x=0.01, ha="left", fontsize=10)
+        bottom.suptitle(
+            f"shares of every layer, from left to right of {order}",
+            x=0.01,
+            ha="left",
+            fontsize=10,
+        )
 
 
 def _bare(axis: Axes, labels: list[str]) -> None:
@@ -59,16 +82,37 @@ def _step(axis: Axes, plan: Plan) -> None:
         return
     p = plan.predicted
     moving = p.moving_s or (0.0,) * plan.world
-    idle = [max(p.step_s - busy - moved, 0.0) for busy, moved in zip(p.busy_s, moving, strict=True)]
-    spent = {"computes": (BUSY, p.busy_s), "moves data": (MOVING, moving), "waits": (IDLE, idle)}
+    idle = [
+        max(p.step_s - busy - moved, 0.0)
+        for busy, moved in zip(p.busy_s, moving, strict=True)
+    ]
+    spent = {
+        "computes": (BUSY, p.busy_s),
+        "moves data": (MOVING, moving),
+        "waits": (IDLE, idle),
+    }
     if not p.moving_s:
         spent = {"computes": spent["computes"], "moves data or waits": spent["waits"]}
     start = [0.0] * plan.world
     for label, (colour, seconds) in spent.items():
-        axis.barh(range(plan.world), [s * 1e3 for s in seconds], 0.76, start, color=colour, label=label)
+        axis.barh(
+            range(plan.world),
+            [s * 1e3 for s in seconds],
+            0.76,
+            start,
+            color=colour,
+            label=label,
+        )
         start = [a + s * 1e3 for a, s in zip(start, seconds, strict=True)]
     axis.set_xlabel(f"milliseconds of a step, {p.step_s * 1e3:.3g} as predicted")
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, borderpad=0, fontsize=8)
+    axis.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=3,
+        frameon=False,
+        borderpad=0,
+        fontsize=8,
+    )
 
 
 def _alternatives(axis: Axes, plan: Plan) -> None:
@@ -77,11 +121,18 @@ def _alternatives(axis: Axes, plan: Plan) -> None:
     _bare(axis, [name for name, _ in found])
     chosen = [plan.chosen.startswith(name) for name, _ in found]
     seconds = [s * 1e3 for _, s in found]
-    axis.barh(range(len(found)), seconds, 0.76, color=[BUSY if c else "#9db8d6" for c in chosen])
+    axis.barh(
+        range(len(found)),
+        seconds,
+        0.76,
+        color=[BUSY if c else "#9db8d6" for c in chosen],
+    )
     for row, s in enumerate(seconds):
         axis.text(s, row, f" {s:.3g}", va="center", fontsize=8)
     axis.set_xticks([])
-    axis.set_xlabel("predicted milliseconds of a step" if found else "nothing else is predicted")
+    axis.set_xlabel(
+        "predicted milliseconds of a step" if found else "nothing else is predicted"
+    )
 
 
 def _layers(axis: Axes, layers: list[tuple[str, LayerPlan]], rows: int) -> None:
@@ -94,20 +145,47 @@ def _layers(axis: Axes, layers: list[tuple[str, LayerPlan]], rows: int) -> None:
     for row, (_, layer) in enumerate(layers):
         split = layer.split
         colour, sizes, start = COLOURS[split.kind], split.sizes, 0.0
-        for rank, (size, width) in enumerate(zip(sizes or (1,), split.shares or (1.0,), strict=True)):
+        for rank, (size, width) in enumerate(
+            zip(sizes or (1,), split.shares or (1.0,), strict=True)
+        ):
             shade = 1 - 0.55 * rank / max(len(sizes) - 1, 1)
-            axis.barh(row, width, 0.8, start, color=colour, alpha=shade, edgecolor="white", linewidth=0.6)
-            said = str(size) if width < 1 else f"all on device {rank}" if sizes else "every device computes all"
+            axis.barh(
+                row,
+                width,
+                0.8,
+                start,
+                color=colour,
+                alpha=shade,
+                edgecolor="white",
+                linewidth=0.6,
+            )
+            said = (
+                str(size)
+                if width < 1
+                else f"all on device {rank}"
+                if sizes
+                else "every device computes all"
+            )
             if width > 0.03 * len(str(size)):
                 ink = "white" if shade > 0.6 else INK
-                axis.text(start + width / 2, row, said, ha="center", va="center", fontsize=7, color=ink)
+                axis.text(
+                    start + width / 2,
+                    row,
+                    said,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color=ink,
+                )
             start += width
         kind = f"sample x {split.kind}" if split.nodes else split.kind
         axis.text(1.015, row, kind, va="center", fontsize=8, color=colour)
 
 
 def shortened(name: str) -> str:
-    """With initials for the first parts of a long dotted name, as in ``e.s.12.layers.35.layer.1.convolution``."""
+    """With initials for the first parts of a long dotted name, as in
+    ``e.s.12.layers.35.layer.1.convolution``.
+    """
     parts = name.split(".")
     for i, part in enumerate(parts):
         if len(".".join(parts)) <= NAME:

@@ -1,4 +1,6 @@
-"""What tuning came to: the plan beside an even split and the fastest device alone, measured and predicted."""
+"""What tuning came to: the plan beside an even split and the fastest device alone,
+measured and predicted.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a model and mode: the tuned plan, if one was measured, an even split and the fastest device alone.
+    """Of a model and mode: the tuned plan, if one was measured, an even split and the
+    fastest device alone.
 
-    ``layers``: how many of the tuned plan are cut by each kind, none where it is a device alone. ``shares``: of the
-    operations of those that are cut, each device's part. ``trials``: plans that were measured.
+    ``layers``: how many of the tuned plan are cut by each kind, none where it is a
+    device alone. ``shares``: of the operations of those that are cut, each device's
+    part. ``trials``: plans that were measured.
     """
 
     model: str
@@ -75,13 +79,28 @@ class Summary:
         """What was not measured is None."""
         ways = {"tuned": self.tuned, "even": self.even, "alone": self.alone}
         return {
-            "model": self.model, "mode": self.mode, "devices": self.devices,
-            **{name: asdict(way) if way is not None else None for name, way in ways.items()},
-            "speedup": {f"over_{name}": _faster(self.tuned, way) for name, way in ways.items() if name != "tuned"},
-            "layers": self.layers, "shares": self.shares,
-            "ratio": {name: getattr(self.ratio, name) for name in RATIO} if self.ratio is not None else None,
-            "trials": {"ratio": self.ratio.trials if self.ratio is not None else None, "plans": self.trials},
-        }  # fmt: skip
+            "model": self.model,
+            "mode": self.mode,
+            "devices": self.devices,
+            **{
+                name: asdict(way) if way is not None else None
+                for name, way in ways.items()
+            },
+            "speedup": {
+                f"over_{name}": _faster(self.tuned, way)
+                for name, way in ways.items()
+                if name != "tuned"
+            },
+            "layers": self.layers,
+            "shares": self.shares,
+            "ratio": {name: getattr(self.ratio, name) for name in RATIO}
+            if self.ratio is not None
+            else None,
+            "trials": {
+                "ratio": self.ratio.trials if self.ratio is not None else None,
+                "plans": self.trials,
+            },
+        }
 
 
 def _faster(way: Way | None, than: Way | None) -> float | None:
@@ -89,33 +108,59 @@ def _faster(way: Way | None, than: Way | None) -> float | None:
 
 
 def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
-    """Pure. Where no whole plan was measured, the even split and the device that are predicted to be the fastest."""
+    """Pure. Where no whole plan was measured, the even split and the device that are
+    predicted to be the fastest.
+    """
     ways = Candidates(graph, profile, mode)
     best, ratio = ways.tuned_plan(), next(iter(ways.tuned()), None)
-    predicted, splits = _predictions(graph, profile, mode), dict(best.splits) if best is not None else {}
-    even, alone = ((best.even, best.even_s), (best.alone, best.alone_s)) if best is not None else (UNKNOWN, UNKNOWN)
+    predicted, splits = (
+        _predictions(graph, profile, mode),
+        dict(best.splits) if best is not None else {},
+    )
+    even, alone = (
+        ((best.even, best.even_s), (best.alone, best.alone_s))
+        if best is not None
+        else (UNKNOWN, UNKNOWN)
+    )
     return Summary(
-        graph.model, mode, tuple(d.name + " (emulated)" * d.emulated for d in profile.devices),
+        graph.model,
+        mode,
+        tuple(d.name + " (emulated)" * d.emulated for d in profile.devices),
         Way(best.name, best.step_s, best.predicted_s) if best is not None else None,
-        _way(EVEN, *even, predicted), _way(ALONE, *alone, predicted),
-        _layers(best) if best is not None else {}, _shares(graph, splits, profile.world),
-        ratio, best.trials if best is not None else None,
-    )  # fmt: skip
+        _way(EVEN, *even, predicted),
+        _way(ALONE, *alone, predicted),
+        _layers(best) if best is not None else {},
+        _shares(graph, splits, profile.world),
+        ratio,
+        best.trials if best is not None else None,
+    )
 
 
 def _layers(best: TunedPlan) -> dict[str, int]:
-    alone = best.name.startswith(ALONE)  # which is written as a cut into one part and nothing
+    alone = best.name.startswith(
+        ALONE
+    )  # which is written as a cut into one part and nothing
     return {} if alone else dict(Counter(split.kind for split in best.splits.values()))
 
 
 def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, float]:
     """Of even splits and devices alone."""
-    pricer, ways = Pricer(graph, profile, mode), Candidates(graph, profile, mode).whole_models()
-    wanted = {name: splits for name, splits in ways.items() if name.startswith((EVEN, ALONE))}
+    pricer, ways = (
+        Pricer(graph, profile, mode),
+        Candidates(graph, profile, mode).whole_models(),
+    )
+    wanted = {
+        name: splits for name, splits in ways.items() if name.startswith((EVEN, ALONE))
+    }
     return {name: pricer.step_s(name, splits) for name, splits in wanted.items()}
 
 
-def _way(sort: str, name: str | None, measured_s: float | None, predicted: Mapping[str, float]) -> Way | None:
+def _way(
+    sort: str,
+    name: str | None,
+    measured_s: float | None,
+    predicted: Mapping[str, float],
+) -> Way | None:
     """The one that was measured, or the first by prediction."""
     if name is not None:
         return Way(name, measured_s, predicted.get(name))
@@ -129,17 +174,28 @@ def _shares(graph: Graph, splits: Splits, world: int) -> tuple[float, ...]:
     done = [0.0] * world
     for name, split in splits.items():
         if split.kind != "replicate":
-            done = [d + work(graph.layers[name]) * share for d, share in zip(done, split.shares, strict=True)]
+            done = [
+                d + work(graph.layers[name]) * share
+                for d, share in zip(done, split.shares, strict=True)
+            ]
     return tuple(d / sum(done) for d in done) if sum(done) else ()
 
 
-def report(record: Record, job: Job, console: Console, *, as_json: bool, plot: Path | None) -> None:
-    """What came of a tuning job, as the job's ``quiet``, ``as_json`` and ``plot``, a folder for figures, have it."""
+def report(
+    record: Record, job: Job, console: Console, *, as_json: bool, plot: Path | None
+) -> None:
+    """What came of a tuning job, as the job's ``quiet``, ``as_json`` and ``plot``, a
+    folder for figures, have it.
+    """
     drawn = draw(record, plot) if plot is not None else []
     summary = summarize(record.graph, record.profile, job.mode)
     if as_json:
         files = {"output": str(job.output), "plots": list(map(str, drawn))}
-        print(json.dumps(files | {"stage_seconds": record.stage_s} | summary.to_json(), indent=1))
+        print(
+            json.dumps(
+                files | {"stage_seconds": record.stage_s} | summary.to_json(), indent=1
+            )
+        )
     elif not job.quiet:
         show_summary(summary, console)
         for file in drawn:
@@ -149,22 +205,46 @@ def report(record: Record, job: Job, console: Console, *, as_json: bool, plot: P
 def show_summary(summary: Summary, console: Console) -> None:
     """The plan and its shares, then a row for each way."""
     s = summary
-    console.print(f"[bold]{s.model}[/bold], {s.mode}, on {', '.join(s.devices)}", highlight=False)
+    console.print(
+        f"[bold]{s.model}[/bold], {s.mode}, on {', '.join(s.devices)}", highlight=False
+    )
     if s.ratio is not None:
-        weights, computed = (":".join(map(str, w)) for w in (s.ratio.weights, s.ratio.computed_weights))
+        weights, computed = (
+            ":".join(map(str, w)) for w in (s.ratio.weights, s.ratio.computed_weights)
+        )
         gain = s.ratio.computed_step_s / s.ratio.step_s
-        said = f"{weights}, {gain:.3f}x as fast as the computed {computed}" if weights != computed else computed
-        console.print(f"{s.ratio.kind} ratio {said}; {s.ratio.trials} trials", highlight=False)
+        said = (
+            f"{weights}, {gain:.3f}x as fast as the computed {computed}"
+            if weights != computed
+            else computed
+        )
+        console.print(
+            f"{s.ratio.kind} ratio {said}; {s.ratio.trials} trials", highlight=False
+        )
     if s.tuned is None:
-        console.print("no whole plan was measured: hetconv plan will go by what is predicted", highlight=False)
+        console.print(
+            "no whole plan was measured: hetconv plan will go by what is predicted",
+            highlight=False,
+        )
     else:
-        cut = ", ".join(f"{n} by {kind}" if kind != "replicate" else f"{n} not cut" for kind, n in s.layers.items())
-        shares = " : ".join(f"{share:.0%}" for share in s.shares) or "all by every device"
+        cut = ", ".join(
+            f"{n} by {kind}" if kind != "replicate" else f"{n} not cut"
+            for kind, n in s.layers.items()
+        )
+        shares = (
+            " : ".join(f"{share:.0%}" for share in s.shares) or "all by every device"
+        )
         tried = f"{s.trials} plan{'s' * (s.trials != 1)} measured"
-        console.print(f"layers: {cut or 'none is cut'}; work: {shares}; {tried}", highlight=False)
+        console.print(
+            f"layers: {cut or 'none is cut'}; work: {shares}; {tried}", highlight=False
+        )
     console.print(_table(s))
     if s.tuned is not None:
-        console.print("measured: on devices as fast as when their layers were", style="dim", highlight=False)
+        console.print(
+            "measured: on devices as fast as when their layers were",
+            style="dim",
+            highlight=False,
+        )
 
 
 def _table(s: Summary) -> Table:
@@ -178,5 +258,11 @@ def _table(s: Summary) -> Table:
             seconds = (milliseconds(t) for t in (way.measured_s, way.predicted_s))
             off = f"{way.off:+.0%}" if way.off is not None else "-"
             faster = _faster(s.tuned, way) if way is not s.tuned else None
-            table.add_row(label, way.name, *seconds, off, f"{faster:.2f}x" if faster is not None else "")
+            table.add_row(
+                label,
+                way.name,
+                *seconds,
+                off,
+                f"{faster:.2f}x" if faster is not None else "",
+            )
     return table

@@ -12,17 +12,26 @@ Cores = frozenset[int]
 SLACK = 1e-6  # for sums of speeds
 
 
-def cores_of(devices: Sequence[DeviceName], cores: Collection[int]) -> list[Cores | None]:
-    """For each rank those that are its own, or that it shares with others so slow that they make one CPU together.
+def cores_of(
+    devices: Sequence[DeviceName], cores: Collection[int]
+) -> list[Cores | None]:
+    """For each rank those that are its own, or that it shares with others so slow that
+    they make one CPU together.
 
-    ``cpu,cpu@0.5,cpu@0.5`` are so on two cores as fast as their names say, whatever their shares of the work: none of
-    the slow ones takes time from the fast one. None of a GPU, of all where nothing is slowed, and where there are too
-    few cores.
+    ``cpu,cpu@0.5,cpu@0.5`` are so on two cores as fast as their names say, whatever
+    their shares of the work: none of the slow ones takes time from the fast one. None
+    of a GPU, of all where nothing is slowed, and where there are too few cores.
     """
-    on_cpus = [rank for rank, d in enumerate(devices) if torch.device(d.device).type == "cpu"]
+    on_cpus = [
+        rank for rank, d in enumerate(devices) if torch.device(d.device).type == "cpu"
+    ]
     groups: list[list[int]] = []
-    for rank in sorted(on_cpus, key=lambda rank: -devices[rank].speed):  # first fit, the fastest first
-        fits = (g for g in groups if sum(devices[r].speed for r in (*g, rank)) <= 1 + SLACK)
+    for rank in sorted(
+        on_cpus, key=lambda rank: -devices[rank].speed
+    ):  # first fit, the fastest first
+        fits = (
+            g for g in groups if sum(devices[r].speed for r in (*g, rank)) <= 1 + SLACK
+        )
         group = next(fits, None)
         if group is None:
             groups.append([rank])
@@ -31,5 +40,9 @@ def cores_of(devices: Sequence[DeviceName], cores: Collection[int]) -> list[Core
     slowed = any(devices[rank].emulated for rank in on_cpus)
     each = len(cores) // len(groups) if slowed else 0
     ordered = sorted(cores)
-    own = {rank: frozenset(ordered[i * each : (i + 1) * each]) for i, group in enumerate(groups) for rank in group}
+    own = {
+        rank: frozenset(ordered[i * each : (i + 1) * each])
+        for i, group in enumerate(groups)
+        for rank in group
+    }
     return [own.get(rank) or None for rank in range(len(devices))]

@@ -1,4 +1,6 @@
-"""How a rank begins: it ends with the process that started it, which it watches before it imports anything slow."""
+"""How a rank begins: it ends with the process that started it, which it watches before
+it imports anything slow.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ WATCH = 0.5  # seconds between two looks
 def guarded(parent: int, folder: Path, call: bytes) -> None:
     """``call``: a function and its arguments, pickled, for reading them imports their modules.
 
-    Without the process ``parent`` there is nobody to end this one, to say how it failed, or to remove ``folder``.
+    Without the process ``parent`` there is nobody to end this one, to say how it
+    failed, or to remove ``folder``.
     """
     threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
     fn, args = pickle.loads(call)

@@ -1,4 +1,6 @@
-"""Ranks: this process's own, under torchrun, or new local ones, none of which outlives this process or each other."""
+"""Ranks: this process's own, under torchrun, or new local ones, none of which outlives
+this process or each other.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ from .guard import guarded
 from .throttle import DeviceName
 
 TIMEOUT = timedelta(minutes=10)
-# Environment variables of the ranks that are started here, unless the user has set them. glibc returns freed memory to
-# the system and gets it back page by page, which takes as long as some layers do; oneDNN would forget kernels when
-# many plans take turns.
+# Environment variables of the ranks that are started here, unless the user has set
+# them. glibc returns freed memory to the system and gets it back page by page, which
+# takes as long as some layers do; oneDNN would forget kernels when many plans take
+# turns.
 CPU_SETTINGS = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TOP_PAD_": str(1 << 26),
@@ -54,24 +57,33 @@ def did(what: str) -> None:
 
 
 def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``fn(*args)`` once per device, in a process group of as many ranks; rank 0's result (None elsewhere).
+    """Calls ``fn(*args)`` once per device, in a process group of as many ranks; rank
+    0's result (None elsewhere).
 
-    Under torchrun this process is one of the ranks; otherwise local ranks are started, and ``fn`` and ``args`` must be
-    picklable. When one of these fails or dies, the others are ended, and `HetConvError` says which it was, on which
-    device, why, and what it did last. They end with this process too, however it ends.
+    Under torchrun this process is one of the ranks; otherwise local ranks are started,
+    and ``fn`` and ``args`` must be picklable. When one of these fails or dies, the
+    others are ended, and `HetConvError` says which it was, on which device, why, and
+    what it did last. They end with this process too, however it ends.
     """
     if "RANK" in os.environ:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world != len(devices):
             raise HetConvError(
-                f"torchrun started {world} ranks, but {len(devices)} devices were named; name one per rank"
+                f"torchrun started {world} ranks, but {len(devices)} devices were named; name "
+                "one per rank"
             )
         return _rank(devices, "env://", fn, args)
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // len(devices), 1))}
     method = get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="hetconv-ranks-") as folder:
-        calls = (pickle.dumps((_local, (Path(folder), r, tuple(devices), fn, args))) for r in range(len(devices)))
-        ranks = [method.Process(target=guarded, args=(os.getpid(), Path(folder), call)) for call in calls]
+        calls = (
+            pickle.dumps((_local, (Path(folder), r, tuple(devices), fn, args)))
+            for r in range(len(devices))
+        )
+        ranks = [
+            method.Process(target=guarded, args=(os.getpid(), Path(folder), call))
+            for call in calls
+        ]
         try:
             with _deaf_to_ctrl_c(), _unless_set(threads | CPU_SETTINGS):
                 for p in ranks:
@@ -101,8 +113,12 @@ def _unless_set(settings: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes started meanwhile ignore Ctrl-C, which a terminal sends to all: the one that started them ends them."""
-    if threading.current_thread() is not threading.main_thread():  # nor may any other change what is done on signals
+    """Processes started meanwhile ignore Ctrl-C, which a terminal sends to all: the one
+    that started them ends them.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # nor may any other change what is done on signals
         yield
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -115,12 +131,19 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 def _wait(ranks: Sequence[BaseProcess]) -> dict[int, int]:
     """The status of each rank that ended, in the order in which they did.
 
-    Waits for all, or until `GRACE` seconds after the first that failed, which the others fail by or wait for.
+    Waits for all, or until `GRACE` seconds after the first that failed, which the
+    others fail by or wait for.
     """
     alive, found = {p.sentinel: rank for rank, p in enumerate(ranks)}, dict[int, int]()
     deadline: float | None = None
-    while alive and (ready := connection.wait(list(alive), deadline and max(deadline - time.monotonic(), 0))):
-        for rank in sorted(alive.pop(sentinel) for sentinel in ready if isinstance(sentinel, int)):
+    while alive and (
+        ready := connection.wait(
+            list(alive), deadline and max(deadline - time.monotonic(), 0)
+        )
+    ):
+        for rank in sorted(
+            alive.pop(sentinel) for sentinel in ready if isinstance(sentinel, int)
+        ):
             ranks[rank].join()
             found[rank] = ranks[rank].exitcode or 0
             if found[rank] and deadline is None:
@@ -128,11 +151,17 @@ def _wait(ranks: Sequence[BaseProcess]) -> dict[int, int]:
     return found
 
 
-def _failure(folder: Path, devices: Sequence[DeviceName], ended: Mapping[int, int]) -> str:
-    """Of the rank that failed first: one that died, without a word to the others, or the first that raised an error."""
+def _failure(
+    folder: Path, devices: Sequence[DeviceName], ended: Mapping[int, int]
+) -> str:
+    """Of the rank that failed first: one that died, without a word to the others, or
+    the first that raised an error.
+    """
     files = {rank: folder / f"{rank}.error" for rank, status in ended.items() if status}
     died = [rank for rank, file in files.items() if not file.exists()]
-    rank = died[0] if died else min(files, key=lambda rank: files[rank].stat().st_mtime_ns)
+    rank = (
+        died[0] if died else min(files, key=lambda rank: files[rank].stat().st_mtime_ns)
+    )
     if rank not in died:
         why = f"failed: {files[rank].read_text(encoding='utf-8')}"
     elif ended[rank] < 0:
@@ -147,27 +176,54 @@ def _last(folder: Path, rank: int) -> str:
     return f"; the last it did: {diary.read_text(encoding='utf-8') if diary.exists() else 'start'}"
 
 
-def _local(folder: Path, rank: int, devices: Sequence[DeviceName], fn: Callable[..., Any], args: Any) -> None:
+def _local(
+    folder: Path,
+    rank: int,
+    devices: Sequence[DeviceName],
+    fn: Callable[..., Any],
+    args: Any,
+) -> None:
     """One of the processes that `run_on` starts."""
     global _diary
     _diary = folder / f"{rank}.did"
     world = str(len(devices))
-    if hasattr(os, "sched_setaffinity") and (cores := cores_of(devices, os.sched_getaffinity(0))[rank]):
+    if hasattr(os, "sched_setaffinity") and (
+        cores := cores_of(devices, os.sched_getaffinity(0))[rank]
+    ):
         os.sched_setaffinity(0, cores)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+    }
     try:
         result = _rank(devices, f"file://{folder}/rendezvous", fn, args)
         if rank == 0:
             Path(folder, "result").write_bytes(pickle.dumps(result))
     except BaseException as e:
-        own = isinstance(e, HetConvError) and not isinstance(e, LostRankError)  # which says all there is to say
-        said = str(e) if own else "".join(traceback.format_exception_only(e)).strip() + _last(folder, rank)
+        own = isinstance(e, HetConvError) and not isinstance(
+            e, LostRankError
+        )  # which says all there is to say
+        said = (
+            str(e)
+            if own
+            else "".join(traceback.format_exception_only(e)).strip()
+            + _last(folder, rank)
+        )
         Path(folder, f"{rank}.error").write_text(said, encoding="utf-8")
         sys.stderr.flush()
-        os._exit(1)  # at once: connections that are left open could keep it, and so the others
+        os._exit(
+            1
+        )  # at once: connections that are left open could keep it, and so the others
 
 
-def _rank(devices: Sequence[DeviceName], rendezvous: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _rank(
+    devices: Sequence[DeviceName],
+    rendezvous: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
     rank = int(os.environ["RANK"])
     device = torch.device(devices[rank].device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -175,8 +231,16 @@ def _rank(devices: Sequence[DeviceName], rendezvous: str, fn: Callable[..., Any]
         torch.cuda.set_device(device)
     throttle.set_speed(devices[rank].speed)
     gpus = {d.device for d in devices if torch.device(d.device).type == "cuda"}
-    backend = "nccl" if len(gpus) == len(devices) else "gloo"  # NCCL wants a GPU for each rank
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=len(devices), timeout=TIMEOUT)
+    backend = (
+        "nccl" if len(gpus) == len(devices) else "gloo"
+    )  # NCCL wants a GPU for each rank
+    dist.init_process_group(
+        backend,
+        init_method=rendezvous,
+        rank=rank,
+        world_size=len(devices),
+        timeout=TIMEOUT,
+    )
     result = fn(*args)
     dist.barrier()
     dist.destroy_process_group()  # not after an error: it may wait for ranks that are no more

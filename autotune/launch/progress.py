@@ -1,4 +1,6 @@
-"""What a person sees while ranks measure: a bar on a terminal, plain lines elsewhere; rank 0 alone speaks."""
+"""What a person sees while ranks measure: a bar on a terminal, plain lines elsewhere;
+rank 0 alone speaks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -21,12 +30,23 @@ class Reporter:
     ``budget``: seconds, of which is said how many are left. ``quiet``: nothing is said at all.
     """
 
-    def __init__(self, title: str, *, budget: float | None = None, quiet: bool = False, console: Console | None = None):
+    def __init__(
+        self,
+        title: str,
+        *,
+        budget: float | None = None,
+        quiet: bool = False,
+        console: Console | None = None,
+    ):
         self._title, self._budget = title, budget
         self._speaks = not quiet and os.environ.get("RANK", "0") == "0"
         self._console = console or Console(stderr=True)
         self._start = time.monotonic()
-        self._bar = _bar(self._console, self._left) if self._speaks and _draws(self._console) else None
+        self._bar = (
+            _bar(self._console, self._left)
+            if self._speaks and _draws(self._console)
+            else None
+        )
         self._total = self._done = 0
         self._stage, self._best = "", float("inf")
 
@@ -35,7 +55,12 @@ class Reporter:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -49,7 +74,9 @@ class Reporter:
             self._bar.add_task(f"{self._title}: {name}", total=total, best="", note="")
 
     def advance(self, note: str = "", value: float | None = None) -> None:
-        """One step of the stage is done. ``value``: relative seconds of a trial, of which the least so far is said."""
+        """One step of the stage is done. ``value``: relative seconds of a trial, of
+        which the least so far is said.
+        """
         self._done += 1
         did(f"{self._stage} {self._done}/{self._total} {note}")
         self._best = min(self._best, value) if value is not None else self._best
@@ -57,7 +84,9 @@ class Reporter:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[-1], advance=1, best=best, note=note)
         elif self._speaks:
-            self.line(f"{self._stage} {self._done}/{self._total} {note}{f', {best}' * bool(best)}")
+            self.line(
+                f"{self._stage} {self._done}/{self._total} {note}{f', {best}' * bool(best)}"
+            )
 
     def line(self, text: str) -> None:
         """A line of its own, on standard error."""
@@ -65,12 +94,21 @@ class Reporter:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self._speaks:
-            spent = f"{time.monotonic() - self._start:5.1f}{f' of {self._budget:.0f}' if self._budget else ''}"
-            print(f"[{spent} s] {self._title}: {text}", file=self._console.file, flush=True)
+            limit = f" of {self._budget:.0f}" if self._budget else ""
+            spent = f"{time.monotonic() - self._start:5.1f}{limit}"
+            print(
+                f"[{spent} s] {self._title}: {text}",
+                file=self._console.file,
+                flush=True,
+            )
 
     def _left(self) -> str:
         spent = time.monotonic() - self._start
-        return f"{spent:.0f} s" if self._budget is None else f"{max(self._budget - spent, 0):.0f} s left"
+        return (
+            f"{spent:.0f} s"
+            if self._budget is None
+            else f"{max(self._budget - spent, 0):.0f} s left"
+        )
 
 
 def _draws(console: Console) -> bool:
@@ -90,9 +128,16 @@ class _Time(ProgressColumn):
 
 def _bar(console: Console, left: Callable[[], str]) -> Progress:
     """Where the terminal is narrow, the note is cut off."""
-    note = TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+    note = TextColumn(
+        "{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, ratio=1)
+    )
     return Progress(
-        TextColumn("{task.description}"), BarColumn(12), MofNCompleteColumn(), TextColumn("{task.fields[best]}"),
-        _Time(left), note,
-        console=console, expand=True,
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(12),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[best]}"),
+        _Time(left),
+        note,
+        console=console,
+        expand=True,
+    )

@@ -1,10 +1,12 @@
-"""A device slowed on purpose, to try uneven pairs on one machine: ``cpu@0.5`` computes at half the speed of ``cpu``.
+"""A device slowed on purpose, to try uneven pairs on one machine: ``cpu@0.5`` computes
+at half the speed of ``cpu``.
 
-Every local convolution and linear, forward and backward, is stretched by sleeping after it: a hook around them, see
-`hetconv.kernels.compute_hook`, is installed while the device is slowed, or while somebody listens. A CPU with one
-thread is slowed to that speed however often others have its core: what it waited for the core, in computations and
-between them, it sleeps less. So two of ``cpu@0.5`` can share one. What is measured or printed of such a device is
-marked as emulated by its name.
+Every local convolution and linear, forward and backward, is stretched by sleeping after
+it: a hook around them, see `hetconv.kernels.compute_hook`, is installed while the
+device is slowed, or while somebody listens. A CPU with one thread is slowed to that
+speed however often others have its core: what it waited for the core, in computations
+and between them, it sleeps less. So two of ``cpu@0.5`` can share one. What is measured
+or printed of such a device is marked as emulated by its name.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ class _Clocks(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """What was `stretched`, ``start`` to ``end`` in seconds of time.perf_counter, in ``own_s`` of the thread's clock.
+    """What was `stretched`, ``start`` to ``end`` in seconds of time.perf_counter, in
+    ``own_s`` of the thread's clock.
 
-    The end is where it would be if the computation had not been shorter for what was waited before it. The thread's own
-    seconds are without others' turns on its core, and without sleep.
+    The end is where it would be if the computation had not been shorter for what was
+    waited before it. The thread's own seconds are without others' turns on its core,
+    and without sleep.
     """
 
     start: float
@@ -45,7 +49,9 @@ class Computation(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """When this thread was last seen at work, by the wall and by its own clock, and since when without a `PAUSE`."""
+    """When this thread was last seen at work, by the wall and by its own clock, and
+    since when without a `PAUSE`.
+    """
 
     wall: float
     own: float
@@ -57,22 +63,30 @@ _overslept = 0.0  # seconds, of all sleeps so far, and waited between what was s
 _waited = 0.0  # seconds until the last time that something had been stretched
 _aside = _Clocks(0.0, 0.0)  # so far, in all that was stretched and in all interludes
 _seen = _Seen(0.0, 0.0, 0.0)
-LATE = 5e-3  # the latest that a timer wakes a process, in seconds, while others use its core for a turn
-PAUSE = 1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
+# the latest that a timer wakes a process, in seconds, while others use its core for a
+# turn
+LATE = 5e-3
+PAUSE = (
+    1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
+)
 _listeners: list[Callable[[Computation], None]] = []
 _visitors: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
 class DeviceName:
-    """``cpu``, ``cuda:1`` or, emulated, ``cpu@0.5``: a torch device and the speed that is left of it."""
+    """``cpu``, ``cuda:1`` or, emulated, ``cpu@0.5``: a torch device and the speed that
+    is left of it.
+    """
 
     device: str
     speed: float = 1.0
 
     @staticmethod
     def parse(text: str) -> DeviceName:
-        """Raises `HetConvError` for what is neither a CPU nor a CUDA device, or a speed outside (0, 1]."""
+        """Raises `HetConvError` for what is neither a CPU nor a CUDA device, or a speed
+        outside (0, 1].
+        """
         device, at, speed = text.strip().partition("@")
         try:
             parsed = DeviceName(str(torch.device(device)), float(speed) if at else 1.0)
@@ -80,8 +94,13 @@ class DeviceName:
             raise HetConvError(
                 f"device {text!r} is not understood; write cpu, cuda:0, or cpu@0.5 for half speed"
             ) from e
-        if torch.device(device).type not in ("cpu", "cuda") or not 0 < parsed.speed <= 1:
-            raise HetConvError(f"device {text!r} is neither a CPU nor a CUDA device at a speed between 0 and 1")
+        if (
+            torch.device(device).type not in ("cpu", "cuda")
+            or not 0 < parsed.speed <= 1
+        ):
+            raise HetConvError(
+                f"device {text!r} is neither a CPU nor a CUDA device at a speed between 0 and 1"
+            )
         return parsed
 
     @property
@@ -96,7 +115,9 @@ def set_speed(speed: float) -> None:
     """From now on this process computes at ``speed`` (0 < speed <= 1) of what it could."""
     global _slowness, _overslept
     if not 0 < speed <= 1:
-        raise HetConvError(f"an emulated speed of {speed} was asked for; give one above 0 and at most 1")
+        raise HetConvError(
+            f"an emulated speed of {speed} was asked for; give one above 0 and at most 1"
+        )
     forget_waits()
     _slowness, _overslept = 1 / speed, 0.0
     _install()
@@ -120,7 +141,9 @@ def as_it_is() -> bool:
 
 @contextmanager
 def listening(listener: Callable[[Computation], None]) -> Iterator[None]:
-    """Within it, ``listener`` is told of every computation that was `stretched`, when it is over."""
+    """Within it, ``listener`` is told of every computation that was `stretched`, when
+    it is over.
+    """
     _listeners.append(listener)
     _install()
     try:
@@ -132,8 +155,8 @@ def listening(listener: Callable[[Computation], None]) -> Iterator[None]:
 
 @contextmanager
 def visiting(visitor: Callable[[], None]) -> Iterator[None]:
-    """Within it, ``visitor`` is called at the end of every computation, before what is slowed sleeps, and in the middle
-    of some, see `interlude`.
+    """Within it, ``visitor`` is called at the end of every computation, before what is
+    slowed sleeps, and in the middle of some, see `interlude`.
     """
     _visitors.append(visitor)
     _install()
@@ -150,7 +173,9 @@ class _Stretching:
     def once(self, compute: Callable[[], T], device: torch.device) -> T:
         return stretched(compute, device)
 
-    def with_backward(self, compute: Callable[[], Tensor], device: torch.device) -> Tensor:
+    def with_backward(
+        self, compute: Callable[[], Tensor], device: torch.device
+    ) -> Tensor:
         return both_stretched(compute, device)
 
 
@@ -161,7 +186,8 @@ def _install() -> None:
 class _Begun(NamedTuple):
     at: _Clocks
     aside: _Clocks
-    waited: float  # seconds, for the core since the last computation, which the sleep is to make good
+    # seconds, for the core since the last computation, which the sleep is to make good
+    waited: float
 
 
 def stretched(compute: Callable[[], T], device: torch.device) -> T:
@@ -175,7 +201,8 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
 
 
 def both_stretched(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """`stretched`, and so is the backward of what autograd has as one node, such as a convolution of torch's.
+    """`stretched`, and so is the backward of what autograd has as one node, such as a
+    convolution of torch's.
 
     The node may be followed by views of its result, as a linear layer's is.
     """
@@ -204,7 +231,9 @@ def _begin(device: torch.device) -> _Begun:
 
 
 def _finish(begun: _Begun, device: torch.device) -> None:
-    """Sleeps for the rest. What was stretched, or an interlude, in the middle is not stretched again."""
+    """Sleeps for the rest. What was stretched, or an interlude, in the middle is not
+    stretched again.
+    """
     global _overslept, _aside
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -214,11 +243,14 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     rest = (own_s if _shares_its_core(device) else seconds) * _slowness - seconds
     interlude()
     heard = time.perf_counter()
-    if _slowness > 1 and rest > _overslept:  # to sleep for no time takes as long as the timer is late
+    if (
+        _slowness > 1 and rest > _overslept
+    ):  # to sleep for no time takes as long as the timer is late
         time.sleep(rest - _overslept)
     slept = time.perf_counter() - heard
     _look(paused=True)
-    # A sleep ends late: the next one is that much shorter, but for what a busy machine, not the timer, took.
+    # A sleep ends late: the next one is that much shorter, but for what a busy machine,
+    # not the timer, took.
     _overslept = min(_overslept + slept - rest, LATE)
     for listener in _listeners:
         listener(Computation(begun.at.wall, done.wall + slept + begun.waited, own_s))
@@ -244,7 +276,9 @@ def _now() -> _Clocks:
 
 def _with_time_since(began: _Clocks, before: _Clocks) -> _Clocks:
     now = _now()
-    return _Clocks(before.wall + now.wall - began.wall, before.own + now.own - began.own)
+    return _Clocks(
+        before.wall + now.wall - began.wall, before.own + now.own - began.own
+    )
 
 
 def at_work_s() -> float:
@@ -254,7 +288,9 @@ def at_work_s() -> float:
 
 
 def _look(paused: bool) -> None:
-    """Sees this thread at work; ``paused``: what it was not since it was last seen was a pause, not others' turn."""
+    """Sees this thread at work; ``paused``: what it was not since it was last seen was
+    a pause, not others' turn.
+    """
     global _seen
     wall, own = _now()
     idle = wall - _seen.wall - (own - _seen.own)
@@ -264,8 +300,8 @@ def _look(paused: bool) -> None:
 def work_clock(device: torch.device) -> float:
     """Seconds for which this thread has been at work, by what counts for this device.
 
-    Of one that is slowed, without those for which others had its core, since it sleeps less for them; with more threads
-    than one nobody can tell these.
+    Of one that is slowed, without those for which others had its core, since it sleeps
+    less for them; with more threads than one nobody can tell these.
     """
     return time.thread_time() if _shares_its_core(device) else time.perf_counter()
 
@@ -276,5 +312,7 @@ def _shares_its_core(device: torch.device) -> bool:
 
 
 def tells_turns(device: torch.device) -> bool:
-    """Whether the clock of the thread that works on a device tells when others have its core: of one thread alone."""
+    """Whether the clock of the thread that works on a device tells when others have its
+    core: of one thread alone.
+    """
     return device.type == "cpu" and torch.get_num_threads() == 1

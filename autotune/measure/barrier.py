@@ -18,14 +18,17 @@ CORE_S = 0.2  # for which it is watched whether a rank waits for its core
 def meet(team: Team) -> None:
     """Returns once all ranks have called it: on one host within 0.4 ms of each other, mostly 0.2.
 
-    A backend's barrier wakes threads of its own, which wait for the core that the rank fills: ranks left it up to
-    4 ms apart, at turns of the system's clock, and steps seemed to take a whole number of such turns.
+    A backend's barrier wakes threads of its own, which wait for the core that the rank
+    fills: ranks left it up to 4 ms apart, at turns of the system's clock, and steps
+    seemed to take a whole number of such turns.
     """
     words_of_all(team, HERE)
 
 
 class Parts(NamedTuple):
-    """Of its core, that a rank which never rests gets while all do so, and while all others rest."""
+    """Of its core, that a rank which never rests gets while all do so, and while all
+    others rest.
+    """
 
     together: float
     alone: float
@@ -33,7 +36,9 @@ class Parts(NamedTuple):
 
 @cache
 def parts_of_core(team: Team) -> Parts:
-    """Collective. Less than 1 where others use the core too, and nobody sees it in what takes less than their turn."""
+    """Collective. Less than 1 where others use the core too, and nobody sees it in what
+    takes less than their turn.
+    """
 
     def part() -> float:
         began, worked = time.perf_counter(), time.thread_time()

@@ -1,4 +1,6 @@
-"""What this process runs on: the identity of a device, and the versions under which it is measured."""
+"""What this process runs on: the identity of a device, and the versions under which it
+is measured.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ def identity(name: DeviceName) -> Identity:
         # torch writes a UUID without the prefix under which the driver's tools know it
         return Identity(platform.node(), p.name, f"GPU-{p.uuid}", name.speed)
     threads = torch.get_num_threads()
-    return Identity(platform.node(), cpu_model(), f"{threads} thread{'s' * (threads > 1)}", name.speed)
+    return Identity(
+        platform.node(),
+        cpu_model(),
+        f"{threads} thread{'s' * (threads > 1)}",
+        name.speed,
+    )
 
 
 def conditions(device: torch.device) -> Conditions:
@@ -53,7 +60,14 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    named = next(
+        (
+            line.partition(":")[2].strip()
+            for line in lines
+            if line.startswith("model name")
+        ),
+        "",
+    )
     return named or platform.processor() or platform.machine()
 
 
@@ -75,7 +89,9 @@ def driver() -> str:
     """The version of the NVIDIA driver; empty where there is none."""
     asked = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=ANSWERS, check=True).stdout
+        said = subprocess.run(
+            asked, capture_output=True, text=True, timeout=ANSWERS, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
     return next(iter(said.split()), "")

@@ -18,11 +18,23 @@ from .models import named_callable
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     )
-}  # fmt: skip
-TENSOR = re.compile(r"(?:(?P<name>[^=]*)=)?(?P<shape>[^:=]*)(?::(?P<dtype>.*))?", re.DOTALL)
+}
+TENSOR = re.compile(
+    r"(?:(?P<name>[^=]*)=)?(?P<shape>[^:=]*)(?::(?P<dtype>.*))?", re.DOTALL
+)
 
 
 class ModelInputs(NamedTuple):
@@ -54,22 +66,37 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """``1x3x256x256``, ``1,3,256,256``, ``2:int64`` or ``timestep=2:int64``. Raises `HetConvError` otherwise."""
+        """``1x3x256x256``, ``1,3,256,256``, ``2:int64`` or ``timestep=2:int64``. Raises
+        `HetConvError` otherwise.
+        """
         found = TENSOR.fullmatch(text)
         if found is None:
-            raise HetConvError(f"--input {text!r} is not understood; write it as in 1x3x256x256 or timestep=2:int64")
-        name, shape, dtype = found["name"], parse_shape(found["shape"], text), found["dtype"]
+            raise HetConvError(
+                f"--input {text!r} is not understood; write it as in 1x3x256x256 or "
+                "timestep=2:int64"
+            )
+        name, shape, dtype = (
+            found["name"],
+            parse_shape(found["shape"], text),
+            found["dtype"],
+        )
         if name is not None and not name.isidentifier():
             raise HetConvError(
-                f"--input {text!r}: {name!r} is no name of an argument; write it as in timestep=2:int64, or the shape "
+                f"--input {text!r}: {name!r} is no name of an argument; write it as in "
+                "timestep=2:int64, or the shape "
                 "alone for a positional argument"
             )
         if dtype is not None and dtype not in DTYPES:
-            raise HetConvError(f"--input {text!r}: dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+            raise HetConvError(
+                f"--input {text!r}: dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}"
+            )
         return cls(shape, dtype or "float32", name)
 
     def __str__(self) -> str:
-        return f"{self.name}=" * (self.name is not None) + f"{'x'.join(map(str, self.shape))}:{self.dtype}"
+        return (
+            f"{self.name}=" * (self.name is not None)
+            + f"{'x'.join(map(str, self.shape))}:{self.dtype}"
+        )
 
     def make(self, generator: torch.Generator) -> Tensor:
         """Random numbers; zeros of integers and booleans, which are in the range of any index."""
@@ -88,45 +115,60 @@ class InputSpec:
 
     @classmethod
     def parse(cls, tensors: Sequence[str], target: str | None) -> InputSpec:
-        """Raises `HetConvError` for both or neither, for a tensor that is not understood, and a name given twice."""
+        """Raises `HetConvError` for both or neither, for a tensor that is not
+        understood, and a name given twice.
+        """
         if tensors and target is not None:
-            raise HetConvError(f"--input {tensors[0]} and --inputs {target} were given; give one of these options")
+            raise HetConvError(
+                f"--input {tensors[0]} and --inputs {target} were given; give one of these options"
+            )
         if target is not None:
             return cls(target=target)
         if not tensors:
             raise HetConvError(
-                "no inputs were given; give --input for each argument that the model is called with, as in "
+                "no inputs were given; give --input for each argument that the model is "
+                "called with, as in "
                 "--input 1x3x256x256, or --inputs package.module:callable"
             )
         found = tuple(map(TensorSpec.parse, tensors))
         names = [tensor.name for tensor in found if tensor.name is not None]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise HetConvError(f"--input names {', '.join(twice)} more than once; give each argument once")
+            raise HetConvError(
+                f"--input names {', '.join(twice)} more than once; give each argument once"
+            )
         return cls(found)
 
     def __str__(self) -> str:
         return self.target or ", ".join(map(str, self.tensors))
 
     def make(self, seed: int) -> ModelInputs:
-        """The arguments, the same on every rank. Raises `HetConvError` if the callable does not give them."""
+        """The arguments, the same on every rank. Raises `HetConvError` if the callable
+        does not give them.
+        """
         if self.target is not None:
             return _called(self.target, seed)
         generator = torch.Generator().manual_seed(seed)
         made = [(tensor.name, tensor.make(generator)) for tensor in self.tensors]
         return ModelInputs(
-            tuple(x for name, x in made if name is None), {name: x for name, x in made if name is not None}
+            tuple(x for name, x in made if name is None),
+            {name: x for name, x in made if name is not None},
         )
 
 
 def parse_shape(shape: str, given: str | None = None) -> tuple[int, ...]:
-    """``1x3x256x256`` or ``1,3,256,256`` -> (1, 3, 256, 256). Raises `HetConvError`, naming all that was ``given``."""
+    """``1x3x256x256`` or ``1,3,256,256`` -> (1, 3, 256, 256). Raises `HetConvError`,
+    naming all that was ``given``.
+    """
     try:
-        sizes = tuple(int(size) for size in shape.lower().split("," if "," in shape else "x"))
+        sizes = tuple(
+            int(size) for size in shape.lower().split("," if "," in shape else "x")
+        )
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise HetConvError(
-            f"--input {given or shape!r}: {shape!r} is not a shape; write positive sizes as in 1x3x256x256"
+            f"--input {given or shape!r}: {shape!r} is not a shape; write positive sizes as in "
+            "1x3x256x256"
         )
     return sizes
 
@@ -137,13 +179,27 @@ def _called(target: str, seed: int) -> ModelInputs:
     try:
         made = make()
     except Exception as e:  # whatever it may raise
-        raise HetConvError(f"--inputs: {target}, called without arguments, raised {type(e).__name__}: {e}") from e
-    pair = isinstance(made, tuple | list) and len(made) == 2
-    if not pair or not isinstance(made[0], tuple | list) or not isinstance(made[1], dict):
-        said = f"{type(made).__name__} of {', '.join(type(x).__name__ for x in made)}" if pair else type(made).__name__
         raise HetConvError(
-            f"--inputs: {target} returned a {said}; return (args, kwargs), a tuple and a dict, as in ((x,), {{}})"
+            f"--inputs: {target}, called without arguments, raised {type(e).__name__}: {e}"
+        ) from e
+    pair = isinstance(made, tuple | list) and len(made) == 2
+    if (
+        not pair
+        or not isinstance(made[0], tuple | list)
+        or not isinstance(made[1], dict)
+    ):
+        said = (
+            f"{type(made).__name__} of {', '.join(type(x).__name__ for x in made)}"
+            if pair
+            else type(made).__name__
+        )
+        raise HetConvError(
+            f"--inputs: {target} returned a {said}; return (args, kwargs), a tuple and a dict, "
+            "as in ((x,), {})"
         )
     if not all(isinstance(name, str) for name in made[1]):
-        raise HetConvError(f"--inputs: {target} returned keyword arguments whose names are no strings: {[*made[1]]}")
+        raise HetConvError(
+            f"--inputs: {target} returned keyword arguments whose names are no strings: "
+            f"{[*made[1]]}"
+        )
     return ModelInputs(tuple(made[0]), dict(made[1]))

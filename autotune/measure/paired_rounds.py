@@ -26,7 +26,9 @@ Step = Callable[[], Any]
 
 
 class Paced(NamedTuple):
-    """A step: ``seconds`` until the last rank was done, but for pulses, and ``pulse_s`` of each rank; if asked for."""
+    """A step: ``seconds`` until the last rank was done, but for pulses, and ``pulse_s``
+    of each rank; if asked for.
+    """
 
     seconds: float
     pulse_s: tuple[float, ...]
@@ -60,16 +62,24 @@ def paced_rounds(
         step()
     found: list[Round] = []
     while len(found) < rounds or (
-        len(found) < most and sum(step.seconds for one in found for step in one.values()) < longest
+        len(found) < most
+        and sum(step.seconds for one in found for step in one.values()) < longest
     ):  # alike on all ranks
         found.append(one_round(steps, len(found), device, team_of(), pulses))
     return found
 
 
-def one_round(steps: Mapping[str, Step], turn: int, device: torch.device, team: Team, pulses: bool = True) -> Round:
+def one_round(
+    steps: Mapping[str, Step],
+    turn: int,
+    device: torch.device,
+    team: Team,
+    pulses: bool = True,
+) -> Round:
     """Every step once, one after the other; what it says is the same on every rank.
 
-    In each ``turn`` in another order, so that none is always the first, or always follows the same one.
+    In each ``turn`` in another order, so that none is always the first, or always
+    follows the same one.
     """
     order = random.Random(turn).sample([*steps], len(steps))
     own = {name: _timed(steps[name], device, team, pulses) for name in order}
@@ -79,14 +89,18 @@ def one_round(steps: Mapping[str, Step], turn: int, device: torch.device, team: 
 
 def pulses_of(steps: Sequence[Paced]) -> tuple[float, ...]:
     """Of each rank, what a pulse takes at its mean speed within these."""
-    return tuple(map(harmonic_mean, zip(*(step.pulse_s for step in steps), strict=True)))
+    return tuple(
+        map(harmonic_mean, zip(*(step.pulse_s for step in steps), strict=True))
+    )
 
 
 def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
     """Seconds of a step that all ranks begin together."""
 
     # Between hosts, and by NCCL, who waits gives up when the team's own connections do.
-    all_here = partial(meet, team) if team.one_host else partial(dist.barrier, team.group)
+    all_here = (
+        partial(meet, team) if team.one_host else partial(dist.barrier, team.group)
+    )
 
     def together() -> None:
         timed(step, device)
@@ -97,7 +111,9 @@ def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
 
 
 class _Timed(NamedTuple):
-    """One rank's: seconds of a step, for how many of them there were pulses, and those that tell how fast it was."""
+    """One rank's: seconds of a step, for how many of them there were pulses, and those
+    that tell how fast it was.
+    """
 
     seconds: float
     beside_s: float
@@ -111,18 +127,26 @@ def _timed(step: Step, device: torch.device, team: Team, pulses: bool) -> _Timed
     before = [beat() for _ in range(BEATS)]
     with _Pulses.within(device) as own:
         seconds = until_all_are_done(step, device, team)
-    return _Timed(seconds, own.took_s, (*([] if len(own.pulse_s) >= BEATS else before), *own.pulse_s))
+    return _Timed(
+        seconds,
+        own.took_s,
+        (*([] if len(own.pulse_s) >= BEATS else before), *own.pulse_s),
+    )
 
 
 def _of_all(ranks: Sequence[_Timed]) -> Paced:
-    """Ranks take their pulses at about the same time, so that the step is longer by those of one."""
+    """Ranks take their pulses at about the same time, so that the step is longer by
+    those of one.
+    """
     seconds = max(rank.seconds for rank in ranks) - max(rank.beside_s for rank in ranks)
-    return Paced(seconds, tuple(harmonic_mean(rank.pulse_s) for rank in ranks if rank.pulse_s))
+    return Paced(
+        seconds, tuple(harmonic_mean(rank.pulse_s) for rank in ranks if rank.pulse_s)
+    )
 
 
 class _Pulses:
-    """Between the computations of a step: its speed changes within less time than the step takes, and what a device
-    did before tells little of it.
+    """Between the computations of a step: its speed changes within less time than the
+    step takes, and what a device did before tells little of it.
     """
 
     def __init__(self, device: torch.device):

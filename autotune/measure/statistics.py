@@ -12,8 +12,8 @@ UNKNOWN_LOG_ERROR = 0.2  # of what was measured once
 def log_error_of_median(seconds: Sequence[float]) -> float:
     """Computes the standard error of the median's logarithm, as of a normal distribution.
 
-    Args:
-        seconds: the measurements. Of one nothing is known, nor of zeros: a device without a share computes for no time.
+    Args: seconds: the measurements. Of one nothing is known, nor of zeros: a device
+        without a share computes for no time.
 
     Returns:
         The error, or `UNKNOWN_LOG_ERROR`.
@@ -24,7 +24,9 @@ def log_error_of_median(seconds: Sequence[float]) -> float:
 
 
 def error_of_median(values: Sequence[float]) -> float:
-    """Computes the standard error of the median of two or more values, as of a normal distribution."""
+    """Computes the standard error of the median of two or more values, as of a normal
+    distribution.
+    """
     return sqrt(pi / 2 / len(values)) * stdev(values)
 
 

@@ -1,4 +1,6 @@
-"""A tuning job, and what its stages share on every rank: the model, the team, and what was measured before."""
+"""A tuning job, and what its stages share on every rank: the model, the team, and what
+was measured before.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ LIMIT = 60.0  # seconds, the least that a rank waits for another within a trial
 class Job:
     """What `hetconv autotune` was asked for. ``budget`` in seconds.
 
-    ``resume``: what an interrupted run of the same job measured is not measured again. ``storage``: the URL of a
-    database for the studies' trials, in place of a file beside the profile. ``quiet``: nothing is said but errors.
+    ``resume``: what an interrupted run of the same job measured is not measured again.
+    ``storage``: the URL of a database for the studies' trials, in place of a file
+    beside the profile. ``quiet``: nothing is said but errors.
     """
 
     devices: tuple[DeviceName, ...]
@@ -57,22 +60,41 @@ class Job:
 
 
 class Run:
-    """One rank's side of a job that is under way. Making it is collective; rank 0 has the ``store``."""
+    """One rank's side of a job that is under way. Making it is collective; rank 0 has
+    the ``store``.
+    """
 
     def __init__(self, job: Job, say: Reporter, stack: ExitStack):
-        self.job, self.say, self.start, self.team = job, say, time.monotonic(), team_of()
+        self.job, self.say, self.start, self.team = (
+            job,
+            say,
+            time.monotonic(),
+            team_of(),
+        )
         self.name = job.devices[self.team.rank]
         self.device = torch.device(self.name.device)
-        model = build_model(job.model, job.model_args, job.seed).to(self.device).train(job.mode == "train")
+        model = (
+            build_model(job.model, job.model_args, job.seed)
+            .to(self.device)
+            .train(job.mode == "train")
+        )
         self.model: nn.Module
         self.inputs: ModelInputs
-        self.model, self.inputs = channels_last(model, job.inputs.make(job.seed).to(self.device))
+        self.model, self.inputs = channels_last(
+            model, job.inputs.make(job.seed).to(self.device)
+        )
         with torch.set_grad_enabled(job.mode == "train"):
-            self.graph: Graph = capture(self.model, *self.inputs.args, **self.inputs.kwargs)
+            self.graph: Graph = capture(
+                self.model, *self.inputs.args, **self.inputs.kwargs
+            )
         self.race = Race(self.model, self.inputs, job.mode, max(LIMIT, job.budget / 4))
         self.on_gpu = any(torch.device(d.device).type == "cuda" for d in job.devices)
-        self.store, refused = self._opened(stack) if self.team.rank == 0 else (None, None)
-        refused, self._known = timer.told((refused, self.store.known if self.store is not None else {}))
+        self.store, refused = (
+            self._opened(stack) if self.team.rank == 0 else (None, None)
+        )
+        refused, self._known = timer.told(
+            (refused, self.store.known if self.store is not None else {})
+        )
         if refused is not None:
             raise HetConvError(refused)
 
@@ -80,10 +102,15 @@ class Run:
         """The store, claimed; or why it is not, so that all ranks can say so."""
         job, now = self.job, conditions(self.device)
         asked = {
-            "model": f"{job.model} {job.model_args}", "graph": self.graph.digest, "inputs": str(job.inputs),
-            "mode": job.mode, "devices": [str(d) for d in job.devices], "seed": job.seed,
-            "torch": now.torch, "triton": now.triton,
-        }  # fmt: skip
+            "model": f"{job.model} {job.model_args}",
+            "graph": self.graph.digest,
+            "inputs": str(job.inputs),
+            "mode": job.mode,
+            "devices": [str(d) for d in job.devices],
+            "seed": job.seed,
+            "torch": now.torch,
+            "triton": now.triton,
+        }
         try:
             folder = stack.enter_context(claimed(job.output))
             return Store(folder, asked, resume=job.resume, url=job.storage), None
@@ -112,17 +139,25 @@ class Run:
     def keep(self, stage: str, key: str, value: Any) -> None:
         """On rank 0's disk when this returns there."""
         if self.store is not None:
-            self.store.keep(stage, key, adapter(type(value)).dump_python(value, mode="json"))
+            self.store.keep(
+                stage, key, adapter(type(value)).dump_python(value, mode="json")
+            )
 
     def finished(self, stage: str) -> ClusterProfile | None:
         """The profile after a stage that was finished with no less effort than this job's."""
         found = self._known.get((STAGES, stage))
-        if found is None or found["budget"] < self.job.budget or found["trials"] < self.job.trials:
+        if (
+            found is None
+            or found["budget"] < self.job.budget
+            or found["trials"] < self.job.trials
+        ):
             return None
         return adapter(ClusterProfile).validate_python(found["profile"])
 
     def finish(self, stage: str, profile: ClusterProfile) -> ClusterProfile:
-        """Rank 0's profile, on every rank; written, whole, to where the job wants it, and to the store."""
+        """Rank 0's profile, on every rank; written, whole, to where the job wants it,
+        and to the store.
+        """
         profile = timer.told(profile)
         if self.store is not None:
             profile.save(self.job.output)

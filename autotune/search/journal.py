@@ -1,4 +1,6 @@
-"""What a tuning job has measured so far: on disk beside its profile from the moment it is known, for one writer."""
+"""What a tuning job has measured so far: on disk beside its profile from the moment it
+is known, for one writer.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def folder_of(output: Path) -> Path:
 
 @contextmanager
 def claimed(output: Path) -> Iterator[Path]:
-    """The folder of a profile's studies, for this process alone; the system ends the claim with the process.
+    """The folder of a profile's studies, for this process alone; the system ends the
+    claim with the process.
 
     Raises `HetConvError` where another process has it.
     """
@@ -51,7 +54,9 @@ def claimed(output: Path) -> Iterator[Path]:
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        for left in output.parent.glob(f".{escape(output.name)}.*"):  # of a process that was killed while it wrote
+        for left in output.parent.glob(
+            f".{escape(output.name)}.*"
+        ):  # of a process that was killed while it wrote
             left.unlink()
         yield folder
 
@@ -65,7 +70,8 @@ def _lock(lock: IO[str], output: Path) -> None:
             if time.monotonic() > latest:
                 lock.seek(0)
                 raise HetConvError(
-                    f"{output} is being written by another hetconv autotune (process {lock.read() or 'unknown'}); wait "
+                    f"{output} is being written by another hetconv autotune (process "
+                    f"{lock.read() or 'unknown'}); wait "
                     "for it, end it, or give another --output"
                 ) from None
         time.sleep(0.1)
@@ -74,11 +80,14 @@ def _lock(lock: IO[str], output: Path) -> None:
 class Store:
     """The records of one job in a claimed folder, and its Optuna studies there or in a database.
 
-    ``job``: what was asked for, as JSON has it. With ``resume`` it goes on from what the folder holds, and raises
-    `HetConvError` if that is another job's; otherwise it begins anew, and sets aside what the folder holds.
+    ``job``: what was asked for, as JSON has it. With ``resume`` it goes on from what
+    the folder holds, and raises `HetConvError` if that is another job's; otherwise it
+    begins anew, and sets aside what the folder holds.
     """
 
-    def __init__(self, folder: Path, job: Document, *, resume: bool, url: str | None = None):
+    def __init__(
+        self, folder: Path, job: Document, *, resume: bool, url: str | None = None
+    ):
         self._file, trials = folder / "measured.jsonl", folder / "trials.journal"
         for file in (self._file, trials):
             if resume:
@@ -87,8 +96,12 @@ class Store:
                 file.replace(f"{file}.before")
         lines = _lines(self._file)
         self._check(lines[0] if lines else None, job)
-        self.known: dict[tuple[str, str], Any] = {(x["stage"], x["key"]): x["value"] for x in lines[1:]}
-        self._digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
+        self.known: dict[tuple[str, str], Any] = {
+            (x["stage"], x["key"]): x["value"] for x in lines[1:]
+        }
+        self._digest = hashlib.sha256(
+            json.dumps(job, sort_keys=True).encode()
+        ).hexdigest()[:16]
         self._trials = _storage(trials, url)
         if not resume:
             for name in self._studies():  # in a database
@@ -99,42 +112,65 @@ class Store:
             self._append({"format": FORMAT, "version": VERSION, "job": job})
             return
         if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
-            raise HetConvError(f"{self._file} is another version's; leave out --resume, which sets it aside")
-        there = head["job"]
-        if differs := [f"{k} is {there.get(k)} there, {job.get(k)} here" for k in job if there.get(k) != job.get(k)]:
             raise HetConvError(
-                f"--resume: {self._file} holds what was measured for another job: {'; '.join(differs)}. Ask for the "
-                "same, give another --output, or leave out --resume, which sets it aside and begins anew"
+                f"{self._file} is another version's; leave out --resume, which sets it aside"
+            )
+        there = head["job"]
+        if differs := [
+            f"{k} is {there.get(k)} there, {job.get(k)} here"
+            for k in job
+            if there.get(k) != job.get(k)
+        ]:
+            raise HetConvError(
+                f"--resume: {self._file} holds what was measured for another job: "
+                f"{'; '.join(differs)}. Ask for the "
+                "same, give another --output, or leave out --resume, which sets it aside and "
+                "begins anew"
             )
 
     def keep(self, stage: str, key: str, value: Any) -> None:
-        """On disk when this returns. ``value`` as JSON has it; a later one under the same key counts."""
+        """On disk when this returns. ``value`` as JSON has it; a later one under the
+        same key counts.
+        """
         self.known[stage, key] = value
         self._append({"stage": stage, "key": key, "value": value})
 
     def _append(self, line: Document) -> None:
         with open(self._file, "ab") as f:
-            f.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+            f.write(
+                json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
+                + b"\n"
+            )
             f.flush()
             os.fsync(f.fileno())
 
     def study(self, what: str, title: str = "", beside: str = "") -> optuna.Study:
         """The job's Optuna study of this name, with the trials that it has had.
 
-        ``title`` and ``beside``, what its values are relative to, are for whoever looks at it later.
+        ``title`` and ``beside``, what its values are relative to, are for whoever looks
+        at it later.
         """
         name = f"{self._digest} {what}"
-        study = optuna.create_study(study_name=name, storage=self._trials, load_if_exists=True)
+        study = optuna.create_study(
+            study_name=name, storage=self._trials, load_if_exists=True
+        )
         study.set_user_attr(TITLE, title or what)
         study.set_user_attr(BESIDE, beside)
         return study
 
     def studies(self) -> list[optuna.Study]:
         """All that the job has had, in the order in which they began."""
-        return [optuna.load_study(study_name=name, storage=self._trials) for name in self._studies()]
+        return [
+            optuna.load_study(study_name=name, storage=self._trials)
+            for name in self._studies()
+        ]
 
     def _studies(self) -> list[str]:
-        return [name for name in optuna.get_all_study_names(self._trials) if name.startswith(f"{self._digest} ")]
+        return [
+            name
+            for name in optuna.get_all_study_names(self._trials)
+            if name.startswith(f"{self._digest} ")
+        ]
 
 
 def _drop_torn_line(file: Path) -> None:
@@ -146,16 +182,22 @@ def _drop_torn_line(file: Path) -> None:
 
 def _lines(file: Path) -> list[Document]:
     found = []
-    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
+    for number, line in enumerate(
+        file.read_bytes().splitlines() if file.exists() else (), 1
+    ):
         try:
             found.append(json.loads(line))
         except ValueError as e:
-            raise HetConvError(f"{file}: line {number} is not JSON ({e}); leave out --resume, and begin anew") from e
+            raise HetConvError(
+                f"{file}: line {number} is not JSON ({e}); leave out --resume, and begin anew"
+            ) from e
     return found
 
 
 class _Unlocked:
-    """The folder is claimed, and a lock of optuna's own would be left behind by a process that is killed."""
+    """The folder is claimed, and a lock of optuna's own would be left behind by a
+    process that is killed.
+    """
 
     def acquire(self) -> bool:
         return True
@@ -173,7 +215,8 @@ def _storage(journal: Path, url: str | None) -> BaseStorage:
     except Exception as e:  # the driver's own, of whichever database it is
         why = str(e).strip().partition("\n")[0]
         raise HetConvError(
-            f"--storage: {why or type(e).__name__}; give sqlite:///FILE, or postgresql://USER@HOST/NAME with its "
+            f"--storage: {why or type(e).__name__}; give sqlite:///FILE, or "
+            "postgresql://USER@HOST/NAME with its "
             "driver installed"
         ) from e
 
@@ -201,7 +244,9 @@ class Study(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """``stage_s``: seconds of each stage, none of one that an earlier run had finished. ``samples``: of each rank."""
+    """``stage_s``: seconds of each stage, none of one that an earlier run had finished.
+    ``samples``: of each rank.
+    """
 
     profile: ClusterProfile
     graph: Graph
@@ -213,7 +258,11 @@ class Record:
 def samples_of(store: Store) -> dict[str, list[Samples]]:
     """By operator."""
     read = adapter(list[dict[float, Passes]]).validate_python
-    return {key: list(read(value)) for (stage, key), value in store.known.items() if stage == OPERATORS}
+    return {
+        key: list(read(value))
+        for (stage, key), value in store.known.items()
+        if stage == OPERATORS
+    }
 
 
 def studies_of(store: Store) -> tuple[Study, ...]:
@@ -229,4 +278,6 @@ def study_of(study: optuna.Study) -> Study:
         why = known.get(WHY, "interrupted") if trial.value is None else ""
         trials.append(Trial(what, trial.value, why))
     known = study.user_attrs
-    return Study(known.get(TITLE, study.study_name), known.get(BESIDE, ""), tuple(trials))
+    return Study(
+        known.get(TITLE, study.study_name), known.get(BESIDE, ""), tuple(trials)
+    )

@@ -1,4 +1,6 @@
-"""Whole steps of a model, run in several ways side by side. One that fails on any rank fails on all, and no more."""
+"""Whole steps of a model, run in several ways side by side. One that fails on any rank
+fails on all, and no more.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ from hetconv.sharding.layer_rules import Split
 from .study import TrialFailedError
 
 LISTENED, LISTENED_S = 3, 1.0  # steps at most on GPUs, and seconds; one at least
-LEAST_ROUNDS, PATIENCE = 3, 0.8  # enough once they took so many seconds for each that was asked for
+LEAST_ROUNDS, PATIENCE = (
+    3,
+    0.8,
+)  # enough once they took so many seconds for each that was asked for
 Seconds = dict[str, float]
 
 
@@ -60,10 +65,12 @@ Way = Plan | Alone
 
 
 class Order(NamedTuple):
-    """``what`` rank 0 has all ranks do, in so many ``rounds``: fewer of long steps, which vary less.
+    """``what`` rank 0 has all ranks do, in so many ``rounds``: fewer of long steps,
+    which vary less.
 
-    ``listen``: of which way the time in which each rank computes is wanted too. ``least_s``: seconds that all rounds
-    take at least, short steps in up to `rounds.MOST_ROUNDS`.
+    ``listen``: of which way the time in which each rank computes is wanted too.
+    ``least_s``: seconds that all rounds take at least, short steps in up to
+    `rounds.MOST_ROUNDS`.
     """
 
     what: str
@@ -74,10 +81,11 @@ class Order(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """``rounds``: of each way a step; of the one that was listened to, for how many seconds each rank computed.
+    """``rounds``: of each way a step; of the one that was listened to, for how many
+    seconds each rank computed.
 
-    These are as on devices that took ``pulse_s`` for a pulse, their mean while it ran. ``noise``: their standard error,
-    in logarithms.
+    These are as on devices that took ``pulse_s`` for a pulse, their mean while it ran.
+    ``noise``: their standard error, in logarithms.
     """
 
     rounds: list[Round]
@@ -95,7 +103,11 @@ def step_of(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Callable[[], N
 
     def train() -> None:
         model.zero_grad()
-        outputs = [y for y in tensors_in(inputs.call(model), opaque=True) if y.is_floating_point()]
+        outputs = [
+            y
+            for y in tensors_in(inputs.call(model), opaque=True)
+            if y.is_floating_point()
+        ]
         sum(y.square().mean() for y in outputs).backward()  # type: ignore[union-attr]
 
     return train if mode == "train" else infer
@@ -104,7 +116,8 @@ def step_of(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Callable[[], N
 def step_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """`step_of` a plain model, all of which takes longer where the device is emulated.
 
-    Those who are `throttle.visiting` are called between its modules. The ``model`` is this step's own from now on.
+    Those who are `throttle.visiting` are called between its modules. The ``model`` is
+    this step's own from now on.
     """
 
     def between(_: nn.Module, __: Any, y: Any) -> None:
@@ -122,7 +135,11 @@ def step_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
 def formats(rank: int, inputs: ModelInputs) -> tuple[Alone, ...]:
     """The ways to run the plain model on a rank's device."""
     contiguous = Alone(rank, "contiguous")
-    return (contiguous, Alone(rank, "channels_last")) if has_images(inputs) else (contiguous,)
+    return (
+        (contiguous, Alone(rank, "channels_last"))
+        if has_images(inputs)
+        else (contiguous,)
+    )
 
 
 def step_in(way: Alone, model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
@@ -140,18 +157,29 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class Race:
-    """Rank 0 leads, the others follow. ``limit``: seconds that a rank waits for another in the middle of a step."""
+    """Rank 0 leads, the others follow. ``limit``: seconds that a rank waits for another
+    in the middle of a step.
+    """
 
     def __init__(self, model: nn.Module, inputs: ModelInputs, mode: Mode, limit: float):
-        self._model, self._inputs, self._mode, self._limit = model, inputs, mode, timedelta(seconds=limit)
+        self._model, self._inputs, self._mode, self._limit = (
+            model,
+            inputs,
+            mode,
+            timedelta(seconds=limit),
+        )
         self._device = device_of(model)
         self._team: Team | None = None
         self._steps: dict[str, tuple[Way, Step]] = {}
 
-    def lead(self, order: Order, enough: Callable[[Round], bool] = lambda _: False) -> Outcome:
-        """Collective with `follow`. Stops after a round of which ``enough`` says so, if `Order.least_s` are over.
+    def lead(
+        self, order: Order, enough: Callable[[Round], bool] = lambda _: False
+    ) -> Outcome:
+        """Collective with `follow`. Stops after a round of which ``enough`` says so, if
+        `Order.least_s` are over.
 
-        Raises `TrialFailedError` if a way raised an error on any rank, or one waited too long; all are past it then.
+        Raises `TrialFailedError` if a way raised an error on any rank, or one waited
+        too long; all are past it then.
         """
         timer.told(order)
         return self._run(order, enough)
@@ -181,15 +209,21 @@ class Race:
         if why is not None:
             self._clear()  # closes this rank's connections: others that wait for it learn of it
         said = objects_of_all(team_of(), why)
-        failed = [(*of_rank, rank) for rank, of_rank in enumerate(said) if of_rank is not None]
+        failed = [
+            (*of_rank, rank) for rank, of_rank in enumerate(said) if of_rank is not None
+        ]
         if failed:
             self._clear()
             _, first, rank = min(failed)
             raise TrialFailedError(f"on rank {rank}: {first.splitlines()[0]}")
         return found
 
-    def _ran(self, order: Order, enough: Callable[[Round], bool], team: Team) -> Outcome:
-        self._steps = {n: old for n, old in self._steps.items() if order.ways.get(n) == old[0]}
+    def _ran(
+        self, order: Order, enough: Callable[[Round], bool], team: Team
+    ) -> Outcome:
+        self._steps = {
+            n: old for n, old in self._steps.items() if order.ways.get(n) == old[0]
+        }
         for name, way in order.ways.items():
             if name not in self._steps:
                 self._steps[name] = way, self._step(way, team)
@@ -209,22 +243,37 @@ class Race:
         ran = [one[heard.name] for one in rounds]
         mean_s = pulses_of(ran)
         if waits:
-            own_s = _after(heard, median(step.seconds for step in ran), self._device, team)
+            own_s = _after(
+                heard, median(step.seconds for step in ran), self._device, team
+            )
         else:
             slow = [step.pulse_s[team.rank] / mean_s[team.rank] for step in ran]
-            own_s = [seconds / times for seconds, times in zip(heard.seconds, slow, strict=True)]
-        computing, noise = zip(*objects_of_all(team, (median(own_s), log_error_of_median(own_s))), strict=True)
+            own_s = [
+                seconds / times
+                for seconds, times in zip(heard.seconds, slow, strict=True)
+            ]
+        computing, noise = zip(
+            *objects_of_all(team, (median(own_s), log_error_of_median(own_s))),
+            strict=True,
+        )
         return Outcome(rounds, computing, noise, mean_s)
 
-    def _heard(self, order: Order, steps: dict[str, Step], team: Team) -> tuple[_Heard | None, bool]:
-        """Who listens, in place of the step, if anybody; and whether that makes a host wait for its device.
+    def _heard(
+        self, order: Order, steps: dict[str, Step], team: Team
+    ) -> tuple[_Heard | None, bool]:
+        """Who listens, in place of the step, if anybody; and whether that makes a host
+        wait for its device.
 
         Where it does, the step stays as it is, to be heard when all rounds are over.
         """
         if order.listen is None:
             return None, False
         part = parts_of_core(team_of()).together
-        heard = _Heard(order.listen, steps[order.listen], part if timer.by_own_clock(self._device) else None)
+        heard = _Heard(
+            order.listen,
+            steps[order.listen],
+            part if timer.by_own_clock(self._device) else None,
+        )
         waits = "cuda" in objects_of_all(team, self._device.type)
         if not waits:
             steps[order.listen] = heard
@@ -232,8 +281,16 @@ class Race:
 
     def _step(self, way: Way, team: Team) -> Step:
         if isinstance(way, Plan):
-            return step_of(parallelize(copy.deepcopy(self._model), way, group=team.group), self._inputs, self._mode)
-        return step_in(way, self._model, self._inputs, self._mode) if way.rank == team.rank else lambda: None
+            return step_of(
+                parallelize(copy.deepcopy(self._model), way, group=team.group),
+                self._inputs,
+                self._mode,
+            )
+        return (
+            step_in(way, self._model, self._inputs, self._mode)
+            if way.rank == team.rank
+            else lambda: None
+        )
 
     def _clear(self) -> None:
         """Frees what ways hold, memory above all, and ends the connections that they used."""
@@ -249,7 +306,10 @@ class Race:
 
 def _ended(rounds: Sequence[Round], order: Order, told: bool) -> bool:
     """``told``: whether they need not go on."""
-    count, took = len(rounds), sum(step.seconds for one in rounds for step in one.values())
+    count, took = (
+        len(rounds),
+        sum(step.seconds for one in rounds for step in one.values()),
+    )
     long = count >= LEAST_ROUNDS and took > PATIENCE * order.rounds
     done = told or long or count >= order.rounds
     return done and (took >= order.least_s or count >= MOST_ROUNDS)
@@ -258,8 +318,9 @@ def _ended(rounds: Sequence[Round], order: Order, told: bool) -> bool:
 class _Heard:
     """A step that notes how long this rank computes convolutions and linears.
 
-    ``part``: of the core, if it is timed by its own clock, as operators are: others' turns fall between computations
-    too, so that the wall does not see all that these take longer.
+    ``part``: of the core, if it is timed by its own clock, as operators are: others'
+    turns fall between computations too, so that the wall does not see all that these
+    take longer.
     """
 
     def __init__(self, name: str, step: Step, part: float | None):
@@ -273,32 +334,52 @@ class _Heard:
 
     def _note(self, computation: Computation) -> None:
         start, end, own_s = computation
-        self.seconds[-1] += own_s / self._part if self._part is not None else end - start
+        self.seconds[-1] += (
+            own_s / self._part if self._part is not None else end - start
+        )
 
 
-def _after(heard: _Heard, step_s: float, device: torch.device, team: Team) -> list[float]:
-    """What it hears in some more steps, in seconds of one that takes ``step_s`` while nobody listens."""
-    count = min(max(int(LISTENED_S / step_s), 1), LISTENED)  # alike on all ranks, as rounds are
+def _after(
+    heard: _Heard, step_s: float, device: torch.device, team: Team
+) -> list[float]:
+    """What it hears in some more steps, in seconds of one that takes ``step_s`` while
+    nobody listens.
+    """
+    count = min(
+        max(int(LISTENED_S / step_s), 1), LISTENED
+    )  # alike on all ranks, as rounds are
     took = [until_all_are_done(heard, device, team) for _ in range(count)]
-    return [step_s * own / seconds for own, seconds in zip(heard.seconds, took, strict=True)]
+    return [
+        step_s * own / seconds for own, seconds in zip(heard.seconds, took, strict=True)
+    ]
 
 
 class Usual:
-    """Of a model's steps, as many times as long, or as short, as is predicted for the pulses that there were within."""
+    """Of a model's steps, as many times as long, or as short, as is predicted for the
+    pulses that there were within.
+    """
 
     def __init__(self, pricer: Pricer):
-        self._pricer, self._candidates = pricer, Candidates(pricer.graph, pricer.profile, pricer.mode)
+        self._pricer, self._candidates = (
+            pricer,
+            Candidates(pricer.graph, pricer.profile, pricer.mode),
+        )
         self._usual_s: dict[Hashable, float] = {}
 
     def __call__(self, ways: Mapping[str, Way], ran: Round) -> Seconds:
-        return {name: self.seconds(*self._named(way), ran[name]) for name, way in ways.items()}
+        return {
+            name: self.seconds(*self._named(way), ran[name])
+            for name, way in ways.items()
+        }
 
     def seconds(self, name: str, splits: Mapping[str, Split], ran: Paced) -> float:
         """Of a step of the plan of this name, see `Pricer.of`."""
         plan = name, frozenset(splits.items())
         if plan not in self._usual_s:  # the same for all of its steps
             self._usual_s[plan] = self._pricer.step_s(name, splits)
-        return ran.seconds * (self._usual_s[plan] / self._pricer.step_s(name, splits, ran.pulse_s))
+        return ran.seconds * (
+            self._usual_s[plan] / self._pricer.step_s(name, splits, ran.pulse_s)
+        )
 
     def _named(self, way: Way) -> tuple[str, Mapping[str, Split]]:
         if isinstance(way, Plan):

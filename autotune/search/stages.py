@@ -1,4 +1,6 @@
-"""The stages of the tuning job, but for that of plans: on all ranks, from the profile so far to one that knows more."""
+"""The stages of the tuning job, but for that of plans: on all ranks, from the profile
+so far to one that knows more.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,13 @@ from .tile_stage import tune_tiles
 
 OPERATORS_PART = 0.5  # of the budget
 AGAIN = 4  # times at most that an operator is visited again
-STEADY = 1.15  # times as long as usually, that a pulse may take a device which nobody needs to hear about
-PLANS_PART, CHUNKS_PART = 0.75, 1.0  # what may be spent by the end of each; the fastest plans are raced after that
+# times as long as usually, that a pulse may take a device which nobody needs to hear
+# about
+STEADY = 1.15
+PLANS_PART, CHUNKS_PART = (
+    0.75,
+    1.0,
+)  # what may be spent by the end of each; the fastest plans are raced after that
 TILES_PART = 0.25  # of all, where there is a GPU; the others then share the rest
 
 
@@ -40,7 +47,10 @@ def part_of(run: Run, part: float) -> float:
 
 def operators(run: Run) -> ClusterProfile:
     """Devices, operator by operator, each of which is kept; and links."""
-    subjects, enough = subjects_of(run.graph, run.team.size), run.passed(part_of(run, OPERATORS_PART))
+    subjects, enough = (
+        subjects_of(run.graph, run.team.size),
+        run.passed(part_of(run, OPERATORS_PART)),
+    )
     run.say.stage("operators", len(subjects))
     samples: timer.Samples = {}
     for subject in subjects:
@@ -49,8 +59,12 @@ def operators(run: Run) -> ClusterProfile:
             samples[subject.key] = known[run.team.rank]
             run.say.advance(f"{subject.key}, known")
     left = [subject for subject in subjects if subject.key not in samples]
-    resting = [timer.resting(run.device)]  # some seconds apart: what disturbed one is gone
-    for key, found in timer.operator_samples(left, run.device, enough, run.job.mode == "train"):
+    resting = [
+        timer.resting(run.device)
+    ]  # some seconds apart: what disturbed one is gone
+    for key, found in timer.operator_samples(
+        left, run.device, enough, run.job.mode == "train"
+    ):
         samples[key] = found
         run.keep("operators", key, objects_of_all(run.team, found))
         run.say.advance(key)
@@ -59,29 +73,53 @@ def operators(run: Run) -> ClusterProfile:
     look_within(run, visited, samples, enough)
     settle(run, visited, samples, enough)
     if missing := len(subjects) - len(samples):
-        run.say.line(f"{missing} smaller operators were left to the fitted roofline; --budget would allow more")
+        run.say.line(
+            f"{missing} smaller operators were left to the fitted roofline; --budget would "
+            "allow more"
+        )
     bandwidth = timer.copy_bandwidth(run.device)
     resting.append(timer.resting(run.device))
-    mine = device_model(run.name, run.device, samples, subjects, bandwidth, median(resting))
-    devices, slower = zip(*objects_of_all(run.team, (mine, fit.slow_phases(samples.values()))), strict=True)
+    mine = device_model(
+        run.name, run.device, samples, subjects, bandwidth, median(resting)
+    )
+    devices, slower = zip(
+        *objects_of_all(run.team, (mine, fit.slow_phases(samples.values()))),
+        strict=True,
+    )
     for device, times in zip(devices, slower, strict=True):
         if times > STEADY:
-            run.say.line(f"{device.name} was {times:.1f} times as slow at times; all is brought to its usual speed")
-    profile = ClusterProfile(devices, link_models(run.team, run.device), nodes=nodes_of(devices))
+            run.say.line(
+                f"{device.name} was {times:.1f} times as slow at times; all is brought to its "
+                "usual speed"
+            )
+    profile = ClusterProfile(
+        devices, link_models(run.team, run.device), nodes=nodes_of(devices)
+    )
     for pair, link in profile.links.items():
-        run.say.line(f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s")
+        run.say.line(
+            f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s"
+        )
     profile = with_contention(profile, run.team, run.device)
     return with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
 
 
-def look_within(run: Run, subjects: Sequence[Subject], samples: timer.Samples, enough: Callable[[], bool]) -> None:
-    """Adds to ``samples`` where whole grains of layers' filters and channels begin and end, until it is ``enough``.
+def look_within(
+    run: Run,
+    subjects: Sequence[Subject],
+    samples: timer.Samples,
+    enough: Callable[[], bool],
+) -> None:
+    """Adds to ``samples`` where whole grains of layers' filters and channels begin and
+    end, until it is ``enough``.
 
-    Only now that all layers have been seen: this takes longer than whole grains, which tell most of it.
+    Only now that all layers have been seen: this takes longer than whole grains, which
+    tell most of it.
     """
     layers = [subject for subject in subjects if isinstance(subject, Layer)]
     mine = [_ends_within(layer, samples[layer.key], run.device) for layer in layers]
-    wanted = [any(of_ranks) for of_ranks in zip(*objects_of_all(run.team, mine), strict=True)]
+    wanted = [
+        any(of_ranks) for of_ranks in zip(*objects_of_all(run.team, mine), strict=True)
+    ]
     run.say.stage("operators within", sum(wanted))
     for subject, new in compress(zip(layers, mine, strict=True), wanted):
         if timer.told(enough()):
@@ -89,22 +127,36 @@ def look_within(run: Run, subjects: Sequence[Subject], samples: timer.Samples, e
         _visit_again(run, subject, samples, new)
 
 
-def _ends_within(layer: Layer, known: Mapping[float, Passes], device: torch.device) -> list[float]:
+def _ends_within(
+    layer: Layer, known: Mapping[float, Passes], device: torch.device
+) -> list[float]:
     """Shares that are not ``known``; none of a layer for which the memory did not suffice."""
     steps = layer.steps(device) if known else None
     ends = [part / layer.extent for part in steps.ends] if steps is not None else []
     return [share for share in ends if share not in known]
 
 
-def settle(run: Run, subjects: Sequence[Subject], samples: timer.Samples, enough: Callable[[], bool]) -> None:
-    """Adds to ``samples``, each of which is kept, until all have settled or it is ``enough``: on rank 0.
+def settle(
+    run: Run,
+    subjects: Sequence[Subject],
+    samples: timer.Samples,
+    enough: Callable[[], bool],
+) -> None:
+    """Adds to ``samples``, each of which is kept, until all have settled or it is
+    ``enough``: on rank 0.
 
     `AGAIN` times at most of those that are in doubt, first those by which a step may be most off.
     """
     training = run.job.mode == "train"
     for _ in range(AGAIN):
-        mine = [s.count * max(doubts(samples[s.key], training).values(), default=0.0) for s in subjects]
-        off_s = [max(of_ranks) for of_ranks in zip(*objects_of_all(run.team, mine), strict=True)]
+        mine = [
+            s.count * max(doubts(samples[s.key], training).values(), default=0.0)
+            for s in subjects
+        ]
+        off_s = [
+            max(of_ranks)
+            for of_ranks in zip(*objects_of_all(run.team, mine), strict=True)
+        ]
         order = sorted(range(len(subjects)), key=lambda i: -off_s[i])
         doubtful = [subjects[i] for i in order if off_s[i] > 0]
         if not doubtful or timer.told(enough()):
@@ -116,10 +168,14 @@ def settle(run: Run, subjects: Sequence[Subject], samples: timer.Samples, enough
                 return
 
 
-def _visit_again(run: Run, subject: Subject, samples: timer.Samples, new: Sequence[float] = ()) -> None:
+def _visit_again(
+    run: Run, subject: Subject, samples: timer.Samples, new: Sequence[float] = ()
+) -> None:
     """Adds to ``samples`` what `more_samples` finds, which is kept."""
     training = run.job.mode == "train"
-    samples[subject.key] = timer.more_samples(subject, samples[subject.key], run.device, training, new)
+    samples[subject.key] = timer.more_samples(
+        subject, samples[subject.key], run.device, training, new
+    )
     run.keep("operators", subject.key, objects_of_all(run.team, samples[subject.key]))
     run.say.advance(subject.key)
 
@@ -129,14 +185,26 @@ def chunks(run: Run, profile: ClusterProfile) -> ClusterProfile:
     if run.job.mode != "infer":
         return profile
     plan = make_plan(run.graph, profile, mode=run.job.mode)
-    found = tune_chunks(plan, run.device, run.passed(part_of(run, CHUNKS_PART)), run.say)
-    return replace(profile, chunks=tuple(replace(c, measured=conditions(run.device)) for c in found))
+    found = tune_chunks(
+        plan, run.device, run.passed(part_of(run, CHUNKS_PART)), run.say
+    )
+    return replace(
+        profile,
+        chunks=tuple(replace(c, measured=conditions(run.device)) for c in found),
+    )
 
 
 def tiles(run: Run, profile: ClusterProfile) -> ClusterProfile:
-    """Of the plan's passes on GPUs. Last, and with the rest saved: a kernel can take the whole process with it."""
+    """Of the plan's passes on GPUs. Last, and with the rest saved: a kernel can take
+    the whole process with it.
+    """
     if not run.on_gpu:
         return profile
     plan = make_plan(run.graph, profile, mode=run.job.mode)
-    step = step_of(parallelize(copy.deepcopy(run.model), plan), run.inputs, run.job.mode)
-    return replace(profile, tiles=tune_tiles(step, run.device, run.team, run.passed(1.0), run.say, run))
+    step = step_of(
+        parallelize(copy.deepcopy(run.model), plan), run.inputs, run.job.mode
+    )
+    return replace(
+        profile,
+        tiles=tune_tiles(step, run.device, run.team, run.passed(1.0), run.say, run),
+    )

@@ -1,9 +1,12 @@
-"""The fastest tile of one pass of a convolution: an Optuna study that starts from a rough cost model and mends it.
+"""The fastest tile of one pass of a convolution: an Optuna study that starts from a
+rough cost model and mends it.
 
-Some thirty tiles, times splits, of which a few dozen can be measured: too few for a sampler that learns from nothing.
-After 15 % of the tiles of 300 tables, made up as those of the tests and by cost models that err more and more, the
-sampler here was 0.5, 0.9 and 1.4 % off the best on average; the plain order of `tiles.cycles` 1.7, 2.2 and 3.5 %, and
-TPE started with half of its trials in that order about the same; TPE from the heuristic alone 4.3, 4.5 and 7.0 %.
+Some thirty tiles, times splits, of which a few dozen can be measured: too few for a
+sampler that learns from nothing. After 15 % of the tiles of 300 tables, made up as
+those of the tests and by cost models that err more and more, the sampler here was 0.5,
+0.9 and 1.4 % off the best on average; the plain order of `tiles.cycles` 1.7, 2.2 and
+3.5 %, and TPE started with half of its trials in that order about the same; TPE from
+the heuristic alone 4.3, 4.5 and 7.0 %.
 """
 
 from __future__ import annotations
@@ -15,7 +18,11 @@ from typing import Any, Literal
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    IntDistribution,
+)
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hetconv.errors import HetConvError, KernelError
@@ -28,16 +35,25 @@ Choice = Tile | Literal["aten"]
 Numbers = np.ndarray[Any, Any]
 TRIALS, PATIENCE = 32, 12
 BETTER = 0.99  # of the best so far: a smaller gain may be noise
-# Of the Gaussian process, in logarithms of seconds and of sizes: the cost model's error, how far it reaches, noise.
+# Of the Gaussian process, in logarithms of seconds and of sizes: the cost model's
+# error, how far it reaches, noise.
 ERROR, REACH, NOISE = 0.2, 1.5, 0.05
-BOLDNESS = 2.5  # standard deviations below the expected seconds that a tile is hoped to take
+BOLDNESS = (
+    2.5  # standard deviations below the expected seconds that a tile is hoped to take
+)
 
-POWERS = ("m", "n", "k", "warps")  # sizes that are powers of two: a study counts them by their logarithms
+POWERS = (
+    "m",
+    "n",
+    "k",
+    "warps",
+)  # sizes that are powers of two: a study counts them by their logarithms
 DIMENSIONS: dict[str, BaseDistribution] = {
     "path": CategoricalDistribution(["boxes", "pointers", "aten"]),
-    **dict.fromkeys(POWERS, IntDistribution(0, 8)), "stages": IntDistribution(1, 16),
+    **dict.fromkeys(POWERS, IntDistribution(0, 8)),
+    "stages": IntDistribution(1, 16),
     "splits": IntDistribution(1, max(tiles.SPLITS), log=True),
-}  # fmt: skip
+}
 
 
 class WrongResultError(HetConvError):
@@ -55,7 +71,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """The fastest choice, the heuristic's seconds (None where it did not run), and all trials, to go on from."""
+    """The fastest choice, the heuristic's seconds (None where it did not run), and all
+    trials, to go on from.
+    """
 
     choice: Choice
     seconds: float
@@ -64,10 +82,20 @@ class Found:
 
 
 def space(works: Sequence[Extents], chip: Chip) -> dict[Tile, float]:
-    """The tiles, with splits, that can compute all of a pass's products on a chip, and the `tiles.cycles` of each."""
+    """The tiles, with splits, that can compute all of a pass's products on a chip, and
+    the `tiles.cycles` of each.
+    """
     longest = _longest(works, chip)
-    found = [replace(t, splits=z) for t in tiles.space(longest, chip) for z in tiles.splits(t, longest)]
-    return {t: sum(tiles.cycles(t, w, chip) for w in works) for t in found if all(_runs(t, w, chip) for w in works)}
+    found = [
+        replace(t, splits=z)
+        for t in tiles.space(longest, chip)
+        for z in tiles.splits(t, longest)
+    ]
+    return {
+        t: sum(tiles.cycles(t, w, chip) for w in works)
+        for t in found
+        if all(_runs(t, w, chip) for w in works)
+    }
 
 
 def heuristic(works: Sequence[Extents], chip: Chip) -> Tile:
@@ -97,22 +125,33 @@ def search(
     obstacle: Callable[[Tile], str | None] = lambda _: None,
     enough: Callable[[], bool] = lambda: False,
 ) -> Found | None:
-    """The fastest of ``first`` (the heuristic), ATen and the tiles of ``costs`` that were measured; None if none ran.
+    """The fastest of ``first`` (the heuristic), ATen and the tiles of ``costs`` that
+    were measured; None if none ran.
 
-    ``costs``: a rough cost of each tile, in any unit. ``evaluate`` gives a choice's seconds, or raises what makes it a
-    failed trial. A tile with an ``obstacle`` is not evaluated. Ends after ``trials`` evaluations, ``patience`` of them
-    in a row without a gain, or once ``enough`` says so. ``known`` trials are not repeated. Of equals ``first`` wins.
+    ``costs``: a rough cost of each tile, in any unit. ``evaluate`` gives a choice's
+    seconds, or raises what makes it a failed trial. A tile with an ``obstacle`` is not
+    evaluated. Ends after ``trials`` evaluations, ``patience`` of them in a row without
+    a gain, or once ``enough`` says so. ``known`` trials are not repeated. Of equals
+    ``first`` wins.
     """
-    study = _Study({first: costs.get(first, min(costs.values(), default=1.0)), **costs}, known)
+    study = _Study(
+        {first: costs.get(first, min(costs.values(), default=1.0)), **costs}, known
+    )
     study.enqueue(first, "aten")
     best, ran, idle = study.best, 0, 0
     while ran < trials and idle < patience and not enough() and study.unfinished:
         choice, tell = study.ask()
-        if choice not in (first, "aten") and (why := _against(choice, obstacle)) is not None:
+        if (
+            choice not in (first, "aten")
+            and (why := _against(choice, obstacle)) is not None
+        ):
             tell(Trial(choice, None, why))
             continue
         tell(_tried(choice, evaluate))
-        ran, idle = ran + 1, 0 if study.best < BETTER * best or choice in (first, "aten") else idle + 1
+        ran, idle = (
+            ran + 1,
+            0 if study.best < BETTER * best or choice in (first, "aten") else idle + 1,
+        )
         best = min(best, study.best)
     seconds = {t.choice: t.seconds for t in study.trials if t.seconds is not None}
     if not seconds:
@@ -154,15 +193,23 @@ class _Study:
             fixed = _parameters(t.choice)
             kinds = {name: DIMENSIONS[name] for name in fixed}
             state = TrialState.COMPLETE if t.seconds is not None else TrialState.FAIL
-            self._study.add_trial(create_trial(state=state, value=t.seconds, params=fixed, distributions=kinds))
+            self._study.add_trial(
+                create_trial(
+                    state=state, value=t.seconds, params=fixed, distributions=kinds
+                )
+            )
 
     @property
     def best(self) -> float:
-        return min((t.seconds for t in self.trials if t.seconds is not None), default=inf)
+        return min(
+            (t.seconds for t in self.trials if t.seconds is not None), default=inf
+        )
 
     @property
     def unfinished(self) -> bool:
-        return self._queue > 0 or not self._costs.keys() <= {t.choice for t in self.trials}
+        return self._queue > 0 or not self._costs.keys() <= {
+            t.choice for t in self.trials
+        }
 
     def enqueue(self, *choices: Choice) -> None:
         for choice in choices:
@@ -174,10 +221,16 @@ class _Study:
         """What to try next, and what to call with its outcome."""
         asked = self._study.ask()
         self._queue = max(self._queue - 1, 0)
-        choice = _choice({name: asked._suggest(name, kind) for name, kind in DIMENSIONS.items()})
+        choice = _choice(
+            {name: asked._suggest(name, kind) for name, kind in DIMENSIONS.items()}
+        )
 
         def tell(t: Trial) -> None:
-            self._study.tell(asked, t.seconds, TrialState.COMPLETE if t.seconds is not None else TrialState.FAIL)
+            self._study.tell(
+                asked,
+                t.seconds,
+                TrialState.COMPLETE if t.seconds is not None else TrialState.FAIL,
+            )
             self.trials.append(t)
 
         return choice, tell
@@ -186,8 +239,9 @@ class _Study:
 class _Residuals(optuna.samplers.BaseSampler):
     """The tile with the least seconds that can be hoped for.
 
-    log(seconds) is log(cost) plus a Gaussian process over the logarithms of a tile's sizes, so that what the cost model
-    gets wrong of one tile is expected of its neighbours too (GP-LCB: Srinivas et al., 2010).
+    log(seconds) is log(cost) plus a Gaussian process over the logarithms of a tile's
+    sizes, so that what the cost model gets wrong of one tile is expected of its
+    neighbours too (GP-LCB: Srinivas et al., 2010).
     """
 
     def __init__(self, costs: Mapping[Tile, float]):
@@ -196,16 +250,25 @@ class _Residuals(optuna.samplers.BaseSampler):
         self._expected: Numbers = np.log(np.array(list(costs.values())))
         where = np.array([_where(t) for t in self._tiles])
         apart = ((where[:, None] - where[None]) ** 2).sum(-1)
-        self._alike = ERROR**2 * np.exp(-apart / (2 * REACH**2)) + 1.0  # 1: seconds in a unit of cost, almost unknown
+        self._alike = (
+            ERROR**2 * np.exp(-apart / (2 * REACH**2)) + 1.0
+        )  # 1: seconds in a unit of cost, almost unknown
 
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(
+        self, study: optuna.Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
         return DIMENSIONS
 
     def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+        self,
+        study: optuna.Study,
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],
     ) -> dict[str, Any]:
         seen: dict[int, float | None] = {}
-        for t in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)):
+        for t in study.get_trials(
+            deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)
+        ):
             choice = _choice(t.params)
             if choice != "aten" and choice in self._at:
                 seen[self._at[choice]] = t.value
@@ -219,14 +282,20 @@ class _Residuals(optuna.samplers.BaseSampler):
         known = list(seconds)
         across = self._alike[:, known]
         errors = np.log(np.array(list(seconds.values()))) - self._expected[known]
-        unit = errors.mean()  # of the cost: centred, so that the wide prior around it is around nothing
-        weights = np.linalg.solve(self._alike[np.ix_(known, known)] + NOISE**2 * np.eye(len(known)), across.T)
+        unit = (
+            errors.mean()
+        )  # of the cost: centred, so that the wide prior around it is around nothing
+        weights = np.linalg.solve(
+            self._alike[np.ix_(known, known)] + NOISE**2 * np.eye(len(known)), across.T
+        )
         variance = np.diagonal(self._alike) - (across * weights.T).sum(1)
         mean = self._expected + unit + weights.T @ (errors - unit)
         hoped: Numbers = mean - BOLDNESS * np.sqrt(np.maximum(variance, 0) + NOISE**2)
         return hoped
 
-    def sample_independent(self, study: optuna.Study, trial: FrozenTrial, name: str, kind: BaseDistribution) -> Any:
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, name: str, kind: BaseDistribution
+    ) -> Any:
         raise NotImplementedError("every parameter is sampled together with the others")
 
 
@@ -239,12 +308,23 @@ def _parameters(choice: Choice) -> dict[str, Any]:
     """A choice as a study has it; ATen has no sizes."""
     if choice == "aten":
         return {"path": "aten"} | dict.fromkeys(POWERS, 0) | {"stages": 1, "splits": 1}
-    sizes: dict[str, Any] = {name: getattr(choice, name).bit_length() - 1 for name in POWERS}
-    return {"path": choice.path, "stages": choice.stages, "splits": choice.splits} | sizes
+    sizes: dict[str, Any] = {
+        name: getattr(choice, name).bit_length() - 1 for name in POWERS
+    }
+    return {
+        "path": choice.path,
+        "stages": choice.stages,
+        "splits": choice.splits,
+    } | sizes
 
 
 def _choice(parameters: Mapping[str, Any]) -> Choice:
     if parameters["path"] == "aten":
         return "aten"
     sizes = {name: 1 << parameters[name] for name in POWERS}
-    return Tile(parameters["path"], **sizes, stages=parameters["stages"], splits=parameters["splits"])
+    return Tile(
+        parameters["path"],
+        **sizes,
+        stages=parameters["stages"],
+        splits=parameters["splits"],
+    )

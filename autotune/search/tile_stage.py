@@ -22,21 +22,35 @@ from hetconv.kernels.tiles import Extents, versions_in_use
 from hetconv.kernels.triton import fprop, wgrad
 from hetconv.schemas.tuning_results import TunedTile
 
-from .tile_search import TRIALS, Choice, Found, WrongResultError, heuristic, search, space
+from .tile_search import (
+    TRIALS,
+    Choice,
+    Found,
+    WrongResultError,
+    heuristic,
+    search,
+    space,
+)
 
 REPEATS = 4  # of a tile on the same inputs, whose results must be the same bits
-# ‖found - expected‖ / ‖expected‖ of a right result, by dtype, or "tf32" where float32 is multiplied so.
+# ‖found - expected‖ / ‖expected‖ of a right result, by dtype, or "tf32" where float32
+# is multiplied so.
 BOUNDS = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 class Contest:
-    """Called with a choice it gives its seconds; raises `WrongResultError`, or what a launch raised."""
+    """Called with a choice it gives its seconds; raises `WrongResultError`, or what a
+    launch raised.
+    """
 
     def __init__(self, question: Question, device: torch.device):
         s, self._what, self._device = question.spec, question.what, device
         self._question, self._chip = question, chip_of(device)
         self._bound = BOUNDS["tf32" if question.precision == "tf32" else s.dtype]
-        self._x, self._w, self._g = (_drawn(shape, s.dtype, device) for shape in (s.x_shape, s.w_shape, s.y_shape))
+        self._x, self._w, self._g = (
+            _drawn(shape, s.dtype, device)
+            for shape in (s.x_shape, s.w_shape, s.y_shape)
+        )
         self._truth = self._exact()
 
     @property
@@ -49,7 +63,9 @@ class Contest:
             return timer.call_seconds(lambda: self._run("aten"), self._device)
         with _new_memory_is_nan():
             found = self._run("triton", choice)
-        error = float((found.to(self._truth.dtype) - self._truth).norm() / self._truth.norm())
+        error = float(
+            (found.to(self._truth.dtype) - self._truth).norm() / self._truth.norm()
+        )
         if not error <= self._bound:  # NaN is not
             raise WrongResultError(f"it is off by {error:.1e} of the result's norm")
         for _ in range(REPEATS - 1):
@@ -58,7 +74,9 @@ class Contest:
         return timer.call_seconds(lambda: self._run("triton", choice), self._device)
 
     def obstacle(self, tile: Tile) -> str | None:
-        """What the compiler has against a tile, before a launch; nothing is known under Triton's interpreter."""
+        """What the compiler has against a tile, before a launch; nothing is known under
+        Triton's interpreter.
+        """
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
         from hetconv.kernels.triton.compile_report import TOOLS, report
@@ -66,21 +84,43 @@ class Contest:
         if not (TOOLS / "cuobjdump").exists():
             return None
         for product in _products(self._question):
-            found = report(_program(product, tile).recipes[0], self._question.spec.dtype, self._chip.arch)
+            found = report(
+                _program(product, tile).recipes[0],
+                self._question.spec.dtype,
+                self._chip.arch,
+            )
             if found.spills or found.shared > self._chip.shared:
                 return f"{found.spills} spills, {found.shared} bytes of shared memory"
             if found.left:
-                return f"{found.left} left operands from registers, which gives other bits from call to call"
+                return (
+                    f"{found.left} left operands from registers, which gives other bits "
+                    "from call to call"
+                )
         return None
 
-    def _run(self, backend: Backend, tile: Tile | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def _run(
+        self,
+        backend: Backend,
+        tile: Tile | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         s = self._question.spec
         geometry = (s.stride, s.padding, s.dilation, s.groups)
-        x, w, g = (t if dtype is None else t.to(dtype) for t in (self._x, self._w, self._g))
+        x, w, g = (
+            t if dtype is None else t.to(dtype) for t in (self._x, self._w, self._g)
+        )
         if self._what == "forward":
-            return kernels.conv2d_forward(x, w, None, *geometry, tile=tile, backend=backend)
-        wanted = (self._what == "input gradient", self._what == "weight gradient", False)
-        found = kernels.conv2d_backward(g, x, w, *geometry, wanted, tile=tile, backend=backend)[wanted.index(True)]
+            return kernels.conv2d_forward(
+                x, w, None, *geometry, tile=tile, backend=backend
+            )
+        wanted = (
+            self._what == "input gradient",
+            self._what == "weight gradient",
+            False,
+        )
+        found = kernels.conv2d_backward(
+            g, x, w, *geometry, wanted, tile=tile, backend=backend
+        )[wanted.index(True)]
         assert found is not None
         return found
 
@@ -89,7 +129,12 @@ class Contest:
         before = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
         try:
-            return self._run("aten", dtype=torch.float64 if self._question.spec.dtype == "float32" else torch.float32)
+            return self._run(
+                "aten",
+                dtype=torch.float64
+                if self._question.spec.dtype == "float32"
+                else torch.float32,
+            )
         finally:
             torch.backends.cudnn.conv.fp32_precision = before  # type: ignore[attr-defined]
 
@@ -98,25 +143,42 @@ Product = fprop.Correlation | wgrad.WeightGradient
 
 
 def _products(question: Question) -> list[Product]:
-    """The matrix products of a pass, on tensors in channels_last; an input gradient has one for each phase."""
+    """The matrix products of a pass, on tensors in channels_last; an input gradient has
+    one for each phase.
+    """
     s, precision = question.spec, question.precision
     shapes = (s.x_shape, s.w_shape, s.y_shape)
-    lies = (torch.empty(n, dtype=getattr(torch, s.dtype), device="meta") for n in shapes)
+    lies = (
+        torch.empty(n, dtype=getattr(torch, s.dtype), device="meta") for n in shapes
+    )
     x, w, y = (Memory.of(t.contiguous(memory_format=torch.channels_last)) for t in lies)
     if question.what == "forward":
         return [fprop.forward(s, x, w, y, precision)]
     if question.what == "weight gradient":
         return [wgrad.weight_gradient(s, x, w, y, precision)]
-    return [p.correlation for p in fprop.phases(s, y, w, x, precision) if p.correlation is not None]
+    return [
+        p.correlation
+        for p in fprop.phases(s, y, w, x, precision)
+        if p.correlation is not None
+    ]
 
 
 def _program(product: Product, tile: Tile) -> Program:
-    return wgrad.program(product, tile) if isinstance(product, wgrad.WeightGradient) else fprop.program(product, tile)
+    return (
+        wgrad.program(product, tile)
+        if isinstance(product, wgrad.WeightGradient)
+        else fprop.program(product, tile)
+    )
 
 
 def _drawn(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
     random = torch.Generator(device).manual_seed(0)
-    t = torch.empty(shape, device=device, dtype=getattr(torch, dtype), memory_format=torch.channels_last)
+    t = torch.empty(
+        shape,
+        device=device,
+        dtype=getattr(torch, dtype),
+        memory_format=torch.channels_last,
+    )
     return t.normal_(generator=random)
 
 
@@ -143,7 +205,9 @@ def questions(step: Callable[[], Any]) -> list[Question]:
         step()
     finally:
         dispatch.listeners.remove(count)
-    able = [q for q in found if unable(q) is None and q.tile is None]  # a chunk comes with its whole's tile
+    able = [
+        q for q in found if unable(q) is None and q.tile is None
+    ]  # a chunk comes with its whole's tile
     return sorted(able, key=lambda q: q.spec.flops * found[q], reverse=True)
 
 
@@ -156,12 +220,19 @@ class Kept(Protocol):
 
 
 def tune_tiles(
-    step: Callable[[], Any], device: torch.device, team: Team, enough: Callable[[], bool], say: Reporter, kept: Kept
+    step: Callable[[], Any],
+    device: torch.device,
+    team: Team,
+    enough: Callable[[], bool],
+    say: Reporter,
+    kept: Kept,
 ) -> tuple[TunedTile, ...]:
-    """Collective: the tiles of all ranks' passes of a step, those of rank r's i-th at the same time.
+    """Collective: the tiles of all ranks' passes of a step, those of rank r's i-th at
+    the same time.
 
-    First the default tile of each against ATen, then the studies. A rank on a CPU has none. Stops early once ``enough``
-    says so on rank 0. Each pass's study is kept as it ends, and not run again where it is known.
+    First the default tile of each against ATen, then the studies. A rank on a CPU has
+    none. Stops early once ``enough`` says so on rank 0. Each pass's study is kept as it
+    ends, and not run again where it is known.
     """
     asked = questions(step)
     own = asked if device.type == "cuda" else []
@@ -171,7 +242,10 @@ def tune_tiles(
         say.stage(stage, max(counts))
         for i in range(max(counts)):
             if timer.told(enough()):
-                say.line(f"{stage}: {max(counts) - i} smaller passes were left out; --budget would allow more")
+                say.line(
+                    f"{stage}: {max(counts) - i} smaller passes were left out; --budget would "
+                    "allow more"
+                )
                 break
             key, better = f"rank {team.rank}: {own[i]}" if i < len(own) else "", None
             if key and (better := kept.known(stage, key, Found)) is None:
@@ -181,12 +255,20 @@ def tune_tiles(
                 if known is not None and kept.known(stage, of_rank, Found) is None:
                     kept.keep(stage, of_rank, known)
             say.advance(_said(own[i], better) if better is not None else "")
-    mine = [entry(q, f) for q, f in found.items() if any(t.choice == "aten" for t in f.trials)]
+    mine = [
+        entry(q, f)
+        for q, f in found.items()
+        if any(t.choice == "aten" for t in f.trials)
+    ]
     return merged(objects_of_all(team, mine))
 
 
 def studied(
-    question: Question, device: torch.device, trials: int, so_far: Found | None, enough: Callable[[], bool]
+    question: Question,
+    device: torch.device,
+    trials: int,
+    so_far: Found | None,
+    enough: Callable[[], bool],
 ) -> Found | None:
     """The fastest tile of a pass, or ATen; None where nothing ran or memory did not suffice."""
     try:
@@ -196,14 +278,27 @@ def studied(
     works, chip = contest.works
     known = so_far.trials if so_far is not None else ()
     return search(
-        space(works, chip), heuristic(works, chip), contest, trials=trials - len(known), known=known,
-        obstacle=contest.obstacle, enough=enough,
-    )  # fmt: skip
+        space(works, chip),
+        heuristic(works, chip),
+        contest,
+        trials=trials - len(known),
+        known=known,
+        obstacle=contest.obstacle,
+        enough=enough,
+    )
 
 
 def entry(question: Question, found: Found) -> TunedTile:
     q, origin = question, (question.device, *versions_in_use())
-    return TunedTile(*origin, q.what, q.spec, q.precision, str(found.choice), found.seconds, found.heuristic_s)  # type: ignore[arg-type]
+    return TunedTile(
+        *origin,
+        q.what,
+        q.spec,
+        q.precision,  # type: ignore[arg-type]
+        str(found.choice),
+        found.seconds,
+        found.heuristic_s,
+    )
 
 
 def merged(every: Sequence[Sequence[TunedTile]]) -> tuple[TunedTile, ...]:
@@ -218,6 +313,10 @@ def merged(every: Sequence[Sequence[TunedTile]]) -> tuple[TunedTile, ...]:
 
 def _said(question: Question, found: Found) -> str:
     s, default = question.spec, found.heuristic_s
-    than = f", {default / found.seconds:.2f}x of the default tile" if default is not None else ""
+    than = (
+        f", {default / found.seconds:.2f}x of the default tile"
+        if default is not None
+        else ""
+    )
     shape = f"{s.N}x{s.C}x{s.H}x{s.W} by {s.K} filters {s.R}x{s.S}"
     return f"{question.what} of {shape}: {found.choice}, {found.seconds * 1e6:.0f} us{than}"

@@ -25,26 +25,37 @@ REFINING: dict[str, Callable[[Run, ClusterProfile], ClusterProfile]] = {
 
 
 def tune(job: Job) -> Record:
-    """Collective. Writes the profile on rank 0 and returns it on every rank; samples and studies are rank 0's alone.
+    """Collective. Writes the profile on rank 0 and returns it on every rank; samples
+    and studies are rank 0's alone.
 
-    Raises `HetConvError` on every rank if another process is writing it, or there is nothing that could be resumed.
+    Raises `HetConvError` on every rank if another process is writing it, or there is
+    nothing that could be resumed.
     """
-    with ExitStack() as stack, Reporter("autotune", budget=job.budget, quiet=job.quiet) as say:
+    with (
+        ExitStack() as stack,
+        Reporter("autotune", budget=job.budget, quiet=job.quiet) as say,
+    ):
         stack.enter_context(redirect_stdout(sys.stderr))  # whatever a model prints
         run = Run(job, say, stack)
         named = ", ".join(f"{d}{' (emulated)' * d.emulated}" for d in job.devices)
         say.line(f"{run.graph.model}, {job.mode}, on {named}")
         profile = run.finished("operators")
         resumed = profile is not None
-        profile = profile if profile is not None else run.finish("operators", operators(run))
+        profile = (
+            profile if profile is not None else run.finish("operators", operators(run))
+        )
         took = {"operators": None if resumed else run.seconds}
         for name, refined in REFINING.items():
             start, known = run.seconds, run.finished(name) if resumed else None
             resumed = known is not None
-            profile = known if known is not None else run.finish(name, refined(run, profile))
+            profile = (
+                known if known is not None else run.finish(name, refined(run, profile))
+            )
             took[name] = None if resumed else run.seconds - start
         if run.store is None:
             return Record(profile, run.graph, took, {}, ())
         profile.save(job.output)  # as it was left, or removed since
         say.line(f"wrote {job.output} after {run.seconds:.0f} s")
-        return Record(profile, run.graph, took, samples_of(run.store), studies_of(run.store))
+        return Record(
+            profile, run.graph, took, samples_of(run.store), studies_of(run.store)
+        )

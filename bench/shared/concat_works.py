@@ -1,7 +1,8 @@
 """What `bench concat` measures, as data, and who computes it.
 
-Four works, each by Triton and by torch: ``concat``; ``finished``, scaled and shifted as by a batch norm in eval, then
-ReLU; and the adjoint of each, of which torch's parts are packed as a message to another device needs them.
+Four works, each by Triton and by torch: ``concat``; ``finished``, scaled and shifted as
+by a batch norm in eval, then ReLU; and the adjoint of each, of which torch's parts are
+packed as a message to another device needs them.
 """
 
 from __future__ import annotations
@@ -21,19 +22,29 @@ from hetconv.kernels.epilogue import PLAIN, Finish
 
 What = Literal["concat", "finished", "adjoint", "finished adjoint"]
 WORKS: tuple[What, ...] = get_args(What)
-SIZES = {2: (96, 160), 3: (48, 80, 128), 8: (8, 16, 24, 32, 32, 40, 48, 56)}  # of parts, uneven
+SIZES = {
+    2: (96, 160),
+    3: (48, 80, 128),
+    8: (8, 16, 24, 32, 32, 40, 48, 56),
+}  # of parts, uneven
 CHANNELS, SIDE = 256, 32
 MEGABYTES = (64, 512, 8, 1)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXACT = Error(0.0, 0.0)  # what is moved alone keeps its bits
-LIMITS = {"bf16": Error(4e-3, 0.05), "fp16": Error(1e-3, 0.01), "fp32": Error(1e-6, 1e-5)}
+LIMITS = {
+    "bf16": Error(4e-3, 0.05),
+    "fp16": Error(1e-3, 0.01),
+    "fp32": Error(1e-6, 1e-5),
+}
 LARGE = 64  # megabytes from which a pass must reach the copy's bandwidth
 EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Case:
-    """Parts whose result has 256 channels, images of 32 x 32, and that many megabytes (2**20 bytes)."""
+    """Parts whose result has 256 channels, images of 32 x 32, and that many megabytes
+    (2**20 bytes).
+    """
 
     parts: int
     megabytes: int
@@ -53,7 +64,9 @@ class Case:
 
     @property
     def samples(self) -> int:
-        return self.result_bytes // (CHANNELS * SIDE * SIDE * DTYPES[self.dtype].itemsize)
+        return self.result_bytes // (
+            CHANNELS * SIDE * SIDE * DTYPES[self.dtype].itemsize
+        )
 
     def read_bytes(self, what: What) -> int:
         """The adjoint of an activation reads what it was applied to as well."""
@@ -69,12 +82,20 @@ def cases() -> list[Case]:
 
 def quick() -> list[Case]:
     """The cases that a minute suffices for; what decides most first."""
-    found = [Case(p, LARGE, "bf16") for p in SIZES] + [Case(3, m, "bf16") for m in MEGABYTES if m != LARGE]
-    return [*found, *(Case(3, LARGE, d) for d in ("fp16", "fp32")), *(Case(p, 1, "bf16") for p in SIZES if p != 3)]
+    found = [Case(p, LARGE, "bf16") for p in SIZES] + [
+        Case(3, m, "bf16") for m in MEGABYTES if m != LARGE
+    ]
+    return [
+        *found,
+        *(Case(3, LARGE, d) for d in ("fp16", "fp32")),
+        *(Case(p, 1, "bf16") for p in SIZES if p != 3),
+    ]
 
 
 class Inputs(NamedTuple):
-    """``z`` and ``y``: the parts side by side, and finished, as torch's backward reads them. The unread is empty."""
+    """``z`` and ``y``: the parts side by side, and finished, as torch's backward reads
+    them. The unread is empty.
+    """
 
     parts: list[Tensor]
     g: Tensor
@@ -85,19 +106,27 @@ class Inputs(NamedTuple):
 
 
 def drawn(case: Case, what: What, device: torch.device) -> Inputs:
-    """Scale and shift are few-digit numbers, so that no rounding turns the sign of what ReLU is given."""
+    """Scale and shift are few-digit numbers, so that no rounding turns the sign of what
+    ReLU is given.
+    """
 
     def image(k: int) -> Tensor:
-        numbers = torch.randn(case.samples, SIDE, SIDE, k, device=device, dtype=DTYPES[case.dtype])
+        numbers = torch.randn(
+            case.samples, SIDE, SIDE, k, device=device, dtype=DTYPES[case.dtype]
+        )
         return numbers.permute(0, 3, 1, 2)
 
-    scale, shift = ((torch.randint(1, 8, (CHANNELS,), device=device) / 4).float() for _ in range(2))
+    scale, shift = (
+        (torch.randint(1, 8, (CHANNELS,), device=device) / 4).float() for _ in range(2)
+    )
     parts = [image(k) for k in case.sizes] if what != "adjoint" else []
     g = image(CHANNELS) if "adjoint" in what else image(0)
     unread = image(0)
     found = Inputs(parts, g, unread, unread, scale, shift)
     if what == "finished adjoint":
-        found = found._replace(z=torch.cat(parts, 1), y=by_torch("finished", case, found)[0])
+        found = found._replace(
+            z=torch.cat(parts, 1), y=by_torch("finished", case, found)[0]
+        )
     return found
 
 
@@ -106,12 +135,24 @@ def by_triton(what: What, case: Case, t: Inputs) -> Sequence[Tensor]:
         case "concat":
             return [kernels.concat_channels(t.parts, backend="triton")]
         case "finished":
-            finish: dict[str, Any] = {"scale": t.scale, "shift": t.shift, "activation": "relu"}
+            finish: dict[str, Any] = {
+                "scale": t.scale,
+                "shift": t.shift,
+                "activation": "relu",
+            }
             return [kernels.concat_channels(t.parts, **finish, backend="triton")]
         case "adjoint":
             return parted(t.g, case.sizes, None, None, None, PLAIN, ())[1]
         case "finished adjoint":
-            return parted(t.g, case.sizes, t.scale, t.shift, None, Finish(True, True, "relu"), t.parts)[1]
+            return parted(
+                t.g,
+                case.sizes,
+                t.scale,
+                t.shift,
+                None,
+                Finish(True, True, "relu"),
+                t.parts,
+            )[1]
 
 
 def by_torch(what: What, case: Case, t: Inputs) -> Sequence[Tensor]:
@@ -120,18 +161,33 @@ def by_torch(what: What, case: Case, t: Inputs) -> Sequence[Tensor]:
         case "concat":
             return [torch.cat(t.parts, 1)]
         case "finished":
-            z = F.batch_norm(torch.cat(t.parts, 1), mean, variance, t.scale, t.shift, eps=EPS)
+            z = F.batch_norm(
+                torch.cat(t.parts, 1), mean, variance, t.scale, t.shift, eps=EPS
+            )
             return [F.relu(z, inplace=True)]
         case "adjoint":
             return _packed(t.g, case)
         case "finished adjoint":
             d = torch.ops.aten.threshold_backward(t.g, t.y, 0)
-            args = (d, t.z, t.scale, mean, variance, None, None, False, EPS, [True, False, False])
+            args = (
+                d,
+                t.z,
+                t.scale,
+                mean,
+                variance,
+                None,
+                None,
+                False,
+                EPS,
+                [True, False, False],
+            )
             return _packed(torch.ops.aten.native_batch_norm_backward(*args)[0], case)
 
 
 def _packed(g: Tensor, case: Case) -> list[Tensor]:
-    return [d.contiguous(memory_format=torch.channels_last) for d in g.split(case.sizes, 1)]
+    return [
+        d.contiguous(memory_format=torch.channels_last) for d in g.split(case.sizes, 1)
+    ]
 
 
 def exact(what: What, case: Case, t: Inputs) -> Sequence[Tensor]:
@@ -157,5 +213,7 @@ def worst_error(what: What, case: Case, t: Inputs, found: Sequence[Tensor]) -> E
     for i in range(0, case.samples, step):
         few = t._replace(parts=[p[i : i + step] for p in t.parts], g=t.g[i : i + step])
         expected = exact(what, case, few)
-        errors += [error(a[i : i + step], b) for a, b in zip(found, expected, strict=True)]
+        errors += [
+            error(a[i : i + step], b) for a, b in zip(found, expected, strict=True)
+        ]
     return Error(max(e.norm for e in errors), max(e.worst for e in errors))

@@ -1,4 +1,5 @@
-"""The convolutions that `bench kernels` measures, as data: layers of well-known networks, and slices of their filters.
+"""The convolutions that `bench kernels` measures, as data: layers of well-known
+networks, and slices of their filters.
 
 Letters as in `hetconv.sharding.conv_spec`.
 """
@@ -15,7 +16,9 @@ from hetconv.sharding.conv_spec import Conv2dSpec
 Dtype = Literal["bf16", "fp16", "tf32"]
 TORCH: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}
 PASSES: tuple[Pass, ...] = get_args(Pass)
-MOST_BYTES = 10 << 30  # of input, filters and output together; a run holds several times that
+MOST_BYTES = (
+    10 << 30
+)  # of input, filters and output together; a run holds several times that
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,19 @@ class Case:
     def spec(self) -> Conv2dSpec:
         pads = (self.padding, self.padding)
         return Conv2dSpec(
-            self.N, self.C, self.H, self.W, self.K, self.R, self.S, (self.stride, self.stride), (pads, pads),
-            (self.dilation, self.dilation), 1, TORCH[self.dtype],
-        )  # fmt: skip
+            self.N,
+            self.C,
+            self.H,
+            self.W,
+            self.K,
+            self.R,
+            self.S,
+            (self.stride, self.stride),
+            (pads, pads),
+            (self.dilation, self.dilation),
+            1,
+            TORCH[self.dtype],
+        )
 
     @property
     def is_slice(self) -> bool:
@@ -69,7 +82,10 @@ class Layer(NamedTuple):
     def name(self) -> str:
         stride = f"/{self.stride}" if self.stride > 1 else ""
         dilation = f" d{self.dilation}" if self.dilation > 1 else ""
-        return f"{self.net} {self.C}-{self.K} {self.kernel}x{self.kernel}{stride}{dilation} @{self.size}"
+        return (
+            f"{self.net} {self.C}-{self.K} {self.kernel}x{self.kernel}{stride}{dilation} "
+            f"@{self.size}"
+        )
 
 
 LAYERS = (
@@ -102,19 +118,33 @@ LAYERS = (
 
 # What decides most stands first: a run that is cut short has measured that.
 QUICK = (
-    "vgg16 256-256 3x3 @56", "resnet50 64-256 1x1 @56", "resnet50 256-256 3x3 @14", "resnet50 128-128 3x3 @28",
-    "resnet50 512-512 3x3 @7", "unet 320-320 3x3 @64", "resnet50 64-64 3x3 @56", "resnet50 1024-256 1x1 @14",
-    "resnet50 128-128 3x3/2 @56", "resnet50 512-1024 1x1/2 @28", "resnet50 3-64 7x7/2 @224", "vgg16 64-64 3x3 @224",
-    "vgg16 512-512 3x3 @28", "dilated 512-512 3x3 d2 @28", "unet 640-640 3x3 @32", "vae 256-256 3x3 @256",
+    "vgg16 256-256 3x3 @56",
+    "resnet50 64-256 1x1 @56",
+    "resnet50 256-256 3x3 @14",
+    "resnet50 128-128 3x3 @28",
+    "resnet50 512-512 3x3 @7",
+    "unet 320-320 3x3 @64",
+    "resnet50 64-64 3x3 @56",
+    "resnet50 1024-256 1x1 @14",
+    "resnet50 128-128 3x3/2 @56",
+    "resnet50 512-1024 1x1/2 @28",
+    "resnet50 3-64 7x7/2 @224",
+    "vgg16 64-64 3x3 @224",
+    "vgg16 512-512 3x3 @28",
+    "dilated 512-512 3x3 d2 @28",
+    "unet 640-640 3x3 @32",
+    "vae 256-256 3x3 @256",
     "wide 384-384 3x3 @64",
-)  # fmt: skip
+)
 QUICK_SLICES = QUICK[:6]
 QUICK_FP16 = QUICK[:2]
 QUICK_ALONE = QUICK[2:5]  # at N 1
 
 
 def cases(most_bytes: int = MOST_BYTES) -> list[Case]:
-    """The whole suite, bf16 at N 32 first, without what would take more memory than ``most_bytes``."""
+    """The whole suite, bf16 at N 32 first, without what would take more memory than
+    ``most_bytes``.
+    """
     found = [
         case
         for dtype in TORCH
@@ -127,24 +157,49 @@ def cases(most_bytes: int = MOST_BYTES) -> list[Case]:
 
 
 def quick(most_bytes: int = MOST_BYTES) -> list[Case]:
-    """The cases that a few minutes suffice for: whole layers, then slices, then fp16, then single images."""
+    """The cases that a few minutes suffice for: whole layers, then slices, then fp16,
+    then single images.
+    """
     every = {case.name: case for case in cases(most_bytes)}
     batches = {layer.name: layer.batches[0] for layer in LAYERS}
     names = [f"{q} N{batches[q]} bf16 K" for q in QUICK]
     names += [f"{q} N32 bf16 {part}" for q in QUICK_SLICES for part in ("3K/4", "K/4")]
-    names += [f"{q} N32 fp16 K" for q in QUICK_FP16] + [f"{q} N1 bf16 K" for q in QUICK_ALONE]
+    names += [f"{q} N32 fp16 K" for q in QUICK_FP16] + [
+        f"{q} N1 bf16 K" for q in QUICK_ALONE
+    ]
     return [every[name] for name in names if name in every]
 
 
 def _slices(layer: Layer, n: int, dtype: Dtype) -> Iterator[Case]:
-    """The layer and slices of its filters in multiples of 16, which is what a plan gives to a device."""
+    """The layer and slices of its filters in multiples of 16, which is what a plan
+    gives to a device.
+    """
     K, pad, seen = layer.K, layer.dilation * (layer.kernel // 2), set()
-    parts = {"K": K, "3K/4": 3 * K // 4, "K/4": K // 4, "K/8": K // 8, "48": 48, "160": 160}
+    parts = {
+        "K": K,
+        "3K/4": 3 * K // 4,
+        "K/4": K // 4,
+        "K/8": K // 8,
+        "48": 48,
+        "160": 160,
+    }
     for part, k in parts.items():
         if k in seen or k > K or k % 16:
             continue
         seen.add(k)
         yield Case(
-            f"{layer.name} N{n} {dtype} {part}", n, layer.C, layer.size, layer.size, k, layer.kernel, layer.kernel,
-            layer.stride, pad, layer.dilation, dtype, part, K,
-        )  # fmt: skip
+            f"{layer.name} N{n} {dtype} {part}",
+            n,
+            layer.C,
+            layer.size,
+            layer.size,
+            k,
+            layer.kernel,
+            layer.kernel,
+            layer.stride,
+            pad,
+            layer.dilation,
+            dtype,
+            part,
+            K,
+        )

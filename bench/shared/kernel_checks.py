@@ -26,7 +26,9 @@ WANTED: dict[Pass, tuple[bool, bool, bool]] = {
 
 
 class Error(NamedTuple):
-    """Of a result against another: ‖found - expected‖ / ‖expected‖, and the largest difference over the RMS."""
+    """Of a result against another: ‖found - expected‖ / ‖expected‖, and the largest
+    difference over the RMS.
+    """
 
     norm: float
     worst: float
@@ -35,8 +37,13 @@ class Error(NamedTuple):
         return self.norm <= limit.norm and self.worst <= limit.worst  # NaN is not
 
 
-# Of inputs as they are, rounding of the result alone is left, but for tf32, which rounds (or cuts) inputs as well.
-LIMITS: dict[Dtype, Error] = {"bf16": Error(4e-3, 0.05), "fp16": Error(1e-3, 0.01), "tf32": Error(2e-3, 0.02)}
+# Of inputs as they are, rounding of the result alone is left, but for tf32, which
+# rounds (or cuts) inputs as well.
+LIMITS: dict[Dtype, Error] = {
+    "bf16": Error(4e-3, 0.05),
+    "fp16": Error(1e-3, 0.01),
+    "tf32": Error(2e-3, 0.02),
+}
 
 
 class Tensors(NamedTuple):
@@ -48,41 +55,72 @@ class Tensors(NamedTuple):
         return Tensors(self.x[:samples], self.w, self.g[:samples])
 
 
-def drawn(case: Case, what: Pass, device: torch.device, like: Tensors | None = None) -> Tensors:
-    """Random inputs, scaled so that results are of size 1. What a pass does not read is shared with ``like``."""
+def drawn(
+    case: Case, what: Pass, device: torch.device, like: Tensors | None = None
+) -> Tensors:
+    """Random inputs, scaled so that results are of size 1. What a pass does not read is
+    shared with ``like``.
+    """
     spec, dtype = case.spec, getattr(torch, TORCH[case.dtype])
 
     def image(shape: tuple[int, ...], scale: float) -> Tensor:
         n, c, h, w = shape
-        return torch.randn(n, h, w, c, device=device, dtype=dtype).mul_(scale).permute(0, 3, 1, 2)
+        return (
+            torch.randn(n, h, w, c, device=device, dtype=dtype)
+            .mul_(scale)
+            .permute(0, 3, 1, 2)
+        )
 
     def unread(shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, device=device, dtype=dtype, memory_format=torch.channels_last)
+        return torch.empty(
+            shape, device=device, dtype=dtype, memory_format=torch.channels_last
+        )
 
     taps, (N, K, P, Q) = spec.R * spec.S, spec.y_shape
     if what == "weight gradient":
         w = like.w if like else unread(spec.w_shape)
-        return Tensors(image(spec.x_shape, 1), w, image(spec.y_shape, (N * P * Q) ** -0.5))
+        return Tensors(
+            image(spec.x_shape, 1), w, image(spec.y_shape, (N * P * Q) ** -0.5)
+        )
     if what == "input gradient":
         x = like.x if like else unread(spec.x_shape)
-        return Tensors(x, image(spec.w_shape, (K * taps) ** -0.5), image(spec.y_shape, 1))
+        return Tensors(
+            x, image(spec.w_shape, (K * taps) ** -0.5), image(spec.y_shape, 1)
+        )
     g = like.g if like else image((1, 1, 1, 1), 1).expand(spec.y_shape)
-    return Tensors(image(spec.x_shape, 1), image(spec.w_shape, (spec.C * taps) ** -0.5), g)
+    return Tensors(
+        image(spec.x_shape, 1), image(spec.w_shape, (spec.C * taps) ** -0.5), g
+    )
 
 
 def read_bytes(case: Case, what: Pass) -> int:
     """Bytes of the two operands."""
     s = case.spec
-    sizes = {"forward": (s.x_shape, s.w_shape), "input gradient": (s.y_shape, s.w_shape)}
-    return s.itemsize * sum(a * b * c * d for a, b, c, d in sizes.get(what, (s.x_shape, s.y_shape)))
+    sizes = {
+        "forward": (s.x_shape, s.w_shape),
+        "input gradient": (s.y_shape, s.w_shape),
+    }
+    return s.itemsize * sum(
+        a * b * c * d for a, b, c, d in sizes.get(what, (s.x_shape, s.y_shape))
+    )
 
 
-def by_triton(case: Case, what: Pass, t: Tensors, tile: Tile | None = None, out: Tensor | None = None) -> Tensor:
+def by_triton(
+    case: Case,
+    what: Pass,
+    t: Tensors,
+    tile: Tile | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     s = case.spec
     geometry = (s.stride, s.padding, s.dilation, s.groups)
     if what == "forward":
-        return kernels.conv2d_forward(t.x, t.w, None, *geometry, out=out, tile=tile, backend="triton")
-    found = kernels.conv2d_backward(t.g, t.x, t.w, *geometry, WANTED[what], tile=tile, backend="triton")
+        return kernels.conv2d_forward(
+            t.x, t.w, None, *geometry, out=out, tile=tile, backend="triton"
+        )
+    found = kernels.conv2d_backward(
+        t.g, t.x, t.w, *geometry, WANTED[what], tile=tile, backend="triton"
+    )
     y = found[0] if what == "input gradient" else found[1]
     assert y is not None
     return y
@@ -102,17 +140,28 @@ def by_aten(case: Case, what: Pass, t: Tensors, out: Tensor | None = None) -> Te
     return y
 
 
-def errors(case: Case, what: Pass, t: Tensors, other: Tensor, tile: Tile | None = None) -> dict[str, Error]:
-    """Of Triton's result, against float64 on the first samples and against ``other`` (`by_aten`'s) on all."""
+def errors(
+    case: Case, what: Pass, t: Tensors, other: Tensor, tile: Tile | None = None
+) -> dict[str, Error]:
+    """Of Triton's result, against float64 on the first samples and against ``other``
+    (`by_aten`'s) on all.
+    """
     samples = affordable(case)
     few, fewer = replace(case, N=samples), t.first(samples)
     with poisoned():
         found = by_triton(case, what, t, tile)
-        if what == "weight gradient":  # it sums over samples, so a few are run again, by the same program
-            some = by_triton(few, what, fewer, tile or default_tile(case, what, t.x.device))
+        if (
+            what == "weight gradient"
+        ):  # it sums over samples, so a few are run again, by the same program
+            some = by_triton(
+                few, what, fewer, tile or default_tile(case, what, t.x.device)
+            )
         else:
             some = found[:samples]
-    return {"float64": error(some, exact(few, what, fewer)), "cudnn": error(found, other)}
+    return {
+        "float64": error(some, exact(few, what, fewer)),
+        "cudnn": error(found, other),
+    }
 
 
 def affordable(case: Case) -> int:
@@ -152,7 +201,9 @@ def exact(case: Case, what: Pass, t: Tensors) -> Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory is NaN, results and workspaces alike: what is read or returned unwritten shows."""
+    """Fresh memory is NaN, results and workspaces alike: what is read or returned
+    unwritten shows.
+    """
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -163,10 +214,15 @@ def poisoned() -> Iterator[None]:
 
 
 def slots(case: Case, device: torch.device, count: int) -> Callable[[int], Tensor]:
-    """Where slice results go: the last channels of the whole layer's output, one of ``count`` outputs."""
+    """Where slice results go: the last channels of the whole layer's output, one of
+    ``count`` outputs.
+    """
     N, K, P, Q = case.spec.y_shape
     dtype = getattr(torch, TORCH[case.dtype])
-    whole = [torch.empty(N, P, Q, case.filters, device=device, dtype=dtype) for _ in range(count)]
+    whole = [
+        torch.empty(N, P, Q, case.filters, device=device, dtype=dtype)
+        for _ in range(count)
+    ]
     return lambda i: whole[i].permute(0, 3, 1, 2)[:, case.filters - K :]
 
 
@@ -175,7 +231,11 @@ def extents(case: Case, what: Pass) -> list[Extents]:
     s, dtype = case.spec, getattr(torch, TORCH[case.dtype])
     precision = "tf32" if case.dtype == "tf32" else "ieee"
     x, w, y = (
-        Memory.of(torch.empty(shape, dtype=dtype, device="meta", memory_format=torch.channels_last))
+        Memory.of(
+            torch.empty(
+                shape, dtype=dtype, device="meta", memory_format=torch.channels_last
+            )
+        )
         for shape in (s.x_shape, s.w_shape, s.y_shape)
     )
     if what == "forward":

@@ -23,7 +23,10 @@ RESULTS = ROOT / "bench" / "results"
 def need_cuda(bench: str) -> torch.device:
     """The GPU to measure. Raises `KernelError` without one."""
     if not torch.cuda.is_available():
-        raise KernelError(f"bench {bench} needs a CUDA device, and torch {torch.__version__} sees none on this machine")
+        raise KernelError(
+            f"bench {bench} needs a CUDA device, and torch {torch.__version__} sees none on "
+            "this machine"
+        )
     torch.cuda.set_device(0)
     return torch.device("cuda", 0)
 
@@ -34,13 +37,22 @@ def facts() -> dict[str, Any]:
 
     p = torch.cuda.get_device_properties(0)
     return {
-        "device": p.name, "capability": f"{p.major}.{p.minor}", "sms": p.multi_processor_count,
-        "l2_bytes": p.L2_cache_size, "memory_bytes": p.total_memory,
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(), "python": platform.python_version(),
-        "date": now(), **commit(),
-    }  # fmt: skip
+        "device": p.name,
+        "capability": f"{p.major}.{p.minor}",
+        "sms": p.multi_processor_count,
+        "l2_bytes": p.L2_cache_size,
+        "memory_bytes": p.total_memory,
+        "driver": _said(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        ),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+        "date": now(),
+        **commit(),
+    }
 
 
 def now() -> str:
@@ -52,15 +64,20 @@ def commit() -> dict[str, Any]:
     found = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if found is None:
         return {"commit": os.environ.get("HETCONV_COMMIT"), "dirty": None}
-    return {"commit": found, "dirty": bool(_said("git", "-C", str(ROOT), "status", "--porcelain"))}
+    return {
+        "commit": found,
+        "dirty": bool(_said("git", "-C", str(ROOT), "status", "--porcelain")),
+    }
 
 
 def software() -> dict[str, Any]:
     """Of a measurement on CPUs, which nothing else identifies."""
     return {
-        "machine": platform.machine(), "vectors": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(), "torch": torch.__version__,
-    }  # fmt: skip
+        "machine": platform.machine(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def save(path: Path, document: Mapping[str, Any]) -> None:
@@ -75,13 +92,17 @@ def slug(device: str) -> str:
 
 
 def results_file(folder: Path, suite: str) -> Path:
-    """The one file of a suite in a machine's folder; it is replaced when the suite is measured anew."""
+    """The one file of a suite in a machine's folder; it is replaced when the suite is
+    measured anew.
+    """
     return folder / f"{suite}.json"
 
 
 def _said(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -1,4 +1,6 @@
-"""Models that the benchmarks run: a residual stack of their own, and networks of torchvision and MONAI by name."""
+"""Models that the benchmarks run: a residual stack of their own, and networks of
+torchvision and MONAI by name.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ class Block(nn.Module):
 def stack(blocks: int, channels: int) -> nn.Module:
     """3 -> channels, the blocks, channels -> 12."""
     body = [Block(channels) for _ in range(blocks)]
-    return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), *body, nn.Conv2d(channels, 12, 3, padding=1))
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        *body,
+        nn.Conv2d(channels, 12, 3, padding=1),
+    )
 
 
 def torchvision_model(name: str, **options: object) -> nn.Module:
@@ -53,18 +59,32 @@ def torchvision_model(name: str, **options: object) -> nn.Module:
 
 
 def unet(width: int = 64) -> nn.Module:
-    """MONAI's BasicUNet of images: four times halved and ``width`` channels at full size, with batch norms."""
+    """MONAI's BasicUNet of images: four times halved and ``width`` channels at full
+    size, with batch norms.
+    """
     from monai.networks.nets.basic_unet import BasicUNet
 
     features = (width, 2 * width, 4 * width, 8 * width, 16 * width, width)
-    return BasicUNet(spatial_dims=2, in_channels=3, out_channels=2, features=features, act="relu", norm="batch")
+    return BasicUNet(
+        spatial_dims=2,
+        in_channels=3,
+        out_channels=2,
+        features=features,
+        act="relu",
+        norm="batch",
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "AlexNet": (partial(torchvision_model, "alexnet"), 224),
     "ResNet-50": (partial(torchvision_model, "resnet50"), 224),
     "ResNet-152": (partial(torchvision_model, "resnet152"), 224),
-    "InceptionV3": (partial(torchvision_model, "inception_v3", aux_logits=False, init_weights=False), 299),
+    "InceptionV3": (
+        partial(
+            torchvision_model, "inception_v3", aux_logits=False, init_weights=False
+        ),
+        299,
+    ),
     "DenseNet-121": (partial(torchvision_model, "densenet121"), 224),
     "U-Net": (unet, 256),
 }

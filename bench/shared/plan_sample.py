@@ -15,30 +15,56 @@ from hetconv.sharding.layer_rules import SplitKind
 from hetconv.tracing.graph import Graph
 
 PLANS, LIKELY = 20, 3  # of them, those that are predicted to be the fastest
-RATIOS = ((1, 2), (3, 2), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1))  # of the first device to all others
+RATIOS = (
+    (1, 2),
+    (3, 2),
+    (2, 1),
+    (3, 1),
+    (4, 1),
+    (6, 1),
+    (8, 1),
+)  # of the first device to all others
 KINDS: tuple[SplitKind, ...] = ("height", "width", "filter", "channel")
 
 
-def compared(graph: Graph, profile: ClusterProfile, mode: Mode, plans: Mapping[str, Splits]) -> dict[str, Splits]:
-    """These, each device alone, even splits and the likeliest; of all others those that close the widest gaps.
+def compared(
+    graph: Graph, profile: ClusterProfile, mode: Mode, plans: Mapping[str, Splits]
+) -> dict[str, Splits]:
+    """These, each device alone, even splits and the likeliest; of all others those that
+    close the widest gaps.
 
-    Twenty plans that take about as long as each other would say nothing of how well they are put in order. None twice,
-    for by noise alone one of two would be the faster.
+    Twenty plans that take about as long as each other would say nothing of how well
+    they are put in order. None twice, for by noise alone one of two would be the
+    faster.
     """
     ways, pricer = Candidates(graph, profile, mode), Pricer(graph, profile, mode)
-    found = {**plans} | {name: splits for name, splits in ways.whole_models().items() if "replicated" not in name}
+    found = {**plans} | {
+        name: splits
+        for name, splits in ways.whole_models().items()
+        if "replicated" not in name
+    }
     for (first, others), kind in product(RATIOS, KINDS):
-        found[f"{kind} {first}:{others}"] = ways.whole(kind, (float(first), *(float(others),) * (profile.world - 1)))
+        found[f"{kind} {first}:{others}"] = ways.whole(
+            kind, (float(first), *(float(others),) * (profile.world - 1))
+        )
     distinct: dict[str, Splits] = {}
     for name, splits in found.items():
         if name.startswith(ALONE) or splits not in distinct.values():
             distinct[name] = splits
-    place = {name: log(pricer.step_s(name, splits)) for name, splits in distinct.items()}
-    wanted = [name for name in distinct if name in plans or name.startswith((ALONE, EVEN))]
-    wanted += [name for name in sorted(distinct, key=place.__getitem__) if name not in wanted][:LIKELY]
+    place = {
+        name: log(pricer.step_s(name, splits)) for name, splits in distinct.items()
+    }
+    wanted = [
+        name for name in distinct if name in plans or name.startswith((ALONE, EVEN))
+    ]
+    wanted += [
+        name for name in sorted(distinct, key=place.__getitem__) if name not in wanted
+    ][:LIKELY]
     rest = [name for name in distinct if name not in wanted]
     while rest and len(wanted) < PLANS:
         taken = [place[name] for name in wanted]
-        wanted.append(max(rest, key=lambda name: min(abs(place[name] - t) for t in taken)))
+        wanted.append(
+            max(rest, key=lambda name: min(abs(place[name] - t) for t in taken))
+        )
         rest.remove(wanted[-1])
     return {name: distinct[name] for name in wanted}

@@ -39,7 +39,8 @@ Plans = Mapping[str, Mapping[str, Split]]
 
 @dataclass(frozen=True)
 class Check:
-    """Seconds of a step by plan: (predicted, measured). ``rounds``: of which what was measured is the median.
+    """Seconds of a step by plan: (predicted, measured). ``rounds``: of which what was
+    measured is the median.
 
     ``usual``: what these would have taken on devices as fast as they usually are, see `Usual`.
     """
@@ -51,30 +52,45 @@ class Check:
     @property
     def errors(self) -> list[float]:
         """Of the predictions, as parts of what was measured, in rising order."""
-        return sorted(abs(predicted - measured) / measured for predicted, measured in self.steps.values())
+        return sorted(
+            abs(predicted - measured) / measured
+            for predicted, measured in self.steps.values()
+        )
 
     @property
     def figures(self) -> dict[str, float]:
-        """Median and 90 % quantile of the errors, and Kendall's tau of the two orders, 1 if they are the same.
+        """Median and 90 % quantile of the errors, and Kendall's tau of the two orders,
+        1 if they are the same.
 
-        What noise alone makes of it: ``spread of rounds``, the median deviation of a plan's rounds from their median,
-        and ``tau of rounds``, of the order in half of the rounds and in the others.
+        What noise alone makes of it: ``spread of rounds``, the median deviation of a
+        plan's rounds from their median, and ``tau of rounds``, of the order in half of
+        the rounds and in the others.
         """
-        found = {"median error": median(self.errors), "p90 error": fit.ninetieth(self.errors)}
+        found = {
+            "median error": median(self.errors),
+            "p90 error": fit.ninetieth(self.errors),
+        }
         found["tau"] = _tau(self.steps.values())
         if self.rounds:
             middles = {name: median(seconds) for name, seconds in self.rounds.items()}
             found["spread of rounds"] = median(
-                abs(s / middles[name] - 1) for name, seconds in self.rounds.items() for s in seconds
+                abs(s / middles[name] - 1)
+                for name, seconds in self.rounds.items()
+                for s in seconds
             )
             if all(len(seconds) > 1 for seconds in self.rounds.values()):
-                found["tau of rounds"] = _tau([(median(s[::2]), median(s[1::2])) for s in self.rounds.values()])
+                found["tau of rounds"] = _tau(
+                    [(median(s[::2]), median(s[1::2])) for s in self.rounds.values()]
+                )
         return found
 
     @property
     def at_speed(self) -> Check:
         """With the speed that devices had within each step made good."""
-        steps = {name: (predicted, median(self.usual[name])) for name, (predicted, _) in self.steps.items()}
+        steps = {
+            name: (predicted, median(self.usual[name]))
+            for name, (predicted, _) in self.steps.items()
+        }
         return Check(steps, self.usual)
 
 
@@ -97,29 +113,46 @@ class Spot(Layer):
     def share(self) -> float:
         return self.part / self.extent
 
-    def samples(self, time: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+    def samples(
+        self, time: Time, device: torch.device, known: Collection[float] = ()
+    ) -> dict[float, Passes]:
         return {self.share: time(self.run(self.part, device))}
 
 
 class LayerErrors(NamedTuple):
-    """In rising order, as parts of what was measured: of what was ``predicted``, and of what was ``repeated``, the same
-    measurement again.
+    """In rising order, as parts of what was measured: of what was ``predicted``, and of
+    what was ``repeated``, the same measurement again.
     """
 
     predicted: list[float]
     repeated: list[float]
 
 
-def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torch.device) -> LayerErrors:
-    """Of the layers with the most work at some shares at which plans can cut, along every axis, on every rank.
+def layer_errors(
+    graph: Graph, profile: ClusterProfile, mode: Mode, device: torch.device
+) -> LayerErrors:
+    """Of the layers with the most work at some shares at which plans can cut, along
+    every axis, on every rank.
 
-    Collective. They are measured anew, most at shares that the profile has no point for; and all once more after it.
+    Collective. They are measured anew, most at shares that the profile has no point
+    for; and all once more after it.
     """
     own, team = profile.devices[team_of().rank], team_of()
-    layers = [s for s in subjects_of(graph, team.size) if isinstance(s, Layer) and not s.alone][:MOST_LAYERS]
-    shares = [(s, max(round(share * s.extent / s.cut), 1) * s.cut) for s in layers for share in SHARES]
-    spots = [Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=part) for s, part in dict.fromkeys(shares)]
-    first, again = (_spot_seconds(spots, device, own, mode == "train") for _ in range(2))
+    layers = [
+        s for s in subjects_of(graph, team.size) if isinstance(s, Layer) and not s.alone
+    ][:MOST_LAYERS]
+    shares = [
+        (s, max(round(share * s.extent / s.cut), 1) * s.cut)
+        for s in layers
+        for share in SHARES
+    ]
+    spots = [
+        Spot(s.op, s.axis, s.dtype, s.bias, s.between, part=part)
+        for s, part in dict.fromkeys(shares)
+    ]
+    first, again = (
+        _spot_seconds(spots, device, own, mode == "train") for _ in range(2)
+    )
     predicted, repeated = [], []
     for spot, k in product(spots, range(1 + (mode == "train"))):
         if spot.key in first and spot.key in again:
@@ -134,29 +167,40 @@ def layer_errors(graph: Graph, profile: ClusterProfile, mode: Mode, device: torc
 def _spot_seconds(
     spots: Sequence[Spot], device: torch.device, own: DeviceModel, backward: bool
 ) -> dict[str, tuple[float, float]]:
-    """Collective: by key, of both passes as calls by the host, on the device when it is as fast as the profile says;
-    without those for which there is no memory.
+    """Collective: by key, of both passes as calls by the host, on the device when it is
+    as fast as the profile says; without those for which there is no memory.
     """
     by_key, found = {spot.key: spot for spot in spots}, {}
     host_s = own.overhead(False), own.overhead(True)
     visited = dict(operator_samples([*by_key.values()], device, lambda: False))
     for _ in range(1, VISITS):
-        visited = {key: more_samples(by_key[key], samples, device, backward) for key, samples in visited.items()}
+        visited = {
+            key: more_samples(by_key[key], samples, device, backward)
+            for key, samples in visited.items()
+        }
     for key, samples in visited.items():
         if samples:
-            measured, share = fit.operator(fit.at_pulse(samples, own.pulse_s)), by_key[key].share
+            measured, share = (
+                fit.operator(fit.at_pulse(samples, own.pulse_s)),
+                by_key[key].share,
+            )
             called = fit.called(measured, host_s, device.type == "cuda")
             found[key] = called.forward.at(share), called.backward.at(share)
     return found
 
 
 def plan_steps(
-    model: nn.Module, inputs: ModelInputs, graph: Graph, profile: ClusterProfile, mode: Mode, plans: Plans
+    model: nn.Module,
+    inputs: ModelInputs,
+    graph: Graph,
+    profile: ClusterProfile,
+    mode: Mode,
+    plans: Plans,
 ) -> dict[str, Step]:
     """Collective: steps of copies of a plain ``model`` under these splits.
 
-    The splits of a device alone, by the name that `Candidates` gives them, run as the plain model on that rank, in its
-    faster memory format.
+    The splits of a device alone, by the name that `Candidates` gives them, run as the
+    plain model on that rank, in its faster memory format.
     """
     plan, pricer = make_plan(graph, profile, mode=mode), Pricer(graph, profile, mode)
     steps: dict[str, Step] = {}
@@ -166,24 +210,46 @@ def plan_steps(
             works = team_of().rank == busy_s.index(max(busy_s))
             steps[name] = _fastest_alone(model, inputs, mode) if works else lambda: None
         else:
-            steps[name] = step_of(parallelize(copy.deepcopy(model), plan.with_splits(splits)), inputs, mode)
+            steps[name] = step_of(
+                parallelize(copy.deepcopy(model), plan.with_splits(splits)),
+                inputs,
+                mode,
+            )
     return steps
 
 
 def _fastest_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """On this rank, in the memory format in which a step takes less time."""
-    steps = [step_in(way, model, inputs, mode) for way in formats(team_of().rank, inputs)]
-    took = [[timed(step, device_of(model)) for step in steps] for _ in range(1 + TRIES)][1:]
-    return min(zip(zip(*took, strict=True), steps, strict=True), key=lambda known: min(known[0]))[1]
+    steps = [
+        step_in(way, model, inputs, mode) for way in formats(team_of().rank, inputs)
+    ]
+    took = [
+        [timed(step, device_of(model)) for step in steps] for _ in range(1 + TRIES)
+    ][1:]
+    return min(
+        zip(zip(*took, strict=True), steps, strict=True),
+        key=lambda known: min(known[0]),
+    )[1]
 
 
 def predicted_and_measured(
-    ran: Sequence[Round], graph: Graph, profile: ClusterProfile, mode: Mode, plans: Plans
+    ran: Sequence[Round],
+    graph: Graph,
+    profile: ClusterProfile,
+    mode: Mode,
+    plans: Plans,
 ) -> Check:
-    """Of `plan_steps` that ``ran`` in turn, as `paced_rounds`, what they took beside what is predicted. Pure."""
+    """Of `plan_steps` that ``ran`` in turn, as `paced_rounds`, what they took beside
+    what is predicted. Pure.
+    """
     pricer = Pricer(graph, profile, mode)
     at_usual = Usual(pricer)
     predicted = {name: pricer.step_s(name, splits) for name, splits in plans.items()}
     times = {name: [one[name].seconds for one in ran] for name in plans}
-    usual = {name: [at_usual.seconds(name, splits, one[name]) for one in ran] for name, splits in plans.items()}
-    return Check({name: (predicted[name], median(times[name])) for name in plans}, times, usual)
+    usual = {
+        name: [at_usual.seconds(name, splits, one[name]) for one in ran]
+        for name, splits in plans.items()
+    }
+    return Check(
+        {name: (predicted[name], median(times[name])) for name in plans}, times, usual
+    )

@@ -19,7 +19,9 @@ MODES = {"infer": "inference", "train": "training"}
 
 
 class Table(NamedTuple):
-    """What stands in ``file`` between markers of this ``name``; ``rendered`` from a folder of results."""
+    """What stands in ``file`` between markers of this ``name``; ``rendered`` from a
+    folder of results.
+    """
 
     file: Path
     name: str
@@ -27,7 +29,10 @@ class Table(NamedTuple):
 
     @property
     def markers(self) -> tuple[str, str]:
-        return f"<!-- bench readme {self.name} -->", f"<!-- /bench readme {self.name} -->"
+        return (
+            f"<!-- bench readme {self.name} -->",
+            f"<!-- /bench readme {self.name} -->",
+        )
 
     def updated(self, text: str, results: Path = RESULTS) -> str:
         """The file's ``text`` with the table between its markers."""
@@ -35,30 +40,46 @@ class Table(NamedTuple):
         head, found, rest = text.partition(start)
         _, closed, tail = rest.partition(end)
         if not found or not closed:
-            raise HetConvError(f"{self.file.name} has no {start} ... {end} to write between; put them back")
+            raise HetConvError(
+                f"{self.file.name} has no {start} ... {end} to write between; put them back"
+            )
         return f"{head}{start}\n{self.rendered(results)}\n{end}{tail}"
 
 
 def kernels(results: Path) -> str:
     """A table for each GPU with a ``<gpu>/kernels.json``; else a sentence."""
-    return "\n\n".join(_kernels(path, _read(path)) for path in sorted(results.glob("*/kernels.json"))) or NOTHING
+    return (
+        "\n\n".join(
+            _kernels(path, _read(path))
+            for path in sorted(results.glob("*/kernels.json"))
+        )
+        or NOTHING
+    )
 
 
 def _kernels(path: Path, document: dict[str, Any]) -> str:
     rate = document["ceilings"]
     where = f"[results](bench/results/{path.parent.name}/{path.name})"
     made = f"{document['date'][:10]}, torch {document['torch']}, triton {document['triton']}"
-    rates = f"a large bf16 matrix product {rate['bf16'] / 1e12:.0f} TFLOP/s, a copy {rate['copy'] / 1e9:.0f} GB/s"
+    rates = (
+        f"a large bf16 matrix product {rate['bf16'] / 1e12:.0f} TFLOP/s, a copy "
+        f"{rate['copy'] / 1e9:.0f} GB/s"
+    )
     lines = [
         f"{document['device']} ({made}; {rates}; {where}):",
         "",
-        "| pass | filters | type | cases | cuDNN's time over Triton's, geometric mean | from | to |",
+        (
+            "| pass | filters | type | cases | cuDNN's time over Triton's, geometric mean | from "
+            "| to |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for g in document["summary"]:
         kind = "all" if g["part"] == "K" else g["part"]
         ratios = f"{g['geomean']:.2f}× | {g['least']:.2f}× | {g['most']:.2f}×"
-        lines.append(f"| {g['pass']} | {kind} | {g['dtype']} | {g['cases']} | {ratios} |")
+        lines.append(
+            f"| {g['pass']} | {kind} | {g['dtype']} | {g['cases']} | {ratios} |"
+        )
     wrong = sum("wrong" in r for r in document["cases"])
     if wrong:
         lines += ["", f"{wrong} cases gave a wrong result and have no time."]
@@ -70,13 +91,18 @@ def pair(results: Path) -> str:
     path = results / "cpu" / "pair.json"
     document = _read(path)
     lines = [
-        f"| [ms](bench/results/cpu/{path.name}) | alone | even | tuned | against alone | against even | of the bound |",
+        (
+            f"| [ms](bench/results/cpu/{path.name}) | alone | even | tuned | against alone | "
+            "against even | of the bound |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for name in MODES.values():
         r = document[name]
         ms = " | ".join(f"{r[f'{way}_ms']:.0f}" for way in ("alone", "even", "tuned"))
-        lines.append(f"| {name} | {ms} | {r['vs_alone']:.2f}× | {r['vs_even']:.2f}× | {r['vs_bound']:.2f} |")
+        lines.append(
+            f"| {name} | {ms} | {r['vs_alone']:.2f}× | {r['vs_even']:.2f}× | {r['vs_bound']:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -88,9 +114,19 @@ def predictions(results: Path) -> str:
         return PAIRS.index(case["pair"]), networks.index(case["model"]), case["mode"]
 
     columns = (
-        "devices", "network", "mode", "steps off", "nine in ten", "layers off", "order", "alone", "even",
-        "of computing", "of no messages", "off the best",
-    )  # fmt: skip
+        "devices",
+        "network",
+        "mode",
+        "steps off",
+        "nine in ten",
+        "layers off",
+        "order",
+        "alone",
+        "even",
+        "of computing",
+        "of no messages",
+        "off the best",
+    )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     cases = sorted(_read(results / "cpu" / "autotune.json")["cases"], key=place)
     return "\n".join([*lines, *map(_predicted, cases)])
@@ -101,16 +137,28 @@ def _predicted(r: dict[str, Any]) -> str:
         possible = f"; {r[f'possible {name}']:.2f}" if f"possible {name}" in r else ""
         return f"{r[name]:.2f}× ({r[AS_RUN][name]:.2f}{possible})"
 
-    steps, most = (f"{r[f'{n} at speed']:.0%} ({r[n]:.0%})" for n in ("median error", "p90 error"))
+    steps, most = (
+        f"{r[f'{n} at speed']:.0%} ({r[n]:.0%})" for n in ("median error", "p90 error")
+    )
     split = not r["chosen"].startswith(ALONE)
     alone = gain("vs_alone") if split else "—"
-    bounds = [f"{r[name]:.2f}×" if split and name in r else "—" for name in (OF_COMPUTING, OF_SILENT)]
+    bounds = [
+        f"{r[name]:.2f}×" if split and name in r else "—"
+        for name in (OF_COMPUTING, OF_SILENT)
+    ]
     cells = (
-        f"`{r['pair']}`", r["model"], MODES[r["mode"]], steps, most,
+        f"`{r['pair']}`",
+        r["model"],
+        MODES[r["mode"]],
+        steps,
+        most,
         f"{r['median error of layers']:.0%} ({r['of layers measured again']:.0%})",
-        f"{r['tau at speed']:.2f} ({r['tau of rounds at speed']:.2f})", alone, gain("vs_even"), *bounds,
+        f"{r['tau at speed']:.2f} ({r['tau of rounds at speed']:.2f})",
+        alone,
+        gain("vs_even"),
+        *bounds,
         f"{r['regret']:.0%}",
-    )  # fmt: skip
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -128,7 +176,11 @@ TABLES = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--print", action="store_true", help="print the tables, and leave the documents as they are")
+    parser.add_argument(
+        "--print",
+        action="store_true",
+        help="print the tables, and leave the documents as they are",
+    )
 
 
 def run(args: Namespace) -> None:
@@ -136,4 +188,6 @@ def run(args: Namespace) -> None:
         if args.print:
             print(table.rendered(RESULTS))
         else:
-            table.file.write_text(table.updated(table.file.read_text(encoding="utf-8")), encoding="utf-8")
+            table.file.write_text(
+                table.updated(table.file.read_text(encoding="utf-8")), encoding="utf-8"
+            )

@@ -1,4 +1,6 @@
-"""What a benchmark finds, case by case: in its file after each, and at the end one JSON document."""
+"""What a benchmark finds, case by case: in its file after each, and at the end one JSON
+document.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,11 @@ Measure = Callable[[], dict[str, Any]]
 
 @dataclass
 class Report:
-    """All that a run found; `write` is called after every case, so that a run that is killed leaves its results.
+    """All that a run found; `write` is called after every case, so that a run that is
+    killed leaves its results.
 
-    ``verdict`` says what the cases come to, in the document; ``budget`` is in seconds and counts from here.
+    ``verdict`` says what the cases come to, in the document; ``budget`` is in seconds
+    and counts from here.
     """
 
     suite: str
@@ -39,8 +43,17 @@ class Report:
     start: float = field(default_factory=time.monotonic)
 
     def document(self, with_cases: bool = True) -> dict[str, Any]:
-        found = {"suite": self.suite, **self.machine, "host_us": self.host_us, "stopped": self.stopped}
-        return {**found, **self.verdict(self), **({"cases": self.rows} if with_cases else {})}
+        found = {
+            "suite": self.suite,
+            **self.machine,
+            "host_us": self.host_us,
+            "stopped": self.stopped,
+        }
+        return {
+            **found,
+            **self.verdict(self),
+            **({"cases": self.rows} if with_cases else {}),
+        }
 
     def write(self) -> None:
         if self.output is not None:

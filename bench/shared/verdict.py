@@ -1,4 +1,6 @@
-"""What measured cases come to: geometric means, the worst, and whether what must hold does. Plain numbers."""
+"""What measured cases come to: geometric means, the worst, and whether what must hold
+does. Plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,17 @@ def summary(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for r in timed(rows):
         groups.setdefault((r["pass"], r["part"], r["dtype"]), []).append(r["ratio"])
     return [
-        {"pass": what, "part": part, "dtype": dtype, "cases": len(ratios), "geomean": geomean(ratios),
-         "least": min(ratios), "most": max(ratios)}
+        {
+            "pass": what,
+            "part": part,
+            "dtype": dtype,
+            "cases": len(ratios),
+            "geomean": geomean(ratios),
+            "least": min(ratios),
+            "most": max(ratios),
+        }
         for (what, part, dtype), ratios in groups.items()
-    ]  # fmt: skip
+    ]
 
 
 def worst(rows: Iterable[Row], count: int = 8) -> list[Row]:
@@ -40,7 +49,9 @@ def worst(rows: Iterable[Row], count: int = 8) -> list[Row]:
 
 @dataclass(frozen=True)
 class Demand:
-    """A number that must not be below a limit. It is None where nothing was measured that it is about."""
+    """A number that must not be below a limit. It is None where nothing was measured
+    that it is about.
+    """
 
     text: str
     limit: float
@@ -53,33 +64,62 @@ class Demand:
     def __str__(self) -> str:
         if self.value is None:
             return f"not measured  {self.text} >= {self.limit:g}"
-        return f"{'met' if self.met else 'MISSED':12}  {self.text} >= {self.limit:g}: {self.value:.3f}"
+        return (
+            f"{'met' if self.met else 'MISSED':12}  {self.text} >= {self.limit:g}: "
+            f"{self.value:.3f}"
+        )
 
 
 def demands(rows: Sequence[Row], ceilings: Mapping[str, float]) -> list[Demand]:
-    """What must hold. Ratios are of half precision; ceilings are per second, ``copy`` in bytes, others operations."""
+    """What must hold. Ratios are of half precision; ceilings are per second, ``copy``
+    in bytes, others operations.
+    """
 
-    def ratios(what: Pass, wanted: Callable[[Row], bool] = lambda r: True) -> list[float]:
-        return [r["ratio"] for r in timed(rows) if r["pass"] == what and r["dtype"] in HALF and wanted(r)]
+    def ratios(
+        what: Pass, wanted: Callable[[Row], bool] = lambda r: True
+    ) -> list[float]:
+        return [
+            r["ratio"]
+            for r in timed(rows)
+            if r["pass"] == what and r["dtype"] in HALF and wanted(r)
+        ]
 
     def reached(layer: str, figure: str, ceiling: str) -> float | None:
         name = f"{layer} N32 bf16 K"
-        found = [r[figure] for r in timed(rows) if r["name"] == name and r["pass"] == "forward"]
+        found = [
+            r[figure]
+            for r in timed(rows)
+            if r["name"] == name and r["pass"] == "forward"
+        ]
         return found[0] / ceilings[ceiling] if found else None
 
     forward = ratios("forward")
     return [
-        Demand("forward, whole layers, geometric mean", 1.0, geomean(ratios("forward", lambda r: r["part"] == "K"))),
-        Demand("forward, slices, geometric mean", 1.1, geomean(ratios("forward", lambda r: r["part"] != "K"))),
-        Demand("forward, every case", 0.8, min(forward) if forward else None),
-        Demand("input gradient, geometric mean", 0.9, geomean(ratios("input gradient"))),
-        Demand("weight gradient, geometric mean", 0.9, geomean(ratios("weight gradient"))),
         Demand(
-            "3x3 256-256 @56 N32 bf16, of the matrix product's rate", 0.7,
+            "forward, whole layers, geometric mean",
+            1.0,
+            geomean(ratios("forward", lambda r: r["part"] == "K")),
+        ),
+        Demand(
+            "forward, slices, geometric mean",
+            1.1,
+            geomean(ratios("forward", lambda r: r["part"] != "K")),
+        ),
+        Demand("forward, every case", 0.8, min(forward) if forward else None),
+        Demand(
+            "input gradient, geometric mean", 0.9, geomean(ratios("input gradient"))
+        ),
+        Demand(
+            "weight gradient, geometric mean", 0.9, geomean(ratios("weight gradient"))
+        ),
+        Demand(
+            "3x3 256-256 @56 N32 bf16, of the matrix product's rate",
+            0.7,
             reached("vgg16 256-256 3x3 @56", "flops_per_s", "bf16"),
         ),
         Demand(
-            "1x1 64-256 @56 N32 bf16, of the copy's bandwidth", 0.8,
+            "1x1 64-256 @56 N32 bf16, of the copy's bandwidth",
+            0.8,
             reached("resnet50 64-256 1x1 @56", "bytes_per_s", "copy"),
         ),
-    ]  # fmt: skip
+    ]

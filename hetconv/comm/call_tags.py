@@ -1,7 +1,8 @@
 """What this rank is doing, and where in the user's code.
 
-Every message between ranks carries a tag of it. Ranks that do different things notice by the tags, also where their
-messages are of the same size, and each tells the others what it does.
+Every message between ranks carries a tag of it. Ranks that do different things notice
+by the tags, also where their messages are of the same size, and each tells the others
+what it does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class _Backward(NamedTuple):
 
 
 class _Now:
-    """``call``: the one under way. ``last_layer`` and ``layers``: of the calls since the ranks last agreed."""
+    """``call``: the one under way. ``last_layer`` and ``layers``: of the calls since
+    the ranks last agreed.
+    """
 
     call: Call | _Backward = "nothing"
     last_layer = ""
@@ -63,7 +66,9 @@ def forward_call() -> Call:
 
 
 def tag(step: int) -> int:
-    """64 bits that two ranks have alike if they are in the same call of the same step, after the same layers."""
+    """64 bits that two ranks have alike if they are in the same call of the same step,
+    after the same layers.
+    """
     return (step & 0xFFFFFFFF) << 32 | _checksum(_now.call) ^ _now.layers
 
 
@@ -74,16 +79,23 @@ def short_tag(step: int) -> int:
 
 
 def described(frame: FrameType | None = None) -> str:
-    """The call and where in the user's code it was made; ``frame``: of the thread that does it, if it is another."""
+    """The call and where in the user's code it was made; ``frame``: of the thread that
+    does it, if it is another.
+    """
     name = _name(_now.call)
     after = f" after {_now.last_layer}" if _now.last_layer not in ("", name) else ""
     return f"{name}{after}, {user_code(frame)}"
 
 
 def user_code(frame: FrameType | None = None) -> str:
-    """The innermost line of the user's code that is under way, in this thread or in that of ``frame``."""
+    """The innermost line of the user's code that is under way, in this thread or in
+    that of ``frame``.
+    """
     frame = frame or sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+    while (
+        frame is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES
+    ):
         frame = frame.f_back
     if frame is None:  # backward passes of a GPU have a thread of their own
         return "in PyTorch's own thread"
@@ -100,4 +112,8 @@ def _checksum(call: Call | _Backward) -> int:
 def _name(call: Call | _Backward) -> str:
     if isinstance(call, _Backward):
         return f"the backward pass of {_name(call.call)}"
-    return call if isinstance(call, str) else f"torch's {getattr(call, '__name__', type(call).__name__)}"
+    return (
+        call
+        if isinstance(call, str)
+        else f"torch's {getattr(call, '__name__', type(call).__name__)}"
+    )

@@ -1,4 +1,6 @@
-"""One word from every rank before anything moves: all go on, or all raise the same error. No rank is left waiting."""
+"""One word from every rank before anything moves: all go on, or all raise the same
+error. No rank is left waiting.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ from .rank_group import Team, objects_of_all, words_of_all
 T = TypeVar("T")
 
 
-def agree(team: Team, what: str, saying: str, error: HetConvError | None = None) -> None:
-    """Collective. Every rank says what it is about to do; unless all say the same and none has an error, all raise.
+def agree(
+    team: Team, what: str, saying: str, error: HetConvError | None = None
+) -> None:
+    """Collective. Every rank says what it is about to do; unless all say the same and
+    none has an error, all raise.
 
-    ``what`` names the operation, and messages belong to it from now on. With an error on any rank, the first one is
-    raised on every rank, with its rank named; otherwise ranks that differ raise `DisagreementError` with what each said
-    and where in its program.
+    ``what`` names the operation, and messages belong to it from now on. With an error
+    on any rank, the first one is raised on every rank, with its rank named; otherwise
+    ranks that differ raise `DisagreementError` with what each said and where in its
+    program.
     """
     if team.size == 1:
         if error is not None:
@@ -32,34 +38,65 @@ def agree(team: Team, what: str, saying: str, error: HetConvError | None = None)
     call_tags.enter_step(what)
     team.agreements.count += 1
     digest = hashlib.sha256(f"{what}|{saying}|{error!r}".encode()).digest()
-    word = torch.frombuffer(bytearray(digest + bytes([error is not None])), dtype=torch.uint8)
+    word = torch.frombuffer(
+        bytearray(digest + bytes([error is not None])), dtype=torch.uint8
+    )
     if bool((words_of_all(team, word) == word).all()) and error is None:
         return
     place = call_tags.user_code()
-    told = (what, f"{saying}, {place}", type(error).__name__ if error else "", str(error) if error else "")
+    told = (
+        what,
+        f"{saying}, {place}",
+        type(error).__name__ if error else "",
+        str(error) if error else "",
+    )
     all_told = objects_of_all(team, told)
     for rank, (where, _, kind, message) in enumerate(all_told):
         if kind:
-            raise getattr(errors, kind, HetConvError)(f"{where}, on rank {rank}: {message}")
-    lines = "\n".join(f"  rank {rank}: {where}: {said}" for rank, (where, said, _, _) in enumerate(all_told))
-    raise DisagreementError(f"the ranks do not agree on what to do; call it alike on every rank:\n{lines}")
+            raise getattr(errors, kind, HetConvError)(
+                f"{where}, on rank {rank}: {message}"
+            )
+    lines = "\n".join(
+        f"  rank {rank}: {where}: {said}"
+        for rank, (where, said, _, _) in enumerate(all_told)
+    )
+    raise DisagreementError(
+        f"the ranks do not agree on what to do; call it alike on every rank:\n{lines}"
+    )
 
 
-def prepared(team: Team, what: str, prepare: Callable[[], T], saying: Callable[[T], str]) -> T:
-    """Runs ``prepare``, which checks arguments and moves nothing, on every rank; all go on with its result or none.
+def prepared(
+    team: Team, what: str, prepare: Callable[[], T], saying: Callable[[T], str]
+) -> T:
+    """Runs ``prepare``, which checks arguments and moves nothing, on every rank; all go
+    on with its result or none.
 
-    An error of any other kind, such as an argument of a wrong type, becomes a `HetConvError` on every rank.
+    An error of any other kind, such as an argument of a wrong type, becomes a
+    `HetConvError` on every rank.
     """
     try:
         result = prepare()
         said = saying(result)
     except Exception as e:
-        agree(team, what, "", e if isinstance(e, HetConvError) else HetConvError(f"{type(e).__name__}: {e}"))
+        agree(
+            team,
+            what,
+            "",
+            e
+            if isinstance(e, HetConvError)
+            else HetConvError(f"{type(e).__name__}: {e}"),
+        )
         raise  # not reached: with an error on this rank, agree raises on every rank
     agree(team, what, said)
     return result
 
 
 def checksum(x: Tensor) -> int:
-    """The sum of the bytes: exact, where a floating sum depends on the order that each device adds in."""
-    return int(x.detach().reshape(-1).view(torch.uint8).sum()) if x.layout == torch.strided else 0
+    """The sum of the bytes: exact, where a floating sum depends on the order that each
+    device adds in.
+    """
+    return (
+        int(x.detach().reshape(-1).view(torch.uint8).sum())
+        if x.layout == torch.strided
+        else 0
+    )

@@ -10,7 +10,9 @@ PERIOD_S = 0.02  # after which that is asked again: a few turns of the system's
 
 
 def waits_s() -> float:
-    """Seconds in which this thread waited for its core while it could have run; none where the system does not tell."""
+    """Seconds in which this thread waited for its core while it could have run; none
+    where the system does not tell.
+    """
     try:
         told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
@@ -22,7 +24,9 @@ def waits_s() -> float:
 
 
 class OwnCore:
-    """Of a thread, called again and again: whether it had its core to itself of late. False where nobody knows."""
+    """Of a thread, called again and again: whether it had its core to itself of late.
+    False where nobody knows.
+    """
 
     def __init__(self) -> None:
         self._since, self._waited, self._own = time.perf_counter(), waits_s(), False

@@ -1,9 +1,11 @@
-"""Finds ranks of different hosts that wait for each other in different calls, which would wait until the time-out.
+"""Finds ranks of different hosts that wait for each other in different calls, which
+would wait until the time-out.
 
-On one host every message carries a tag that its receiver compares. gloo keeps messages of different tags apart instead:
-they are never mixed up, and both ranks wait. A thread of each rank looks at waits that last long. It tells the other
-ranks, by the store of the process group, what this one waits for. Two ranks of which each waits for the other in
-another call are told apart there, and all waits of the group end.
+On one host every message carries a tag that its receiver compares. gloo keeps messages
+of different tags apart instead: they are never mixed up, and both ranks wait. A thread
+of each rank looks at waits that last long. It tells the other ranks, by the store of
+the process group, what this one waits for. Two ranks of which each waits for the other
+in another call are told apart there, and all waits of the group end.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ LONG_S = 2.0
 """After which a wait is told to the other ranks."""
 POLL_S = 0.5
 APART = "apart"
-"""The key in the store under which a rank writes what each rank does, once two are in different calls."""
+"""The key in the store under which a rank writes what each rank does, once two are in
+different calls.
+"""
 TAG_TO_END = 2**31 - 1
 """Of the message that ends all waits. Tags of gloo are 31 bits wide."""
 
@@ -38,14 +42,12 @@ TAG_TO_END = 2**31 - 1
 class Wait(NamedTuple):
     """A rank waits for another one.
 
-    Args:
-        number: of the wait, counted on its rank.
-        beat: how often the wait was told. A wait whose beat has grown since it was read is still under way.
-        tag: of the message that it waits for.
-        peer: the other rank; None in a collective, where it may be any.
-        open: tags of the rounds of messages that this rank has started and not waited for.
-        collectives: that were completed before.
-        doing: the call, and where in the user's code it was made.
+    Args: number: of the wait, counted on its rank. beat: how often the wait was told. A
+        wait whose beat has grown since it was read is still under way. tag: of the
+        message that it waits for. peer: the other rank; None in a collective, where it
+        may be any. open: tags of the rounds of messages that this rank has started and
+        not waited for. collectives: that were completed before. doing: the call, and
+        where in the user's code it was made.
     """
 
     number: int
@@ -58,14 +60,18 @@ class Wait(NamedTuple):
 
 
 def wait_for_ever(a: tuple[int, Wait], b: tuple[int, Wait]) -> bool:
-    """Whether two ranks that wait, each given with its wait, wait for each other in different calls.
+    """Whether two ranks that wait, each given with its wait, wait for each other in
+    different calls.
 
-    A message that the other one has sent already is under way and comes, however slow the network is.
+    A message that the other one has sent already is under way and comes, however slow
+    the network is.
     """
     (rank_a, x), (rank_b, y) = a, b
     mutual = x.peer in (None, rank_b) and y.peer in (None, rank_a)
     under_way = x.tag in y.open or y.tag in x.open
-    left = (x.peer is None and y.collectives > x.collectives) or (y.peer is None and x.collectives > y.collectives)
+    left = (x.peer is None and y.collectives > x.collectives) or (
+        y.peer is None and x.collectives > y.collectives
+    )
     return mutual and x.tag != y.tag and not under_way and not left
 
 
@@ -93,11 +99,15 @@ class Stalls:
 
     @contextmanager
     def waiting(self, tag: int, peer: int | None) -> Iterator[None]:
-        """While the context lasts, this rank waits for a message with this tag from ``peer``, or in a collective."""
+        """While the context lasts, this rank waits for a message with this tag from
+        ``peer``, or in a collective.
+        """
         if self._thread is None and self._store is not None:
             self._start()
         self._waits += 1
-        self._now = _Here(self._waits, time.monotonic(), tag, peer, threading.get_ident())
+        self._now = _Here(
+            self._waits, time.monotonic(), tag, peer, threading.get_ident()
+        )
         try:
             yield
         finally:
@@ -116,7 +126,10 @@ class Stalls:
         """What each rank does, once two of them are in different calls."""
         with suppress(RuntimeError):  # the store is gone with the rank that has it
             if self._store is not None and self._store.check([APART]):
-                return {int(rank): doing for rank, doing in json.loads(self._store.get(APART)).items()}
+                return {
+                    int(rank): doing
+                    for rank, doing in json.loads(self._store.get(APART)).items()
+                }
         return None
 
     def end(self, doings: Mapping[int, str]) -> None:
@@ -130,12 +143,18 @@ class Stalls:
         self.stop()
 
     def _end_own(self) -> None:
-        """Ends the waits of this rank. gloo closes all connections of a group where one wait is too long."""
-        for peer in range(self._size):  # one whose connection is closed already is not waited for
+        """Ends the waits of this rank. gloo closes all connections of a group where one
+        wait is too long.
+        """
+        for peer in range(
+            self._size
+        ):  # one whose connection is closed already is not waited for
             if peer != self._rank:
                 with suppress(RuntimeError):
                     nothing = torch.empty(1, device="cpu")
-                    message = dist.irecv(nothing, group=self._group, group_src=peer, tag=TAG_TO_END)
+                    message = dist.irecv(
+                        nothing, group=self._group, group_src=peer, tag=TAG_TO_END
+                    )
                     if message is not None:
                         message.wait(timedelta(milliseconds=1))
 
@@ -144,9 +163,13 @@ class Stalls:
         self._ended.set()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._watch, name="hetconv-stalls", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="hetconv-stalls", daemon=True
+        )
         self._thread.start()
-        weakref.finalize(self, _join, self._ended, self._thread)  # before Python ends, which stops threads anywhere
+        weakref.finalize(
+            self, _join, self._ended, self._thread
+        )  # before Python ends, which stops threads anywhere
 
     def _watch(self) -> None:
         number, beat, seen = 0, 0, dict[int, Wait]()
@@ -164,20 +187,33 @@ class Stalls:
                 own = self._told(here, beat)
                 others = self._others(here)
                 apart = [
-                    rank for rank, other in others.items()
-                    if rank in seen and seen[rank].number == other.number and seen[rank].beat < other.beat
+                    rank
+                    for rank, other in others.items()
+                    if rank in seen
+                    and seen[rank].number == other.number
+                    and seen[rank].beat < other.beat
                     and wait_for_ever((self._rank, own), (rank, other))
-                ]  # fmt: skip
+                ]
                 seen = others
                 if apart and self._now is here:
-                    doings = {self._rank: own.doing} | {rank: other.doing for rank, other in others.items()}
+                    doings = {self._rank: own.doing} | {
+                        rank: other.doing for rank, other in others.items()
+                    }
                     self.end(dict(sorted(doings.items())))
                     return
 
     def _told(self, here: _Here, beat: int) -> Wait:
         """Tells the other ranks what this one waits for."""
         doing = call_tags.described(sys._current_frames().get(here.thread))
-        own = Wait(here.number, beat, here.tag, here.peer, tuple(self._open), self._collectives, doing)
+        own = Wait(
+            here.number,
+            beat,
+            here.tag,
+            here.peer,
+            tuple(self._open),
+            self._collectives,
+            doing,
+        )
         self._store.set(str(self._rank), json.dumps(own._asdict()))
         return own
 

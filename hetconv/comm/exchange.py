@@ -1,4 +1,6 @@
-"""One round of messages among the ranks of a team: through memory on one host, and by the backend. No geometry here."""
+"""One round of messages among the ranks of a team: through memory on one host, and by
+the backend. No geometry here.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Waiting = Callable[[int | None], AbstractContextManager[None]]
 
 
 def as_wire(x: Tensor) -> Tensor:
-    """Images travel channels-last, whatever the memory format on either side: rows are then one run of memory."""
+    """Images travel channels-last, whatever the memory format on either side: rows are
+    then one run of memory.
+    """
     x = materialized(x)
     return x.movedim(1, -1) if x.dim() in (4, 5) else x
 
@@ -41,18 +45,26 @@ def _from_wire(x: Tensor) -> Tensor:
 class Round:
     """One round of messages under way. `wait` gives what came, by sender.
 
-    As a context it lends that, to be read while the context lasts: pieces of this host stay where they lie, if they are
-    for a CPU.
+    As a context it lends that, to be read while the context lasts: pieces of this host
+    stay where they lie, if they are for a CPU.
     """
 
     def __init__(
-        self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, tuple[int, ...]]
+        self,
+        team: Team,
+        like: Tensor,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, tuple[int, ...]],
     ):
         self._team, self._from = team, tuple(incoming)
         self._near, self._coming = near(team), dict[int, Coming]()
         self._far: _Far | _Silence | None = None
         several_hosts = len(self._near) < team.size - 1
-        self._stalls = team.stalls if several_hosts and team.backend == "gloo" and not silent.on else None
+        self._stalls = (
+            team.stalls
+            if several_hosts and team.backend == "gloo" and not silent.on
+            else None
+        )
         if silent.on:
             self._far = _Silence(like, incoming)
             return
@@ -63,7 +75,12 @@ class Round:
             if like.device.type == "cuda":
                 torch.cuda.synchronize(like.device)
 
-    def _begin(self, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape]) -> None:
+    def _begin(
+        self,
+        like: Tensor,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Shape],
+    ) -> None:
         step = self._team.agreements.count
         tag, self._tag = call_tags.tag(step), call_tags.short_tag(step)
         for peer, channel in self._near.items():
@@ -74,7 +91,11 @@ class Round:
                 buffer = None if like.device.type == "cpu" else like.new_empty(shape)
                 self._coming[peer] = channel.announce(like.dtype, shape, buffer, tag)
         if len(self._near) < self._team.size - 1:
-            sent = {peer: piece for peer, piece in outgoing.items() if peer not in self._near}
+            sent = {
+                peer: piece
+                for peer, piece in outgoing.items()
+                if peer not in self._near
+            }
             coming = {p: s for p, s in incoming.items() if p not in self._near}
             self._far = _Far(self._team, like, sent, coming, self._tag)
         if self._stalls is not None:
@@ -112,22 +133,40 @@ class Round:
 
 
 class _Far:
-    """Those pieces of a round that the backend carries; gloo from and into the memory of the host."""
+    """Those pieces of a round that the backend carries; gloo from and into the memory
+    of the host.
+    """
 
     def __init__(
-        self, team: Team, like: Tensor, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Shape], tag: int
+        self,
+        team: Team,
+        like: Tensor,
+        outgoing: Mapping[int, Tensor],
+        incoming: Mapping[int, Shape],
+        tag: int,
     ):
-        own = team.backend == "gloo"  # NCCL knows no tags, and its works wait for all of them
+        own = (
+            team.backend == "gloo"
+        )  # NCCL knows no tags, and its works wait for all of them
         self._device, memory = like.device, device_of_messages(team, like.device)
         # To be kept until it is sent.
-        self._sent = {peer: as_wire(t).contiguous().to(memory) for peer, t in outgoing.items()}
-        self._buffers = {peer: like.new_empty(_wire_shape(s), device=memory) for peer, s in incoming.items()}
+        self._sent = {
+            peer: as_wire(t).contiguous().to(memory) for peer, t in outgoing.items()
+        }
+        self._buffers = {
+            peer: like.new_empty(_wire_shape(s), device=memory)
+            for peer, s in incoming.items()
+        }
         op = partial(dist.P2POp, group=team.group, tag=tag if own else 0)
         ops = [op(dist.isend, t, group_peer=peer) for peer, t in self._sent.items()]
         ops += [op(dist.irecv, t, group_peer=peer) for peer, t in self._buffers.items()]
         works = dist.batch_isend_irecv(ops) if ops else []
-        peers: list[int | None] = [*self._sent, *self._buffers] if own else [None] * len(works)
-        self._waits: list[PeerWait] = [(peer, work.wait) for peer, work in zip(peers, works, strict=True)]
+        peers: list[int | None] = (
+            [*self._sent, *self._buffers] if own else [None] * len(works)
+        )
+        self._waits: list[PeerWait] = [
+            (peer, work.wait) for peer, work in zip(peers, works, strict=True)
+        ]
 
     def arrived(self, waiting: Waiting) -> dict[int, Tensor]:
         """As it travelled, by sender."""
@@ -142,10 +181,15 @@ class _Silence:
     """In the place of pieces that would come while all are `silent`."""
 
     def __init__(self, like: Tensor, incoming: Mapping[int, Shape]):
-        self._lying = {p: _zeros(_wire_shape(shape), like.dtype, like.device) for p, shape in incoming.items()}
+        self._lying = {
+            p: _zeros(_wire_shape(shape), like.dtype, like.device)
+            for p, shape in incoming.items()
+        }
 
     def arrived(self, waiting: Waiting) -> dict[int, Tensor]:
-        return {p: zeros.data for p, zeros in self._lying.items()}  # by autograd's count of writes each is another one
+        return {
+            p: zeros.data for p, zeros in self._lying.items()
+        }  # by autograd's count of writes each is another one
 
 
 @lru_cache(1024)

@@ -1,4 +1,6 @@
-"""The ranks of a process group: who they are, by which ways they reach each other, and words that all hear."""
+"""The ranks of a process group: who they are, by which ways they reach each other, and
+words that all hear.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ _counters: list[Counter[int]] = []
 class Agreements:
     """What all ranks of a team know alike.
 
-    ``count``: how often they said to each other what they do. ``draws_alike``: whether from one seed they draw the same
-    random numbers, which a CPU and a GPU do not.
+    ``count``: how often they said to each other what they do. ``draws_alike``: whether
+    from one seed they draw the same random numbers, which a CPU and a GPU do not.
     """
 
     count = 0
@@ -45,11 +47,13 @@ class Agreements:
 
 @dataclass(frozen=True, eq=False)
 class Team:
-    """The ranks that hold the parts of a tensor. ``control`` carries host messages even where ``group`` is NCCL.
+    """The ranks that hold the parts of a tensor. ``control`` carries host messages even
+    where ``group`` is NCCL.
 
-    ``channels`` carry pieces, where ``group`` is gloo, to those ranks that are on this rank's host.
-    ``one_host``: whether any two ranks have one. ``stalls`` watches how long this rank waits for ranks of other hosts.
-    ``agreements``: what the ranks have agreed on.
+    ``channels`` carry pieces, where ``group`` is gloo, to those ranks that are on this
+    rank's host. ``one_host``: whether any two ranks have one. ``stalls`` watches how
+    long this rank waits for ranks of other hosts. ``agreements``: what the ranks have
+    agreed on.
     """
 
     group: dist.ProcessGroup
@@ -67,7 +71,8 @@ class Team:
 
     def __reduce__(self) -> Any:
         raise HetConvError(
-            "a parallelized model or a tensor in parts cannot be pickled: its process group exists in this process "
+            "a parallelized model or a tensor in parts cannot be pickled: its process group "
+            "exists in this process "
             "only; pickle hetconv.full_state_dict(model), or use hetconv.save_checkpoint"
         )
 
@@ -78,12 +83,13 @@ _teams: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()
 def team_of(group: dist.ProcessGroup | None = None) -> Team:
     """The team of a process group (default: all ranks). The first call on a group is collective.
 
-    From then on this thread runs its backward passes itself, see `run_backward_here`, and the changes to PyTorch that
-    hetconv needs are in force, see `install_patches`.
+    From then on this thread runs its backward passes itself, see `run_backward_here`,
+    and the changes to PyTorch that hetconv needs are in force, see `install_patches`.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise HetConvError(
-            "torch.distributed is not initialised; start the program with torchrun (or hetconv's launcher) and call "
+            "torch.distributed is not initialised; start the program with torchrun (or "
+            "hetconv's launcher) and call "
             "torch.distributed.init_process_group('gloo' or 'nccl') first"
         )
     group = group if group is not None else dist.group.WORLD
@@ -97,30 +103,39 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
         control = group
         if backend != "gloo":
             ranks = dist.get_process_group_ranks(group)
-            control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            dist.barrier(group)  # NCCL wants every rank in a group's first call; later ones may be between two
+            control = dist.new_group(
+                ranks, backend="gloo", use_local_synchronization=True
+            )
+            dist.barrier(
+                group
+            )  # NCCL wants every rank in a group's first call; later ones may be between two
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         team = Team(group, control, rank, size, backend, Stalls(control, rank, size))
-        _teams[group] = _with_channels(team) if backend == "gloo" and team.size > 1 else team
+        _teams[group] = (
+            _with_channels(team) if backend == "gloo" and team.size > 1 else team
+        )
     return _teams[group]
 
 
 def run_backward_here() -> None:
-    """From now on the backward passes that this thread starts run in it, also those of a GPU's operators.
+    """From now on the backward passes that this thread starts run in it, also those of
+    a GPU's operators.
 
-    PyTorch has a thread for each GPU, and numbers the nodes of graphs in each thread by themselves. It runs what was
-    made last first. Where nodes of both threads are in one graph, as where a gradient is differentiated, what that is
-    depends on how much each thread has made before, and ranks would wait for each other in different nodes.
+    PyTorch has a thread for each GPU, and numbers the nodes of graphs in each thread by
+    themselves. It runs what was made last first. Where nodes of both threads are in one
+    graph, as where a gradient is differentiated, what that is depends on how much each
+    thread has made before, and ranks would wait for each other in different nodes.
     """
     torch.autograd.set_multithreading_enabled(False)
 
 
 @cache
 def _part_in_time() -> None:
-    """At the end of the program gloo's threads drop the tensors of what they did last while there is still a Python.
+    """At the end of the program gloo's threads drop the tensors of what they did last
+    while there is still a Python.
 
-    A team keeps its process group, and these threads with it, for as long as there is a model; one that drops a tensor
-    later aborts the process (torch 2.13).
+    A team keeps its process group, and these threads with it, for as long as there is a
+    model; one that drops a tensor later aborts the process (torch 2.13).
     """
     atexit.register(time.sleep, PARTING_S)
 
@@ -129,11 +144,15 @@ def _with_channels(team: Team) -> Team:
     gather = partial(objects_of_all, team)
     timeout = timeout_of(team.group)
     found = answered(team, lambda: channels(team.rank, gather, timeout))
-    return replace(team, channels=found, one_host=all(gather(len(found) == team.size - 1)))
+    return replace(
+        team, channels=found, one_host=all(gather(len(found) == team.size - 1))
+    )
 
 
 def disband(team: Team) -> None:
-    """Ends a team's connections once nothing uses them any more: whoever waits for this rank on them gets an error."""
+    """Ends a team's connections once nothing uses them any more: whoever waits for this
+    rank on them gets an error.
+    """
     _teams.pop(team.group, None)
     team.stalls.stop()
     for channel in team.channels.values():
@@ -148,13 +167,17 @@ def near(team: Team) -> Mapping[int, Channel]:
 
 
 def device_of_messages(team: Team, device: torch.device) -> torch.device:
-    """Where messages lie that the backend carries between tensors on ``device``: those of gloo in host memory."""
+    """Where messages lie that the backend carries between tensors on ``device``: those
+    of gloo in host memory.
+    """
     return torch.device("cpu") if team.backend == "gloo" else device
 
 
 @contextmanager
 def count_sent() -> Iterator[Counter[int]]:
-    """Counts the payload bytes that this rank sends, per receiving rank, while the context lasts."""
+    """Counts the payload bytes that this rank sends, per receiving rank, while the
+    context lasts.
+    """
     counts: Counter[int] = Counter()
     _counters.append(counts)
     try:
@@ -188,21 +211,29 @@ in_turn = Switch()
 through_backend = Switch()
 """On all ranks alike, no piece goes by a `Channel`: what they gain shows beside this."""
 silent = Switch()
-"""On all ranks alike, no piece is sent, and zeros lie where one would come: what messages cost shows beside this."""
+"""On all ranks alike, no piece is sent, and zeros lie where one would come: what
+messages cost shows beside this.
+"""
 
 
 def refuse_transforms() -> None:
-    """Raises `HetConvError` where PyTorch transforms a function and cannot see its messages to other ranks."""
+    """Raises `HetConvError` where PyTorch transforms a function and cannot see its
+    messages to other ranks.
+    """
     if transform_in_use():
         raise HetConvError(
-            "a parallelized model runs under a transform of torch.func (grad, jvp, vmap, ...), with "
-            "is_grads_batched or vectorize, or in autograd's forward mode; none of them can follow messages between "
+            "a parallelized model runs under a transform of torch.func (grad, jvp, vmap, "
+            "...), with "
+            "is_grads_batched or vectorize, or in autograd's forward mode; none of them can "
+            "follow messages between "
             "ranks. Use torch.autograd.grad, or torch.autograd.functional without vectorize"
         )
 
 
 def answered(team: Team, action: Callable[[], T]) -> T:
-    """Runs a step of communication; what the backend raises when a rank is gone becomes a `LostRankError`."""
+    """Runs a step of communication; what the backend raises when a rank is gone becomes
+    a `LostRankError`.
+    """
     refuse_transforms()
     try:
         return action()
@@ -217,13 +248,16 @@ def answered(team: Team, action: Callable[[], T]) -> T:
             team.stalls.end(doings)
             raise _different_calls(doings) from e
         raise LostRankError(
-            f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it waits elsewhere. Look "
-            f"for the first error among the ranks' outputs; this process group cannot be used any more. ({e})"
+            f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it "
+            "waits elsewhere. Look "
+            "for the first error among the ranks' outputs; this process group cannot be used "
+            f"any more. ({e})"
         ) from e
 
 
 def _apart(team: Team) -> DisagreementError:
-    """Tells the ranks of this host what this one does, and gives an error that says what each of them does.
+    """Tells the ranks of this host what this one does, and gives an error that says
+    what each of them does.
 
     Messages of several calls are under way then: the channels are closed.
     """
@@ -243,7 +277,8 @@ def _apart(team: Team) -> DisagreementError:
 def _different_calls(doings: Mapping[int, str]) -> DisagreementError:
     lines = "\n".join(f"  rank {rank}: {doings[rank]}" for rank in sorted(doings))
     return DisagreementError(
-        "the ranks are in different calls, and this process group cannot be used any more; call the model alike on "
+        "the ranks are in different calls, and this process group cannot be used any more; "
+        "call the model alike on "
         f"every rank, in the same order:\n{lines}"
     )
 
@@ -260,13 +295,19 @@ def words_of_all(team: Team, word: Tensor) -> Tensor:
     words = word.new_empty(team.size, *word.shape)
     if not team.one_host or through_backend.on:
         with team.stalls.waiting(OF_ALL, None):
-            answered(team, lambda: dist.all_gather(list(words.unbind()), word, group=team.control))
+            answered(
+                team,
+                lambda: dist.all_gather(list(words.unbind()), word, group=team.control),
+            )
         return words
 
     def exchange() -> None:
         for channel in team.channels.values():
             channel.send(word, OF_ALL)
-        for wait in [channel.expect(words[peer], OF_ALL) for peer, channel in team.channels.items()]:
+        for wait in [
+            channel.expect(words[peer], OF_ALL)
+            for peer, channel in team.channels.items()
+        ]:
             wait()
 
     answered(team, exchange)

@@ -1,8 +1,9 @@
 """redistribute: the one data-movement operator, over a process group, with its adjoint.
 
-Two verbs: ``take`` a box of what this rank holds, and ``sum_pieces``, which sends every piece to whoever wants it and
-adds what arrives in rank order, so that all replicas hold the same bits. Forward and backward are these two, swapped
-(cf. Hewett & Grady, "A linear algebraic approach to model parallelism in deep learning", 2020).
+Two verbs: ``take`` a box of what this rank holds, and ``sum_pieces``, which sends every
+piece to whoever wants it and adds what arrives in rank order, so that all replicas hold
+the same bits. Forward and backward are these two, swapped (cf. Hewett & Grady, "A
+linear algebraic approach to model parallelism in deep learning", 2020).
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.errors import LayoutError
 from hetconv.sharding.hierarchical import TwoLevel
-from hetconv.sharding.layout import Box, Boxes, Exchange, Layout, Move, Need, Shape, from_each, pieces
+from hetconv.sharding.layout import (
+    Box,
+    Boxes,
+    Exchange,
+    Layout,
+    Move,
+    Need,
+    Shape,
+    from_each,
+    pieces,
+)
 from hetconv.signature_cache import Cache
 from hetconv.torch_internals import is_view, materialized, storage_id
 
@@ -37,8 +48,9 @@ def take(local: Tensor, held: Box, wanted: Box) -> Tensor:
 class Fit(NamedTuple):
     """How parts over some boxes make up the whole over another, of this ``shape``.
 
-    ``covered``: each element is in one part; ``summands``: each is in all. ``slices``: in which order they are slices
-    of an image along its channels, and nothing else. ``places``: where each belongs.
+    ``covered``: each element is in one part; ``summands``: each is in all. ``slices``:
+    in which order they are slices of an image along its channels, and nothing else.
+    ``places``: where each belongs.
     """
 
     shape: Shape
@@ -50,18 +62,32 @@ class Fit(NamedTuple):
     @staticmethod
     def of(boxes: Sequence[Box], whole: Box) -> Fit:
         covered = sum(box.numel for box in boxes) == whole.numel and disjoint(boxes)
-        image = len(whole.shape) == 4 and all(b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes)
-        slices = sorted(range(len(boxes)), key=lambda k: boxes[k].lo) if covered and image else ()
+        image = len(whole.shape) == 4 and all(
+            b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes
+        )
+        slices = (
+            sorted(range(len(boxes)), key=lambda k: boxes[k].lo)
+            if covered and image
+            else ()
+        )
         summands = bool(boxes) and all(box == whole for box in boxes)
-        return Fit(whole.shape, covered, summands, tuple(slices), tuple(box.within(whole) for box in boxes))
+        return Fit(
+            whole.shape,
+            covered,
+            summands,
+            tuple(slices),
+            tuple(box.within(whole) for box in boxes),
+        )
 
 
 class Side(NamedTuple):
-    """A round as one rank sees it; reading it from the boxes of all takes longer than a small message does.
+    """A round as one rank sees it; reading it from the boxes of all takes longer than a
+    small message does.
 
-    ``sends``: to whom which part of what it holds; ``comes``: from whom pieces of which shape. Of what it wants,
-    ``parts`` says by whom they are held, ``own`` which of what it holds itself is one, and ``fit`` how they make it up.
-    ``moves``: whether anything moves, between any ranks. There are no slices of what is all.
+    ``sends``: to whom which part of what it holds; ``comes``: from whom pieces of which
+    shape. Of what it wants, ``parts`` says by whom they are held, ``own`` which of what
+    it holds itself is one, and ``fit`` how they make it up. ``moves``: whether anything
+    moves, between any ranks. There are no slices of what is all.
     """
 
     exchange: Exchange
@@ -78,7 +104,9 @@ _sides: Cache[tuple[int, int, int], Side] = Cache()
 
 
 def move_of(src: Layout, dst: Layout | Need) -> Move:
-    """Looked up by identity, as layouts are long to compare; who is known keeps its own, so that ids stay theirs."""
+    """Looked up by identity, as layouts are long to compare; who is known keeps its
+    own, so that ids stay theirs.
+    """
     key = (id(src), id(dst))
     return _moves.current.get(key) or _moves.add(key, Move(src, dst))
 
@@ -98,8 +126,13 @@ def _side(held: Boxes, wanted: Boxes, me: int) -> Side:
     parts = [(s, box) for s, r, box in every if r == me]
     comes = {s: box.shape for s, box in parts if s != me}
     own = next((of_own(box) for s, box in parts if s == me), None)
-    fit, moves = Fit.of([box for _, box in parts], wanted[me]), any(s != r for s, r, _ in every)
-    return Side((held, wanted), sends, comes, tuple(s for s, _ in parts), own, fit, moves)
+    fit, moves = (
+        Fit.of([box for _, box in parts], wanted[me]),
+        any(s != r for s, r, _ in every),
+    )
+    return Side(
+        (held, wanted), sends, comes, tuple(s for s, _ in parts), own, fit, moves
+    )
 
 
 def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
@@ -111,7 +144,9 @@ def _started(team: Team, local: Tensor, side: Side) -> Round:
     if not side.moves:
         return STILL
     outgoing = {r: local if at is None else local[at] for r, at in side.sends}
-    in_place = {} if local.is_cuda else near(team)  # a channel takes pieces of a CPU from where they lie
+    in_place = (
+        {} if local.is_cuda else near(team)
+    )  # a channel takes pieces of a CPU from where they lie
     if local.dim() == 4 and (strewn := [r for r in outgoing if r not in in_place]):
         # All in one launch; `Round` then finds them as they travel.
         packed = kernels.pack([outgoing[r] for r in strewn])
@@ -124,7 +159,9 @@ def sum_pieces(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
     return start_sum(team, local, held, wanted)()
 
 
-def start_sum(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Callable[[], Tensor]:
+def start_sum(
+    team: Team, local: Tensor, held: Boxes, wanted: Boxes
+) -> Callable[[], Tensor]:
     """`sum_pieces` under way: what is returned waits for it."""
     me, side = team.rank, side_of(held, wanted, team.rank)
     local = materialized(local)
@@ -136,7 +173,9 @@ def start_sum(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Callable
             got = under_way.wait()  # also until what it sends is sent
             return mine if parts[0] == me else got[parts[0]]
         with under_way as got:
-            return assemble([got[s] if s != me else mine for s in parts], side.fit, local)
+            return assemble(
+                [got[s] if s != me else mine for s in parts], side.fit, local
+            )
 
     return arrived
 
@@ -163,11 +202,15 @@ class Sum:
 
 
 def assemble(parts: Sequence[Tensor], fit: Fit, like: Tensor) -> Tensor:
-    """Adds the parts, in order, into a tensor that they ``fit``; zero where there is none. Images are channels-last."""
+    """Adds the parts, in order, into a tensor that they ``fit``; zero where there is
+    none. Images are channels-last.
+    """
     if fit.slices:
         return kernels.concat_channels([parts[k] for k in fit.slices])
     memory = torch.channels_last if len(fit.shape) == 4 else torch.contiguous_format
-    out = torch.empty(fit.shape, dtype=like.dtype, device=like.device, memory_format=memory)
+    out = torch.empty(
+        fit.shape, dtype=like.dtype, device=like.device, memory_format=memory
+    )
     if fit.summands and len(parts) > 1:  # as sums of gradients have them
         torch.add(parts[0], parts[1], out=out)
         for part in parts[2:]:
@@ -188,7 +231,9 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     return not any(a.intersect(b).numel for i, a in enumerate(boxes) for b in boxes[:i])
 
 
-def perform(team: Team, local: Tensor, rounds: tuple[Exchange, ...], held: Box, wanted: Box) -> Tensor:
+def perform(
+    team: Team, local: Tensor, rounds: tuple[Exchange, ...], held: Box, wanted: Box
+) -> Tensor:
     """All rounds in turn; with none, this rank takes its box of what it holds."""
     for sources, targets in rounds:
         local = sum_pieces(team, local, sources, targets)
@@ -196,33 +241,40 @@ def perform(team: Team, local: Tensor, rounds: tuple[Exchange, ...], held: Box, 
 
 
 def embed(team: Team, local: Tensor, src: Layout) -> Tensor:
-    """This rank's summand of a value: what it holds in zeros, a replicated value on rank 0 alone."""
+    """This rank's summand of a value: what it holds in zeros, a replicated value on
+    rank 0 alone.
+    """
     out = local.new_zeros(src.shape)
     if src.kind != "replicated" or team.rank == 0:
         out[src.boxes[team.rank].within(Box.whole(src.shape))] = local
     return out
 
 
-# A checkpoint computes a region again when backward first asks for a tensor saved there, and as far as the last of
-# them. Own parts save what they happen to need; that every movement saves one keeps the messages of all ranks in order.
+# A checkpoint computes a region again when backward first asks for a tensor saved
+# there, and as far as the last of them. Own parts save what they happen to need; that
+# every movement saves one keeps the messages of all ranks in order.
 _SAVED = torch.empty(0, device="cpu")
 
 
 def _forward(local: Tensor, move: Move, team: Team) -> Tensor:
     if move.embeds:
         return embed(team, local, move.src)
-    return perform(team, local, move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
+    return perform(
+        team, local, move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank]
+    )
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
         ctx.move, ctx.team, ctx.call = move, team, call_tags.forward_call()
-        # The gradient of a plain tensor goes on to PyTorch's operators, some of which take channels-last gradients of
-        # contiguous tensors wrongly (instance norm, PyTorch 2.13).
+        # The gradient of a plain tensor goes on to PyTorch's operators, some of which
+        # take channels-last gradients of contiguous tensors wrongly (instance norm,
+        # PyTorch 2.13).
         ctx.contiguous = move.src.kind == "replicated" and local.is_contiguous()
         ctx.save_for_backward(_SAVED)
-        # A view of it is no way out: torch does not take the strides of such a view of one image for channels-last.
+        # A view of it is no way out: torch does not take the strides of such a view of
+        # one image for channels-last.
         return function_result(_forward(local, move, team), local)
 
     @staticmethod
@@ -235,9 +287,11 @@ class _Moved(torch.autograd.Function):
 
 
 class _MovedBack(torch.autograd.Function):
-    """The adjoint of a move, for a gradient that is differentiated itself. Its own adjoint is the move.
+    """The adjoint of a move, for a gradient that is differentiated itself. Its own
+    adjoint is the move.
 
-    The cotangent of a cotangent lies as the value does: a summand for a partial one, a contribution for a read region.
+    The cotangent of a cotangent lies as the value does: a summand for a partial one, a
+    contribution for a read region.
     """
 
     @staticmethod
@@ -254,8 +308,9 @@ class _MovedBack(torch.autograd.Function):
 def function_result(result: Tensor, given: Tensor) -> Tensor:
     """What the forward of an autograd function returns, so that it may be written to in place.
 
-    PyTorch refuses to write to a view that a function returned. Of new memory, such as that of a message, nobody else
-    has a view: an alias will do. A view of the memory of ``given`` stays one, for writes to either to be seen.
+    PyTorch refuses to write to a view that a function returned. Of new memory, such as
+    that of a message, nobody else has a view: an alias will do. A view of the memory of
+    ``given`` stays one, for writes to either to be seen.
     """
     if result is given:
         return result.detach()
@@ -265,54 +320,96 @@ def function_result(result: Tensor, given: Tensor) -> Tensor:
 
 
 def _adjoint(grad: Tensor, move: Move, team: Team) -> Tensor:
-    return perform(team, grad, move.adjoint, move.dst.boxes[team.rank], move.src.boxes[team.rank])
+    return perform(
+        team, grad, move.adjoint, move.dst.boxes[team.rank], move.src.boxes[team.rank]
+    )
 
 
 def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
-    """`redistribute` without its checks, for callers that agree already. May return a view of ``local``."""
-    kind = dst.kind if isinstance(dst, Layout) else "sharded"  # a need of every rank's own box, and of nothing else
+    """`redistribute` without its checks, for callers that agree already. May return a
+    view of ``local``.
+    """
+    kind = (
+        dst.kind if isinstance(dst, Layout) else "sharded"
+    )  # a need of every rank's own box, and of nothing else
     if src.kind == kind and src.boxes == dst.boxes:
         return local
     move = move_of(src, dst)
-    return _Moved.apply(local, move, team) if torch.is_grad_enabled() else _forward(local, move, team)
+    return (
+        _Moved.apply(local, move, team)
+        if torch.is_grad_enabled()
+        else _forward(local, move, team)
+    )
 
 
 def from_every_rank(team: Team, x: Tensor) -> Tensor:
-    """(P, ...): what each rank gives, in rank order, on every rank; without autograd, collective."""
+    """(P, ...): what each rank gives, in rank order, on every rank; without autograd,
+    collective.
+    """
     move = from_each(tuple(x.shape), team.size)
     return sum_pieces(team, x.detach()[None], move.src.boxes, move.dst.boxes)
 
 
-def redistribute(local: Tensor, src: Layout, dst: Layout | Need, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Takes a value from one layout to another layout or to a need; collective, differentiable, exact adjoint backward.
+def redistribute(
+    local: Tensor,
+    src: Layout,
+    dst: Layout | Need,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Takes a value from one layout to another layout or to a need; collective,
+    differentiable, exact adjoint backward.
 
-    ``local`` is this rank's part: its shape is that of ``src.boxes[rank]``. The result has that of ``dst.boxes[rank]``
-    and never shares memory with ``local``. Broadcast, scatter, gather, all-gather, all-reduce, reduce-scatter,
-    all-to-all and halo exchange are cases of it. Raises `LayoutError` (bad arguments on any rank) or
+    ``local`` is this rank's part: its shape is that of ``src.boxes[rank]``. The result
+    has that of ``dst.boxes[rank]`` and never shares memory with ``local``. Broadcast,
+    scatter, gather, all-gather, all-reduce, reduce-scatter, all-to-all and halo
+    exchange are cases of it. Raises `LayoutError` (bad arguments on any rank) or
     `DisagreementError` (different ones) on every rank before anything moves.
     """
     team = team_of(group)
 
     def check() -> None:
         if src.world != team.size or dst.world != team.size:
-            raise LayoutError(f"layouts for {src.world} and {dst.world} ranks were given to a group of {team.size}")
+            raise LayoutError(
+                f"layouts for {src.world} and {dst.world} ranks were given to a group of "
+                f"{team.size}"
+            )
         if src.shape != dst.shape:
-            raise LayoutError(f"a value of shape {src.shape} cannot be moved to a layout of shape {dst.shape}")
-        if isinstance(dst, TwoLevel) and dst.kind == "partial" and (src.kind, src.boxes) != (dst.kind, dst.boxes):
-            raise LayoutError(f"a value cannot be moved to summands in each of nodes {dst.nodes}; give a sharded one")
+            raise LayoutError(
+                f"a value of shape {src.shape} cannot be moved to a layout of shape {dst.shape}"
+            )
+        if (
+            isinstance(dst, TwoLevel)
+            and dst.kind == "partial"
+            and (src.kind, src.boxes) != (dst.kind, dst.boxes)
+        ):
+            raise LayoutError(
+                f"a value cannot be moved to summands in each of nodes {dst.nodes}; give a "
+                "sharded one"
+            )
         if tuple(local.shape) != src.boxes[team.rank].shape:
             raise LayoutError(
-                f"the local tensor has shape {tuple(local.shape)}, but rank {team.rank}'s box in the source layout has "
+                f"the local tensor has shape {tuple(local.shape)}, but rank {team.rank}'s box "
+                "in the source layout has "
                 f"{src.boxes[team.rank].shape}; pass the local part"
             )
 
-    prepared(team, "redistribute", check, lambda _: f"{local.dtype} {local.requires_grad} {src} -> {dst}")
+    prepared(
+        team,
+        "redistribute",
+        check,
+        lambda _: f"{local.dtype} {local.requires_grad} {src} -> {dst}",
+    )
     local = materialized(local)
     return unshared(moved(team, local, src, dst), local)
 
 
 def unshared(result: Tensor, *sources: Tensor) -> Tensor:
-    """A copy if ``result`` is (a view of) one of ``sources``: what a caller gets may be written to."""
+    """A copy if ``result`` is (a view of) one of ``sources``: what a caller gets may be
+    written to.
+    """
     memory = result.untyped_storage().data_ptr()
-    shares = memory != 0 and any(memory == s.untyped_storage().data_ptr() for s in sources)
+    shares = memory != 0 and any(
+        memory == s.untyped_storage().data_ptr() for s in sources
+    )
     return result.clone() if shares else result

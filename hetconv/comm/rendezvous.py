@@ -1,4 +1,6 @@
-"""How ranks of one host find each other: each opens a door, and visits all that were there before it."""
+"""How ranks of one host find each other: each opens a door, and visits all that were
+there before it.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,20 @@ def connected(rank: int, gather: Gather) -> dict[int, socket.socket]:
         door.bind(name)
         door.listen()
         doors = gather((name, secret))
-        found = {peer: to for peer in range(rank) if doors[peer] is not None and (to := _visited(rank, *doors[peer]))}
+        found = {
+            peer: to
+            for peer in range(rank)
+            if doors[peer] is not None and (to := _visited(rank, *doors[peer]))
+        }
         visits = gather(tuple(found))
         visitors = {peer for peer, visited in enumerate(visits) if rank in visited}
         return found | _let_in(door, visitors, secret)
 
 
 def _visited(rank: int, name: str, secret: bytes) -> socket.socket | None:
-    """A connection to the rank of this name; None if it is on another host, or in another network namespace."""
+    """A connection to the rank of this name; None if it is on another host, or in
+    another network namespace.
+    """
     to_peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     to_peer.settimeout(PATIENCE)
     try:
@@ -46,7 +54,9 @@ def _visited(rank: int, name: str, secret: bytes) -> socket.socket | None:
     return to_peer
 
 
-def _let_in(door: socket.socket, visitors: set[int], secret: bytes) -> dict[int, socket.socket]:
+def _let_in(
+    door: socket.socket, visitors: set[int], secret: bytes
+) -> dict[int, socket.socket]:
     """All of these, who are waiting there by now; nobody else, whoever may knock."""
     found: dict[int, socket.socket] = {}
     door.settimeout(PATIENCE)

@@ -1,11 +1,15 @@
-"""Messages between ranks of one host, through memory that both of them map; nobody but the two takes part.
+"""Messages between ranks of one host, through memory that both of them map; nobody but
+the two takes part.
 
-The sender copies a piece into memory of its own, and rings: a packet on a socket between the two says where it lies.
-The receiver reads it there, or copies it out, when it waits for it. That the place is free again it says when it next
-has something to send, or rings back once much is: every ring wakes the other one. A backend's threads, which carry
-pieces otherwise, wait for a core wherever all cores compute, for milliseconds at a time.
+The sender copies a piece into memory of its own, and rings: a packet on a socket
+between the two says where it lies. The receiver reads it there, or copies it out, when
+it waits for it. That the place is free again it says when it next has something to
+send, or rings back once much is: every ring wakes the other one. A backend's threads,
+which carry pieces otherwise, wait for a core wherever all cores compute, for
+milliseconds at a time.
 
-Nothing has a name in the file system: what a rank that was killed leaves behind goes with its last process.
+Nothing has a name in the file system: what a rank that was killed leaves behind goes
+with its last process.
 """
 
 from __future__ import annotations
@@ -38,7 +42,10 @@ ALIGN = 64  # bytes, a cache line
 PACKET = struct.Struct("<BQQIQ")
 DESCRIPTOR = struct.Struct("i")  # of a file
 BESIDE = socket.CMSG_LEN(DESCRIPTOR.size)  # a packet, in bytes
-UNTOLD, UNTOLD_BYTES = 64, 1 << 20  # of messages that were taken, and the sender does not know it
+UNTOLD, UNTOLD_BYTES = (
+    64,
+    1 << 20,
+)  # of messages that were taken, and the sender does not know it
 LOOK_S = 1e-3  # for which a receiver looks for a message before it sleeps
 LONGEST = (1 << 31) - 1  # milliseconds that poll(2) can wait
 Memory = mmap.mmap | bytearray
@@ -47,7 +54,9 @@ Shape = tuple[int, ...]
 
 
 class What(IntEnum):
-    """Of a packet. It says where, in bytes, how many of the oldest messages were taken since the last, and a tag."""
+    """Of a packet. It says where, in bytes, how many of the oldest messages were taken
+    since the last, and a tag.
+    """
 
     MEMORY = 0  # comes with it, for all messages from now on
     MESSAGE = 1  # lies there
@@ -74,30 +83,50 @@ class Message(NamedTuple):
 
 
 class Coming:
-    """A message that was announced, as which of all, and what it is to be; once it was taken, it is in the buffer."""
+    """A message that was announced, as which of all, and what it is to be; once it was
+    taken, it is in the buffer.
+    """
 
     __slots__ = ("buffer", "dtype", "number", "shape", "tag")
 
-    def __init__(self, number: int, dtype: torch.dtype, shape: Shape, buffer: Tensor | None, tag: int):
-        self.number, self.dtype, self.shape, self.buffer, self.tag = number, dtype, shape, buffer, tag
+    def __init__(
+        self,
+        number: int,
+        dtype: torch.dtype,
+        shape: Shape,
+        buffer: Tensor | None,
+        tag: int,
+    ):
+        self.number, self.dtype, self.shape, self.buffer, self.tag = (
+            number,
+            dtype,
+            shape,
+            buffer,
+            tag,
+        )
 
 
 class Channel:
     """Both ways between this rank and another. What is sent is taken in the same order.
 
-    Raises `OSError` once the other has closed it, or lets this rank wait longer than ``timeout``, and
-    `RanksApartError` if a message has another tag or another size than the one that was expected, or if the other rank
-    met such a message.
+    Raises `OSError` once the other has closed it, or lets this rank wait longer than
+    ``timeout``, and `RanksApartError` if a message has another tag or another size than
+    the one that was expected, or if the other rank met such a message.
     """
 
     def __init__(self, to_peer: socket.socket, timeout: timedelta):
-        self._socket, self._timeout_ms = to_peer, min(timeout / timedelta(milliseconds=1), LONGEST)
+        self._socket, self._timeout_ms = (
+            to_peer,
+            min(timeout / timedelta(milliseconds=1), LONGEST),
+        )
         to_peer.setblocking(False)
         self._arrivals = select.poll()
         self._arrivals.register(to_peer, select.POLLIN)
         self._out: Memory = bytearray()
         self._in: Memory = bytearray()
-        self._places: deque[Place] = deque()  # in `_out`, of messages that were not taken yet
+        self._places: deque[Place] = (
+            deque()
+        )  # in `_out`, of messages that were not taken yet
         self._elsewhere = 0  # messages not taken yet that lie in memory from before
         self._came: deque[Message] = deque()
         self._announced: deque[Coming] = deque()
@@ -112,7 +141,13 @@ class Channel:
         _piece(self._out, start, piece.dtype, piece.shape).copy_(piece)
         self._ring(What.MESSAGE, start, start + piece.nbytes, tag)
 
-    def announce(self, dtype: torch.dtype, shape: Shape, buffer: Tensor | None = None, tag: int = 0) -> Coming:
+    def announce(
+        self,
+        dtype: torch.dtype,
+        shape: Shape,
+        buffer: Tensor | None = None,
+        tag: int = 0,
+    ) -> Coming:
         """The next message is of this dtype, shape and tag: either `take` or `lend` waits for it.
 
         If it is taken, then into the ``buffer``, or a new one.
@@ -123,8 +158,12 @@ class Channel:
         return coming
 
     def expect(self, buffer: Tensor, tag: int = 0) -> Callable[[], Tensor]:
-        """The next message comes into ``buffer``, of its dtype and shape; what is returned waits for it."""
-        return partial(self.take, self.announce(buffer.dtype, tuple(buffer.shape), buffer, tag))
+        """The next message comes into ``buffer``, of its dtype and shape; what is
+        returned waits for it.
+        """
+        return partial(
+            self.take, self.announce(buffer.dtype, tuple(buffer.shape), buffer, tag)
+        )
 
     def _receive(self, number: int) -> None:
         """Takes messages until there were so many."""
@@ -143,7 +182,8 @@ class Channel:
     def lend(self, coming: Coming) -> Tensor:
         """Where it lies, to be read until `give_back`; nothing else may be received before that.
 
-        In memory of its own, if it was announced with a buffer, or taken before, by who waited for a later one.
+        In memory of its own, if it was announced with a buffer, or taken before, by who
+        waited for a later one.
         """
         if coming.buffer is not None:
             return self.take(coming)
@@ -160,14 +200,18 @@ class Channel:
             self._was_taken(message)
 
     def tell(self, doing: str) -> None:
-        """Says to the other rank what this one does, as the two are apart; it raises an error when it next waits."""
+        """Says to the other rank what this one does, as the two are apart; it raises an
+        error when it next waits.
+        """
         text = torch.frombuffer(bytearray(doing.encode()), dtype=torch.uint8)
         start = self._room(text.nbytes)
         _piece(self._out, start, text.dtype, text.shape).copy_(text)
         self._ring(What.APART, start, start + text.nbytes)
 
     def told(self, until: float) -> str | None:
-        """What the other rank does, if it says so before the clock of `time.monotonic` shows ``until``."""
+        """What the other rank does, if it says so before the clock of `time.monotonic`
+        shows ``until``.
+        """
         while self._told is None and (left := until - time.monotonic()) > 0:
             try:
                 self._listen(left * 1e3)
@@ -193,10 +237,14 @@ class Channel:
     def _next(self) -> tuple[Message, Coming]:
         assert self._lent is None  # what is told is how many of the oldest were taken
         message, coming = self._came.popleft(), self._announced.popleft()
-        came, wanted = message.stop - message.start, prod(coming.shape) * coming.dtype.itemsize
+        came, wanted = (
+            message.stop - message.start,
+            prod(coming.shape) * coming.dtype.itemsize,
+        )
         if message.tag != coming.tag or came != wanted:
             raise RanksApartError(
-                f"a message of {came} bytes came where one of {wanted} was expected, or of another call: the two ranks "
+                f"a message of {came} bytes came where one of {wanted} was expected, or of "
+                "another call: the two ranks "
                 "do different things; call the same on every rank, in the same order"
             )
         self._got += 1
@@ -206,11 +254,15 @@ class Channel:
         self._untold += 1
         self._untold_bytes += message.stop - message.start
         if self._untold > UNTOLD or self._untold_bytes > UNTOLD_BYTES:
-            with suppress(ConnectionError):  # of one that has ended and wants nothing any more
+            with suppress(
+                ConnectionError
+            ):  # of one that has ended and wants nothing any more
                 self._ring(What.TAKEN)
 
     def _room(self, size: int) -> int:
-        """Where so many bytes fit beside what was not taken yet, as far as is known; in new memory, if nowhere."""
+        """Where so many bytes fit beside what was not taken yet, as far as is known; in
+        new memory, if nowhere.
+        """
         size = max(-(-size // ALIGN), 1) * ALIGN
         start = self._gap(size)
         if start is None and self._places:
@@ -223,7 +275,9 @@ class Channel:
         return start
 
     def _gap(self, size: int) -> int | None:
-        """The first one that is long enough: what was used last is what both sides' caches still hold."""
+        """The first one that is long enough: what was used last is what both sides'
+        caches still hold.
+        """
         end = 0
         for place in sorted(self._places):
             if size <= place.start - end:
@@ -242,7 +296,9 @@ class Channel:
         self._elsewhere += len(self._places)
         self._places.clear()
 
-    def _ring(self, what: What, start: int = 0, stop: int = 0, tag: int = 0, *memory: int) -> None:
+    def _ring(
+        self, what: What, start: int = 0, stop: int = 0, tag: int = 0, *memory: int
+    ) -> None:
         packet = PACKET.pack(what, start, stop, self._untold, tag)
         self._untold = self._untold_bytes = 0
         while True:
@@ -269,7 +325,9 @@ class Channel:
         while True:
             try:
                 packet, memory, *_ = self._socket.recvmsg(PACKET.size, BESIDE)
-            except ConnectionResetError:  # said once; what had come before can still be read
+            except (
+                ConnectionResetError
+            ):  # said once; what had come before can still be read
                 continue
             except BlockingIOError:
                 if not wait_ms:
@@ -280,12 +338,20 @@ class Channel:
             if not packet:
                 raise ConnectionError("it closed the connection")
             what, start, stop, taken, tag = PACKET.unpack(packet)
-            self._heard(what, start, stop, taken, tag, *(DESCRIPTOR.unpack(data)[0] for _, _, data in memory))
+            self._heard(
+                what,
+                start,
+                stop,
+                taken,
+                tag,
+                *(DESCRIPTOR.unpack(data)[0] for _, _, data in memory),
+            )
             if wait_ms:
                 return
 
     def _looked(self) -> bool:
-        """Whether something came while this rank looked for it, if it has a core of its own to do so on.
+        """Whether something came while this rank looked for it, if it has a core of its
+        own to do so on.
 
         Who sleeps wakes late, after 50 us, and it takes the sender 30 us to wake it.
         """
@@ -295,7 +361,9 @@ class Channel:
                 return True
         return False
 
-    def _heard(self, what: int, start: int, stop: int, taken: int, tag: int, memory: int = -1) -> None:
+    def _heard(
+        self, what: int, start: int, stop: int, taken: int, tag: int, memory: int = -1
+    ) -> None:
         elsewhere = min(taken, self._elsewhere)
         self._elsewhere -= elsewhere
         for _ in range(taken - elsewhere):

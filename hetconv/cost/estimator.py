@@ -1,4 +1,6 @@
-"""What a plan is predicted to take: its operators in order on the clocks of the devices, and all that moves. Pure."""
+"""What a plan is predicted to take: its operators in order on the clocks of the
+devices, and all that moves. Pure.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import traffic
 from hetconv.tracing.graph import Graph
 
-from .memory import Footprint, copied, last_readers, memory_bytes, most_passing, result_bytes
+from .memory import (
+    Footprint,
+    copied,
+    last_readers,
+    memory_bytes,
+    most_passing,
+    result_bytes,
+)
 from .network import Array, Messages, Network, both
 from .operator_cost import Operators
 from .propagate import Applied, Transfers, Walk, Walked, walk
@@ -35,8 +44,8 @@ class LayerCost:
 class _Known:
     """What an operator under a plan takes: forward and, in training, backward.
 
-    ``layer_s``: of each pass, without sums of gradients; ``messages``: of each pass, in all rounds. What steps alone do
-    not need is found when it is asked for.
+    ``layer_s``: of each pass, without sums of gradients; ``messages``: of each pass, in
+    all rounds. What steps alone do not need is found when it is asked for.
     """
 
     applied: Applied
@@ -48,7 +57,9 @@ class _Known:
 
     def layer_cost(self, factors: Array) -> LayerCost:
         """On devices that take so many times as long."""
-        forward, *backward = (tuple((seconds * factors).tolist()) for seconds in self.layer_s)
+        forward, *backward = (
+            tuple((seconds * factors).tolist()) for seconds in self.layer_s
+        )
         sent_bytes = sum(m.sent_bytes.sum() for m in chain(*self.messages))
         return LayerCost(forward, backward[0] if backward else (), int(sent_bytes))
 
@@ -58,8 +69,18 @@ class _Known:
         a, network = self.applied, self.network
         found = []
         for one, transfers in zip(self.passes, (a.forward, a.backward), strict=False):
-            moving = sum(network.rounds_s(*t, apart=a.hides) for t in transfers) if not a.of_all else 0.0
-            found.append(both(float(one.seconds.max()), moving, network.overlap if a.hides else 0.0))
+            moving = (
+                sum(network.rounds_s(*t, apart=a.hides) for t in transfers)
+                if not a.of_all
+                else 0.0
+            )
+            found.append(
+                both(
+                    float(one.seconds.max()),
+                    moving,
+                    network.overlap if a.hides else 0.0,
+                )
+            )
         return tuple(found)
 
     @cached_property
@@ -67,17 +88,25 @@ class _Known:
         a, world = self.applied, self.network.world
         copies = passing = np.zeros(world)
         sides = ((a.forward, a.step.forward), (a.backward, a.step.backward))
-        for backward, ((transfers, statistics), messages) in enumerate(zip(sides, self.messages, strict=False)):
-            own = transfers[: len(transfers) - len(statistics)]  # statistics come last, and stay with nobody
+        for backward, ((transfers, statistics), messages) in enumerate(
+            zip(sides, self.messages, strict=False)
+        ):
+            own = transfers[
+                : len(transfers) - len(statistics)
+            ]  # statistics come last, and stay with nobody
             made = copied(own, messages, world, apart=a.hides)
             copies = copies if backward else made
-            passing = np.maximum(passing, most_passing(messages, world) + (made if backward else 0.0))
+            passing = np.maximum(
+                passing, most_passing(messages, world) + (made if backward else 0.0)
+            )
         result = np.array(result_bytes(self.graph, a.node, a.step), dtype=np.float64)
         return Footprint(result, copies, passing)
 
 
 class Pricer:
-    """Prices many plans of one model on one cluster; what an operator takes is remembered from plan to plan."""
+    """Prices many plans of one model on one cluster; what an operator takes is
+    remembered from plan to plan.
+    """
 
     def __init__(self, graph: Graph, profile: ClusterProfile, mode: Mode):
         self.graph, self.profile, self.mode = graph, profile, mode
@@ -95,29 +124,52 @@ class Pricer:
     ) -> tuple[Prediction, dict[str, LayerCost]]:
         """The predicted step under ``splits``, and the cost of every layer that a plan names.
 
-        ``listener`` is told what every device does when. Raises `PlanError` for splits into another number of parts
-        than the profile has devices.
+        ``listener`` is told what every device does when. Raises `PlanError` for splits
+        into another number of parts than the profile has devices.
         """
         world = self.profile.world
         for name, split in splits.items():
             if split.kind != "replicate" and len(split.sizes) != world:
-                raise PlanError(f"{name!r} is split into {len(split.sizes)} parts, but the profile has {world} devices")
+                raise PlanError(
+                    f"{name!r} is split into {len(split.sizes)} parts, but the profile has "
+                    f"{world} devices"
+                )
         applied, sums = self.walk(splits)
         known = [self._of(a) for a in applied]
         rounds = self._rounds(sums)
         passes = [*_in_order(known), *self._summing(sums, rounds)]
         factors = self._factors(passes, self.network.overlap)
-        clocks = _walked(_slowed(passes, factors), Clocks(world, listener, self.network.overlap))
-        layers = {k.applied.node.layer: k.layer_cost(factors) for k in known if k.applied.node.layer is not None}
+        clocks = _walked(
+            _slowed(passes, factors), Clocks(world, listener, self.network.overlap)
+        )
+        layers = {
+            k.applied.node.layer: k.layer_cost(factors)
+            for k in known
+            if k.applied.node.layer is not None
+        }
         step_s, summed_s = float(clocks.now.max()), self._summed(known, sums)
         busy, moving = tuple(clocks.busy.tolist()), tuple(clocks.moving.tolist())
         messages = chain(rounds, *chain(*(k.messages for k in known)))
-        matrix = sum((m.sent_bytes for m in messages), np.zeros((world, world))).astype(int).tolist()
+        matrix = (
+            sum((m.sent_bytes for m in messages), np.zeros((world, world)))
+            .astype(int)
+            .tolist()
+        )
         memory = self._memory(splits, known, sums)
-        return Prediction(step_s, step_s - max(busy), busy, tuple(map(tuple, matrix)), memory, summed_s, moving), layers
+        return Prediction(
+            step_s,
+            step_s - max(busy),
+            busy,
+            tuple(map(tuple, matrix)),
+            memory,
+            summed_s,
+            moving,
+        ), layers
 
     def of(self, name: str) -> Pricer:
-        """Who prices a plan of this name: a device alone runs as it does without hetconv, and tells nobody."""
+        """Who prices a plan of this name: a device alone runs as it does without
+        hetconv, and tells nobody.
+        """
         if not name.startswith(ALONE):
             return self
         if self._lone is None:
@@ -125,21 +177,38 @@ class Pricer:
         return self._lone
 
     def over(self, profile: ClusterProfile) -> Pricer:
-        """Who prices plans on these devices with the links of ``profile``; what the devices compute is remembered."""
+        """Who prices plans on these devices with the links of ``profile``; what the
+        devices compute is remembered.
+        """
         other = copy(self)
-        other.profile, other.network, other._known, other._lone = profile, Network.of(profile), {}, None
+        other.profile, other.network, other._known, other._lone = (
+            profile,
+            Network.of(profile),
+            {},
+            None,
+        )
         return other
 
-    def step_s(self, name: str, splits: Mapping[str, Split], pulse_s: Sequence[float] = ()) -> float:
-        """Seconds of a step of the plan of this name, see `of`; of devices that a pulse takes so long, or the usual."""
+    def step_s(
+        self, name: str, splits: Mapping[str, Split], pulse_s: Sequence[float] = ()
+    ) -> float:
+        """Seconds of a step of the plan of this name, see `of`; of devices that a pulse
+        takes so long, or the usual.
+        """
         pricer = self.of(name)
         return pricer.walked_s(pricer.walk(splits), pricer.profile.slowness(pulse_s))
 
-    def walked_s(self, walked: Walked, slowness: Sequence[float] = (), overlap: float | None = None) -> float:
-        """`step_s` of a plan with which this pricer, or one that it was made `over` from, has walked.
+    def walked_s(
+        self,
+        walked: Walked,
+        slowness: Sequence[float] = (),
+        overlap: float | None = None,
+    ) -> float:
+        """`step_s` of a plan with which this pricer, or one that it was made `over`
+        from, has walked.
 
-        ``slowness``: how many times as long each device takes for all that it computes; ``overlap``: in place of the
-        profile's.
+        ``slowness``: how many times as long each device takes for all that it computes;
+        ``overlap``: in place of the profile's.
         """
         applied, sums = walked
         computing = [*_in_order([self._of(a) for a in applied])]
@@ -147,30 +216,46 @@ class Pricer:
         passes = [*computing, *self._summing(sums, self._rounds(sums))]
         hidden = self.network.overlap if overlap is None else overlap
         slowed = _slowed(passes, self._factors(passes, hidden))
-        return float(_walked(slowed, Clocks(self.profile.world, overlap=hidden)).now.max())
+        return float(
+            _walked(slowed, Clocks(self.profile.world, overlap=hidden)).now.max()
+        )
 
     def _factors(self, passes: Sequence[Pass], overlap: float) -> Array:
-        """(P,): `ClusterProfile.relieved` in this step, of which it is known then for how long each device rests."""
+        """(P,): `ClusterProfile.relieved` in this step, of which it is known then for
+        how long each device rests.
+        """
         none = np.ones(self.profile.world)
         if not self._relieves:
             return none
         clocks = _walked(passes, Clocks(self.profile.world, overlap=overlap))
-        return np.array(self.profile.relieved((clocks.busy / (clocks.now.max() or 1.0)).tolist()))
+        return np.array(
+            self.profile.relieved((clocks.busy / (clocks.now.max() or 1.0)).tolist())
+        )
 
     def _summing(self, sums: Transfers, rounds: Sequence[Messages]) -> list[Pass]:
         """Of gradients, at the end of a step in training."""
         training = self.mode == "train"
-        return [Pass("sums of gradients", True, self.network.summing(sums), rounds)] if training else []
+        return (
+            [Pass("sums of gradients", True, self.network.summing(sums), rounds)]
+            if training
+            else []
+        )
 
     def _rounds(self, sums: Transfers) -> list[Messages]:
-        return [self.network.messages(one, itemsize) for rounds, itemsize in sums for one in rounds]
+        return [
+            self.network.messages(one, itemsize)
+            for rounds, itemsize in sums
+            for one in rounds
+        ]
 
     def memory(self, splits: Mapping[str, Split]) -> tuple[int, ...]:
         """Bytes on each device, as `price` predicts them, without the seconds."""
         applied, sums = self.walk(splits)
         return self._memory(splits, [self._of(a) for a in applied], sums)
 
-    def _memory(self, splits: Mapping[str, Split], known: Sequence[_Known], sums: Transfers) -> tuple[int, ...]:
+    def _memory(
+        self, splits: Mapping[str, Split], known: Sequence[_Known], sums: Transfers
+    ) -> tuple[int, ...]:
         world, nothing = self.profile.world, np.zeros(self.profile.world)
         passing = nothing
         for rounds, itemsize in sums:  # one bucket after the other
@@ -188,38 +273,57 @@ class Pricer:
 
     def _priced(self, a: Applied) -> _Known:
         passes, own, sent = [], [], []
-        for transfers, backward in ((a.forward, False), (a.backward, True))[: 1 + (self.mode == "train")]:
+        for transfers, backward in ((a.forward, False), (a.backward, True))[
+            : 1 + (self.mode == "train")
+        ]:
             messages = tuple(
-                self.network.messages(one, itemsize, a.hides) for rounds, itemsize in transfers for one in rounds
+                self.network.messages(one, itemsize, a.hides)
+                for rounds, itemsize in transfers
+                for one in rounds
             )
             layer_s, seconds = self._computed(a, backward)
             own.append(layer_s)
             waited = tuple(m for m in messages if m.pairs.any())
             passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
             sent.append(messages)
-        return _Known(a, tuple(passes), tuple(own), tuple(sent), self.network, self.graph)
+        return _Known(
+            a, tuple(passes), tuple(own), tuple(sent), self.network, self.graph
+        )
 
     def _computed(self, a: Applied, backward: bool) -> tuple[Array, Array]:
         """Of the operator, and with the gradients that are added up for it."""
         key = id(a), backward
         if key not in self._computing:
             layer_s = self.operators.seconds(a.node, a.split, a.step, backward)
-            self._computing[key] = layer_s, layer_s + self.operators.forks(a.node, (a.step,), backward)[0]
+            self._computing[key] = (
+                layer_s,
+                layer_s + self.operators.forks(a.node, (a.step,), backward)[0],
+            )
         return self._computing[key]
 
     def _summed(self, known: Sequence[_Known], sums: Transfers) -> float:
-        """What every operator and movement takes alone, added up; halos are hidden by what is computed meanwhile."""
+        """What every operator and movement takes alone, added up; halos are hidden by
+        what is computed meanwhile.
+        """
         total = sum(chain(*(k.summed_s for k in known)), 0.0)
         for rounds, itemsize in sums:
             (held, _), *_ = rounds
             holders = tuple(rank for rank, box in enumerate(held) if box.numel)
-            total += held[holders[0]].numel * itemsize * self.network.s_per_summed_byte(holders)
+            total += (
+                held[holders[0]].numel
+                * itemsize
+                * self.network.s_per_summed_byte(holders)
+            )
         return total
 
 
 def _slowed(passes: list[Pass], factors: Array) -> list[Pass]:
     """On devices that take so many times as long."""
-    return passes if (factors == 1).all() else [one._replace(seconds=one.seconds * factors) for one in passes]
+    return (
+        passes
+        if (factors == 1).all()
+        else [one._replace(seconds=one.seconds * factors) for one in passes]
+    )
 
 
 def _walked(passes: Sequence[Pass], clocks: Clocks) -> Clocks:
@@ -241,12 +345,27 @@ def price(
     return Pricer(graph, profile, mode).price(splits)
 
 
-def gathers(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -> tuple[Gathered, ...]:
-    """The operators, but for layers that ``splits`` replicates, that run on the whole; those that send most first."""
+def gathers(
+    graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode
+) -> tuple[Gathered, ...]:
+    """The operators, but for layers that ``splits`` replicates, that run on the whole;
+    those that send most first.
+    """
     found = []
     for a in walk(graph, splits, world, mode)[0]:
-        if a.node.layer is None and a.node.outputs and a.step.output.kind == "replicated":
-            sent = sum(sum(traffic(rounds, itemsize).values()) for rounds, itemsize in a.forward + a.backward)
-            known = a.node.name, a.node.function or a.node.name, graph.values[a.node.outputs[0]].shape
+        if (
+            a.node.layer is None
+            and a.node.outputs
+            and a.step.output.kind == "replicated"
+        ):
+            sent = sum(
+                sum(traffic(rounds, itemsize).values())
+                for rounds, itemsize in a.forward + a.backward
+            )
+            known = (
+                a.node.name,
+                a.node.function or a.node.name,
+                graph.values[a.node.outputs[0]].shape,
+            )
             found += [Gathered(*known, sent)] if sent else []
     return tuple(sorted(found, key=lambda g: -g.sent_bytes))

@@ -1,4 +1,6 @@
-"""Bytes that a step holds in the memory of each device: parameters, results, copies of what arrives. Pure."""
+"""Bytes that a step holds in the memory of each device: parameters, results, copies of
+what arrives. Pure.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ from .redistribution import Moved, received_bytes
 
 
 class Footprint(NamedTuple):
-    """(P,) bytes of one operator under a plan: its result, copies that are made of what arrives for it, and messages.
+    """(P,) bytes of one operator under a plan: its result, copies that are made of what
+    arrives for it, and messages.
 
-    ``copies`` live until it is done, in training until its gradient is. ``passing``: the most that comes and goes while
-    it waits, in any of its passes.
+    ``copies`` live until it is done, in training until its gradient is. ``passing``:
+    the most that comes and goes while it waits, in any of its passes.
     """
 
     result: Array
@@ -34,14 +37,18 @@ def result_bytes(graph: Graph, node: Node, step: Step) -> list[int]:
     """Bytes of what an operator leaves in memory on each rank; a view leaves nothing."""
     if not _leaves(node):
         return [0] * step.output.world
-    return [box.numel * graph.values[node.outputs[0]].itemsize for box in step.output.boxes]
+    return [
+        box.numel * graph.values[node.outputs[0]].itemsize for box in step.output.boxes
+    ]
 
 
 def _leaves(node: Node) -> bool:
     return bool(node.outputs) and not node.views
 
 
-def copied(transfers: Transfers, messages: Sequence[Messages], world: int, *, apart: bool) -> Array:
+def copied(
+    transfers: Transfers, messages: Sequence[Messages], world: int, *, apart: bool
+) -> Array:
     """(P,) bytes of the tensors that are made of what arrives; ``apart``: see `Network.messages`.
 
     ``messages``: of all rounds of the transfers. Where nothing arrives nothing is made.
@@ -49,24 +56,40 @@ def copied(transfers: Transfers, messages: Sequence[Messages], world: int, *, ap
     found, each = np.zeros(world), iter(messages)
     for rounds, itemsize in transfers:
         made = np.zeros(world)
-        for (_, wanted), one in zip(rounds, each, strict=False):  # each round's tensor is there until the next one's is
+        for (_, wanted), one in zip(
+            rounds, each, strict=False
+        ):  # each round's tensor is there until the next one's is
             arriving = one.sent_bytes.sum(0)
-            made = arriving if apart else np.where(arriving > 0, _bytes(wanted, itemsize), 0.0)
+            made = (
+                arriving
+                if apart
+                else np.where(arriving > 0, _bytes(wanted, itemsize), 0.0)
+            )
         found = found + made
     return found
 
 
 def most_passing(messages: Sequence[Messages], world: int) -> Array:
     """(P,) bytes that arrive in the round in which most does."""
-    most: Array = np.max([m.sent_bytes.sum(0) for m in messages], axis=0, initial=0.0) if messages else np.zeros(world)
+    most: Array = (
+        np.max([m.sent_bytes.sum(0) for m in messages], axis=0, initial=0.0)
+        if messages
+        else np.zeros(world)
+    )
     return most
 
 
 def copied_between(moved: Moved) -> Array:
-    """(sources, reads, P): `copied` of a value that is brought from each layout to each of the reads."""
+    """(sources, reads, P): `copied` of a value that is brought from each layout to each
+    of the reads.
+    """
     arriving = received_bytes(moved)
     whole = np.array([_bytes(read.boxes, moved.itemsize) for read in moved.reads])
-    made = np.where(moved.apart[..., None], arriving, whole) if moved.apart is not None else whole
+    made = (
+        np.where(moved.apart[..., None], arriving, whole)
+        if moved.apart is not None
+        else whole
+    )
     found: Array = np.where(arriving > 0, made, 0.0)
     return found
 
@@ -86,18 +109,28 @@ def parameter_bytes(
     held = op.held(splits.get(str(layer), REPLICATE), world) if op is not None else {}
     found = [0.0] * world
     for name, size in graph.owned.get(layer, {}).items():
-        parts = [box.numel / held[name].numel for box in held[name].boxes] if name in held else [1.0] * world
-        found = [of_rank + size * part for of_rank, part in zip(found, parts, strict=True)]
+        parts = (
+            [box.numel / held[name].numel for box in held[name].boxes]
+            if name in held
+            else [1.0] * world
+        )
+        found = [
+            of_rank + size * part for of_rank, part in zip(found, parts, strict=True)
+        ]
     return [of_rank * (4 if mode == "train" else 1) for of_rank in found]
 
 
 def input_bytes(graph: Graph) -> int:
     """Of the model's inputs, which every rank is given."""
-    return sum(prod(graph.values[i].shape) * graph.values[i].itemsize for i in graph.inputs)
+    return sum(
+        prod(graph.values[i].shape) * graph.values[i].itemsize for i in graph.inputs
+    )
 
 
 def last_readers(graph: Graph) -> list[int]:
-    """By operator, the last one that reads its result or a view of it; one past all for what the model returns."""
+    """By operator, the last one that reads its result or a view of it; one past all for
+    what the model returns.
+    """
     last: dict[int, int] = dict.fromkeys(graph.outputs, len(graph.nodes))
     for k in reversed(range(len(graph.nodes))):
         node = graph.nodes[k]
@@ -105,7 +138,10 @@ def last_readers(graph: Graph) -> list[int]:
             last.setdefault(i, k)
         for i in node.views:
             last[i] = max((last[i], *(last.get(out, k) for out in node.outputs)))
-    return [max((last.get(i, k) for i in node.outputs), default=k) for k, node in enumerate(graph.nodes)]
+    return [
+        max((last.get(i, k) for i in node.outputs), default=k)
+        for k, node in enumerate(graph.nodes)
+    ]
 
 
 def alive(results: Array, last: Sequence[int]) -> Array:
@@ -118,10 +154,15 @@ def alive(results: Array, last: Sequence[int]) -> Array:
 
 
 def kept(graph: Graph, mode: Mode) -> set[Node]:
-    """The operators whose results stay: in training all; in inference those that are there when most is."""
+    """The operators whose results stay: in training all; in inference those that are
+    there when most is.
+    """
     if mode == "train" or not graph.nodes:
         return set(graph.nodes)
-    last, sizes = last_readers(graph), np.array([_whole_bytes(graph, node) for node in graph.nodes], dtype=float)
+    last, sizes = (
+        last_readers(graph),
+        np.array([_whole_bytes(graph, node) for node in graph.nodes], dtype=float),
+    )
     peak = int(alive(sizes[:, None], last)[:, 0].argmax())
     return {node for k, node in enumerate(graph.nodes) if k <= peak <= last[k]}
 
@@ -134,17 +175,29 @@ def _whole_bytes(graph: Graph, node: Node) -> int:
 
 
 def memory_bytes(
-    graph: Graph, known: Sequence[Footprint], splits: Mapping[str, Split], world: int, mode: Mode, last: Sequence[int]
+    graph: Graph,
+    known: Sequence[Footprint],
+    splits: Mapping[str, Split],
+    world: int,
+    mode: Mode,
+    last: Sequence[int],
 ) -> tuple[int, ...]:
-    """Bytes on each rank, at most: inputs, parameters, and what operators hold; in training all of it stays.
+    """Bytes on each rank, at most: inputs, parameters, and what operators hold; in
+    training all of it stays.
 
     ``known``: of every operator in order, then of what comes after them; ``last``: `last_readers`.
     """
     layers = (None, *graph.layers)
-    held = np.sum([parameter_bytes(graph, splits, world, mode, layer) for layer in layers], axis=0) + input_bytes(graph)
-    results, copies, passing = (np.array(column).reshape(-1, world) for column in zip(*known, strict=True))
+    held = np.sum(
+        [parameter_bytes(graph, splits, world, mode, layer) for layer in layers], axis=0
+    ) + input_bytes(graph)
+    results, copies, passing = (
+        np.array(column).reshape(-1, world) for column in zip(*known, strict=True)
+    )
     if mode == "train":
         most = (results + copies).sum(0) + passing.max(0)
     else:
-        most = (alive(results, last) - results + copies + np.maximum(results, passing)).max(0)
+        most = (
+            alive(results, last) - results + copies + np.maximum(results, passing)
+        ).max(0)
     return tuple(int(n) for n in (held + most).tolist())

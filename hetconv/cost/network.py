@@ -1,4 +1,6 @@
-"""How long messages between ranks take: a profile's links as arrays, for many rounds of exchange at once. Pure."""
+"""How long messages between ranks take: a profile's links as arrays, for many rounds of
+exchange at once. Pure.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ from hetconv.sharding.param_shards import Ranks, summed_among
 
 Array = npt.NDArray[np.float64]
 SUMMED_BYTES = 4 << 20  # of a large sum
-Wire = tuple[tuple[tuple[int, int], ...], float]  # the (sender, receiver) pairs that share it, seconds per byte
+Wire = tuple[
+    tuple[tuple[int, int], ...], float
+]  # the (sender, receiver) pairs that share it, seconds per byte
 
 
 class Messages(NamedTuple):
     """One round: (P, P) bytes from sender to receiver, and which pairs that are.
 
-    (P,) seconds: for ``sending`` each rank puts its messages where receivers find them; from when that is done, for
-    what it sends and for all that it gets, it takes ``receiving``.
+    (P,) seconds: for ``sending`` each rank puts its messages where receivers find them;
+    from when that is done, for what it sends and for all that it gets, it takes
+    ``receiving``.
     """
 
     sent_bytes: Array
@@ -42,10 +47,11 @@ class Messages(NamedTuple):
 class Network:
     """``latency_s`` and ``s_per_byte``: (P, P), from sender to receiver, 0 from a rank to itself.
 
-    ``shared``: wires that several pairs use at once, such as a host's uplink; one for each direction if it is duplex.
-    ``overlap`` and ``sum_s_per_byte``: as `ClusterProfile` has them. ``adding``: (P,) seconds that each rank takes for
-    a byte that it adds to what it has. ``by_memory``: (P, P), which pairs have no wire; (P,) ``sends`` and ``joins``
-    are then as `Copying` has them.
+    ``shared``: wires that several pairs use at once, such as a host's uplink; one for
+    each direction if it is duplex. ``overlap`` and ``sum_s_per_byte``: as
+    `ClusterProfile` has them. ``adding``: (P,) seconds that each rank takes for a byte
+    that it adds to what it has. ``by_memory``: (P, P), which pairs have no wire; (P,)
+    ``sends`` and ``joins`` are then as `Copying` has them.
     """
 
     latency_s: Array
@@ -58,7 +64,9 @@ class Network:
     sends: Array | float = 0.0
     joins: Array | float = 0.0
     _known: dict[tuple[Exchange, int, bool], Messages] = field(default_factory=dict)
-    _same: dict[tuple[int, int, bool], tuple[Exchange, Messages]] = field(default_factory=dict)
+    _same: dict[tuple[int, int, bool], tuple[Exchange, Messages]] = field(
+        default_factory=dict
+    )
     _per_byte: dict[Ranks, float] = field(default_factory=dict)
 
     @classmethod
@@ -68,37 +76,68 @@ class Network:
             link = profile.link(a, b)
             latency_s[a, b] = link.latency_s * profile.latency_at_work
             s_per_byte[a, b] = link.s_per_byte * profile.bytes_at_work
-        shared = tuple((wire.pairs, wire.s_per_byte * profile.bytes_at_work) for wire in profile.shared)
+        shared = tuple(
+            (wire.pairs, wire.s_per_byte * profile.bytes_at_work)
+            for wire in profile.shared
+        )
         copying = [device.copying for device in profile.devices]
-        own = np.array([(c.sends, c.joins, c.adds) if c else (0.0, 0.0, 0.0) for c in copying]) * profile.bytes_at_work
+        own = (
+            np.array(
+                [(c.sends, c.joins, c.adds) if c else (0.0, 0.0, 0.0) for c in copying]
+            )
+            * profile.bytes_at_work
+        )
         by_memory = np.zeros((profile.world, profile.world), dtype=bool)
         for ranks in profile.nodes:
             copies = [rank for rank in ranks if copying[rank] is not None]
             by_memory[np.ix_(copies, copies)] = True
         sends, joins, adds = own.T
-        adding = np.where(adds > 0, adds, [_adding(device) for device in profile.devices])
+        adding = np.where(
+            adds > 0, adds, [_adding(device) for device in profile.devices]
+        )
         return cls(
-            latency_s, s_per_byte, shared, profile.overlap, profile.sum_s_per_byte, adding, by_memory, sends, joins
-        )  # fmt: skip
+            latency_s,
+            s_per_byte,
+            shared,
+            profile.overlap,
+            profile.sum_s_per_byte,
+            adding,
+            by_memory,
+            sends,
+            joins,
+        )
 
     @property
     def world(self) -> int:
         return len(self.latency_s)
 
-    def spent(self, sent_bytes: Array, added_bytes: Array | float = 0.0, joined_bytes: Array | float = 0.0) -> Array:
-        """(..., P, P), sender by receiver -> (..., P): seconds in which each rank sends and receives all of one round.
+    def spent(
+        self,
+        sent_bytes: Array,
+        added_bytes: Array | float = 0.0,
+        joined_bytes: Array | float = 0.0,
+    ) -> Array:
+        """(..., P, P), sender by receiver -> (..., P): seconds in which each rank sends
+        and receives all of one round.
 
-        Of ranks that begin together. A rank sends one message after the other; by wires it receives meanwhile, by
-        memory afterwards. No bytes are no message and cost no latency. Then (..., P) ``added_bytes`` of what it has are
-        added to others, or messages and its own part are joined to so many.
+        Of ranks that begin together. A rank sends one message after the other; by wires
+        it receives meanwhile, by memory afterwards. No bytes are no message and cost no
+        latency. Then (..., P) ``added_bytes`` of what it has are added to others, or
+        messages and its own part are joined to so many.
         """
         sending, receiving = self._sides(sent_bytes, added_bytes, joined_bytes)
         return _there(sending, sent_bytes > 0) + receiving
 
-    def _sides(self, sent_bytes: Array, added_bytes: Array | float, joined_bytes: Array | float) -> tuple[Array, Array]:
-        """(..., P) seconds before and after messages lie where receivers find them, see `Messages`."""
+    def _sides(
+        self, sent_bytes: Array, added_bytes: Array | float, joined_bytes: Array | float
+    ) -> tuple[Array, Array]:
+        """(..., P) seconds before and after messages lie where receivers find them, see
+        `Messages`.
+        """
         pairs, added = sent_bytes > 0, added_bytes * self.adding
-        by_wire = (pairs * self.latency_s + sent_bytes * self.s_per_byte) * ~np.asarray(self.by_memory)
+        by_wire = (pairs * self.latency_s + sent_bytes * self.s_per_byte) * ~np.asarray(
+            self.by_memory
+        )
         carried: Array = np.maximum(by_wire.sum(-1), by_wire.sum(-2))
         if not np.any(self.by_memory):
             return np.zeros_like(carried), carried + added
@@ -108,8 +147,15 @@ class Network:
         joined = np.where(added > 0, 0.0, by_memory.any(-2) * joined_bytes * self.joins)
         return sending, carried + half.sum(-2) + joined + added
 
-    def seconds(self, sent_bytes: Array, added_bytes: Array | float = 0.0, joined_bytes: Array | float = 0.0) -> Array:
-        """(..., P, P) -> (...): how long one round takes: what the slowest rank or the busiest shared wire does."""
+    def seconds(
+        self,
+        sent_bytes: Array,
+        added_bytes: Array | float = 0.0,
+        joined_bytes: Array | float = 0.0,
+    ) -> Array:
+        """(..., P, P) -> (...): how long one round takes: what the slowest rank or the
+        busiest shared wire does.
+        """
         slowest: Array = self.spent(sent_bytes, added_bytes, joined_bytes).max(-1)
         if self.shared:
             flat = sent_bytes.reshape(*sent_bytes.shape[:-2], -1)
@@ -126,7 +172,8 @@ class Network:
         return loads.reshape(-1, len(self.shared))
 
     def messages(self, one: Exchange, itemsize: int, apart: bool = False) -> Messages:
-        """Of one round, remembered. Ranks whose messages share a wire are done when that has carried all of them.
+        """Of one round, remembered. Ranks whose messages share a wire are done when
+        that has carried all of them.
 
         ``apart``: what arrives is not joined with what a rank has, as halos are not.
         """
@@ -134,7 +181,10 @@ class Network:
         if key not in self._same:
             if (one, itemsize, apart) not in self._known:
                 self._known[one, itemsize, apart] = self._messages(one, itemsize, apart)
-            self._same[key] = one, self._known[one, itemsize, apart]  # the round is kept, so that its id stays
+            self._same[key] = (
+                one,
+                self._known[one, itemsize, apart],
+            )  # the round is kept, so that its id stays
         return self._same[key][1]
 
     def _messages(self, one: Exchange, itemsize: int, apart: bool) -> Messages:
@@ -143,32 +193,54 @@ class Network:
         wanted_bytes = np.array([box.numel * itemsize for box in wanted])
         sent = common * (1.0 - np.eye(self.world))
         pairs = sent > 0
-        sending, receiving = self._sides(sent, added(common, wanted_bytes), sent.sum(0) if apart else wanted_bytes)
-        for wire, load in zip(self.shared, sent.reshape(-1) @ self._loads, strict=True) if self.shared else ():
+        sending, receiving = self._sides(
+            sent, added(common, wanted_bytes), sent.sum(0) if apart else wanted_bytes
+        )
+        for wire, load in (
+            zip(self.shared, sent.reshape(-1) @ self._loads, strict=True)
+            if self.shared
+            else ()
+        ):
             users = [rank for pair in wire[0] if pairs[pair] for rank in pair]
             receiving[users] = np.maximum(receiving[users], load)
         return Messages(sent, pairs, sending, receiving)
 
-    def rounds_s(self, rounds: tuple[Exchange, ...], itemsize: int, apart: bool = False) -> float:
+    def rounds_s(
+        self, rounds: tuple[Exchange, ...], itemsize: int, apart: bool = False
+    ) -> float:
         """Seconds of rounds one after the other, each as long as its slowest rank takes."""
-        return sum(float(self.messages(one, itemsize, apart).together.max(initial=0.0)) for one in rounds)
+        return sum(
+            float(self.messages(one, itemsize, apart).together.max(initial=0.0))
+            for one in rounds
+        )
 
     def s_per_summed_byte(self, holders: Ranks) -> float:
-        """Seconds for a byte of a large sum among some ranks, as those of parameters' gradients are; remembered."""
+        """Seconds for a byte of a large sum among some ranks, as those of parameters'
+        gradients are; remembered.
+        """
         if holders not in self._per_byte:
-            moving = self.rounds_s(summed_among(holders, SUMMED_BYTES // 4, self.world), 4)
-            self._per_byte[holders] = moving / SUMMED_BYTES + (self.sum_s_per_byte if len(holders) > 1 else 0.0)
+            moving = self.rounds_s(
+                summed_among(holders, SUMMED_BYTES // 4, self.world), 4
+            )
+            self._per_byte[holders] = moving / SUMMED_BYTES + (
+                self.sum_s_per_byte if len(holders) > 1 else 0.0
+            )
         return self._per_byte[holders]
 
     def summing(self, sums: Iterable[tuple[tuple[Exchange, ...], int]]) -> Array:
         """(P,) seconds that each rank takes for sums of gradients beside their messages."""
-        held = [[box.numel * itemsize for box in rounds[0][0]] for rounds, itemsize in sums if rounds]
+        held = [
+            [box.numel * itemsize for box in rounds[0][0]]
+            for rounds, itemsize in sums
+            if rounds
+        ]
         total: Array = np.array(held, dtype=np.float64).reshape(-1, self.world).sum(0)
         return total * self.sum_s_per_byte
 
 
 def added(common: Array, wanted: Array) -> Array:
-    """(..., P, P), (..., P) -> (..., P): what each receiver adds, of all that senders, itself among them, have of it.
+    """(..., P, P), (..., P) -> (..., P): what each receiver adds, of all that senders,
+    itself among them, have of it.
 
     What several have is summed: beyond the first summand of each element, all are added.
     """
@@ -177,24 +249,39 @@ def added(common: Array, wanted: Array) -> Array:
 
 
 def _there(sending: Array, pairs: npt.NDArray[np.bool_]) -> Array:
-    """(..., P), (..., P, P) -> (..., P): when all that each rank sends and gets lies where it is to be found."""
+    """(..., P), (..., P, P) -> (..., P): when all that each rank sends and gets lies
+    where it is to be found.
+    """
     there: Array = np.maximum(sending, np.where(pairs, sending[..., None], 0.0).max(-2))
     return there
 
 
 def _adding(device: DeviceModel) -> float:
-    """Of two that are read and one that is written; nothing where that was not measured, as data sheets say nothing."""
+    """Of two that are read and one that is written; nothing where that was not
+    measured, as data sheets say nothing.
+    """
     model = device.others.get("elementwise float32")
-    return model.forward.at(3.0 * SUMMED_BYTES) / SUMMED_BYTES if model is not None else 0.0
+    return (
+        model.forward.at(3.0 * SUMMED_BYTES) / SUMMED_BYTES
+        if model is not None
+        else 0.0
+    )
 
 
 def _common(held: Boxes, wanted: Boxes) -> Array:
-    """(P, P): elements that each rank's held box and each rank's wanted one have in common, as `layout.pieces` does."""
+    """(P, P): elements that each rank's held box and each rank's wanted one have in
+    common, as `layout.pieces` does.
+    """
     common = np.ones((len(held), len(wanted)))
-    corners = (np.array([(b.lo, b.hi) for b in boxes], dtype=np.float64).transpose(2, 1, 0) for boxes in (held, wanted))
+    corners = (
+        np.array([(b.lo, b.hi) for b in boxes], dtype=np.float64).transpose(2, 1, 0)
+        for boxes in (held, wanted)
+    )
     for ends in zip(*corners, strict=True):
         (lo, hi), (start, end) = ends
-        common = common * np.maximum(np.minimum(hi[:, None], end) - np.maximum(lo[:, None], start), 0)
+        common = common * np.maximum(
+            np.minimum(hi[:, None], end) - np.maximum(lo[:, None], start), 0
+        )
     return common
 
 

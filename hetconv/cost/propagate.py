@@ -1,4 +1,6 @@
-"""How a model runs under a plan: every operator through its rule, with all that moves for it, in order. Pure."""
+"""How a model runs under a plan: every operator through its rule, with all that moves
+for it, in order. Pure.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ TOLD = "running statistics"
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """One operator under a plan: how it runs and what moves for it. ``hides``: halos travel while it computes.
+    """One operator under a plan: how it runs and what moves for it. ``hides``: halos
+    travel while it computes.
 
-    ``of_all``: it stands for what ranks tell each other of all operators, whose own costs leave it out.
+    ``of_all``: it stands for what ranks tell each other of all operators, whose own
+    costs leave it out.
     """
 
     node: Node
@@ -41,9 +45,11 @@ Walked = tuple[list[Applied], Transfers]
 
 
 class Walk:
-    """Walks of one model, one after another: how an operator runs on inputs that lie alike is the same object in all.
+    """Walks of one model, one after another: how an operator runs on inputs that lie
+    alike is the same object in all.
 
-    What is known is looked up by the identity of layouts, for they are long to compare, and keeps them.
+    What is known is looked up by the identity of layouts, for they are long to compare,
+    and keeps them.
     """
 
     def __init__(self, graph: Graph, world: int, mode: Mode):
@@ -51,47 +57,85 @@ class Walk:
         self._known: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, splits: Mapping[str, Split]) -> Walked:
-        """Every operator under ``splits`` in order, and the sums of parameter gradients, as the runtime does them.
+        """Every operator under ``splits`` in order, and the sums of parameter
+        gradients, as the runtime does them.
 
-        A layer without a split is replicated. The last entries stand for the end of the forward: outputs are
-        gathered, and what operators have to tell is told, if any has.
+        A layer without a split is replicated. The last entries stand for the end of the
+        forward: outputs are gathered, and what operators have to tell is told, if any
+        has.
         """
         graph = self.graph
         placed = {i: self._whole(i) for i in range(len(graph.values))}
         applied: list[Applied] = []
         contributed: set[int] = set()
-        tells: dict[int, tuple[int, ...]] = {}  # by bytes of a number, how many of each rank
+        tells: dict[
+            int, tuple[int, ...]
+        ] = {}  # by bytes of a number, how many of each rank
         memory = Memory(placed)
         for node in graph.nodes:
-            split = splits.get(node.layer, REPLICATE) if node.layer is not None else REPLICATE
+            split = (
+                splits.get(node.layer, REPLICATE)
+                if node.layer is not None
+                else REPLICATE
+            )
             inputs = tuple(placed[i] for i in node.inputs)
             step, others = self._once(self._step, node, split, *inputs)
             shared: list[tuple[int, Layout]] = []
             if node.writes and not memory.may_write(node, step.output):
                 shared = memory.make_whole(node.views)
                 inputs = tuple(placed[i] for i in node.inputs)
-                step, others = self._once(self._gathered, node, step.output.shape, *inputs)
-            if step.output.kind == "replicated":  # what shares memory with the result is whole now
+                step, others = self._once(
+                    self._gathered, node, step.output.shape, *inputs
+                )
+            if (
+                step.output.kind == "replicated"
+            ):  # what shares memory with the result is whole now
                 shared = shared + memory.make_whole(node.views)
                 placed |= {i: self._whole(i) for i in (*node.views, *node.outputs)}
             else:
                 placed |= dict(zip(node.outputs, (step.output, *others), strict=False))
                 memory.join(node)
             roots = tuple(i for i, _ in shared)
-            applied.append(self._once(self._applied, node, split, roots, step, *inputs, *(x for _, x in shared)))
+            applied.append(
+                self._once(
+                    self._applied,
+                    node,
+                    split,
+                    roots,
+                    step,
+                    *inputs,
+                    *(x for _, x in shared),
+                )
+            )
             if step.contributes:
-                contributed |= {i for i in (*node.params, *node.inputs) if graph.values[i].param is not None}
+                contributed |= {
+                    i
+                    for i in (*node.params, *node.inputs)
+                    if graph.values[i].param is not None
+                }
             if step.tells:
                 exact = _exact(graph, node)
-                tells[exact] = tuple(map(sum, zip(tells.get(exact, (0,) * self.world), step.tells, strict=True)))
+                tells[exact] = tuple(
+                    map(
+                        sum,
+                        zip(
+                            tells.get(exact, (0,) * self.world), step.tells, strict=True
+                        ),
+                    )
+                )
         applied.append(self._once(self._outputs, *(placed[i] for i in graph.outputs)))
         if tells:
             applied.append(self._once(self._told, tuple(tells.items())))
-        return applied, _gradient_sums(graph, splits, contributed, self.world) if self.mode == "train" else ()
+        return applied, _gradient_sums(
+            graph, splits, contributed, self.world
+        ) if self.mode == "train" else ()
 
     def _once(self, make: Callable[..., T], *given: Any) -> T:
         """What was made of these."""
-        key = make.__name__, *(id(x) if isinstance(x, Node | Layout | Step) else x for x in given)
+        key = (
+            make.__name__,
+            *(id(x) if isinstance(x, Node | Layout | Step) else x for x in given),
+        )
         if key not in self._known:
             self._known[key] = make(*given), given
         found: T = self._known[key][0]
@@ -100,37 +144,72 @@ class Walk:
     def _whole(self, value: int) -> Layout:
         return Layout.replicated(self.graph.values[value].shape, self.world)
 
-    def _step(self, node: Node, split: Split, *inputs: Layout) -> tuple[Step, list[Layout]]:
+    def _step(
+        self, node: Node, split: Split, *inputs: Layout
+    ) -> tuple[Step, list[Layout]]:
         """How an operator runs, and how its further outputs lie."""
         step = node.op.step(inputs or (Layout.replicated((), self.world),), split)
-        others = [s.output for s in node.op.steps(inputs)[1:]] if isinstance(node.op, Pieces) else []
+        others = (
+            [s.output for s in node.op.steps(inputs)[1:]]
+            if isinstance(node.op, Pieces)
+            else []
+        )
         return step, others or [step.output] * (len(node.outputs) - 1)
 
-    def _gathered(self, node: Node, shape: Shape, *inputs: Layout) -> tuple[Step, list[Layout]]:
+    def _gathered(
+        self, node: Node, shape: Shape, *inputs: Layout
+    ) -> tuple[Step, list[Layout]]:
         return Gather(shape).step(inputs or (Layout.replicated((), self.world),)), []
 
-    def _applied(self, node: Node, split: Split, roots: tuple[int, ...], step: Step, *lay: Layout) -> Applied:
+    def _applied(
+        self, node: Node, split: Split, roots: tuple[int, ...], step: Step, *lay: Layout
+    ) -> Applied:
         """``lay``: how the inputs lie, and how ``roots`` did, which are gathered first."""
         inputs, lay_before = lay[: len(node.inputs)], lay[len(node.inputs) :]
         now = _applied(self.graph, node, split, step, inputs, self.mode)
         return replace(now, forward=(*self._gathers(roots, lay_before), *now.forward))
 
     def _outputs(self, *lay: Layout) -> Applied:
-        node, nowhere = Node("output", _NOTHING, self.graph.outputs, ()), Layout.replicated((), self.world)
-        return Applied(node, REPLICATE, Step((), nowhere), self._gathers(self.graph.outputs, lay), (), False)
+        node, nowhere = (
+            Node("output", _NOTHING, self.graph.outputs, ()),
+            Layout.replicated((), self.world),
+        )
+        return Applied(
+            node,
+            REPLICATE,
+            Step((), nowhere),
+            self._gathers(self.graph.outputs, lay),
+            (),
+            False,
+        )
 
     def _told(self, tells: tuple[tuple[int, tuple[int, ...]], ...]) -> Applied:
         moves = tuple(told(counts) for _, counts in tells)
         step = Step((), Layout.replicated((), self.world), forward=moves)
-        forward = tuple((move.forward, exact) for move, (exact, _) in zip(moves, tells, strict=True))
-        return Applied(Node(TOLD, _NOTHING, (), ()), REPLICATE, step, forward, (), False, of_all=True)
+        forward = tuple(
+            (move.forward, exact) for move, (exact, _) in zip(moves, tells, strict=True)
+        )
+        return Applied(
+            Node(TOLD, _NOTHING, (), ()),
+            REPLICATE,
+            step,
+            forward,
+            (),
+            False,
+            of_all=True,
+        )
 
     def _gathers(self, values: Sequence[int], lay: Sequence[Layout]) -> Transfers:
         both = zip(values, lay, strict=True)
-        return tuple((Move(x, self._whole(i)).forward, self.graph.values[i].itemsize) for i, x in both)
+        return tuple(
+            (Move(x, self._whole(i)).forward, self.graph.values[i].itemsize)
+            for i, x in both
+        )
 
 
-def walk(graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode) -> tuple[list[Applied], Transfers]:
+def walk(
+    graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode
+) -> tuple[list[Applied], Transfers]:
     """`Walk`, of one plan."""
     return Walk(graph, world, mode)(splits)
 
@@ -144,13 +223,25 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _applied(graph: Graph, node: Node, split: Split, step: Step, inputs: tuple[Layout, ...], mode: Mode) -> Applied:
+def _applied(
+    graph: Graph,
+    node: Node,
+    split: Split,
+    step: Step,
+    inputs: tuple[Layout, ...],
+    mode: Mode,
+) -> Applied:
     forward: list[tuple[Rounds, int]] = []
     backward: list[tuple[Rounds, int]] = []
-    differentiable = mode == "train" and any(graph.values[i].requires_grad for i in node.outputs)
+    differentiable = mode == "train" and any(
+        graph.values[i].requires_grad for i in node.outputs
+    )
     for i, src, read in zip(node.inputs, inputs, step.reads, strict=False):
         value = graph.values[i]
-        if (isinstance(read, Layout) and (read.kind, read.boxes) == (src.kind, src.boxes)) or value.param is not None:
+        if (
+            isinstance(read, Layout)
+            and (read.kind, read.boxes) == (src.kind, src.boxes)
+        ) or value.param is not None:
             continue
         move = Move(src, read)
         forward.append((move.forward, value.itemsize))
@@ -170,11 +261,26 @@ def _exact(graph: Graph, node: Node) -> int:
     return max(graph.values[node.outputs[0]].itemsize, 4)
 
 
-def _gradient_sums(graph: Graph, splits: Mapping[str, Split], used: set[int], world: int) -> Transfers:
-    """The buckets of `replicas.Scope`: parameters that are shared alike, of which the used ones are summed."""
-    found = {i: held for i in graph.params if (held := held_of(graph, i, splits, world)) is not None}
-    trained = [i for i in graph.params if graph.values[i].requires_grad and (i not in found or found[i].repeated)]
-    kinds = [(graph.values[i].dtype, found[i].sharing if i in found else None) for i in trained]
+def _gradient_sums(
+    graph: Graph, splits: Mapping[str, Split], used: set[int], world: int
+) -> Transfers:
+    """The buckets of `replicas.Scope`: parameters that are shared alike, of which the
+    used ones are summed.
+    """
+    found = {
+        i: held
+        for i in graph.params
+        if (held := held_of(graph, i, splits, world)) is not None
+    }
+    trained = [
+        i
+        for i in graph.params
+        if graph.values[i].requires_grad and (i not in found or found[i].repeated)
+    ]
+    kinds = [
+        (graph.values[i].dtype, found[i].sharing if i in found else None)
+        for i in trained
+    ]
     sums: list[tuple[Rounds, int]] = []
     for bucket in buckets([prod(graph.values[i].shape) for i in trained], kinds=kinds):
         numels: dict[Ranks, int] = {}
@@ -183,13 +289,21 @@ def _gradient_sums(graph: Graph, splits: Mapping[str, Split], used: set[int], wo
             for box, holders in found[i].atoms if i in found else (whole,):
                 numels[holders] = numels.get(holders, 0) + box.numel
         itemsize = graph.values[trained[bucket[0]]].itemsize
-        rounds = (summed_among(holders, numel, world) for holders, numel in numels.items() if numel)
+        rounds = (
+            summed_among(holders, numel, world)
+            for holders, numel in numels.items()
+            if numel
+        )
         sums += [(one, itemsize) for one in rounds if one]
     return tuple(sums)
 
 
-def held_of(graph: Graph, param: int, splits: Mapping[str, Split], world: int) -> Held | None:
-    """Who holds what of a parameter, by its index among the values; None if every rank holds the whole."""
+def held_of(
+    graph: Graph, param: int, splits: Mapping[str, Split], world: int
+) -> Held | None:
+    """Who holds what of a parameter, by its index among the values; None if every rank
+    holds the whole.
+    """
     layer, _, name = str(graph.values[param].param).rpartition(".")
     if layer not in splits or layer not in graph.layers:
         return None

@@ -1,7 +1,8 @@
-"""Tables of what data movement costs, from each of many layouts to each of many reads: `layout` on arrays. Pure.
+"""Tables of what data movement costs, from each of many layouts to each of many reads:
+`layout` on arrays. Pure.
 
-The planner compares thousands of redistributions of a value; here one costs microseconds. Tests hold each entry equal
-to what `Move` and `traffic` say of its pair.
+The planner compares thousands of redistributions of a value; here one costs
+microseconds. Tests hold each entry equal to what `Move` and `traffic` say of its pair.
 """
 
 from __future__ import annotations
@@ -18,22 +19,29 @@ from hetconv.sharding.layout import Boxes, Layout, Need, exchanges
 
 from .network import Array, Network, added
 
-# Numbers of an intermediate result: 120 KB stay in a core's cache. Above 128 KB malloc may hand pages back to the
-# system and take fresh ones at every step, which takes longer than filling them.
+# Numbers of an intermediate result: 120 KB stay in a core's cache. Above 128 KB malloc
+# may hand pages back to the system and take fresh ones at every step, which takes
+# longer than filling them.
 BLOCK = 15_000
 APART = 1 << 7  # beside the bytes of an element, of which no dtype has so many
-MOST_BOXES = 1 << 24  # whose pairs, with the bytes of an element, are counted in 64 bits
+MOST_BOXES = (
+    1 << 24
+)  # whose pairs, with the bytes of an element, are counted in 64 bits
 
 Ints = npt.NDArray[np.intp]
-# Of the bytes that ranks send each other in a round, that each adds, and that each has in the end, if they are joined:
-Measure = Callable[[Array, Array, Array], Array]  # (n, P, P), (n, P), (n, P) -> (n, ...)
+# Of the bytes that ranks send each other in a round, that each adds, and that each has
+# in the end, if they are joined:
+Measure = Callable[
+    [Array, Array, Array], Array
+]  # (n, P, P), (n, P), (n, P) -> (n, ...)
 
 
 class Moved(NamedTuple):
-    """A value that is moved from each of these layouts to each of these reads, ``itemsize`` bytes per element.
+    """A value that is moved from each of these layouts to each of these reads,
+    ``itemsize`` bytes per element.
 
-    ``adjoint``: its gradient is moved back. ``apart``: (sources, reads), of which what arrives stays as it is, see
-    `Network.messages`.
+    ``adjoint``: its gradient is moved back. ``apart``: (sources, reads), of which what
+    arrives stays as it is, see `Network.messages`.
     """
 
     sources: Sequence[Layout]
@@ -44,9 +52,11 @@ class Moved(NamedTuple):
 
 
 def movements(values: Sequence[Moved], network: Network) -> list[Array]:
-    """(sources, reads) of each value: seconds of moving it, round after round. What values share is computed once.
+    """(sources, reads) of each value: seconds of moving it, round after round. What
+    values share is computed once.
 
-    Raises `LayoutError` for layouts and reads that are not of one shape and of as many ranks as the network.
+    Raises `LayoutError` for layouts and reads that are not of one shape and of as many
+    ranks as the network.
     """
     for one in values:
         if others := {x.world for x in (*one.sources, *one.reads)} - {network.world}:
@@ -58,39 +68,65 @@ def movements(values: Sequence[Moved], network: Network) -> list[Array]:
 
 
 def movement(
-    sources: Sequence[Layout], reads: Sequence[Layout | Need], itemsize: int, network: Network, adjoint: bool
+    sources: Sequence[Layout],
+    reads: Sequence[Layout | Need],
+    itemsize: int,
+    network: Network,
+    adjoint: bool,
 ) -> Array:
     """`movements` of one value."""
     return movements([Moved(sources, reads, itemsize, adjoint)], network)[0]
 
 
-def sent_bytes(sources: Sequence[Layout], reads: Sequence[Layout | Need], itemsize: int, adjoint: bool) -> Array:
-    """(sources, reads): bytes that all ranks send together for what `movement` has the seconds of. Raises alike."""
-    return _tables([Moved(sources, reads, itemsize, adjoint)], lambda sent, *_: sent.sum((-2, -1)))[0]
+def sent_bytes(
+    sources: Sequence[Layout],
+    reads: Sequence[Layout | Need],
+    itemsize: int,
+    adjoint: bool,
+) -> Array:
+    """(sources, reads): bytes that all ranks send together for what `movement` has the
+    seconds of. Raises alike.
+    """
+    return _tables(
+        [Moved(sources, reads, itemsize, adjoint)], lambda sent, *_: sent.sum((-2, -1))
+    )[0]
 
 
 def received_bytes(one: Moved) -> Array:
-    """(sources, reads, P): bytes that arrive at each rank for what `movement` has the seconds of. Raises alike."""
+    """(sources, reads, P): bytes that arrive at each rank for what `movement` has the
+    seconds of. Raises alike.
+    """
     return _tables([one], lambda sent, *_: sent.sum(-2), (one.sources[0].world,))[0]
 
 
-def _tables(values: Sequence[Moved], measure: Measure, each: tuple[int, ...] = ()) -> list[Array]:
+def _tables(
+    values: Sequence[Moved], measure: Measure, each: tuple[int, ...] = ()
+) -> list[Array]:
     """(sources, reads, *each) of each value, where ``measure`` gives so many numbers of a round."""
     boxes = _Numbered()
     coded = [_coded(one, boxes) for one in values]
     if not coded:
         return []
-    codes, at = np.unique(np.concatenate([code.ravel() for code in coded]), return_inverse=True)
+    codes, at = np.unique(
+        np.concatenate([code.ravel() for code in coded]), return_inverse=True
+    )
     moving = codes[codes >= 0]
     ends, sorts = np.divmod(moving, 1 << 8)
     took = np.zeros((len(codes), *each))
-    took[codes >= 0] = _exchanged(boxes.given, *np.divmod(ends, MOST_BOXES), sorts, measure, each)
+    took[codes >= 0] = _exchanged(
+        boxes.given, *np.divmod(ends, MOST_BOXES), sorts, measure, each
+    )
     parts = np.split(took[at], np.cumsum([code.size for code in coded])[:-1])
-    return [part.reshape(*code.shape, *each) for part, code in zip(parts, coded, strict=True)]
+    return [
+        part.reshape(*code.shape, *each)
+        for part, code in zip(parts, coded, strict=True)
+    ]
 
 
 class _Numbered:
-    """Boxes by number: equal ones have the same. They are looked up by identity, for they are long to compare."""
+    """Boxes by number: equal ones have the same. They are looked up by identity, for
+    they are long to compare.
+    """
 
     def __init__(self) -> None:
         self.given: list[Boxes] = []
@@ -103,22 +139,29 @@ class _Numbered:
     def _number(self, boxes: Boxes) -> int:
         found = self._same.get(id(boxes))
         if found is None:
-            found = self._same[id(boxes)] = self._equal.setdefault(boxes, len(self.given))
+            found = self._same[id(boxes)] = self._equal.setdefault(
+                boxes, len(self.given)
+            )
             if found == len(self.given):
                 self.given.append(boxes)
         return found
 
 
 def _coded(one: Moved, boxes: _Numbered) -> Ints:
-    """(sources, reads): which boxes are exchanged, whether `APART`, and the bytes of an element, in one number.
+    """(sources, reads): which boxes are exchanged, whether `APART`, and the bytes of an
+    element, in one number.
 
     -1 for nothing.
     """
     both = (*one.sources, *one.reads)
     if len({(x.shape, x.world) for x in both}) > 1:
-        shapes, worlds = sorted({x.shape for x in both}), sorted({x.world for x in both})
+        shapes, worlds = (
+            sorted({x.shape for x in both}),
+            sorted({x.world for x in both}),
+        )
         raise LayoutError(
-            f"layouts and reads of shapes {shapes} for {worlds} ranks were given; give those of one value"
+            f"layouts and reads of shapes {shapes} for {worlds} ranks were given; give those "
+            "of one value"
         )
     held, wanted = boxes.of(one.sources)[:, None], boxes.of(one.reads)[None]
     if one.adjoint:
@@ -129,38 +172,67 @@ def _coded(one: Moved, boxes: _Numbered) -> Ints:
 
 
 def _moves(one: Moved) -> npt.NDArray[np.bool_]:
-    """(sources, reads): where `Move` has rounds. What counts once stays, and what becomes partial is embedded."""
+    """(sources, reads): where `Move` has rounds. What counts once stays, and what
+    becomes partial is embedded.
+    """
     kinds = [read.kind if isinstance(read, Layout) else "need" for read in one.reads]
-    asked = np.array([kind != "partial" and not (one.adjoint and kind == "replicated") for kind in kinds], dtype=bool)
-    given = np.array([one.adjoint or source.kind != "replicated" for source in one.sources], dtype=bool)
+    asked = np.array(
+        [
+            kind != "partial" and not (one.adjoint and kind == "replicated")
+            for kind in kinds
+        ],
+        dtype=bool,
+    )
+    given = np.array(
+        [one.adjoint or source.kind != "replicated" for source in one.sources],
+        dtype=bool,
+    )
     both: npt.NDArray[np.bool_] = given[:, None] & asked
     return both
 
 
 def _exchanged(
-    boxes: Sequence[Boxes], held: Ints, wanted: Ints, sorts: Ints, measure: Measure, each: tuple[int, ...]
+    boxes: Sequence[Boxes],
+    held: Ints,
+    wanted: Ints,
+    sorts: Ints,
+    measure: Measure,
+    each: tuple[int, ...],
 ) -> Array:
-    """(n, *each): of `exchanges` between ``boxes[held]`` and ``boxes[wanted]``; no two of ``boxes`` are the same."""
+    """(n, *each): of `exchanges` between ``boxes[held]`` and ``boxes[wanted]``; no two
+    of ``boxes`` are the same.
+    """
     result = _in_one_round(boxes, held, wanted, sorts, measure, each)
-    for k in np.flatnonzero(held == wanted):  # only a sum of wholes into wholes takes more rounds
+    for k in np.flatnonzero(
+        held == wanted
+    ):  # only a sum of wholes into wholes takes more rounds
         rounds = exchanges(boxes[held[k]], boxes[held[k]])
         if len(rounds) > 1:
             ends = np.arange(2 * len(rounds)).reshape(-1, 2)
             alike = sorts[[k] * len(rounds)]
-            by_round = _in_one_round(tuple(chain(*rounds)), ends[:, 0], ends[:, 1], alike, measure, each)
+            by_round = _in_one_round(
+                tuple(chain(*rounds)), ends[:, 0], ends[:, 1], alike, measure, each
+            )
             result[k] = by_round.sum(0)
     return result
 
 
 def _in_one_round(
-    boxes: Sequence[Boxes], held: Ints, wanted: Ints, sorts: Ints, measure: Measure, each: tuple[int, ...]
+    boxes: Sequence[Boxes],
+    held: Ints,
+    wanted: Ints,
+    sorts: Ints,
+    measure: Measure,
+    each: tuple[int, ...],
 ) -> Array:
     """(n, *each): block by block, each of pairs whose ranks differ in the same dimensions."""
     result = np.zeros((len(held), *each))
     if not len(held):
         return result
     lo, hi = _corners(boxes)
-    cut = ((lo != lo[..., :1]) | (hi != hi[..., :1])).any(-1)  # (dimensions, boxes): whether ranks differ
+    cut = ((lo != lo[..., :1]) | (hi != hi[..., :1])).any(
+        -1
+    )  # (dimensions, boxes): whether ranks differ
     rank, _, world = lo.shape
     code = (1 << np.arange(rank)) @ cut
     groups = code[held] << rank | code[wanted]
@@ -169,26 +241,41 @@ def _in_one_round(
     order = np.argsort(groups, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         for block in np.split(members, range(step, len(members), step)):
-            common = np.broadcast_to(_common(lo, hi, cut, held[block], wanted[block]), (len(block), world, world))
+            common = np.broadcast_to(
+                _common(lo, hi, cut, held[block], wanted[block]),
+                (len(block), world, world),
+            )
             apart, itemsize = np.divmod(sorts[block, None], APART)
-            sent, whole = common * to_others * itemsize[..., None], numel[wanted[block]] * itemsize
+            sent, whole = (
+                common * to_others * itemsize[..., None],
+                numel[wanted[block]] * itemsize,
+            )
             sums = added(common, numel[wanted[block]]) * itemsize
             result[block] = measure(sent, sums, np.where(apart, sent.sum(-2), whole))
     return result
 
 
 def _corners(boxes: Sequence[Boxes]) -> Array:
-    """(2, dimensions, boxes, ranks): lo and hi; with fewer dimensions than others have, further ones from 0 to 1."""
+    """(2, dimensions, boxes, ranks): lo and hi; with fewer dimensions than others have,
+    further ones from 0 to 1.
+    """
     rank = max(len(one[0].lo) for one in boxes)
     zeros, ones = ([(n,) * (rank - r) for r in range(rank + 1)] for n in (0, 1))
-    ends = ((b.lo, zeros[len(b.lo)], b.hi, ones[len(b.lo)]) for one in boxes for b in one)
+    ends = (
+        (b.lo, zeros[len(b.lo)], b.hi, ones[len(b.lo)]) for one in boxes for b in one
+    )
     flat = np.fromiter(chain.from_iterable(chain.from_iterable(ends)), dtype=np.float64)
-    corners: Array = np.ascontiguousarray(flat.reshape(len(boxes), len(boxes[0]), 2, rank).transpose(2, 3, 0, 1))
+    corners: Array = np.ascontiguousarray(
+        flat.reshape(len(boxes), len(boxes[0]), 2, rank).transpose(2, 3, 0, 1)
+    )
     return corners
 
 
-def _common(lo: Array, hi: Array, cut: npt.NDArray[np.bool_], held: Ints, wanted: Ints) -> Array:
-    """(n, P, P): elements common to each rank's held box and each rank's wanted one; of extent 1 where ranks agree.
+def _common(
+    lo: Array, hi: Array, cut: npt.NDArray[np.bool_], held: Ints, wanted: Ints
+) -> Array:
+    """(n, P, P): elements common to each rank's held box and each rank's wanted one; of
+    extent 1 where ranks agree.
 
     All pairs must be cut alike: what is not cut on a side is then computed for one rank.
     """

@@ -1,8 +1,10 @@
-"""What a plan's step looks like in time: when each device computes, sends and receives, and waits. Pure.
+"""What a plan's step looks like in time: when each device computes, sends and receives,
+and waits. Pure.
 
-Devices go on by themselves and wait only for the messages that they need, so a step takes at most, and often less than,
-the sum of what every operator takes alone, which the planner minimizes (``summed_s`` of `plan.Prediction`). But sums of
-gradients cost no latency there, and running statistics, which are told all at once, nothing.
+Devices go on by themselves and wait only for the messages that they need, so a step
+takes at most, and often less than, the sum of what every operator takes alone, which
+the planner minimizes (``summed_s`` of `plan.Prediction`). But sums of gradients cost no
+latency there, and running statistics, which are told all at once, nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ Thread = Literal["compute", "transfer"]
 
 
 class Event(NamedTuple):
-    """What a device did for an operator, or for its gradient, from ``start_s`` to ``end_s`` of the step.
+    """What a device did for an operator, or for its gradient, from ``start_s`` to
+    ``end_s`` of the step.
 
-    The two threads of a device go on at the same time only where halos travel while it computes. ``waits``: the one
-    that transfers for a sender that is not there yet, the one that computes for halos that have not all arrived.
+    The two threads of a device go on at the same time only where halos travel while it
+    computes. ``waits``: the one that transfers for a sender that is not there yet, the
+    one that computes for halos that have not all arrived.
     """
 
     device: int
@@ -37,7 +41,8 @@ Listener = Callable[[Event], None]
 
 
 class Pass(NamedTuple):
-    """An operator forward, or backward: (P,) seconds of computing, and the rounds of messages for it.
+    """An operator forward, or backward: (P,) seconds of computing, and the rounds of
+    messages for it.
 
     ``hides``: the messages travel while it is computed.
     """
@@ -50,29 +55,38 @@ class Pass(NamedTuple):
 
 
 class Clocks:
-    """(P,) seconds: when each device is done, from the start of the step; for how long it has computed, or only moved.
+    """(P,) seconds: when each device is done, from the start of the step; for how long
+    it has computed, or only moved.
 
     What is left it has waited. ``overlap``: as `ClusterProfile` has it.
     """
 
-    def __init__(self, world: int, listener: Listener | None = None, overlap: float = 1.0):
+    def __init__(
+        self, world: int, listener: Listener | None = None, overlap: float = 1.0
+    ):
         self.listener, self.overlap = listener, overlap
         self.now, self.busy, self.moving = np.zeros((3, world))
 
     def step(self, one: Pass) -> None:
-        """What the operator needs arrives, unless computing hides it while it travels, and it is computed.
+        """What the operator needs arrives, unless computing hides it while it travels,
+        and it is computed.
 
-        Of what hides and is hidden, the longer one begins later by as much of the shorter one as is not hidden.
+        Of what hides and is hidden, the longer one begins later by as much of the
+        shorter one as is not hidden.
         """
         starts = leaves = self.now
         if one.hides and self.overlap < 1:
-            travels = sum((messages.together for messages in one.rounds), np.zeros(len(starts)))
+            travels = sum(
+                (messages.together for messages in one.rounds), np.zeros(len(starts))
+            )
             later = (1 - self.overlap) * np.minimum(one.seconds, travels)
             longer = one.seconds >= travels
             starts, leaves = starts + later * longer, leaves + later * ~longer
         computed = starts + one.seconds
         if one.rounds:
-            arrived = self._arrivals(one, leaves, (starts, computed) if one.hides else (starts, starts))
+            arrived = self._arrivals(
+                one, leaves, (starts, computed) if one.hides else (starts, starts)
+            )
             if not one.hides:
                 starts, computed = arrived, arrived + one.seconds
             self.now = np.maximum(computed, arrived)
@@ -85,26 +99,36 @@ class Clocks:
                 self._tell("compute", one, True, computed, self.now)
 
     def _arrivals(self, one: Pass, now: Array, computing: tuple[Array, Array]) -> Array:
-        """When every rank has what was sent to it, if each starts ``now``; when it computes, it is not only moving."""
+        """When every rank has what was sent to it, if each starts ``now``; when it
+        computes, it is not only moving.
+        """
         starts, computed = computing
         for messages in one.rounds:
             before, sent = now, now + messages.sending
-            ready = np.maximum(sent, np.where(messages.pairs, sent[:, None], 0.0).max(0))
+            ready = np.maximum(
+                sent, np.where(messages.pairs, sent[:, None], 0.0).max(0)
+            )
             now = ready + messages.receiving
             for begins, ends in ((before, sent), (ready, now)):
                 after = np.maximum(ends - np.maximum(begins, computed), 0.0)
-                self.moving = self.moving + (after + np.maximum(np.minimum(ends, starts) - begins, 0.0))
+                self.moving = self.moving + (
+                    after + np.maximum(np.minimum(ends, starts) - begins, 0.0)
+                )
             if self.listener is not None:
                 self._tell("transfer", one, False, before, sent)
                 self._tell("transfer", one, True, sent, ready)
                 self._tell("transfer", one, False, ready, now)
         return now
 
-    def _tell(self, thread: Thread, one: Pass, waits: bool, starts: Array, ends: Array) -> None:
+    def _tell(
+        self, thread: Thread, one: Pass, waits: bool, starts: Array, ends: Array
+    ) -> None:
         assert self.listener is not None
         for device in np.flatnonzero(ends > starts):
             span = float(starts[device]), float(ends[device])
-            self.listener(Event(int(device), thread, one.name, one.backward, waits, *span))
+            self.listener(
+                Event(int(device), thread, one.name, one.backward, waits, *span)
+            )
 
 
 THREADS: tuple[Thread, ...] = get_args(Thread)
@@ -120,28 +144,44 @@ def _tid(rank: int, thread: Thread) -> int:
 
 
 def document(devices: Sequence[str], events: Iterable[Event]) -> dict[str, Any]:
-    """A process for each device, with a thread that computes and one that transfers, and every event as it was told.
+    """A process for each device, with a thread that computes and one that transfers,
+    and every event as it was told.
 
-    Times are in microseconds since the step began, to the nanosecond. What waits is called "wait"; ``args`` say for
-    which operator.
+    Times are in microseconds since the step began, to the nanosecond. What waits is
+    called "wait"; ``args`` say for which operator.
     """
-    names = [said for rank, device in enumerate(devices) for said in _names(rank, device)]
+    names = [
+        said for rank, device in enumerate(devices) for said in _names(rank, device)
+    ]
     return {"traceEvents": [*names, *map(_complete, events)], "displayTimeUnit": "ms"}
 
 
 def _names(rank: int, device: str) -> Iterable[dict[str, Any]]:
-    """Metadata events: what the process and its threads are called, and in which order they are shown."""
+    """Metadata events: what the process and its threads are called, and in which order
+    they are shown.
+    """
     process = {"ph": "M", "pid": _pid(rank), "tid": _tid(rank, THREADS[0])}
     yield process | {"name": "process_name", "args": {"name": f"{rank}: {device}"}}
     yield process | {"name": "process_sort_index", "args": {"sort_index": rank}}
     for order, thread in enumerate(THREADS):
-        yield process | {"tid": _tid(rank, thread), "name": "thread_name", "args": {"name": thread}}
-        yield process | {"tid": _tid(rank, thread), "name": "thread_sort_index", "args": {"sort_index": order}}
+        yield process | {
+            "tid": _tid(rank, thread),
+            "name": "thread_name",
+            "args": {"name": thread},
+        }
+        yield process | {
+            "tid": _tid(rank, thread),
+            "name": "thread_sort_index",
+            "args": {"sort_index": order},
+        }
 
 
 def _complete(event: Event) -> dict[str, Any]:
     what = "wait" if event.waits else event.thread
-    start, end = round(event.start_s * 1e9), round(event.end_s * 1e9)  # readers count nanoseconds: no spans overlap
+    start, end = (
+        round(event.start_s * 1e9),
+        round(event.end_s * 1e9),
+    )  # readers count nanoseconds: no spans overlap
     return {
         "ph": "X",
         "pid": _pid(event.device),

@@ -1,4 +1,6 @@
-"""Checkpoints in the format of torch.distributed.checkpoint (DCP): each rank writes and reads its own slices."""
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP): each rank writes and
+reads its own slices.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -35,56 +41,103 @@ from hetconv.torch_internals import tree_map_only, unflatten_state_dict
 
 from .optimizer_state import own_optim_state, sharded_optim_state_dict
 from .parameters import team_of_model
-from .state_dict import Slice, State, agreed, check_fit, own_state, sharded_state_dict, shares, signature
+from .state_dict import (
+    Slice,
+    State,
+    agreed,
+    check_fit,
+    own_state,
+    sharded_state_dict,
+    shares,
+    signature,
+)
 
 T = TypeVar("T")
-METADATA = ".metadata"  # the file that a torch.distributed.checkpoint has when it is complete
+METADATA = (
+    ".metadata"  # the file that a torch.distributed.checkpoint has when it is complete
+)
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, extra: Any = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
 ) -> None:
-    """Writes model, optimizer and ``extra`` as the directory ``path``, which all ranks see; collective.
+    """Writes model, optimizer and ``extra`` as the directory ``path``, which all ranks
+    see; collective.
 
-    Each rank writes its slices; what is replicated, and ``extra`` (any object that `torch.save` takes), are rank 0's.
-    Of data-parallel replicas of a split model one saves. The format is that of
-    ``torch.distributed.checkpoint.save({"model": ..., "optimizer": ...})`` with the state dicts of the unsplit model,
-    which loads it without hetconv.
+    Each rank writes its slices; what is replicated, and ``extra`` (any object that
+    `torch.save` takes), are rank 0's. Of data-parallel replicas of a split model one
+    saves. The format is that of ``torch.distributed.checkpoint.save({"model": ...,
+    "optimizer": ...})`` with the state dicts of the unsplit model, which loads it
+    without hetconv.
 
-    A checkpoint at ``path`` is replaced once the new one is complete: after a crash `load_checkpoint` finds the one or
-    the other, and what was written of the new one, a directory ``.NAME.*`` beside ``path``, can be deleted.
+    A checkpoint at ``path`` is replaced once the new one is complete: after a crash
+    `load_checkpoint` finds the one or the other, and what was written of the new one, a
+    directory ``.NAME.*`` beside ``path``, can be deleted.
 
-    Raises `HetConvError` on every rank if writing fails on one, or if something else is at ``path``.
+    Raises `HetConvError` on every rank if writing fails on one, or if something else is
+    at ``path``.
     """
     team, path = team_of_model(model), Path(path).resolve()
 
     def prepare() -> State:
-        if path.exists() and not (path / METADATA).is_file() and not (path.is_dir() and not any(path.iterdir())):
-            raise HetConvError(f"{path} is there and is not a checkpoint; give the path of a new or an empty directory")
+        if (
+            path.exists()
+            and not (path / METADATA).is_file()
+            and not (path.is_dir() and not any(path.iterdir()))
+        ):
+            raise HetConvError(
+                f"{path} is there and is not a checkpoint; give the path of a new or an empty "
+                "directory"
+            )
         state = {"model": sharded_state_dict(model)}
-        return state if optimizer is None else state | {"optimizer": sharded_optim_state_dict(model, optimizer)}
+        return (
+            state
+            if optimizer is None
+            else state | {"optimizer": sharded_optim_state_dict(model, optimizer)}
+        )
 
-    state = agreed(model, "save_checkpoint", prepare, lambda s: f"{path}, extra {extra is not None}, {signature(s)}")
+    state = agreed(
+        model,
+        "save_checkpoint",
+        prepare,
+        lambda s: f"{path}, extra {extra is not None}, {signature(s)}",
+    )
     state = tree_map_only(HetTensor, _own_slice, state)
     if extra is not None:
-        state["extra"] = (extra,)  # DCP keeps a tuple as it is, and turns the keys of a dictionary into strings
+        state["extra"] = (
+            extra,
+        )  # DCP keeps a tuple as it is, and turns the keys of a dictionary into strings
     new, leads = _sibling(path, team), team is None or team.rank == 0
     try:
         _by_dcp(team, f"saving {path}", lambda: _write(state, new, team))
-        agreed(model, "save_checkpoint", lambda: _put(new, path) if leads else None, lambda _: "written")
+        agreed(
+            model,
+            "save_checkpoint",
+            lambda: _put(new, path) if leads else None,
+            lambda _: "written",
+        )
     except BaseException:
         if leads:
             shutil.rmtree(new, ignore_errors=True)
         raise
 
 
-def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
-    """Loads what `save_checkpoint` wrote, under this or any other plan or none, and returns its ``extra``; collective.
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
+) -> Any:
+    """Loads what `save_checkpoint` wrote, under this or any other plan or none, and
+    returns its ``extra``; collective.
 
-    The optimizer may have made no step yet. What ``torch.distributed.checkpoint.save`` wrote of an unsplit model, as
-    above, is loaded as well. Checkpoints are unpickled: load none that you do not trust.
+    The optimizer may have made no step yet. What ``torch.distributed.checkpoint.save``
+    wrote of an unsplit model, as above, is loaded as well. Checkpoints are unpickled:
+    load none that you do not trust.
 
-    Raises `HetConvError` on every rank, before anything changes, if the checkpoint cannot be read or does not fit.
+    Raises `HetConvError` on every rank, before anything changes, if the checkpoint
+    cannot be read or does not fit.
     """
     team, path = team_of_model(model), _readable(Path(path).resolve())
 
@@ -92,13 +145,22 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         metadata = _metadata(path)
         return metadata, _targets(metadata, model, optimizer)
 
-    metadata, flat = agreed(model, "load_checkpoint", prepare, lambda found: f"{path}, {signature(found[1])}")
+    metadata, flat = agreed(
+        model,
+        "load_checkpoint",
+        prepare,
+        lambda found: f"{path}, {signature(found[1])}",
+    )
     _by_dcp(team, f"loading {path}", lambda: _read(flat, path, team))
-    state = {"model": {}} | unflatten_state_dict(flat, metadata.planner_data)  # DCP drops what is empty
+    state = {"model": {}} | unflatten_state_dict(
+        flat, metadata.planner_data
+    )  # DCP drops what is empty
 
     def parts() -> tuple[State, State]:
         own = own_state(model, state["model"])
-        return own, {} if optimizer is None else own_optim_state(model, optimizer, {"state": {}} | state["optimizer"])
+        return own, {} if optimizer is None else own_optim_state(
+            model, optimizer, {"state": {}} | state["optimizer"]
+        )
 
     own, own_optim = agreed(model, "load_checkpoint", parts, lambda _: "read")
     model.load_state_dict(own)
@@ -108,11 +170,17 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
 
 class _Slice(Slice):
-    """As torch.distributed.checkpoint takes it (`_Checkpointable`): this rank writes or reads its box."""
+    """As torch.distributed.checkpoint takes it (`_Checkpointable`): this rank writes or
+    reads its box.
+    """
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         box = self.box  # an empty one would share its offset with its neighbour
-        return [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape))] if box.numel else []
+        return (
+            [ChunkStorageMetadata(torch.Size(box.lo), torch.Size(box.shape))]
+            if box.numel
+            else []
+        )
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         of = TensorProperties.create_from_tensor(self.local)
@@ -150,10 +218,15 @@ def _by_dcp(team: Team | None, what: str, action: Callable[[], T]) -> T:
     """What DCP raises on all ranks, because one failed, as a `HetConvError`."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # so it is, without a team
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )  # so it is, without a team
             return action() if team is None else answered(team, action)
     except CheckpointException as e:
-        told = "; ".join(f"on rank {rank}: {type(x).__name__}: {x}" for rank, (x, _) in sorted(e.failures.items()))
+        told = "; ".join(
+            f"on rank {rank}: {type(x).__name__}: {x}"
+            for rank, (x, _) in sorted(e.failures.items())
+        )
         raise HetConvError(f"{what} failed {told}") from e
 
 
@@ -161,15 +234,27 @@ def _sibling(path: Path, team: Team | None) -> Path:
     """A name that no other save uses, the same on every rank."""
     name = [f".{path.name}.{uuid4().hex[:8]}"]
     if team is not None:
-        answered(team, lambda: dist.broadcast_object_list(name, group=team.control, group_src=0))
+        answered(
+            team,
+            lambda: dist.broadcast_object_list(name, group=team.control, group_src=0),
+        )
     return path.with_name(name[0])
 
 
 def _put(new: Path, path: Path) -> None:
     """``new`` at ``path``. Until it is there, what was there is there, or at `_aside`."""
     storage: dict[Any, Any] = _metadata(new).storage_data
-    if lost := sorted({x.relative_path for x in storage.values() if not (new / x.relative_path).is_file()}):
-        raise HetConvError(f"rank 0 does not find {lost} in {new}; give a path in a file system that all ranks share")
+    if lost := sorted(
+        {
+            x.relative_path
+            for x in storage.values()
+            if not (new / x.relative_path).is_file()
+        }
+    ):
+        raise HetConvError(
+            f"rank 0 does not find {lost} in {new}; give a path in a file system that all "
+            "ranks share"
+        )
     if path.exists():
         shutil.rmtree(_aside(path), ignore_errors=True)
         path.rename(_aside(path))
@@ -190,19 +275,40 @@ def _metadata(path: Path) -> Metadata:
         return FileSystemReader(path).read_metadata()
     except Exception as e:
         raise HetConvError(
-            f"{path}: is no checkpoint ({type(e).__name__}: {e}); give the path that hetconv.save_checkpoint was given"
+            f"{path}: is no checkpoint ({type(e).__name__}: {e}); give the path that "
+            "hetconv.save_checkpoint was given"
         ) from e
 
 
-def _targets(metadata: Metadata, model: nn.Module, optimizer: Optimizer | None) -> State:
-    """What is to be read, by key: empty tensors in host memory, slices where not all have the whole, else None."""
+def _targets(
+    metadata: Metadata, model: nn.Module, optimizer: Optimizer | None
+) -> State:
+    """What is to be read, by key: empty tensors in host memory, slices where not all
+    have the whole, else None.
+    """
     entries = metadata.state_dict_metadata
-    sizes = {key: tuple(x.size) if isinstance(x, TensorStorageMetadata) else None for key, x in entries.items()}
-    places = {key: (metadata.planner_data or {}).get(key, (key,)) for key in entries}  # in the nested state
-    of_model = [(key, place) for key, place in places.items() if place[0] == "model" and len(place) > 1]
-    check_fit(model, {place[1]: sizes[key] if len(place) == 2 else None for key, place in of_model})
-    if optimizer is not None and all(place[0] != "optimizer" for place in places.values()):
-        raise HetConvError("the checkpoint has no state of an optimizer; load it without one")
+    sizes = {
+        key: tuple(x.size) if isinstance(x, TensorStorageMetadata) else None
+        for key, x in entries.items()
+    }
+    places = {
+        key: (metadata.planner_data or {}).get(key, (key,)) for key in entries
+    }  # in the nested state
+    of_model = [
+        (key, place)
+        for key, place in places.items()
+        if place[0] == "model" and len(place) > 1
+    ]
+    check_fit(
+        model,
+        {place[1]: sizes[key] if len(place) == 2 else None for key, place in of_model},
+    )
+    if optimizer is not None and all(
+        place[0] != "optimizer" for place in places.values()
+    ):
+        raise HetConvError(
+            "the checkpoint has no state of an optimizer; load it without one"
+        )
     wanted = {"model", "extra", *(["optimizer"] if optimizer is not None else [])}
     found = shares(model)
 
@@ -213,6 +319,10 @@ def _targets(metadata: Metadata, model: nn.Module, optimizer: Optimizer | None) 
         share = next((found[name] for name in places[key][1:3] if name in found), None)
         if share is None or size != share.held.shape:
             return torch.empty(size, dtype=entry.properties.dtype, device="cpu")
-        return _Slice.of(torch.empty(share.box.shape, dtype=entry.properties.dtype, device="cpu"), share.box, size)
+        return _Slice.of(
+            torch.empty(share.box.shape, dtype=entry.properties.dtype, device="cpu"),
+            share.box,
+            size,
+        )
 
     return {key: target(key) for key, place in places.items() if place[0] in wanted}

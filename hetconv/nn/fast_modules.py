@@ -1,7 +1,8 @@
 """Modules of torch's own, on parts without a torch function between.
 
-A norm or an activation comes to `ops.dispatch` through several functions of torch in Python, which on small parts take
-longer than it does. What is done here is what would be done there.
+A norm or an activation comes to `ops.dispatch` through several functions of torch in
+Python, which on small parts take longer than it does. What is done here is what would
+be done there.
 """
 
 from __future__ import annotations
@@ -19,10 +20,24 @@ from hetconv.runtime.gradient_sync import running_of
 from hetconv.runtime.het_tensor import HetTensor, gather
 
 ELEMENTWISE: tuple[type[nn.Module], ...] = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardsigmoid,
-    nn.Hardswish, nn.Softplus,
-)  # fmt: skip
-BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Softplus,
+)
+BATCH_NORMS: tuple[type[nn.Module], ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+)
 
 
 class OnOwnPart:
@@ -53,10 +68,14 @@ class OnOwnPart:
         wanted = on_parts(x.placement)
         if wanted.kind == "replicated":
             return gather(x, images=self._normalizes)
-        return HetTensor.made(moved(x.team, x._local, x.placement, wanted), wanted, x.team)
+        return HetTensor.made(
+            moved(x.team, x._local, x.placement, wanted), wanted, x.team
+        )
 
     def _is_on_own_channels(self, x: HetTensor) -> bool:
-        """Whether each rank needs no statistics but those that it has, and torch would take the whole."""
+        """Whether each rank needs no statistics but those that it has, and torch would
+        take the whole.
+        """
         norm: Any = self._module
         if x.shape[1:2] != (norm.num_features,):
             return False
@@ -74,13 +93,21 @@ class OnOwnPart:
             norm.num_batches_tracked.add_(1)
             if momentum is None:  # then all batches weigh alike
                 momentum = 1 / float(norm.num_batches_tracked)
-        of_all = Norm(norm.weight, norm.bias, mean, var, norm.training, momentum or 0.0, norm.eps)
+        of_all = Norm(
+            norm.weight, norm.bias, mean, var, norm.training, momentum or 0.0, norm.eps
+        )
         return on_own_channels(x._local, of_all, x.placement, x.team)
 
 
 def run_on_own_parts(model: nn.Module) -> None:
-    """Leaves every module that is not exactly torch's own as it is, and those that write in place."""
+    """Leaves every module that is not exactly torch's own as it is, and those that
+    write in place.
+    """
     for module in model.modules():
         known = type(module) in ELEMENTWISE or type(module) in BATCH_NORMS
-        if known and "forward" not in vars(module) and not getattr(module, "inplace", False):
+        if (
+            known
+            and "forward" not in vars(module)
+            and not getattr(module, "inplace", False)
+        ):
             module.forward = OnOwnPart(module)

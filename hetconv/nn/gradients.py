@@ -1,4 +1,6 @@
-"""What reads all gradients of a model at once, of which a rank has slices only: clipping by norm, loss scaling."""
+"""What reads all gradients of a model at once, of which a rank has slices only:
+clipping by norm, loss scaling.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,23 @@ from .parameters import shared_out, team_of_model
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of a parallelized model: by the norm of the whole gradients; collective.
+    """`torch.nn.utils.clip_grad_norm_` of a parallelized model: by the norm of the
+    whole gradients; collective.
 
-    Returns that norm, the same on every rank, as before clipping. Raises `HetConvError` on every rank for a norm that
-    is not finite if ``error_if_nonfinite``, before anything is clipped.
+    Returns that norm, the same on every rank, as before clipping. Raises `HetConvError`
+    on every rank for a norm that is not finite if ``error_if_nonfinite``, before
+    anything is clipped.
     """
     team = team_of_model(model)
     if team is None:
-        whole: Tensor = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type, error_if_nonfinite)
+        whole: Tensor = nn.utils.clip_grad_norm_(
+            model.parameters(), max_norm, norm_type, error_if_nonfinite
+        )
         return whole
     said = f"max_norm {max_norm}, norm_type {norm_type}"
     prepared(team, "clip_grad_norm_", lambda: _check(norm_type), lambda _: said)
@@ -38,9 +47,14 @@ def clip_grad_norm_(
         owned = (_owned(p.grad, held[id(p)], team.rank) for p in own if id(p) in held)
         slices = from_every_rank(team, _norm(owned, norm_type, device))
         replicas = _norm((p.grad for p in own if id(p) not in held), norm_type, device)
-        total: Tensor = torch.linalg.vector_norm(torch.cat([slices, replicas[None]]), norm_type)
+        total: Tensor = torch.linalg.vector_norm(
+            torch.cat([slices, replicas[None]]), norm_type
+        )
         if error_if_nonfinite and not bool(total.isfinite()):
-            raise HetConvError(f"the gradients' norm is {float(total)}, so they cannot be clipped; nothing was changed")
+            raise HetConvError(
+                f"the gradients' norm is {float(total)}, so they cannot be clipped; nothing "
+                "was changed"
+            )
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for p in own:
             assert p.grad is not None
@@ -50,18 +64,28 @@ def clip_grad_norm_(
 
 def _check(norm_type: float) -> None:
     if not norm_type > 0:
-        raise HetConvError(f"norm_type is {norm_type}, but must be a positive number or float('inf')")
+        raise HetConvError(
+            f"norm_type is {norm_type}, but must be a positive number or float('inf')"
+        )
 
 
 def _owned(gradient: Tensor | None, held: Held, rank: int) -> Tensor | None:
     """What of this rank's gradient it counts, so that every element is counted once."""
-    return take(gradient, held.boxes[rank], held.owners.boxes[rank]) if gradient is not None else None
+    return (
+        take(gradient, held.boxes[rank], held.owners.boxes[rank])
+        if gradient is not None
+        else None
+    )
 
 
-def _norm(gradients: Iterable[Tensor | None], norm_type: float, device: torch.device) -> Tensor:
+def _norm(
+    gradients: Iterable[Tensor | None], norm_type: float, device: torch.device
+) -> Tensor:
     """Of all of them together, in float32 at least; zero of none."""
     norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)).double()
+        torch.linalg.vector_norm(
+            g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)
+        ).double()
         for g in gradients
         if g is not None and g.numel()
     ]
@@ -71,7 +95,8 @@ def _norm(gradients: Iterable[Tensor | None], norm_type: float, device: torch.de
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` of a parallelized model: if a slice overflows on one rank, all ranks skip the step.
+    """`torch.amp.GradScaler` of a parallelized model: if a slice overflows on one rank,
+    all ranks skip the step.
 
     ``options`` are torch's own. Every rank calls the same methods in the same order.
     """

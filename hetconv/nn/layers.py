@@ -1,4 +1,6 @@
-"""HetConv1d, HetConv2d, HetConv3d and HetLinear: layers cut among ranks, with their slices of the parameters."""
+"""HetConv1d, HetConv2d, HetConv3d and HetLinear: layers cut among ranks, with their
+slices of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,30 @@ Output = Literal["replicated", "split"]
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 MOST_LAYOUTS = 256  # of inputs for which a layer remembers how it runs
 CONV_ATTRIBUTES = (
-    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode",
-)  # fmt: skip
+    "in_channels",
+    "out_channels",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "groups",
+    "padding_mode",
+)
 
 
 class CutLayer(ShardedModule):
-    """A layer that a split cuts among ranks. Subclasses say which operator it is and how it runs."""
+    """A layer that a split cuts among ranks. Subclasses say which operator it is and
+    how it runs.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     split: Split
     output: Output
     as_wired: bool
-    """Whether the weight was channels-last when it was cut, on all ranks: its gradients travel so."""
+    """Whether the weight was channels-last when it was cut, on all ranks: its gradients
+    travel so.
+    """
     called: str = "a layer"
     """What messages of it say that they are of."""
 
@@ -63,33 +76,50 @@ class CutLayer(ShardedModule):
     def __prepare_scriptable__(self) -> Any:
         """`torch.jit.script` asks every module for what it compiles instead."""
         raise HetConvError(
-            f"a {type(self).__name__} exchanges messages between ranks, which cannot be compiled to TorchScript; "
+            f"a {type(self).__name__} exchanges messages between ranks, which cannot be "
+            "compiled to TorchScript; "
             f"script the plain model before hetconv.parallelize"
         )
 
-    def _allocate(self, held: Mapping[str, Held], bias: bool, options: dict[str, Any]) -> None:
-        self._adopt_shards({name: of for name, of in held.items() if name == "weight" or bias})
+    def _allocate(
+        self, held: Mapping[str, Held], bias: bool, options: dict[str, Any]
+    ) -> None:
+        self._adopt_shards(
+            {name: of for name, of in held.items() if name == "weight" or bias}
+        )
         for name, of in held.items():
-            local = nn.Parameter(torch.empty(of.boxes[self.team.rank].shape, **options)) if name in self.held else None
+            local = (
+                nn.Parameter(torch.empty(of.boxes[self.team.rank].shape, **options))
+                if name in self.held
+                else None
+            )
             self.register_parameter(name, local)
 
     def _result(self, y: Tensor) -> Tensor:
         return gather(y) if self.output == "replicated" else y
 
     def _agree_on_input(self, x: Tensor) -> None:
-        """For outside a parallelized model's forward: then this layer checks for itself that the ranks call alike."""
+        """For outside a parallelized model's forward: then this layer checks for itself
+        that the ranks call alike.
+        """
         said = f"x {tuple(x.shape)} {x.dtype}, {self.split}, gradients {torch.is_grad_enabled()}"
         agree(self.team, type(self).__name__, said, self.misfit())
 
 
 class HetConv(CutLayer):
-    """A convolution cut among ranks: what `HetConv1d`, `HetConv2d` and `HetConv3d` are, each of its own rank."""
+    """A convolution cut among ranks: what `HetConv1d`, `HetConv2d` and `HetConv3d` are,
+    each of its own rank.
+    """
 
     spatial_dims: ClassVar[int]
     followers: tuple[str, ...] = ()
-    """The functions that without autograd are computed as the result is stored, if they alone consume it."""
+    """The functions that without autograd are computed as the result is stored, if they
+    alone consume it.
+    """
     chunks: int = 1
-    """Of the batch: without autograd each travels while the next is computed, where a filter split is gathered."""
+    """Of the batch: without autograd each travels while the next is computed, where a
+    filter split is gathered.
+    """
 
     def __init__(
         self,
@@ -111,7 +141,17 @@ class HetConv(CutLayer):
     ):
         super().__init__()
         self.team = team_of(group)
-        args = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode)
+        args = (
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            padding_mode,
+        )
 
         def check() -> PlainConv:
             try:
@@ -122,24 +162,40 @@ class HetConv(CutLayer):
             least_op(plain).check(split, self.team.size)
             return plain
 
-        plain = prepared(self.team, type(self).__name__, check, lambda _: f"{args} {split} {output} {dtype}")
+        plain = prepared(
+            self.team,
+            type(self).__name__,
+            check,
+            lambda _: f"{args} {split} {output} {dtype}",
+        )
         broadcast(self.team, [p.data for p in plain.parameters()])
         self._adopt(plain, split, output)
 
     @classmethod
     def from_conv(
-        cls, conv: PlainConv, split: Split, *, group: dist.ProcessGroup | None = None, output: Output = "replicated"
+        cls,
+        conv: PlainConv,
+        split: Split,
+        *,
+        group: dist.ProcessGroup | None = None,
+        output: Output = "replicated",
     ) -> Self:
-        """A convolution cut up; rank 0's weights are the truth. Collective; ``conv`` itself is left as it is."""
+        """A convolution cut up; rank 0's weights are the truth. Collective; ``conv``
+        itself is left as it is.
+        """
         team = team_of(group)
 
         def check() -> None:
             plain = CONVS[cls.spatial_dims - 1]
             if not isinstance(conv, plain):
                 given = type(conv).__name__
-                raise HetConvError(f"from_conv takes a torch.nn.{plain.__name__}, but was given a {given}")
+                raise HetConvError(
+                    f"from_conv takes a torch.nn.{plain.__name__}, but was given a {given}"
+                )
             if not is_plain(conv):
-                raise HetConvError(f"the {type(conv).__name__} computes or keeps its weight in a way of its own")
+                raise HetConvError(
+                    f"the {type(conv).__name__} computes or keeps its weight in a way of its own"
+                )
             _check_output(output)
             least_op(conv).check(split, team.size)
 
@@ -147,7 +203,9 @@ class HetConv(CutLayer):
             team,
             f"{cls.__name__}.from_conv",
             check,
-            lambda _: f"{conv} {split} {output} {conv.weight.dtype} {lies_as_wired(conv.weight)}",
+            lambda _: (
+                f"{conv} {split} {output} {conv.weight.dtype} {lies_as_wired(conv.weight)}"
+            ),
         )
         made = cls._local(conv, split, team, output)
         full = {name: p.detach().clone() for name, p in conv.named_parameters()}
@@ -157,7 +215,9 @@ class HetConv(CutLayer):
 
     @classmethod
     def _local(cls, conv: PlainConv, split: Split, team: Team, output: Output) -> Self:
-        """Without a word to the other ranks: arguments are checked and weights are rank 0's already."""
+        """Without a word to the other ranks: arguments are checked and weights are rank
+        0's already.
+        """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.team = team
@@ -174,7 +234,9 @@ class HetConv(CutLayer):
 
     def _plain(self) -> nn.Module:
         options: Any = {name: getattr(self, name) for name in CONV_ATTRIBUTES}
-        return CONVS[self.spatial_dims - 1](**options, bias="bias" in self.held, device="meta")
+        return CONVS[self.spatial_dims - 1](
+            **options, bias="bias" in self.held, device="meta"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in CONV_ATTRIBUTES and (ways := vars(self).get("_ways")):
@@ -189,7 +251,9 @@ class HetConv(CutLayer):
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
         src = x.placement if isinstance(x, HetTensor) else placement_of(x, self.team)
         way = self._ways.get(id(src))
-        if way is None or way.src is not src:  # a copy of this layer has the ids of another one's layouts
+        if (
+            way is None or way.src is not src
+        ):  # a copy of this layer has the ids of another one's layouts
             way = self._way_of(src)
         w, b = self._slice("weight"), self._parameters["bias"]
         y = convolution(x, w, b, way, self.team, self.followers, self.chunks)
@@ -197,21 +261,30 @@ class HetConv(CutLayer):
 
     def _check(self, x_shape: Shape) -> None:
         if len(x_shape) != self.spatial_dims + 2 or x_shape[1] != self.in_channels:
-            expected = ", ".join(["N", str(self.in_channels), *"DHW"[-self.spatial_dims :]])
-            raise HetConvError(f"{type(self).__name__} expects ({expected}), but was given {x_shape}")
+            expected = ", ".join(
+                ["N", str(self.in_channels), *"DHW"[-self.spatial_dims :]]
+            )
+            raise HetConvError(
+                f"{type(self).__name__} expects ({expected}), but was given {x_shape}"
+            )
 
     def _way_of(self, src: Layout) -> Way:
         self._check(src.shape)
         op = conv_op(self, src.shape, self._slice("weight").dtype)
         if min(op.spec.y_shape[2:]) < 1:
-            raise HetConvError(f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}")
+            raise HetConvError(
+                f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}"
+            )
         if len(self._ways) >= MOST_LAYOUTS:
             del self._ways[next(iter(self._ways))]
         self._ways[id(src)] = way = way_of(op, src, self.split, self.team)
         return way
 
     def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, split={self.split}"
+        return (
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+            f"split={self.split}"
+        )
 
 
 class HetConv1d(HetConv):
@@ -221,12 +294,15 @@ class HetConv1d(HetConv):
 
 
 class HetConv2d(HetConv):
-    """A 2-D convolution cut among the ranks of ``group`` as ``split`` says; otherwise as `torch.nn.Conv2d`.
+    """A 2-D convolution cut among the ranks of ``group`` as ``split`` says; otherwise
+    as `torch.nn.Conv2d`.
 
-    Input (N, C, H, W): a plain tensor, the same on every rank, or a HetTensor. Output (N, K, P, Q): a plain tensor on
-    every rank (``output="replicated"``) or a HetTensor (``"split"``). ``weight`` is what this rank computes with: its
-    slice under ``filter`` and ``channel`` splits, nothing on a rank without a share. Constructing it is collective: bad
-    arguments on one rank raise `SplitError` on all; weights are rank 0's.
+    Input (N, C, H, W): a plain tensor, the same on every rank, or a HetTensor. Output
+    (N, K, P, Q): a plain tensor on every rank (``output="replicated"``) or a HetTensor
+    (``"split"``). ``weight`` is what this rank computes with: its slice under
+    ``filter`` and ``channel`` splits, nothing on a rank without a share. Constructing
+    it is collective: bad arguments on one rank raise `SplitError` on all; weights are
+    rank 0's.
     """
 
     spatial_dims = 2
@@ -245,18 +321,28 @@ HET_CONVS: tuple[type[HetConv], ...] = (HetConv1d, HetConv2d, HetConv3d)
 class HetLinear(CutLayer):
     """A linear layer cut among ranks: made by `parallelize` from a `torch.nn.Linear`."""
 
-    def __init__(self, linear: nn.Linear, split: Split, team: Team, output: Output = "split"):
+    def __init__(
+        self, linear: nn.Linear, split: Split, team: Team, output: Output = "split"
+    ):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.team, self.split, self.output = team, split, output
-        _inherit(self, linear, Linear((1, self.in_features), self.out_features).held(split, team.size))
+        _inherit(
+            self,
+            linear,
+            Linear((1, self.in_features), self.out_features).held(split, team.size),
+        )
 
     def _plain(self) -> nn.Module:
-        return nn.Linear(self.in_features, self.out_features, "bias" in self.held, device="meta")
+        return nn.Linear(
+            self.in_features, self.out_features, "bias" in self.held, device="meta"
+        )
 
     def _run(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features:
-            raise HetConvError(f"HetLinear expects (..., {self.in_features}), but was given {tuple(x.shape)}")
+            raise HetConvError(
+                f"HetLinear expects (..., {self.in_features}), but was given {tuple(x.shape)}"
+            )
         op = Linear(tuple(x.shape), self.out_features)
         w, b = self._slice("weight"), self._parameters["bias"]
         return self._result(linear(x, w, b, op, self.split, self.team))
@@ -266,33 +352,53 @@ class HetLinear(CutLayer):
 
 
 def lies_as_wired(weight: Tensor) -> bool:
-    """Whether filters are channels-last, by strides: these tell even of 1x1 kernels, which are contiguous in both."""
-    return weight.dim() in kernels.CHANNELS_LAST and weight.stride(1) == 1 != weight.stride(-1)
+    """Whether filters are channels-last, by strides: these tell even of 1x1 kernels,
+    which are contiguous in both.
+    """
+    return weight.dim() in kernels.CHANNELS_LAST and weight.stride(
+        1
+    ) == 1 != weight.stride(-1)
 
 
 def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
     w_shape = (conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size)
     padding = 0 if conv.padding_mode != "zeros" else conv.padding
-    return Conv(conv_spec(x_shape, w_shape, dtype, conv.stride, padding, conv.dilation, conv.groups))
+    return Conv(
+        conv_spec(
+            x_shape, w_shape, dtype, conv.stride, padding, conv.dilation, conv.groups
+        )
+    )
 
 
 def least_op(conv: PlainConv) -> Conv:
     """The operator on an input of one pixel, which knows as much of splits as that on any input."""
-    return conv_op(conv, (1, conv.in_channels, *(1,) * len(conv.kernel_size)), conv.weight.dtype)
+    return conv_op(
+        conv, (1, conv.in_channels, *(1,) * len(conv.kernel_size)), conv.weight.dtype
+    )
 
 
 def _check_output(output: str) -> None:
     if output not in get_args(Output):
-        raise HetConvError(f"output={output!r} is not known; give 'replicated' or 'split'")
+        raise HetConvError(
+            f"output={output!r} is not known; give 'replicated' or 'split'"
+        )
 
 
-def _inherit(made: CutLayer, plain: PlainConv | nn.Linear, held: Mapping[str, Held]) -> None:
-    """Parameters of the right local shapes with the plain layer's values, trainability, memory format and mode."""
+def _inherit(
+    made: CutLayer, plain: PlainConv | nn.Linear, held: Mapping[str, Held]
+) -> None:
+    """Parameters of the right local shapes with the plain layer's values, trainability,
+    memory format and mode.
+    """
     weight = plain.weight
-    made._allocate(held, plain.bias is not None, {"device": weight.device, "dtype": weight.dtype})
+    made._allocate(
+        held, plain.bias is not None, {"device": weight.device, "dtype": weight.dtype}
+    )
     made.as_wired = lies_as_wired(weight)
     if made.as_wired:
-        made.weight.data = made.weight.data.to(memory_format=kernels.CHANNELS_LAST[weight.dim()])
+        made.weight.data = made.weight.data.to(
+            memory_format=kernels.CHANNELS_LAST[weight.dim()]
+        )
     made.load_full(dict(plain.named_parameters(recurse=False)))
     for name, p in plain.named_parameters(recurse=False):
         getattr(made, name).requires_grad_(p.requires_grad)

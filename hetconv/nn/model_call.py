@@ -1,7 +1,9 @@
-"""Calls of a parallelized model from outside: of the model, of a module of it, or through a method such as decode.
+"""Calls of a parallelized model from outside: of the model, of a module of it, or
+through a method such as decode.
 
-Whichever module at or above a split layer is called while no call of the model is open is the entry: all ranks agree
-before it, and what it returns holds plain tensors. Calls within it only run.
+Whichever module at or above a split layer is called while no call of the model is open
+is the entry: all ranks agree before it, and what it returns holds plain tensors. Calls
+within it only run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from hetconv.containers import map_tensors, tensors_in
 from hetconv.errors import HetConvError
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.runtime.gradient_sync import SCOPE, Scope, computed_again
-from hetconv.runtime.het_tensor import HetTensor, compute_waiting, discard_waiting, gather
+from hetconv.runtime.het_tensor import (
+    HetTensor,
+    compute_waiting,
+    discard_waiting,
+    gather,
+)
 from hetconv.runtime.running_stats import Running
 from hetconv.signature_cache import SignatureCaches, kept_current
 from hetconv.torch_internals import disable_dynamo, dynamo_is_loaded, tracer_in_use
@@ -34,7 +41,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(fn: F) -> F:
-    """The same, with all that it calls, as one break of a compiled graph. Dynamo is imported by who compiles only."""
+    """The same, with all that it calls, as one break of a compiled graph. Dynamo is
+    imported by who compiles only.
+    """
     disabled = disable_dynamo(fn)
 
     @functools.wraps(fn)
@@ -45,7 +54,8 @@ def eager(fn: F) -> F:
 
 
 class ModelContext:
-    """What the calls of one parallelized model share: its ranks, what they agreed on, its running statistics.
+    """What the calls of one parallelized model share: its ranks, what they agreed on,
+    its running statistics.
 
     Args:
         model: the root.
@@ -67,14 +77,16 @@ class ModelContext:
             if isinstance(module, CutLayer):
                 module.context, module.called = self, f"layer {name!r}"
                 self._cut.append(module)
-            elif module is self._model or any(isinstance(m, CutLayer) for m in module.modules()):
+            elif module is self._model or any(
+                isinstance(m, CutLayer) for m in module.modules()
+            ):
                 module.forward = EntryForward(module, self)
 
     def is_entry(self, module: nn.Module) -> bool:
         """Whether a call of ``module`` comes from outside.
 
-        A checkpoint that runs a region again in the backward pass repeats the calls of the forward pass: what was
-        called from outside then is so again.
+        A checkpoint that runs a region again in the backward pass repeats the calls of
+        the forward pass: what was called from outside then is so again.
         """
         scope = SCOPE.get()
         if scope is not None and scope.owner is self:
@@ -84,15 +96,21 @@ class ModelContext:
         return id(module) in self._entered
 
     def call(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, name: str | None = None
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        name: str | None = None,
     ) -> Any:
-        """``forward(*args, **kwargs)`` of ``module``, with agreement before it and plain tensors after it.
+        """``forward(*args, **kwargs)`` of ``module``, with agreement before it and
+        plain tensors after it.
 
         ``name``: what ranks agree to do; None for the forward of the module.
 
-        Raises:
-            DisagreementError: ranks call differently; on all of them, before anything moves.
-            HetConvError: a parameter is not this rank's slice; or the call is traced, exported or transformed by
+        Raises: DisagreementError: ranks call differently; on all of them, before
+            anything moves. HetConvError: a parameter is not this rank's slice; or the
+            call is traced, exported or transformed by
                 `torch.func`, or returns what cannot be searched for tensors.
         """
         _refuse_tracers(module)
@@ -100,7 +118,12 @@ class ModelContext:
         tensors = tensors_in((args, kwargs), opaque=True)
         self._agree(module, tensors, name)
         self._running.tell()
-        if module.training and torch.is_grad_enabled() and self._sync_every and not computed_again():
+        if (
+            module.training
+            and torch.is_grad_enabled()
+            and self._sync_every
+            and not computed_again()
+        ):
             self._trained += 1
             if self._trained % self._sync_every == 0:
                 sync_replicated(self._model)
@@ -116,19 +139,37 @@ class ModelContext:
             discard_waiting()
             SCOPE.reset(token)
 
-    def _agree(self, module: nn.Module, tensors: list[Tensor], name: str | None) -> None:
+    def _agree(
+        self, module: nn.Module, tensors: list[Tensor], name: str | None
+    ) -> None:
         """Collective."""
-        said = ", ".join(f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}" for x in tensors)
-        said = f"inputs {said or 'none'}; training {module.training}; gradients {torch.is_grad_enabled()}"
+        said = ", ".join(
+            f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}"
+            for x in tensors
+        )
+        said = (
+            f"inputs {said or 'none'}; training {module.training}; gradients "
+            f"{torch.is_grad_enabled()}"
+        )
         said += f"; autocast {_autocast(self._model)}"
         if self._running.untold:  # of a forward that raised an error
-            said += f"; running statistics of {self._running.untold} norms, not told yet"
+            said += (
+                f"; running statistics of {self._running.untold} norms, not told yet"
+            )
         if name is None:
             name = f"forward of {self._name_of(module)}".removesuffix(" of ")
         values = ""
-        if (seen := name + said) not in self._caches:  # once per signature: other batches are easy to get wrong
-            values = f"; checksums of input values {[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
-        misfit = next((error for layer in self._cut if (error := layer.misfit()) is not None), None)
+        if (
+            (seen := name + said) not in self._caches
+        ):  # once per signature: other batches are easy to get wrong
+            values = (
+                "; checksums of input values "
+                f"{[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
+            )
+        misfit = next(
+            (error for layer in self._cut if (error := layer.misfit()) is not None),
+            None,
+        )
         agree(self._team, name, said + values, misfit)
         self._caches.use(seen)
 
@@ -136,21 +177,36 @@ class ModelContext:
         """The module's name in the model; empty of the model itself."""
         if module is self._model:
             return ""
-        return next((name for name, m in self._model.named_modules() if m is module), type(module).__name__)
+        return next(
+            (name for name, m in self._model.named_modules() if m is module),
+            type(module).__name__,
+        )
 
     def _scope(self, module: nn.Module, channels_last: bool) -> Scope:
-        """Of the parameters of which several ranks hold the same elements; without autograd it needs none."""
+        """Of the parameters of which several ranks hold the same elements; without
+        autograd it needs none.
+        """
         grad = torch.is_grad_enabled() and self._team.size > 1
         found = parameters_of(module) if grad else Parameters([], {}, set())
-        shared = [p for p in found.every if id(p) not in found.held or found.held[id(p)].repeated]
+        shared = [
+            p
+            for p in found.every
+            if id(p) not in found.held or found.held[id(p)].repeated
+        ]
         return Scope(
-            self._team, shared, found.held, found.as_wired, channels_last=channels_last, running=self._running,
+            self._team,
+            shared,
+            found.held,
+            found.as_wired,
+            channels_last=channels_last,
+            running=self._running,
             owner=self,
-        )  # fmt: skip
+        )
 
 
 class EntryForward:
-    """A module's forward, to stand in its place: a call from outside goes through its model's context.
+    """A module's forward, to stand in its place: a call from outside goes through its
+    model's context.
 
     A copy of the module gets one of its own.
     """
@@ -173,11 +229,15 @@ class EntryForward:
             return self._context.call(self._module, self._forward, args, kwargs)
 
 
-def call_with_whole_weights(model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function that reads weights of a parallelized model, such as a penalty in a training loop; collective.
+def call_with_whole_weights(
+    model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a function that reads weights of a parallelized model, such as a penalty in
+    a training loop; collective.
 
-    Outside of the model's forward a weight is this rank's slice. In the function it is whole, as in the forward. What
-    the function returns is a plain tensor, the same on every rank, and its gradients reach the slices.
+    Outside of the model's forward a weight is this rank's slice. In the function it is
+    whole, as in the forward. What the function returns is a plain tensor, the same on
+    every rank, and its gradients reach the slices.
 
     Args:
         model: a parallelized model.
@@ -188,13 +248,22 @@ def call_with_whole_weights(model: nn.Module, function: Callable[..., Any], *arg
     Returns:
         What the function returns, with plain tensors.
 
-    Raises:
-        HetConvError: the model is not parallelized, or the function returns what cannot be searched for tensors.
-        DisagreementError: ranks call differently; on all of them, before anything moves.
+    Raises: HetConvError: the model is not parallelized, or the function returns what
+        cannot be searched for tensors. DisagreementError: ranks call differently; on
+        all of them, before anything moves.
     """
-    context = next((m.context for m in model.modules() if isinstance(m, CutLayer) and m.context is not None), None)
+    context = next(
+        (
+            m.context
+            for m in model.modules()
+            if isinstance(m, CutLayer) and m.context is not None
+        ),
+        None,
+    )
     if context is None:
-        raise HetConvError("the model has no cut layer; call hetconv.parallelize(model, plan) first")
+        raise HetConvError(
+            "the model has no cut layer; call hetconv.parallelize(model, plan) first"
+        )
     name = getattr(function, "__name__", type(function).__name__)
     return context.call(model, function, args, kwargs, f"{name}, with whole weights")
 
@@ -209,7 +278,8 @@ def _plain(result: Any) -> Any:
 def _refuse_tracers(module: nn.Module) -> None:
     if tracer_in_use():
         raise HetConvError(
-            f"{type(module).__name__} is parallelized, and its messages between ranks cannot be traced or exported; "
+            f"{type(module).__name__} is parallelized, and its messages between ranks cannot "
+            "be traced or exported; "
             f"trace or export the plain model before hetconv.parallelize"
         )
     refuse_transforms()
@@ -223,4 +293,8 @@ def _autocast(model: nn.Module) -> torch.dtype | None:
 def _is_channels_last(x: Tensor) -> bool:
     """Whether it is a batch of images that lie so and no other way."""
     last = CHANNELS_LAST.get(x.dim())
-    return last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    return (
+        last is not None
+        and not x.is_contiguous()
+        and x.is_contiguous(memory_format=last)
+    )

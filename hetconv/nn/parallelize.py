@@ -25,7 +25,9 @@ from .fast_modules import run_on_own_parts
 from .layers import HET_CONVS, HetLinear, PlainConv, least_op, lies_as_wired
 from .model_call import ModelContext
 
-Tiles = dict[tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]]  # by device, torch and triton
+Tiles = dict[
+    tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]
+]  # by device, torch and triton
 _warned: set[str] = set()  # names of devices
 
 
@@ -40,29 +42,33 @@ def parallelize(
 ) -> nn.Module:
     """Swaps the layers that ``plan`` names for split ones, in place. Collective.
 
-    Parameter names stay. Rank 0's parameters and buffers are sent to all ranks. Afterwards every rank calls the model
-    with the same input, a plain tensor, and gets the same plain output.
+    Parameter names stay. Rank 0's parameters and buffers are sent to all ranks.
+    Afterwards every rank calls the model with the same input, a plain tensor, and gets
+    the same plain output.
 
-    Args:
-        model: the plain model, alike on every rank.
-        plan: splits of its layers. Kernels take the plan's tiles where these were tuned on a GPU of this rank's name
-            with the versions in use; otherwise a warning says so, once.
-        group: the ranks; all of them by default.
-        fuse: whether, without autograd, a cut convolution computes the batch norm in evaluation, the residual and the
-            activation that follow it, as the plan lists them, while it stores its result. Results are the same up to
-            rounding. Convolutions that ATen computes are not fused, because there it takes longer.
-        sync_every: forwards in training after which `sync_replicated` compares the replicas, and makes them equal if
-            unequal hardware has rounded them apart; 0 for never.
-        signatures: for how many sets of input shapes, dtypes and modes the model remembers how its operators run on
-            parts. The least recently used one is forgotten, and found out anew if it comes again. A signature takes a
-            few tenths of a megabyte.
+    Args: model: the plain model, alike on every rank. plan: splits of its layers.
+        Kernels take the plan's tiles where these were tuned on a GPU of this rank's
+        name
+            with the versions in use; otherwise a warning says so, once. group: the
+        ranks; all of them by default. fuse: whether, without autograd, a cut
+        convolution computes the batch norm in evaluation, the residual and the
+            activation that follow it, as the plan lists them, while it stores its
+            result. Results are the same up to rounding. Convolutions that ATen computes
+            are not fused, because there it takes longer.
+        sync_every: forwards in training after which `sync_replicated` compares the
+            replicas, and makes them equal if unequal hardware has rounded them apart; 0
+            for never.
+        signatures: for how many sets of input shapes, dtypes and modes the model
+            remembers how its operators run on parts. The least recently used one is
+            forgotten, and found out anew if it comes again. A signature takes a few
+            tenths of a megabyte.
 
     Returns:
         The model, or the split layer if the model itself is one layer.
 
-    Raises:
-        PlanError: on every rank, before anything changes, if the plan does not fit the model or the number of ranks.
-        DisagreementError: on every rank, if ranks have different plans, models or options.
+    Raises: PlanError: on every rank, before anything changes, if the plan does not fit
+        the model or the number of ranks. DisagreementError: on every rank, if ranks
+        have different plans, models or options.
     """
     team = team_of(group)
 
@@ -85,21 +91,34 @@ def parallelize(
     return model
 
 
-def _checked(model: nn.Module, plan: Plan, world: int, signatures: int) -> tuple[dict[str, nn.Module], Tiles]:
+def _checked(
+    model: nn.Module, plan: Plan, world: int, signatures: int
+) -> tuple[dict[str, nn.Module], Tiles]:
     """The layers and tiles that the plan names. Raises what `parallelize` raises on this rank."""
     if signatures < 1:
-        raise HetConvError(f"signatures is {signatures}, but the current one must be remembered; give 1 or more")
+        raise HetConvError(
+            f"signatures is {signatures}, but the current one must be remembered; give 1 or more"
+        )
     if plan.world != world:
-        raise PlanError(f"the plan is for {plan.world} ranks, but this group has {world}; make one for them")
+        raise PlanError(
+            f"the plan is for {plan.world} ranks, but this group has {world}; make one for them"
+        )
     layers = dict(model.named_modules(remove_duplicate=False))
     _check_modules(layers)
-    found = {name: _checked_layer(layers, name, split, world) for name, split in plan.splits.items()}
+    found = {
+        name: _checked_layer(layers, name, split, world)
+        for name, split in plan.splits.items()
+    }
     _check_sharing(layers, found, plan.splits)
     return found, _by_origin(plan.tiles)
 
 
-def _swap(model: nn.Module, found: Mapping[str, nn.Module], plan: Plan, team: Team, fuse: bool) -> nn.Module:
-    """Puts split layers in the place of those that were found, and returns the model, which may be one of them."""
+def _swap(
+    model: nn.Module, found: Mapping[str, nn.Module], plan: Plan, team: Team, fuse: bool
+) -> nn.Module:
+    """Puts split layers in the place of those that were found, and returns the model,
+    which may be one of them.
+    """
     swapped: dict[int, nn.Module] = {}
     for name, layer in found.items():
         if id(layer) not in swapped:
@@ -114,23 +133,34 @@ def _swap(model: nn.Module, found: Mapping[str, nn.Module], plan: Plan, team: Te
 
 def _check_modules(layers: Mapping[str, nn.Module]) -> None:
     for name, layer in layers.items():
-        if any(map(nn.parameter.is_lazy, (*layer.parameters(recurse=False), *layer.buffers(recurse=False)))):
+        if any(
+            map(
+                nn.parameter.is_lazy,
+                (*layer.parameters(recurse=False), *layer.buffers(recurse=False)),
+            )
+        ):
             raise PlanError(
-                f"layer {name!r} is a {type(layer).__name__} whose parameters have no shapes yet; call the model once "
+                f"layer {name!r} is a {type(layer).__name__} whose parameters have no shapes "
+                "yet; call the model once "
                 f"before hetconv.parallelize"
             )
         if isinstance(layer, nn.SyncBatchNorm):
             raise PlanError(
-                f"layer {name!r} is a SyncBatchNorm, which would count the batch once per rank; leave "
-                f"convert_sync_batchnorm out: batch norm on parts has the statistics of the whole batch"
+                f"layer {name!r} is a SyncBatchNorm, which would count the batch once per "
+                "rank; leave "
+                "convert_sync_batchnorm out: batch norm on parts has the statistics of the "
+                "whole batch"
             )
 
 
-def _checked_layer(layers: Mapping[str, nn.Module], name: str, split: Split, world: int) -> nn.Module:
+def _checked_layer(
+    layers: Mapping[str, nn.Module], name: str, split: Split, world: int
+) -> nn.Module:
     layer = layers.get(name)
     if isinstance(layer, (PlainConv, nn.Linear)) and not is_plain(layer):
         raise PlanError(
-            f"layer {name!r} is a {type(layer).__name__} that computes or keeps its weight in a way of its own; "
+            f"layer {name!r} is a {type(layer).__name__} that computes or keeps its weight in "
+            "a way of its own; "
             f"leave it out of the plan"
         )
     if isinstance(layer, PlainConv):
@@ -139,38 +169,54 @@ def _checked_layer(layers: Mapping[str, nn.Module], name: str, split: Split, wor
         Linear((1, 1, 1, 1, layer.in_features), layer.out_features).check(split, world)
     else:
         have = f"a {type(layer).__name__}" if layer is not None else "no such module"
-        raise PlanError(f"the plan splits {name!r}, but the model has {have} there; make the plan from this model")
+        raise PlanError(
+            f"the plan splits {name!r}, but the model has {have} there; make the plan from "
+            "this model"
+        )
     return layer
 
 
 def _check_sharing(
-    layers: Mapping[str, nn.Module], found: Mapping[str, nn.Module], splits: Mapping[str, Split]
+    layers: Mapping[str, nn.Module],
+    found: Mapping[str, nn.Module],
+    splits: Mapping[str, Split],
 ) -> None:
-    """A layer under two names has one split; a parameter of two layers cannot be in both once one of them is cut."""
+    """A layer under two names has one split; a parameter of two layers cannot be in
+    both once one of them is cut.
+    """
     planned = {id(layer): name for name, layer in found.items()}
     for name, layer in found.items():
         first = planned[id(layer)]
         if splits[name] != splits[first]:
             raise PlanError(
-                f"the plan splits one layer in two ways, as {name!r} and as {first!r}; give both the same split"
+                f"the plan splits one layer in two ways, as {name!r} and as {first!r}; give "
+                "both the same split"
             )
     owners: dict[int, nn.Module] = {}
     for name, layer in layers.items():
         for p in layer.parameters(recurse=False):
             other = owners.setdefault(id(p), layer)
             if other is not layer and (id(other) in planned or id(layer) in planned):
-                raise PlanError(f"layer {name!r} shares a parameter with another layer; leave both out of the plan")
+                raise PlanError(
+                    f"layer {name!r} shares a parameter with another layer; leave both out of "
+                    "the plan"
+                )
 
 
 def _signature(model: nn.Module) -> str:
     tensors = (*model.named_parameters(), *model.named_buffers())
-    shapes = ", ".join(f"{k}{tuple(v.shape)}{v.dtype}{' channels-last' * lies_as_wired(v)}" for k, v in tensors)
+    shapes = ", ".join(
+        f"{k}{tuple(v.shape)}{v.dtype}{' channels-last' * lies_as_wired(v)}"
+        for k, v in tensors
+    )
     return f"{type(model).__name__}({shapes})"
 
 
 def _swapped(layer: nn.Module, planned: LayerPlan, team: Team, fuse: bool) -> nn.Module:
     if isinstance(layer, PlainConv):
-        made = HET_CONVS[len(layer.kernel_size) - 1]._local(layer, planned.split, team, "split")
+        made = HET_CONVS[len(layer.kernel_size) - 1]._local(
+            layer, planned.split, team, "split"
+        )
         made.followers, made.chunks = planned.followers if fuse else (), planned.chunks
         return made
     assert isinstance(layer, nn.Linear)
@@ -178,12 +224,18 @@ def _swapped(layer: nn.Module, planned: LayerPlan, team: Team, fuse: bool) -> nn
 
 
 def _share_random_state(team: Team, model: nn.Module) -> None:
-    """Random operators on replicated values must draw alike: every rank goes on from the first one's generators."""
+    """Random operators on replicated values must draw alike: every rank goes on from
+    the first one's generators.
+    """
     state = torch.get_rng_state()
     answered(team, partial(dist.broadcast, state, group=team.control, group_src=0))
     torch.set_rng_state(state)
-    on_cuda = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    states = objects_of_all(team, [torch.cuda.get_rng_state(index) for index in on_cuda])
+    on_cuda = sorted(
+        {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    )
+    states = objects_of_all(
+        team, [torch.cuda.get_rng_state(index) for index in on_cuda]
+    )
     first = next((of_rank[0] for of_rank in states if of_rank), None)
     for index in on_cuda:
         assert first is not None
@@ -195,13 +247,19 @@ def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
     """Raises `KernelError` for a choice that is neither a tile nor ATen."""
     found: Tiles = {}
     for t in tiles:
-        choice: kernels.tiles.Entry = "aten" if t.choice == "aten" else kernels.Tile.parse(t.choice)
-        found.setdefault((t.device, t.torch, t.triton), {})[t.what, t.spec, t.precision] = choice
+        choice: kernels.tiles.Entry = (
+            "aten" if t.choice == "aten" else kernels.Tile.parse(t.choice)
+        )
+        found.setdefault((t.device, t.torch, t.triton), {})[
+            t.what, t.spec, t.precision
+        ] = choice
     return found
 
 
 def _install(tiles: Tiles, device: torch.device) -> None:
-    """Hands a device the tiles that were tuned on its like; warns if there are others, but none of these."""
+    """Hands a device the tiles that were tuned on its like; warns if there are others,
+    but none of these.
+    """
     if not tiles or kernels.dispatch.obstacle(device) is not None:
         return
     here = (kernels.dispatch.device_name(device), *kernels.tiles.versions_in_use())
@@ -211,7 +269,8 @@ def _install(tiles: Tiles, device: torch.device) -> None:
         _warned.add(here[0])
         there = "; ".join(_origin(*origin) for origin in sorted(tiles))
         warnings.warn(
-            f"the plan's tiles were tuned on {there}, and this is {_origin(*here)}: they are left out. "
+            f"the plan's tiles were tuned on {there}, and this is {_origin(*here)}: they are "
+            "left out. "
             "Run `hetconv autotune` and `hetconv plan` here",
             stacklevel=3,
         )

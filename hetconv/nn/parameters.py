@@ -23,7 +23,9 @@ def shared_out(model: nn.Module) -> dict[int, Held]:
 
 
 class Parameters(NamedTuple):
-    """Every parameter once; by id, who holds what of those that are not whole on every rank; ids of those as wired."""
+    """Every parameter once; by id, who holds what of those that are not whole on every
+    rank; ids of those as wired.
+    """
 
     every: list[nn.Parameter]
     held: dict[int, Held]
@@ -35,17 +37,27 @@ def parameters_of(model: nn.Module) -> Parameters:
     held: dict[int, Held] = {}
     as_wired: set[int] = set()
     for module in model.modules():
-        # Slices, also while a checkpoint computes a region again, to which they would be given whole.
+        # Slices, also while a checkpoint computes a region again, to which they would
+        # be given whole.
         params |= {id(p): p for p in dict.values(module._parameters) if p is not None}
         if isinstance(module, CutLayer):
-            held |= {id(module._parameters[name]): of for name, of in module.held.items() if not of.everywhere}
+            held |= {
+                id(module._parameters[name]): of
+                for name, of in module.held.items()
+                if not of.everywhere
+            }
             as_wired |= {id(module._parameters["weight"])} if module.as_wired else set()
     return Parameters([*params.values()], held, as_wired)
 
 
 def team_of_model(model: nn.Module) -> Team | None:
-    """The ranks that a model is parallelized over, or None. Raises `HetConvError` if its layers name several groups."""
+    """The ranks that a model is parallelized over, or None. Raises `HetConvError` if
+    its layers name several groups.
+    """
     teams = {layer.team for layer in cut_layers(model)}
     if len(teams) > 1:
-        raise HetConvError("the layers of this model are cut over several process groups; call this for each of them")
+        raise HetConvError(
+            "the layers of this model are cut over several process groups; call this for each "
+            "of them"
+        )
     return teams.pop() if teams else None

@@ -1,4 +1,6 @@
-"""What `torch.nn.Module` does with a module's parameters, for a module of which each rank holds slices."""
+"""What `torch.nn.Module` does with a module's parameters, for a module of which each
+rank holds slices.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,25 @@ from hetconv.runtime.gradient_sync import SCOPE, computed_again, contributed
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.sharding.layout import Box, Shape
 from hetconv.sharding.param_shards import Held
-from hetconv.torch_internals import check_before_clipping, check_before_unscaling, register_patch, write_count
+from hetconv.torch_internals import (
+    check_before_clipping,
+    check_before_unscaling,
+    register_patch,
+    write_count,
+)
 
-OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has: parameters, hooks, the mode
-Writes = dict[str, tuple[int, int]]  # which tensor a parameter is, and how many times it was written to
+OF_MODULES = frozenset(
+    vars(nn.Module())
+)  # attributes that every module has: parameters, hooks, the mode
+Writes = dict[
+    str, tuple[int, int]
+]  # which tensor a parameter is, and how many times it was written to
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """The parameters of a sharded module: to who asks for all of them within a call of the model, whole ones."""
+    """The parameters of a sharded module: to who asks for all of them within a call of
+    the model, whole ones.
+    """
 
     def __init__(self, module: ShardedModule):
         super().__init__(module._parameters)
@@ -42,24 +55,30 @@ class _Parameters(dict[str, nn.Parameter | None]):
 
 
 class ShardedModule(nn.Module, ABC):
-    """A module whose parameters are cut among ranks. What is called on it acts on whole parameters, or is refused.
+    """A module whose parameters are cut among ranks. What is called on it acts on whole
+    parameters, or is refused.
 
-    Within a call of the model a parameter that is read, as penalties and tied decoders do, is whole, and so is its
-    gradient. Outside of calls it is this rank's slice: an optimizer's.
+    Within a call of the model a parameter that is read, as penalties and tied decoders
+    do, is whole, and so is its gradient. Outside of calls it is this rank's slice: an
+    optimizer's.
     """
 
     team: Team
     held: dict[str, Held]
     """Which ranks hold what of each parameter."""
     context: Any = None
-    """What the calls of the parallelized model share that this is a layer of, see `entry.ModelContext`."""
+    """What the calls of the parallelized model share that this is a layer of, see
+    `entry.ModelContext`.
+    """
     _shapes: tuple[tuple[str, Shape], ...]  # of the slices that this rank holds
 
     def _adopt_shards(self, held: Mapping[str, Held]) -> None:
         """Says which ranks hold what of this module's parameters."""
         self.held = dict(held)
         self.__dict__["_parameters"] = _Parameters(self)
-        self._shapes = tuple((name, of.boxes[self.team.rank].shape) for name, of in held.items())
+        self._shapes = tuple(
+            (name, of.boxes[self.team.rank].shape) for name, of in held.items()
+        )
         _sharded.add(self)
 
     def _slice(self, name: str) -> nn.Parameter:
@@ -69,13 +88,16 @@ class ShardedModule(nn.Module, ABC):
         return own
 
     def misfit(self) -> HetConvError | None:
-        """What is to be said where a parameter has not the shape of this rank's slice, as `functional_call` may do."""
+        """What is to be said where a parameter has not the shape of this rank's slice,
+        as `functional_call` may do.
+        """
         for name, shape in self._shapes:
             given = self._parameters.get(name)
             if given is None or given.shape != shape:
                 found = None if given is None else tuple(given.shape)
                 return HetConvError(
-                    f"the {name} of a {type(self).__name__}({self.extra_repr()}) has the shape {found}, but this rank "
+                    f"the {name} of a {type(self).__name__}({self.extra_repr()}) has the shape "
+                    f"{found}, but this rank "
                     f"holds {shape} of {self.held[name].shape}; give functional_call the shapes of "
                     f"model.named_parameters()"
                 )
@@ -87,17 +109,25 @@ class ShardedModule(nn.Module, ABC):
         return super().__getattr__(name)
 
     def _within_call(self) -> bool:
-        """Whether a call of the model is under way, or a region of one that a checkpoint computes again."""
+        """Whether a call of the model is under way, or a region of one that a
+        checkpoint computes again.
+        """
         scope, context = SCOPE.get(), self.context
-        return context is not None and (scope.owner is context if scope is not None else computed_again())
+        return context is not None and (
+            scope.owner is context if scope is not None else computed_again()
+        )
 
     def _read(self, name: str) -> Tensor | None:
-        """A parameter as the user's own code reads it, beside the layer's call: whole, if in parts."""
+        """A parameter as the user's own code reads it, beside the layer's call: whole,
+        if in parts.
+        """
         own, of = self._parameters.get(name), self.held.get(name)
         if own is None or of is None or of.everywhere:
             return own
         rank = self.team.rank
-        owned = take(contributed(self.team, own, of), of.boxes[rank], of.owners.boxes[rank])
+        owned = take(
+            contributed(self.team, own, of), of.boxes[rank], of.owners.boxes[rank]
+        )
         return HetTensor.wrap(owned, of.owners, self.team)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,16 +143,19 @@ class ShardedModule(nn.Module, ABC):
     def load_full(self, full: Mapping[str, Tensor]) -> None:
         """Takes what this rank holds of the whole parameters; local."""
         for name, of in self.held.items():
-            self._slice(name).copy_(full[name][of.boxes[self.team.rank].within(Box.whole(of.shape))])
+            self._slice(name).copy_(
+                full[name][of.boxes[self.team.rank].within(Box.whole(of.shape))]
+            )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """`torch.nn.Module.apply`, where ``fn`` is given torch's own layer with the whole parameters; collective.
+        """`torch.nn.Module.apply`, where ``fn`` is given torch's own layer with the
+        whole parameters; collective.
 
-        What it writes to these is cut again, with rank 0's values as the truth. Attributes, hooks, the mode and
-        ``requires_grad`` become the module's too.
+        What it writes to these is cut again, with rank 0's values as the truth.
+        Attributes, hooks, the mode and ``requires_grad`` become the module's too.
 
-        Raises:
-            HetConvError: ``fn`` raised an error on a rank, or gave the layer other parameters, or parameters of other
+        Raises: HetConvError: ``fn`` raised an error on a rank, or gave the layer other
+            parameters, or parameters of other
                 shapes; on every rank.
         """
         agree(self.team, f"apply to a {type(self).__name__}", repr(self))
@@ -133,7 +166,9 @@ class ShardedModule(nn.Module, ABC):
             fn(plain)
             shapes = {name: tuple(p.shape) for name, p in plain.named_parameters()}
             if (wanted := {name: of.shape for name, of in self.held.items()}) != shapes:
-                raise HetConvError(f"apply gave a layer the parameters {shapes}, where {wanted} were expected")
+                raise HetConvError(
+                    f"apply gave a layer the parameters {shapes}, where {wanted} were expected"
+                )
             return [name for name, now in _writes(plain).items() if now != before[name]]
 
         changed = prepared(self.team, "apply", written, str)
@@ -145,7 +180,9 @@ class ShardedModule(nn.Module, ABC):
             self._slice(name).requires_grad_(p.requires_grad)
         self.training = plain.training
         for name, value in vars(plain).items():
-            if name not in OF_MODULES and (name not in attributes or attributes[name] is not value):
+            if name not in OF_MODULES and (
+                name not in attributes or attributes[name] is not value
+            ):
                 setattr(self, name, value)
         return self
 
@@ -164,32 +201,52 @@ class ShardedModule(nn.Module, ABC):
         super().__delattr__(name)
 
     def _is_of_slice(self, name: str) -> bool:
-        """Whether this is what norms of weights and pruning keep in the place of a parameter, such as weight_g."""
+        """Whether this is what norms of weights and pruning keep in the place of a
+        parameter, such as weight_g.
+        """
         return any(name.startswith(f"{held}_") for held in vars(self).get("held", {}))
 
     def _refuse_parametrization(self, name: str) -> None:
         raise HetConvError(
-            f"a {type(self).__name__} holds this rank's slice of its parameters, which cannot be parametrized, "
-            f"normalized or pruned ({name}); do that to the plain layer, before hetconv.parallelize, and leave it out "
+            f"a {type(self).__name__} holds this rank's slice of its parameters, which cannot "
+            "be parametrized, "
+            f"normalized or pruned ({name}); do that to the plain layer, before "
+            "hetconv.parallelize, and leave it out "
             f"of the plan"
         )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         """Takes own slices of tensors that are whole, as a plain model's state has them."""
         for name, of in self.held.items():
             given, box = state_dict.get(prefix + name), of.boxes[self.team.rank]
-            if isinstance(given, Tensor) and tuple(given.shape) == of.shape != box.shape:
-                state_dict[prefix + name] = take(given, Box.whole(of.shape), box).clone()
+            if (
+                isinstance(given, Tensor)
+                and tuple(given.shape) == of.shape != box.shape
+            ):
+                state_dict[prefix + name] = take(
+                    given, Box.whole(of.shape), box
+                ).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _whole(self) -> nn.Module:
-        """The module before it was cut, with the values of now and the hooks of this one; collective."""
+        """The module before it was cut, with the values of now and the hooks of this
+        one; collective.
+        """
         plain, rank = self._plain(), self.team.rank
         for name, of in self.held.items():
             own = self._slice(name)
             owned = take(own.detach(), of.boxes[rank], of.owners.boxes[rank])
-            whole = own if of.everywhere else gather(HetTensor.made(owned, of.owners, self.team))
-            plain.register_parameter(name, nn.Parameter(whole.detach().clone(), requires_grad=own.requires_grad))
+            whole = (
+                own
+                if of.everywhere
+                else gather(HetTensor.made(owned, of.owners, self.team))
+            )
+            plain.register_parameter(
+                name,
+                nn.Parameter(whole.detach().clone(), requires_grad=own.requires_grad),
+            )
         for name, value in vars(self).items():
             if name in OF_MODULES and "hooks" in name:
                 plain.__dict__[name] = value
@@ -198,19 +255,26 @@ class ShardedModule(nn.Module, ABC):
 
 _sharded: WeakSet[ShardedModule] = WeakSet()
 _BY_WHOLE_TENSORS = tuple(
-    kind for name in ("LBFGS", "Adafactor", "Muon") if (kind := getattr(torch.optim, name, None)) is not None
+    kind
+    for name in ("LBFGS", "Adafactor", "Muon")
+    if (kind := getattr(torch.optim, name, None)) is not None
 )
 """Optimizers of which a step of one number goes by others of its tensor, or of all tensors."""
 
 
 def _slice_in(params: Iterable[Tensor]) -> str | None:
-    """What to say of the first of these that is a slice; None if every rank holds all of them whole."""
+    """What to say of the first of these that is a slice; None if every rank holds all
+    of them whole.
+    """
     own = {id(p) for p in params}
     for module in _sharded:
         for name, of in module.held.items():
             if not of.everywhere and id(module._parameters.get(name)) in own:
                 kind = type(module).__name__
-                return f"was given the {name} of a {kind}({module.extra_repr()}), of which each rank holds a slice"
+                return (
+                    f"was given the {name} of a {kind}({module.extra_repr()}), of which "
+                    "each rank holds a slice"
+                )
     return None
 
 
@@ -219,25 +283,35 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if isinstance(optimizer, _BY_WHOLE_TENSORS) and (said := _slice_in(_params_of(optimizer))) is not None:
+    if (
+        isinstance(optimizer, _BY_WHOLE_TENSORS)
+        and (said := _slice_in(_params_of(optimizer))) is not None
+    ):
         raise HetConvError(
-            f"{type(optimizer).__name__} goes by whole tensors, but {said}; use an optimizer that computes each number "
-            f"by itself, such as SGD, Adam or AdamW, or cut the layer by sample or height, with a share for every rank"
+            f"{type(optimizer).__name__} goes by whole tensors, but {said}; use an optimizer "
+            "that computes each number "
+            "by itself, such as SGD, Adam or AdamW, or cut the layer by sample or height, "
+            "with a share for every rank"
         )
 
 
 def _check_clipping(params: list[Tensor]) -> None:
     if (said := _slice_in(params)) is not None:
         raise HetConvError(
-            f"torch.nn.utils.clip_grad_norm_ {said}, so that ranks would clip by norms of their own; call "
+            f"torch.nn.utils.clip_grad_norm_ {said}, so that ranks would clip by norms of "
+            "their own; call "
             f"hetconv.clip_grad_norm_(model, max_norm) instead"
         )
 
 
 def _check_unscaling(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-    if not getattr(scaler, "asks_all_ranks", False) and (said := _slice_in(_params_of(optimizer))) is not None:
+    if (
+        not getattr(scaler, "asks_all_ranks", False)
+        and (said := _slice_in(_params_of(optimizer))) is not None
+    ):
         raise HetConvError(
-            f"torch.amp.GradScaler {said}, so that one rank would skip a step that others take; use "
+            f"torch.amp.GradScaler {said}, so that one rank would skip a step that others "
+            "take; use "
             f"hetconv.GradScaler(model) instead"
         )
 

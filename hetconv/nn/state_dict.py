@@ -15,7 +15,13 @@ from hetconv.errors import HetConvError
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.sharding.layout import Box, Shape
 from hetconv.sharding.param_shards import Held
-from hetconv.torch_internals import keystr, make_wrapper, tree_flatten_with_path, tree_leaves, tree_map_only
+from hetconv.torch_internals import (
+    keystr,
+    make_wrapper,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+)
 
 from .layers import CutLayer
 from .parameters import cut_layers
@@ -29,24 +35,35 @@ def full_state_dict(model: nn.Module) -> State:
 
     Every tensor is contiguous and in memory of its own, as safetensors wants it.
     """
-    return whole(agreed(model, "full_state_dict", lambda: sharded_state_dict(model), signature))
+    return whole(
+        agreed(model, "full_state_dict", lambda: sharded_state_dict(model), signature)
+    )
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Loads what `full_state_dict`, or the unsplit model's ``state_dict``, gave; collective.
 
-    Raises `HetConvError` on every rank, before anything changes, if keys or shapes do not fit on some rank, and
-    `DisagreementError` if ranks were given different values.
+    Raises `HetConvError` on every rank, before anything changes, if keys or shapes do
+    not fit on some rank, and `DisagreementError` if ranks were given different values.
     """
     model.load_state_dict(
-        agreed(model, "load_full_state_dict", lambda: own_state(model, state), lambda _: values(state))
+        agreed(
+            model,
+            "load_full_state_dict",
+            lambda: own_state(model, state),
+            lambda _: values(state),
+        )
     )
 
 
 def sharded_state_dict(model: nn.Module) -> State:
-    """The state with the original keys, HetTensors where not every rank has the whole; local, in the model's memory."""
+    """The state with the original keys, HetTensors where not every rank has the whole;
+    local, in the model's memory.
+    """
     state = dict(model.state_dict())
-    return state | {key: share.owned(state[key]) for key, share in shares(model).items()}
+    return state | {
+        key: share.owned(state[key]) for key, share in shares(model).items()
+    }
 
 
 def own_state(model: nn.Module, state: Mapping[str, Any]) -> State:
@@ -57,18 +74,30 @@ def own_state(model: nn.Module, state: Mapping[str, Any]) -> State:
 
 
 def check_fit(model: nn.Module, shapes: Mapping[str, Shape | None]) -> None:
-    """Raises `HetConvError` unless these are the whole model's keys with their shapes; None is no tensor."""
+    """Raises `HetConvError` unless these are the whole model's keys with their shapes;
+    None is no tensor.
+    """
     own = {k: shape_of(v) for k, v in sharded_state_dict(model).items()}
-    missing, unknown = sorted(own.keys() - shapes.keys()), sorted(shapes.keys() - own.keys())
-    wrong = [f"{k}: {shapes[k]}, expected {own[k]}" for k in sorted(own.keys() & shapes.keys()) if shapes[k] != own[k]]
+    missing, unknown = (
+        sorted(own.keys() - shapes.keys()),
+        sorted(shapes.keys() - own.keys()),
+    )
+    wrong = [
+        f"{k}: {shapes[k]}, expected {own[k]}"
+        for k in sorted(own.keys() & shapes.keys())
+        if shapes[k] != own[k]
+    ]
     if missing or unknown or wrong:
         raise HetConvError(
-            f"the state does not fit the model: missing {missing}, unknown {unknown}, of another shape {wrong}"
+            f"the state does not fit the model: missing {missing}, unknown {unknown}, of "
+            f"another shape {wrong}"
         )
 
 
 class Slice(Tensor):
-    """What a rank holds of a tensor, which gives it its shape; for states alone, nothing can be computed with it."""
+    """What a rank holds of a tensor, which gives it its shape; for states alone,
+    nothing can be computed with it.
+    """
 
     local: Tensor
     box: Box
@@ -81,7 +110,9 @@ class Slice(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
-        raise HetConvError(f"{func} was called on a slice of a tensor that is to be saved or loaded")
+        raise HetConvError(
+            f"{func} was called on a slice of a tensor that is to be saved or loaded"
+        )
 
 
 class Share(NamedTuple):
@@ -96,13 +127,19 @@ class Share(NamedTuple):
         return self.held.boxes[self.team.rank]
 
     def owned(self, local: Tensor) -> HetTensor:
-        """Of what this rank holds the part that is its to give, so that every element is given once; a view."""
+        """Of what this rank holds the part that is its to give, so that every element
+        is given once; a view.
+        """
         own = self.held.owners.boxes[self.team.rank]
         return HetTensor.wrap(take(local, self.box, own), self.held.owners, self.team)
 
     def of(self, x: Tensor) -> Tensor:
         """What this rank holds of a whole tensor; a view."""
-        return x.local if isinstance(x, Slice) else take(x, Box.whole(self.held.shape), self.box)
+        return (
+            x.local
+            if isinstance(x, Slice)
+            else take(x, Box.whole(self.held.shape), self.box)
+        )
 
 
 def shares(model: nn.Module) -> dict[str, Share]:
@@ -116,7 +153,9 @@ def shares(model: nn.Module) -> dict[str, Share]:
     }
 
 
-def agreed(model: nn.Module, what: str, prepare: Callable[[], T], saying: Callable[[T], str]) -> T:
+def agreed(
+    model: nn.Module, what: str, prepare: Callable[[], T], saying: Callable[[T], str]
+) -> T:
     """`prepared` among the ranks that the model is cut over, if it is."""
     teams = dict.fromkeys(layer.team for layer in cut_layers(model))
     results = [prepared(team, what, prepare, saying) for team in teams]
@@ -126,7 +165,9 @@ def agreed(model: nn.Module, what: str, prepare: Callable[[], T], saying: Callab
 def whole(state: State) -> State:
     """The state with every HetTensor gathered, all in new memory; collective."""
     full: State = tree_map_only(
-        Tensor, lambda x: gather(x).detach().clone(memory_format=torch.contiguous_format), state
+        Tensor,
+        lambda x: gather(x).detach().clone(memory_format=torch.contiguous_format),
+        state,
     )
     return full
 
@@ -134,7 +175,8 @@ def whole(state: State) -> State:
 def signature(state: State) -> str:
     """What ranks compare of states of which each has its part: keys, shapes and types."""
     return ", ".join(
-        f"{keystr(path)} {f'{tuple(x.shape)} {x.dtype}' if isinstance(x, Tensor) else type(x).__name__}"
+        f"{keystr(path)} "
+        f"{f'{tuple(x.shape)} {x.dtype}' if isinstance(x, Tensor) else type(x).__name__}"
         for path, x in tree_flatten_with_path(state)[0]
     )
 
@@ -142,7 +184,9 @@ def signature(state: State) -> str:
 def values(state: Mapping[str, Any]) -> str:
     """What ranks compare of a state that all were given whole."""
     tensors = [x for x in tree_leaves(dict(state)) if isinstance(x, Tensor)]
-    return f"a state of bytes {sum(checksum(x) * (i + 1) for i, x in enumerate(tensors))}"
+    return (
+        f"a state of bytes {sum(checksum(x) * (i + 1) for i, x in enumerate(tensors))}"
+    )
 
 
 def shape_of(value: Any) -> Shape | None:

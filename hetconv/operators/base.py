@@ -28,10 +28,11 @@ def unless(what: Callable[[Any], bool]) -> Counted:
 
 
 def per_sample(counted: Counted = every_input) -> Callable[[Rule], Rule]:
-    """Makes a rule of one level a rule of two: each node follows it with its own samples, or all gather.
+    """Makes a rule of one level a rule of two: each node follows it with its own
+    samples, or all gather.
 
-    ``counted`` says of each input whether its dimension 0 counts the samples that dimension 0 of the result counts, if
-    each of these is computed by itself; else None.
+    ``counted`` says of each input whether its dimension 0 counts the samples that
+    dimension 0 of the result counts, if each of these is computed by itself; else None.
     """
 
     def lifted(rule: Rule) -> Rule:
@@ -39,15 +40,23 @@ def per_sample(counted: Counted = every_input) -> Callable[[Rule], Rule]:
         def step(op: Any, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
             if not any(isinstance(x, TwoLevel) for x in inputs):
                 return rule(op, inputs, split)
-            ways = (_led(op, rule, counted, inputs, k) for k, x in enumerate(inputs) if x.kind != "replicated")
-            return next((way for way in ways if way is not None), None) or Gather(op.shape).step(inputs)
+            ways = (
+                _led(op, rule, counted, inputs, k)
+                for k, x in enumerate(inputs)
+                if x.kind != "replicated"
+            )
+            return next((way for way in ways if way is not None), None) or Gather(
+                op.shape
+            ).step(inputs)
 
         return step
 
     return lifted
 
 
-def _led(op: Any, rule: Rule, counted: Counted, inputs: tuple[Layout, ...], lead: int) -> Step | None:
+def _led(
+    op: Any, rule: Rule, counted: Counted, inputs: tuple[Layout, ...], lead: int
+) -> Step | None:
     """The step if input ``lead`` says how to run; None if it does not."""
 
     def follow(x: Layout) -> Step:
@@ -66,19 +75,30 @@ def _led(op: Any, rule: Rule, counted: Counted, inputs: tuple[Layout, ...], lead
     if any(step.forward or step.backward or step.tells for step in steps):
         return None
     reads = list(zip(*(step.reads for step in steps), strict=True))
-    found = in_nodes(x.nodes, x.samples, reads, [step.output for step in steps], of_samples)
-    return Step(*found, contributes=any(step.contributes for step in steps)) if found is not None else None
+    found = in_nodes(
+        x.nodes, x.samples, reads, [step.output for step in steps], of_samples
+    )
+    return (
+        Step(*found, contributes=any(step.contributes for step in steps))
+        if found is not None
+        else None
+    )
 
 
 def on_parts(x: Layout) -> Layout:
-    """A partial sum as its consumers on parts want it: scattered over channels in the proportions of its shares.
+    """A partial sum as its consumers on parts want it: scattered over channels in the
+    proportions of its shares.
 
     Whole, if it has none.
     """
     if isinstance(x, TwoLevel) and x.kind == "partial":
         parts = [on_parts(part) for part in x.parts]
         scattered = parts[0].kind == "sharded"
-        return TwoLevel.of(x.nodes, x.samples, parts) if scattered else Layout.replicated(x.shape, x.world)
+        return (
+            TwoLevel.of(x.nodes, x.samples, parts)
+            if scattered
+            else Layout.replicated(x.shape, x.world)
+        )
     if x.kind != "partial":
         return x
     if len(x.shape) < 2 or not x.shares:
@@ -87,13 +107,23 @@ def on_parts(x: Layout) -> Layout:
 
 
 def recut(x: Layout, shape: Shape, dim: int, sizes: Sequence[int]) -> Layout:
-    """The layout of an output of ``shape`` that is cut along ``dim`` as ``x`` is cut along its own dimension."""
-    return Layout.sharded(shape, dim, sizes) if x.kind == "sharded" else Layout.replicated(shape, x.world)
+    """The layout of an output of ``shape`` that is cut along ``dim`` as ``x`` is cut
+    along its own dimension.
+    """
+    return (
+        Layout.sharded(shape, dim, sizes)
+        if x.kind == "sharded"
+        else Layout.replicated(shape, x.world)
+    )
 
 
 def cut_dims(x: Layout) -> set[int]:
     """The dimensions that some rank does not hold whole."""
-    return {d for d, n in enumerate(x.shape) if any((b.lo[d], b.hi[d]) != (0, n) for b in x.boxes)}
+    return {
+        d
+        for d, n in enumerate(x.shape)
+        if any((b.lo[d], b.hi[d]) != (0, n) for b in x.boxes)
+    }
 
 
 def slabs(shape: Shape, dim: int, spans: Iterable[Span]) -> Need:
@@ -107,20 +137,35 @@ Reader = Callable[[str, Args, Kwargs], "Call | None"]
 
 JOINS = frozenset(
     """
-    add addcdiv addcmul and atan2 bitwise_and bitwise_or bitwise_xor copysign div eq float_power floor_divide floordiv
-    fmax fmin fmod ge gt hypot isclose le lerp logaddexp logical_and logical_or logical_xor lt masked_fill maximum
-    minimum mod mul ne or pow rdiv remainder rfloordiv rpow rsub sub true_divide type_as where xlogy xor
+    add addcdiv addcmul and atan2 bitwise_and bitwise_or bitwise_xor copysign div eq
+    float_power floor_divide floordiv fmax fmin fmod ge gt hypot isclose le lerp
+    logaddexp logical_and logical_or logical_xor lt masked_fill maximum minimum mod mul
+    ne or pow rdiv remainder rfloordiv rpow rsub sub true_divide type_as where xlogy xor
     """.split()
 )
 WRITING_DUNDERS = frozenset(
     f"__{name}__"
-    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+    for name in (
+        "setitem",
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+    )
 )
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and the tensors that its rule reads, in order. ``in_place``: the first one is written to."""
+    """An operator and the tensors that its rule reads, in order. ``in_place``: the
+    first one is written to.
+    """
 
     op: Op
     inputs: tuple[Tensor, ...]
@@ -134,7 +179,9 @@ class Call:
 
 @lru_cache(4096)
 def name_of(func: Callable[..., Any]) -> str:
-    """add for add, add_, __add__, __iadd__ and __radd__ alike; rsub for __rsub__, for it is not symmetric."""
+    """add for add, add_, __add__, __iadd__ and __radd__ alike; rsub for __rsub__, for
+    it is not symmetric.
+    """
     name: str = getattr(func, "__name__", "")
     if name == "__get__":  # of an attribute: mT, T
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
@@ -143,7 +190,12 @@ def name_of(func: Callable[..., Any]) -> str:
     bare = name.strip("_")
     if name.startswith("__") and bare[:1] in "ir" and bare[1:] in JOINS | {"truediv"}:
         bare = bare[1:] if bare[0] == "i" or bare[1:] in ("add", "mul") else bare
-    return {"truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}.get(bare, bare)
+    return {
+        "truediv": "div",
+        "divide": "div",
+        "multiply": "mul",
+        "subtract": "sub",
+    }.get(bare, bare)
 
 
 def writes_in_place(func: Callable[..., Any], kwargs: Kwargs) -> bool:
@@ -175,5 +227,11 @@ def dim_of(dim: Any, rank: int) -> int | None:
 def dims_of(dims: Any, rank: int) -> list[int] | None:
     """One or several dimensions, counted from the front; None if one is not there, or twice."""
     listed = (dims,) if isinstance(dims, int) else dims
-    found = [dim_of(d, rank) for d in listed] if isinstance(listed, Sequence) else [None]
-    return [d for d in found if d is not None] if None not in found and len(set(found)) == len(found) else None
+    found = (
+        [dim_of(d, rank) for d in listed] if isinstance(listed, Sequence) else [None]
+    )
+    return (
+        [d for d in found if d is not None]
+        if None not in found and len(set(found)) == len(found)
+        else None
+    )

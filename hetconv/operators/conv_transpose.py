@@ -16,7 +16,9 @@ from .base import Args, Call, Kwargs, Reader, arg, on_parts, per_dim, per_sample
 
 
 class TransposedWindow(NamedTuple):
-    """Input i adds to the outputs i * stride - pad + r * dilation, 0 <= r < kernel; ``extra`` outputs follow."""
+    """Input i adds to the outputs i * stride - pad + r * dilation, 0 <= r < kernel;
+    ``extra`` outputs follow.
+    """
 
     kernel: int
     stride: int = 1
@@ -45,15 +47,24 @@ class TransposedWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class ConvTranspose:
-    """(N, C, *size) -> (N, K, *size) of any rank with whole weights: over samples, or over space with halos."""
+    """(N, C, *size) -> (N, K, *size) of any rank with whole weights: over samples, or
+    over space with halos.
+    """
 
     shape: Shape
     windows: tuple[TransposedWindow, ...]
     groups: int = 1
 
     def flops(self, inputs: int) -> int:
-        """Multiplications and additions for this many elements of the input, cut-off outputs included."""
-        return 2 * inputs * (self.shape[1] // self.groups) * prod(v.kernel for v in self.windows)
+        """Multiplications and additions for this many elements of the input, cut-off
+        outputs included.
+        """
+        return (
+            2
+            * inputs
+            * (self.shape[1] // self.groups)
+            * prod(v.kernel for v in self.windows)
+        )
 
     @per_sample()
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
@@ -62,9 +73,20 @@ class ConvTranspose:
             return Gather(self.shape).step(inputs)
         if x.dim == 0:
             return Step((x,), recut(x, self.shape, 0, x.sizes), contributes=True)
-        window, size, extent = self.windows[x.dim - 2], x.shape[x.dim], self.shape[x.dim]
+        window, size, extent = (
+            self.windows[x.dim - 2],
+            x.shape[x.dim],
+            self.shape[x.dim],
+        )
         whole = extent == size * window.stride
-        y = recut(x, self.shape, x.dim, [s * window.stride for s in x.sizes] if whole else apportion(extent, x.sizes))
+        y = recut(
+            x,
+            self.shape,
+            x.dim,
+            [s * window.stride for s in x.sizes]
+            if whole
+            else apportion(extent, x.sizes),
+        )
         reads = (window.reads((b.lo[x.dim], b.hi[x.dim]), size) for b in y.boxes)
         need = tuple(Box.whole(x.shape).along(x.dim, lo, hi) for lo, hi in reads)
         return Step((Need(x.shape, need),), y, contributes=True)
@@ -81,11 +103,21 @@ class ConvTransposeCall(Call):
 
 
 def _conv_transpose(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, w, b = (arg(args, kwargs, i, n) for i, n in enumerate(("input", "weight", "bias")))
+    x, w, b = (
+        arg(args, kwargs, i, n) for i, n in enumerate(("input", "weight", "bias"))
+    )
     if x.dim() != w.dim():
         return None
-    given = ((3, "stride", 1), (4, "padding", 0), (5, "output_padding", 0), (7, "dilation", 1))
-    stride, pad, extra, dilation = (per_dim(arg(args, kwargs, i, n, default), x.dim() - 2) for i, n, default in given)
+    given = (
+        (3, "stride", 1),
+        (4, "padding", 0),
+        (5, "output_padding", 0),
+        (7, "dilation", 1),
+    )
+    stride, pad, extra, dilation = (
+        per_dim(arg(args, kwargs, i, n, default), x.dim() - 2)
+        for i, n, default in given
+    )
     groups = arg(args, kwargs, 6, "groups", 1)
     sides = zip(w.shape[2:], stride, dilation, pad, extra, strict=True)
     windows = tuple(TransposedWindow(*side) for side in sides)

@@ -23,10 +23,12 @@ def _by_label(op: Contraction, inputs: tuple[Layout, ...]) -> list[bool] | None:
 
 @dataclass(frozen=True)
 class Contraction:
-    """einsum: a label for each dimension of the inputs and of the result, None where an input is broadcast.
+    """einsum: a label for each dimension of the inputs and of the result, None where an
+    input is broadcast.
 
-    The first input that is cut says along which label. Who has the label is read cut alike, every other input whole. A
-    cut along a label that the result has not gives summands, for the product is linear in each input.
+    The first input that is cut says along which label. Who has the label is read cut
+    alike, every other input whole. A cut along a label that the result has not gives
+    summands, for the product is linear in each input.
     """
 
     shape: Shape
@@ -37,22 +39,39 @@ class Contraction:
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         parts = zip(map(on_parts, inputs), self.labels, strict=True)
         cuts = ((named[x.dim], x.sizes) for x, named in parts if x.dim is not None)
-        label, sizes = next(((label, sizes) for label, sizes in cuts if label is not None), (None, ()))
+        label, sizes = next(
+            ((label, sizes) for label, sizes in cuts if label is not None), (None, ())
+        )
         if label is None:
             return Gather(self.shape).step(inputs)
-        reads = tuple(self._read(x, named, label, sizes) for x, named in zip(inputs, self.labels, strict=True))
+        reads = tuple(
+            self._read(x, named, label, sizes)
+            for x, named in zip(inputs, self.labels, strict=True)
+        )
         if label in self.result:
-            return Step(reads, Layout.sharded(self.shape, self.result.index(label), sizes), contributes=True)
-        return Step(reads, Layout.partial(self.shape, inputs[0].world, sizes), contributes=True)
+            return Step(
+                reads,
+                Layout.sharded(self.shape, self.result.index(label), sizes),
+                contributes=True,
+            )
+        return Step(
+            reads, Layout.partial(self.shape, inputs[0].world, sizes), contributes=True
+        )
 
-    def _read(self, x: Layout, named: Labels, label: str, sizes: tuple[int, ...]) -> Layout | Need:
+    def _read(
+        self, x: Layout, named: Labels, label: str, sizes: tuple[int, ...]
+    ) -> Layout | Need:
         if label in named:
             return Layout.sharded(x.shape, named.index(label), sizes)
         return Need.everything(x.shape, x.world)
 
 
-def _contraction(inputs: tuple[Tensor, ...], named: list[list[str]], result: list[str]) -> Call | None:
-    """None for what torch refuses, and for a label twice in one input, of which the diagonal is meant."""
+def _contraction(
+    inputs: tuple[Tensor, ...], named: list[list[str]], result: list[str]
+) -> Call | None:
+    """None for what torch refuses, and for a label twice in one input, of which the
+    diagonal is meant.
+    """
     extents: dict[str, int] = {}
     for x, labels in zip(inputs, named, strict=True):
         if len(labels) != x.dim() or len(set(labels)) != len(labels):
@@ -65,15 +84,28 @@ def _contraction(inputs: tuple[Tensor, ...], named: list[list[str]], result: lis
     if len(set(result)) != len(result) or not extents.keys() >= set(result):
         return None
     stretched = (
-        tuple(label if n == extents[label] else None for label, n in zip(labels, x.shape, strict=True))
+        tuple(
+            label if n == extents[label] else None
+            for label, n in zip(labels, x.shape, strict=True)
+        )
         for x, labels in zip(inputs, named, strict=True)
     )
-    return Call(Contraction(tuple(extents[label] for label in result), tuple(stretched), tuple(result)), inputs)
+    return Call(
+        Contraction(
+            tuple(extents[label] for label in result), tuple(stretched), tuple(result)
+        ),
+        inputs,
+    )
 
 
 def _einsum(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     equation, *inputs = args
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or kwargs:
+    if (
+        not isinstance(equation, str)
+        or "->" not in equation
+        or "." in equation
+        or kwargs
+    ):
         return None
     given, result = equation.replace(" ", "").split("->")
     named = [list(labels) for labels in given.split(",")]
@@ -85,13 +117,26 @@ def _einsum(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 def _matmul(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     a = arg(args, kwargs, 0, "input")
     b = arg(args, kwargs, 1, {"matmul": "other"}.get(name, "mat2"))
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or min(a.dim(), b.dim()) < 2:
+    if (
+        not (isinstance(a, Tensor) and isinstance(b, Tensor))
+        or min(a.dim(), b.dim()) < 2
+    ):
         return None
     batch = [str(i) for i in range(max(a.dim(), b.dim()) - 2)]
-    sides = [[*batch[len(batch) - x.dim() + 2 :], *ends] for x, ends in ((a, "mk"), (b, "kn"))]
-    if (name != "matmul" and not a.dim() == b.dim() == {"mm": 2, "bmm": 3}[name]) or a.shape[-1] != b.shape[-2]:
+    sides = [
+        [*batch[len(batch) - x.dim() + 2 :], *ends]
+        for x, ends in ((a, "mk"), (b, "kn"))
+    ]
+    if (
+        name != "matmul" and not a.dim() == b.dim() == {"mm": 2, "bmm": 3}[name]
+    ) or a.shape[-1] != b.shape[-2]:
         return None
     return _contraction((a, b), sides, [*batch, "m", "n"])
 
 
-READERS: dict[str, Reader] = {"bmm": _matmul, "einsum": _einsum, "matmul": _matmul, "mm": _matmul}
+READERS: dict[str, Reader] = {
+    "bmm": _matmul,
+    "einsum": _einsum,
+    "matmul": _matmul,
+    "mm": _matmul,
+}

@@ -18,7 +18,8 @@ from .base import Args, Call, Kwargs, Reader, arg, cut_dims, on_parts
 class BatchNorm:
     """Batch norm over dimension 1. In training every rank needs the statistics of all parts.
 
-    ``tracks``: running statistics are updated, so that ranks tell each other those of their own channels.
+    ``tracks``: running statistics are updated, so that ranks tell each other those of
+    their own channels.
     """
 
     shape: Shape
@@ -33,13 +34,25 @@ class BatchNorm:
         if not self.training:
             return Step((x,), x, contributes=True)
         if x.dim == 1:
-            return Step((x,), x, contributes=True, tells=tuple(2 * n for n in x.sizes) if self.tracks else ())
-        return Step((x,), x, forward=(from_each((2, channels), world),), backward=(summed((2, channels), world),))
+            return Step(
+                (x,),
+                x,
+                contributes=True,
+                tells=tuple(2 * n for n in x.sizes) if self.tracks else (),
+            )
+        return Step(
+            (x,),
+            x,
+            forward=(from_each((2, channels), world),),
+            backward=(summed((2, channels), world),),
+        )
 
 
 @dataclass(frozen=True)
 class GroupNorm:
-    """Group norm of (N, C, ...); instance norm has a channel per group. Ranks that share a group combine moments."""
+    """Group norm of (N, C, ...); instance norm has a channel per group. Ranks that
+    share a group combine moments.
+    """
 
     shape: Shape
     groups: int
@@ -53,22 +66,40 @@ class GroupNorm:
         x = on_parts(inputs[0])
         if x.kind != "sharded" or x.inner is None:
             return Gather(self.shape).step(inputs)
-        if x.inner == 0 or (x.inner == 1 and not any(b.lo[1] % self.channels for b in x.boxes)):
+        if x.inner == 0 or (
+            x.inner == 1 and not any(b.lo[1] % self.channels for b in x.boxes)
+        ):
             return Step((x,), x, contributes=True)
         if len(self.shape) == 2:
             return Gather(self.shape).step(inputs)
-        return Step((x,), x, contributes=True, forward=(self._from_mates(x),), backward=(self._summed(x),))
+        return Step(
+            (x,),
+            x,
+            contributes=True,
+            forward=(self._from_mates(x),),
+            backward=(self._summed(x),),
+        )
 
     def _from_mates(self, x: Layout) -> Move:
-        """Two numbers of each sample and group, by rank, to all ranks that have parts of these samples."""
-        shape, own = (x.world, 2, self.shape[0] * self.groups), [self._spans(b) for b in x.boxes]
+        """Two numbers of each sample and group, by rank, to all ranks that have parts
+        of these samples.
+        """
+        shape, own = (
+            (x.world, 2, self.shape[0] * self.groups),
+            [self._spans(b) for b in x.boxes],
+        )
         given = tuple(Box((r, 0, lo), (r + 1, 2, hi)) for r, (lo, hi) in enumerate(own))
         mates = [x.mates(rank) for rank in range(x.world)]
-        asked = tuple(Box((m.start, 0, lo), (m.stop, 2, hi)) for m, (lo, hi) in zip(mates, own, strict=True))
+        asked = tuple(
+            Box((m.start, 0, lo), (m.stop, 2, hi))
+            for m, (lo, hi) in zip(mates, own, strict=True)
+        )
         return Move(Layout(shape, "sharded", given), Need(shape, asked))
 
     def _summed(self, x: Layout) -> Move:
-        """The sum of two numbers of each sample and group over the ranks that have parts of the sample."""
+        """The sum of two numbers of each sample and group over the ranks that have
+        parts of the sample.
+        """
         shape = (2, self.shape[0] * self.groups)
         boxes = tuple(Box((0, lo), (2, hi)) for lo, hi in map(self._spans, x.boxes))
         return Move(Layout(shape, "partial", boxes), Need(shape, boxes))
@@ -78,18 +109,27 @@ class GroupNorm:
         return box.lo[0] * self.groups, box.hi[0] * self.groups
 
     def shares(self, x: Layout) -> tuple[tuple[float, ...], ...]:
-        """By rank and group: the share of a group's elements, in any sample, that the rank holds."""
+        """By rank and group: the share of a group's elements, in any sample, that the
+        rank holds.
+        """
         whole = self.channels * prod(self.shape[2:])
         starts = range(0, self.shape[1], self.channels)
         return tuple(
-            tuple(max(min(b.hi[1], c + self.channels) - max(b.lo[1], c), 0) * prod(b.shape[2:]) / whole for c in starts)
+            tuple(
+                max(min(b.hi[1], c + self.channels) - max(b.lo[1], c), 0)
+                * prod(b.shape[2:])
+                / whole
+                for c in starts
+            )
             for b in x.boxes
         )
 
 
 @dataclass(frozen=True)
 class OwnNorm:
-    """A normalization over whole ``dims``, such as layer norm: as called, where the cut is along another one."""
+    """A normalization over whole ``dims``, such as layer norm: as called, where the cut
+    is along another one.
+    """
 
     shape: Shape
     dims: tuple[int, ...]
@@ -120,29 +160,55 @@ class BatchNormCall(NormCall):
 
 
 def _tracking(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    """Batch norm and instance norm. torch's own functions, of 9 arguments, take the weight first, those of F last."""
+    """Batch norm and instance norm. torch's own functions, of 9 arguments, take the
+    weight first, those of F last.
+    """
     running, affine = ("running_mean", "running_var"), ("weight", "bias")
     order = (*affine, *running) if len(args) + len(kwargs) == 9 else (*running, *affine)
     x, *four = (arg(args, kwargs, i, n) for i, n in enumerate(("input", *order)))
     weight, bias, mean, var = four if order[0] == "weight" else (*four[2:], *four[:2])
     shape = tuple(x.shape)
     batch = name == "batch_norm"
-    training = bool(arg(args, kwargs, 5, "training" if batch else "use_input_stats", not batch))
-    momentum, eps = arg(args, kwargs, 6, "momentum", 0.1), arg(args, kwargs, 7, "eps", 1e-5)
+    training = bool(
+        arg(args, kwargs, 5, "training" if batch else "use_input_stats", not batch)
+    )
+    momentum, eps = (
+        arg(args, kwargs, 6, "momentum", 0.1),
+        arg(args, kwargs, 7, "eps", 1e-5),
+    )
     if training and not batch:
-        # Statistics of samples are averaged into the running ones; torch refuses a single value per channel: let it.
-        if mean is not None or len(shape) < 3 or not prod(shape) or prod(shape[2:]) == 1:
+        # Statistics of samples are averaged into the running ones; torch refuses a
+        # single value per channel: let it.
+        if (
+            mean is not None
+            or len(shape) < 3
+            or not prod(shape)
+            or prod(shape[2:]) == 1
+        ):
             return None
         return NormCall(GroupNorm(shape, shape[1]), (x,), False, weight, bias, eps)
-    if len(shape) < 2 or (training and prod(shape) == shape[1]) or (not training and (mean is None or var is None)):
+    if (
+        len(shape) < 2
+        or (training and prod(shape) == shape[1])
+        or (not training and (mean is None or var is None))
+    ):
         return None
     op = BatchNorm(shape, training, training and mean is not None)
     return BatchNormCall(op, (x,), False, weight, bias, eps, mean, var, momentum)
 
 
 def _group_norm(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, groups, weight, bias = (arg(args, kwargs, i, n) for i, n in enumerate(("input", "num_groups", "weight", "bias")))
-    if x.dim() < 2 or not x.numel() or groups < 1 or x.shape[1] % groups or x.numel() == groups:
+    x, groups, weight, bias = (
+        arg(args, kwargs, i, n)
+        for i, n in enumerate(("input", "num_groups", "weight", "bias"))
+    )
+    if (
+        x.dim() < 2
+        or not x.numel()
+        or groups < 1
+        or x.shape[1] % groups
+        or x.numel() == groups
+    ):
         return None  # torch refuses what does not divide and a single value per group: let it
     op = GroupNorm(tuple(x.shape), groups)
     return NormCall(op, (x,), False, weight, bias, arg(args, kwargs, 4, "eps", 1e-5))
@@ -150,7 +216,10 @@ def _group_norm(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 def _last_dims(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     """Layer norm and RMS norm, over the last dimensions."""
-    x, over, weight = (arg(args, kwargs, i, n) for i, n in enumerate(("input", "normalized_shape", "weight")))
+    x, over, weight = (
+        arg(args, kwargs, i, n)
+        for i, n in enumerate(("input", "normalized_shape", "weight"))
+    )
     bias = arg(args, kwargs, 3, "bias") if name == "layer_norm" else None
     if not isinstance(over, Iterable):
         return None
@@ -163,7 +232,9 @@ def _last_dims(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 def _local_response(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x = arg(args, kwargs, 0, "input")
-    return Call(OwnNorm(tuple(x.shape), (1,)), (x,)) if x.dim() > 2 and x.numel() else None
+    return (
+        Call(OwnNorm(tuple(x.shape), (1,)), (x,)) if x.dim() > 2 and x.numel() else None
+    )
 
 
 READERS: dict[str, Reader] = {

@@ -16,7 +16,8 @@ from .shapes import sizes_of
 
 @dataclass(frozen=True)
 class Drawn:
-    """Elementwise, with a random number for each entry of the first ``dims`` dimensions and all that lies in it.
+    """Elementwise, with a random number for each entry of the first ``dims`` dimensions
+    and all that lies in it.
 
     Dropout of features draws for samples and channels, every other one for single numbers.
     """
@@ -31,20 +32,26 @@ class Drawn:
         return Step((x,), x)
 
     def drawn_by(self, x: Layout, rank: int) -> int:
-        """The first of the ranks whose parts have the same numbers as this one's: itself where each needs its own."""
+        """The first of the ranks whose parts have the same numbers as this one's:
+        itself where each needs its own.
+        """
         apart = x.inner is not None and x.inner < self.dims
         return rank if apart else x.mates(rank).start
 
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor in the shape of another one, whose values are not read: it is cut alike, and nothing moves."""
+    """A tensor in the shape of another one, whose values are not read: it is cut alike,
+    and nothing moves.
+    """
 
     shape: Shape
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
         x = on_parts(inputs[0])
-        return Step(inputs, x) if x.kind == "sharded" else Gather(self.shape).step(inputs)
+        return (
+            Step(inputs, x) if x.kind == "sharded" else Gather(self.shape).step(inputs)
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,13 @@ class NoiseLike(Like):
     """Random numbers in the shape of another tensor."""
 
 
-FEATURES = {"dropout1d": 3, "dropout2d": 4, "dropout3d": 5, "feature_dropout": 0, "feature_alpha_dropout": 0}
+FEATURES = {
+    "dropout1d": 3,
+    "dropout2d": 4,
+    "dropout3d": 5,
+    "feature_dropout": 0,
+    "feature_alpha_dropout": 0,
+}
 """Dropouts of whole (sample, channel) maps, with the number of dimensions of a batch; 0 for any."""
 DROPOUT = frozenset({"alpha_dropout", "dropout", *FEATURES})
 NOISE = frozenset({"bernoulli", "exponential", "normal", "uniform"})
@@ -63,17 +76,23 @@ def _dropout(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     if not (arg(args, kwargs, 2, "training", kwargs.get("train", True)) and p):
         return elementwise(name, args, kwargs)
     features = name in FEATURES
-    if not 0 <= p <= 1 or (features and (x.dim() < 2 or x.dim() != (FEATURES[name] or x.dim()))):
+    if not 0 <= p <= 1 or (
+        features and (x.dim() < 2 or x.dim() != (FEATURES[name] or x.dim()))
+    ):
         return None  # torch refuses it, or takes the first dimension for the channels: let it
     return Call(Drawn(tuple(x.shape), 2 if features else x.dim()), (x,))
 
 
 def _rrelu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    return (_noise if arg(args, kwargs, 3, "training", False) else elementwise)(name, args, kwargs)
+    return (_noise if arg(args, kwargs, 3, "training", False) else elementwise)(
+        name, args, kwargs
+    )
 
 
 def _noise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    """Of one tensor and numbers. A generator that is given is in the same state on every rank: all draw the whole."""
+    """Of one tensor and numbers. A generator that is given is in the same state on
+    every rank: all draw the whole.
+    """
     x = arg(args, kwargs, 0, "input")
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if kwargs.get("generator") is not None or len(tensors) != 1 or tensors[0] is not x:
@@ -83,18 +102,26 @@ def _noise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 def _noise_like(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     call = like(name, args, kwargs)
-    if call is None or any(kwargs.get(option) is not None for option in ("device", "generator")):
+    if call is None or any(
+        kwargs.get(option) is not None for option in ("device", "generator")
+    ):
         return None
     return replace(call, op=NoiseLike(tuple(call.inputs[0].shape)))
 
 
 def like(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x = arg(args, kwargs, 0, "input")
-    return Call(Like(tuple(x.shape)), (x,)) if isinstance(x, Tensor) and not kwargs.get("requires_grad") else None
+    return (
+        Call(Like(tuple(x.shape)), (x,))
+        if isinstance(x, Tensor) and not kwargs.get("requires_grad")
+        else None
+    )
 
 
 def _new(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    """A tensor of any shape: replicated, and of its source it takes only the dtype and the device."""
+    """A tensor of any shape: replicated, and of its source it takes only the dtype and
+    the device.
+    """
     shape = sizes_of(args[:2] if name == "new_full" else args, kwargs, "size")
     return Call(Gather(shape), ()) if shape is not None else None
 

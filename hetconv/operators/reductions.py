@@ -11,21 +11,39 @@ from torch import Tensor
 from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
 from hetconv.sharding.layout import Layout, Shape
 
-from .base import Args, Call, Kwargs, Reader, arg, dim_of, dims_of, on_parts, per_sample, recut, unless
+from .base import (
+    Args,
+    Call,
+    Kwargs,
+    Reader,
+    arg,
+    dim_of,
+    dims_of,
+    on_parts,
+    per_sample,
+    recut,
+    unless,
+)
 from .elementwise import elementwise
 
 
 def _cut_elsewhere(inputs: tuple[Layout, ...], dims: tuple[int, ...]) -> Layout | None:
     """The layout of the first input that is cut, unless along one of ``dims``."""
     lead = next((x for x in map(on_parts, inputs) if x.kind == "sharded"), None)
-    return lead if lead is not None and lead.dim is not None and lead.dim not in dims else None
+    return (
+        lead
+        if lead is not None and lead.dim is not None and lead.dim not in dims
+        else None
+    )
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One number for all entries along ``dims``. Of a sum or mean (``linear``) a part along them gives a summand.
+    """One number for all entries along ``dims``. Of a sum or mean (``linear``) a part
+    along them gives a summand.
 
-    Of several inputs all are read alike; the result may be several tensors of one shape, such as values and indices.
+    Of several inputs all are read alike; the result may be several tensors of one
+    shape, such as values and indices.
     """
 
     shape: Shape
@@ -43,13 +61,19 @@ class Reduction:
         lead = _cut_elsewhere(inputs, self.dims)
         if lead is None or lead.dim is None:
             return Gather(self.shape).step(inputs)
-        d = lead.dim if self.keepdim else lead.dim - sum(r < lead.dim for r in self.dims)
+        d = (
+            lead.dim
+            if self.keepdim
+            else lead.dim - sum(r < lead.dim for r in self.dims)
+        )
         return Step((lead,) * len(inputs), recut(lead, self.shape, d, lead.sizes))
 
 
 @dataclass(frozen=True)
 class Along:
-    """Results along ``dims`` depend on all entries there, and may be more or fewer: softmax, a running sum, sorting."""
+    """Results along ``dims`` depend on all entries there, and may be more or fewer:
+    softmax, a running sum, sorting.
+    """
 
     shape: Shape
     dims: tuple[int, ...]
@@ -59,22 +83,53 @@ class Along:
         lead = _cut_elsewhere(inputs, self.dims)
         if lead is None or lead.dim is None:
             return Gather(self.shape).step(inputs)
-        return Step((lead,) * len(inputs), recut(lead, self.shape, lead.dim, lead.sizes))
+        return Step(
+            (lead,) * len(inputs), recut(lead, self.shape, lead.dim, lead.sizes)
+        )
 
 
 LINEAR = frozenset({"sum", "mean"})
 OF_ALL = {
-    **dict.fromkeys(("sum", "mean", "amax", "amin", "logsumexp", "argmax", "argmin", "prod", "any", "all"), (1, 2)),
+    **dict.fromkeys(
+        (
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "logsumexp",
+            "argmax",
+            "argmin",
+            "prod",
+            "any",
+            "all",
+        ),
+        (1, 2),
+    ),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), (1, 3)),
     **dict.fromkeys(("norm", "linalg_vector_norm"), (2, 3)),
     "count_nonzero": (1, 2),
 }
 """Over all dimensions if none is given; where ``dim`` and ``keepdim`` stand among the arguments."""
 WITH_INDICES = frozenset({"max", "min", "median", "nanmedian"})
-OPTIONS = frozenset({"input", "dim", "axis", "keepdim", "dtype", "correction", "unbiased", "p", "ord", "out"})
+OPTIONS = frozenset(
+    {
+        "input",
+        "dim",
+        "axis",
+        "keepdim",
+        "dtype",
+        "correction",
+        "unbiased",
+        "p",
+        "ord",
+        "out",
+    }
+)
 ALONG = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin"), (1, None)),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), (1, None)),
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), (1, None)
+    ),
     **dict.fromkeys(("sort", "argsort"), (1, -1)),
     "normalize": (2, 1),
 }
@@ -82,46 +137,81 @@ ALONG = {
 
 
 def _dims(dim: Any, rank: int) -> tuple[int, ...] | None:
-    """The dimensions that a ``dim`` names: all for None; None where torch is left to say what it means."""
+    """The dimensions that a ``dim`` names: all for None; None where torch is left to
+    say what it means.
+    """
     if dim is None:
         return tuple(range(rank))
     listed = dims_of(dim, rank)
     return tuple(sorted(listed)) if listed else None
 
 
-def _reduced(inputs: tuple[Tensor, ...], dims: tuple[int, ...], keepdim: bool, linear: bool = False) -> Call:
+def _reduced(
+    inputs: tuple[Tensor, ...],
+    dims: tuple[int, ...],
+    keepdim: bool,
+    linear: bool = False,
+) -> Call:
     kept = ((d, n) for d, n in enumerate(inputs[0].shape) if keepdim or d not in dims)
-    return Call(Reduction(tuple(1 if d in dims else n for d, n in kept), dims, keepdim, linear), inputs)
+    return Call(
+        Reduction(tuple(1 if d in dims else n for d, n in kept), dims, keepdim, linear),
+        inputs,
+    )
 
 
 def _reduction(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x, (at, keep) = arg(args, kwargs, 0, "input"), OF_ALL[name]
     keepdim = arg(args, kwargs, keep, "keepdim", False)
-    if not isinstance(x, Tensor) or type(keepdim) is not bool or not OPTIONS.issuperset(kwargs):
+    if (
+        not isinstance(x, Tensor)
+        or type(keepdim) is not bool
+        or not OPTIONS.issuperset(kwargs)
+    ):
         return None
     dims = _dims(arg(args, kwargs, at, "dim", kwargs.get("axis")), x.dim())
     return _reduced((x,), dims, keepdim, name in LINEAR) if dims is not None else None
 
 
 def _extreme(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    """With the indices along a dimension, or of two tensors; of all numbers every rank computes it."""
-    x, second = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "dim", kwargs.get("other", kwargs.get("axis")))
+    """With the indices along a dimension, or of two tensors; of all numbers every rank
+    computes it.
+    """
+    x, second = (
+        arg(args, kwargs, 0, "input"),
+        arg(args, kwargs, 1, "dim", kwargs.get("other", kwargs.get("axis"))),
+    )
     if isinstance(second, Tensor):
         return elementwise(name, args, kwargs)
     keepdim = arg(args, kwargs, 2, "keepdim", False)
-    dim = dim_of(second, x.dim()) if isinstance(x, Tensor) and OPTIONS.issuperset(kwargs) else None
-    return _reduced((x,), (dim,), keepdim) if dim is not None and type(keepdim) is bool else None
+    dim = (
+        dim_of(second, x.dim())
+        if isinstance(x, Tensor) and OPTIONS.issuperset(kwargs)
+        else None
+    )
+    return (
+        _reduced((x,), (dim,), keepdim)
+        if dim is not None and type(keepdim) is bool
+        else None
+    )
 
 
 def _cosine(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     a, b = (arg(args, kwargs, i, n) for i, n in enumerate(("x1", "x2")))
     dim = dim_of(arg(args, kwargs, 2, "dim", 1), a.dim())
-    return _reduced((a, b), (dim,), False) if dim is not None and a.shape == b.shape else None
+    return (
+        _reduced((a, b), (dim,), False)
+        if dim is not None and a.shape == b.shape
+        else None
+    )
 
 
 def _along(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x, (at, default) = arg(args, kwargs, 0, "input"), ALONG[name]
-    dim = dim_of(arg(args, kwargs, at, "dim", default), x.dim()) if isinstance(x, Tensor) else None
+    dim = (
+        dim_of(arg(args, kwargs, at, "dim", default), x.dim())
+        if isinstance(x, Tensor)
+        else None
+    )
     return Call(Along(tuple(x.shape), (dim,)), (x,)) if dim is not None else None
 
 
@@ -140,13 +230,21 @@ def _glu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 
 def _topk(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    return _resized(arg(args, kwargs, 0, "input"), arg(args, kwargs, 2, "dim", -1), arg(args, kwargs, 1, "k"))
+    return _resized(
+        arg(args, kwargs, 0, "input"),
+        arg(args, kwargs, 2, "dim", -1),
+        arg(args, kwargs, 1, "k"),
+    )
 
 
 def _moved_along(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     """flip and roll."""
     x = arg(args, kwargs, 0, "input")
-    given = args[1:] if name == "flip" and len(args) > 2 else arg(args, kwargs, 1 if name == "flip" else 2, "dims")
+    given = (
+        args[1:]
+        if name == "flip" and len(args) > 2
+        else arg(args, kwargs, 1 if name == "flip" else 2, "dims")
+    )
     dims = dims_of(tuple(given) if isinstance(given, Sequence) else given, x.dim())
     return Call(Along(tuple(x.shape), tuple(dims)), (x,)) if dims else None
 
@@ -156,5 +254,7 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(WITH_INDICES, _extreme),
     **dict.fromkeys(ALONG, _along),
     **dict.fromkeys(("flip", "roll"), _moved_along),
-    "cosine_similarity": _cosine, "glu": _glu, "topk": _topk,
-}  # fmt: skip
+    "cosine_similarity": _cosine,
+    "glu": _glu,
+    "topk": _topk,
+}

@@ -1,4 +1,6 @@
-"""Operators that give images another size: interpolation, padding and cropping, pixels folded into channels."""
+"""Operators that give images another size: interpolation, padding and cropping, pixels
+folded into channels.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,35 @@ from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
 from hetconv.sharding.layout import Layout, Shape, apportion, spans
 
-from .base import Args, Call, Kwargs, Reader, arg, on_parts, per_sample, recut, slabs, unless
+from .base import (
+    Args,
+    Call,
+    Kwargs,
+    Reader,
+    arg,
+    on_parts,
+    per_sample,
+    recut,
+    slabs,
+    unless,
+)
 from .pooling import adaptive_pool
 
 Filter = Literal["nearest", "nearest-exact", "linear", "cubic"]
 PadMode = Literal["constant", "reflect", "replicate", "circular"]
-TAPS: dict[Filter, Span] = {"nearest": (0, 1), "nearest-exact": (0, 1), "linear": (0, 2), "cubic": (-1, 3)}
+TAPS: dict[Filter, Span] = {
+    "nearest": (0, 1),
+    "nearest-exact": (0, 1),
+    "linear": (0, 2),
+    "cubic": (-1, 3),
+}
 """The inputs that an output reads, from the one at or below its source coordinate."""
 
 
 @dataclass(frozen=True)
 class Interpolate:
-    """Separable interpolation. ``scales``: the given factor per spatial dimension, None for the ratio of the sizes.
+    """Separable interpolation. ``scales``: the given factor per spatial dimension, None
+    for the ratio of the sizes.
 
     Without a ``filter`` (area, antialias) only torch knows what an output reads.
     """
@@ -47,7 +66,10 @@ class Interpolate:
         y = recut(x, self.shape, dim, apportion(self.shape[dim], x.sizes))
         reads = [self.reads(dim, n, (b.lo[dim], b.hi[dim])) for b in y.boxes]
         need = slabs(x.shape, dim, reads)
-        own = all(a == b or not (a.numel or b.numel) for a, b in zip(need.boxes, x.boxes, strict=True))
+        own = all(
+            a == b or not (a.numel or b.numel)
+            for a, b in zip(need.boxes, x.boxes, strict=True)
+        )
         return Step((x if own else need,), y)
 
     def ratio(self, dim: int, n: int) -> float:
@@ -58,7 +80,9 @@ class Interpolate:
         return 1.0 / scale if scale is not None else n / out
 
     def factor(self, dim: int, n: int) -> int:
-        """k, where every input has k outputs at the same distances, so that torch can interpolate a slab; else 0."""
+        """k, where every input has k outputs at the same distances, so that torch can
+        interpolate a slab; else 0.
+        """
         k, ratio = self.shape[dim] // n, self.ratio(dim, n)
         if self.shape[dim] != k * n or ratio != 1 / k:
             return 0
@@ -71,7 +95,9 @@ class Interpolate:
         assert self.filter is not None
         below, above = TAPS[self.filter]
         first, last = self._source(dim, n, out[0]), self._source(dim, n, out[1] - 1)
-        exact = self.filter == "linear" and last == floor(last)  # then the second tap weighs nothing
+        exact = self.filter == "linear" and last == floor(
+            last
+        )  # then the second tap weighs nothing
         lo, hi = floor(first) + below, floor(last) + (1 if exact else above)
         lo = min(max(lo, 0), n - 1)
         return lo, max(min(hi, n), lo + 1)
@@ -84,10 +110,16 @@ class Interpolate:
         return (p + 0.5) * ratio - (0.0 if self.filter == "nearest-exact" else 0.5)
 
     def _settled(self, dim: int, n: int) -> bool:
-        """Whether nearest inputs are the same however torch rounds; its own forward and backward may differ else."""
+        """Whether nearest inputs are the same however torch rounds; its own forward and
+        backward may differ else.
+        """
         if self.filter not in ("nearest", "nearest-exact"):
             return True
-        return _same_rounded(self.ratio(dim, n), self.shape[dim], 0.5 if self.filter == "nearest-exact" else 0.0)
+        return _same_rounded(
+            self.ratio(dim, n),
+            self.shape[dim],
+            0.5 if self.filter == "nearest-exact" else 0.0,
+        )
 
 
 def _single(x: float) -> float:
@@ -97,11 +129,17 @@ def _single(x: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _same_rounded(ratio: float, out: int, offset: float) -> bool:
-    """Whether the ways in which torch computes (p + offset) ratio for p < out agree on the pixel below."""
+    """Whether the ways in which torch computes (p + offset) ratio for p < out agree on
+    the pixel below.
+    """
     short = _single(ratio)
     for p in range(out):
         at = p + offset
-        ways = (at * short, _single(at * short), _single(_single(at * short) - offset) + offset)
+        ways = (
+            at * short,
+            _single(at * short),
+            _single(_single(at * short) - offset) + offset,
+        )
         if any(floor(way) != floor(at * ratio) for way in ways):
             return False
     return True
@@ -125,18 +163,26 @@ class Pad:
         if self.mode != "reflect" or self.pads[x.dim] == (0, 0):
             return Step((x,), y)
         reads = [_mirrored(a, b, x.shape[x.dim]) for a, b in self.sources(y)]
-        beyond = any(lo < a or hi > b for (lo, hi), (a, b) in zip(reads, spans(x.sizes), strict=True) if lo < hi)
+        beyond = any(
+            lo < a or hi > b
+            for (lo, hi), (a, b) in zip(reads, spans(x.sizes), strict=True)
+            if lo < hi
+        )
         return Step((slabs(x.shape, x.dim, reads) if beyond else x,), y)
 
     def sources(self, y: Layout) -> list[Span]:
-        """What each rank's part of the result shows along the cut, counted from the first entry of the input."""
+        """What each rank's part of the result shows along the cut, counted from the
+        first entry of the input.
+        """
         dim = y.inner
         assert dim is not None
         before = self.pads[dim][0]
         return [(b.lo[dim] - before, b.hi[dim] - before) for b in y.boxes]
 
     def _sizes(self, x: Layout) -> list[int] | None:
-        """Each rank keeps what is not cropped of its own; the first and the last with any take the padding."""
+        """Each rank keeps what is not cropped of its own; the first and the last with
+        any take the padding.
+        """
         assert x.dim is not None
         before, after = self.pads[x.dim]
         lo, hi = max(-before, 0), x.shape[x.dim] - max(-after, 0)
@@ -150,7 +196,9 @@ class Pad:
 
 
 def _mirrored(a: int, b: int, n: int) -> Span:
-    """The entries of 0 .. n - 1 from which those of a .. b - 1 are taken, if they are mirrored at both ends."""
+    """The entries of 0 .. n - 1 from which those of a .. b - 1 are taken, if they are
+    mirrored at both ends.
+    """
     lo, hi = max(a, 0), min(b, n)
     if a >= b:
         return (0, 0)
@@ -159,9 +207,11 @@ def _mirrored(a: int, b: int, n: int) -> Span:
 
 @dataclass(frozen=True)
 class CircularPad(Pad):
-    """Padding with what lies at the other end. Its input counts three times: for what is kept, comes before, and after.
+    """Padding with what lies at the other end. Its input counts three times: for what
+    is kept, comes before, and after.
 
-    What is cropped at one end is not found there by the other: where a crop meets the cut, torch does it.
+    What is cropped at one end is not found there by the other: where a crop meets the
+    cut, torch does it.
     """
 
     @per_sample(unless(lambda op: op.pads[0] != (0, 0)))
@@ -173,7 +223,10 @@ class CircularPad(Pad):
         if y.dim is None or self.pads[y.dim] == (0, 0):
             return Step((*step.reads, nothing, nothing), y)
         n, sources = x.shape[y.dim], self.sources(y)
-        turns = ([(min(max(a + turn, 0), n), min(max(b + turn, 0), n)) for a, b in sources] for turn in (0, n, -n))
+        turns = (
+            [(min(max(a + turn, 0), n), min(max(b + turn, 0), n)) for a, b in sources]
+            for turn in (0, n, -n)
+        )
         return Step(tuple(slabs(x.shape, y.dim, reads) for reads in turns), y)
 
 
@@ -194,35 +247,71 @@ class PixelUnshuffle:
         if x.dim < 2:
             scale = r * r if x.dim == 1 else 1
             return Step((x,), recut(x, self.shape, x.dim, [s * scale for s in x.sizes]))
-        sizes = apportion(self.shape[x.dim], x.sizes)  # where a cut lies within a block of pixels, a few rows move
-        return Step((Layout.sharded(x.shape, x.dim, [s * r for s in sizes]),), recut(x, self.shape, x.dim, sizes))
+        sizes = apportion(
+            self.shape[x.dim], x.sizes
+        )  # where a cut lies within a block of pixels, a few rows move
+        return Step(
+            (Layout.sharded(x.shape, x.dim, [s * r for s in sizes]),),
+            recut(x, self.shape, x.dim, sizes),
+        )
 
 
 FILTERS: dict[tuple[str, int], Any] = {
-    ("linear", 3): "linear", ("bilinear", 4): "linear", ("trilinear", 5): "linear", ("bicubic", 4): "cubic",
-} | {(mode, rank): mode for mode in ("nearest", "nearest-exact") for rank in (3, 4, 5)}  # fmt: skip
+    ("linear", 3): "linear",
+    ("bilinear", 4): "linear",
+    ("trilinear", 5): "linear",
+    ("bicubic", 4): "cubic",
+} | {(mode, rank): mode for mode in ("nearest", "nearest-exact") for rank in (3, 4, 5)}
 """By mode and number of dimensions."""
 
 
 def _interpolate(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x, mode = arg(args, kwargs, 0, "input"), arg(args, kwargs, 3, "mode", "nearest")
     size, scale = arg(args, kwargs, 1, "size"), arg(args, kwargs, 2, "scale_factor")
-    align, recompute = arg(args, kwargs, 4, "align_corners"), arg(args, kwargs, 5, "recompute_scale_factor")
+    align, recompute = (
+        arg(args, kwargs, 4, "align_corners"),
+        arg(args, kwargs, 5, "recompute_scale_factor"),
+    )
     antialias, spatial = arg(args, kwargs, 6, "antialias", False), x.shape[2:]
     given = _per_dimension(size if scale is None else scale, len(spatial))
-    if (size is None) == (scale is None) or given is None or not x.is_floating_point() or not 3 <= x.dim() <= 5:
+    if (
+        (size is None) == (scale is None)
+        or given is None
+        or not x.is_floating_point()
+        or not 3 <= x.dim() <= 5
+    ):
         return None
-    out = [int(g) if scale is None else int(n * g) for n, g in zip(spatial, given, strict=True)]
+    out = [
+        int(g) if scale is None else int(n * g)
+        for n, g in zip(spatial, given, strict=True)
+    ]
     shape = (*x.shape[:2], *out)
     known = FILTERS.get((mode, x.dim()))
-    if 0 in shape or 0 in spatial or (known is None and mode not in ("area", "bicubic", "bilinear")):
+    if (
+        0 in shape
+        or 0 in spatial
+        or (known is None and mode not in ("area", "bicubic", "bilinear"))
+    ):
         return None
     if mode == "area":
-        return adaptive_pool("average", x, out) if align is None and not antialias else None
-    scales = (None,) * len(out) if scale is None or recompute else tuple(map(float, given))
+        return (
+            adaptive_pool("average", x, out)
+            if align is None and not antialias
+            else None
+        )
+    scales = (
+        (None,) * len(out) if scale is None or recompute else tuple(map(float, given))
+    )
     simple = (1, 2) if mode.startswith("nearest") else (1,)
-    odd = (m == n * k != n * s for n, m, s in zip(spatial, out, scales, strict=True) if s is not None for k in simple)
-    if antialias or any(odd):  # of once or twice the size by another factor, torch may or may not make a plain copy
+    odd = (
+        m == n * k != n * s
+        for n, m, s in zip(spatial, out, scales, strict=True)
+        if s is not None
+        for k in simple
+    )
+    if (
+        antialias or any(odd)
+    ):  # of once or twice the size by another factor, torch may or may not make a plain copy
         known = None
     return Call(Interpolate(shape, known, bool(align), scales), (x,))
 
@@ -230,22 +319,44 @@ def _interpolate(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 def _per_dimension(value: Any, count: int) -> Sequence[Any] | None:
     """One number per dimension; None for what else torch may take or refuse."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * count
-    return values if len(values) == count and all(isinstance(v, (int, float)) for v in values) else None
+    return (
+        values
+        if len(values) == count and all(isinstance(v, (int, float)) for v in values)
+        else None
+    )
 
 
 def _pad(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, pad, mode = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "pad"), arg(args, kwargs, 2, "mode", "constant")
-    if mode not in ("constant", "reflect", "replicate", "circular") or len(pad) % 2 or len(pad) > 2 * x.dim():
+    x, pad, mode = (
+        arg(args, kwargs, 0, "input"),
+        arg(args, kwargs, 1, "pad"),
+        arg(args, kwargs, 2, "mode", "constant"),
+    )
+    if (
+        mode not in ("constant", "reflect", "replicate", "circular")
+        or len(pad) % 2
+        or len(pad) > 2 * x.dim()
+    ):
         return None
     given = [(int(a), int(b)) for a, b in zip(pad[::2], pad[1::2], strict=True)]
     pads = ((0, 0),) * (x.dim() - len(given)) + tuple(reversed(given))
     shape = tuple(n + a + b for n, (a, b) in zip(x.shape, pads, strict=True))
     most = {"circular": 0, "reflect": -1}.get(mode)
-    if most is not None and any(max(pair) > n + most for pair, n in zip(pads, x.shape, strict=True)):
+    if most is not None and any(
+        max(pair) > n + most for pair, n in zip(pads, x.shape, strict=True)
+    ):
         return None  # torch refuses it: let it
-    if min(shape, default=0) <= 0 or not all(x.shape) or (mode != "constant" and x.dim() < 3):
+    if (
+        min(shape, default=0) <= 0
+        or not all(x.shape)
+        or (mode != "constant" and x.dim() < 3)
+    ):
         return None
-    return Call(CircularPad(shape, pads, mode), (x, x, x)) if mode == "circular" else Call(Pad(shape, pads, mode), (x,))
+    return (
+        Call(CircularPad(shape, pads, mode), (x, x, x))
+        if mode == "circular"
+        else Call(Pad(shape, pads, mode), (x,))
+    )
 
 
 def _pixel_unshuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
@@ -256,4 +367,8 @@ def _pixel_unshuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     return Call(PixelUnshuffle((n, c * r * r, h // r, w // r), r), (x,))
 
 
-READERS: dict[str, Reader] = {"interpolate": _interpolate, "pad": _pad, "pixel_unshuffle": _pixel_unshuffle}
+READERS: dict[str, Reader] = {
+    "interpolate": _interpolate,
+    "pad": _pad,
+    "pixel_unshuffle": _pixel_unshuffle,
+}

@@ -13,7 +13,19 @@ from hetconv.sharding.hierarchical import TwoLevel
 from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
 from hetconv.sharding.layout import Layout, Need, Shape, apportion, spans
 
-from .base import Args, Call, Kwargs, Reader, arg, dim_of, on_parts, per_sample, recut, slabs, unless
+from .base import (
+    Args,
+    Call,
+    Kwargs,
+    Reader,
+    arg,
+    dim_of,
+    on_parts,
+    per_sample,
+    recut,
+    slabs,
+    unless,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,11 @@ class PixelShuffle:
         if x.kind == "sharded" and x.dim in (0, 2, 3):
             scale = 1 if x.dim == 0 else r
             return Step((x,), recut(x, self.shape, x.dim, [s * scale for s in x.sizes]))
-        if x.kind == "sharded" and x.dim == 1 and all(s % (r * r) == 0 for s in x.sizes):
+        if (
+            x.kind == "sharded"
+            and x.dim == 1
+            and all(s % (r * r) == 0 for s in x.sizes)
+        ):
             return Step((x,), recut(x, self.shape, 1, [s // (r * r) for s in x.sizes]))
         return Gather(self.shape).step(inputs)
 
@@ -49,14 +65,23 @@ class Reshape:
             return Step((x,), Layout.partial(self.shape, x.world, x.shares))
         if x.kind != "sharded" or x.dim is None or not prod(x.shape):
             return Gather(self.shape).step(inputs)
-        before, after, n = prod(x.shape[: x.dim]), prod(x.shape[x.dim + 1 :]), x.shape[x.dim]
-        # An output dimension with as much before it as the cut one: a slice of the one is a slice of the other, where
-        # it is a whole number of its entries.
+        before, after, n = (
+            prod(x.shape[: x.dim]),
+            prod(x.shape[x.dim + 1 :]),
+            x.shape[x.dim],
+        )
+        # An output dimension with as much before it as the cut one: a slice of the one
+        # is a slice of the other, where it is a whole number of its entries.
         starts = [d for d in range(len(self.shape)) if prod(self.shape[:d]) == before]
         for d in sorted(starts, key=lambda d: (self.shape[d] != n, -self.shape[d])):
             entry = prod(self.shape[d + 1 :])
             if all(size * after % entry == 0 for size in x.sizes):
-                return Step((x,), recut(x, self.shape, d, [size * after // entry for size in x.sizes]))
+                return Step(
+                    (x,),
+                    recut(
+                        x, self.shape, d, [size * after // entry for size in x.sizes]
+                    ),
+                )
         return Gather(self.shape).step(inputs)
 
 
@@ -69,11 +94,21 @@ class Stack:
 
     @per_sample(unless(lambda op: op.dim == 0))
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        lead = next((x for x in map(on_parts, inputs) if x.kind == "sharded" and x.dim is not None), None)
+        lead = next(
+            (
+                x
+                for x in map(on_parts, inputs)
+                if x.kind == "sharded" and x.dim is not None
+            ),
+            None,
+        )
         if lead is None or lead.dim is None:
             return Gather(self.shape).step(inputs)
         reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
-        return Step(reads, recut(lead, self.shape, lead.dim + (lead.dim >= self.dim), lead.sizes))
+        return Step(
+            reads,
+            recut(lead, self.shape, lead.dim + (lead.dim >= self.dim), lead.sizes),
+        )
 
 
 def _whole(x: Layout) -> Layout:
@@ -82,27 +117,38 @@ def _whole(x: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class Cat:
-    """Concatenation along ``dim`` of inputs that are cut alike along another dimension, or along ``dim`` itself.
+    """Concatenation along ``dim`` of inputs that are cut alike along another dimension,
+    or along ``dim`` itself.
 
-    There the parts move to where they belong in the result, but for channels, which are gathered: the convolution that
-    most often follows reads all of them, and they would travel twice.
+    There the parts move to where they belong in the result, but for channels, which are
+    gathered: the convolution that most often follows reads all of them, and they would
+    travel twice.
     """
 
     shape: Shape
     dim: int
 
     def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        """By the first input that is cut otherwise; what inputs hold along ``dim`` counts where there is none."""
+        """By the first input that is cut otherwise; what inputs hold along ``dim``
+        counts where there is none.
+        """
         one_level = tuple(_whole(x) if isinstance(x, TwoLevel) else x for x in inputs)
         if one_level != inputs:
-            step = self._step(tuple(_whole(x) if on_parts(x).dim == self.dim else x for x in inputs), split)
+            step = self._step(
+                tuple(_whole(x) if on_parts(x).dim == self.dim else x for x in inputs),
+                split,
+            )
             if step.output.kind != "replicated":
                 return step
         return self._step(one_level, split)
 
     @per_sample(unless(lambda op: op.dim == 0))
     def _step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
-        parts = [x for x in map(on_parts, inputs) if x.kind == "sharded" and x.dim is not None]
+        parts = [
+            x
+            for x in map(on_parts, inputs)
+            if x.kind == "sharded" and x.dim is not None
+        ]
         lead = next((x for x in parts if x.dim != self.dim), None)
         if lead is not None and lead.dim is not None:
             reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
@@ -115,9 +161,15 @@ class Cat:
 
     def _needs(self, inputs: tuple[Layout, ...], y: Layout) -> Iterator[Need]:
         """What each rank's part of the result holds of every input."""
-        for x, (lo, hi) in zip(inputs, spans([x.shape[self.dim] for x in inputs]), strict=True):
+        for x, (lo, hi) in zip(
+            inputs, spans([x.shape[self.dim] for x in inputs]), strict=True
+        ):
             own = ((b.lo[self.dim], b.hi[self.dim]) for b in y.boxes)
-            yield slabs(x.shape, self.dim, [(min(max(a, lo), hi) - lo, min(max(b, lo), hi) - lo) for a, b in own])
+            yield slabs(
+                x.shape,
+                self.dim,
+                [(min(max(a, lo), hi) - lo, min(max(b, lo), hi) - lo) for a, b in own],
+            )
 
 
 def _pixel_shuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
@@ -132,21 +184,35 @@ def _flatten(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x = arg(args, kwargs, 0, "input")
     if x.dim() == 0:
         return None
-    start, end = (arg(args, kwargs, i, n, d) % x.dim() for i, n, d in ((1, "start_dim", 0), (2, "end_dim", -1)))
+    start, end = (
+        arg(args, kwargs, i, n, d) % x.dim()
+        for i, n, d in ((1, "start_dim", 0), (2, "end_dim", -1))
+    )
     if start >= end:
         return None
-    return Call(Reshape((*x.shape[:start], prod(x.shape[start : end + 1]), *x.shape[end + 1 :])), (x,))
+    return Call(
+        Reshape(
+            (*x.shape[:start], prod(x.shape[start : end + 1]), *x.shape[end + 1 :])
+        ),
+        (x,),
+    )
 
 
 def sizes_of(args: Args, kwargs: Kwargs, name: str) -> tuple[int, ...] | None:
     """Integers given one by one, as a sequence, or by keyword; None for anything else."""
     given = args[1:] if len(args) > 1 else (kwargs.get(name),)
-    listed = tuple(given[0]) if len(given) == 1 and isinstance(given[0], Sequence) else tuple(given)
+    listed = (
+        tuple(given[0])
+        if len(given) == 1 and isinstance(given[0], Sequence)
+        else tuple(given)
+    )
     return listed if all(type(n) is int for n in listed) else None
 
 
 def _filled(shape: tuple[int, ...], total: int) -> tuple[int, ...] | None:
-    """A shape with the extent that a single -1 stands for; None where torch has something to say."""
+    """A shape with the extent that a single -1 stands for; None where torch has
+    something to say.
+    """
     known = prod(n for n in shape if n != -1)
     if shape.count(-1) == 1 and known > 0 and total % known == 0:
         return tuple(total // known if n == -1 else n for n in shape)
@@ -154,18 +220,31 @@ def _filled(shape: tuple[int, ...], total: int) -> tuple[int, ...] | None:
 
 
 def _reshape(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, shape = arg(args, kwargs, 0, "input"), sizes_of(args, kwargs, "size" if name == "view" else "shape")
-    filled = _filled(shape, x.numel()) if isinstance(x, Tensor) and shape is not None else None
+    x, shape = (
+        arg(args, kwargs, 0, "input"),
+        sizes_of(args, kwargs, "size" if name == "view" else "shape"),
+    )
+    filled = (
+        _filled(shape, x.numel())
+        if isinstance(x, Tensor) and shape is not None
+        else None
+    )
     return Call(Reshape(filled), (x,)) if filled is not None else None
 
 
 def _unflatten(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, dim, sizes = (arg(args, kwargs, i, n) for i, n in enumerate(("input", "dim", "sizes")))
+    x, dim, sizes = (
+        arg(args, kwargs, i, n) for i, n in enumerate(("input", "dim", "sizes"))
+    )
     dim = dim_of(dim, x.dim())
     if dim is None or not isinstance(sizes, Sequence):
         return None
     filled = _filled(tuple(sizes), x.shape[dim])
-    return Call(Reshape((*x.shape[:dim], *filled, *x.shape[dim + 1 :])), (x,)) if filled else None
+    return (
+        Call(Reshape((*x.shape[:dim], *filled, *x.shape[dim + 1 :])), (x,))
+        if filled
+        else None
+    )
 
 
 def _joined(args: Args, kwargs: Kwargs) -> tuple[tuple[Tensor, ...], Any] | None:
@@ -198,6 +277,11 @@ def _stack(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 
 READERS: dict[str, Reader] = {
-    "pixel_shuffle": _pixel_shuffle, "flatten": _flatten, "cat": _cat, "stack": _stack, "reshape": _reshape,
-    "view": _reshape, "unflatten": _unflatten,
-}  # fmt: skip
+    "pixel_shuffle": _pixel_shuffle,
+    "flatten": _flatten,
+    "cat": _cat,
+    "stack": _stack,
+    "reshape": _reshape,
+    "view": _reshape,
+    "unflatten": _unflatten,
+}

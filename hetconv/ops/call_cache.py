@@ -1,6 +1,8 @@
-"""Calls for which nothing moves, remembered: the same call again runs on own parts without being read anew.
+"""Calls for which nothing moves, remembered: the same call again runs on own parts
+without being read anew.
 
-Most of what a CNN does between its convolutions is of this kind, and reading a call costs more than a small one takes.
+Most of what a CNN does between its convolutions is of this kind, and reading a call
+costs more than a small one takes.
 """
 
 from __future__ import annotations
@@ -22,11 +24,22 @@ from hetconv.signature_cache import Cache
 
 from . import views
 
-PLAIN = {bool, float, int, str, type(None), torch.device, torch.dtype, torch.memory_format}
+PLAIN = {
+    bool,
+    float,
+    int,
+    str,
+    type(None),
+    torch.device,
+    torch.dtype,
+    torch.memory_format,
+}
 
 
 class Key(NamedTuple):
-    """All that decides whether something moves. ``held``: the layouts whose ids are in it, so that they stay theirs."""
+    """All that decides whether something moves. ``held``: the layouts whose ids are in
+    it, so that they stay theirs.
+    """
 
     said: tuple[Any, ...]
     held: list[Layout]
@@ -43,7 +56,9 @@ _known: Cache[tuple[Any, ...], _Known] = Cache()
 
 
 def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
-    """The result of a call that is remembered; else what to remember it by, or None for one that never is."""
+    """The result of a call that is remembered; else what to remember it by, or None for
+    one that never is.
+    """
     graded = torch.is_grad_enabled()
     key: list[Any] = [func, graded]
     local = []
@@ -86,29 +101,53 @@ def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
 
 
 def remember(key: Key, call: Call, step: Step, rank: int, args: Args) -> None:
-    """Notes a call that just ran on parts, if nothing moved for it and its own part is the same call on own parts."""
+    """Notes a call that just ran on parts, if nothing moved for it and its own part is
+    the same call on own parts.
+    """
     op, output = call.op, step.output
     given = [id(x) for x in args if isinstance(x, HetTensor)]
     lone = output.world == 1  # to whose part nobody contributes
     as_called = isinstance(op, Pointwise) or (
-        isinstance(op, BatchNorm) and (lone or (not op.training and output.inner != 1 and output.boxes[rank].numel))
+        isinstance(op, BatchNorm)
+        and (
+            lone or (not op.training and output.inner != 1 and output.boxes[rank].numel)
+        )
     )
-    placed = dict(zip(given, key.held, strict=True))  # before the call, which in place may have changed it
+    placed = dict(
+        zip(given, key.held, strict=True)
+    )  # before the call, which in place may have changed it
     changes = call.in_place and placed.get(id(call.inputs[0])) != output
-    if not as_called or changes or (any(map(_wants_gradient, call.params)) and not lone):
+    if (
+        not as_called
+        or changes
+        or (any(map(_wants_gradient, call.params)) and not lone)
+    ):
         return
-    if all(_stays(x, placed.get(id(x)), read, lone) for x, read in zip(call.inputs, step.reads, strict=True)):
+    if all(
+        _stays(x, placed.get(id(x)), read, lone)
+        for x, read in zip(call.inputs, step.reads, strict=True)
+    ):
         run = DIRECT.get(key.said[0], key.said[0])
         _known.add(key.said, _Known(run, output, call.in_place, key.held))
 
 
 def _batch_norm(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
-    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Tensor:  # fmt: skip
-    """`torch.nn.functional.batch_norm` without its check of the batch, which reading the call does."""
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`torch.nn.functional.batch_norm` without its check of the batch, which reading
+    the call does.
+    """
     cudnn = torch.backends.cudnn.enabled
-    return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn)
+    return torch.batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn
+    )
 
 
 DIRECT: dict[Func, Func] = {F.batch_norm: _batch_norm}
@@ -118,7 +157,9 @@ DIRECT: dict[Func, Func] = {F.batch_norm: _batch_norm}
 def _stays(x: Tensor, placed: Layout | None, read: Layout | Need, lone: bool) -> bool:
     if placed is not None:
         return placed == read
-    return (lone or not _wants_gradient(x)) and all(box == Box.whole(read.shape) for box in read.boxes)
+    return (lone or not _wants_gradient(x)) and all(
+        box == Box.whole(read.shape) for box in read.boxes
+    )
 
 
 def _wants_gradient(x: Tensor) -> bool:

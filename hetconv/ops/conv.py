@@ -40,11 +40,20 @@ from hetconv.sharding.layout import Box, Layout
 from hetconv.sharding.param_shards import Held
 
 from .deferred import Waiting, may_wait, version
-from .halo_exchange import Geometry, LocalConv, computed, group_geometry, slab_geometry, spatial_geometry
+from .halo_exchange import (
+    Geometry,
+    LocalConv,
+    computed,
+    group_geometry,
+    slab_geometry,
+    spatial_geometry,
+)
 
 
 class TorchsCall(NamedTuple):
-    """A call of torch's own convolution: the function, and what it is given after input, weight and bias."""
+    """A call of torch's own convolution: the function, and what it is given after
+    input, weight and bias.
+    """
 
     conv: Callable[..., Tensor]
     args: tuple[Any, ...]
@@ -54,9 +63,9 @@ class TorchsCall(NamedTuple):
 class Way:
     """How a convolution runs on inputs that lie as ``src``.
 
-    ``stays``: own parts are read as they lie, if with halos. There is no one ``geo`` where filters of a grouped
-    convolution are cut.
-    ``torchs``: one call that is all this rank computes, if it is.
+    ``stays``: own parts are read as they lie, if with halos. There is no one ``geo``
+    where filters of a grouped convolution are cut. ``torchs``: one call that is all
+    this rank computes, if it is.
     """
 
     src: Layout
@@ -87,28 +96,48 @@ def way_of(op: Conv, src: Layout, split: Split, team: Team) -> Way:
 
 
 def _torchs(geo: Geometry, read: Box) -> TorchsCall | None:
-    """Not where something travels, is empty, or is padded on one side only, nor what `aten` computes in its own way."""
+    """Not where something travels, is empty, or is padded on one side only, nor what
+    `aten` computes in its own way.
+    """
     s, own = geo.op.spec, geo.own
-    if own is None or geo.held or not (geo.covers and geo.adds_bias and read.numel and prod(geo.y_shape)):
+    if (
+        own is None
+        or geo.held
+        or not (geo.covers and geo.adds_bias and read.numel and prod(geo.y_shape))
+    ):
         return None
-    whole = own.rows == (read.lo[geo.dim], read.hi[geo.dim]) and own.taps == (0, s.kernel[geo.dim - 2])
+    whole = own.rows == (read.lo[geo.dim], read.hi[geo.dim]) and own.taps == (
+        0,
+        s.kernel[geo.dim - 2],
+    )
     padding = geo.padding(own)
-    if not whole or any(lo != hi for lo, hi in padding) or geo.y_shape[-1] == 1:  # see `aten` of one column
+    if (
+        not whole or any(lo != hi for lo, hi in padding) or geo.y_shape[-1] == 1
+    ):  # see `aten` of one column
         return None
     if overruns((geo.y_shape[1], read.shape[1] // geo.groups, *s.kernel), s.stride):
         return None
     conv = (torch.conv1d, torch.conv2d, torch.conv3d)[s.spatial_dims - 1]
-    return TorchsCall(conv, (s.stride, tuple(lo for lo, _ in padding), s.dilation, geo.groups))
+    return TorchsCall(
+        conv, (s.stride, tuple(lo for lo, _ in padding), s.dilation, geo.groups)
+    )
 
 
 def convolution(
-    x: Tensor, w: Tensor, b: Tensor | None, way: Way, team: Team, followers: tuple[str, ...] = (), chunks: int = 1
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    way: Way,
+    team: Team,
+    followers: tuple[str, ...] = (),
+    chunks: int = 1,
 ) -> Tensor:
     """A convolution of any rank under a split. ``w`` and ``b`` are what this rank holds of them.
 
-    Returns a HetTensor, or a plain tensor where every rank computed the whole. ``followers``: the functions that alone
-    will be called on the result; without autograd it waits for them, to compute them as it is stored. ``chunks`` of the
-    batch in which a result that is cut by filter is gathered, if it is asked for whole.
+    Returns a HetTensor, or a plain tensor where every rank computed the whole.
+    ``followers``: the functions that alone will be called on the result; without
+    autograd it waits for them, to compute them as it is stored. ``chunks`` of the batch
+    in which a result that is cut by filter is gathered, if it is asked for whole.
     """
     step, geo = way.step, way.geo
     if step.output.kind == "replicated":
@@ -117,17 +146,34 @@ def convolution(
     if step.contributes and torch.is_grad_enabled():
         w = contributed(team, w, way.held["weight"])
         b = contributed(team, b, way.held["bias"]) if b is not None else None
-    local = x.local if way.stays and isinstance(x, HetTensor) else bring(x, step.reads[0], team)
+    local = (
+        x.local
+        if way.stays and isinstance(x, HetTensor)
+        else bring(x, step.reads[0], team)
+    )
     if geo is None:
-        return HetTensor.wrap(_grouped(local, w, b, way.op, step.output, team), step.output, team)
+        return HetTensor.wrap(
+            _grouped(local, w, b, way.op, step.output, team), step.output, team
+        )
     if (followers or chunks > 1) and step.output.kind == "sharded" and may_wait(x):
         local, w, b = autocast(local, w, b)
-        waiting = Waiting(local, w, b, geo, step.output, team, followers, chunks, seen=version(local))
-        return HetTensor.put_off(waiting, step.output, waiting.x.dtype, waiting.x.device, team)
+        waiting = Waiting(
+            local, w, b, geo, step.output, team, followers, chunks, seen=version(local)
+        )
+        return HetTensor.put_off(
+            waiting, step.output, waiting.x.dtype, waiting.x.device, team
+        )
     return HetTensor.made(_apply(local, w, b, geo, team, way.torchs), step.output, team)
 
 
-def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, torchs: TorchsCall | None) -> Tensor:
+def _apply(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    geo: Geometry,
+    team: Team,
+    torchs: TorchsCall | None,
+) -> Tensor:
     if torchs is not None and kernels.only_aten():  # it brings its backward, and casts
         return kernels.call_layer(torchs.conv, x, w, b, *torchs.args)
     kind = x.device.type
@@ -140,24 +186,45 @@ def _apply(x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, to
     return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
 
 
-def _grouped(x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: Team) -> Tensor:
-    """Own filters of a grouped convolution: part of a first group, whole groups, part of a last one."""
+def _grouped(
+    x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: Team
+) -> Tensor:
+    """Own filters of a grouped convolution: part of a first group, whole groups, part
+    of a last one.
+    """
     s = op.spec
     k_lo, k_hi = y.boxes[team.rank].lo[1], y.boxes[team.rank].hi[1]
-    per_k, per_c, first = s.K // s.groups, s.C // s.groups, op.group_span((k_lo, k_hi))[0]
-    cuts = sorted({k_lo, k_hi, *(c for c in (-(-k_lo // per_k) * per_k, k_hi // per_k * per_k) if k_lo < c < k_hi)})
+    per_k, per_c, first = (
+        s.K // s.groups,
+        s.C // s.groups,
+        op.group_span((k_lo, k_hi))[0],
+    )
+    cuts = sorted(
+        {
+            k_lo,
+            k_hi,
+            *(
+                c
+                for c in (-(-k_lo // per_k) * per_k, k_hi // per_k * per_k)
+                if k_lo < c < k_hi
+            ),
+        }
+    )
     outs = []
     for a, z in itertools.pairwise(cuts) if k_lo < k_hi else [(k_lo, k_hi)]:
         g0, g1 = op.group_span((a, z))
         x_run = x[:, (g0 - first) * per_c : (g1 - first) * per_c]
         geo = group_geometry(op, len(x), z - a, max(g1 - g0, 1))
         rows = slice(a - k_lo, z - k_lo)
-        outs.append(_apply(x_run, w[rows], b[rows] if b is not None else None, geo, team, None))
+        outs.append(
+            _apply(x_run, w[rows], b[rows] if b is not None else None, geo, team, None)
+        )
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 class _GradientOnly(torch.autograd.Function):
-    """Zeros in the place of a bias that another rank adds: its gradient is that of the one that is added.
+    """Zeros in the place of a bias that another rank adds: its gradient is that of the
+    one that is added.
 
     A rank holds all of the bias or none of it.
     """
@@ -172,7 +239,9 @@ class _GradientOnly(torch.autograd.Function):
         return uncounted(g[: ctx.held]), None
 
 
-def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, team: Team) -> Tensor:
+def linear(
+    x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, team: Team
+) -> Tensor:
     """A linear layer under a split: a HetTensor, or for ``replicate`` a plain tensor."""
     if split.kind == "replicate":
         return _linear(gather(x), w, b, op.features)
@@ -181,24 +250,37 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, tea
         w = contributed(team, w, held["weight"])
         b = contributed(team, b, held["bias"]) if b is not None else None
     elif step.output.kind == "replicated" and not held["weight"].everywhere:
-        op.check(split, team.size)  # refuses an input without the dimension that is cut: all would need the weight
-    # Of a partial output one summand holds the bias; who has it computes its gradient: all have the cotangent.
+        op.check(
+            split, team.size
+        )  # refuses an input without the dimension that is cut: all would need the weight
+    # Of a partial output one summand holds the bias; who has it computes its gradient:
+    # all have the cotangent.
     adds_bias = split.kind != "channel" or team.rank == split.mates(team.rank)[0]
     features = step.output.boxes[team.rank].shape[-1]
     y = _linear(bring(x, step.reads[0], team), w, b, features, adds_bias)
     return HetTensor.wrap(y, step.output, team)
 
 
-def _linear(x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bool = True) -> Tensor:
+def _linear(
+    x: Tensor, w: Tensor, b: Tensor | None, features: int, adds_bias: bool = True
+) -> Tensor:
     if w.shape != (features, x.shape[-1]):  # a rank without rows holds no weight
         return empty_output((*x.shape[:-1], features), *autocast(x, w, b))
     if b is not None and not adds_bias:
-        b = _GradientOnly.apply(b, features) if b.requires_grad and torch.is_grad_enabled() else None
+        b = (
+            _GradientOnly.apply(b, features)
+            if b.requires_grad and torch.is_grad_enabled()
+            else None
+        )
     return call_layer(F.linear, x, w, b)
 
 
-def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """Each rank computes its own outputs from all inputs that add to them, and cuts off what is others'."""
+def conv_transpose(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
+    """Each rank computes its own outputs from all inputs that add to them, and cuts off
+    what is others'.
+    """
     assert isinstance(call, ConvTransposeCall)
     op = call.op
     assert isinstance(op, ConvTranspose)
@@ -208,7 +290,9 @@ def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, k
     b = contributed(team, gather(call.bias)) if call.bias is not None else None
     if not (x.numel() and own.numel):  # the graph still reaches every tensor
         y = ((x.sum() + w.sum()) * 0).to(x.dtype).expand(own.shape)
-        return HetTensor.wrap(y if b is None else y + per_channel(b, y), step.output, team)
+        return HetTensor.wrap(
+            y if b is None else y + per_channel(b, y), step.output, team
+        )
     dim, need = step.output.inner, step.reads[0].boxes[team.rank]
     assert dim is not None
     y = _own_outputs(op, func, x, w, b, dim, need.lo[dim], (own.lo[dim], own.hi[dim]))
@@ -216,18 +300,34 @@ def conv_transpose(call: Call, step: Step, team: Team, func: Func, args: Args, k
 
 
 def _own_outputs(
-    op: ConvTranspose, func: Func, x: Tensor, w: Tensor, b: Tensor | None, dim: int, x_lo: int, own: Span
+    op: ConvTranspose,
+    func: Func,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    dim: int,
+    x_lo: int,
+    own: Span,
 ) -> Tensor:
     pad, extra = [v.pad for v in op.windows], [v.extra for v in op.windows]
     stride, dilation = [v.stride for v in op.windows], [v.dilation for v in op.windows]
     if dim < 2:
-        return kernels.call_layer(func, x, w, b, stride, pad, extra, op.groups, dilation)
-    pad[dim - 2] = extra[dim - 2] = 0  # all that the slab adds to, and own outputs of that
+        return kernels.call_layer(
+            func, x, w, b, stride, pad, extra, op.groups, dilation
+        )
+    pad[dim - 2] = extra[dim - 2] = (
+        0  # all that the slab adds to, and own outputs of that
+    )
     window = op.windows[dim - 2]
     lo, hi = (n - window.first(x_lo) for n in own)
-    before, beyond = max(-lo, 0), max(hi - window._replace(pad=0, extra=0).out_size(x.shape[dim]), 0)
+    before, beyond = (
+        max(-lo, 0),
+        max(hi - window._replace(pad=0, extra=0).out_size(x.shape[dim]), 0),
+    )
     padded = bool(before or beyond)  # with outputs to which no input adds, but a bias
-    y = kernels.call_layer(func, x, w, None if padded else b, stride, pad, extra, op.groups, dilation)
+    y = kernels.call_layer(
+        func, x, w, None if padded else b, stride, pad, extra, op.groups, dilation
+    )
     y = F.pad(y, (*(0, 0) * (y.dim() - 1 - dim), before, beyond)) if padded else y
     y = cropped(y, dim, (lo + before, hi + before))
     return y + per_channel(b, y).to(y.dtype) if padded and b is not None else y

@@ -1,7 +1,9 @@
-"""A convolution that waits for what follows it: what can be done as its sums are stored is folded into it.
+"""A convolution that waits for what follows it: what can be done as its sums are stored
+is folded into it.
 
-Only without autograd, and only for the functions that a plan lists as its sole followers. Anything else that is done to
-the result has it computed first, as it stands, so that the listing is a hint and never decides what comes out.
+Only without autograd, and only for the functions that a plan lists as its sole
+followers. Anything else that is done to the result has it computed first, as it stands,
+so that the listing is a hint and never decides what comes out.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ fold_anywhere = Switch()
 
 
 class Waiting(NamedTuple):
-    """This rank's part of a convolution, put off, with what was folded into it so far. A call computes it.
+    """This rank's part of a convolution, put off, with what was folded into it so far.
+    A call computes it.
 
-    ``expects``: what may be folded next, in order. ``chunks`` of the batch in which it is gathered, where the whole is
-    asked for. ``seen``: tensors that are read then, at their versions of now.
+    ``expects``: what may be folded next, in order. ``chunks`` of the batch in which it
+    is gathered, where the whole is asked for. ``seen``: tensors that are read then, at
+    their versions of now.
     """
 
     x: Tensor
@@ -67,13 +71,23 @@ class Waiting(NamedTuple):
         if min(self.chunks, self.layout.shape[0]) < 2 or self.layout.dim != 1:
             return None
         with self._reading():
-            return gathered_in_chunks(self.x, self.w, self.b, self.geo, self.team, self.after, self.layout, self.chunks)
+            return gathered_in_chunks(
+                self.x,
+                self.w,
+                self.b,
+                self.geo,
+                self.team,
+                self.after,
+                self.layout,
+                self.chunks,
+            )
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
         if any(write_count(t) != version for t, version in self.seen):
             raise HetConvError(
-                "the input of a convolution was written to in place before what follows the convolution was called; "
+                "the input of a convolution was written to in place before what follows the "
+                "convolution was called; "
                 "write to a copy, or call parallelize without fuse=True"
             )
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
@@ -86,16 +100,20 @@ def version(t: Tensor) -> tuple[tuple[Tensor, int], ...]:
 
 
 def folding_pays(team: Team) -> bool:
-    """Whether a model folds on these ranks; alike on all of them, for when halos travel goes by it. Collective.
+    """Whether a model folds on these ranks; alike on all of them, for when halos travel
+    goes by it. Collective.
 
-    Only where Triton computes convolutions. ATen does what is folded in passes of its own, and Python takes longer to
-    fold it than the one pass takes that is saved: on an H100 with cuDNN 2.6 times as long as without.
+    Only where Triton computes convolutions. ATen does what is folded in passes of its
+    own, and Python takes longer to fold it than the one pass takes that is saved: on an
+    H100 with cuDNN 2.6 times as long as without.
     """
     return any(objects_of_all(team, fold_anywhere.on or not kernels.only_aten()))
 
 
 def may_wait(x: Tensor) -> bool:
-    """Within a parallelized model's forward, without autograd, and not where writes to ``x`` would go unnoticed."""
+    """Within a parallelized model's forward, without autograd, and not where writes to
+    ``x`` would go unnoticed.
+    """
     if torch.is_grad_enabled() or SCOPE.get() is None:
         return False
     if isinstance(x, HetTensor):
@@ -104,12 +122,16 @@ def may_wait(x: Tensor) -> bool:
 
 
 def fold(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
-    """The result of a call on a convolution that waits for it, which goes on waiting; None if it is another call."""
+    """The result of a call on a convolution that waits for it, which goes on waiting;
+    None if it is another call.
+    """
     for i, x in enumerate(args[:2]):
         if x.__class__ is not HetTensor or not isinstance(x.later, Waiting):
             continue
         waiting, name = x.later, name_of(func)
-        if waiting.expects[:1] != (name,) or torch.is_grad_enabled():  # for autograd nothing waits
+        if (
+            waiting.expects[:1] != (name,) or torch.is_grad_enabled()
+        ):  # for autograd nothing waits
             continue
         in_place = writes_in_place(func, kwargs)
         if in_place and (i or not views.may_write(x, x.placement)):
@@ -125,16 +147,28 @@ def fold(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
 
 
 def _further(
-    waiting: Waiting, x: HetTensor, i: int, name: str, func: Func, args: Args, kwargs: Kwargs
+    waiting: Waiting,
+    x: HetTensor,
+    i: int,
+    name: str,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Waiting | None:
-    """With one more thing done after the convolution, if it can be: argument ``i`` of the call is what waits."""
+    """With one more thing done after the convolution, if it can be: argument ``i`` of
+    the call is what waits.
+    """
     after = waiting.after
     if name == "batch_norm":
         call = read_call(func, args, kwargs) if after is NOTHING else None
         norm = norm_of(call) if isinstance(call, BatchNormCall) else None
         if norm is None or norm.training:
             return None
-        return waiting._replace(after=After(*scale_and_shift(norm, waiting.x.dtype, x.placement, waiting.team)))
+        return waiting._replace(
+            after=After(
+                *scale_and_shift(norm, waiting.x.dtype, x.placement, waiting.team)
+            )
+        )
     if after.activation is not None:
         return None
     if name == "add":
@@ -142,15 +176,28 @@ def _further(
     activation = activation_of(name, args, kwargs)
     if activation is None:
         return None
-    return waiting._replace(after=after._replace(activation=activation[0], slope=activation[1]))
+    return waiting._replace(
+        after=after._replace(activation=activation[0], slope=activation[1])
+    )
 
 
-def _with_residual(waiting: Waiting, x: HetTensor, i: int, args: Args, kwargs: Kwargs) -> Waiting | None:
+def _with_residual(
+    waiting: Waiting, x: HetTensor, i: int, args: Args, kwargs: Kwargs
+) -> Waiting | None:
     """The sum lies as the first of both does; the other one is brought there."""
-    if waiting.after.residual is not None or len(args) != 2 or kwargs.get("alpha", 1) != 1:
+    if (
+        waiting.after.residual is not None
+        or len(args) != 2
+        or kwargs.get("alpha", 1) != 1
+    ):
         return None
     other = args[1 - i]
-    if not isinstance(other, Tensor) or other is x or other.shape != x.shape or other.dtype != x.dtype:
+    if (
+        not isinstance(other, Tensor)
+        or other is x
+        or other.shape != x.shape
+        or other.dtype != x.dtype
+    ):
         return None
     alike = isinstance(other, HetTensor) and other.placement == x.placement
     if (i and not alike) or not may_wait(other):
@@ -159,12 +206,20 @@ def _with_residual(waiting: Waiting, x: HetTensor, i: int, args: Args, kwargs: K
 
 
 def gathered_in_chunks(
-    x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, after: After, layout: Layout, chunks: int
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    geo: Geometry,
+    team: Team,
+    after: After,
+    layout: Layout,
+    chunks: int,
 ) -> Tensor:
-    """The whole output, of a ``layout`` cut along channels, channels-last; without autograd, collective.
+    """The whole output, of a ``layout`` cut along channels, channels-last; without
+    autograd, collective.
 
-    A chunk is computed by whom the whole batch would be, with the same tile: the same bits, but for an ATen that goes
-    by the size of the batch.
+    A chunk is computed by whom the whole batch would be, with the same tile: the same
+    bits, but for an ATen that goes by the size of the batch.
     """
     N, *image = layout.shape
     s, route = geo.op.spec, ANY
@@ -175,10 +230,14 @@ def gathered_in_chunks(
     for lo, hi in spans(apportion(N, (1,) * min(chunks, N))):
         own = replace(geo, y_shape=(hi - lo, *geo.y_shape[1:]))
         residual = after.residual[lo:hi] if after.residual is not None else None
-        part, _ = computed(x[lo:hi], w, b, own, team, after._replace(residual=residual), route)
+        part, _ = computed(
+            x[lo:hi], w, b, own, team, after._replace(residual=residual), route
+        )
         some = Layout.sharded((hi - lo, *image), 1, layout.sizes)
         whole = Layout.replicated(some.shape, team.size)
-        under_way.append((lo, hi, part, start_round(team, part, some.boxes, whole.boxes)))
+        under_way.append(
+            (lo, hi, part, start_round(team, part, some.boxes, whole.boxes))
+        )
     memory = kernels.CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
     y = torch.empty(layout.shape, dtype=x.dtype, device=x.device, memory_format=memory)
     for lo, hi, part, round_ in under_way:

@@ -1,4 +1,6 @@
-"""What a HetTensor does when a torch function is called on it. A module per family says how its calls run."""
+"""What a HetTensor does when a torch function is called on it. A module per family says
+how its calls run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ from hetconv.operators.resampling import Interpolate, Pad, PixelUnshuffle
 from hetconv.operators.shapes import Cat, PixelShuffle
 from hetconv.runtime import het_tensor
 from hetconv.runtime.het_tensor import HetTensor, compute_waiting, register_dispatcher
-from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, cached_step, called_on, placement_of
+from hetconv.runtime.inputs import (
+    Args,
+    Func,
+    Kwargs,
+    Runner,
+    cached_step,
+    called_on,
+    placement_of,
+)
 from hetconv.sharding.layer_rules import Gather, Step
 from hetconv.torch_internals import (
     Undo,
@@ -36,14 +46,25 @@ from hetconv.torch_internals import (
     tree_map,
 )
 
-from . import as_called, call_cache, conv, group_norm, pooling, random, resampling, views
+from . import (
+    as_called,
+    call_cache,
+    conv,
+    group_norm,
+    pooling,
+    random,
+    resampling,
+    views,
+)
 from .deferred import fold
 from .random import check_draws
 from .trial_run import Verdict, tried
 
 
 def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
-    """From now on ``on_gathered`` runs `torch.autograd.Function.apply` where it is given a HetTensor."""
+    """From now on ``on_gathered`` runs `torch.autograd.Function.apply` where it is
+    given a HetTensor.
+    """
 
     def apply(cls: type, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if cls is checkpoint_saver or HetTensor not in map(type, args):
@@ -52,9 +73,12 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
             call_tags.enter(cls.__name__)
             compute_waiting()  # it may write in place
             result = on_gathered(plain, args, kwargs)
-        if torch.is_grad_enabled() and HetTensor in map(type, result if isinstance(result, tuple) else (result,)):
+        if torch.is_grad_enabled() and HetTensor in map(
+            type, result if isinstance(result, tuple) else (result,)
+        ):
             raise HetConvError(
-                f"{cls.__name__} returned a tensor in parts, whose gradient would be lost; return hetconv.gather(y) "
+                f"{cls.__name__} returned a tensor in parts, whose gradient would be lost; "
+                "return hetconv.gather(y) "
                 f"from it, and give torch.utils.checkpoint use_reentrant=False"
             )
         return result
@@ -62,33 +86,81 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
     return replace_function_apply(apply)
 
 
-# Asked of the wrapper, which knows the global shape, or of the local part, which knows autograd and memory.
+# Asked of the wrapper, which knows the global shape, or of the local part, which knows
+# autograd and memory.
 GLOBAL: set[Any] = {
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
-    Tensor.is_floating_point, Tensor.is_complex, torch.numel, torch.is_floating_point, torch.is_complex,
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.__len__,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    torch.numel,
+    torch.is_floating_point,
+    torch.is_complex,
     Tensor.get_device,
-    *(getattr(Tensor, name).__get__ for name in (
-        "shape", "ndim", "dtype", "device", "layout", "itemsize", "is_cuda", "is_sparse", "is_quantized", "is_mkldnn",
-    )),
-}  # fmt: skip
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape",
+            "ndim",
+            "dtype",
+            "device",
+            "layout",
+            "itemsize",
+            "is_cuda",
+            "is_sparse",
+            "is_quantized",
+            "is_mkldnn",
+        )
+    ),
+}
 LOCAL: set[Any] = {
-    Tensor.is_contiguous, Tensor.is_inference, torch.is_inference,
-    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")),
-}  # fmt: skip
+    Tensor.is_contiguous,
+    Tensor.is_inference,
+    torch.is_inference,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("requires_grad", "grad_fn", "is_leaf")
+    ),
+}
 # Done to a gathered copy they would never see a gradient.
 REFUSED = {Tensor.register_hook, Tensor.retain_grad}
 ASKED = GLOBAL | LOCAL | REFUSED
 # What a model calls on images alone.
-IMAGES = AdaptivePool, BatchNorm, ConvTranspose, GroupNorm, Interpolate, Pad, PixelShuffle, PixelUnshuffle, Pool
+IMAGES = (
+    AdaptivePool,
+    BatchNorm,
+    ConvTranspose,
+    GroupNorm,
+    Interpolate,
+    Pad,
+    PixelShuffle,
+    PixelUnshuffle,
+    Pool,
+)
 
 
-def dispatch(cls: type[HetTensor], func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-    """Runs a torch function that was given a HetTensor: on parts where there is a rule, else on gathered tensors."""
+def dispatch(
+    cls: type[HetTensor],
+    func: Func,
+    types: Any,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+) -> Any:
+    """Runs a torch function that was given a HetTensor: on parts where there is a rule,
+    else on gathered tensors.
+    """
     kwargs = kwargs or {}
     if func in ASKED:
         with no_torch_function():
             return _answered(func, args, kwargs)
-    call_tags.enter(func)  # also of a call that is remembered here: another rank may not remember it
+    call_tags.enter(
+        func
+    )  # also of a call that is remembered here: another rank may not remember it
     known = call_cache.again(func, args, kwargs)
     if isinstance(known, HetTensor):
         return known
@@ -105,22 +177,48 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> 
     if key is None and (folded := fold(func, args, kwargs)) is not None:
         return folded
     call = read_call(func, args, kwargs)
-    if call is not None and isinstance(call.op, Gather | Pointwise) and not _het(call.inputs):
+    if (
+        call is not None
+        and isinstance(call.op, Gather | Pointwise)
+        and not _het(call.inputs)
+    ):
         return _without_values(func, args, kwargs)
     written = [found[i] for i in verdict.writes] or _written(func, args, kwargs)
-    if verdict.empty or verdict.reshapes or (call is not None and not _writes_alone(call, written)):
+    if (
+        verdict.empty
+        or verdict.reshapes
+        or (call is not None and not _writes_alone(call, written))
+    ):
         call = None
     if call is not None:
-        team = next(x.team for x in call.inputs if isinstance(x, HetTensor)) if _het(call.inputs) else None
-        step = cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs)) if team else None
-        fits = step is not None and _fits(verdict, step, (*args, *kwargs.values()), found)
+        team = (
+            next(x.team for x in call.inputs if isinstance(x, HetTensor))
+            if _het(call.inputs)
+            else None
+        )
+        step = (
+            cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs))
+            if team
+            else None
+        )
+        fits = step is not None and _fits(
+            verdict, step, (*args, *kwargs.values()), found
+        )
         if team is not None and step is not None and fits and runs_on_parts(call, step):
             if call.in_place:
                 compute_waiting()
             y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
             if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
-                views.link(y, found[0], _on_another(found[0], func, args, kwargs), copies=True, images=verdict.by_order)
-            elif verdict.by_order and isinstance(y, HetTensor):  # a copy, also where the part lies as it should
+                views.link(
+                    y,
+                    found[0],
+                    _on_another(found[0], func, args, kwargs),
+                    copies=True,
+                    images=verdict.by_order,
+                )
+            elif verdict.by_order and isinstance(
+                y, HetTensor
+            ):  # a copy, also where the part lies as it should
                 y.local = unshared(y.local, found[0].local)
             elif key is not None:
                 call_cache.remember(key, call, step, team.rank, args)
@@ -129,7 +227,13 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> 
             check_draws(team, func, [0] * team.size)
     if written:
         compute_waiting()
-    return on_gathered(func, args, kwargs, images=call is not None and _of_images(call), written=written)
+    return on_gathered(
+        func,
+        args,
+        kwargs,
+        images=call is not None and _of_images(call),
+        written=written,
+    )
 
 
 def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -138,12 +242,15 @@ def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if func in LOCAL:
         return func(args[0].local, *args[1:], **kwargs)
     raise HetConvError(
-        f"{func.__name__} was called on a tensor in parts; call it on y = hetconv.gather(x) and go on with y"
+        f"{func.__name__} was called on a tensor in parts; call it on y = hetconv.gather(x) "
+        "and go on with y"
     )
 
 
 def _without_values(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Of a HetTensor only the dtype and the device are read: like.new_zeros(3), plain.type_as(like)."""
+    """Of a HetTensor only the dtype and the device are read: like.new_zeros(3),
+    plain.type_as(like).
+    """
 
     def own(x: Any) -> Any:
         return x.local if isinstance(x, HetTensor) else x
@@ -156,7 +263,9 @@ def _het(tensors: Sequence[Tensor]) -> bool:
 
 
 def runs_on_parts(call: Call, step: Step) -> bool:
-    """Not where the result is replicated anyway, nor where more than this rank's part is to be written to."""
+    """Not where the result is replicated anyway, nor where more than this rank's part
+    is to be written to.
+    """
     if step.output.kind == "replicated" or not call.in_place:
         return step.output.kind != "replicated"
     target = call.inputs[0]
@@ -168,19 +277,31 @@ def _writes_alone(call: Call, written: Sequence[HetTensor]) -> bool:
     return all(call.in_place and x is call.inputs[0] for x in written)
 
 
-def _fits(verdict: Verdict, step: Step, arguments: Iterable[Any], found: Sequence[HetTensor]) -> bool:
-    """Whether the rule gives what PyTorch does. A view of a tensor in a list is not taken of parts."""
+def _fits(
+    verdict: Verdict, step: Step, arguments: Iterable[Any], found: Sequence[HetTensor]
+) -> bool:
+    """Whether the rule gives what PyTorch does. A view of a tensor in a list is not
+    taken of parts.
+    """
     if verdict.shares and not any(a is found[0] for a in arguments):
         return False
-    return verdict.shapes is None or len(verdict.shapes) != 1 or verdict.shapes[0] == step.output.shape
+    return (
+        verdict.shapes is None
+        or len(verdict.shapes) != 1
+        or verdict.shapes[0] == step.output.shape
+    )
 
 
-def _on_another(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
+def _on_another(
+    x: HetTensor, func: Func, args: Args, kwargs: Kwargs
+) -> Callable[[Tensor], Any]:
     """The same call with another tensor in the place of ``x``."""
     return lambda other: called_on({id(x): other}, func, args, kwargs)
 
 
-def _finish(call: Call, y: HetTensor | tuple[HetTensor, ...]) -> HetTensor | tuple[HetTensor, ...]:
+def _finish(
+    call: Call, y: HetTensor | tuple[HetTensor, ...]
+) -> HetTensor | tuple[HetTensor, ...]:
     """A call in place leaves its result in the HetTensor that it was called on."""
     target = call.inputs[0]
     if not call.in_place or not isinstance(target, HetTensor) or isinstance(y, tuple):
@@ -191,16 +312,25 @@ def _finish(call: Call, y: HetTensor | tuple[HetTensor, ...]) -> HetTensor | tup
 
 def _of_images(call: Call) -> bool:
     """Whether all inputs are, and in a model on one device lie as those of the model do."""
-    return isinstance(call.op, IMAGES) or (isinstance(call.op, Cat) and call.op.dim == 1)
+    return isinstance(call.op, IMAGES) or (
+        isinstance(call.op, Cat) and call.op.dim == 1
+    )
 
 
 def on_gathered(
-    func: Func, args: Args, kwargs: Kwargs, *, images: bool = False, written: Sequence[HetTensor] = ()
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    images: bool = False,
+    written: Sequence[HetTensor] = (),
 ) -> Any:
-    """Gathers every HetTensor among the arguments and runs the function on plain tensors. ``images``: as `gather` says.
+    """Gathers every HetTensor among the arguments and runs the function on plain
+    tensors. ``images``: as `gather` says.
 
-    A HetTensor that the call writes to (``written``), or returns a view of, becomes replicated, so that both go on
-    sharing memory, and with it whatever shares its memory on parts.
+    A HetTensor that the call writes to (``written``), or returns a view of, becomes
+    replicated, so that both go on sharing memory, and with it whatever shares its
+    memory on parts.
     """
     for x in written:
         views.make_whole(x)
@@ -214,12 +344,18 @@ def on_gathered(
         return whole[id(x)][1]
 
     result = func(*tree_map(plain, args), **tree_map(plain, dict(kwargs)))
-    memory = {storage_id(r) for r in tree_iter(result) if isinstance(r, Tensor) and r.layout == torch.strided}
+    memory = {
+        storage_id(r)
+        for r in tree_iter(result)
+        if isinstance(r, Tensor) and r.layout == torch.strided
+    }
     seen = [(x, y) for x, y in whole.values() if storage_id(y) in memory]
     for x, gathered in seen:
         if not views.shared(x):
             x.become_whole(gathered)
-    copied = [x for x, _ in seen if views.shared(x) and views.shows(x, func, args, kwargs)]
+    copied = [
+        x for x, _ in seen if views.shared(x) and views.shows(x, func, args, kwargs)
+    ]
     if copied:  # the view is of a copy of what they share
         for x in copied:
             views.make_whole(x)
@@ -232,11 +368,17 @@ def on_gathered(
 
 def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
     """The HetTensors that a call writes to, by its name and its arguments."""
-    targets = [kwargs.get("out"), args[0] if args and writes_in_place(func, kwargs) else None]
+    targets = [
+        kwargs.get("out"),
+        args[0] if args and writes_in_place(func, kwargs) else None,
+    ]
     return [x for x in tree_iter(targets) if isinstance(x, HetTensor)]
 
 
-@wraps(het_tensor.gather, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+@wraps(
+    het_tensor.gather,
+    assigned=("__name__", "__qualname__", "__doc__", "__annotations__"),
+)
 def gather(x: Tensor, *, images: bool = False) -> Tensor:
     call_tags.enter("hetconv.gather")
     return het_tensor.gather(x, images=images)

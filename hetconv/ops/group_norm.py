@@ -1,4 +1,6 @@
-"""Normalizations on parts with the statistics of the whole; see `batch_norm` for those of batches."""
+"""Normalizations on parts with the statistics of the whole; see `batch_norm` for those
+of batches.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,44 @@ from hetconv.operators.base import Call, name_of
 from hetconv.operators.norms import BatchNorm, GroupNorm, NormCall, OwnNorm
 from hetconv.runtime.gradient_sync import contributed
 from hetconv.runtime.het_tensor import HetTensor, gather
-from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, called_on, differentiable_gradients
+from hetconv.runtime.inputs import (
+    Args,
+    Func,
+    Kwargs,
+    Runner,
+    as_called,
+    bring,
+    called_on,
+    differentiable_gradients,
+)
 from hetconv.sharding.layer_rules import Step
 from hetconv.sharding.layout import Box, Need
 
 from .batch_norm import batch_norm, exact_of, of_nothing
 
 
-def group_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """x (N, C, ...), cut over samples or whole groups of channels (all is local) or else (moments are combined)."""
+def group_norm(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
+    """x (N, C, ...), cut over samples or whole groups of channels (all is local) or
+    else (moments are combined).
+    """
     assert isinstance(call, NormCall)
     assert isinstance(call.op, GroupNorm)
     op, box = call.op, step.output.boxes[team.rank]
     x = bring(call.inputs[0], step.reads[0], team)
-    if name_of(func) == "group_norm" and torch.is_autocast_enabled("cuda") and x.is_cuda and x.dtype != torch.float64:
+    if (
+        name_of(func) == "group_norm"
+        and torch.is_autocast_enabled("cuda")
+        and x.is_cuda
+        and x.dtype != torch.float64
+    ):
         x = x.float()  # as torch's autocast does, though for instance norm it does not
     own = slice(box.lo[1], box.hi[1])
-    weight, bias = (contributed(team, gather(p))[own] if p is not None else None for p in (call.weight, call.bias))
+    weight, bias = (
+        contributed(team, gather(p))[own] if p is not None else None
+        for p in (call.weight, call.bias)
+    )
     if step.forward:
         y = _SplitGroupNorm.apply(x, weight, bias, call.eps, op, step, team)
     elif not x.numel():
@@ -52,14 +75,26 @@ class _SplitGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, op: GroupNorm, step: Step,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        op: GroupNorm,
+        step: Step,
         team: Team,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         exact = exact_of(x)
         layout, lo = step.output, step.output.boxes[team.rank].lo[1]
         own = _group_moments(x.to(exact), op, lo)
         (move,) = step.forward
-        each = perform(team, own[None], move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank])
+        each = perform(
+            team,
+            own[None],
+            move.forward,
+            move.src.boxes[team.rank],
+            move.dst.boxes[team.rank],
+        )
         variances, means = each.view(len(each), 2, -1, op.groups).unbind(1)
         mates = layout.mates(team.rank)
         share = each.new_tensor(op.shares(layout)[mates.start : mates.stop])[:, None]
@@ -67,7 +102,11 @@ class _SplitGroupNorm(torch.autograd.Function):
         invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
         scale, centre = _to_channels(invstd, op, lo, x), _to_channels(mean, op, lo, x)
         scale = scale if weight is None else scale * per_channel(weight.to(exact), x)
-        shift = -centre * scale if bias is None else per_channel(bias.to(exact), x) - centre * scale
+        shift = (
+            -centre * scale
+            if bias is None
+            else per_channel(bias.to(exact), x) - centre * scale
+        )
         ctx.save_for_backward(x, weight, mean, invstd)
         ctx.op, ctx.step, ctx.team, ctx.lo, ctx.eps = op, step, team, lo, eps
         ctx.bias_dtype = bias.dtype if bias is not None else None
@@ -79,36 +118,61 @@ class _SplitGroupNorm(torch.autograd.Function):
         x, weight, mean, invstd = ctx.saved_tensors
         call_tags.enter_backward(ctx.call)
         if torch.is_grad_enabled():
-            bias = x.new_zeros(x.shape[1], dtype=ctx.bias_dtype or x.dtype).requires_grad_(ctx.needs_input_grad[2])
+            bias = x.new_zeros(
+                x.shape[1], dtype=ctx.bias_dtype or x.dtype
+            ).requires_grad_(ctx.needs_input_grad[2])
             again = partial(_differentiable, ctx.eps, ctx.op, ctx.step, ctx.team)
-            return *differentiable_gradients(again, (x, weight, bias), g), None, None, None, None
+            return (
+                *differentiable_gradients(again, (x, weight, bias), g),
+                None,
+                None,
+                None,
+                None,
+            )
         op, lo, dims = ctx.op, ctx.lo, list(range(2, x.dim()))
         scale = _to_channels(invstd, op, lo, x)
         centred = (x.to(mean.dtype) - _to_channels(mean, op, lo, x)) * scale
         g = g.to(mean.dtype)
         of_weight, of_bias = (g * centred).sum(dims), g.sum(dims)  # (N, c)
         gains = mean.new_ones(x.shape[1]) if weight is None else weight.to(mean.dtype)
-        own = torch.stack([_to_groups(s * gains, op, lo).flatten() for s in (of_weight, of_bias)])
+        own = torch.stack(
+            [_to_groups(s * gains, op, lo).flatten() for s in (of_weight, of_bias)]
+        )
         (move,) = ctx.step.backward
         whole = Box.whole(tuple(own.shape))
-        along, total = perform(ctx.team, own, move.forward, whole, whole).view(2, *mean.shape)
+        along, total = perform(ctx.team, own, move.forward, whole, whole).view(
+            2, *mean.shape
+        )
         gx = None
         if ctx.needs_input_grad[0]:
             g = g if weight is None else g * per_channel(gains, x)
             along, total = (_to_channels(s, op, lo, x) for s in (along, total))
-            gx = ((g - (total + centred * along) / (op.channels * prod(op.shape[2:]))) * scale).to(x.dtype)
-        g_weight = of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            gx = (
+                (g - (total + centred * along) / (op.channels * prod(op.shape[2:])))
+                * scale
+            ).to(x.dtype)
+        g_weight = (
+            of_weight.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        )
         g_bias = of_bias.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return gx, g_weight, g_bias, None, None, None, None
 
 
 def _differentiable(
-    eps: float, op: GroupNorm, step: Step, team: Team, x: Tensor, weight: Tensor | None, bias: Tensor
+    eps: float,
+    op: GroupNorm,
+    step: Step,
+    team: Team,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor,
 ) -> Tensor:
     """`_SplitGroupNorm`, by operators that autograd knows."""
     layout, exact, (move,) = step.output, exact_of(x), step.forward
     lo = layout.boxes[team.rank].lo[1]
-    own = _group_moments(x.to(exact), op, lo) + x.sum().to(exact) * 0  # also of an empty part
+    own = (
+        _group_moments(x.to(exact), op, lo) + x.sum().to(exact) * 0
+    )  # also of an empty part
     each = moved(team, own[None], move.src, Need(move.dst.shape, move.dst.boxes))
     variances, means = each.view(len(each), 2, -1, op.groups).unbind(1)
     mates = layout.mates(team.rank)
@@ -121,35 +185,55 @@ def _differentiable(
 
 
 def _group_moments(x: Tensor, op: GroupNorm, lo: int) -> Tensor:
-    """(2, n G): variance and mean of the own part of every group; zero of an empty one, which weighs nothing."""
+    """(2, n G): variance and mean of the own part of every group; zero of an empty one,
+    which weighs nothing.
+    """
     if not x.numel():
         return x.new_zeros((2, len(x) * op.groups))
     var, mean = torch.var_mean(x, list(range(2, x.dim())), correction=0)
     held = _to_groups(torch.ones_like(mean), op, lo).clamp(min=1)
     centre = _to_groups(mean, op, lo) / held
     apart = mean - _to_channels(centre, op, lo, mean)
-    return torch.stack([(_to_groups(var + apart**2, op, lo) / held).flatten(), centre.flatten()])
+    return torch.stack(
+        [(_to_groups(var + apart**2, op, lo) / held).flatten(), centre.flatten()]
+    )
 
 
 def _to_groups(v: Tensor, op: GroupNorm, lo: int) -> Tensor:
     """(N, c) of the own channels, which begin at ``lo``, to their sums (N, G) per group."""
-    return F.pad(v, (lo, op.shape[1] - lo - v.shape[1])).reshape(-1, op.groups, op.channels).sum(2)
+    return (
+        F.pad(v, (lo, op.shape[1] - lo - v.shape[1]))
+        .reshape(-1, op.groups, op.channels)
+        .sum(2)
+    )
 
 
 def _to_channels(v: Tensor, op: GroupNorm, lo: int, like: Tensor) -> Tensor:
-    """(N, G) to (N, c, 1, ...) of the own channels, with as many dimensions as ``like``, which has c channels."""
+    """(N, G) to (N, c, 1, ...) of the own channels, with as many dimensions as
+    ``like``, which has c channels.
+    """
     own = v.repeat_interleave(op.channels, 1)[:, lo : lo + like.shape[1]]
     return own.view(*own.shape, *[1] * (like.dim() - 2))
 
 
-def own_norm(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def own_norm(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     """As called, on the own part."""
     x = bring(call.inputs[0], step.reads[0], team)
-    if name_of(func) == "local_response_norm" and not x.numel():  # torch returns x itself, not of autocast's dtype
+    if (
+        name_of(func) == "local_response_norm" and not x.numel()
+    ):  # torch returns x itself, not of autocast's dtype
         one = as_called(func, args, kwargs)(x.new_ones((1,) * x.dim()))
         return HetTensor.wrap((x * 1).to(one.dtype), step.output, team)
-    local = {id(call.inputs[0]): x} | {id(p): contributed(team, gather(p)) for p in call.params}
+    local = {id(call.inputs[0]): x} | {
+        id(p): contributed(team, gather(p)) for p in call.params
+    }
     return HetTensor.wrap(called_on(local, func, args, kwargs), step.output, team)
 
 
-RUN: dict[type[Any], Runner] = {BatchNorm: batch_norm, GroupNorm: group_norm, OwnNorm: own_norm}
+RUN: dict[type[Any], Runner] = {
+    BatchNorm: batch_norm,
+    GroupNorm: group_norm,
+    OwnNorm: own_norm,
+}

@@ -1,7 +1,9 @@
-"""A convolution of own parts. A spatial cut works by linearity: conv(own rows + halo) = conv(own rows) + conv(halo).
+"""A convolution of own parts. A spatial cut works by linearity: conv(own rows + halo) =
+conv(own rows) + conv(halo).
 
-The halo only adds to the few output rows beside a cut, so own rows are never copied or padded, and the exchange runs
-while they are computed; backward sends the halo's cotangent home first and computes the rest meanwhile.
+The halo only adds to the few output rows beside a cut, so own rows are never copied or
+padded, and the exchange runs while they are computed; backward sends the halo's
+cotangent home first and computes the rest meanwhile.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from hetconv.torch_internals import materialized
 
 @dataclass(frozen=True)
 class Geometry:
-    """This rank's share of a convolution: its own segment, and one per rank whose rows it also reads.
+    """This rank's share of a convolution: its own segment, and one per rank whose rows
+    it also reads.
 
     Rows are what ``dim`` counts: planes, rows or columns.
     """
@@ -43,7 +46,9 @@ class Geometry:
     groups: int
     own: Segment | None
     own_lo: int
-    halos: tuple[tuple[int, Segment | None, int], ...] = ()  # (rank, segment, first row of its piece)
+    halos: tuple[
+        tuple[int, Segment | None, int], ...
+    ] = ()  # (rank, segment, first row of its piece)
     held: Boxes = ()
     wanted: Boxes = ()
     adds_bias: bool = True
@@ -54,13 +59,20 @@ class Geometry:
 
     @cached_property
     def covers(self) -> bool:
-        """Whether the own segment adds to all of the own output (always, but for cuts far out of line)."""
-        return self.own is not None and self.own.out == (self.first_out, self.first_out + self.y_shape[self.dim])
+        """Whether the own segment adds to all of the own output (always, but for cuts
+        far out of line).
+        """
+        return self.own is not None and self.own.out == (
+            self.first_out,
+            self.first_out + self.y_shape[self.dim],
+        )
 
 
 @lru_cache(maxsize=4096)
 def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
-    """Where ``x`` is cut along the same dimension: own rows as they lie, the others' pieces as halos."""
+    """Where ``x`` is cut along the same dimension: own rows as they lie, the others'
+    pieces as halos.
+    """
     dim = op.dim(split.kind)
     assert dim is not None
     step = op.step((x,), split)
@@ -69,11 +81,24 @@ def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     span, mine = (out.lo[dim], out.hi[dim]), x.boxes[rank]
     travels = [(s, r, box) for s, r, box in pieces(x.boxes, need.boxes) if s != r]
     halos = tuple(
-        (s, window.segment((box.lo[dim], box.hi[dim]), span), box.lo[dim]) for s, r, box in travels if r == rank
+        (s, window.segment((box.lo[dim], box.hi[dim]), span), box.lo[dim])
+        for s, r, box in travels
+        if r == rank
     )
     own = window.segment((mine.lo[dim], mine.hi[dim]), span)
     held, wanted = (x.boxes, need.boxes) if travels else ((), ())
-    return Geometry(op, dim, out.shape, span[0], op.spec.groups, own, mine.lo[dim], halos, held, wanted)
+    return Geometry(
+        op,
+        dim,
+        out.shape,
+        span[0],
+        op.spec.groups,
+        own,
+        mine.lo[dim],
+        halos,
+        held,
+        wanted,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -85,21 +110,34 @@ def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     span = (out.lo[dim], out.hi[dim])
     own = op.spec.windows[dim - 2].segment((need.lo[dim], need.hi[dim]), span)
     adds_bias = split.kind != "channel" or rank == split.mates(rank)[0]
-    return Geometry(op, dim, out.shape, span[0], op.spec.groups, own, need.lo[dim], adds_bias=adds_bias)
+    return Geometry(
+        op,
+        dim,
+        out.shape,
+        span[0],
+        op.spec.groups,
+        own,
+        need.lo[dim],
+        adds_bias=adds_bias,
+    )
 
 
 @lru_cache(maxsize=4096)
 def group_geometry(op: Conv, samples: int, filters: int, groups: int) -> Geometry:
     """Some filters of a grouped convolution, which read whole images of their own groups."""
     s = op.spec
-    whole = slab_geometry(op, Layout.replicated(s.x_shape, 1), Split("filter", (s.K,)), 0)
+    whole = slab_geometry(
+        op, Layout.replicated(s.x_shape, 1), Split("filter", (s.K,)), 0
+    )
     return replace(whole, y_shape=(samples, filters, *s.y_shape[2:]), groups=groups)
 
 
 class After(NamedTuple):
-    """What is done to a convolution's sums: activation(scale * y + shift + residual), each as wanted.
+    """What is done to a convolution's sums: activation(scale * y + shift + residual),
+    each as wanted.
 
-    ``scale`` and ``shift`` are one number per filter of this rank, in float32 at least; ``residual`` is like y.
+    ``scale`` and ``shift`` are one number per filter of this rank, in float32 at least;
+    ``residual`` is like y.
     """
 
     scale: Tensor | None = None
@@ -113,34 +151,54 @@ NOTHING, ANY = After(), Route()
 
 
 def computed(
-    x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team, after: After = NOTHING, route: Route = ANY
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    geo: Geometry,
+    team: Team,
+    after: After = NOTHING,
+    route: Route = ANY,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """This rank's part of the output, finished, and the halos that came for it, by sender; without autograd."""
+    """This rank's part of the output, finished, and the halos that came for it, by
+    sender; without autograd.
+    """
     bias = b if geo.adds_bias else None
     whole = geo.covers and bool(x.numel() and w.numel())
     if whole and not geo.held and geo.own is not None:
         return _run(geo, x, geo.own, geo.own_lo, w, bias, after, route), {}
     under_way = start_round(team, x, geo.held, geo.wanted) if geo.held else None
-    scaled = After(scale=after.scale)  # what a part of the sums gets, when all of them are not there yet
+    scaled = After(
+        scale=after.scale
+    )  # what a part of the sums gets, when all of them are not there yet
     if whole:
         assert geo.own is not None
-        first = after._replace(residual=None, activation=None) if geo.halos and after is not NOTHING else after
+        first = (
+            after._replace(residual=None, activation=None)
+            if geo.halos and after is not NOTHING
+            else after
+        )
         y = _run(geo, x, geo.own, geo.own_lo, w, bias, first, route)
     else:
         y = _constant(x.new_zeros(geo.y_shape), bias, after)
         if geo.own is not None and x.numel() and w.numel():
-            _rows(y, geo, geo.own).add_(_run(geo, x, geo.own, geo.own_lo, w, None, scaled, route))
+            _rows(y, geo, geo.own).add_(
+                _run(geo, x, geo.own, geo.own_lo, w, None, scaled, route)
+            )
     got = under_way.wait() if under_way is not None else {}
     for peer, segment, lo in geo.halos:
         if segment is not None:
-            _rows(y, geo, segment).add_(_run(geo, got[peer], segment, lo, w, None, scaled, route))
+            _rows(y, geo, segment).add_(
+                _run(geo, got[peer], segment, lo, w, None, scaled, route)
+            )
     if geo.halos or not whole:
         kernels.finish_in_place(y, after.residual, after.activation, after.slope)
     return y, got
 
 
 def _constant(y: Tensor, bias: Tensor | None, after: After) -> Tensor:
-    """What a convolution of zeros gives, added to ``y``; a rank that has none of it need not hold the bias."""
+    """What a convolution of zeros gives, added to ``y``; a rank that has none of it
+    need not hold the bias.
+    """
     if not y.numel():
         return y
     if bias is not None:
@@ -152,7 +210,9 @@ def _constant(y: Tensor, bias: Tensor | None, after: After) -> Tensor:
 
 class LocalConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team
+    ) -> Tensor:
         y, got = computed(x, w, b, geo, team)
         ctx.save_for_backward(x, w, *(got[peer] for peer, _, _ in geo.halos))
         ctx.geo, ctx.team, ctx.biases = geo, team, len(b) if b is not None else 0
@@ -160,13 +220,28 @@ class LocalConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (x, w, *halos), geo, team, g = ctx.saved_tensors, ctx.geo, ctx.team, materialized(g)
+    def backward(
+        ctx: Any, g: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        (x, w, *halos), geo, team, g = (
+            ctx.saved_tensors,
+            ctx.geo,
+            ctx.team,
+            materialized(g),
+        )
         call_tags.enter_backward(ctx.call)
         if torch.is_grad_enabled():
-            gx, gw = differentiable_gradients(partial(_differentiable, geo, team), (x, w), g)
+            gx, gw = differentiable_gradients(
+                partial(_differentiable, geo, team), (x, w), g
+            )
             gb = summed_pixels(g)[: ctx.biases] if ctx.needs_input_grad[2] else None
-            return gx, gw, gb if gb is None or geo.adds_bias else uncounted(gb), None, None
+            return (
+                gx,
+                gw,
+                gb if gb is None or geo.adds_bias else uncounted(gb),
+                None,
+                None,
+            )
         want_x, want_w, want_b = ctx.needs_input_grad[:3]
         partial_w: list[tuple[Segment, Tensor]] = []
         home: dict[int, Tensor] = {}
@@ -191,7 +266,13 @@ class LocalConv(torch.autograd.Function):
         if under_way is not None:
             with under_way as came:
                 _add_home(gx, came, geo, team)
-        return gx, _weight_gradient(partial_w, w, geo) if want_w else None, gb, None, None
+        return (
+            gx,
+            _weight_gradient(partial_w, w, geo) if want_w else None,
+            gb,
+            None,
+            None,
+        )
 
 
 def _differentiable(geo: Geometry, team: Team, x: Tensor, w: Tensor) -> Tensor:
@@ -201,12 +282,18 @@ def _differentiable(geo: Geometry, team: Team, x: Tensor, w: Tensor) -> Tensor:
     if geo.held:
         joined, *got = _FetchedHalos.apply(x, geo, team)
         y, sources = y + joined, [x, w, joined]
-        parts += [(halo, s, lo) for halo, (_, s, lo) in zip(got, geo.halos, strict=True) if s is not None]
+        parts += [
+            (halo, s, lo)
+            for halo, (_, s, lo) in zip(got, geo.halos, strict=True)
+            if s is not None
+        ]
     for rows, segment, lo in parts:
         if rows.numel() and w.numel():
             own, taps = _cut(rows, w, geo, segment, lo)
             s = geo.op.spec
-            part = aten.conv(own, taps, None, s.stride, geo.padding(segment), s.dilation, geo.groups)
+            part = aten.conv(
+                own, taps, None, s.stride, geo.padding(segment), s.dilation, geo.groups
+            )
             before = segment.out[0] - geo.first_out
             beyond = y.shape[geo.dim] - before - part.shape[geo.dim]
             y = y + F.pad(part, (*(0, 0) * (y.dim() - 1 - geo.dim), before, beyond))
@@ -214,25 +301,43 @@ def _differentiable(geo: Geometry, team: Team, x: Tensor, w: Tensor) -> Tensor:
 
 
 class _FetchedHalos(torch.autograd.Function):
-    """The halos of own rows, in the order of ``geo.halos``, after a zero that ties every rank to the exchange."""
+    """The halos of own rows, in the order of ``geo.halos``, after a zero that ties
+    every rank to the exchange.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, geo: Geometry, team: Team) -> tuple[Tensor, ...]:
-        ctx.geo, ctx.team, ctx.shape, ctx.call = geo, team, x.shape, call_tags.forward_call()
+        ctx.geo, ctx.team, ctx.shape, ctx.call = (
+            geo,
+            team,
+            x.shape,
+            call_tags.forward_call(),
+        )
         got = start_round(team, x, geo.held, geo.wanted).wait()
         return x.new_zeros(()), *(got[peer] for peer, _, _ in geo.halos)
 
     @staticmethod
     def backward(ctx: Any, joined: Tensor, *halos: Tensor) -> tuple[Tensor, None, None]:
         call_tags.enter_backward(ctx.call)
-        return _HalosSentHome.apply(joined, ctx.shape, ctx.geo, ctx.team, *halos), None, None
+        return (
+            _HalosSentHome.apply(joined, ctx.shape, ctx.geo, ctx.team, *halos),
+            None,
+            None,
+        )
 
 
 class _HalosSentHome(torch.autograd.Function):
     """The adjoint of `_FetchedHalos`: the cotangent of own rows that other ranks read."""
 
     @staticmethod
-    def forward(ctx: Any, joined: Tensor, shape: torch.Size, geo: Geometry, team: Team, *halos: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        joined: Tensor,
+        shape: torch.Size,
+        geo: Geometry,
+        team: Team,
+        *halos: Tensor,
+    ) -> Tensor:
         ctx.geo, ctx.team, ctx.call = geo, team, call_tags.forward_call()
         gx = joined.new_zeros(shape)
         home = {peer: halo for (peer, _, _), halo in zip(geo.halos, halos, strict=True)}
@@ -248,12 +353,16 @@ class _HalosSentHome(torch.autograd.Function):
 
 
 def _send_home(geo: Geometry, team: Team, x: Tensor, home: dict[int, Tensor]) -> Round:
-    """Each halo's cotangent goes to the rank that lent it; from the others come those of this rank's rows."""
+    """Each halo's cotangent goes to the rank that lent it; from the others come those
+    of this rank's rows.
+    """
     return Round(team, x, home, side_of(geo.wanted, geo.held, team.rank).comes)
 
 
 def _add_home(gx: Any, came: dict[int, Tensor], geo: Geometry, team: Team) -> None:
-    """Adds the cotangents of the rows that others read, in one pass unless several read the same."""
+    """Adds the cotangents of the rows that others read, in one pass unless several read
+    the same.
+    """
     held = geo.held[team.rank]
     boxes = [geo.wanted[peer].intersect(held) for peer in came]
     views = [gx[box.within(held)] for box in boxes]
@@ -264,18 +373,29 @@ def _add_home(gx: Any, came: dict[int, Tensor], geo: Geometry, team: Team) -> No
             view += piece
 
 
-def _weight_gradient(parts: list[tuple[Segment, Tensor]], w: Tensor, geo: Geometry) -> Tensor:
+def _weight_gradient(
+    parts: list[tuple[Segment, Tensor]], w: Tensor, geo: Geometry
+) -> Tensor:
     if parts and parts[0][1].shape == w.shape:
         (_, total), *parts = parts
     else:
         total = torch.zeros_like(w)
     for segment, gw in parts:
-        total.narrow(geo.dim, segment.taps[0], segment.taps[1] - segment.taps[0]).add_(gw)
+        total.narrow(geo.dim, segment.taps[0], segment.taps[1] - segment.taps[0]).add_(
+            gw
+        )
     return total
 
 
 def _run(
-    geo: Geometry, x: Tensor, segment: Segment, lo: int, w: Tensor, b: Tensor | None, after: After, route: Route
+    geo: Geometry,
+    x: Tensor,
+    segment: Segment,
+    lo: int,
+    w: Tensor,
+    b: Tensor | None,
+    after: After,
+    route: Route,
 ) -> Tensor:
     """What the rows of ``segment`` in ``x`` (whose first row is ``lo``) add to the output."""
     s = geo.op.spec
@@ -287,7 +407,13 @@ def _run(
 
 
 def _back(
-    geo: Geometry, g: Tensor, x: Tensor, segment: Segment, lo: int, w: Tensor, wanted: tuple[bool, bool, bool]
+    geo: Geometry,
+    g: Tensor,
+    x: Tensor,
+    segment: Segment,
+    lo: int,
+    w: Tensor,
+    wanted: tuple[bool, bool, bool],
 ) -> tuple[Any, Any, Any]:
     s = geo.op.spec
     g = _rows(g, geo, segment)
@@ -296,16 +422,26 @@ def _back(
     return kernels.conv_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted)
 
 
-def _cut(x: Tensor, w: Tensor, geo: Geometry, segment: Segment, lo: int) -> tuple[Tensor, Tensor]:
+def _cut(
+    x: Tensor, w: Tensor, geo: Geometry, segment: Segment, lo: int
+) -> tuple[Tensor, Tensor]:
     (a, b), (r0, r1) = segment.rows, segment.taps
-    x = x if (a - lo, b - a) == (0, x.shape[geo.dim]) else x.narrow(geo.dim, a - lo, b - a)
+    x = (
+        x
+        if (a - lo, b - a) == (0, x.shape[geo.dim])
+        else x.narrow(geo.dim, a - lo, b - a)
+    )
     return x, w if (r0, r1) == (0, w.shape[geo.dim]) else w.narrow(geo.dim, r0, r1 - r0)
 
 
 def _rows(y: Tensor, geo: Geometry, segment: Segment) -> Tensor:
     """The rows of an output tensor that a segment adds to."""
     lo, hi = segment.out
-    return y if hi - lo == y.shape[geo.dim] else y.narrow(geo.dim, lo - geo.first_out, hi - lo)
+    return (
+        y
+        if hi - lo == y.shape[geo.dim]
+        else y.narrow(geo.dim, lo - geo.first_out, hi - lo)
+    )
 
 
 def _placed(gx: Tensor, x: Tensor, geo: Geometry, segment: Segment, lo: int) -> Tensor:
@@ -313,5 +449,7 @@ def _placed(gx: Tensor, x: Tensor, geo: Geometry, segment: Segment, lo: int) -> 
     if gx.shape == x.shape:
         return gx
     whole = torch.zeros_like(x)
-    whole.narrow(geo.dim, segment.rows[0] - lo, segment.rows[1] - segment.rows[0]).copy_(gx)
+    whole.narrow(
+        geo.dim, segment.rows[0] - lo, segment.rows[1] - segment.rows[0]
+    ).copy_(gx)
     return whole

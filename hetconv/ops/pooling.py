@@ -14,22 +14,50 @@ from hetconv.comm.rank_group import Team
 from hetconv.operators.base import Call
 from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, empty_output
+from hetconv.runtime.inputs import (
+    Args,
+    Func,
+    Kwargs,
+    Runner,
+    as_called,
+    bring,
+    empty_output,
+)
 from hetconv.sharding.conv_spec import Span, Window
 from hetconv.sharding.layer_rules import Step
 from hetconv.sharding.layout import Box
 
-MAX: dict[int, Callable[..., Tensor]] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-AVERAGE: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+MAX: dict[int, Callable[..., Tensor]] = {
+    1: F.max_pool1d,
+    2: F.max_pool2d,
+    3: F.max_pool3d,
+}
+AVERAGE: dict[int, Callable[..., Tensor]] = {
+    1: F.avg_pool1d,
+    2: F.avg_pool2d,
+    3: F.avg_pool3d,
+}
 ADAPTIVE: dict[str, dict[int, Callable[..., Tensor]]] = {
-    "max": {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d},
-    "average": {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d},
+    "max": {
+        1: F.adaptive_max_pool1d,
+        2: F.adaptive_max_pool2d,
+        3: F.adaptive_max_pool3d,
+    },
+    "average": {
+        1: F.adaptive_avg_pool1d,
+        2: F.adaptive_avg_pool2d,
+        3: F.adaptive_avg_pool3d,
+    },
 }
 """By the number of spatial dimensions."""
 
 
-def pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """Cut over samples or channels, as called; cut over space, on the slab that the own output reads."""
+def pool(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
+    """Cut over samples or channels, as called; cut over space, on the slab that the own
+    output reads.
+    """
     op = call.op
     assert isinstance(op, Pool)
 
@@ -37,18 +65,27 @@ def pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwa
         if op.kind == "other":
             y: Tensor = as_called(func, args, kwargs)(_differentiable(x, op))
             return y
-        return _slab(op, x, dim, (box.lo[dim], box.hi[dim]), tuple(call.inputs[0].shape[2:]))
+        return _slab(
+            op, x, dim, (box.lo[dim], box.hi[dim]), tuple(call.inputs[0].shape[2:])
+        )
 
     return own_outputs(call, step, team, func, args, kwargs, pooled)
 
 
 def own_outputs(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs,
+    call: Call,
+    step: Step,
+    team: Team,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
     over_space: Callable[[Tensor, int, Box], Tensor],
-) -> HetTensor:  # fmt: skip
-    """Cut over samples or channels, as called; over space, what ``over_space`` makes of what was read.
+) -> HetTensor:
+    """Cut over samples or channels, as called; over space, what ``over_space`` makes of
+    what was read.
 
-    That is given this rank's slab of the input, the dimension of the cut, and its box of the output.
+    That is given this rank's slab of the input, the dimension of the cut, and its box
+    of the output.
     """
     layout = step.output
     assert layout.inner is not None
@@ -65,20 +102,34 @@ def own_outputs(
 def _differentiable(x: Tensor, op: object) -> Tensor:
     """x in a memory format of which PyTorch computes the gradient right.
 
-    On CUDA that of an average pool with padding is wrong for channels-last images (2.11 to 2.13, PyTorch's issue
-    188344), and what comes from other ranks is channels-last where a plain model has contiguous images.
+    On CUDA that of an average pool with padding is wrong for channels-last images (2.11
+    to 2.13, PyTorch's issue 188344), and what comes from other ranks is channels-last
+    where a plain model has contiguous images.
     """
-    averages = isinstance(op, Pool) and op.kind != "max" and any(w.pad_lo for w in op.windows)
+    averages = (
+        isinstance(op, Pool) and op.kind != "max" and any(w.pad_lo for w in op.windows)
+    )
     return in_plain_order(x) if averages and x.is_cuda else x
 
 
 def in_plain_order(x: Tensor) -> Tensor:
-    """x with the strides of a new tensor, which `Tensor.contiguous` does not give one of a single channel."""
+    """x with the strides of a new tensor, which `Tensor.contiguous` does not give one
+    of a single channel.
+    """
     strides = torch.empty(x.shape, device="meta").stride()
-    return x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
-def empty_part(x: Tensor, call: Call, shape: tuple[int, ...], func: Func, args: Args, kwargs: Kwargs) -> Tensor:
+def empty_part(
+    x: Tensor,
+    call: Call,
+    shape: tuple[int, ...],
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
+) -> Tensor:
     """`empty_output` in the dtype that the call gives, which under autocast only torch knows."""
     y = empty_output(shape, x)
     if not torch.is_autocast_enabled(x.device.type):
@@ -90,7 +141,9 @@ def empty_part(x: Tensor, call: Call, shape: tuple[int, ...], func: Func, args: 
 
 
 def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> Tensor:
-    """The output span ``out`` from the slab ``x`` that it reads; padding is made explicit where a side has any."""
+    """The output span ``out`` from the slab ``x`` that it reads; padding is made
+    explicit where a side has any.
+    """
     sides = [(w.pad_lo, w.pad_hi) for w in op.windows]
     sides[dim - 2] = op.windows[dim - 2].padding(out, sizes[dim - 2])
     kernel, stride = [w.kernel for w in op.windows], [w.stride for w in op.windows]
@@ -102,45 +155,67 @@ def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> T
     if all(w.pad_hi == (w.pad_lo if op.count_padding else 0) for w in op.windows):
         return average(x, kernel, stride)
     y = average(x, kernel, stride)
-    scale = torch.ones((), dtype=torch.float64 if y.dtype == torch.float64 else torch.float32, device=x.device)
+    scale = torch.ones(
+        (),
+        dtype=torch.float64 if y.dtype == torch.float64 else torch.float32,
+        device=x.device,
+    )
     for d, (window, size) in enumerate(zip(op.windows, sizes, strict=True), 2):
         span = out if d == dim else (0, window.out_size(size))
-        each = window.kernel / _counts(window, size, span, op.count_padding, x.device).to(scale.dtype)
+        each = window.kernel / _counts(
+            window, size, span, op.count_padding, x.device
+        ).to(scale.dtype)
         scale = scale * each.view([-1 if e == d else 1 for e in range(x.dim())])
     return (y * scale).to(y.dtype)
 
 
-def _counts(window: Window, size: int, out: Span, padding: bool, device: torch.device) -> Tensor:
-    """How many numbers each output of a window averages: inputs and, if asked, as much padding after as before them."""
+def _counts(
+    window: Window, size: int, out: Span, padding: bool, device: torch.device
+) -> Tensor:
+    """How many numbers each output of a window averages: inputs and, if asked, as much
+    padding after as before them.
+    """
     extra = window.pad_lo if padding else 0
     starts = [p * window.stride - window.pad_lo for p in range(*out)]
     counts = [min(a + window.kernel, size + extra) - max(a, -extra) for a in starts]
     return torch.tensor(counts, device=device)
 
 
-def adaptive_pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def adaptive_pool(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     """Cut over space, each own output along the cut from the inputs that it pools."""
     op = call.op
     assert isinstance(op, AdaptivePool)
 
     def pooled(x: Tensor, dim: int, box: Box) -> Tensor:
-        first, n, size = step.reads[0].boxes[team.rank].lo[dim], call.inputs[0].shape[dim], list(box.shape[2:])
+        first, n, size = (
+            step.reads[0].boxes[team.rank].lo[dim],
+            call.inputs[0].shape[dim],
+            list(box.shape[2:]),
+        )
         size[dim - 2] = 1
         pooling = ADAPTIVE[op.kind][len(size)]
         reads = (op.reads(dim, n, (i, i + 1)) for i in range(box.lo[dim], box.hi[dim]))
-        return torch.cat([pooling(x.narrow(dim, lo - first, hi - lo), size) for lo, hi in reads], dim)
+        return torch.cat(
+            [pooling(x.narrow(dim, lo - first, hi - lo), size) for lo, hi in reads], dim
+        )
 
     return own_outputs(call, step, team, func, args, kwargs, pooled)
 
 
-def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def global_average_pool(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     """Over a cut of space each rank's summand is its own sum over the whole count."""
     op = call.op
     assert isinstance(op, GlobalAveragePool)
     x = bring(call.inputs[0], step.reads[0], team)
     shape = step.output.boxes[team.rank].shape
     if step.output.kind == "partial":
-        y = x.sum(tuple(range(2, x.dim())), keepdim=True) / prod(call.inputs[0].shape[2:])
+        y = x.sum(tuple(range(2, x.dim())), keepdim=True) / prod(
+            call.inputs[0].shape[2:]
+        )
     elif x.numel():
         y = as_called(func, args, kwargs)(x)
     else:
@@ -148,4 +223,8 @@ def global_average_pool(call: Call, step: Step, team: Team, func: Func, args: Ar
     return HetTensor.wrap(y, step.output, team)
 
 
-RUN: dict[type[Any], Runner] = {AdaptivePool: adaptive_pool, GlobalAveragePool: global_average_pool, Pool: pool}
+RUN: dict[type[Any], Runner] = {
+    AdaptivePool: adaptive_pool,
+    GlobalAveragePool: global_average_pool,
+    Pool: pool,
+}

@@ -1,7 +1,8 @@
 """Random numbers on parts: every rank draws its own, or all draw the same, as the parts need.
 
-Either way from seeds that are drawn of the state that the ranks share (`parallelize`). This state goes on alike on all
-of them, and where it is set again, by `torch.manual_seed` or by checkpointing, the same numbers come again.
+Either way from seeds that are drawn of the state that the ranks share (`parallelize`).
+This state goes on alike on all of them, and where it is set again, by
+`torch.manual_seed` or by checkpointing, the same numbers come again.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ from hetconv.sharding.layer_rules import Step
 from .as_called import like
 
 
-def drawn(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def drawn(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     assert isinstance(call.op, Drawn)
     x = bring(call.inputs[0], step.reads[0], team)
-    check_draws(team, func, (call.op.drawn_by(step.output, rank) for rank in range(team.size)))
+    check_draws(
+        team, func, (call.op.drawn_by(step.output, rank) for rank in range(team.size))
+    )
     with _seeded(x.device, team, call.op.drawn_by(step.output, team.rank)):
         y = as_called(func, args, kwargs)(x)
     return HetTensor.wrap(y, step.output, team)
 
 
-def noise_like(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def noise_like(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     with _seeded(call.inputs[0].device, team, team.rank):
         return like(call, step, team, func, args, kwargs)
 
@@ -44,8 +51,10 @@ def check_draws(team: Team, func: Func, drawn_by: Iterable[int]) -> None:
     """
     if not team.agreements.draws_alike and [*drawn_by] != [*range(team.size)]:
         raise HetConvError(
-            f"{func.__name__} draws random numbers for values that several ranks hold, and some compute on a CPU, "
-            "others on a GPU, which draw different numbers; cut the layer before it by height, width or sample, draw "
+            f"{func.__name__} draws random numbers for values that several ranks hold, and "
+            "some compute on a CPU, "
+            "others on a GPU, which draw different numbers; cut the layer before it by "
+            "height, width or sample, draw "
             "outside of the model, or give all ranks devices of one kind"
         )
 
@@ -54,7 +63,11 @@ def check_draws(team: Team, func: Func, drawn_by: Iterable[int]) -> None:
 def _seeded(device: torch.device, team: Team, by: int) -> Iterator[None]:
     """While the context lasts, the device's generator draws by the seed of rank ``by``."""
     seeds = torch.randint(2**62, (team.size,), device="cpu").tolist()
-    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    generator = (
+        torch.cuda.default_generators[device.index]
+        if device.type == "cuda"
+        else torch.default_generator
+    )
     state = generator.get_state()
     generator.manual_seed(seeds[by])
     try:

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from hetconv.comm.rank_group import Team
 from hetconv.operators.base import Call
-from hetconv.operators.resampling import TAPS, CircularPad, Interpolate, Pad, PixelUnshuffle
+from hetconv.operators.resampling import (
+    TAPS,
+    CircularPad,
+    Interpolate,
+    Pad,
+    PixelUnshuffle,
+)
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, cropped
 from hetconv.sharding.conv_spec import Span
@@ -19,11 +25,20 @@ from hetconv.sharding.layout import Box
 
 from .pooling import empty_part, own_outputs
 
-MODES = {("linear", 1): "linear", ("linear", 2): "bilinear", ("linear", 3): "trilinear", ("cubic", 2): "bicubic"}
+MODES = {
+    ("linear", 1): "linear",
+    ("linear", 2): "bilinear",
+    ("linear", 3): "trilinear",
+    ("cubic", 2): "bicubic",
+}
 
 
-def interpolate(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """Cut over samples or channels, as called; over space, the own outputs from the slab that they read."""
+def interpolate(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
+    """Cut over samples or channels, as called; over space, the own outputs from the
+    slab that they read.
+    """
     op = call.op
     assert isinstance(op, Interpolate)
 
@@ -34,12 +49,20 @@ def interpolate(call: Call, step: Step, team: Team, func: Func, args: Args, kwar
     return own_outputs(call, step, team, func, args, kwargs, resized)
 
 
-def _slab(op: Interpolate, x: Tensor, dim: int, sizes: tuple[int, ...], out: Span, first: int) -> Tensor:
-    """The output span ``out`` from the slab ``x``, which begins at ``first``, of an input of ``sizes``."""
+def _slab(
+    op: Interpolate, x: Tensor, dim: int, sizes: tuple[int, ...], out: Span, first: int
+) -> Tensor:
+    """The output span ``out`` from the slab ``x``, which begins at ``first``, of an
+    input of ``sizes``.
+    """
     k = op.factor(dim, sizes[dim])
     if not k and op.filter in ("nearest", "nearest-exact"):
-        at = torch.arange(*out, dtype=torch.float64, device=x.device) + (0.5 if op.filter == "nearest-exact" else 0)
-        index = (at * op.ratio(dim, sizes[dim])).long().clamp(max=sizes[dim] - 1) - first
+        at = torch.arange(*out, dtype=torch.float64, device=x.device) + (
+            0.5 if op.filter == "nearest-exact" else 0
+        )
+        index = (at * op.ratio(dim, sizes[dim])).long().clamp(
+            max=sizes[dim] - 1
+        ) - first
         return _by_torch(op, x.index_select(dim, index), dim, 1)
     if not k:
         return _weighted(op, x, dim, sizes[dim], out, first)
@@ -48,7 +71,9 @@ def _slab(op: Interpolate, x: Tensor, dim: int, sizes: tuple[int, ...], out: Spa
 
 
 def _by_torch(op: Interpolate, x: Tensor, dim: int, factor: int) -> Tensor:
-    """``x`` interpolated by torch to ``factor`` times its size along ``dim``, in the other dimensions as called."""
+    """``x`` interpolated by torch to ``factor`` times its size along ``dim``, in the
+    other dimensions as called.
+    """
     mode: str = MODES.get((op.filter or "", x.dim() - 2), op.filter or "")
     align = op.align_corners if op.filter in ("linear", "cubic") else None
     if op.scales[0] is None:
@@ -60,8 +85,12 @@ def _by_torch(op: Interpolate, x: Tensor, dim: int, factor: int) -> Tensor:
     return F.interpolate(x, scale_factor=scales, mode=mode, align_corners=align)
 
 
-def _weighted(op: Interpolate, x: Tensor, dim: int, n: int, out: Span, first: int) -> Tensor:
-    """Linear or cubic: torch interpolates the other dimensions, then each output is a weighted sum of its taps."""
+def _weighted(
+    op: Interpolate, x: Tensor, dim: int, n: int, out: Span, first: int
+) -> Tensor:
+    """Linear or cubic: torch interpolates the other dimensions, then each output is a
+    weighted sum of its taps.
+    """
     assert op.filter is not None
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = _by_torch(op, x, dim, 1)
@@ -84,7 +113,9 @@ def _weighted(op: Interpolate, x: Tensor, dim: int, n: int, out: Span, first: in
 
 
 def _cubic(t: Tensor) -> tuple[Tensor, ...]:
-    """The weights of four taps (Keys, 1981, with a = -0.75) at a distance ``t`` beyond the second."""
+    """The weights of four taps (Keys, 1981, with a = -0.75) at a distance ``t`` beyond
+    the second.
+    """
     a = -0.75
 
     def near(s: Tensor) -> Tensor:
@@ -96,33 +127,59 @@ def _cubic(t: Tensor) -> tuple[Tensor, ...]:
     return far(t + 1), near(t), near(1 - t), far(2 - t)
 
 
-def pad(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """As called, but that a side of the cut dimension is padded, or cropped, by the rank that has it."""
+def pad(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
+    """As called, but that a side of the cut dimension is padded, or cropped, by the
+    rank that has it.
+    """
     op, layout = call.op, step.output
     assert isinstance(op, Pad)
     assert layout.inner is not None
-    x, box, dim = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank], layout.inner
-    pads, (a, b), held = list(op.pads), op.sources(layout)[team.rank], step.reads[0].boxes[team.rank]
+    x, box, dim = (
+        bring(call.inputs[0], step.reads[0], team),
+        layout.boxes[team.rank],
+        layout.inner,
+    )
+    pads, (a, b), held = (
+        list(op.pads),
+        op.sources(layout)[team.rank],
+        step.reads[0].boxes[team.rank],
+    )
     if pads[dim] != (0, 0) and isinstance(op, CircularPad):
-        before, after = (bring(y, read, team) for y, read in zip(call.inputs[1:], step.reads[1:], strict=True))
+        before, after = (
+            bring(y, read, team)
+            for y, read in zip(call.inputs[1:], step.reads[1:], strict=True)
+        )
         x, pads[dim] = torch.cat([before, x, after], dim), (0, 0)
     elif pads[dim] != (0, 0):
         pads[dim] = held.lo[dim] - a, b - held.hi[dim]
     if not box.numel:
-        return HetTensor.wrap(empty_part(x, call, box.shape, func, args, kwargs), layout, team)
+        return HetTensor.wrap(
+            empty_part(x, call, box.shape, func, args, kwargs), layout, team
+        )
     given = len(args[1] if len(args) > 1 else kwargs["pad"]) // 2
     flat = [n for side in reversed(pads[len(pads) - given :]) for n in side]
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "pad")}
     return HetTensor.wrap(func(x, flat, *args[2:], **rest), layout, team)
 
 
-def pixel_unshuffle(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def pixel_unshuffle(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     x = bring(call.inputs[0], step.reads[0], team)
     shape = step.output.boxes[team.rank].shape
-    y = as_called(func, args, kwargs)(x) if x.numel() else empty_part(x, call, shape, func, args, kwargs)
+    y = (
+        as_called(func, args, kwargs)(x)
+        if x.numel()
+        else empty_part(x, call, shape, func, args, kwargs)
+    )
     return HetTensor.wrap(y, step.output, team)
 
 
 RUN: dict[type[Any], Runner] = {
-    CircularPad: pad, Interpolate: interpolate, Pad: pad, PixelUnshuffle: pixel_unshuffle,
-}  # fmt: skip
+    CircularPad: pad,
+    Interpolate: interpolate,
+    Pad: pad,
+    PixelUnshuffle: pixel_unshuffle,
+}

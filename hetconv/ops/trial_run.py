@@ -1,7 +1,9 @@
-"""What PyTorch does with a call on one device: it refuses it, returns an argument itself, or a view of one.
+"""What PyTorch does with a call on one device: it refuses it, returns an argument
+itself, or a view of one.
 
-A call is run once on meta tensors of the global shapes, and what that shows is remembered. All ranks call alike, so
-that all of them see the same before anything is sent.
+A call is run once on meta tensors of the global shapes, and what that shows is
+remembered. All ranks call alike, so that all of them see the same before anything is
+sent.
 """
 
 from __future__ import annotations
@@ -22,21 +24,45 @@ from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs
 from hetconv.sharding.layout import Shape
 from hetconv.signature_cache import Cache
-from hetconv.torch_internals import no_torch_dispatch, storage_id, tree_iter, tree_map, write_count
+from hetconv.torch_internals import (
+    no_torch_dispatch,
+    storage_id,
+    tree_iter,
+    tree_map,
+    write_count,
+)
 
 from . import views
 
 HALF = {torch.float16, torch.bfloat16}
 PLAIN = {
-    bool, float, int, complex, str, type(None), type(...), torch.device, torch.dtype, torch.memory_format,
-    torch.layout, torch.Size,
-}  # fmt: skip
+    bool,
+    float,
+    int,
+    complex,
+    str,
+    type(None),
+    type(...),
+    torch.device,
+    torch.dtype,
+    torch.memory_format,
+    torch.layout,
+    torch.Size,
+}
 # They change a tensor's own record, or call back: nothing of that may happen twice.
 NOT_TRIED: set[Any] = {
-    Tensor.backward, Tensor.requires_grad_, Tensor.apply_, Tensor.map_, Tensor.share_memory_, Tensor.pin_memory,
+    Tensor.backward,
+    Tensor.requires_grad_,
+    Tensor.apply_,
+    Tensor.map_,
+    Tensor.share_memory_,
+    Tensor.pin_memory,
     *(getattr(Tensor, name).__set__ for name in ("grad", "data")),
-    *(getattr(Tensor, name) for name in ("__deepcopy__", "__reduce_ex__", "__setstate__")),
-}  # fmt: skip
+    *(
+        getattr(Tensor, name)
+        for name in ("__deepcopy__", "__reduce_ex__", "__setstate__")
+    ),
+}
 Lay = Callable[[HetTensor], Tensor]
 """A tensor with the global shape of a HetTensor, in some order of memory, without its values."""
 
@@ -44,13 +70,12 @@ Lay = Callable[[HetTensor], Tensor]
 class Verdict(NamedTuple):
     """What a call of these shapes, dtypes and plain arguments does.
 
-    Args:
-        shapes: of the tensors that it returns; None if the trial could not tell.
-        returns: which of the HetTensors among its arguments it returns, counted in the order of the arguments.
-        shares: whether the result shares memory with the first argument, without being it.
-        by_order: whether the two above depend on the order in which the first argument lies in memory.
-        empty: whether an argument or a result has no elements.
-        reshapes: whether it changes the shape of an argument.
+    Args: shapes: of the tensors that it returns; None if the trial could not tell.
+        returns: which of the HetTensors among its arguments it returns, counted in the
+        order of the arguments. shares: whether the result shares memory with the first
+        argument, without being it. by_order: whether the two above depend on the order
+        in which the first argument lies in memory. empty: whether an argument or a
+        result has no elements. reshapes: whether it changes the shape of an argument.
         writes: which of the HetTensors it writes to, counted as in ``returns``.
     """
 
@@ -64,7 +89,9 @@ class Verdict(NamedTuple):
 
 
 UNKNOWN = Verdict()
-REFUSED_BY_META = Verdict(empty=True)  # what is empty runs on whole tensors, where all ranks meet the same error
+REFUSED_BY_META = Verdict(
+    empty=True
+)  # what is empty runs on whole tensors, where all ranks meet the same error
 _known: Cache[tuple[Any, ...], Verdict] = Cache()
 
 
@@ -91,7 +118,13 @@ def tried(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTens
     if verdict is None:
         verdict = _known.add(key, _verdict(func, args, kwargs, found))
     if verdict.by_order and views.shared(found[0]):
-        verdict = _alias(verdict, func, args, kwargs, [views.stand_in, partial(views.stand_in, images=True)])
+        verdict = _alias(
+            verdict,
+            func,
+            args,
+            kwargs,
+            [views.stand_in, partial(views.stand_in, images=True)],
+        )
     if any(views.may_be_refused(found[i]) for i in verdict.writes):
         _check_write(func, args, kwargs)
     return verdict, found
@@ -119,40 +152,63 @@ def _sign(a: Any, said: list[Any], found: list[HetTensor]) -> None:
         said.append(None)
 
 
-def _verdict(func: Func, args: Args, kwargs: Kwargs, found: Sequence[HetTensor]) -> Verdict:
+def _verdict(
+    func: Func, args: Args, kwargs: Kwargs, found: Sequence[HetTensor]
+) -> Verdict:
     try:
         result, metas = _on_meta(func, args, kwargs, _contiguous)
     except NotImplementedError:
         return UNKNOWN
     except Exception as refused:
         return _confirmed(func, args, kwargs, refused)
-    if any(not x.is_floating_point() or (x.dtype in HALF and x.device.type == "cpu") for x in found):
+    if any(
+        not x.is_floating_point() or (x.dtype in HALF and x.device.type == "cpu")
+        for x in found
+    ):
         _check_dtypes(func, args, kwargs)
     tensors = [r for r in tree_iter(result) if isinstance(r, Tensor)]
     verdict = Verdict(
         tuple(tuple(r.shape) for r in tensors),
         empty=any(0 in t.shape for t in (*tensors, *found)),
-        reshapes=any(tuple(m.shape) != x.placement.shape for m, x in zip(metas, found, strict=True)),
+        reshapes=any(
+            tuple(m.shape) != x.placement.shape
+            for m, x in zip(metas, found, strict=True)
+        ),
         writes=_written(func, args, kwargs, found, metas),
     )
-    if not isinstance(result, Tensor) or writes_in_place(func, kwargs) or kwargs.get("out") is not None:
+    if (
+        not isinstance(result, Tensor)
+        or writes_in_place(func, kwargs)
+        or kwargs.get("out") is not None
+    ):
         return verdict
     return _alias(verdict, func, args, kwargs, [_contiguous, _channels_last, _reversed])
 
 
 def _written(
-    func: Func, args: Args, kwargs: Kwargs, found: Sequence[HetTensor], metas: Sequence[Tensor]
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
+    found: Sequence[HetTensor],
+    metas: Sequence[Tensor],
 ) -> tuple[int, ...]:
     """Which of the HetTensors a call wrote to in its trial."""
-    if "batch_norm" in name_of(func):  # its writes to running statistics are not counted
+    if "batch_norm" in name_of(
+        func
+    ):  # its writes to running statistics are not counted
         call = read_call(func, args, kwargs)
-        statistics = (call.mean, call.var) if isinstance(call, BatchNormCall) else args[3:5]
+        statistics = (
+            (call.mean, call.var) if isinstance(call, BatchNormCall) else args[3:5]
+        )
         return tuple(i for i, x in enumerate(found) if any(x is s for s in statistics))
     return tuple(i for i, m in enumerate(metas) if write_count(m))
 
 
-def _alias(verdict: Verdict, func: Func, args: Args, kwargs: Kwargs, orders: Sequence[Lay]) -> Verdict:
-    """Completes the verdict by what the call returns for arguments in each of these orders of memory.
+def _alias(
+    verdict: Verdict, func: Func, args: Args, kwargs: Kwargs, orders: Sequence[Lay]
+) -> Verdict:
+    """Completes the verdict by what the call returns for arguments in each of these
+    orders of memory.
 
     Raises:
         Exception: PyTorch's own, where it refuses the call in all of them.
@@ -170,7 +226,8 @@ def _alias(verdict: Verdict, func: Func, args: Args, kwargs: Kwargs, orders: Seq
             continue
         returns = next((i for i, m in enumerate(metas) if m is result), None)
         seen.append((returns, storage_id(result) == storage_id(metas[0])))
-    # Images are contiguous or channels-last: what only one of these returns as it is, is a view that may be a copy.
+    # Images are contiguous or channels-last: what only one of these returns as it is,
+    # is a view that may be a copy.
     usual = seen[:2]
     return verdict._replace(
         returns=usual[0][0] if len(set(usual)) == 1 else None,
@@ -179,15 +236,25 @@ def _alias(verdict: Verdict, func: Func, args: Args, kwargs: Kwargs, orders: Seq
     )
 
 
-def _on_meta(func: Func, args: Args, kwargs: Kwargs, lay: Lay) -> tuple[Any, list[Tensor]]:
+def _on_meta(
+    func: Func, args: Args, kwargs: Kwargs, lay: Lay
+) -> tuple[Any, list[Tensor]]:
     """Runs a call on meta tensors. Returns its result, and the meta tensor of each HetTensor."""
     metas: dict[int, Tensor] = {}
     order: list[Tensor] = []
-    own = next(a.device for a in tree_iter((list(args), dict(kwargs))) if isinstance(a, HetTensor))
+    own = next(
+        a.device
+        for a in tree_iter((list(args), dict(kwargs)))
+        if isinstance(a, HetTensor)
+    )
 
     def meta(a: Any) -> Any:
         if isinstance(a, torch.device):
-            return torch.device("meta") if a.type == own.type and a.index in (None, own.index) else a
+            return (
+                torch.device("meta")
+                if a.type == own.type and a.index in (None, own.index)
+                else a
+            )
         if not isinstance(a, Tensor):
             return a
         if id(a) not in metas:
@@ -200,15 +267,25 @@ def _on_meta(func: Func, args: Args, kwargs: Kwargs, lay: Lay) -> tuple[Any, lis
         func, args, kwargs = Tensor.to, (args[0], own), {}
     elif func is Tensor.to and isinstance(args[1] if len(args) > 1 else None, str):
         args = (args[0], torch.device(args[1]), *args[2:])
-    named = {k: torch.device(v) if k == "device" and isinstance(v, str) else v for k, v in kwargs.items()}
+    named = {
+        k: torch.device(v) if k == "device" and isinstance(v, str) else v
+        for k, v in kwargs.items()
+    }
     # Tensors of inference mode do not count writes.
-    with no_torch_dispatch(), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+    with (
+        no_torch_dispatch(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         return func(*tree_map(meta, list(args)), **tree_map(meta, named)), order
 
 
 def _confirmed(func: Func, args: Args, kwargs: Kwargs, refused: Exception) -> Verdict:
-    """Raises PyTorch's error of the real device, if that refuses the call as well; else the trial could not tell."""
+    """Raises PyTorch's error of the real device, if that refuses the call as well; else
+    the trial could not tell.
+    """
     try:
         _on_device(func, args, kwargs, _zeros)
     except Exception as error:
@@ -219,7 +296,9 @@ def _confirmed(func: Func, args: Args, kwargs: Kwargs, refused: Exception) -> Ve
 
 
 def _check_dtypes(func: Func, args: Args, kwargs: Kwargs) -> None:
-    """Raises PyTorch's error where the device cannot compute with these dtypes, which meta tensors do not tell."""
+    """Raises PyTorch's error where the device cannot compute with these dtypes, which
+    meta tensors do not tell.
+    """
     try:
         _on_device(func, args, kwargs, _zeros)
     except Exception as error:
@@ -230,14 +309,27 @@ def _check_dtypes(func: Func, args: Args, kwargs: Kwargs) -> None:
 def _check_write(func: Func, args: Args, kwargs: Kwargs) -> None:
     """Raises PyTorch's error where it does not let one of the views be written to."""
     try:
-        _on_device(func, args, kwargs, lambda x: views.stand_in(x, device=x.device), torch.is_grad_enabled())
+        _on_device(
+            func,
+            args,
+            kwargs,
+            lambda x: views.stand_in(x, device=x.device),
+            torch.is_grad_enabled(),
+        )
     except RuntimeError as error:  # another one is of the stand-in's values
-        if any(words in str(error) for words in ("modified inplace", "in-place operation", "written-to")):
+        if any(
+            words in str(error)
+            for words in ("modified inplace", "in-place operation", "written-to")
+        ):
             raise
 
 
-def _on_device(func: Func, args: Args, kwargs: Kwargs, lay: Lay, with_grad: bool = False) -> None:
-    """Runs a call on the real device, with tensors that ``lay`` makes in the place of HetTensors."""
+def _on_device(
+    func: Func, args: Args, kwargs: Kwargs, lay: Lay, with_grad: bool = False
+) -> None:
+    """Runs a call on the real device, with tensors that ``lay`` makes in the place of
+    HetTensors.
+    """
     whole: dict[int, Tensor] = {}
 
     def real(a: Any) -> Any:
@@ -274,10 +366,14 @@ def _contiguous(x: HetTensor) -> Tensor:
 
 def _channels_last(x: HetTensor) -> Tensor:
     last = CHANNELS_LAST.get(len(x.placement.shape), torch.contiguous_format)
-    return torch.empty(x.placement.shape, dtype=x.dtype, device="meta", memory_format=last)
+    return torch.empty(
+        x.placement.shape, dtype=x.dtype, device="meta", memory_format=last
+    )
 
 
 def _reversed(x: HetTensor) -> Tensor:
     """Dimensions in the opposite order, as after a transposition."""
     shape = x.placement.shape
-    return torch.empty(shape[::-1], dtype=x.dtype, device="meta").permute(*range(len(shape))[::-1])
+    return torch.empty(shape[::-1], dtype=x.dtype, device="meta").permute(
+        *range(len(shape))[::-1]
+    )

@@ -1,7 +1,9 @@
-"""Views on parts. What shares memory on one device shares it on parts, or becomes whole before it is written to.
+"""Views on parts. What shares memory on one device shares it on parts, or becomes whole
+before it is written to.
 
-A view of a part is written to as in torch, where that leaves its layout as it is. Anything else gathers what the first
-source holds and takes the views of it anew, by the calls that made them.
+A view of a part is written to as in torch, where that leaves its layout as it is.
+Anything else gathers what the first source holds and takes the views of it anew, by the
+calls that made them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from hetconv.operators.base import Call
 from hetconv.operators.shapes import Cat, PixelShuffle, Reshape, Stack
 from hetconv.operators.views import Pieces, View
 from hetconv.runtime.het_tensor import HetTensor, gather
-from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, empty_output
+from hetconv.runtime.inputs import (
+    Args,
+    Func,
+    Kwargs,
+    Runner,
+    as_called,
+    bring,
+    empty_output,
+)
 from hetconv.sharding.layer_rules import Step
 from hetconv.sharding.layout import Layout
 from hetconv.torch_internals import storage_id, tree_iter, tree_map
@@ -31,11 +41,12 @@ Retake = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class Family:
-    """Tensors on parts that share memory: ``views``, in the order in which they were taken, and what they are of.
+    """Tensors on parts that share memory: ``views``, in the order in which they were
+    taken, and what they are of.
 
-    ``copies``: some may be copies, on this rank or another, where a part lies in memory as the whole would not.
-    ``images``: some are copies on one device, if what they are of is channels-last.
-    ``read_only``: PyTorch may refuse to write to some.
+    ``copies``: some may be copies, on this rank or another, where a part lies in memory
+    as the whole would not. ``images``: some are copies on one device, if what they are
+    of is channels-last. ``read_only``: PyTorch may refuse to write to some.
     """
 
     views: list[ref[HetTensor]] = field(default_factory=list)
@@ -47,7 +58,8 @@ class Family:
 class Source(NamedTuple):
     """What a view was taken of, how, and whether with autograd.
 
-    ``read_only``: PyTorch may refuse to write to it, as one of several that a call returned, or as an expanded one.
+    ``read_only``: PyTorch may refuse to write to it, as one of several that a call
+    returned, or as an expanded one.
     """
 
     tensor: HetTensor
@@ -81,24 +93,32 @@ def link(
 
 
 def shared(x: HetTensor) -> bool:
-    """Whether it has or is a view on parts. The same on every rank: what nobody holds any more counts."""
+    """Whether it has or is a view on parts. The same on every rank: what nobody holds
+    any more counts.
+    """
     return x in _families
 
 
 def may_write(x: HetTensor, output: Layout) -> bool:
-    """Whether a call in place, whose result lies as ``output``, may write to this rank's part alone."""
+    """Whether a call in place, whose result lies as ``output``, may write to this
+    rank's part alone.
+    """
     if x.placement.kind == "replicated":  # plain views of the whole may be out
         return False
     family = _families.get(x)
     if family is None:
         return True
-    if family.read_only and torch.is_grad_enabled():  # which PyTorch may refuse to read afterwards
+    if (
+        family.read_only and torch.is_grad_enabled()
+    ):  # which PyTorch may refuse to read afterwards
         return False
     return not family.copies and output == x.placement
 
 
 def make_whole(x: HetTensor) -> None:
-    """Replicates a tensor and all that share its memory, which they then do as on one device; collective."""
+    """Replicates a tensor and all that share its memory, which they then do as on one
+    device; collective.
+    """
     if x.placement.kind == "replicated":
         return
     root, family = x, _families.get(x, Family())
@@ -118,19 +138,28 @@ def make_whole(x: HetTensor) -> None:
 
 
 def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a call gives a view of a view as it lies on one device: gathered alone it lies in another order."""
+    """Whether a call gives a view of a view as it lies on one device: gathered alone it
+    lies in another order.
+    """
     with torch.no_grad():
         like = stand_in(x)
         try:
-            result = func(*tree_map(lambda a: like if a is x else a, args), **dict(kwargs))
+            result = func(
+                *tree_map(lambda a: like if a is x else a, args), **dict(kwargs)
+            )
         except Exception:  # it takes more than this tensor and numbers
             return True
     memory = storage_id(like)
-    return any(storage_id(r) == memory for r in tree_iter(result) if isinstance(r, Tensor))
+    return any(
+        storage_id(r) == memory for r in tree_iter(result) if isinstance(r, Tensor)
+    )
 
 
-def stand_in(x: HetTensor, *, images: bool = False, device: torch.device | str = "meta") -> Tensor:
-    """A tensor of no value that lies as ``x`` does on one device, if what it is a view of is contiguous.
+def stand_in(
+    x: HetTensor, *, images: bool = False, device: torch.device | str = "meta"
+) -> Tensor:
+    """A tensor of no value that lies as ``x`` does on one device, if what it is a view
+    of is contiguous.
 
     With ``images``, if that is channels-last.
     """
@@ -141,7 +170,9 @@ def stand_in(x: HetTensor, *, images: bool = False, device: torch.device | str =
     shape, order = root.placement.shape, torch.contiguous_format
     if images:
         order = CHANNELS_LAST.get(len(shape), order)
-    like = torch.empty(shape, dtype=root.dtype, device=device, memory_format=order).zero_()
+    like = torch.empty(
+        shape, dtype=root.dtype, device=device, memory_format=order
+    ).zero_()
     if root.local.requires_grad:
         with torch.enable_grad():
             like = like.requires_grad_().clone()
@@ -152,7 +183,9 @@ def stand_in(x: HetTensor, *, images: bool = False, device: torch.device | str =
 
 
 def may_be_refused(x: HetTensor) -> bool:
-    """Whether PyTorch may refuse to write to it, as it does to some views. A part of one need not be a view."""
+    """Whether PyTorch may refuse to write to it, as it does to some views. A part of
+    one need not be a view.
+    """
     while (source := _sources.get(x)) is not None:
         if source.read_only or not source.with_grad:
             return True
@@ -160,7 +193,9 @@ def may_be_refused(x: HetTensor) -> bool:
     return False
 
 
-def own_view(op: View, local: Tensor, read: Layout, output: Layout, rank: int) -> Tensor:
+def own_view(
+    op: View, local: Tensor, read: Layout, output: Layout, rank: int
+) -> Tensor:
     """What this rank's part shows of a view; it shares the part's memory."""
     box, seen = read.boxes[rank], output.boxes[rank]
     index: list[slice | int] = []
@@ -178,12 +213,16 @@ def own_view(op: View, local: Tensor, read: Layout, output: Layout, rank: int) -
     return local if tuple(local.shape) == seen.shape else local.expand(seen.shape)
 
 
-def viewed(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def viewed(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     assert isinstance(call.op, View)
     return _taken(call, call.op, step, team, as_called(func, args, kwargs))
 
 
-def pieces(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> tuple[HetTensor, ...]:
+def pieces(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> tuple[HetTensor, ...]:
     assert isinstance(call.op, Pieces)
     (x,) = call.inputs
     assert isinstance(x, HetTensor)
@@ -193,18 +232,26 @@ def pieces(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: K
         return lambda whole: again(whole)[i]
 
     taken = enumerate(zip(call.op.views, call.op.steps((x.placement,)), strict=True))
-    return tuple(_taken(call, op, own, team, piece(i), several=True) for i, (op, own) in taken)
+    return tuple(
+        _taken(call, op, own, team, piece(i), several=True) for i, (op, own) in taken
+    )
 
 
-def _taken(call: Call, op: View, step: Step, team: Team, retake: Retake, several: bool = False) -> HetTensor:
+def _taken(
+    call: Call, op: View, step: Step, team: Team, retake: Retake, several: bool = False
+) -> HetTensor:
     (x,), read = call.inputs, step.reads[0]
     assert isinstance(x, HetTensor)
     assert isinstance(read, Layout)
-    view = HetTensor.wrap(own_view(op, x.local, read, step.output, team.rank), step.output, team)
+    view = HetTensor.wrap(
+        own_view(op, x.local, read, step.output, team.rank), step.output, team
+    )
     return link(view, x, retake, read_only=several or view.numel() > x.numel())
 
 
-def cat(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def cat(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     """Concatenation, or along a new dimension."""
     assert isinstance(call.op, Cat | Stack)
     parts = [bring(x, r, team) for x, r in zip(call.inputs, step.reads, strict=True)]
@@ -212,16 +259,24 @@ def cat(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwar
     return HetTensor.wrap(join(parts, call.op.dim), step.output, team)
 
 
-def reshaped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
+def reshaped(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
     """Operators whose local form is their own call on the part."""
     x = bring(call.inputs[0], step.reads[0], team)
     if not x.numel():  # torch's own backward gives an empty gradient of another shape
-        return HetTensor.wrap(empty_output(step.output.boxes[team.rank].shape, x), step.output, team)
+        return HetTensor.wrap(
+            empty_output(step.output.boxes[team.rank].shape, x), step.output, team
+        )
     return HetTensor.wrap(as_called(func, args, kwargs)(x), step.output, team)
 
 
-def regrouped(call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs) -> HetTensor:
-    """A view where the part lies in memory so that it can be one, else a copy: both count as views that are copies."""
+def regrouped(
+    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor:
+    """A view where the part lies in memory so that it can be one, else a copy: both
+    count as views that are copies.
+    """
     (x,), shape = call.inputs, step.output.boxes[team.rank].shape
     assert isinstance(x, HetTensor)
     y = HetTensor.wrap(x.local.reshape(shape), step.output, team)

@@ -1,4 +1,6 @@
-"""The ways of splitting that the planner chooses among: of every layer, and of whole models to compare with. Pure."""
+"""The ways of splitting that the planner chooses among: of every layer, and of whole
+models to compare with. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from hetconv.errors import SplitError
 from hetconv.schemas.cluster_profile import Axis, ClusterProfile, Curve, TunedRatio
 from hetconv.schemas.plan import ALONE, Mode
 from hetconv.schemas.tuning_results import TunedPlan
-from hetconv.sharding.layer_rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind
+from hetconv.sharding.layer_rules import (
+    KINDS,
+    REPLICATE,
+    SPACE,
+    Conv,
+    Linear,
+    Split,
+    SplitKind,
+)
 from hetconv.sharding.split import INNER
 from hetconv.tracing.graph import Graph
 
@@ -35,29 +45,60 @@ EVEN = "even split"
 TUNED = "tuned"
 PAIRS = "uneven filter and channel split"
 CLEARLY = 1.1  # times as long as another device takes one that is of a slower kind
-LONE: tuple[SplitKind, ...] = ("sample", "depth", "height", "width", "filter")  # for one device: least moved first
+LONE: tuple[SplitKind, ...] = (
+    "sample",
+    "depth",
+    "height",
+    "width",
+    "filter",
+)  # for one device: least moved first
 
 
 class Candidates:
     """For one model, mode and cluster, of the kinds that are allowed."""
 
-    def __init__(self, graph: Graph, profile: ClusterProfile, mode: Mode, kinds: Sequence[SplitKind] = KINDS):
-        self.graph, self.profile, self.mode, self.kinds = graph, profile, mode, tuple(kinds)
-        self._dtypes = {n.layer: graph.values[n.outputs[0]].dtype for n in graph.nodes if n.layer is not None}
+    def __init__(
+        self,
+        graph: Graph,
+        profile: ClusterProfile,
+        mode: Mode,
+        kinds: Sequence[SplitKind] = KINDS,
+    ):
+        self.graph, self.profile, self.mode, self.kinds = (
+            graph,
+            profile,
+            mode,
+            tuple(kinds),
+        )
+        self._dtypes = {
+            n.layer: graph.values[n.outputs[0]].dtype
+            for n in graph.nodes
+            if n.layer is not None
+        }
         self._curves: dict[tuple[Conv | Linear, Axis], list[Curve]] = {}
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """How many ranks each node has, where samples can be cut across them and something else within."""
+        """How many ranks each node has, where samples can be cut across them and
+        something else within.
+        """
         nodes = self.profile.nodes
         in_order = [*chain(*nodes)] == [*range(self.profile.world)]
         fit = in_order and len(nodes) > 1 and max(map(len, nodes)) > 1
-        return tuple(map(len, nodes)) if fit and "sample" in self.kinds and is_there(self.graph, "sample") else ()
+        return (
+            tuple(map(len, nodes))
+            if fit and "sample" in self.kinds and is_there(self.graph, "sample")
+            else ()
+        )
 
     @property
     def inner(self) -> list[SplitKind]:
         """The kinds that a node may share its samples by."""
-        return [kind for kind in INNER if self.ranks and kind in self.kinds and is_there(self.graph, kind)]
+        return [
+            kind
+            for kind in INNER
+            if self.ranks and kind in self.kinds and is_there(self.graph, kind)
+        ]
 
     def curves(self, name: str, axis: Axis) -> list[Curve]:
         """Seconds of a layer by share on each device, all passes together."""
@@ -65,7 +106,9 @@ class Candidates:
         if (op, axis) not in self._curves:
             passes = (False, True) if self.mode == "train" else (False,)
             self._curves[op, axis] = [
-                added((layer_curve(d, op, axis, b, self._dtypes[name]), 1) for b in passes)
+                added(
+                    (layer_curve(d, op, axis, b, self._dtypes[name]), 1) for b in passes
+                )
                 for d in self.profile.devices
             ]
         return self._curves[op, axis]
@@ -77,16 +120,24 @@ class Candidates:
         first = {layers[n]: n for n in reversed(names)}
         count = Counter(layers[n] for n in names)
         each = [(self.curves(first[op], axis), n) for op, n in count.items()]
-        return [added((curves[d], n) for curves, n in each) for d in range(self.profile.world)]
+        return [
+            added((curves[d], n) for curves, n in each)
+            for d in range(self.profile.world)
+        ]
 
     def pool(self, *, even: bool = False) -> list[Weights]:
-        """Proportions that all layers share, so that neighbours align: of groups of the fastest devices, and of all.
+        """Proportions that all layers share, so that neighbours align: of groups of the
+        fastest devices, and of all.
 
         Balanced over the whole model, or even.
         """
         curves, world = self.model_curves("pixels"), self.profile.world
         order = sorted(range(world), key=lambda d: (curves[d].at(1.0), d))
-        counts = powers_of_two(world) if even else group_sizes([curves[d].at(1.0) for d in order])
+        counts = (
+            powers_of_two(world)
+            if even
+            else group_sizes([curves[d].at(1.0) for d in order])
+        )
         groups = [order[:n] for n in (*counts, world)]
         found: list[Weights] = []
         for group in groups:
@@ -95,14 +146,21 @@ class Candidates:
             found.append(tuple(by_device.get(d, 0.0) for d in range(world)))
         return list(dict.fromkeys(found))
 
-    def choices(self, pool: Sequence[Weights], *, own: bool = True) -> dict[str, tuple[Split, ...]]:
-        """Of each layer: every kind in every proportion of the pool and, if ``own``, in those that suit it best.
+    def choices(
+        self, pool: Sequence[Weights], *, own: bool = True
+    ) -> dict[str, tuple[Split, ...]]:
+        """Of each layer: every kind in every proportion of the pool and, if ``own``, in
+        those that suit it best.
 
-        With nodes that a split of two levels may have, also the last proportions of the pool in each kind within nodes.
-        Equal layers get the same object.
+        With nodes that a split of two levels may have, also the last proportions of the
+        pool in each kind within nodes. Equal layers get the same object.
         """
         known: dict[Conv | Linear, tuple[Split, ...]] = {}
-        cuts = {k: [aligned(self.graph, k, weights) for weights in pool] for k in self.kinds if k != "replicate"}
+        cuts = {
+            k: [aligned(self.graph, k, weights) for weights in pool]
+            for k in self.kinds
+            if k != "replicate"
+        }
         nodes = nodes_by(pool[-1], self.ranks)
         inner = {k: aligned(self.graph, k, pool[-1], self.ranks) for k in self.inner}
         for name, op in self.graph.layers.items():
@@ -112,7 +170,10 @@ class Candidates:
                     own_kind = [split_of(op, kind, grid, self.kinds) for grid in grids]
                     own_kind += [self._suited(name, op, kind)] if own else []
                     found += [*own_kind, *map(with_whole_sum, own_kind)]
-                found += [split_of(op, kind, grid, self.kinds, nodes) for kind, grid in inner.items()]
+                found += [
+                    split_of(op, kind, grid, self.kinds, nodes)
+                    for kind, grid in inner.items()
+                ]
                 legal = [s for s in dict.fromkeys(found) if s.kind != "replicate"]
                 whole = [REPLICATE] if "replicate" in self.kinds or not legal else []
                 known[op] = (*whole, *legal)
@@ -124,28 +185,43 @@ class Candidates:
             return REPLICATE
         grain = granularity(op, kind, extent, self.profile.world)
         curves = self._corrected(self.curves(name, axis_of(kind)), kind)
-        return checked(op, kind, balanced_sizes(curves, extent, grain), self.profile.world)
+        return checked(
+            op, kind, balanced_sizes(curves, extent, grain), self.profile.world
+        )
 
     def whole_models(self, limits: Sequence[float] = ()) -> dict[str, Splits]:
-        """What a plan is compared with: each device alone, and each kind evenly, balanced, and as it was tuned.
+        """What a plan is compared with: each device alone, and each kind evenly,
+        balanced, and as it was tuned.
 
         Of equal devices with equal ``limits``, bytes of memory, only the first one is alone.
         """
         world = self.profile.world
         found: dict[str, Splits] = {}
-        known = [(device, limits[rank] if limits else None) for rank, device in enumerate(self.profile.devices)]
+        known = [
+            (device, limits[rank] if limits else None)
+            for rank, device in enumerate(self.profile.devices)
+        ]
         for rank, device in enumerate(self.profile.devices):
-            if known.index(known[rank]) == rank and (alone := self.alone(rank)) is not None:
+            if (
+                known.index(known[rank]) == rank
+                and (alone := self.alone(rank)) is not None
+            ):
                 found[f"{ALONE} ({rank}: {device.name})"] = alone
         for kind in self.kinds:
             if kind == "replicate":
-                found.setdefault("replicated", dict.fromkeys(self.graph.layers, REPLICATE))
+                found.setdefault(
+                    "replicated", dict.fromkeys(self.graph.layers, REPLICATE)
+                )
             elif is_there(self.graph, kind):
                 found[f"{EVEN} by {kind}"] = self.whole(kind, (1.0,) * world)
                 found[f"uneven {kind} split"] = self.balanced(kind)
         for kind in self.inner:
-            found[f"{EVEN} by sample x {kind}"] = self.whole(kind, (1.0,) * world, self.ranks)
-            found[f"uneven sample x {kind} split"] = self.whole(kind, self.balance(kind), self.ranks)
+            found[f"{EVEN} by sample x {kind}"] = self.whole(
+                kind, (1.0,) * world, self.ranks
+            )
+            found[f"uneven sample x {kind} split"] = self.whole(
+                kind, self.balance(kind), self.ranks
+            )
         if {"filter", "channel"} <= set(self.kinds):
             found[PAIRS] = self._pairs()
         for tuned in self.tuned():
@@ -155,18 +231,34 @@ class Candidates:
         return found or {"replicated": dict.fromkeys(self.graph.layers, REPLICATE)}
 
     def alone(self, rank: int) -> Splits | None:
-        """All on one device, written as a cut into one part and nothing; none if no kind that may be has a place."""
-        kind = next((k for k in LONE if k in self.kinds and (k not in SPACE or is_there(self.graph, k))), None)
+        """All on one device, written as a cut into one part and nothing; none if no
+        kind that may be has a place.
+        """
+        kind = next(
+            (
+                k
+                for k in LONE
+                if k in self.kinds and (k not in SPACE or is_there(self.graph, k))
+            ),
+            None,
+        )
         weights = tuple(float(r == rank) for r in range(self.profile.world))
         return self.whole(kind, weights) if kind is not None else None
 
-    def whole(self, kind: SplitKind, weights: Sequence[float], ranks: tuple[int, ...] = ()) -> Splits:
+    def whole(
+        self, kind: SplitKind, weights: Sequence[float], ranks: tuple[int, ...] = ()
+    ) -> Splits:
         return whole_model(self.graph, kind, weights, self.kinds, ranks)
 
     def balanced(self, kind: SplitKind) -> Splits:
-        """Samples and space in one proportion for the whole model, so that neighbours align; the others per layer."""
+        """Samples and space in one proportion for the whole model, so that neighbours
+        align; the others per layer.
+        """
         if kind in ("filter", "channel"):
-            return {name: self._suited(name, op, kind) for name, op in self.graph.layers.items()}
+            return {
+                name: self._suited(name, op, kind)
+                for name, op in self.graph.layers.items()
+            }
         return self.whole(kind, self.balance(kind))
 
     def balance(self, kind: SplitKind) -> Weights:
@@ -176,10 +268,15 @@ class Candidates:
     def _corrected(self, curves: Sequence[Curve], kind: SplitKind) -> list[Curve]:
         """By what was learnt of each device in whole steps under such splits."""
         factors = (device.corrections.get(kind, 1.0) for device in self.profile.devices)
-        return [added([(curve, factor)]) for curve, factor in zip(curves, factors, strict=True)]
+        return [
+            added([(curve, factor)])
+            for curve, factor in zip(curves, factors, strict=True)
+        ]
 
     def _pairs(self) -> Splits:
-        """As Moreno-Alvarez et al. (2021): by filter, and by channel what reads the result of such a layer."""
+        """As Moreno-Alvarez et al. (2021): by filter, and by channel what reads the
+        result of such a layer.
+        """
         chosen: Splits = {}
         source: dict[int, str] = {}
         for node in self.graph.nodes:
@@ -187,7 +284,9 @@ class Candidates:
             if node.layer is not None:
                 after_filter = before is not None and chosen[before].kind == "filter"
                 op = self.graph.layers[node.layer]
-                split = self._suited(node.layer, op, "channel" if after_filter else "filter")
+                split = self._suited(
+                    node.layer, op, "channel" if after_filter else "filter"
+                )
                 chosen.setdefault(node.layer, split)
                 before = node.layer
             if before is not None:
@@ -196,17 +295,38 @@ class Candidates:
 
     def tuned(self) -> list[TunedRatio]:
         """The ratios that were tuned for this very model and mode."""
-        own = [t for t in self.profile.tuned if (t.graph, t.mode) == (self.graph.digest, self.mode)]
-        return [t for t in own if t.kind in self.kinds and len(t.weights) == self.profile.world]
+        own = [
+            t
+            for t in self.profile.tuned
+            if (t.graph, t.mode) == (self.graph.digest, self.mode)
+        ]
+        return [
+            t
+            for t in own
+            if t.kind in self.kinds and len(t.weights) == self.profile.world
+        ]
 
     def tuned_plan(self) -> TunedPlan | None:
-        """What was measured to be the fastest for this very model and mode, if it is of the kinds that are allowed."""
-        own = [t for t in self.profile.plans if (t.graph, t.mode) == (self.graph.digest, self.mode)]
+        """What was measured to be the fastest for this very model and mode, if it is of
+        the kinds that are allowed.
+        """
+        own = [
+            t
+            for t in self.profile.plans
+            if (t.graph, t.mode) == (self.graph.digest, self.mode)
+        ]
         return next((t for t in own if self._may(t)), None)
 
     def _may(self, tuned: TunedPlan) -> bool:
-        used = {kind for s in tuned.splits.values() for kind in ((s.kind, "sample") if s.nodes else (s.kind,))}
-        if tuned.splits.keys() != self.graph.layers.keys() or not used <= {*self.kinds, "replicate"}:
+        used = {
+            kind
+            for s in tuned.splits.values()
+            for kind in ((s.kind, "sample") if s.nodes else (s.kind,))
+        }
+        if tuned.splits.keys() != self.graph.layers.keys() or not used <= {
+            *self.kinds,
+            "replicate",
+        }:
             return False
         try:
             for name, split in tuned.splits.items():
@@ -221,9 +341,11 @@ def powers_of_two(below: int) -> list[int]:
 
 
 def group_sizes(seconds: Sequence[float]) -> list[int]:
-    """How many of the fastest devices may work without the others; ``seconds`` of the same work, ascending.
+    """How many of the fastest devices may work without the others; ``seconds`` of the
+    same work, ascending.
 
-    All but the slowest kinds of devices; and one, two, four, ...: less than half of them where the former are more.
+    All but the slowest kinds of devices; and one, two, four, ...: less than half of
+    them where the former are more.
     """
     world = len(seconds)
     kinds = {n for n in range(1, world) if seconds[n] > CLEARLY * seconds[n - 1]}

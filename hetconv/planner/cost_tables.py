@@ -1,4 +1,6 @@
-"""Seconds and bytes by the choices of nodes: what `table_builder` fills and `search` minimizes. Pure."""
+"""Seconds and bytes by the choices of nodes: what `table_builder` fills and `search`
+minimizes. Pure.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Scope = tuple[str, ...]  # no node, one, or two in the order of their names
 
 
 class Copies(NamedTuple):
-    """Of what ``reader`` reads of ``node``: (choices, choices, P) bytes, when they are asked for; it takes a while."""
+    """Of what ``reader`` reads of ``node``: (choices, choices, P) bytes, when they are
+    asked for; it takes a while.
+    """
 
     node: str | None
     reader: str | None
@@ -31,8 +35,9 @@ class Copies(NamedTuple):
 class Tables:
     """Seconds over the choices of nodes. ``constant``: those that no choice changes.
 
-    ``held``: (choices, P) bytes of what stays in memory on each device: inputs and parameters, in training every result
-    too, and ``copies``; in inference the results that are there when most is. ``computing``: what of ``unary`` is it.
+    ``held``: (choices, P) bytes of what stays in memory on each device: inputs and
+    parameters, in training every result too, and ``copies``; in inference the results
+    that are there when most is. ``computing``: what of ``unary`` is it.
     """
 
     constant: float = 0.0
@@ -47,7 +52,9 @@ class Tables:
         if node is None:
             self.constant += float(seconds[0])
         else:
-            self.unary[node] = self.unary[node] + seconds if node in self.unary else seconds
+            self.unary[node] = (
+                self.unary[node] + seconds if node in self.unary else seconds
+            )
 
     def hold(self, node: str | None, held: Array) -> None:
         """(choices, P) bytes."""
@@ -75,7 +82,9 @@ class Tables:
 def related(u: str | None, v: str | None, table: Array) -> tuple[Scope, Array]:
     """(choices of u, choices of v, ...) as a table of the nodes that there are, in order."""
     if u == v:
-        return (() if u is None else (u,)), (table[0, 0] if u is None else _diagonal(table))
+        return (() if u is None else (u,)), (
+            table[0, 0] if u is None else _diagonal(table)
+        )
     if u is None or v is None:
         return (str(v if u is None else u),), (table[0] if u is None else table[:, 0])
     return ((u, v), table) if u < v else ((v, u), table.swapaxes(0, 1))
@@ -96,9 +105,13 @@ EARLIER, NOW, NEVER = np.eye(3, dtype=bool)  # when a parameter was first used o
 
 
 class Contributions:
-    """Which choices use which parameters on parts. A parameter's gradient is summed once, however many do."""
+    """Which choices use which parameters on parts. A parameter's gradient is summed
+    once, however many do.
+    """
 
-    def __init__(self, graph: Graph, network: Network, choices: Mapping[str, tuple[Split, ...]]):
+    def __init__(
+        self, graph: Graph, network: Network, choices: Mapping[str, tuple[Split, ...]]
+    ):
         self.graph, self.network, self.choices = graph, network, choices
         self._used: dict[int, dict[str | None, Mask]] = {}
         self._costs: dict[tuple[int, int, str], Array] = {}
@@ -106,13 +119,22 @@ class Contributions:
     def note(self, node: Node, name: str | None, steps: Sequence[Step]) -> None:
         """An operator runs in one of these ways by the choice of a node of the tables."""
         contributes = np.array([s.contributes for s in steps])
-        for i in dict.fromkeys((*node.params, *node.inputs)) if contributes.any() else ():
-            if self.graph.values[i].param is not None and self.graph.values[i].requires_grad:
+        for i in (
+            dict.fromkeys((*node.params, *node.inputs)) if contributes.any() else ()
+        ):
+            if (
+                self.graph.values[i].param is not None
+                and self.graph.values[i].requires_grad
+            ):
                 by_node = self._used.setdefault(i, {})
-                by_node[name] = by_node.get(name, np.zeros_like(contributes)) | contributes
+                by_node[name] = (
+                    by_node.get(name, np.zeros_like(contributes)) | contributes
+                )
 
     def charge(self, tables: Tables) -> None:
-        """Of a parameter that operators under different nodes use, more nodes say where it is used first."""
+        """Of a parameter that operators under different nodes use, more nodes say where
+        it is used first.
+        """
         for i, by_node in self._used.items():
             owner, cost = self._cost(i)
             (last, used), *others = by_node.items()
@@ -120,13 +142,23 @@ class Contributions:
             for k, (name, uses) in enumerate(others, 1):
                 state = f"{self.graph.values[i].param}: {k}"
                 tables.charge(state, np.zeros(3))
-                tables.relate(last, state, _forbidden([EARLIER if u else NOW | NEVER for u in used]))
-                tables.relate(name, state, _forbidden([EARLIER | NOW if u else EARLIER | NEVER for u in uses]))
+                tables.relate(
+                    last,
+                    state,
+                    _forbidden([EARLIER if u else NOW | NEVER for u in used]),
+                )
+                tables.relate(
+                    name,
+                    state,
+                    _forbidden([EARLIER | NOW if u else EARLIER | NEVER for u in uses]),
+                )
                 tables.relate(owner, state, np.outer(cost, NOW))
                 last, used = state, EARLIER | NOW
 
     def _cost(self, param: int) -> tuple[str | None, Array]:
-        """The layer whose split says who holds a parameter, and by that the seconds of summing its gradient."""
+        """The layer whose split says who holds a parameter, and by that the seconds of
+        summing its gradient.
+        """
         value, world = self.graph.values[param], self.network.world
         layer, _, own = str(value.param).rpartition(".")
         if not self.choices.get(layer) or layer not in self.graph.layers:
@@ -134,14 +166,23 @@ class Contributions:
         splits = self.choices[layer]
         key = id(self.graph.layers[layer]), id(splits), f"{own} {value.itemsize}"
         if key not in self._costs:
-            self._costs[key] = np.array([self._seconds(param, {layer: split}, world) for split in splits])
+            self._costs[key] = np.array(
+                [self._seconds(param, {layer: split}, world) for split in splits]
+            )
         return layer, self._costs[key]
 
     def _seconds(self, param: int, splits: Mapping[str, Split], world: int) -> float:
         value = self.graph.values[param]
         held = held_of(self.graph, param, splits, world)
-        atoms = held.atoms if held is not None else (Atom(Box.whole(value.shape), tuple(range(world))),)
-        return value.itemsize * sum(box.numel * self.network.s_per_summed_byte(holders) for box, holders in atoms)
+        atoms = (
+            held.atoms
+            if held is not None
+            else (Atom(Box.whole(value.shape), tuple(range(world))),)
+        )
+        return value.itemsize * sum(
+            box.numel * self.network.s_per_summed_byte(holders)
+            for box, holders in atoms
+        )
 
 
 def _forbidden(allowed: Sequence[Mask]) -> Array:

@@ -1,9 +1,11 @@
-"""make_plan: from a captured graph and a cluster profile to the plan with the least predicted step time. Pure.
+"""make_plan: from a captured graph and a cluster profile to the plan with the least
+predicted step time. Pure.
 
-Among all combinations of the layers' `candidates`, the one whose operators and movements add up to the fewest seconds
-is found exactly (`table_builder`, `solver.elimination`). Its shares are then refined on the predicted makespan of the
-whole step, and it is compared with whole-model splits: what is predicted fastest of all that fits the memory is the
-plan.
+Among all combinations of the layers' `candidates`, the one whose operators and
+movements add up to the fewest seconds is found exactly (`table_builder`,
+`solver.elimination`). Its shares are then refined on the predicted makespan of the
+whole step, and it is compared with whole-model splits: what is predicted fastest of all
+that fits the memory is the plan.
 """
 
 from __future__ import annotations
@@ -42,25 +44,39 @@ def make_plan(
 ) -> Plan:
     """The plan of least predicted step time within each device's memory.
 
-    ``memory_limit``: bytes, for all devices or one each, in place of the profile's. ``kinds``: the only kinds that may
-    be chosen; an operator for which none of them is legal is replicated. Raises `PlanError` if nothing fits the memory,
-    with the least that would do, and `SplitError` for a kind that is not known. The same input gives the same plan.
+    ``memory_limit``: bytes, for all devices or one each, in place of the profile's.
+    ``kinds``: the only kinds that may be chosen; an operator for which none of them is
+    legal is replicated. Raises `PlanError` if nothing fits the memory, with the least
+    that would do, and `SplitError` for a kind that is not known. The same input gives
+    the same plan.
     """
     compared = _Compared(graph, profile, mode, memory_limit, kinds)
     chosen = compared.chosen
     prediction, costs = compared.priced[chosen]
     splits = compared.found[chosen]
-    others = compared.search.considered(splits) if not chosen.startswith(ALONE) else {}  # alone, no layer has a say
+    others = (
+        compared.search.considered(splits) if not chosen.startswith(ALONE) else {}
+    )  # alone, no layer has a say
     layers = _layers(graph, profile, splits, costs, others)
     return Plan(
-        profile.names, mode, graph.model, graph.input_shapes, layers, chosen, prediction,
-        _alternatives({n: p for n, (p, _) in compared.priced.items()}), profile.estimated, profile.tiles,
+        profile.names,
+        mode,
+        graph.model,
+        graph.input_shapes,
+        layers,
+        chosen,
+        prediction,
+        _alternatives({n: p for n, (p, _) in compared.priced.items()}),
+        profile.estimated,
+        profile.tiles,
         gathers(graph, splits, profile.world, mode),
-    )  # fmt: skip
+    )
 
 
 class Contender(NamedTuple):
-    """A way to split the whole model that fits the memory, what it is predicted to take, and each layer of it."""
+    """A way to split the whole model that fits the memory, what it is predicted to
+    take, and each layer of it.
+    """
 
     name: str
     splits: Splits
@@ -68,10 +84,17 @@ class Contender(NamedTuple):
     costs: Mapping[str, LayerCost]
 
 
-def contenders(graph: Graph, profile: ClusterProfile, *, mode: Mode = "train") -> list[Contender]:
-    """What `make_plan` chooses among: first what it chooses, then the fastest by prediction; none twice."""
+def contenders(
+    graph: Graph, profile: ClusterProfile, *, mode: Mode = "train"
+) -> list[Contender]:
+    """What `make_plan` chooses among: first what it chooses, then the fastest by
+    prediction; none twice.
+    """
     compared = _Compared(graph, profile, mode, None, None)
-    order = sorted(compared.fitting, key=lambda name: (name != compared.chosen, compared.fitting[name].step_s))
+    order = sorted(
+        compared.fitting,
+        key=lambda name: (name != compared.chosen, compared.fitting[name].step_s),
+    )
     found: list[Contender] = []
     for name in order:
         splits = compared.found[name]
@@ -81,7 +104,9 @@ def contenders(graph: Graph, profile: ClusterProfile, *, mode: Mode = "train") -
 
 
 class _Compared:
-    """Whole-model splits, searched ones and tuned ones, what each is predicted to take, and the best of them."""
+    """Whole-model splits, searched ones and tuned ones, what each is predicted to take,
+    and the best of them.
+    """
 
     def __init__(
         self,
@@ -92,14 +117,21 @@ class _Compared:
         kinds: Sequence[SplitKind] | None,
     ):
         if not graph.layers:
-            raise PlanError(f"{graph.model} has no convolution or linear layer that could be split")
+            raise PlanError(
+                f"{graph.model} has no convolution or linear layer that could be split"
+            )
         allowed = tuple(kinds) if kinds is not None else KINDS
         for kind in allowed:
             Split("replicate") if kind == "replicate" else Split(kind, (1,))
         limits = _limits(profile, memory_limit)
-        ways, pricer = Candidates(graph, profile, mode, allowed), Pricer(graph, profile, mode)
+        ways, pricer = (
+            Candidates(graph, profile, mode, allowed),
+            Pricer(graph, profile, mode),
+        )
         self.found = ways.whole_models(limits)
-        self.priced: Priced = {name: pricer.of(name).price(splits) for name, splits in self.found.items()}
+        self.priced: Priced = {
+            name: pricer.of(name).price(splits) for name, splits in self.found.items()
+        }
         self.search = Search.within(ways, pricer, limits)
         even = Search(ways, pricer, ways.choices(ways.pool(even=True), own=False))
         for name, one in ((PLANNED, self.search), (EVEN_PLAN, even)):
@@ -108,8 +140,13 @@ class _Compared:
                 self.found[name], self.priced[name] = splits, pricer.price(splits)
         _correct(self.priced, ways, pricer)
         if not self._fitting(limits):
-            least, there = _gb(least_memory(self.search.tables, limits, self.search.memory)), _gb(limits)
-            raise PlanError(f"no split fits: the leanest needs {least} GB per device, but there are {there} GB")
+            least, there = (
+                _gb(least_memory(self.search.tables, limits, self.search.memory)),
+                _gb(limits),
+            )
+            raise PlanError(
+                f"no split fits: the leanest needs {least} GB per device, but there are {there} GB"
+            )
         self.chosen = self._choose(ways, pricer, limits)
         self.fitting = self._fitting(limits)
 
@@ -121,49 +158,85 @@ class _Compared:
         fitting, tuned = self._fitting(limits), ways.tuned_plan()
         if tuned is not None and plan_name(tuned) in fitting:
             return plan_name(tuned)
-        chosen = min(fitting, key=lambda n: (fitting[n].step_s, not n.startswith(ALONE), not n.startswith(TUNED)))
+        chosen = min(
+            fitting,
+            key=lambda n: (
+                fitting[n].step_s,
+                not n.startswith(ALONE),
+                not n.startswith(TUNED),
+            ),
+        )
         if not chosen.startswith((ALONE, TUNED)):
-            refined, price = _refined(ways, pricer, self.found[chosen], self.priced[chosen], limits)
+            refined, price = _refined(
+                ways, pricer, self.found[chosen], self.priced[chosen], limits
+            )
             if refined is not self.found[chosen]:
-                chosen, self.found[PLANNED], self.priced[PLANNED] = PLANNED, refined, price
+                chosen, self.found[PLANNED], self.priced[PLANNED] = (
+                    PLANNED,
+                    refined,
+                    price,
+                )
         return chosen
 
 
 def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
-    """A tuned ratio was measured beside the computed one: what it gained is believed; a worse one is not kept.
+    """A tuned ratio was measured beside the computed one: what it gained is believed; a
+    worse one is not kept.
 
-    What whole steps of a tuned plan, of the device alone and of the even split beside it, took is not predicted any
-    more.
+    What whole steps of a tuned plan, of the device alone and of the even split beside
+    it, took is not predicted any more.
     """
     for tuned in ways.tuned():
         prediction, costs = priced[tuned_name(tuned)]
         computed, _ = pricer.price(ways.whole(tuned.kind, tuned.computed_weights))
         gain = min(tuned.step_s / tuned.computed_step_s, 1.0)
-        priced[tuned_name(tuned)] = replace(prediction, step_s=computed.step_s * gain), costs
+        priced[tuned_name(tuned)] = (
+            replace(prediction, step_s=computed.step_s * gain),
+            costs,
+        )
     if (best := ways.tuned_plan()) is not None:
-        measured = {plan_name(best): best.step_s, best.alone: best.alone_s, best.even: best.even_s}
+        measured = {
+            plan_name(best): best.step_s,
+            best.alone: best.alone_s,
+            best.even: best.even_s,
+        }
         for way, seconds in measured.items():
             if way in priced and seconds is not None:
                 prediction, costs = priced[way]
                 priced[way] = replace(prediction, step_s=seconds), costs
 
 
-def _refined(ways: Candidates, pricer: Pricer, splits: Splits, price: Price, limits: Limits) -> tuple[Splits, Price]:
-    """Work is moved from the busiest device to the least busy one, as long as the step is predicted to be shorter.
+def _refined(
+    ways: Candidates, pricer: Pricer, splits: Splits, price: Price, limits: Limits
+) -> tuple[Splits, Price]:
+    """Work is moved from the busiest device to the least busy one, as long as the step
+    is predicted to be shorter.
 
-    The search balances every operator by itself; devices go on by themselves, so what counts is their sum.
+    The search balances every operator by itself; devices go on by themselves, so what
+    counts is their sum.
     """
     best, (prediction, costs) = splits, price
     for _ in range(MOVES):
         busy = prediction.busy_s
-        slowest, idlest = max(range(len(busy)), key=busy.__getitem__), min(range(len(busy)), key=busy.__getitem__)
+        slowest, idlest = (
+            max(range(len(busy)), key=busy.__getitem__),
+            min(range(len(busy)), key=busy.__getitem__),
+        )
         weights: dict[Split, float] = {}
         for name, split in best.items():
-            if split.sizes and split.sizes[slowest] and split.sizes[idlest] and idlest in split.mates(slowest):
+            if (
+                split.sizes
+                and split.sizes[slowest]
+                and split.sizes[idlest]
+                and idlest in split.mates(slowest)
+            ):
                 weights[split] = weights.get(split, 0.0) + max(costs[name].forward_s)
         if not weights:
             break
-        group = max(weights, key=lambda split: (weights[split], split.kind, split.sizes, split.nodes))
+        group = max(
+            weights,
+            key=lambda split: (weights[split], split.kind, split.sizes, split.nodes),
+        )
         tried = _nudged(ways, best, group, slowest, idlest)
         after, after_costs = pricer.price(tried)
         if after.step_s >= prediction.step_s * (1 - 1e-4) or not _fits(after, limits):
@@ -172,7 +245,9 @@ def _refined(ways: Candidates, pricer: Pricer, splits: Splits, price: Price, lim
     return best, (prediction, costs)
 
 
-def _nudged(ways: Candidates, splits: Splits, group: Split, source: int, target: int) -> Splits:
+def _nudged(
+    ways: Candidates, splits: Splits, group: Split, source: int, target: int
+) -> Splits:
     weights = [float(size) for size in group.sizes]
     moved = max(sum(weights[rank] for rank in group.mates(source)) * NUDGE, 1.0)
     moved = min(moved, weights[source])
@@ -180,10 +255,15 @@ def _nudged(ways: Candidates, splits: Splits, group: Split, source: int, target:
     weights[target] += moved
 
     def nudged(name: str) -> Split:
-        cut = split_of(ways.graph.layers[name], group.kind, weights, ways.kinds, group.nodes)
+        cut = split_of(
+            ways.graph.layers[name], group.kind, weights, ways.kinds, group.nodes
+        )
         return with_whole_sum(cut) if group.whole else cut
 
-    return {name: nudged(name) if split == group else split for name, split in splits.items()}
+    return {
+        name: nudged(name) if split == group else split
+        for name, split in splits.items()
+    }
 
 
 def _fits(prediction: Prediction, limits: Limits) -> bool:
@@ -201,9 +281,20 @@ def _layers(
     following, layers = followers(graph), {}
     for name, op in graph.layers.items():
         split, cost = splits[name], costs[name]
-        chunks = profile.chunks_of(op.spec, split.sizes) if isinstance(op, Conv) and split.kind == "filter" else 1
+        chunks = (
+            profile.chunks_of(op.spec, split.sizes)
+            if isinstance(op, Conv) and split.kind == "filter"
+            else 1
+        )
         after = following.get(name, ())
-        known = (cost.forward_s, cost.backward_s, cost.sent_bytes, after, chunks, others.get(name, ()))
+        known = (
+            cost.forward_s,
+            cost.backward_s,
+            cost.sent_bytes,
+            after,
+            chunks,
+            others.get(name, ()),
+        )
         layers[name] = LayerPlan(op, split, *known)
     return layers
 
@@ -218,13 +309,16 @@ def _limits(profile: ClusterProfile, given: float | Sequence[float] | None) -> L
     limits = tuple(given) if isinstance(given, Sequence) else (given,) * profile.world
     if len(limits) != profile.world:
         raise PlanError(
-            f"{len(limits)} memory limits were given for {profile.world} devices; give one for each, or one"
+            f"{len(limits)} memory limits were given for {profile.world} devices; give one for "
+            "each, or one"
         )
     return limits
 
 
 def _alternatives(priced: Mapping[str, Prediction]) -> dict[str, float]:
-    """Predicted seconds of what else could be done: the best even split, a device alone that tells no other."""
+    """Predicted seconds of what else could be done: the best even split, a device alone
+    that tells no other.
+    """
     found: dict[str, float] = {}
     for name, prediction in priced.items():
         short = next((s for s in (ALONE, EVEN) if name.startswith(s)), name)

@@ -1,4 +1,6 @@
-"""The search for the best combination of the layers' choices, and what every other choice would have cost. Pure."""
+"""The search for the best combination of the layers' choices, and what every other
+choice would have cost. Pure.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,25 @@ class Search:
     def __init__(self, ways: Candidates, pricer: Pricer, choices: Choices):
         self.ways, self.pricer, self.choices = ways, pricer, choices
         self.tables = tables(ways.graph, ways.profile, choices, ways.mode)
-        self.roomy: list[Splits] = []  # whole models that fit, where what is fastest does not
+        self.roomy: list[
+            Splits
+        ] = []  # whole models that fit, where what is fastest does not
 
     @classmethod
     def within(cls, ways: Candidates, pricer: Pricer, limits: Limits) -> Search:
-        """With proportions for which there is room among the choices, where what would be fastest does not fit."""
+        """With proportions for which there is room among the choices, where what would
+        be fastest does not fit.
+        """
         pool = ways.pool()
         search = cls(ways, pricer, ways.choices(pool))
         if search.fits(search.fastest, limits):
             return search
         roomy = _with_room(ways, pricer, limits)
-        search = cls(ways, pricer, ways.choices([*dict.fromkeys(weights for weights, _ in roomy), *pool]))
+        search = cls(
+            ways,
+            pricer,
+            ways.choices([*dict.fromkeys(weights for weights, _ in roomy), *pool]),
+        )
         search.roomy = [splits for _, splits in roomy]
         return search
 
@@ -65,27 +75,51 @@ class Search:
             return self.splits(self.fastest)
         within = solve_within(self.tables, limits, self.memory)
         found = [*self.roomy, *([self.splits(within)] if within is not None else [])]
-        return min(found, default=None, key=lambda splits: self.pricer.price(splits)[0].step_s)
+        return min(
+            found, default=None, key=lambda splits: self.pricer.price(splits)[0].step_s
+        )
 
     def considered(self, chosen: Splits) -> dict[str, tuple[Considered, ...]]:
         """Of each layer, all its choices beside the chosen one, with the other layers as chosen."""
         if any(chosen[name] not in of_layer for name, of_layer in self.choices.items()):
-            more: dict[tuple[Split, ...], tuple[Split, ...]] = {}  # equal layers go on having the same object
-            added = {n: tuple(dict.fromkeys((*c, chosen[n]))) for n, c in self.choices.items()}
-            return Search(self.ways, self.pricer, {n: more.setdefault(c, c) for n, c in added.items()}).considered(
-                chosen
-            )
-        return considered(self.tables, self.choices, {n: c.index(chosen[n]) for n, c in self.choices.items()})
+            more: dict[
+                tuple[Split, ...], tuple[Split, ...]
+            ] = {}  # equal layers go on having the same object
+            added = {
+                n: tuple(dict.fromkeys((*c, chosen[n])))
+                for n, c in self.choices.items()
+            }
+            return Search(
+                self.ways,
+                self.pricer,
+                {n: more.setdefault(c, c) for n, c in added.items()},
+            ).considered(chosen)
+        return considered(
+            self.tables,
+            self.choices,
+            {n: c.index(chosen[n]) for n, c in self.choices.items()},
+        )
 
 
-def _with_room(ways: Candidates, pricer: Pricer, limits: Limits) -> list[tuple[Weights, Splits]]:
-    """Whole models, each cut in one way, that fit: in proportions as near to the balanced ones as that goes."""
+def _with_room(
+    ways: Candidates, pricer: Pricer, limits: Limits
+) -> list[tuple[Weights, Splits]]:
+    """Whole models, each cut in one way, that fit: in proportions as near to the
+    balanced ones as that goes.
+    """
     found = []
-    for kind in (kind for kind in (*SPACE, "sample") if kind in ways.kinds and is_there(ways.graph, kind)):
+    for kind in (
+        kind
+        for kind in (*SPACE, "sample")
+        if kind in ways.kinds and is_there(ways.graph, kind)
+    ):
         weights = ways.balance(kind)
         for _ in range(TURNS):
             splits = ways.whole(kind, weights)
-            over = [max(m / c, 1.0) for m, c in zip(pricer.memory(splits), limits, strict=True)]
+            over = [
+                max(m / c, 1.0)
+                for m, c in zip(pricer.memory(splits), limits, strict=True)
+            ]
             if max(over) == 1:
                 found.append((weights, splits))
                 break
@@ -100,45 +134,72 @@ DIGITS = 4  # significant ones, that a plan keeps
 def considered(
     tables: Tables, choices: Mapping[str, tuple[Split, ...]], chosen: Mapping[str, int]
 ) -> dict[str, tuple[Considered, ...]]:
-    """Of each layer of ``choices``, every choice that the tables do not forbid, the least costly first.
+    """Of each layer of ``choices``, every choice that the tables do not forbid, the
+    least costly first.
 
-    ``chosen``: the choice of each layer; how joins lie follows. Seconds are rounded to four significant digits.
+    ``chosen``: the choice of each layer; how joins lie follows. Seconds are rounded to
+    four significant digits.
     """
     around = _Around(tables, choices, chosen)
-    return {name: _listed(*around.seconds(name), splits, chosen[name]) for name, splits in choices.items() if splits}
+    return {
+        name: _listed(*around.seconds(name), splits, chosen[name])
+        for name, splits in choices.items()
+        if splits
+    }
 
 
-def _listed(total: Array, computing: Array, splits: tuple[Split, ...], chosen: int) -> tuple[Considered, ...]:
+def _listed(
+    total: Array, computing: Array, splits: tuple[Split, ...], chosen: int
+) -> tuple[Considered, ...]:
     slower = total - total[chosen]
     slower[np.abs(slower) < 1e-12 * total[chosen]] = 0.0  # left over from rounding
-    order = sorted(np.flatnonzero(np.isfinite(total)).tolist(), key=lambda k: (slower[k], k != chosen, k))
+    order = sorted(
+        np.flatnonzero(np.isfinite(total)).tolist(),
+        key=lambda k: (slower[k], k != chosen, k),
+    )
     seconds = np.stack([computing, total - computing, slower], 1)
-    return tuple(Considered(splits[k], *(float(f"{s:.{DIGITS}g}") for s in seconds[k])) for k in order)
+    return tuple(
+        Considered(splits[k], *(float(f"{s:.{DIGITS}g}") for s in seconds[k]))
+        for k in order
+    )
 
 
 class _Around:
     """The tables by node: what is between it and each neighbour, with its own choices first."""
 
-    def __init__(self, tables: Tables, layers: Mapping[str, Any], chosen: Mapping[str, int]):
+    def __init__(
+        self, tables: Tables, layers: Mapping[str, Any], chosen: Mapping[str, int]
+    ):
         self.tables = tables
         self.edges: dict[str, dict[str, Array]] = {node: {} for node in tables.unary}
         for (u, v), table in tables.pairwise.items():
             self.edges[u][v], self.edges[v][u] = table, table.T
-        self.joins: dict[str, tuple[str, ...]] = {}  # in the order of the model, each with the nodes that decide it
-        self.chosen = {name: np.array([chosen[name]]) for name, splits in layers.items() if splits}
+        self.joins: dict[
+            str, tuple[str, ...]
+        ] = {}  # in the order of the model, each with the nodes that decide it
+        self.chosen = {
+            name: np.array([chosen[name]]) for name, splits in layers.items() if splits
+        }
         for node in tables.unary:
             if node not in self.chosen:
-                self.joins[node] = tuple(u for u in self.edges[node] if u in self.chosen)
+                self.joins[node] = tuple(
+                    u for u in self.edges[node] if u in self.chosen
+                )
                 self.chosen[node] = self._state(node, {})
 
     def _state(self, join: str, moved: Mapping[str, Ints]) -> Ints:
         """(choices,): the one that its tables with what comes before it allow."""
         at = {u: moved.get(u, self.chosen[u]) for u in self.joins[join]}
-        state: Ints = (self.tables.unary[join] + sum(self.edges[join][u].T[k] for u, k in at.items())).argmin(-1)
+        state: Ints = (
+            self.tables.unary[join]
+            + sum(self.edges[join][u].T[k] for u, k in at.items())
+        ).argmin(-1)
         return state
 
     def seconds(self, name: str) -> tuple[Array, Array]:
-        """Over the choices of a layer, of all that goes by them: what it costs, and of this what computing does."""
+        """Over the choices of a layer, of all that goes by them: what it costs, and of
+        this what computing does.
+        """
         count = len(self.tables.unary[name])
         moved = {name: np.arange(count)}
         for join, before in self.joins.items():

@@ -1,7 +1,9 @@
-"""How a model may be split, as tables of seconds over the choices of one layer and of two: what `elimination` takes.
+"""How a model may be split, as tables of seconds over the choices of one layer and of
+two: what `elimination` takes.
 
-Where a tensor lies follows from the choice of one node: of a layer that a plan names, or of a join of tensors that
-follow different layers. The tables hold what `Pricer` adds up as ``summed_s``, operator by operator. Pure.
+Where a tensor lies follows from the choice of one node: of a layer that a plan names,
+or of a join of tensors that follow different layers. The tables hold what `Pricer` adds
+up as ``summed_s``, operator by operator. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hetconv.cost.memory import copied_between, input_bytes, kept, parameter_bytes, result_bytes
+from hetconv.cost.memory import (
+    copied_between,
+    input_bytes,
+    kept,
+    parameter_bytes,
+    result_bytes,
+)
 from hetconv.cost.network import Array, Network
 from hetconv.cost.operator_cost import Operators
 from hetconv.cost.redistribution import Moved, movements
@@ -26,14 +34,29 @@ from hetconv.sharding.layout import Layout, Need, Shape
 from hetconv.tracing.graph import Graph, Memory, Node
 
 from .cost_tables import Contributions, Copies, Tables
-from .joins import Lies, Link, Said, Ways, ended, followed, joined, leads, linked, nested, retold, says
+from .joins import (
+    Lies,
+    Link,
+    Said,
+    Ways,
+    ended,
+    followed,
+    joined,
+    leads,
+    linked,
+    nested,
+    retold,
+    says,
+)
 
 T = TypeVar("T")
 Mask = npt.NDArray[np.bool_]
 
 
 class _Movement(NamedTuple):
-    """Between the choices of two nodes. ``hidden``: where, (sources, reads), computing of these seconds hides it."""
+    """Between the choices of two nodes. ``hidden``: where, (sources, reads), computing
+    of these seconds hides it.
+    """
 
     node: str | None
     reader: str | None
@@ -41,10 +64,16 @@ class _Movement(NamedTuple):
     hidden: tuple[Mask, Array] | None
 
 
-def tables(graph: Graph, profile: ClusterProfile, choices: Mapping[str, tuple[Split, ...]], mode: Mode) -> Tables:
+def tables(
+    graph: Graph,
+    profile: ClusterProfile,
+    choices: Mapping[str, tuple[Split, ...]],
+    mode: Mode,
+) -> Tables:
     """Of a model whose layers may be split in these ways; a layer without choices is replicated.
 
-    ``choices`` of equal operators should be the same object: what they have in common is then computed once.
+    ``choices`` of equal operators should be the same object: what they have in common
+    is then computed once.
     """
     builder = _Builder(graph, profile, mode, choices)
     for node in graph.nodes:
@@ -53,9 +82,13 @@ def tables(graph: Graph, profile: ClusterProfile, choices: Mapping[str, tuple[Sp
         builder.move(i, (builder.whole(i),), None, gradient=False)
     for name in graph.layers:
         cuts = [{name: split} for split in choices.get(name) or (REPLICATE,)]
-        held = np.array([parameter_bytes(graph, cut, profile.world, mode, name) for cut in cuts])
+        held = np.array(
+            [parameter_bytes(graph, cut, profile.world, mode, name) for cut in cuts]
+        )
         builder.tables.hold(name if choices.get(name) else None, held)
-    always = np.array(parameter_bytes(graph, {}, profile.world, mode, None)) + input_bytes(graph)
+    always = np.array(
+        parameter_bytes(graph, {}, profile.world, mode, None)
+    ) + input_bytes(graph)
     builder.tables.hold(None, always[None])
     builder.charge_moves()
     builder.contributions.charge(builder.tables)
@@ -68,28 +101,53 @@ class _Builder:
     Equal operators on equal layouts share objects.
     """
 
-    def __init__(self, graph: Graph, profile: ClusterProfile, mode: Mode, choices: Mapping[str, tuple[Split, ...]]):
+    def __init__(
+        self,
+        graph: Graph,
+        profile: ClusterProfile,
+        mode: Mode,
+        choices: Mapping[str, tuple[Split, ...]],
+    ):
         self.graph, self.choices, self.world = graph, choices, profile.world
-        self.network, self.operators = Network.of(profile), Operators(graph, profile.devices)
+        self.network, self.operators = (
+            Network.of(profile),
+            Operators(graph, profile.devices),
+        )
         self.passes = (False, True) if mode == "train" else (False,)
-        self.tables, self.contributions = Tables(), Contributions(graph, self.network, choices)
+        self.tables, self.contributions = (
+            Tables(),
+            Contributions(graph, self.network, choices),
+        )
         self._wholes: dict[Shape, tuple[Layout, ...]] = {}
         self._once: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-        self._equal: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}  # an object for all equal ones
+        self._equal: dict[
+            tuple[Layout, ...], tuple[Layout, ...]
+        ] = {}  # an object for all equal ones
         self._movements: list[_Movement] = []
-        self._statistics: list[tuple[str | None, list[list[Moved]]]] = []  # by choice of a node
+        self._statistics: list[
+            tuple[str | None, list[list[Moved]]]
+        ] = []  # by choice of a node
         self.lies = {i: Lies(None, (self.whole(i),)) for i in range(len(graph.values))}
         self.memory = Memory({})  # families of all that may be views on parts
         self._nested = nested(graph)
-        self._begun: dict[Hashable, tuple[str, list[Said]]] = {}  # by values and how they lie
+        self._begun: dict[
+            Hashable, tuple[str, list[Said]]
+        ] = {}  # by values and how they lie
         self._copies: set[int] = set()  # what may be a copy of what it is a view of
         self._stays = kept(graph, mode)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What was made for an equal key. Layouts, and tuples of them, count as equal if they are the same object."""
-        said = tuple(id(k) if isinstance(k, tuple | Ways | Layout | Need) else k for k in key)
+        """What was made for an equal key. Layouts, and tuples of them, count as equal
+        if they are the same object.
+        """
+        said = tuple(
+            id(k) if isinstance(k, tuple | Ways | Layout | Need) else k for k in key
+        )
         if said not in self._once:
-            self._once[said] = make(), key  # the key is kept, so that ids stay what they are
+            self._once[said] = (
+                make(),
+                key,
+            )  # the key is kept, so that ids stay what they are
         found: T = self._once[said][0]
         return found
 
@@ -105,29 +163,50 @@ class _Builder:
         if node.layer is not None and self.choices.get(node.layer):
             self._add_layer(node, node.layer)
         elif isinstance(node.op, Gather):
-            self._add_ways(node, None, Ways.unsplit(node, [node.op.step(self._wholes_of(node), REPLICATE)]))
+            self._add_ways(
+                node,
+                None,
+                Ways.unsplit(node, [node.op.step(self._wholes_of(node), REPLICATE)]),
+            )
         elif len(free) > 1 and not node.writes:
             self._add_join(node, inputs)
         elif node.writes and inputs and node.views[:1] == node.inputs[:1]:
             ways = self._written(node, inputs)
-            self._gather_families(node, inputs[0].node, [s.output.kind == "replicated" for s in ways.steps])
+            self._gather_families(
+                node,
+                inputs[0].node,
+                [s.output.kind == "replicated" for s in ways.steps],
+            )
             self._add_ways(node, inputs[0].node, ways)
         else:
             wholes = self._wholes_of(node)
-            ways = self.once((node.op, *(x.layouts for x in inputs)), lambda: followed(node, wholes, inputs))
+            ways = self.once(
+                (node.op, *(x.layouts for x in inputs)),
+                lambda: followed(node, wholes, inputs),
+            )
             self._add_ways(node, free[0] if free else None, ways)
 
     def _wholes_of(self, node: Node) -> tuple[Layout, ...]:
         return tuple(map(self.whole, node.inputs)) or self._whole(())
 
     def _written(self, node: Node, inputs: Sequence[Lies]) -> Ways:
-        """A call in place runs on parts where what it writes to lies on parts, and lies as that; see `Memory`."""
+        """A call in place runs on parts where what it writes to lies on parts, and lies
+        as that; see `Memory`.
+        """
         wholes, (i, *_) = self._wholes_of(node), node.views
         gathered, steps = node.op.step(wholes, REPLICATE), []
-        for k, (x, step) in enumerate(zip(inputs[0].layouts, leads(node, wholes, inputs, 0), strict=True)):
+        for k, (x, step) in enumerate(
+            zip(inputs[0].layouts, leads(node, wholes, inputs, 0), strict=True)
+        ):
             family = self._family(i, k)
-            alike = step is not None and step.output == x and self._copies.isdisjoint(family)
-            steps.append(step if step is not None and (alike or not family) else gathered)
+            alike = (
+                step is not None
+                and step.output == x
+                and self._copies.isdisjoint(family)
+            )
+            steps.append(
+                step if step is not None and (alike or not family) else gathered
+            )
         return Ways.unsplit(node, steps)
 
     def _add_layer(self, node: Node, name: str) -> None:
@@ -135,11 +214,27 @@ class _Builder:
         splits, i = self.choices[name], node.inputs[0]
         ways = self.once(
             (node.op, splits),
-            lambda: Ways.of(node, splits, tuple(node.op.step((self.whole(i),), split) for split in splits)),
+            lambda: Ways.of(
+                node,
+                splits,
+                tuple(node.op.step((self.whole(i),), split) for split in splits),
+            ),
         )
-        hides = np.array([[halos_travel(node.op, x, split) for split in splits] for x in self.lies[i].layouts])
+        hides = np.array(
+            [
+                [halos_travel(node.op, x, split) for split in splits]
+                for x in self.lies[i].layouts
+            ]
+        )
         computing = self._own(node, name, ways)
-        self.move(i, ways.reads[0], name, hides=hides, computing=computing, gradient=self._differentiable(node))
+        self.move(
+            i,
+            ways.reads[0],
+            name,
+            hides=hides,
+            computing=computing,
+            gradient=self._differentiable(node),
+        )
 
     def _differentiable(self, node: Node) -> bool:
         return any(self.graph.values[i].requires_grad for i in node.outputs)
@@ -157,31 +252,45 @@ class _Builder:
             self._copies |= set(node.outputs) if isinstance(node.op, Reshape) else set()
 
     def _add_join(self, node: Node, inputs: Sequence[Lies]) -> None:
-        """The result lies as the first input suggests that is cut so that the operator can follow it.
+        """The result lies as the first input suggests that is cut so that the operator
+        can follow it.
 
-        For each input after the first there is a node of the tables, whose state says which way of running the inputs
-        so far lead to, if any, and whether it was an earlier one.
+        For each input after the first there is a node of the tables, whose state says
+        which way of running the inputs so far lead to, if any, and whether it was an
+        earlier one.
         """
         if node in self._nested:
             self._add_nested(node, inputs)
             return
         wholes, layouts = self._wholes_of(node), [x.layouts for x in inputs]
-        links, ways = self.once((node.op, "joins", *layouts), lambda: joined(node, wholes, inputs))
+        links, ways = self.once(
+            (node.op, "joins", *layouts), lambda: joined(node, wholes, inputs)
+        )
         last = inputs[0].node
         for k, link in enumerate(links, 1):
-            last = self._link(f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link)
+            last = self._link(
+                f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link
+            )
         self._add_ways(node, last, ways)
 
     def _add_nested(self, node: Node, inputs: Sequence[Lies]) -> None:
-        """Concatenations that begin alike share nodes, each state of which says from which one it goes on."""
+        """Concatenations that begin alike share nodes, each state of which says from
+        which one it goes on.
+        """
         wholes = self._wholes_of(node)
         last, before = inputs[0].node, says(node, wholes, inputs, 0, False)
         marks: Sequence[Hashable] = before
         for k in range(1, len(inputs)):
-            begun = tuple(zip(node.inputs, (id(x.layouts) for x in inputs[: k + 1]), strict=False))
+            begun = tuple(
+                zip(node.inputs, (id(x.layouts) for x in inputs[: k + 1]), strict=False)
+            )
             if begun not in self._begun:
-                link, before = linked(before, says(node, wholes, inputs, k, False), marks)
-                last = self._link(f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link)
+                link, before = linked(
+                    before, says(node, wholes, inputs, k, False), marks
+                )
+                last = self._link(
+                    f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link
+                )
                 self._begun[begun] = last, before
             last, known = self._begun[begun]
             before = retold(known, node, wholes)
@@ -197,30 +306,54 @@ class _Builder:
         return name
 
     def _own(self, node: Node, name: str | None, ways: Ways) -> tuple[Array, ...]:
-        """Charges what does not depend on how the inputs lie; places the results. Seconds of each pass, (choices,)."""
+        """Charges what does not depend on how the inputs lie; places the results.
+        Seconds of each pass, (choices,).
+        """
         values, train = self.graph.values, True in self.passes
         out = values[node.outputs[0]] if node.outputs else None
-        asked = (out.dtype, out.requires_grad, self.graph.forks.get(node.outputs[0])) if out is not None else None
-        computing = tuple(self.once((ways, str(asked), b), partial(self._seconds, node, ways, b)) for b in self.passes)
+        asked = (
+            (out.dtype, out.requires_grad, self.graph.forks.get(node.outputs[0]))
+            if out is not None
+            else None
+        )
+        computing = tuple(
+            self.once((ways, str(asked), b), partial(self._seconds, node, ways, b))
+            for b in self.passes
+        )
         cost = sum(computing, np.zeros(len(ways.steps)))
         self.tables.computing[name] = self.tables.computing.get(name, 0.0) + cost
         if out is not None and any(s.forward or s.backward for s in ways.steps):
             back = train and out.requires_grad
-            further = self.once((ways, out.itemsize, back), lambda: self._further(ways, out.itemsize, back))
+            further = self.once(
+                (ways, out.itemsize, back),
+                lambda: self._further(ways, out.itemsize, back),
+            )
             self._statistics.append((name, further))
         self.tables.charge(name, cost)
         if train:
             self.contributions.note(node, name, ways.steps)
         if node in self._stays:
-            self.tables.hold(name, np.array([result_bytes(self.graph, node, s) for s in ways.steps], dtype=float))
+            self.tables.hold(
+                name,
+                np.array(
+                    [result_bytes(self.graph, node, s) for s in ways.steps], dtype=float
+                ),
+            )
         for i, outputs in zip(node.outputs, ways.outputs, strict=False):
-            self.lies[i] = Lies(name, self.once((outputs,), partial(self._equal.setdefault, outputs, outputs)))
+            self.lies[i] = Lies(
+                name,
+                self.once(
+                    (outputs,), partial(self._equal.setdefault, outputs, outputs)
+                ),
+            )
         return computing
 
     def _seconds(self, node: Node, ways: Ways, backward: bool) -> Array:
         """(choices,): of the slowest device."""
         seconds = self.operators.table(node, ways.splits, ways.steps, backward)
-        slowest: Array = (seconds + self.operators.forks(node, ways.steps, backward)).max(-1)
+        slowest: Array = (
+            seconds + self.operators.forks(node, ways.steps, backward)
+        ).max(-1)
         return slowest
 
     def _further(self, ways: Ways, itemsize: int, backward: bool) -> list[list[Moved]]:
@@ -228,7 +361,13 @@ class _Builder:
         exact = max(itemsize, 4)
         moves = [(*s.forward, *(s.backward if backward else ())) for s in ways.steps]
         own = partial(Moved, itemsize=exact, adjoint=False)
-        return [[self.once((m.src, m.dst, exact), partial(own, (m.src,), (m.dst,))) for m in ms] for ms in moves]
+        return [
+            [
+                self.once((m.src, m.dst, exact), partial(own, (m.src,), (m.dst,)))
+                for m in ms
+            ]
+            for ms in moves
+        ]
 
     def _share(self, node: Node, name: str | None, whole: Sequence[bool]) -> None:
         """What shares memory with a result that every rank has whole is whole from then on."""
@@ -241,8 +380,12 @@ class _Builder:
             elif self.lies[i].node == name:
                 self._make_whole(i, whole)
 
-    def _gather_families(self, node: Node, name: str | None, whole: Sequence[bool]) -> None:
-        """As `Memory.make_whole`: where a view is made whole, the first value is gathered, and all views with it."""
+    def _gather_families(
+        self, node: Node, name: str | None, whole: Sequence[bool]
+    ) -> None:
+        """As `Memory.make_whole`: where a view is made whole, the first value is
+        gathered, and all views with it.
+        """
         for i in node.views:
             by, layouts = self.lies[i]
             if by is None or (by != name and not all(whole)):
@@ -252,51 +395,93 @@ class _Builder:
             if any(families):
                 first = self.memory.family[i][0]
                 lay = zip(families, self.lies[first].layouts, strict=True)
-                self.move(first, tuple(self.whole(first) if f else x for f, x in lay), by, gradient=False)
+                self.move(
+                    first,
+                    tuple(self.whole(first) if f else x for f, x in lay),
+                    by,
+                    gradient=False,
+                )
                 for j in set(chain(*families)):
                     self._make_whole(j, [j in f for f in families])
 
     def _family(self, value: int, choice: int) -> list[int]:
-        """By a choice of the node that it lies by: what is on parts and shares memory with a value, itself included."""
+        """By a choice of the node that it lies by: what is on parts and shares memory
+        with a value, itself included.
+        """
         by = self.lies[value].node
         lie = ((j, self.lies[j]) for j in self.memory.family.get(value, ()))
-        family = [j for j, (node, layouts) in lie if node == by and layouts[choice].kind != "replicated"]
+        family = [
+            j
+            for j, (node, layouts) in lie
+            if node == by and layouts[choice].kind != "replicated"
+        ]
         return family if value in family and len(family) > 1 else []
 
     def _make_whole(self, value: int, where: Sequence[bool]) -> None:
         node, layouts = self.lies[value]
-        now = tuple(self.whole(value) if w else x for w, x in zip(where, layouts, strict=True))
+        now = tuple(
+            self.whole(value) if w else x for w, x in zip(where, layouts, strict=True)
+        )
         self.lies[value] = Lies(node, self._equal.setdefault(now, now))
 
     def move(
-        self, value: int, reads: tuple[Layout | Need, ...], reader: str | None, *,
-        hides: Mask | None = None, computing: Sequence[Array] = (), gradient: bool = True,
-    ) -> None:  # fmt: skip
-        """Notes bringing a value to the reads, by the reader's choice, and its gradient back; see `charge_moves`."""
+        self,
+        value: int,
+        reads: tuple[Layout | Need, ...],
+        reader: str | None,
+        *,
+        hides: Mask | None = None,
+        computing: Sequence[Array] = (),
+        gradient: bool = True,
+    ) -> None:
+        """Notes bringing a value to the reads, by the reader's choice, and its gradient
+        back; see `charge_moves`.
+        """
         (node, layouts), known = self.lies[value], self.graph.values[value]
         if node == reader and all(x is r for x, r in zip(layouts, reads, strict=True)):
             return
-        for k, backward in enumerate(self.passes if gradient and known.requires_grad else (False,)):
+        for k, backward in enumerate(
+            self.passes if gradient and known.requires_grad else (False,)
+        ):
             apart = hides if hides is not None and hides.any() else None
             key = layouts, reads, known.itemsize, backward
-            moved = self.once((*key, apart.tobytes() if apart is not None else b""), partial(Moved, *key, apart))
+            moved = self.once(
+                (*key, apart.tobytes() if apart is not None else b""),
+                partial(Moved, *key, apart),
+            )
             hidden = (apart, computing[k]) if apart is not None else None
             self._movements.append(_Movement(node, reader, moved, hidden))
             if not backward and True in self.passes:
-                counted = self.once(("copies", moved), partial(partial, copied_between, moved))
+                counted = self.once(
+                    ("copies", moved), partial(partial, copied_between, moved)
+                )
                 self.tables.copies.append(Copies(node, reader, counted))
 
     def charge_moves(self) -> None:
         """All at once, which takes a fraction of what it takes one by one."""
-        further = (moved for _, by_choice in self._statistics for moved in chain(*by_choice))
-        values = list({id(moved): moved for moved in chain((one.moved for one in self._movements), further)}.values())
-        seconds = dict(zip(map(id, values), movements(values, self.network), strict=True))
+        further = (
+            moved for _, by_choice in self._statistics for moved in chain(*by_choice)
+        )
+        values = list(
+            {
+                id(moved): moved
+                for moved in chain((one.moved for one in self._movements), further)
+            }.values()
+        )
+        seconds = dict(
+            zip(map(id, values), movements(values, self.network), strict=True)
+        )
         for name, by_choice in self._statistics:
-            each = (sum(float(seconds[id(moved)][0, 0]) for moved in some) for some in by_choice)
+            each = (
+                sum(float(seconds[id(moved)][0, 0]) for moved in some)
+                for some in by_choice
+            )
             self.tables.charge(name, np.array([*each]))
         for node, reader, moved, hidden in self._movements:
             moving = seconds[id(moved)]
             if hidden is not None:
                 where, computing = hidden
-                moving = moving - self.network.overlap * where * np.minimum(moving, computing)
+                moving = moving - self.network.overlap * where * np.minimum(
+                    moving, computing
+                )
             self.tables.relate(node, reader, moving)

@@ -1,12 +1,16 @@
-"""Parameters that several ranks use on their own parts: their gradients are contributions, summed in buckets.
+"""Parameters that several ranks use on their own parts: their gradients are
+contributions, summed in buckets.
 
-Each sum runs among the ranks that hold the same elements; all others have nothing in it, and call it all the same.
+Each sum runs among the ranks that hold the same elements; all others have nothing in
+it, and call it all the same.
 
-While a model's forward runs, every such use takes an alias of the parameter from the scope. A bucket's aliases come
-through two autograd nodes. `_Start` is made where the first of them is used: backward, which of those nodes that are
-ready runs the latest, comes to it as soon as the last contribution is there, and it sends the bucket on its way. `_End`
-is made before the forward, so that backward comes to it last, and waits for the sums. Because these are nodes of the
-graph, accumulation, hooks and ``torch.autograd.grad`` see only whole gradients.
+While a model's forward runs, every such use takes an alias of the parameter from the
+scope. A bucket's aliases come through two autograd nodes. `_Start` is made where the
+first of them is used: backward, which of those nodes that are ready runs the latest,
+comes to it as soon as the last contribution is there, and it sends the bucket on its
+way. `_End` is made before the forward, so that backward comes to it last, and waits for
+the sums. Because these are nodes of the graph, accumulation, hooks and
+``torch.autograd.grad`` see only whole gradients.
 """
 
 from __future__ import annotations
@@ -36,11 +40,13 @@ GRADIENTS = "the sum of gradients"
 
 
 class _Bucket:
-    """The sums of the gradients of some parameters; of these themselves it knows shapes, strides and who holds what.
+    """The sums of the gradients of some parameters; of these themselves it knows
+    shapes, strides and who holds what.
 
-    One sum for each set of ranks that hold the same slices: its message has their contributions one after the other.
-    ``held`` is None for a parameter that is whole on every rank. ``as_wired``: of which the gradients travel
-    channels-last. ``before``: buckets that may be under way when this one starts.
+    One sum for each set of ranks that hold the same slices: its message has their
+    contributions one after the other. ``held`` is None for a parameter that is whole on
+    every rank. ``as_wired``: of which the gradients travel channels-last. ``before``:
+    buckets that may be under way when this one starts.
     """
 
     def __init__(
@@ -51,7 +57,12 @@ class _Bucket:
         as_wired: Sequence[bool],
         before: Sequence[_Bucket] = (),
     ):
-        self._team, self._before, self._held, self._as_wired = team, tuple(before), held, as_wired
+        self._team, self._before, self._held, self._as_wired = (
+            team,
+            tuple(before),
+            held,
+            as_wired,
+        )
         self._formats = [(tuple(p.shape), p.stride()) for p in params]
         self._found: list[Tensor | None] = []
         self._sums: list[tuple[Ranks, list[tuple[int, Box]], Sum]] = []
@@ -61,7 +72,9 @@ class _Bucket:
         for bucket in self._before:
             for _, _, under_way in bucket._sums:
                 under_way.advance()
-        self._found = [g if g is not None and not g.numel() else None for g in grads]  # what is empty is its own sum
+        self._found = [
+            g if g is not None and not g.numel() else None for g in grads
+        ]  # what is empty is its own sum
         given = {i: g for i, g in enumerate(grads) if g is not None}
         cuts: dict[Ranks, list[tuple[int, Box]]] = {}
         for i in given:
@@ -70,10 +83,14 @@ class _Bucket:
         for holders, cut in cuts.items():
             if self._team.rank in holders:
                 # A copy also of a single one, which autograd may have given to others too.
-                own = torch.cat([self._flat(take(given[i], self._own(i), box), i) for i, box in cut])
+                own = torch.cat(
+                    [self._flat(take(given[i], self._own(i), box), i) for i, box in cut]
+                )
             else:
                 own = given[cut[0][0]].new_empty(0)
-            rounds = summed_among(holders, sum(box.numel for _, box in cut), self._team.size)
+            rounds = summed_among(
+                holders, sum(box.numel for _, box in cut), self._team.size
+            )
             self._sums.append((holders, cut, Sum(self._team, own, rounds)))
 
     def end(self) -> Grads:
@@ -82,8 +99,12 @@ class _Bucket:
         for holders, cut, under_way in self._sums:
             total = under_way.result()
             if self._team.rank in holders:
-                for (i, box), part in zip(cut, total.split([box.numel for _, box in cut]), strict=True):
-                    found[i] = self._filled(found[i], i, box, self._shaped(part, i, box))
+                for (i, box), part in zip(
+                    cut, total.split([box.numel for _, box in cut]), strict=True
+                ):
+                    found[i] = self._filled(
+                        found[i], i, box, self._shaped(part, i, box)
+                    )
         self._found, self._sums = [], []
         return tuple(found)
 
@@ -94,12 +115,20 @@ class _Bucket:
         found: list[Tensor | None] = []
         for i, g in enumerate(grads):
             held = self._held[i]
-            boxes = held.boxes if held is not None else tuple(self._own(i) for _ in everyone)
-            found.append(_SumAmongHolders.apply(g, boxes, self._team) if g is not None else None)
+            boxes = (
+                held.boxes
+                if held is not None
+                else tuple(self._own(i) for _ in everyone)
+            )
+            found.append(
+                _SumAmongHolders.apply(g, boxes, self._team) if g is not None else None
+            )
         return tuple(found)
 
     def _flat(self, gradient: Tensor, i: int) -> Tensor:
-        """In the order in which it travels: that of its memory, if the filters lie as when the model was cut."""
+        """In the order in which it travels: that of its memory, if the filters lie as
+        when the model was cut.
+        """
         return (as_wire(gradient) if self._as_wired[i] else gradient).flatten()
 
     def _shaped(self, flat: Tensor, i: int, box: Box) -> Tensor:
@@ -108,22 +137,34 @@ class _Bucket:
         return flat.view(box.shape[0], *box.shape[2:], box.shape[1]).movedim(-1, 1)
 
     def _filled(self, found: Tensor | None, i: int, box: Box, part: Tensor) -> Tensor:
-        """A parameter's gradient with a part of it, in memory as the parameter is, which is how torch's own lie."""
+        """A parameter's gradient with a part of it, in memory as the parameter is,
+        which is how torch's own lie.
+        """
         (shape, stride), own = self._formats[i], self._own(i)
         if box == own and part.stride() == stride:
             return part
         if found is None:
-            found = torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+            found = torch.empty_strided(
+                shape, stride, dtype=part.dtype, device=part.device
+            )
         take(found, own, box).copy_(part)
         return found
 
     def _own(self, i: int) -> Box:
         held = self._held[i]
-        return held.boxes[self._team.rank] if held is not None else Box.whole(self._formats[i][0])
+        return (
+            held.boxes[self._team.rank]
+            if held is not None
+            else Box.whole(self._formats[i][0])
+        )
 
     def _atoms(self, i: int) -> tuple[Atom, ...]:
         held = self._held[i]
-        return held.atoms if held is not None else (Atom(self._own(i), tuple(range(self._team.size))),)
+        return (
+            held.atoms
+            if held is not None
+            else (Atom(self._own(i), tuple(range(self._team.size))),)
+        )
 
 
 class _Aliases(torch.autograd.Function):
@@ -139,7 +180,9 @@ class _Aliases(torch.autograd.Function):
 class _Start(_Aliases):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
-        if torch.is_grad_enabled():  # gradients that are differentiated themselves: each its own sum, at once
+        if (
+            torch.is_grad_enabled()
+        ):  # gradients that are differentiated themselves: each its own sum, at once
             return None, *ctx.bucket.differentiable_sums(grads)
         ctx.bucket.start(grads)
         return (None,) * (1 + len(grads))
@@ -154,7 +197,9 @@ class _End(_Aliases):
 
 
 class _SumAmongHolders(torch.autograd.Function):
-    """The sum of what several ranks contribute to the same elements, for a gradient that is differentiated itself."""
+    """The sum of what several ranks contribute to the same elements, for a gradient
+    that is differentiated itself.
+    """
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, boxes: tuple[Box, ...], team: Team) -> Tensor:
@@ -166,11 +211,13 @@ class _SumAmongHolders(torch.autograd.Function):
 
 
 class Scope:
-    """The aliases of a model's parameters, of which several ranks hold the same elements, during one forward pass.
+    """The aliases of a model's parameters, of which several ranks hold the same
+    elements, during one forward pass.
 
-    ``held``: by id, of those that are not whole on every rank. ``as_wired``: ids of those that lie, on all ranks, as
-    images travel. ``channels_last``: whether images that went into the model do. ``running``: the model's statistics.
-    ``owner``: what opened the scope.
+    ``held``: by id, of those that are not whole on every rank. ``as_wired``: ids of
+    those that lie, on all ranks, as images travel. ``channels_last``: whether images
+    that went into the model do. ``running``: the model's statistics. ``owner``: what
+    opened the scope.
     """
 
     def __init__(
@@ -184,17 +231,28 @@ class Scope:
         running: Running | None = None,
         owner: object = None,
     ):
-        self.team, self.channels_last, self.running, self.owner = team, channels_last, running, owner
+        self.team, self.channels_last, self.running, self.owner = (
+            team,
+            channels_last,
+            running,
+            owner,
+        )
         self._bucket_of: dict[int, tuple[_Bucket, dict[int, Tensor]]] = {}
         self._aliases: dict[int, Tensor] = {}
         made: list[_Bucket] = []
-        trained = [(p, held.get(id(p))) for p in params if p.requires_grad] if torch.is_grad_enabled() else []
+        trained = (
+            [(p, held.get(id(p))) for p in params if p.requires_grad]
+            if torch.is_grad_enabled()
+            else []
+        )
         sizes = [p.numel() if of is None else of.numel for p, of in trained]
         kinds = [(p.dtype, of.sharing if of is not None else None) for p, of in trained]
         for indices in buckets(sizes, kinds=kinds):
             own = [trained[i][0] for i in indices]
             wired = [id(p) in as_wired for p in own]
-            made.append(_Bucket(team, own, [trained[i][1] for i in indices], wired, made))
+            made.append(
+                _Bucket(team, own, [trained[i][1] for i in indices], wired, made)
+            )
             ended = dict(zip(map(id, own), _End.apply(made[-1], *own), strict=True))
             self._bucket_of |= dict.fromkeys(ended, (made[-1], ended))
 
@@ -204,7 +262,9 @@ class Scope:
     def alias(self, param: Tensor) -> Tensor:
         if id(param) not in self._aliases:
             bucket, ended = self._bucket_of[id(param)]
-            self._aliases |= zip(ended, _Start.apply(bucket, *ended.values()), strict=True)
+            self._aliases |= zip(
+                ended, _Start.apply(bucket, *ended.values()), strict=True
+            )
         return self._aliases[id(param)]
 
 
@@ -217,12 +277,17 @@ def computed_again() -> bool:
 
 
 def running_of(team: Team | None) -> Running | None:
-    """Of the model whose forward runs, at the end of which all ranks are told; none where nobody waits for that.
+    """Of the model whose forward runs, at the end of which all ranks are told; none
+    where nobody waits for that.
 
     ``team``: of the tensor that is normalized, if it is in parts.
     """
     scope = SCOPE.get()
-    return scope.running if scope is not None and team in (scope.team, None) and not computed_again() else None
+    return (
+        scope.running
+        if scope is not None and team in (scope.team, None) and not computed_again()
+        else None
+    )
 
 
 def contributed(team: Team, param: Tensor, held: Held | None = None) -> Tensor:
@@ -230,17 +295,25 @@ def contributed(team: Team, param: Tensor, held: Held | None = None) -> Tensor:
 
     ``held``: who holds what of it; None: every rank the whole.
     """
-    if not (param.requires_grad and torch.is_grad_enabled()) or (held is not None and not held.repeated):
+    if not (param.requires_grad and torch.is_grad_enabled()) or (
+        held is not None and not held.repeated
+    ):
         return param
     if team.size == 1:  # its contribution is the sum
         return param
     scope = SCOPE.get()
     if scope is None or scope.team is not team or not scope.holds(param):
-        scope = Scope(team, [param], {id(param): held} if held is not None and not held.everywhere else {})
+        scope = Scope(
+            team,
+            [param],
+            {id(param): held} if held is not None and not held.everywhere else {},
+        )
     return scope.alias(param)
 
 
 def is_replica(x: Tensor) -> bool:
-    """Whether ``x`` is a parameter of the model whose forward is running, or is computed again for a checkpoint."""
+    """Whether ``x`` is a parameter of the model whose forward is running, or is
+    computed again for a checkpoint.
+    """
     scope = SCOPE.get()
     return scope.holds(x) if scope is not None else isinstance(x, nn.Parameter)

@@ -1,6 +1,7 @@
 """HetTensor: this rank's part of a tensor and its layout, in the shape of an ordinary tensor.
 
-It acts through ``__torch_function__``; `ops.dispatch` registers what it does there. Autograd runs on the local parts.
+It acts through ``__torch_function__``; `ops.dispatch` registers what it does there.
+Autograd runs on the local parts.
 """
 
 from __future__ import annotations
@@ -23,23 +24,31 @@ from .gradient_sync import SCOPE
 
 
 class Later(Protocol):
-    """A part that is put off. A call computes it, which is collective where halos are exchanged for it."""
+    """A part that is put off. A call computes it, which is collective where halos are
+    exchanged for it.
+    """
 
     def __call__(self) -> Tensor: ...
 
     def gathered(self) -> Tensor | None:
-        """The whole on every rank, where that is not computed as this part first and gathered then; collective."""
+        """The whole on every rank, where that is not computed as this part first and
+        gathered then; collective.
+        """
 
 
 def register_dispatcher(dispatch: Callable[..., Any]) -> None:
-    """Registers what runs torch functions on HetTensors, in the place of ``HetTensor.__torch_function__``."""
+    """Registers what runs torch functions on HetTensors, in the place of
+    ``HetTensor.__torch_function__``.
+    """
     HetTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[method-assign,assignment]
 
 
 class HetTensor(Tensor):
-    """A part per rank. ``shape`` is the global shape, ``local`` this rank's part, that of ``placement.boxes[rank]``.
+    """A part per rank. ``shape`` is the global shape, ``local`` this rank's part, that
+    of ``placement.boxes[rank]``.
 
-    An operator with a rule runs on the parts; any other gathers its arguments first. Make one with `HetTensor.wrap`.
+    An operator with a rule runs on the parts; any other gathers its arguments first.
+    Make one with `HetTensor.wrap`.
     """
 
     later: Later | None
@@ -53,7 +62,8 @@ class HetTensor(Tensor):
         """Raises `LayoutError` if the local part does not have the shape of its box."""
         if local.shape != layout.boxes[team.rank].shape:
             raise LayoutError(
-                f"the local part has shape {tuple(local.shape)}, but rank {team.rank}'s box of the layout has "
+                f"the local part has shape {tuple(local.shape)}, but rank {team.rank}'s box of "
+                "the layout has "
                 f"{layout.boxes[team.rank].shape}"
             )
         return HetTensor.made(local, layout, team)
@@ -61,13 +71,23 @@ class HetTensor(Tensor):
     @staticmethod
     def made(local: Tensor, layout: Layout, team: Team) -> HetTensor:
         """`wrap` without its check, for a local part that is known to fit."""
-        x: HetTensor = make_wrapper(HetTensor, layout.shape, dtype=local.dtype, device=local.device)
+        x: HetTensor = make_wrapper(
+            HetTensor, layout.shape, dtype=local.dtype, device=local.device
+        )
         x.placement, x.team, x.later, x._local = layout, team, None, local
         return x
 
     @staticmethod
-    def put_off(later: Later, layout: Layout, dtype: torch.dtype, device: torch.device, team: Team) -> HetTensor:
-        """One whose local part, of this dtype and on this device, ``later`` computes when it is first asked for."""
+    def put_off(
+        later: Later,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        team: Team,
+    ) -> HetTensor:
+        """One whose local part, of this dtype and on this device, ``later`` computes
+        when it is first asked for.
+        """
         x: HetTensor = make_wrapper(HetTensor, layout.shape, dtype=dtype, device=device)
         x.placement, x.team, x.later = layout, team, later
         _waiting[id(x)] = x
@@ -91,17 +111,25 @@ class HetTensor(Tensor):
         if self.later is not None and (whole := self.later.gathered()) is not None:
             self.local = take(whole, Box.whole(shape), self.placement.boxes[team.rank])
             return whole
-        return moved(team, self.local, self.placement, Layout.replicated(shape, team.size))
+        return moved(
+            team, self.local, self.placement, Layout.replicated(shape, team.size)
+        )
 
     def superseded_by(self, later: Later) -> HetTensor:
-        """One like this, which was put off; this one is expected to be used no more, and still can be."""
+        """One like this, which was put off; this one is expected to be used no more,
+        and still can be.
+        """
         assert self.later is not None
         _forget(self)
         _superseded[id(self)] = self
-        return HetTensor.put_off(later, self.placement, self.dtype, self.device, self.team)
+        return HetTensor.put_off(
+            later, self.placement, self.dtype, self.device, self.team
+        )
 
     def become(self, other: HetTensor) -> None:
-        """Takes the value of another one, of the same dtype and device, as after a call in place."""
+        """Takes the value of another one, of the same dtype and device, as after a call
+        in place.
+        """
         self.placement = other.placement
         if other.later is None:
             self.local = other.local
@@ -112,10 +140,14 @@ class HetTensor(Tensor):
             _waiting[id(self)] = self
 
     def become_whole(self, whole: Tensor) -> None:
-        """Is replicated from now on, with this value on every rank; its shape may be another one than before."""
+        """Is replicated from now on, with this value on every rank; its shape may be
+        another one than before.
+        """
         if (shape := tuple(whole.shape)) != self.placement.shape:
             with no_torch_function():
-                self.data = make_wrapper(HetTensor, shape, dtype=self.dtype, device=self.device)
+                self.data = make_wrapper(
+                    HetTensor, shape, dtype=self.dtype, device=self.device
+                )
         self.local, self.placement = whole, Layout.replicated(shape, self.team.size)
 
     # What models ask for most; through __torch_function__ each takes some microseconds.
@@ -132,15 +164,21 @@ class HetTensor(Tensor):
         return len(self.placement.shape)
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise HetConvError("nothing is registered that runs torch functions on a HetTensor; import hetconv.ops first")
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise HetConvError(
+            "nothing is registered that runs torch functions on a HetTensor; import "
+            "hetconv.ops first"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         raise HetConvError(
-            f"{func} reached a HetTensor below torch's Python functions, where its parts cannot be seen; call "
+            f"{func} reached a HetTensor below torch's Python functions, where its parts "
+            "cannot be seen; call "
             f"hetconv.gather(x) on it first"
         )
 
@@ -150,8 +188,12 @@ class HetTensor(Tensor):
             return f"HetTensor(shape={self.placement.shape}, {self.placement.kind}, local={own})"
 
 
-_waiting: dict[int, HetTensor] = {}  # by id, in the order in which they were put off: the same on every rank
-_superseded: WeakValueDictionary[int, HetTensor] = WeakValueDictionary()  # what became part of another one that waits
+_waiting: dict[
+    int, HetTensor
+] = {}  # by id, in the order in which they were put off: the same on every rank
+_superseded: WeakValueDictionary[int, HetTensor] = (
+    WeakValueDictionary()
+)  # what became part of another one that waits
 
 
 def _forget(x: HetTensor) -> None:
@@ -160,7 +202,9 @@ def _forget(x: HetTensor) -> None:
 
 
 def compute_waiting() -> None:
-    """Computes every part that was put off, before something is written that it may read; collective."""
+    """Computes every part that was put off, before something is written that it may
+    read; collective.
+    """
     if not (_waiting or _superseded):
         return
     for x in list(_waiting.values()):
@@ -179,7 +223,8 @@ def discard_waiting() -> None:
 class _TooLate:
     def __call__(self) -> Tensor:
         raise HetConvError(
-            "the result of a convolution is used again after what follows it was computed with it, and after the "
+            "the result of a convolution is used again after what follows it was computed "
+            "with it, and after the "
             "forward ended or something was written in place; call parallelize without fuse=True"
         )
 
@@ -189,9 +234,10 @@ class _TooLate:
 def gather(x: Tensor, *, images: bool = False) -> Tensor:
     """The whole of a HetTensor, a plain tensor, on every rank; collective, differentiable.
 
-    A plain tensor is returned as is. What travels is channels-last, but whoever takes views of the whole, or draws
-    random numbers over it, counts on the memory order that a model on one device has: it is contiguous, unless these
-    are known to be ``images``, of a model whose inputs are channels-last.
+    A plain tensor is returned as is. What travels is channels-last, but whoever takes
+    views of the whole, or draws random numbers over it, counts on the memory order that
+    a model on one device has: it is contiguous, unless these are known to be
+    ``images``, of a model whose inputs are channels-last.
     """
     if not isinstance(x, HetTensor):
         return x

@@ -1,4 +1,6 @@
-"""What every family of operators needs: the layout of any tensor, and bringing it to where an operator reads it."""
+"""What every family of operators needs: the layout of any tensor, and bringing it to
+where an operator reads it.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ from .het_tensor import HetTensor
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
-Runner = Callable[[Call, Step, Team, Func, Args, Kwargs], HetTensor | tuple[HetTensor, ...]]
-"""Runs a call on parts as its step says; ``func``, ``args`` and ``kwargs`` are the call as it was made."""
+Runner = Callable[
+    [Call, Step, Team, Func, Args, Kwargs], HetTensor | tuple[HetTensor, ...]
+]
+"""Runs a call on parts as its step says; ``func``, ``args`` and ``kwargs`` are the call
+as it was made.
+"""
 
 
 _steps: Cache[tuple[Op, tuple[Layout, ...], Split], Step] = Cache()
@@ -38,7 +44,11 @@ def cached_step(op: Op, inputs: tuple[Layout, ...], split: Split = REPLICATE) ->
 
 def placement_of(x: Tensor, team: Team) -> Layout:
     """A plain tensor inside a parallelized model is a replicated value."""
-    return x.placement if isinstance(x, HetTensor) else _replicated(tuple(x.shape), team.size)
+    return (
+        x.placement
+        if isinstance(x, HetTensor)
+        else _replicated(tuple(x.shape), team.size)
+    )
 
 
 @lru_cache(maxsize=8192)
@@ -51,18 +61,23 @@ def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
     if isinstance(x, HetTensor):
         if x.placement is read:
             return x.local
-        if x.later is not None and all(box == Box.whole(read.shape) for box in read.boxes):
+        if x.later is not None and all(
+            box == Box.whole(read.shape) for box in read.boxes
+        ):
             return x.whole()  # without autograd, for which a need and a replica differ
         return moved(team, x.local, x.placement, read)
     if isinstance(read, Layout) and read.kind == "replicated":
         return x
     if is_replica(x):
-        return take(contributed(team, x), Box.whole(tuple(x.shape)), read.boxes[team.rank])
+        return take(
+            contributed(team, x), Box.whole(tuple(x.shape)), read.boxes[team.rank]
+        )
     return moved(team, x, Layout.replicated(tuple(x.shape), team.size), read)
 
 
 def empty_output(shape: tuple[int, ...], *sources: Tensor | None) -> Tensor:
-    """An empty part of the graph: its backward still reaches all ``sources``, so that every rank joins every exchange.
+    """An empty part of the graph: its backward still reaches all ``sources``, so that
+    every rank joins every exchange.
 
     The first of them gives the dtype.
     """
@@ -76,8 +91,9 @@ def differentiable_gradients(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of ``inputs``, as functions that autograd can differentiate again.
 
-    For a function of our own whose backward is asked for with ``create_graph=True``: its result is computed once more
-    by operators that autograd knows, and these are differentiated.
+    For a function of our own whose backward is asked for with ``create_graph=True``:
+    its result is computed once more by operators that autograd knows, and these are
+    differentiated.
 
     Args:
         compute: computes the result, given ``inputs``; all ranks call it alike.
@@ -85,21 +101,28 @@ def differentiable_gradients(
         g: the gradient of the result.
     """
     with torch.enable_grad():
-        # Aliases, at which autograd stops: parameters of one bucket have one node, to which it would go through x too.
+        # Aliases, at which autograd stops: parameters of one bucket have one node, to
+        # which it would go through x too.
         aliases = [x.view_as(x) if x is not None else None for x in inputs]
         wanted = [x for x in aliases if x is not None and x.requires_grad]
         y = compute(*aliases)
         if not y.requires_grad:  # a rank without parameters and without rows
             return (None,) * len(inputs)
-        found = iter(torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True))
-    return tuple(next(found) if x is not None and x.requires_grad else None for x in inputs)
+        found = iter(
+            torch.autograd.grad(y, wanted, g, create_graph=True, allow_unused=True)
+        )
+    return tuple(
+        next(found) if x is not None and x.requires_grad else None for x in inputs
+    )
 
 
 def uncounted(gradient: Tensor) -> Tensor:
-    """The gradient of a bias that another rank adds: the same as that rank's, whose share in its own gradient counts.
+    """The gradient of a bias that another rank adds: the same as that rank's, whose
+    share in its own gradient counts.
 
-    The cotangent of a partial value is the same on every rank, and what ranks contribute to the gradient of that
-    cotangent adds up: one of them alone may contribute what each has computed.
+    The cotangent of a partial value is the same on every rank, and what ranks
+    contribute to the gradient of that cotangent adds up: one of them alone may
+    contribute what each has computed.
     """
     return _Uncounted.apply(gradient) if torch.is_grad_enabled() else gradient
 
@@ -117,8 +140,9 @@ class _Uncounted(torch.autograd.Function):
 def tied(y: Tensor, *sources: Tensor) -> Tensor:
     """``y``, of which the gradients of all ``sources`` are part of the graph, if only as zeros.
 
-    Ranks hold different parts, some of them empty. Where gradients are differentiated again, every rank must come to
-    the same exchanges: a gradient that one rank leaves out would cut them off there.
+    Ranks hold different parts, some of them empty. Where gradients are differentiated
+    again, every rank must come to the same exchanges: a gradient that one rank leaves
+    out would cut them off there.
     """
     return _Tied.apply(y, *sources)  # type: ignore[no-any-return]
 
@@ -150,7 +174,9 @@ class _Zeros(torch.autograd.Function):
 
 
 class _Cropped(torch.autograd.Function):
-    """`torch.narrow`, but that the gradient of an image lies as the image does: torch's own never is channels-last."""
+    """`torch.narrow`, but that the gradient of an image lies as the image does: torch's
+    own never is channels-last.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, dim: int, span: Span) -> Tensor:
@@ -167,8 +193,12 @@ def cropped(y: Tensor, dim: int, span: Span) -> Tensor:
     return y if span == (0, y.shape[dim]) else _Cropped.apply(y, dim, span)
 
 
-def autocast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A layer's input and parameters in autocast's dtype, where it is on; as in torch, float64 stays."""
+def autocast(
+    x: Tensor, w: Tensor, b: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A layer's input and parameters in autocast's dtype, where it is on; as in torch,
+    float64 stays.
+    """
     kind = w.device.type
     if not torch.is_autocast_enabled(kind) or w.dtype == torch.float64:
         return x, w, b
@@ -182,6 +212,11 @@ def as_called(func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]
     return lambda x: func(x, *args[1:], **rest)
 
 
-def called_on(local: Mapping[int, Tensor], func: Func, args: Args, kwargs: Kwargs) -> Any:
+def called_on(
+    local: Mapping[int, Tensor], func: Func, args: Args, kwargs: Kwargs
+) -> Any:
     """The same call on this rank's parts of its tensors, by the ids of these."""
-    return func(*(local.get(id(a), a) for a in args), **{k: local.get(id(v), v) for k, v in kwargs.items()})
+    return func(
+        *(local.get(id(a), a) for a in args),
+        **{k: local.get(id(v), v) for k, v in kwargs.items()},
+    )

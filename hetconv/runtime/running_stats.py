@@ -1,6 +1,8 @@
-"""Running statistics of batch norms that are cut over channels: a rank keeps those of its own, and tells the others.
+"""Running statistics of batch norms that are cut over channels: a rank keeps those of
+its own, and tells the others.
 
-It tells them of all norms at once, when the model's forward ends: a message for each takes longer than the norm does.
+It tells them of all norms at once, when the model's forward ends: a message for each
+takes longer than the norm does.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Sizes = tuple[int, ...]  # by rank, how many channels are its own
 
 
 class _Untold(NamedTuple):
-    """``stats`` (C,), of which every rank has updated its own channels; they travel in a dtype that is ``exact``."""
+    """``stats`` (C,), of which every rank has updated its own channels; they travel in
+    a dtype that is ``exact``.
+    """
 
     stats: tuple[Tensor, ...]
     sizes: Sizes
@@ -31,11 +35,15 @@ class _Untold(NamedTuple):
 
 
 class Running:
-    """The running statistics of a model, of which ranks know more than the others until they tell them."""
+    """The running statistics of a model, of which ranks know more than the others until
+    they tell them.
+    """
 
     def __init__(self, team: Team):
         self._team = team
-        self._untold: dict[int, _Untold] = {}  # by the id of the first of its statistics
+        self._untold: dict[
+            int, _Untold
+        ] = {}  # by the id of the first of its statistics
 
     @property
     def untold(self) -> int:
@@ -43,7 +51,9 @@ class Running:
         return len(self._untold)
 
     def note(self, stats: tuple[Tensor, ...], sizes: Sizes, exact: torch.dtype) -> None:
-        """Every rank has updated these (C,), or is about to, in its own of the ranges of these ``sizes``."""
+        """Every rank has updated these (C,), or is about to, in its own of the ranges
+        of these ``sizes``.
+        """
         before = self._untold.get(id(stats[0]))
         if before is not None:  # a norm that is called twice
             exact = torch.promote_types(exact, before.exact)
@@ -68,20 +78,38 @@ class Running:
         stats = [stat for one in untold for stat in one.stats]
         cuts = tuple(one.sizes for one in untold for _ in one.stats)
         me = self._team.rank
-        own = torch.cat([stat.split(sizes)[me].to(dtype) for stat, sizes in zip(stats, cuts, strict=True)])
+        own = torch.cat(
+            [
+                stat.split(sizes)[me].to(dtype)
+                for stat, sizes in zip(stats, cuts, strict=True)
+            ]
+        )
         move = told(tuple(map(sum, zip(*cuts, strict=True))))
-        by_rank = perform(self._team, own, move.forward, move.src.boxes[me], move.dst.boxes[me])
+        by_rank = perform(
+            self._team, own, move.forward, move.src.boxes[me], move.dst.boxes[me]
+        )
         by_stat = by_rank[_in_order(cuts, own.device)]
-        # Autograd may keep some of them: their own channels stay as they are, and a norm does not count as a write.
+        # Autograd may keep some of them: their own channels stay as they are, and a
+        # norm does not count as a write.
         foreach_copy_([stat.data for stat in stats], by_stat.split([*map(sum, cuts)]))
 
 
 @lru_cache(maxsize=256)
 def _in_order(cuts: tuple[Sizes, ...], device: torch.device) -> Tensor:
-    """Where the channels of each statistic are among what the ranks have of all, one rank after the other."""
-    by_rank = [n for of_rank in zip(*cuts, strict=True) for n in of_rank]  # rank by rank, of each statistic in turn
+    """Where the channels of each statistic are among what the ranks have of all, one
+    rank after the other.
+    """
+    by_rank = [
+        n for of_rank in zip(*cuts, strict=True) for n in of_rank
+    ]  # rank by rank, of each statistic in turn
     starts = list(accumulate(by_rank, initial=0))
-    at = (starts[rank * len(cuts) + k] for k, sizes in enumerate(cuts) for rank in range(len(sizes)))
+    at = (
+        starts[rank * len(cuts) + k]
+        for k, sizes in enumerate(cuts)
+        for rank in range(len(sizes))
+    )
     sizes = (n for of_stat in cuts for n in of_stat)
-    order = [i for start, n in zip(at, sizes, strict=True) for i in range(start, start + n)]
+    order = [
+        i for start, n in zip(at, sizes, strict=True) for i in range(start, start + n)
+    ]
     return torch.tensor(order, device=device)

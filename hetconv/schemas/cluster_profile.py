@@ -1,4 +1,6 @@
-"""ClusterProfile: what was measured of a cluster's devices and links, or estimated from data sheets; one JSON file."""
+"""ClusterProfile: what was measured of a cluster's devices and links, or estimated from
+data sheets; one JSON file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from hetconv.sharding.conv_spec import ConvSpec
 
 from . import json_files
 from .catalog import find_device, find_link, parse_nodes
-from .device_model import Alone, Axis, Copying, Curve, DeviceModel, LinkModel, OperatorModel, SharedWire
+from .device_model import (
+    Alone,
+    Axis,
+    Copying,
+    Curve,
+    DeviceModel,
+    LinkModel,
+    OperatorModel,
+    SharedWire,
+)
 from .json_files import STRICT, AtLeastZero, Fraction, Positive
 from .provenance import Conditions
 from .tuning_results import TunedChunks, TunedPlan, TunedTile
@@ -61,14 +72,17 @@ class TunedRatio:
 class ClusterProfile:
     """Devices in rank order, links by "low-high" ranks, and tuned ratios and ``plans``.
 
-    ``tiles``: of the kernels on its GPUs, for the shares that the tuned ratio gives them. ``chunks``: in how many a
-    filter split is gathered while it is computed, where that was measured. ``shared``: wires that several pairs use,
-    beside the link of each pair. ``nodes``: the ranks in each host; all in one, unless something else is said.
-    ``overlap``: while halos travel and the device computes, which part of the shorter one takes no time of its own.
-    ``sum_s_per_byte``: what each rank takes, beside messages and adding, for a byte of sums of gradients that it holds.
-    ``latency_at_work``: how many times the latency of links, between devices that rest, a message has in whole steps;
-    ``bytes_at_work``: how many times as long its bytes travel there.
-    ``fingerprint``: the names of the links that were taken from the catalogue.
+    ``tiles``: of the kernels on its GPUs, for the shares that the tuned ratio gives
+    them. ``chunks``: in how many a filter split is gathered while it is computed, where
+    that was measured. ``shared``: wires that several pairs use, beside the link of each
+    pair. ``nodes``: the ranks in each host; all in one, unless something else is said.
+    ``overlap``: while halos travel and the device computes, which part of the shorter
+    one takes no time of its own. ``sum_s_per_byte``: what each rank takes, beside
+    messages and adding, for a byte of sums of gradients that it holds.
+    ``latency_at_work``: how many times the latency of links, between devices that rest,
+    a message has in whole steps; ``bytes_at_work``: how many times as long its bytes
+    travel there. ``fingerprint``: the names of the links that were taken from the
+    catalogue.
     """
 
     devices: tuple[DeviceModel, ...]
@@ -92,18 +106,23 @@ class ClusterProfile:
         wanted = {f"{a}-{b}" for a, b in combinations(ranks, 2)}
         if not self.devices or self.links.keys() != wanted:
             raise ProfileError(
-                f"a profile of {self.world} devices needs links {sorted(wanted)}, but has {sorted(self.links)}"
+                f"a profile of {self.world} devices needs links {sorted(wanted)}, but has "
+                f"{sorted(self.links)}"
             )
         if not self.nodes:
             object.__setattr__(self, "nodes", (tuple(ranks),))
         if sorted(chain(*self.nodes)) != [*ranks] or not all(self.nodes):
             raise ProfileError(
-                f"nodes {self.nodes} do not have each of {self.world} ranks once; put each into one node"
+                f"nodes {self.nodes} do not have each of {self.world} ranks once; put each "
+                "into one node"
             )
         pairs = set(permutations(ranks, 2))
         for wire in self.shared:
             if not pairs.issuperset(wire.pairs):
-                raise ProfileError(f"wire {wire.name!r} is shared by {wire.pairs}, not all of them pairs of two ranks")
+                raise ProfileError(
+                    f"wire {wire.name!r} is shared by {wire.pairs}, not all of them pairs of "
+                    "two ranks"
+                )
 
     @property
     def world(self) -> int:
@@ -121,31 +140,48 @@ class ClusterProfile:
         """Of devices as each is while all others rest, and tells none of them what it computed."""
         devices = tuple(device.by_itself() for device in self.devices)
         silent = dict.fromkeys(self.links, LinkModel(0.0, 0.0))
-        return replace(self, devices=devices, links=silent, shared=(), sum_s_per_byte=0.0)
+        return replace(
+            self, devices=devices, links=silent, shared=(), sum_s_per_byte=0.0
+        )
 
     def slowness(self, pulse_s: Sequence[float]) -> tuple[float, ...]:
-        """How many times as long as usually devices take for all that they compute when a pulse takes them so long.
+        """How many times as long as usually devices take for all that they compute when
+        a pulse takes them so long.
 
         1 of a device whose usual pulse is not known, and of all if ``pulse_s`` is empty.
         """
         if not pulse_s:
             return (1.0,) * self.world
         usual = (device.pulse_s for device in self.devices)
-        return tuple(s / u if u is not None else 1.0 for s, u in zip(pulse_s, usual, strict=True))
+        return tuple(
+            s / u if u is not None else 1.0 for s, u in zip(pulse_s, usual, strict=True)
+        )
 
     def relieved(self, busy: Sequence[float]) -> tuple[float, ...]:
-        """How many times as long as beside others at work devices take for what they compute, see `DeviceModel.relief`.
+        """How many times as long as beside others at work devices take for what they
+        compute, see `DeviceModel.relief`.
 
-        ``busy``: for which part of the step each of them computes; for the rest of it the others have that relief.
+        ``busy``: for which part of the step each of them computes; for the rest of it
+        the others have that relief.
         """
         others = [(sum(busy) - own) / max(self.world - 1, 1) for own in busy]
         return tuple(
-            at_work + (1 - at_work) * device.relief for at_work, device in zip(others, self.devices, strict=True)
+            at_work + (1 - at_work) * device.relief
+            for at_work, device in zip(others, self.devices, strict=True)
         )
 
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
-        """Of the batch, for a convolution cut by filter in these sizes: one unless more were measured to be faster."""
-        return next((c.chunks for c in self.chunks if (c.spec, c.sizes) == (spec, tuple(sizes))), 1)
+        """Of the batch, for a convolution cut by filter in these sizes: one unless more
+        were measured to be faster.
+        """
+        return next(
+            (
+                c.chunks
+                for c in self.chunks
+                if (c.spec, c.sizes) == (spec, tuple(sizes))
+            ),
+            1,
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes the profile, atomically."""
@@ -153,7 +189,9 @@ class ClusterProfile:
 
     @staticmethod
     def load(path: str | Path) -> ClusterProfile:
-        """Raises `ProfileError`, naming the key, for a file that is not a profile of this version."""
+        """Raises `ProfileError`, naming the key, for a file that is not a profile of
+        this version.
+        """
         return json_files.load(path, "profile", VERSION, ClusterProfile, ProfileError)
 
     @staticmethod
@@ -163,40 +201,71 @@ class ClusterProfile:
 
     @staticmethod
     def from_devices(
-        devices: str | Sequence[str], *, link: str = "pcie4-x16", between: str | None = None
+        devices: str | Sequence[str],
+        *,
+        link: str = "pcie4-x16",
+        between: str | None = None,
     ) -> ClusterProfile:
-        """A profile without hardware, from the data sheets in ``devices.json``; marked as estimated.
+        """A profile without hardware, from the data sheets in ``devices.json``; marked
+        as estimated.
 
-        ``devices``: catalogued names in rank order, such as ``["A100-SXM4-80GB", "2xT4", "cpu@0.5"]``: two T4, and a
-        CPU at half its speed. Or as one string, with commas between devices and slashes between nodes:
-        ``"4xV100-SXM2-32GB / 4xT4"``. ``link`` joins the devices of a node; where nodes differ, one for each:
+        ``devices``: catalogued names in rank order, such as ``["A100-SXM4-80GB",
+        "2xT4", "cpu@0.5"]``: two T4, and a CPU at half its speed. Or as one string,
+        with commas between devices and slashes between nodes: ``"4xV100-SXM2-32GB /
+        4xT4"``. ``link`` joins the devices of a node; where nodes differ, one for each:
         ``"nvlink2 / pcie3-x16"``. ``between`` joins the nodes.
 
-        Every node has one network card, which carries in each direction, all its devices together, what ``between``
-        carries. PCIe goes through the host, which carries, all devices of a node together, what two of them send each
-        other at once, so that three or more share it; with ``-switch`` in its name, all can fill their links at once.
-        Raises `ProfileError` for a name that is not catalogued, and for several nodes with nothing between.
+        Every node has one network card, which carries in each direction, all its
+        devices together, what ``between`` carries. PCIe goes through the host, which
+        carries, all devices of a node together, what two of them send each other at
+        once, so that three or more share it; with ``-switch`` in its name, all can fill
+        their links at once. Raises `ProfileError` for a name that is not catalogued,
+        and for several nodes with nothing between.
         """
         names = parse_nodes(devices)
         ranks = iter(range(sum(map(len, names))))
         nodes = tuple(tuple(next(ranks) for _ in node) for node in names)
         models = tuple(_device(name) for node in names for name in node)
-        (inside, hosts), (outside, cards) = _within(nodes, link), between_nodes(nodes, between)
+        (inside, hosts), (outside, cards) = (
+            _within(nodes, link),
+            between_nodes(nodes, between),
+        )
         said = {"link": link} | ({"between": between} if between is not None else {})
-        return ClusterProfile(models, inside | outside, (), said, estimated=True, shared=hosts + cards, nodes=nodes)
+        return ClusterProfile(
+            models,
+            inside | outside,
+            (),
+            said,
+            estimated=True,
+            shared=hosts + cards,
+            nodes=nodes,
+        )
 
 
 def nodes_of(devices: Sequence[DeviceModel]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host; a device that does not say which it is counts as one of a host without a name."""
+    """The ranks of each host; a device that does not say which it is counts as one of a
+    host without a name.
+    """
     hosts = [device.identity.host if device.identity else "" for device in devices]
-    return tuple(tuple(rank for rank, at in enumerate(hosts) if at == host) for host in dict.fromkeys(hosts))
+    return tuple(
+        tuple(rank for rank, at in enumerate(hosts) if at == host)
+        for host in dict.fromkeys(hosts)
+    )
 
 
 def _device(name: str) -> DeviceModel:
     sheet, speed = find_device(name)
-    flops = {dtype: rate * ACHIEVED * speed for dtype, rate in sheet.flops_per_s.items()}
+    flops = {
+        dtype: rate * ACHIEVED * speed for dtype, rate in sheet.flops_per_s.items()
+    }
     return DeviceModel(
-        name, sheet.kind, sheet.memory_bytes, flops, sheet.bytes_per_s * speed, CALL_S, emulated=speed < 1
+        name,
+        sheet.kind,
+        sheet.memory_bytes,
+        flops,
+        sheet.bytes_per_s * speed,
+        CALL_S,
+        emulated=speed < 1,
     )
 
 
@@ -207,25 +276,47 @@ def _within(nodes: Sequence[Sequence[int]], link: str) -> Wiring:
     """The links inside of nodes, and the hosts that they go through."""
     names = [name.strip() for name in link.split("/")]
     if len(names) not in (1, len(nodes)):
-        raise ProfileError(f"link {link!r} names {len(names)} links for {len(nodes)} nodes; give one, or one for each")
+        raise ProfileError(
+            f"link {link!r} names {len(names)} links for {len(nodes)} nodes; give one, or one "
+            "for each"
+        )
     links: dict[str, LinkModel] = {}
     shared: list[SharedWire] = []
-    for i, (node, name) in enumerate(zip(nodes, names * (len(nodes) // len(names)), strict=True)):
+    for i, (node, name) in enumerate(
+        zip(nodes, names * (len(nodes) // len(names)), strict=True)
+    ):
         sheet = find_link(name)
-        links |= {f"{a}-{b}": LinkModel(sheet.latency_s, 1 / sheet.bytes_per_s) for a, b in combinations(node, 2)}
+        links |= {
+            f"{a}-{b}": LinkModel(sheet.latency_s, 1 / sheet.bytes_per_s)
+            for a, b in combinations(node, 2)
+        }
         if sheet.through_host and len(node) > 2:  # two devices do not fill it
-            shared.append(SharedWire(f"host of node {i}", tuple(permutations(node, 2)), 1 / (2 * sheet.bytes_per_s)))
+            shared.append(
+                SharedWire(
+                    f"host of node {i}",
+                    tuple(permutations(node, 2)),
+                    1 / (2 * sheet.bytes_per_s),
+                )
+            )
     return links, tuple(shared)
 
 
-def between_nodes(nodes: Sequence[Sequence[int]], between: str | None, names: Sequence[str] = ()) -> Wiring:
-    """The links from node to node, and the card of each node, out and in, by the nodes' ``names`` or numbers."""
+def between_nodes(
+    nodes: Sequence[Sequence[int]], between: str | None, names: Sequence[str] = ()
+) -> Wiring:
+    """The links from node to node, and the card of each node, out and in, by the nodes'
+    ``names`` or numbers.
+    """
     if len(nodes) == 1 and between is None:
         return {}, ()
     if between is None:
-        raise ProfileError(f"{len(nodes)} nodes were named, but nothing between them; give it, as in ethernet-100g")
+        raise ProfileError(
+            f"{len(nodes)} nodes were named, but nothing between them; give it, as in ethernet-100g"
+        )
     if len(nodes) == 1:
-        raise ProfileError(f"between is {between!r}, but all devices are in one node; put / between those of two")
+        raise ProfileError(
+            f"between is {between!r}, but all devices are in one node; put / between those of two"
+        )
     sheet = find_link(between)
     s_per_byte = 1 / sheet.bytes_per_s
     links: dict[str, LinkModel] = {}
@@ -233,7 +324,24 @@ def between_nodes(nodes: Sequence[Sequence[int]], between: str | None, names: Se
     for i, node in enumerate(nodes):
         name = names[i] if names else f"node {i}"
         others = [rank for other in nodes if other != node for rank in other]
-        links |= {f"{a}-{b}": LinkModel(sheet.latency_s, s_per_byte) for a in node for b in others if a < b}
-        shared.append(SharedWire(f"card of {name}, out", tuple((a, b) for a in node for b in others), s_per_byte))
-        shared.append(SharedWire(f"card of {name}, in", tuple((b, a) for a in node for b in others), s_per_byte))
+        links |= {
+            f"{a}-{b}": LinkModel(sheet.latency_s, s_per_byte)
+            for a in node
+            for b in others
+            if a < b
+        }
+        shared.append(
+            SharedWire(
+                f"card of {name}, out",
+                tuple((a, b) for a in node for b in others),
+                s_per_byte,
+            )
+        )
+        shared.append(
+            SharedWire(
+                f"card of {name}, in",
+                tuple((b, a) for a in node for b in others),
+                s_per_byte,
+            )
+        )
     return links, tuple(shared)

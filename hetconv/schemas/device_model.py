@@ -1,4 +1,6 @@
-"""Models of performance, as a profile has them: seconds of operators on a device, and of bytes between two."""
+"""Models of performance, as a profile has them: seconds of operators on a device, and
+of bytes between two.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ from hetconv.errors import ProfileError
 from .json_files import STRICT, AtLeastZero, Positive
 from .provenance import Conditions, Identity
 
-Axis = Literal["pixels", "filters", "channels"]  # what a share is a share of; pixels are rows, columns or samples too
+Axis = Literal[
+    "pixels", "filters", "channels"
+]  # what a share is a share of; pixels are rows, columns or samples too
 
 
 @dataclass(frozen=True)
 class Curve:
     """Seconds as a piecewise-linear function of a share, in (0, 1], or of bytes; nothing costs 0.
 
-    It may fall between two points, where kernels take a whole block faster than a part, but not beyond them.
+    It may fall between two points, where kernels take a whole block faster than a part,
+    but not beyond them.
     """
 
     shares: tuple[Positive, ...]
@@ -31,8 +36,15 @@ class Curve:
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.shares, self.shares[1:], strict=False))
-        if not self.shares or len(self.shares) != len(self.seconds) or not rising or self.shares[0] <= 0:
-            raise ProfileError("a curve needs rising positive shares and as many seconds")
+        if (
+            not self.shares
+            or len(self.shares) != len(self.seconds)
+            or not rising
+            or self.shares[0] <= 0
+        ):
+            raise ProfileError(
+                "a curve needs rising positive shares and as many seconds"
+            )
 
     def at(self, share: float) -> float:
         if share <= 0:
@@ -65,19 +77,26 @@ class OperatorModel:
 
     def times(self, factor: float) -> OperatorModel:
         """One that takes so many times as long."""
-        return replace(self, forward=self.forward.times(factor), backward=self.backward.times(factor))
+        return replace(
+            self,
+            forward=self.forward.times(factor),
+            backward=self.backward.times(factor),
+        )
 
 
 @dataclass(frozen=True)
 class Alone:
     """What a device takes that works on whole operators while all others rest.
 
-    ``operators``: seconds forward and backward; ``others`` and overheads as `DeviceModel` has them. ``slowness``: what
-    whole steps were found to take, of what operators take one by one, with their data in caches. ``pulse_s``: of a
-    pulse meanwhile, as `DeviceModel` has it.
+    ``operators``: seconds forward and backward; ``others`` and overheads as
+    `DeviceModel` has them. ``slowness``: what whole steps were found to take, of what
+    operators take one by one, with their data in caches. ``pulse_s``: of a pulse
+    meanwhile, as `DeviceModel` has it.
     """
 
-    operators: Mapping[str, tuple[AtLeastZero, AtLeastZero]] = field(default_factory=dict)
+    operators: Mapping[str, tuple[AtLeastZero, AtLeastZero]] = field(
+        default_factory=dict
+    )
     others: Mapping[str, OperatorModel] = field(default_factory=dict)
     overhead_s: AtLeastZero = 0.0
     backward_overhead_s: AtLeastZero = 0.0
@@ -89,7 +108,10 @@ class Alone:
         """One that takes so many times as long, for pulses too."""
         return replace(
             self,
-            operators={key: (factor * ahead, factor * back) for key, (ahead, back) in self.operators.items()},
+            operators={
+                key: (factor * ahead, factor * back)
+                for key, (ahead, back) in self.operators.items()
+            },
             others={key: model.times(factor) for key, model in self.others.items()},
             overhead_s=self.overhead_s * factor,
             backward_overhead_s=self.backward_overhead_s * factor,
@@ -99,10 +121,12 @@ class Alone:
 
 @dataclass(frozen=True)
 class Copying:
-    """What messages through memory take the devices themselves, while all of a host are at it, in seconds per byte.
+    """What messages through memory take the devices themselves, while all of a host are
+    at it, in seconds per byte.
 
-    ``sends``: of a message, to put it where the receiver reads it, whoever may wait there; ``joins``: of what is put
-    together of messages and a device's own part; ``adds``: of what is added to something.
+    ``sends``: of a message, to put it where the receiver reads it, whoever may wait
+    there; ``joins``: of what is put together of messages and a device's own part;
+    ``adds``: of what is added to something.
     """
 
     sends: Positive
@@ -113,16 +137,20 @@ class Copying:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """One device, while all are at work. What was not measured takes the roofline fitted to what was.
+    """One device, while all are at work. What was not measured takes the roofline
+    fitted to what was.
 
-    ``operators``: layers by operator and axis; ``others``: of what a plan does not name, by kind and dtype, the seconds
-    of bytes read and written. ``flops_per_s`` by dtype, with ``tf32`` beside ``float32`` where convolutions of float32
-    run on tensor cores. ``overhead_s``: what the host takes to call an operator, and ``backward_overhead_s`` what
-    training adds to that; where it is not known, the first times ``backward_ratio``. ``alone``: without the others.
-    ``corrections``, by kind of split: what layers were found to take in whole steps, of what they take one by one.
-    ``measured``: under which conditions; nothing was, if it says nothing. ``pulse_s``: of a small fixed piece of work
-    meanwhile, by which to tell how fast the device is at another time. ``copying``: of messages to ranks of its host,
-    unless links carry them by themselves.
+    ``operators``: layers by operator and axis; ``others``: of what a plan does not
+    name, by kind and dtype, the seconds of bytes read and written. ``flops_per_s`` by
+    dtype, with ``tf32`` beside ``float32`` where convolutions of float32 run on tensor
+    cores. ``overhead_s``: what the host takes to call an operator, and
+    ``backward_overhead_s`` what training adds to that; where it is not known, the first
+    times ``backward_ratio``. ``alone``: without the others. ``corrections``, by kind of
+    split: what layers were found to take in whole steps, of what they take one by one.
+    ``measured``: under which conditions; nothing was, if it says nothing. ``pulse_s``:
+    of a small fixed piece of work meanwhile, by which to tell how fast the device is at
+    another time. ``copying``: of messages to ranks of its host, unless links carry them
+    by themselves.
     """
 
     name: str
@@ -145,20 +173,30 @@ class DeviceModel:
     __pydantic_config__ = STRICT
 
     def at_pulse(self, pulse_s: float) -> DeviceModel:
-        """This device when it is so fast: all that it computes takes as many times as long as a pulse does."""
+        """This device when it is so fast: all that it computes takes as many times as
+        long as a pulse does.
+        """
         if self.pulse_s is None:
             return self
         slow = pulse_s / self.pulse_s
-        return replace(self.times(slow), alone=self.alone.times(slow) if self.alone else None, pulse_s=pulse_s)
+        return replace(
+            self.times(slow),
+            alone=self.alone.times(slow) if self.alone else None,
+            pulse_s=pulse_s,
+        )
 
     def times(self, factor: float) -> DeviceModel:
         """One that takes so many times as long beside others."""
         backward_s = self.backward_overhead_s
         return replace(
             self,
-            operators={key: model.times(factor) for key, model in self.operators.items()},
+            operators={
+                key: model.times(factor) for key, model in self.operators.items()
+            },
             others={key: model.times(factor) for key, model in self.others.items()},
-            flops_per_s={dtype: rate / factor for dtype, rate in self.flops_per_s.items()},
+            flops_per_s={
+                dtype: rate / factor for dtype, rate in self.flops_per_s.items()
+            },
             bytes_per_s=self.bytes_per_s / factor,
             overhead_s=self.overhead_s * factor,
             backward_overhead_s=backward_s * factor if backward_s is not None else None,
@@ -166,7 +204,11 @@ class DeviceModel:
 
     def rate(self, dtype: str) -> float:
         """Flops per second; a ``dtype`` of which nothing is known takes float32's."""
-        return self.flops_per_s.get(dtype) or self.flops_per_s.get("float32") or max(self.flops_per_s.values())
+        return (
+            self.flops_per_s.get(dtype)
+            or self.flops_per_s.get("float32")
+            or max(self.flops_per_s.values())
+        )
 
     def overhead(self, backward: bool) -> float:
         """Seconds of the host for one operator in this pass."""
@@ -175,26 +217,45 @@ class DeviceModel:
         known = self.backward_overhead_s
         return known if known is not None else self.overhead_s * self.backward_ratio
 
-    def roofline(self, flops: float, moved_bytes: float, dtype: str, backward: bool) -> float:
-        """Seconds of an unmeasured operator: the longer of computing and moving, and what a call costs."""
+    def roofline(
+        self, flops: float, moved_bytes: float, dtype: str, backward: bool
+    ) -> float:
+        """Seconds of an unmeasured operator: the longer of computing and moving, and
+        what a call costs.
+        """
         if flops + moved_bytes <= 0:
             return 0.0
         once = max(flops / self.rate(dtype), moved_bytes / self.bytes_per_s)
-        return once * (self.backward_ratio if backward else 1.0) + self.overhead(backward)
+        return once * (self.backward_ratio if backward else 1.0) + self.overhead(
+            backward
+        )
 
     @cached_property  # every step that is predicted asks for it
     def relief(self) -> float:
-        """What its layers take while all others rest, as a part of what they take beside others at work; 1 at most.
+        """What its layers take while all others rest, as a part of what they take
+        beside others at work; 1 at most.
 
-        Devices may share more than links: memory, caches, power, a core's two threads. 1 where that was not measured,
-        and of an emulated device: by itself it sleeps once for all layers, which says nothing of its core.
+        Devices may share more than links: memory, caches, power, a core's two threads.
+        1 where that was not measured, and of an emulated device: by itself it sleeps
+        once for all layers, which says nothing of its core.
         """
         if self.alone is None or self.emulated:
             return 1.0
-        at_work = {key: model.forward.at(1.0) + model.backward.at(1.0) for key, model in self.operators.items()}
-        both = [(sum(known), at_work[key]) for key, known in self.alone.operators.items() if key in at_work]
+        at_work = {
+            key: model.forward.at(1.0) + model.backward.at(1.0)
+            for key, model in self.operators.items()
+        }
+        both = [
+            (sum(known), at_work[key])
+            for key, known in self.alone.operators.items()
+            if key in at_work
+        ]
         beside_s = sum(seconds for _, seconds in both)
-        return min(sum(alone_s for alone_s, _ in both) / beside_s, 1.0) if beside_s > 0 else 1.0
+        return (
+            min(sum(alone_s for alone_s, _ in both) / beside_s, 1.0)
+            if beside_s > 0
+            else 1.0
+        )
 
     def by_itself(self) -> DeviceModel:
         """This device while all others rest; as its layers are if that was not measured."""
@@ -206,16 +267,23 @@ class DeviceModel:
             for key, (forward, backward) in known.operators.items()
         }
         alone = replace(
-            self, operators={**self.operators, **whole}, others=known.others, overhead_s=known.overhead_s,
-            backward_overhead_s=known.backward_overhead_s, corrections={}, pulse_s=known.pulse_s or self.pulse_s,
-            copying=None, alone=None,
-        )  # fmt: skip
+            self,
+            operators={**self.operators, **whole},
+            others=known.others,
+            overhead_s=known.overhead_s,
+            backward_overhead_s=known.backward_overhead_s,
+            corrections={},
+            pulse_s=known.pulse_s or self.pulse_s,
+            copying=None,
+            alone=None,
+        )
         return alone.times(known.slowness)
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A pair of devices: seconds = latency + bytes * seconds per byte; ``measured``, or from a data sheet.
+    """A pair of devices: seconds = latency + bytes * seconds per byte; ``measured``, or
+    from a data sheet.
 
     ``back_s_per_byte``: from the second device to the first, if that is another number.
     """
@@ -230,12 +298,15 @@ class LinkModel:
         """The same link seen from the second device."""
         if self.back_s_per_byte is None:
             return self
-        return replace(self, s_per_byte=self.back_s_per_byte, back_s_per_byte=self.s_per_byte)
+        return replace(
+            self, s_per_byte=self.back_s_per_byte, back_s_per_byte=self.s_per_byte
+        )
 
 
 @dataclass(frozen=True)
 class SharedWire:
-    """What the messages of several (sender, receiver) pairs share, such as a network card in one direction.
+    """What the messages of several (sender, receiver) pairs share, such as a network
+    card in one direction.
 
     ``measured``, or from a data sheet.
     """

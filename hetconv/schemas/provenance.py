@@ -14,8 +14,9 @@ from .json_files import STRICT
 class Identity:
     """A device that several profiles may have measured.
 
-    ``hardware``: its maker's name for it. ``unit``: a GPU's UUID; of a CPU, the threads that computed. ``speed``: what
-    is left of it where it is emulated. Ranks that share a device have one identity.
+    ``hardware``: its maker's name for it. ``unit``: a GPU's UUID; of a CPU, the threads
+    that computed. ``speed``: what is left of it where it is emulated. Ranks that share
+    a device have one identity.
     """
 
     host: str
@@ -31,7 +32,9 @@ class Identity:
 
 @dataclass(frozen=True)
 class Conditions:
-    """When something was measured, in UTC, and with what. Empty: not known, or, of triton and driver, not there."""
+    """When something was measured, in UTC, and with what. Empty: not known, or, of
+    triton and driver, not there.
+    """
 
     at: Annotated[str, Field(pattern=r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)?$")]
     torch: str
@@ -42,4 +45,7 @@ class Conditions:
 
     def __str__(self) -> str:
         said = {"torch": self.torch, "triton": self.triton, "driver": self.driver}
-        return ", ".join([f"{what} {version}" for what, version in said.items() if version] + [self.at] * bool(self.at))
+        return ", ".join(
+            [f"{what} {version}" for what, version in said.items() if version]
+            + [self.at] * bool(self.at)
+        )

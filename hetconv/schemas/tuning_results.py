@@ -1,4 +1,6 @@
-"""What tuning found: of convolutions tiles, in words, for no kernel is known here, and chunks; of models, plans."""
+"""What tuning found: of convolutions tiles, in words, for no kernel is known here, and
+chunks; of models, plans.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from .provenance import Conditions
 
 @dataclass(frozen=True)
 class TunedTile:
-    """``choice`` is a tile of `hetconv.kernels`, as it prints, or "aten"; it was measured with these versions.
+    """``choice`` is a tile of `hetconv.kernels`, as it prints, or "aten"; it was
+    measured with these versions.
 
-    ``seconds`` are its own, ``heuristic_s`` those of the tile that is taken where nothing was tuned, if that one ran.
+    ``seconds`` are its own, ``heuristic_s`` those of the tile that is taken where
+    nothing was tuned, if that one ran.
     """
 
     device: str
@@ -34,9 +38,11 @@ class TunedTile:
 
 @dataclass(frozen=True)
 class TunedChunks:
-    """A convolution cut by filter in these ``sizes`` and gathered: into how many chunks of the batch, for inference.
+    """A convolution cut by filter in these ``sizes`` and gathered: into how many chunks
+    of the batch, for inference.
 
-    ``seconds`` are those of the whole, the gathering included, beside ``unchunked_s``. One, if no more were faster.
+    ``seconds`` are those of the whole, the gathering included, beside ``unchunked_s``.
+    One, if no more were faster.
     """
 
     spec: ConvSpec
@@ -50,13 +56,16 @@ class TunedChunks:
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """The fastest plan of those that were measured on whole steps of one model and mode; a device alone, if none was.
+    """The fastest plan of those that were measured on whole steps of one model and
+    mode; a device alone, if none was.
 
-    ``name``: what the planner calls it. ``predicted_s``: from all that was learnt by the end. ``trials``: plans that
-    were measured. ``alone`` is the name of the device that is fastest by itself, and ``alone_s`` are seconds of the
-    plain model's steps there, in its faster memory format, beside which ``step_s`` were measured; none where the model
-    fits no device. ``even`` and ``even_s``: likewise of the even split that was predicted to be the fastest; none where
-    it did not run. All seconds are as on devices that are as fast as they usually are.
+    ``name``: what the planner calls it. ``predicted_s``: from all that was learnt by
+    the end. ``trials``: plans that were measured. ``alone`` is the name of the device
+    that is fastest by itself, and ``alone_s`` are seconds of the plain model's steps
+    there, in its faster memory format, beside which ``step_s`` were measured; none
+    where the model fits no device. ``even`` and ``even_s``: likewise of the even split
+    that was predicted to be the fastest; none where it did not run. All seconds are as
+    on devices that are as fast as they usually are.
     """
 
     graph: str

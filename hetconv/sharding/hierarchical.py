@@ -1,4 +1,6 @@
-"""Two levels: samples are cut across nodes, and each node shares its own in any way of one level. Pure integers."""
+"""Two levels: samples are cut across nodes, and each node shares its own in any way of
+one level. Pure integers.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,31 @@ from .layout import Boxes, Layout, Need, spans
 
 @dataclass(frozen=True)
 class TwoLevel(Layout):
-    """A layout whose first ``nodes[0]`` ranks are one node, the next ``nodes[1]`` the second, and so on.
+    """A layout whose first ``nodes[0]`` ranks are one node, the next ``nodes[1]`` the
+    second, and so on.
 
-    The ranks of a node hold the same samples, dimension 0. Of these they hold disjoint boxes, or each a summand, which
-    is what ``kind`` then says of a node and no more of all ranks.
+    The ranks of a node hold the same samples, dimension 0. Of these they hold disjoint
+    boxes, or each a summand, which is what ``kind`` then says of a node and no more of
+    all ranks.
     """
 
     nodes: tuple[int, ...] = ()
 
     @staticmethod
-    def of(nodes: Sequence[int], samples: Sequence[int], parts: Sequence[Layout]) -> TwoLevel:
-        """Each node has this many ranks and samples, and shares these as its part says of all samples; see `parts`."""
-        boxes, shares = zip(*((p.boxes[:n], p.shares[:n]) for p, n in zip(parts, nodes, strict=True)), strict=True)
+    def of(
+        nodes: Sequence[int], samples: Sequence[int], parts: Sequence[Layout]
+    ) -> TwoLevel:
+        """Each node has this many ranks and samples, and shares these as its part says
+        of all samples; see `parts`.
+        """
+        boxes, shares = zip(
+            *((p.boxes[:n], p.shares[:n]) for p, n in zip(parts, nodes, strict=True)),
+            strict=True,
+        )
         own = boxes_of_nodes(samples, boxes)
-        return TwoLevel(parts[0].shape, parts[0].kind, own, tuple(chain(*shares)), tuple(nodes))
+        return TwoLevel(
+            parts[0].shape, parts[0].kind, own, tuple(chain(*shares)), tuple(nodes)
+        )
 
     @cached_property
     def members(self) -> tuple[range, ...]:
@@ -45,11 +58,21 @@ class TwoLevel(Layout):
     def parts(self) -> tuple[Layout, ...]:
         """How each node would share all samples.
 
-        Beside a rank that is alone in its node there is one more, which holds nothing, so that each part shows its cut.
+        Beside a rank that is alone in its node there is one more, which holds nothing,
+        so that each part shows its cut.
         """
-        boxes = [tuple(self.boxes[rank].along(0, 0, self.shape[0]) for rank in ranks) for ranks in self.members]
-        shares = [tuple(self.shares[rank] for rank in ranks) if self.shares else () for ranks in self.members]
-        found = [Layout(self.shape, self.kind, *both) for both in zip(boxes, shares, strict=True)]
+        boxes = [
+            tuple(self.boxes[rank].along(0, 0, self.shape[0]) for rank in ranks)
+            for ranks in self.members
+        ]
+        shares = [
+            tuple(self.shares[rank] for rank in ranks) if self.shares else ()
+            for ranks in self.members
+        ]
+        found = [
+            Layout(self.shape, self.kind, *both)
+            for both in zip(boxes, shares, strict=True)
+        ]
         dim = next((part.dim for part in found if part.world > 1), None) or 0
         if self.kind == "partial":
             alone = Layout.partial(self.shape, 2, (1, 0))
@@ -84,29 +107,53 @@ def in_nodes(
     outputs: Sequence[Layout],
     counted: Sequence[bool],
 ) -> tuple[tuple[Layout | Need, ...], TwoLevel] | None:
-    """What all ranks read and yield where each node does with its own samples what it would do with all of them.
+    """What all ranks read and yield where each node does with its own samples what it
+    would do with all of them.
 
-    ``reads`` of each input, and ``outputs``, by node. ``counted``: of each input whether its dimension 0 counts the
-    samples. None where the nodes' results do not lie alike, or something else than samples of their own is read.
+    ``reads`` of each input, and ``outputs``, by node. ``counted``: of each input
+    whether its dimension 0 counts the samples. None where the nodes' results do not lie
+    alike, or something else than samples of their own is read.
     """
     kinds, dims = {y.kind for y in outputs}, {y.dim for y in outputs}
-    if kinds != {"partial"} and (kinds != {"sharded"} or len(dims) > 1 or dims & {None, 0}):
+    if kinds != {"partial"} and (
+        kinds != {"sharded"} or len(dims) > 1 or dims & {None, 0}
+    ):
         return None
-    found = tuple(_read(nodes, samples, of_input, own) for of_input, own in zip(reads, counted, strict=True))
+    found = tuple(
+        _read(nodes, samples, of_input, own)
+        for of_input, own in zip(reads, counted, strict=True)
+    )
     whole = tuple(read for read in found if read is not None)
-    return (whole, TwoLevel.of(nodes, samples, outputs)) if len(whole) == len(found) else None
+    return (
+        (whole, TwoLevel.of(nodes, samples, outputs))
+        if len(whole) == len(found)
+        else None
+    )
 
 
 def _read(
-    nodes: Sequence[int], samples: Sequence[int], reads: Sequence[Layout | Need], counted: bool
+    nodes: Sequence[int],
+    samples: Sequence[int],
+    reads: Sequence[Layout | Need],
+    counted: bool,
 ) -> Layout | Need | None:
-    layouts, shape = [read for read in reads if isinstance(read, Layout)], reads[0].shape
+    layouts, shape = (
+        [read for read in reads if isinstance(read, Layout)],
+        reads[0].shape,
+    )
     kinds, laid_out = {x.kind for x in layouts}, counted and len(layouts) == len(reads)
     if not (kinds <= {"sharded"} or (kinds == {"partial"} and laid_out)):
         return None
-    if counted and any((b.lo[0], b.hi[0]) != (0, shape[0]) for read in reads for b in read.boxes if b.numel):
+    if counted and any(
+        (b.lo[0], b.hi[0]) != (0, shape[0])
+        for read in reads
+        for b in read.boxes
+        if b.numel
+    ):
         return None
     if laid_out:
         return TwoLevel.of(nodes, samples, layouts)
     boxes = [read.boxes[:ranks] for read, ranks in zip(reads, nodes, strict=True)]
-    return Need(shape, boxes_of_nodes(samples, boxes) if counted else tuple(chain(*boxes)))
+    return Need(
+        shape, boxes_of_nodes(samples, boxes) if counted else tuple(chain(*boxes))
+    )

@@ -1,7 +1,9 @@
-"""For each operator: what it reads of its inputs and what layout it yields, given their layouts and a split. Pure.
+"""For each operator: what it reads of its inputs and what layout it yields, given their
+layouts and a split. Pure.
 
-An operator is a frozen dataclass with one method, ``step``. The planner prices the steps, the runtime takes them.
-Here are the layers that a plan names; operators that follow their inputs are in `operators`.
+An operator is a frozen dataclass with one method, ``step``. The planner prices the
+steps, the runtime takes them. Here are the layers that a plan names; operators that
+follow their inputs are in `operators`.
 """
 
 from __future__ import annotations
@@ -37,16 +39,21 @@ __all__ = [
     "window_need",
 ]
 
-JOINED = 1.0  # times as many numbers in the filters as in the input, from which on halos are joined to own rows
+# times as many numbers in the filters as in the input, from which on halos are joined
+# to own rows
+JOINED = 1.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """How one operator runs on parts: each input is brought to ``reads``, the local result has the layout ``output``.
+    """How one operator runs on parts: each input is brought to ``reads``, the local
+    result has the layout ``output``.
 
-    ``contributes``: replicated parameters are used on own parts only, so their gradients are summed over ranks.
-    ``forward`` and ``backward`` are further movements, of statistics, performed in their forward sense. ``tells``: how
-    many numbers each rank has to tell all others, which it does with those of other operators when the forward ends.
+    ``contributes``: replicated parameters are used on own parts only, so their
+    gradients are summed over ranks. ``forward`` and ``backward`` are further movements,
+    of statistics, performed in their forward sense. ``tells``: how many numbers each
+    rank has to tell all others, which it does with those of other operators when the
+    forward ends.
     """
 
     reads: tuple[Layout | Need, ...]
@@ -58,7 +65,9 @@ class Step:
 
 
 class Op(Hashable, Protocol):
-    """An operator. ``split`` is given to those that a plan names; the others follow their inputs."""
+    """An operator. ``split`` is given to those that a plan names; the others follow
+    their inputs.
+    """
 
     def step(self, inputs: tuple[Layout, ...], split: Split) -> Step: ...
 
@@ -76,7 +85,9 @@ class Gather:
 
 
 def cut_dim(kind: SplitKind, space: range) -> int | None:
-    """The dimension that samples, depth, height or width are, if there is one. ``space``: the spatial dimensions."""
+    """The dimension that samples, depth, height or width are, if there is one.
+    ``space``: the spatial dimensions.
+    """
     if kind == "sample":
         return 0
     back = SPACE.get(kind, 0)
@@ -84,29 +95,56 @@ def cut_dim(kind: SplitKind, space: range) -> int | None:
 
 
 def _check_fit(op: Conv | Linear, split: Split, world: int, said: str) -> None:
-    """What both layers refuse: a kind for which there is no dimension, another number of sizes than ranks."""
+    """What both layers refuse: a kind for which there is no dimension, another number
+    of sizes than ranks.
+    """
     where: tuple[SplitKind, ...] = ("sample", *SPACE)
-    kinds: tuple[SplitKind, ...] = ("sample", split.kind) if split.nodes else (split.kind,)
+    kinds: tuple[SplitKind, ...] = (
+        ("sample", split.kind) if split.nodes else (split.kind,)
+    )
     for kind in kinds:
         if kind in where and op.dim(kind) is None:
             others = [kind for kind in where if op.dim(kind) is not None]
-            raise SplitError(f"{said} has no {kind} to split; use {', '.join([*others, 'filter'])} or channel")
+            raise SplitError(
+                f"{said} has no {kind} to split; use {', '.join([*others, 'filter'])} or channel"
+            )
     if len(split.sizes) != world:
-        raise SplitError(f"{split} has {len(split.sizes)} sizes for {world} ranks; give one size per rank")
+        raise SplitError(
+            f"{split} has {len(split.sizes)} sizes for {world} ranks; give one size per rank"
+        )
 
 
 def _other_sum(split: Split, extent: int) -> str | None:
-    """What the sizes add up to, in all or in the first node where that is not ``extent``; None where it is."""
+    """What the sizes add up to, in all or in the first node where that is not
+    ``extent``; None where it is.
+    """
     sums = enumerate(sum(part.sizes) for part in split.parts)
-    return next((f"{n}{f' in node {k}' if split.nodes else ''}" for k, n in sums if n != extent), None)
+    return next(
+        (
+            f"{n}{f' in node {k}' if split.nodes else ''}"
+            for k, n in sums
+            if n != extent
+        ),
+        None,
+    )
 
 
 def _in_nodes(op: Conv | Linear, shape: Shape, x: Layout, split: Split) -> Step:
     """Each node's step, on its own samples, with a result of ``shape``."""
-    steps = [op.step((Layout.replicated(x.shape, len(part.sizes)),), part) for part in split.parts]
-    reads, outputs = [[step.reads[0] for step in steps]], [step.output for step in steps]
+    steps = [
+        op.step((Layout.replicated(x.shape, len(part.sizes)),), part)
+        for part in split.parts
+    ]
+    reads, outputs = (
+        [[step.reads[0] for step in steps]],
+        [step.output for step in steps],
+    )
     found = in_nodes(split.ranks, split.samples(x.shape[0]), reads, outputs, (True,))
-    return Step(*found, contributes=True) if found is not None else Gather(shape).step((x,))
+    return (
+        Step(*found, contributes=True)
+        if found is not None
+        else Gather(shape).step((x,))
+    )
 
 
 def _summands(shape: Shape, split: Split) -> Layout:
@@ -115,11 +153,17 @@ def _summands(shape: Shape, split: Split) -> Layout:
 
 
 def halos_travel(op: Op, x: Layout, split: Split) -> bool:
-    """Whether a convolution's input is cut as a spatial split cuts it, so that own rows stay and halos come to them.
+    """Whether a convolution's input is cut as a spatial split cuts it, so that own rows
+    stay and halos come to them.
 
     Not where these are joined.
     """
-    if not isinstance(op, Conv) or split.kind not in SPACE or x.kind != "sharded" or x.inner != op.dim(split.kind):
+    if (
+        not isinstance(op, Conv)
+        or split.kind not in SPACE
+        or x.kind != "sharded"
+        or x.inner != op.dim(split.kind)
+    ):
         return False
     if joins_halos(op, split.kind):
         return False
@@ -128,8 +172,9 @@ def halos_travel(op: Op, x: Layout, split: Split) -> bool:
 
 
 def joins_halos(op: Conv, kind: SplitKind) -> bool:
-    """Whether halos are joined to own rows, and both convolved at once: of small maps with many channels, where to read
-    the filters once more, for a halo alone, takes longer than to copy own rows.
+    """Whether halos are joined to own rows, and both convolved at once: of small maps
+    with many channels, where to read the filters once more, for a halo alone, takes
+    longer than to copy own rows.
     """
     dim, s = op.dim(kind), op.spec
     has_halos = dim is not None and s.kernel[dim - 2] > 1
@@ -138,20 +183,33 @@ def joins_halos(op: Conv, kind: SplitKind) -> bool:
 
 @lru_cache(maxsize=4096)
 def _held(shape: Shape, split: Split, world: int) -> Mapping[str, Held]:
-    """Of a weight of this shape and its bias: own slices of what is cut, of the rest the whole where there is work."""
+    """Of a weight of this shape and its bias: own slices of what is cut, of the rest
+    the whole where there is work.
+    """
     bias, everyone = shape[:1], (1,) * world
     if split.nodes:
-        return {"weight": _held_in_nodes(shape, split), "bias": _held_in_nodes(bias, split)}
+        return {
+            "weight": _held_in_nodes(shape, split),
+            "bias": _held_in_nodes(bias, split),
+        }
     if split.kind == "filter":
-        return {"weight": Held.cut(shape, 0, split.sizes), "bias": Held.cut(bias, 0, split.sizes)}
+        return {
+            "weight": Held.cut(shape, 0, split.sizes),
+            "bias": Held.cut(bias, 0, split.sizes),
+        }
     if split.kind == "channel":
-        return {"weight": Held.cut(shape, 1, split.sizes), "bias": Held.by(bias, everyone)}
+        return {
+            "weight": Held.cut(shape, 1, split.sizes),
+            "bias": Held.by(bias, everyone),
+        }
     shares = split.sizes or everyone
     return {"weight": Held.by(shape, shares), "bias": Held.by(bias, shares)}
 
 
 def _held_in_nodes(shape: Shape, split: Split) -> Held:
-    """Cut by filter or channel in every node that has samples, or the whole on every rank that has work."""
+    """Cut by filter or channel in every node that has samples, or the whole on every
+    rank that has work.
+    """
     boxes: list[Box] = []
     dim = {"filter": 0, "channel": 1}.get(split.kind, len(shape))
     nothing = Box.whole(shape).along(dim if dim < len(shape) else 0, 0, 0)
@@ -175,28 +233,44 @@ class Conv:
         """Raises `SplitError` unless ``split`` cuts this convolution among ``world`` ranks."""
         if split.kind == "replicate":
             return
-        s, extent = self.spec, {"filter": self.spec.K, "channel": self.spec.C}.get(split.kind)
+        s, extent = (
+            self.spec,
+            {"filter": self.spec.K, "channel": self.spec.C}.get(split.kind),
+        )
         _check_fit(self, split, world, f"a {s.spatial_dims}-D convolution")
         if extent is not None and (found := _other_sum(split, extent)) is not None:
             what = "filters" if split.kind == "filter" else "input channels"
-            raise SplitError(f"{split} adds up to {found}, but the convolution has {extent} {what}")
-        per_group = s.C // s.groups
-        if split.kind == "channel" and s.groups > 1 and any(size % per_group for size in split.sizes):
             raise SplitError(
-                f"{split} cuts through the groups of a convolution with {s.groups} groups of {per_group} input "
+                f"{split} adds up to {found}, but the convolution has {extent} {what}"
+            )
+        per_group = s.C // s.groups
+        if (
+            split.kind == "channel"
+            and s.groups > 1
+            and any(size % per_group for size in split.sizes)
+        ):
+            raise SplitError(
+                f"{split} cuts through the groups of a convolution with {s.groups} groups of "
+                f"{per_group} input "
                 f"channels; give multiples of {per_group}, or split it by filter"
             )
 
     def dim(self, kind: SplitKind) -> int | None:
-        """The dimension of the input, and of the output, that samples, depth, height or width are, if it has it."""
+        """The dimension of the input, and of the output, that samples, depth, height or
+        width are, if it has it.
+        """
         return cut_dim(kind, range(2, 2 + self.spec.spatial_dims))
 
     def canonical(self, split: Split) -> Split:
-        """A grouped convolution cut by whole groups of channels is one cut by their filters: nothing is summed."""
+        """A grouped convolution cut by whole groups of channels is one cut by their
+        filters: nothing is summed.
+        """
         if split.kind != "channel" or self.spec.groups == 1:
             return split
         s = self.spec
-        return Split("filter", tuple(size * s.K // s.C for size in split.sizes), split.nodes)
+        return Split(
+            "filter", tuple(size * s.K // s.C for size in split.sizes), split.nodes
+        )
 
     def held(self, split: Split, world: int) -> Mapping[str, Held]:
         """Which ranks hold what of the parameters."""
@@ -205,7 +279,11 @@ class Conv:
     def group_span(self, filters: tuple[int, int]) -> tuple[int, int]:
         """The groups that a span of filters belongs to."""
         per_group = self.spec.K // self.spec.groups
-        return (filters[0] // per_group, -(-filters[1] // per_group)) if filters[0] < filters[1] else (0, 0)
+        return (
+            (filters[0] // per_group, -(-filters[1] // per_group))
+            if filters[0] < filters[1]
+            else (0, 0)
+        )
 
     def step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
         (x,), s, split = inputs, self.spec, self.canonical(split)
@@ -214,23 +292,33 @@ class Conv:
         if split.kind == "replicate":
             return Gather(s.y_shape).step(inputs)
         if split.kind == "channel":
-            return Step((Layout.sharded(s.x_shape, 1, split.sizes),), _summands(s.y_shape, split))
+            return Step(
+                (Layout.sharded(s.x_shape, 1, split.sizes),),
+                _summands(s.y_shape, split),
+            )
         if split.kind == "filter":
             per_group = s.C // s.groups
             groups = [self.group_span(f) for f in spans(split.sizes)]
             whole = Box.whole(s.x_shape)
-            need = Need(s.x_shape, tuple(whole.along(1, a * per_group, b * per_group) for a, b in groups))
+            need = Need(
+                s.x_shape,
+                tuple(whole.along(1, a * per_group, b * per_group) for a, b in groups),
+            )
             return Step((need,), Layout.sharded(s.y_shape, 1, split.sizes))
         dim = self.dim(split.kind)
         assert dim is not None, f"{split} of {s}, which `check` refuses"
         y = Layout.sharded(s.y_shape, dim, apportion(s.y_shape[dim], split.sizes))
         if dim == 0:
             return Step((Layout.sharded(s.x_shape, 0, y.sizes),), y, contributes=True)
-        return Step((window_need(x.shape, y, dim, s.windows[dim - 2]),), y, contributes=True)
+        return Step(
+            (window_need(x.shape, y, dim, s.windows[dim - 2]),), y, contributes=True
+        )
 
 
 def window_need(shape: Shape, y: Layout, dim: int, window: Window) -> Need:
-    """What each rank reads of an input of ``shape`` to compute its part of ``y``, which is cut along ``dim``."""
+    """What each rank reads of an input of ``shape`` to compute its part of ``y``, which
+    is cut along ``dim``.
+    """
     reads = [window.reads((b.lo[dim], b.hi[dim]), shape[dim]) for b in y.boxes]
     whole = Box.whole(shape)
     return Need(shape, tuple(whole.along(dim, lo, hi) for lo, hi in reads))
@@ -238,9 +326,11 @@ def window_need(shape: Shape, y: Layout, dim: int, window: Window) -> Need:
 
 @dataclass(frozen=True)
 class Linear:
-    """y[..., k] = sum over c of x[..., c] w[k, c]. Filters are output features, channels input features.
+    """y[..., k] = sum over c of x[..., c] w[k, c]. Filters are output features,
+    channels input features.
 
-    An input (N, H, W, C) or (N, D, H, W, C), an image with its channels last, can be cut in space too.
+    An input (N, H, W, C) or (N, D, H, W, C), an image with its channels last, can be
+    cut in space too.
     """
 
     x_shape: Shape
@@ -257,7 +347,9 @@ class Linear:
         _check_fit(self, split, world, f"a linear layer on {self.x_shape}")
         extent = {"filter": self.features, "channel": self.x_shape[-1]}.get(split.kind)
         if extent is not None and (found := _other_sum(split, extent)) is not None:
-            raise SplitError(f"{split} adds up to {found}, but the linear layer has {extent} features there")
+            raise SplitError(
+                f"{split} adds up to {found}, but the linear layer has {extent} features there"
+            )
 
     def held(self, split: Split, world: int) -> Mapping[str, Held]:
         """Which ranks hold what of the parameters."""
@@ -276,11 +368,19 @@ class Linear:
             return _in_nodes(self, self.y_shape, x, split)
         last = len(x.shape) - 1
         if split.kind == "filter":
-            return Step((Need.everything(x.shape, x.world),), Layout.sharded(self.y_shape, last, split.sizes))
+            return Step(
+                (Need.everything(x.shape, x.world),),
+                Layout.sharded(self.y_shape, last, split.sizes),
+            )
         if split.kind == "channel":
-            return Step((Layout.sharded(x.shape, last, split.sizes),), _summands(self.y_shape, split))
+            return Step(
+                (Layout.sharded(x.shape, last, split.sizes),),
+                _summands(self.y_shape, split),
+            )
         if (dim := self.dim(split.kind)) is not None:
             sizes = apportion(x.shape[dim], split.sizes)
             cut = Layout.sharded(x.shape, dim, sizes)
-            return Step((cut,), Layout.sharded(self.y_shape, dim, sizes), contributes=True)
+            return Step(
+                (cut,), Layout.sharded(self.y_shape, dim, sizes), contributes=True
+            )
         return Gather(self.y_shape).step(inputs)

@@ -1,4 +1,6 @@
-"""Who holds what of a parameter: a box per rank, the whole of it, a slice, or nothing. Pure integers."""
+"""Who holds what of a parameter: a box per rank, the whole of it, a slice, or nothing.
+Pure integers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Atom(NamedTuple):
 class Held:
     """Which ranks hold what of a parameter of global ``shape``: one box each.
 
-    Boxes may overlap, be the whole, or be empty. They differ in one dimension alone, and together cover the parameter.
+    Boxes may overlap, be the whole, or be empty. They differ in one dimension alone,
+    and together cover the parameter.
     """
 
     shape: Shape
@@ -35,7 +38,10 @@ class Held:
     def by(shape: Sequence[int], shares: Sequence[int]) -> Held:
         """The whole on every rank with a share, nothing on the others."""
         whole = Box.whole(tuple(shape))
-        return Held(whole.hi, tuple(whole if share else whole.along(0, 0, 0) for share in shares))
+        return Held(
+            whole.hi,
+            tuple(whole if share else whole.along(0, 0, 0) for share in shares),
+        )
 
     @staticmethod
     def cut(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Held:
@@ -54,7 +60,9 @@ class Held:
 
     @cached_property
     def sharing(self) -> tuple[Ranks, ...]:
-        """The holders of each atom: gradients of parameters that are shared alike are summed together."""
+        """The holders of each atom: gradients of parameters that are shared alike are
+        summed together.
+        """
         return tuple(atom.holders for atom in self.atoms)
 
     @cached_property
@@ -65,31 +73,49 @@ class Held:
     @cached_property
     def _dim(self) -> int:
         """In which the boxes differ."""
-        cut = (d for d, n in enumerate(self.shape) if any((b.lo[d], b.hi[d]) != (0, n) for b in self.boxes))
+        cut = (
+            d
+            for d, n in enumerate(self.shape)
+            if any((b.lo[d], b.hi[d]) != (0, n) for b in self.boxes)
+        )
         return next(cut, 0)
 
     @cached_property
     def atoms(self) -> tuple[Atom, ...]:
         """The parameter cut wherever a rank's box begins or ends."""
         dim, held = self._dim, {r: box for r, box in enumerate(self.boxes) if box.numel}
-        edges = sorted({end for box in held.values() for end in (box.lo[dim], box.hi[dim])})
-        slices = (Box.whole(self.shape).along(dim, lo, hi) for lo, hi in pairwise(edges))
-        return tuple(Atom(s, tuple(r for r, box in held.items() if box.intersect(s) == s)) for s in slices)
+        edges = sorted(
+            {end for box in held.values() for end in (box.lo[dim], box.hi[dim])}
+        )
+        slices = (
+            Box.whole(self.shape).along(dim, lo, hi) for lo, hi in pairwise(edges)
+        )
+        return tuple(
+            Atom(s, tuple(r for r, box in held.items() if box.intersect(s) == s))
+            for s in slices
+        )
 
     @cached_property
     def owners(self) -> Layout:
-        """Every element once: from the first element on, each run is the first rank's that holds it, to its box's end.
+        """Every element once: from the first element on, each run is the first rank's
+        that holds it, to its box's end.
 
         What is counted or written once for all ranks is counted and written so.
         """
         dim, at, mine = self._dim, 0, {}
         while at < self.shape[dim]:
-            rank = next(r for r, box in enumerate(self.boxes) if box.numel and box.lo[dim] <= at < box.hi[dim])
+            rank = next(
+                r
+                for r, box in enumerate(self.boxes)
+                if box.numel and box.lo[dim] <= at < box.hi[dim]
+            )
             mine[rank] = at, self.boxes[rank].hi[dim]
             at = mine[rank][1]
         boxes, past = [], 0
         for rank in range(len(self.boxes)):
-            lo, hi = mine.get(rank, (past, past))  # nothing lies after what the ranks before own
+            lo, hi = mine.get(
+                rank, (past, past)
+            )  # nothing lies after what the ranks before own
             past = max(past, hi)
             boxes.append(Box.whole(self.shape).along(dim, lo, hi))
         return Layout(self.shape, "sharded", tuple(boxes))
@@ -97,7 +123,9 @@ class Held:
 
 @lru_cache(maxsize=4096)
 def summed_among(holders: Ranks, numel: int, world: int) -> tuple[Exchange, ...]:
-    """The rounds in which so many numbers on each of these ranks become their sum on each of them."""
+    """The rounds in which so many numbers on each of these ranks become their sum on
+    each of them.
+    """
     if len(holders) < 2:
         return ()
     flat = Held.by((numel,), [rank in holders for rank in range(world)]).boxes

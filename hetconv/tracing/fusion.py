@@ -1,4 +1,6 @@
-"""Which functions may be computed as a convolution's result is stored: a norm, an addition, an activation. Pure."""
+"""Which functions may be computed as a convolution's result is stored: a norm, an
+addition, an activation. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ Followers = tuple[str, ...]
 
 
 def followers(graph: Graph) -> dict[str, Followers]:
-    """By layer, the functions in order that alone consume a convolution: batch_norm, then add, then an activation.
+    """By layer, the functions in order that alone consume a convolution: batch_norm,
+    then add, then an activation.
 
-    Each may be missing; layers without any are left out. A layer that runs more than once has what all runs have.
+    Each may be missing; layers without any are left out. A layer that runs more than
+    once has what all runs have.
     """
     readers = _readers(graph)
     found: dict[str, Followers] = {}
@@ -46,7 +50,9 @@ def _chain(graph: Graph, readers: dict[int, list[int]], start: int) -> Followers
             return chain
         following = graph.nodes[reading[0]]
         between = graph.nodes[at + 1 : reading[0]]
-        if any(source in n.views for n in between) or not _follows(graph, following, chain):
+        if any(source in n.views for n in between) or not _follows(
+            graph, following, chain
+        ):
             return chain
         chain, at = (*chain, following.function), reading[0]
 

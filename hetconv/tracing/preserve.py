@@ -1,4 +1,6 @@
-"""Puts a model back as it was: its attributes and tensors, what its hooks hold, caches of its code, random states."""
+"""Puts a model back as it was: its attributes and tensors, what its hooks hold, caches
+of its code, random states.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,39 @@ from torch import Tensor, nn
 from hetconv.torch_internals import storage_id
 
 _UNSET = object()  # what an empty cell holds
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, BuiltinFunctionType, torch.dtype)
+_ATOMS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    ModuleType,
+    BuiltinFunctionType,
+    torch.dtype,
+)
 _CONTAINERS = (dict, list, set, deque)
 # Objects of these are not looked into: other threads use them, or they hold nothing of a model's.
-_FOREIGN = frozenset("asyncio concurrent hetconv io _io logging multiprocessing queue threading torch weakref".split())
+_FOREIGN = frozenset(
+    """
+    asyncio concurrent hetconv io _io logging multiprocessing queue threading torch weakref
+    """.split()
+)
 
 
 @contextmanager
 def preserved(model: nn.Module, *, values: bool = False) -> Iterator[None]:
     """Runs a block, then puts the model back as it was, also if the block raises.
 
-    Every attribute of every module is then the object that it was, and so are the contents of the containers and
-    objects that attributes and hooks hold, and containers and caches of the code that defines the modules. Random
-    states of torch, numpy and Python are those of before.
+    Every attribute of every module is then the object that it was, and so are the
+    contents of the containers and objects that attributes and hooks hold, and
+    containers and caches of the code that defines the modules. Random states of torch,
+    numpy and Python are those of before.
 
-    Args:
-        model: what the block runs.
-        values: whether to restore the values of tensors too, from copies: for a block that computes for real.
+    Args: model: what the block runs. values: whether to restore the values of tensors
+        too, from copies: for a block that computes for real.
     """
     snapshot = _Snapshot(values)
     snapshot.visit_all([model])
@@ -55,7 +73,9 @@ class _Snapshot:
         self._contents: list[tuple[Any, list[Any]]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._slots: list[tuple[Any, str, Any]] = []
-        self._tensors: list[tuple[Tensor, Tensor, Tensor | None, bool, Tensor | None]] = []
+        self._tensors: list[
+            tuple[Tensor, Tensor, Tensor | None, bool, Tensor | None]
+        ] = []
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._caches: list[tuple[Any, int]] = []
 
@@ -70,7 +90,9 @@ class _Snapshot:
             waiting += self._visit(x)
 
     def visit_code(self, module: ModuleType) -> None:
-        """Containers and caches at the top of a file, but not what they hold: that is the program's."""
+        """Containers and caches at the top of a file, but not what they hold: that is
+        the program's.
+        """
         for x in vars(module).values():
             if isinstance(x, _CONTAINERS) and id(x) not in self._seen:
                 self._note_contents(x)
@@ -107,7 +129,9 @@ class _Snapshot:
 
     def _visit_attributes(self, x: Any) -> list[Any]:
         found: list[Any] = []
-        if type(x).__module__.partition(".")[0] in _FOREIGN and not isinstance(x, nn.Module):
+        if type(x).__module__.partition(".")[0] in _FOREIGN and not isinstance(
+            x, nn.Module
+        ):
             return found
         own = getattr(x, "__dict__", None)
         if isinstance(own, dict):
@@ -116,7 +140,10 @@ class _Snapshot:
         for kind in type(x).__mro__:
             names = kind.__dict__.get("__slots__", ())
             for name in (names,) if isinstance(names, str) else names:
-                if name not in ("__dict__", "__weakref__") and (value := getattr(x, name, _UNSET)) is not _UNSET:
+                if (
+                    name not in ("__dict__", "__weakref__")
+                    and (value := getattr(x, name, _UNSET)) is not _UNSET
+                ):
                     self._slots.append((x, name, value))
                     found.append(value)
         return found
@@ -125,8 +152,12 @@ class _Snapshot:
         self._contents.append((x, [*x.items()] if isinstance(x, dict) else [*x]))
 
     def _note_tensor(self, x: Tensor) -> None:
-        copy = x.detach().clone() if self._values and x.layout == torch.strided else None
-        self._tensors.append((x, x.data, copy, x.requires_grad, x.grad if x.is_leaf else None))
+        copy = (
+            x.detach().clone() if self._values and x.layout == torch.strided else None
+        )
+        self._tensors.append(
+            (x, x.data, copy, x.requires_grad, x.grad if x.is_leaf else None)
+        )
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -164,9 +195,17 @@ def _content(cell: CellType) -> Any:
 
 def _put_back(x: Any, contents: list[Any]) -> None:
     """Compares by identity: contents may not be comparable, as tensors are not."""
-    flat_now = [part for item in x.items() for part in item] if isinstance(x, dict) else [*x]
-    flat = [part for item in contents for part in item] if isinstance(x, dict) else contents
-    if len(flat_now) == len(flat) and all(a is b for a, b in zip(flat_now, flat, strict=True)):
+    flat_now = (
+        [part for item in x.items() for part in item] if isinstance(x, dict) else [*x]
+    )
+    flat = (
+        [part for item in contents for part in item]
+        if isinstance(x, dict)
+        else contents
+    )
+    if len(flat_now) == len(flat) and all(
+        a is b for a, b in zip(flat_now, flat, strict=True)
+    ):
         return
     x.clear()
     x.extend(contents) if isinstance(x, (list, deque)) else x.update(contents)
@@ -174,15 +213,22 @@ def _put_back(x: Any, contents: list[Any]) -> None:
 
 def _code_of(model: nn.Module) -> list[ModuleType]:
     """The Python modules that define the classes of a model's modules, but for torch's own."""
-    names = dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__)
-    return [sys.modules[n] for n in names if n in sys.modules and n.partition(".")[0] not in ("torch", "builtins")]
+    names = dict.fromkeys(
+        kind.__module__ for module in model.modules() for kind in type(module).__mro__
+    )
+    return [
+        sys.modules[n]
+        for n in names
+        if n in sys.modules and n.partition(".")[0] not in ("torch", "builtins")
+    ]
 
 
 def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
     """Each with what puts it back."""
     states: list[tuple[Callable[[Any], Any], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate()),
-    ]  # fmt: skip
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     if "numpy" in sys.modules:

@@ -30,7 +30,9 @@ def activated(z, NAME: tl.constexpr, SLOPE: tl.constexpr):
 
 @triton.jit
 def activated_adjoint(g, z, NAME: tl.constexpr, SLOPE: tl.constexpr):
-    """g times the derivative of `activated` at z. As in torch, relu stops even an infinite g, and z = NaN lets g by."""
+    """g times the derivative of `activated` at z. As in torch, relu stops even an
+    infinite g, and z = NaN lets g by.
+    """
     if NAME == "relu":
         d = tl.where(z <= 0, 0.0, g)
     elif NAME == "relu6":
@@ -41,7 +43,10 @@ def activated_adjoint(g, z, NAME: tl.constexpr, SLOPE: tl.constexpr):
         s = tl.sigmoid(z)
         d = g * (s * (1 + z * (1 - s)))
     elif NAME == "gelu":
-        d = g * (0.5 * (1 + tl.erf(z * 0.7071067811865476)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z))
+        d = g * (
+            0.5 * (1 + tl.erf(z * 0.7071067811865476))
+            + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        )
     elif NAME == "gelu_tanh":
         u = 1.5957691216057308 * (z + 0.044715 * z * z * z)
         s = tl.sigmoid(u)

@@ -1,4 +1,6 @@
-"""What the compiler makes of a launch, for a chip that need not be here: registers, spills, memory, instructions."""
+"""What the compiler makes of a launch, for a chip that need not be here: registers,
+spills, memory, instructions.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True)
 class Report:
-    """Per thread and per program. ``spills``: instructions that move registers to or from local memory.
+    """Per thread and per program. ``spills``: instructions that move registers to or
+    from local memory.
 
-    ``wgmma`` and ``mma``: tensor core instructions; ``left``: those of the former whose left operand comes from
-    registers, which within a pipelined loop gives results that differ from call to call (Triton 3.6 to 3.9).
-    ``copies``: by the copy engine; ``stores`` of 16 bytes and others; ``loop``: instructions of the main loop, from the
+    ``wgmma`` and ``mma``: tensor core instructions; ``left``: those of the former whose
+    left operand comes from registers, which within a pipelined loop gives results that
+    differ from call to call (Triton 3.6 to 3.9). ``copies``: by the copy engine;
+    ``stores`` of 16 bytes and others; ``loop``: instructions of the main loop, from the
     target of its branch to the branch, or 0 where there is none.
     """
 
@@ -45,16 +49,20 @@ class Report:
 
 
 def report(recipe: Recipe, dtype: str, arch: int) -> Report:
-    """Compiles a launch on tensors of ``dtype`` for compute capability ``arch`` (90 for 9.0), without a GPU.
+    """Compiles a launch on tensors of ``dtype`` for compute capability ``arch`` (90 for
+    9.0), without a GPU.
 
     Raises `KernelError` in a process that runs Triton's interpreter, which compiles nothing.
     """
     if not isinstance(recipe.kernel, triton.JITFunction):
-        raise KernelError("nothing is compiled under TRITON_INTERPRET=1; unset it and start a new process")
+        raise KernelError(
+            "nothing is compiled under TRITON_INTERPRET=1; unset it and start a new process"
+        )
     kernel = triton.compile(
-        source(recipe, dtype), target=GPUTarget("cuda", arch, 32),
+        source(recipe, dtype),
+        target=GPUTarget("cuda", arch, 32),
         options={"num_warps": recipe.warps, "num_stages": recipe.stages},
-    )  # fmt: skip
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(kernel.asm["cubin"])
         f.flush()
@@ -63,8 +71,14 @@ def report(recipe: Recipe, dtype: str, arch: int) -> Report:
     assert registers is not None
     stores = re.findall(r"\bSTG\.\S+", sass)
     wide = sum(".128" in s for s in stores)
-    code = [(int(a, 16), text) for a, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/(.*?);", sass, re.M)]
-    counts = {name: len(re.findall(rf"\b{name}\b", sass)) for name in ("STL", "LDL", "HGMMA", "HMMA", "UTMALDG")}
+    code = [
+        (int(a, 16), text)
+        for a, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/(.*?);", sass, re.M)
+    ]
+    counts = {
+        name: len(re.findall(rf"\b{name}\b", sass))
+        for name in ("STL", "LDL", "HGMMA", "HMMA", "UTMALDG")
+    }
     return Report(
         registers=int(registers[1]),
         spills=counts["STL"] + counts["LDL"],
@@ -81,12 +95,18 @@ def report(recipe: Recipe, dtype: str, arch: int) -> Report:
 
 
 def left_in_registers(ptx: str) -> int:
-    """Hopper's tensor core instructions whose left operand, after the list of results, is a list of registers too."""
-    return sum(bool(re.search(r"\},\s*\{", text)) for text in re.findall(r"wgmma\.mma_async[^;]*;", ptx))
+    """Hopper's tensor core instructions whose left operand, after the list of results,
+    is a list of registers too.
+    """
+    return sum(
+        bool(re.search(r"\},\s*\{", text))
+        for text in re.findall(r"wgmma\.mma_async[^;]*;", ptx)
+    )
 
 
 def _loop(code: list[tuple[int, str]]) -> int:
-    """Instructions of the shortest run from the target of a branch backwards to it that holds the most products.
+    """Instructions of the shortest run from the target of a branch backwards to it that
+    holds the most products.
 
     Others wait for a copy, from out of line, or sum what is left of a loop that was unrolled.
     """
@@ -105,14 +125,18 @@ def _loop(code: list[tuple[int, str]]) -> int:
 def source(recipe: Recipe, dtype: str) -> ASTSource:
     """A launch as the compiler takes it, specialized on its integers as a launch would be."""
     names: list[str] = recipe.kernel.arg_names
-    constants: dict[tuple[int, ...], Any] = {(names.index(n),): v for n, v in recipe.constants.items()}
+    constants: dict[tuple[int, ...], Any] = {
+        (names.index(n),): v for n, v in recipe.constants.items()
+    }
     aligned: list[tuple[int, ...]] = []
 
     def typed(at: tuple[int, ...], name: str, value: int | str) -> str:
         if value == 1:
             constants[at] = 1
             return "constexpr"
-        if name not in recipe.descriptors and (isinstance(value, str) or value % 16 == 0):
+        if name not in recipe.descriptors and (
+            isinstance(value, str) or value % 16 == 0
+        ):
             aligned.append(at)
         return _type(recipe, name, value, dtype)
 
@@ -125,7 +149,9 @@ def source(recipe: Recipe, dtype: str) -> ASTSource:
         else:
             signature[name] = typed((i,), name, value)
     attrs = {at: [["tt.divisibility", 16]] for at in aligned}
-    return ASTSource(fn=recipe.kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return ASTSource(
+        fn=recipe.kernel, signature=signature, constexprs=constants, attrs=attrs
+    )
 
 
 def _type(recipe: Recipe, name: str, value: int | str, dtype: str) -> str:
@@ -133,10 +159,14 @@ def _type(recipe: Recipe, name: str, value: int | str, dtype: str) -> str:
         return "i32" if value < 2**31 else "i64"
     kind = "fp32" if value in FLOATS else TYPES[dtype]
     if name in recipe.descriptors:
-        return f"tensordesc<{kind}[{','.join(map(str, recipe.descriptors[name].block))}]>"
+        return (
+            f"tensordesc<{kind}[{','.join(map(str, recipe.descriptors[name].block))}]>"
+        )
     return f"*{kind}"
 
 
 def _tool(option: str, path: str) -> str:
-    done = subprocess.run([TOOLS / "cuobjdump", option, path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [TOOLS / "cuobjdump", option, path], capture_output=True, text=True, check=True
+    )
     return done.stdout

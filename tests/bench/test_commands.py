@@ -1,4 +1,6 @@
-"""The kernel benchmark's cases, checks and arithmetic: what can be wrong before a GPU has run them."""
+"""The kernel benchmark's cases, checks and arithmetic: what can be wrong before a GPU
+has run them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ from hetconv.kernels.launch import CHIPS
 CASES = kernel_cases.cases()
 CEILINGS = {"bf16": 800e12, "fp16": 800e12, "tf32": 400e12, "copy": 4e12}
 MACHINE = {"device": "NVIDIA X1", "l2_bytes": 4096} | {
-    "date": "2026-01-02T03:04:05+00:00", "torch": "2.11", "triton": "3.6",
-}  # fmt: skip
+    "date": "2026-01-02T03:04:05+00:00",
+    "torch": "2.11",
+    "triton": "3.6",
+}
 CPU = torch.device("cpu")
 TINY = Case("tiny", 3, 16, 6, 5, 32, 3, 3, 2, 1, 1, "bf16", "K", 32)
 
@@ -58,7 +62,9 @@ def test_the_quick_subset_has_every_pass_slices_and_what_must_hold() -> None:
     assert len(names) == len(quick)
     assert names <= {c.name for c in CASES}
     wanted = len(kernel_cases.QUICK) + 2 * len(kernel_cases.QUICK_SLICES)
-    assert len(quick) == wanted + len(kernel_cases.QUICK_FP16) + len(kernel_cases.QUICK_ALONE)
+    assert len(quick) == wanted + len(kernel_cases.QUICK_FP16) + len(
+        kernel_cases.QUICK_ALONE
+    )
     rows = [row(c.name, what, 1.0, c.part, c.dtype) for c in quick for what in c.passes]
     assert all(d.value is not None for d in verdict.demands(rows, CEILINGS))
 
@@ -71,12 +77,23 @@ def test_every_quick_case_has_tiles(what: Any) -> None:
 
 
 def test_selection_by_name_and_pass() -> None:
-    found = kernels.selected(parsed(kernels, "--quick", "--filter", "N1 .*K$", "--passes", "weight gradient, forward"))
+    found = kernels.selected(
+        parsed(
+            kernels,
+            "--quick",
+            "--filter",
+            "N1 .*K$",
+            "--passes",
+            "weight gradient, forward",
+        )
+    )
     assert {c.N for c, _ in found} == {1}
     assert {p for _, p in found} == {"forward", "weight gradient"}
     for arguments, said in (
-        (("--passes", "forwards"), "is not known"), (("--filter", "("), "no regular"), (("--filter", "zzz"), "no case"),
-    ):  # fmt: skip
+        (("--passes", "forwards"), "is not known"),
+        (("--filter", "("), "no regular"),
+        (("--filter", "zzz"), "no case"),
+    ):
         with pytest.raises(KernelError, match=said):
             kernels.selected(parsed(kernels, *arguments))
 
@@ -84,15 +101,30 @@ def test_selection_by_name_and_pass() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("module", [kernels, gpu], ids=["kernels", "gpu"])
 def test_without_a_gpu_benchmarks_say_so(module: Any) -> None:
-    with pytest.raises(KernelError, match=f"bench {module.__name__[6:]} needs a CUDA device"):
+    with pytest.raises(
+        KernelError, match=f"bench {module.__name__[6:]} needs a CUDA device"
+    ):
         module.run(parsed(module))
 
 
-def row(name: str, what: str, ratio: float, part: str = "K", dtype: str = "bf16") -> dict[str, Any]:
-    return {"name": name, "pass": what, "part": part, "dtype": dtype, "ratio": ratio} | {
-        "flops_per_s": 600e12, "bytes_per_s": 3e12, "of_bound": 0.75, "bound": "matmul",
-        "triton_us": 10.0, "cudnn_us": 10.0 * ratio, "mode": "graph",
-    }  # fmt: skip
+def row(
+    name: str, what: str, ratio: float, part: str = "K", dtype: str = "bf16"
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "pass": what,
+        "part": part,
+        "dtype": dtype,
+        "ratio": ratio,
+    } | {
+        "flops_per_s": 600e12,
+        "bytes_per_s": 3e12,
+        "of_bound": 0.75,
+        "bound": "matmul",
+        "triton_us": 10.0,
+        "cudnn_us": 10.0 * ratio,
+        "mode": "graph",
+    }
 
 
 ROWS = [
@@ -109,7 +141,12 @@ def test_summary_is_the_geometric_mean_of_what_was_timed() -> None:
     found = {(g["pass"], g["part"], g["dtype"]): g for g in verdict.summary(ROWS)}
     assert len(found) == 4
     whole = found["forward", "K", "bf16"]
-    assert (whole["geomean"], whole["least"], whole["most"], whole["cases"]) == (pytest.approx(1.0), 0.5, 2.0, 2)
+    assert (whole["geomean"], whole["least"], whole["most"], whole["cases"]) == (
+        pytest.approx(1.0),
+        0.5,
+        2.0,
+        2,
+    )
     assert verdict.geomean([]) is None
     assert [r["name"] for r in verdict.worst(ROWS, 2)] == ["c", "a"]
 
@@ -117,15 +154,24 @@ def test_summary_is_the_geometric_mean_of_what_was_timed() -> None:
 def test_demands_are_judged_on_half_precision_alone() -> None:
     found = verdict.demands(ROWS, CEILINGS)
     values = [d.value for d in found]
-    assert values == [pytest.approx(v) if v is not None else None for v in (1.0, 1.21, 0.5, None, 0.81, 0.75, None)]
+    assert values == [
+        pytest.approx(v) if v is not None else None
+        for v in (1.0, 1.21, 0.5, None, 0.81, 0.75, None)
+    ]
     assert [d.met for d in found] == [True, True, False, None, False, True, None]
     assert "MISSED" in str(found[2])
     assert str(found[3]).startswith("not measured")
 
 
 @pytest.mark.parametrize("what", PASSES)
-def test_checks_pass_what_is_right_and_find_what_is_wrong(what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_checks, "by_triton", lambda case, p, t, tile=None: kernel_checks.by_aten(case, p, t))
+def test_checks_pass_what_is_right_and_find_what_is_wrong(
+    what: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        kernel_checks,
+        "by_triton",
+        lambda case, p, t, tile=None: kernel_checks.by_aten(case, p, t),
+    )
     t = kernel_checks.drawn(TINY, what, CPU)
     other = kernel_checks.by_aten(TINY, what, t)
     assert not kernel_checks.is_wrong(TINY, kernel_checks.errors(TINY, what, t, other))
@@ -135,7 +181,11 @@ def test_checks_pass_what_is_right_and_find_what_is_wrong(what: Any, monkeypatch
         assert kernel_checks.is_wrong(TINY, kernel_checks.errors(TINY, what, t, bad))
         monkeypatch.setattr(kernel_checks, "by_triton", lambda *a, y=bad: y)
         assert kernel_checks.is_wrong(TINY, kernel_checks.errors(TINY, what, t, other))
-        monkeypatch.setattr(kernel_checks, "by_triton", lambda case, p, t, tile=None: kernel_checks.by_aten(case, p, t))
+        monkeypatch.setattr(
+            kernel_checks,
+            "by_triton",
+            lambda case, p, t, tile=None: kernel_checks.by_aten(case, p, t),
+        )
 
 
 def test_what_a_result_leaves_unwritten_is_nan_within_a_check() -> None:
@@ -146,10 +196,14 @@ def test_what_a_result_leaves_unwritten_is_nan_within_a_check() -> None:
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`kernels.run` on two small cases, by ATen on both sides, on a clock of its own; what Triton was asked for."""
+    """`kernels.run` on two small cases, by ATen on both sides, on a clock of its own;
+    what Triton was asked for.
+    """
     asked: list[str] = []
 
-    def by_triton(case: Case, what: Any, t: Any, tile: Any = None, out: Any = None) -> Any:
+    def by_triton(
+        case: Case, what: Any, t: Any, tile: Any = None, out: Any = None
+    ) -> Any:
         asked.append(f"{what} {tile or 'default'}{' into a slot' * (out is not None)}")
         return kernel_checks.by_aten(case, what, t, out)
 
@@ -159,13 +213,18 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     part = replace(TINY, name="slice", K=16, part="K/2")
     for where, name, value in (
-        (kernels, "need_cuda", lambda name: CPU), (kernels, "facts", lambda: dict(MACHINE)),
-        (kernels, "ceilings", lambda device: dict(CEILINGS)), (kernels, "host_seconds", lambda call: 1e-5),
-        (kernels, "_is_alive", lambda: True), (kernels, "prepared", prepared),
-        (kernels, "by_triton", by_triton), (kernel_checks, "by_triton", by_triton),
-        (kernel_cases, "quick", lambda: [TINY, part]), (timing, "seconds", lambda run: 2e-6),
+        (kernels, "need_cuda", lambda name: CPU),
+        (kernels, "facts", lambda: dict(MACHINE)),
+        (kernels, "ceilings", lambda device: dict(CEILINGS)),
+        (kernels, "host_seconds", lambda call: 1e-5),
+        (kernels, "_is_alive", lambda: True),
+        (kernels, "prepared", prepared),
+        (kernels, "by_triton", by_triton),
+        (kernel_checks, "by_triton", by_triton),
+        (kernel_cases, "quick", lambda: [TINY, part]),
+        (timing, "seconds", lambda run: 2e-6),
         (torch.backends.cudnn, "benchmark", False),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr(where, name, value)
     return asked
 
@@ -176,9 +235,18 @@ def test_a_run_measures_every_pass_and_writes_it_down(
     file = tmp_path / "x" / "kernels.json"
     kernels.run(parsed(kernels, "--quick", "--tiles", "-o", str(file)))
     document = json.loads(file.read_text())
-    assert [(r["name"], r["pass"]) for r in document["cases"]] == [(n, p) for n in ("tiny", "slice") for p in PASSES]
+    assert [(r["name"], r["pass"]) for r in document["cases"]] == [
+        (n, p) for n in ("tiny", "slice") for p in PASSES
+    ]
     assert all(r["ratio"] == 1.0 and r["tiles"] for r in document["cases"])
-    assert ["slot" in r for r in document["cases"]] == [False, False, False, True, False, False]
+    assert ["slot" in r for r in document["cases"]] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert "forward default into a slot" in without_gpu
     assert all("us" in t for r in document["cases"] for t in r["tiles"])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -187,9 +255,15 @@ def test_a_run_measures_every_pass_and_writes_it_down(
 
 
 def test_a_wrong_case_has_no_time_and_fails_the_run(
-    without_gpu: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    without_gpu: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(kernel_checks, "by_triton", lambda case, what, t, *a: kernel_checks.by_aten(case, what, t) * 2)
+    monkeypatch.setattr(
+        kernel_checks,
+        "by_triton",
+        lambda case, what, t, *a: kernel_checks.by_aten(case, what, t) * 2,
+    )
     with pytest.raises(SystemExit, match="1"):
         kernels.run(parsed(kernels, "--quick", "--passes", "forward"))
     lines = capsys.readouterr().out.splitlines()
@@ -197,7 +271,9 @@ def test_a_wrong_case_has_no_time_and_fails_the_run(
     assert all("ratio" not in r and r["wrong"] for r in json.loads(lines[-1])["cases"])
 
 
-def test_a_budget_stops_a_run_with_what_it_has(without_gpu: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_stops_a_run_with_what_it_has(
+    without_gpu: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     kernels.run(parsed(kernels, "--quick", "--budget", "0"))
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["stopped"], document["cases"]) == ("after the budget of 0 s", [])
@@ -220,7 +296,9 @@ def test_results_are_filed_by_device_and_suite(tmp_path: Path) -> None:
 
 
 def test_the_readme_shows_the_results_of_each_gpu(tmp_path: Path) -> None:
-    report = kernels.Report(tmp_path / "nvidia-x1" / "kernels.json", CPU, MACHINE, CEILINGS)
+    report = kernels.Report(
+        tmp_path / "nvidia-x1" / "kernels.json", CPU, MACHINE, CEILINGS
+    )
     report.rows = ROWS
     report.write()
     text = readme.kernels(tmp_path)
@@ -232,15 +310,32 @@ def test_the_readme_shows_the_results_of_each_gpu(tmp_path: Path) -> None:
 
 def test_every_case_of_a_pair_and_network_is_shown(tmp_path: Path) -> None:
     case = {
-        "pair": "cpu,cpu@0.5", "model": "ResNet-18", "mode": "train", "date": "2026-01-01T12:00:00+00:00",
-        "chosen": "tuned plan", "median error": 0.12, "p90 error": 0.2, "median error at speed": 0.034,
-        "p90 error at speed": 0.1, "median error of layers": 0.05, "of layers measured again": 0.02,
-        "tau at speed": 0.9, "tau of rounds at speed": 0.95, "vs_alone": 1.3, "vs_even": 1.4, "possible vs_even": 1.5,
-        "of computing": 1.08, "of no messages": 1.03, "regret": 0.01, "as run": {"vs_alone": 1.2, "vs_even": 1.35},
-    }  # fmt: skip
+        "pair": "cpu,cpu@0.5",
+        "model": "ResNet-18",
+        "mode": "train",
+        "date": "2026-01-01T12:00:00+00:00",
+        "chosen": "tuned plan",
+        "median error": 0.12,
+        "p90 error": 0.2,
+        "median error at speed": 0.034,
+        "p90 error at speed": 0.1,
+        "median error of layers": 0.05,
+        "of layers measured again": 0.02,
+        "tau at speed": 0.9,
+        "tau of rounds at speed": 0.95,
+        "vs_alone": 1.3,
+        "vs_even": 1.4,
+        "possible vs_even": 1.5,
+        "of computing": 1.08,
+        "of no messages": 1.03,
+        "regret": 0.01,
+        "as run": {"vs_alone": 1.2, "vs_even": 1.35},
+    }
     alone = case | {"mode": "infer", "chosen": "fastest device alone (0: cpu)"}
     (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "autotune.json").write_text(json.dumps({"cases": [case, alone]}))
+    (tmp_path / "cpu" / "autotune.json").write_text(
+        json.dumps({"cases": [case, alone]})
+    )
     where = "| `cpu,cpu@0.5` | ResNet-18 |"
     figures = "3% (12%) | 10% (20%) | 5% (2%) | 0.90 (0.95) |"
     assert readme.predictions(tmp_path).splitlines()[2:] == [

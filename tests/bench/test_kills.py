@@ -1,4 +1,6 @@
-"""`hetconv autotune` under SIGKILL, as `python -m bench kills` tries it at length; and that benchmark's own words."""
+"""`hetconv autotune` under SIGKILL, as `python -m bench kills` tries it at length; and
+that benchmark's own words.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from bench.kills import Kill, Tuning
 
 
 def survived(folder: Path) -> bool:
-    """Whether a job was killed twice, and all was right; or it was over before, as where no split comes near alone."""
+    """Whether a job was killed twice, and all was right; or it was over before, as
+    where no split comes near alone.
+    """
     for victim, file in (("launcher", "measured.jsonl"), ("rank 0", "trials.journal")):
         tuning, latest = Tuning(folder), time.monotonic() + 180
         while tuning.launcher.poll() is None and tuning.grown(file) < 5:
@@ -34,7 +38,9 @@ def survived(folder: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_was_measured_survives_the_death_of_any_process(tmp_path: Path) -> None:
-    """While operators are measured, and in the midst of a study's trials: once, for one kill may be among the last."""
+    """While operators are measured, and in the midst of a study's trials: once, for one
+    kill may be among the last.
+    """
     assert any(survived(tmp_path / str(job)) for job in range(3))
 
 
@@ -51,7 +57,11 @@ def test_what_is_wrong_is_counted_and_fails(
     with pytest.raises(SystemExit, match="1"):
         bench.main(["kills", "-n", "2", "-o", str(tmp_path / "kills.json")])
     written = json.loads((tmp_path / "kills.json").read_text())
-    assert (written["kills"], written["wrong"], written["over_s"]) == (2, 1, {"median": 2.5, "most": 5.0})
+    assert (written["kills"], written["wrong"], written["over_s"]) == (
+        2,
+        1,
+        {"median": 2.5, "most": 5.0},
+    )
     assert written["cases"][1]["wrong"] == ["measured.jsonl lost what it had"]
 
 

@@ -1,4 +1,6 @@
-"""The benchmark of Python's time: a row for each kind of split and mode, and what must hold, told whole."""
+"""The benchmark of Python's time: a row for each kind of split and mode, and what must
+hold, told whole.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ def test_every_kind_and_mode_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "BLOCKS", 2)
     monkeypatch.setattr(overhead, "ROUNDS", 3)
     (rows,) = spawn(1, overhead.measure)
-    assert [(r["mode"], r["kind"]) for r in rows] == [(m, k) for m in overhead.MODES for k in overhead.KINDS]
+    assert [(r["mode"], r["kind"]) for r in rows] == [
+        (m, k) for m in overhead.MODES for k in overhead.KINDS
+    ]
     assert all(r["plain_us"] > 0 for r in rows)
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(10.0, "met"), (20.0, "MISSED")])
 def test_the_limit_is_that_of_inference(
-    us: float, verdict: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    us: float,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     rows: list[dict[str, Any]] = [
         {"kind": "height", "mode": "infer", "us": us, "plain_us": 5.0},

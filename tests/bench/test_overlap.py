@@ -21,7 +21,9 @@ BY_BACKEND = {"backend_ms": 5.0, "of_backend": 2.5}
 
 
 def measured() -> tuple[dict[str, Any], list[dict[str, Any]], set[tuple[bool, bool]]]:
-    """And how messages were sent: whether waited for where they start, and whether by the backend."""
+    """And how messages were sent: whether waited for where they start, and whether by
+    the backend.
+    """
     from hetconv.comm import rank_group
 
     seen: set[tuple[bool, bool]] = set()
@@ -41,18 +43,37 @@ def test_every_case_is_timed_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     for setup, rows, seen in spawn(2, measured):
         assert seen == {(False, False), (True, False), (False, True)}
         assert (setup["backend"], setup["devices"]) == ("gloo", ["cpu", "cpu@0.5"])
-        assert [r["how"] for r in rows] == ["infer", "train", "train", "2 chunks", "4 chunks"]
+        assert [r["how"] for r in rows] == [
+            "infer",
+            "train",
+            "train",
+            "2 chunks",
+            "4 chunks",
+        ]
         assert rows[2]["case"].startswith("buckets")
         for r in rows:
             assert min(r["ms"], r["in_turn_ms"], r["gain"]) > 0
         assert all(r["of_one_piece"] > 0 for r in rows if "chunks" in r["case"])
-        assert all(min(r["of_backend"], r["backend_ms"]) > 0 for r in rows if "chunks" not in r["case"])
+        assert all(
+            min(r["of_backend"], r["backend_ms"]) > 0
+            for r in rows
+            if "chunks" not in r["case"]
+        )
 
 
 def test_results_are_printed_and_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [ROW | BY_BACKEND, ROW | {"case": "chunks", "how": "2 chunks", "one_piece_ms": 4.0, "of_one_piece": 2.0}]
+    rows = [
+        ROW | BY_BACKEND,
+        ROW
+        | {
+            "case": "chunks",
+            "how": "2 chunks",
+            "one_piece_ms": 4.0,
+            "of_one_piece": 2.0,
+        },
+    ]
     monkeypatch.setattr(overlap, "run_on", lambda *_: ({"backend": "gloo"}, rows))
     bench.main(["overlap", "-o", str(tmp_path / "new" / "overlap.json")])
     written = json.loads((tmp_path / "new" / "overlap.json").read_text())
@@ -64,7 +85,9 @@ def test_results_are_printed_and_written(
 
 
 @pytest.mark.parametrize("wrong", ["tpu:0", "cpu,cpu@2"])
-def test_what_is_no_device_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_device_is_refused(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         bench.main(["overlap", "--devices", wrong])
     assert exit_.value.code == 2

@@ -1,4 +1,6 @@
-"""The benchmark of the planner: parts are timed, demands are judged by their limits, and told whole."""
+"""The benchmark of the planner: parts are timed, demands are judged by their limits,
+and told whole.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from bench.planner import EVEN, SAMPLE, Case, demands, modelled
 def test_a_case_is_timed_in_parts_and_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(planner, "CASES", (Case("AlexNet", 2, 8, 1e3), Case("ResNet-50", 4, 8)))
+    monkeypatch.setattr(
+        planner, "CASES", (Case("AlexNet", 2, 8, 1e3), Case("ResNet-50", 4, 8))
+    )
     monkeypatch.setattr(planner, "ROUNDS", 1)
     bench.main(["planner", "--models", "AlexNet", "-o", str(tmp_path / "planner.json")])
     said = capsys.readouterr().out.splitlines()
@@ -39,8 +43,14 @@ def row(**changes: Any) -> dict[str, Any]:
     ("changes", "met"),
     [
         ({}, [True, True, True, True]),
-        ({"cpu_s": {"candidates": 0.5, "tables": 1.1, "search": 0.6}}, [False, False, True, True]),
-        ({"step_s": {"plan": 1.0, SAMPLE: 1.14, EVEN: 1.19}}, [True, True, False, False]),
+        (
+            {"cpu_s": {"candidates": 0.5, "tables": 1.1, "search": 0.6}},
+            [False, False, True, True],
+        ),
+        (
+            {"step_s": {"plan": 1.0, SAMPLE: 1.14, EVEN: 1.19}},
+            [True, True, False, False],
+        ),
         ({"limit_s": None}, [True, True]),
         ({"limit_s": None, "devices": 8}, []),
     ],
@@ -51,7 +61,14 @@ def test_demands_go_by_their_limits(changes: dict[str, Any], met: list[bool]) ->
 
 def test_devices_of_a_node_share_its_wire_and_its_card() -> None:
     profile = modelled(6)
-    assert [d.flops_per_s["float32"] for d in profile.devices] == [1e13, 5e12, 5e12, 2e12, 1e13, 5e12]
+    assert [d.flops_per_s["float32"] for d in profile.devices] == [
+        1e13,
+        5e12,
+        5e12,
+        2e12,
+        1e13,
+        5e12,
+    ]
     assert profile.nodes == ((0, 1, 2, 3), (4, 5))
     wires = {wire.name: set(wire.pairs) for wire in profile.shared}
     assert wires["host of node 1"] == {(4, 5), (5, 4)}

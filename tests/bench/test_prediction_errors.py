@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import hetconv
-from bench.shared.prediction_errors import Check, LayerErrors, layer_errors, plan_steps, predicted_and_measured
+from bench.shared.prediction_errors import (
+    Check,
+    LayerErrors,
+    layer_errors,
+    plan_steps,
+    predicted_and_measured,
+)
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import paced_rounds
 from hetconv.cost.estimator import price
@@ -21,36 +27,52 @@ def test_figures_are_of_errors_and_of_the_order() -> None:
     steps = {str(i): (float(i), float(i)) for i in range(1, 10)} | {"off": (12.0, 10.0)}
     found = Check(steps)
     assert found.errors == [0.0] * 9 + [pytest.approx(0.2)]
-    assert found.figures == pytest.approx({"median error": 0.0, "p90 error": 0.02, "tau": 1.0})
+    assert found.figures == pytest.approx(
+        {"median error": 0.0, "p90 error": 0.02, "tau": 1.0}
+    )
     turned = Check({"a": (1.0, 4.0), "b": (2.0, 1.0)})
-    assert turned.figures == pytest.approx({"median error": (0.75 + 1.0) / 2, "p90 error": 0.975, "tau": -1.0})
+    assert turned.figures == pytest.approx(
+        {"median error": (0.75 + 1.0) / 2, "p90 error": 0.975, "tau": -1.0}
+    )
 
 
 def test_where_the_speed_of_devices_is_made_good_other_steps_are_compared() -> None:
     usual = {"a": [1.0, 1.1, 3.0], "b": [4.0, 4.0, 5.0]}
-    check = Check({"a": (1.0, 2.0), "b": (4.0, 5.0)}, {"a": [2.0] * 3, "b": [5.0] * 3}, usual)
+    check = Check(
+        {"a": (1.0, 2.0), "b": (4.0, 5.0)}, {"a": [2.0] * 3, "b": [5.0] * 3}, usual
+    )
     assert check.at_speed.steps == {"a": (1.0, 1.1), "b": (4.0, 4.0)}
     assert check.at_speed.rounds == usual
 
 
 def test_the_spread_of_rounds_is_what_noise_makes_of_a_plan() -> None:
     steps = {"a": (1.0, 1.0), "b": (2.0, 2.0)}
-    spread = Check(steps, {"a": [0.9, 1.0, 1.3], "b": [1.0, 2.0, 2.4]}).figures["spread of rounds"]
+    spread = Check(steps, {"a": [0.9, 1.0, 1.3], "b": [1.0, 2.0, 2.4]}).figures[
+        "spread of rounds"
+    ]
     assert spread == pytest.approx((0.1 + 0.2) / 2)
     assert "spread of rounds" not in Check(steps).figures
 
 
 def test_noise_alone_leaves_the_order_of_rounds_in_doubt() -> None:
     steps = {"a": (1.0, 1.0), "b": (2.0, 2.0), "c": (3.0, 3.0)}
-    same, turned = {n: [s] * 4 for n, (_, s) in steps.items()}, {"a": [1.0, 3.0], "b": [2.0, 2.0], "c": [3.0, 1.0]}
+    same, turned = (
+        {n: [s] * 4 for n, (_, s) in steps.items()},
+        {"a": [1.0, 3.0], "b": [2.0, 2.0], "c": [3.0, 1.0]},
+    )
     assert Check(steps, same).figures["tau of rounds"] == pytest.approx(1.0)
     assert Check(steps, turned).figures["tau of rounds"] == pytest.approx(-1.0)
-    assert "tau of rounds" not in Check(steps, {n: [s] for n, (_, s) in steps.items()}).figures
+    assert (
+        "tau of rounds"
+        not in Check(steps, {n: [s] for n, (_, s) in steps.items()}).figures
+    )
 
 
 def errors_of_layers(mode: Mode) -> LayerErrors:
     graph = hetconv.capture(Chain(), torch.randn(2, 4, 16, 16))
-    return layer_errors(graph, ClusterProfile.from_devices(["cpu", "cpu"]), mode, torch.device("cpu"))
+    return layer_errors(
+        graph, ClusterProfile.from_devices(["cpu", "cpu"]), mode, torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize(("mode", "passes"), [("infer", 1), ("train", 2)])
@@ -69,13 +91,21 @@ def checked() -> tuple[Check, dict[str, float]]:
     model, x = Chain(), torch.randn(2, 4, 16, 16)
     graph = hetconv.capture(model, x)
     profile = ClusterProfile.from_devices(["cpu", "cpu"])
-    plans = {n: s for n, s in Candidates(graph, profile, "train").whole_models().items() if "channel" not in n}
+    plans = {
+        n: s
+        for n, s in Candidates(graph, profile, "train").whole_models().items()
+        if "channel" not in n
+    }
     steps = plan_steps(model, ModelInputs.of(x), graph, profile, "train", plans)
-    found = predicted_and_measured(paced_rounds(steps, 3, x.device), graph, profile, "train", plans)
+    found = predicted_and_measured(
+        paced_rounds(steps, 3, x.device), graph, profile, "train", plans
+    )
     predicted = {}
     for name, splits in plans.items():
         prediction, _ = price(graph, profile, splits, "train")
-        predicted[name] = max(prediction.busy_s) if name.startswith(ALONE) else prediction.step_s
+        predicted[name] = (
+            max(prediction.busy_s) if name.startswith(ALONE) else prediction.step_s
+        )
     return found, predicted
 
 

@@ -16,7 +16,13 @@ def stage(code: str, limit: float = 60, **rest: Any) -> Stage:
 
 
 def test_a_stage_passes_or_fails_by_its_status() -> None:
-    good = gpu.performed(stage("import os; print(os.environ['MARK']); print('{}')", env={"MARK": "3 passed"}), 100)
+    good = gpu.performed(
+        stage(
+            "import os; print(os.environ['MARK']); print('{}')",
+            env={"MARK": "3 passed"},
+        ),
+        100,
+    )
     assert (good.outcome, good.said) == ("passed", "3 passed")
     bad = gpu.performed(stage("raise SystemExit('no such thing')"), 100)
     assert (bad.outcome, bad.said) == ("failed", "no such thing")
@@ -27,7 +33,10 @@ def test_a_stage_in_which_nothing_ran_did_not_pass() -> None:
     silent = gpu.performed(stage("print('2 skipped')", expects=gpu.PASSED), 100)
     assert (silent.outcome, "2 skipped" in silent.said) == ("not run", True)
     missing = gpu.performed(stage("print(1)", needs=("json", "no_such_module")), 100)
-    assert (missing.outcome, missing.said) == ("not run", "no_such_module is not installed")
+    assert (missing.outcome, missing.said) == (
+        "not run",
+        "no_such_module is not installed",
+    )
     assert gpu.performed(stage("print(1)"), 5).outcome == "not run"
 
 
@@ -36,12 +45,17 @@ def test_a_result_tells_of_no_path_of_the_machine() -> None:
     assert done.command == "python -c print('./tests')"
 
 
-def test_a_stage_that_hangs_is_ended_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_hangs_is_ended_with_what_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gpu, "GRACE", 0.2)
     stubborn = (
-        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        "print('on', flush=True); time.sleep(60)"
     )
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {stubborn!r}])"
+    child = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {stubborn!r}])"
+    )
     status, in_time, lines = gpu.streamed([sys.executable, "-c", child], 1.0, {})
     assert status != 0
     assert not in_time

@@ -60,7 +60,9 @@ def test_contenders_take_turns_at_going_first() -> None:
 
 
 @pytest.mark.parametrize("set_bytes", [100, 1 << 20, 60 << 20, 1 << 30])
-def test_input_sets_outgrow_the_cache_and_graphs_rotate_over_all(set_bytes: int) -> None:
+def test_input_sets_outgrow_the_cache_and_graphs_rotate_over_all(
+    set_bytes: int,
+) -> None:
     sets = timing.sets_for(set_bytes, 60 << 20)
     assert sets * set_bytes > 2 * (60 << 20) or sets == timing.MOST_CALLS
     for least in (1e-7, 1e-5, 1e-2):
@@ -69,7 +71,9 @@ def test_input_sets_outgrow_the_cache_and_graphs_rotate_over_all(set_bytes: int)
         assert calls >= min(timing.TARGET / least, timing.MOST_CALLS)
 
 
-def test_what_cannot_be_captured_is_timed_in_a_loop_over_all_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_is_timed_in_a_loop_over_all_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 

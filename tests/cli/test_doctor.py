@@ -16,7 +16,15 @@ import torch.distributed as dist
 from rich.console import Console
 
 from hetconv.autotune.cli import doctor
-from hetconv.autotune.cli.doctor import Found, Pair, Report, advice, examine, show_report, try_pairs
+from hetconv.autotune.cli.doctor import (
+    Found,
+    Pair,
+    Report,
+    advice,
+    examine,
+    show_report,
+    try_pairs,
+)
 from hetconv.autotune.launch.probe import Outcome, Say, communicate, reason, try_pair
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.errors import HetConvError
@@ -36,17 +44,23 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return (
+        "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    )
 
 
-def fails(rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say) -> None:
+def fails(
+    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
+) -> None:
     say("all_reduce")
     if rank == 1:
         raise RuntimeError(f"no {backend} on {device}\nlook elsewhere")
     time.sleep(60)
 
 
-def dies(rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say) -> None:
+def dies(
+    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
+) -> None:
     say("all_reduce")
     if rank == 1:
         print("cannot go on", file=sys.stderr, flush=True)
@@ -54,16 +68,22 @@ def dies(rank: int, device: str, backend: str, folder: Path, timeout: float, say
     time.sleep(60)
 
 
-def hangs(rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say) -> None:
+def hangs(
+    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
+) -> None:
     remembered(Path(backend), rank)  # the folder of the test, in place of a backend
     say("init_process_group")
     say("barrier")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nor does a kernel that waits for another GPU listen
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # nor does a kernel that waits for another GPU listen
     if rank == 0:
         time.sleep(60)
 
 
-def lies(rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say) -> None:
+def lies(
+    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
+) -> None:
     """Adds nothing up, and says that it has."""
     dist.all_reduce = lambda tensor: None
     communicate(rank, device, backend, folder, timeout, say)
@@ -94,10 +114,15 @@ def test_a_rank_that_dies_is_named_with_its_last_words() -> None:
 
 def test_a_wrong_sum_is_a_failure() -> None:
     problem = try_pair(CPUS, "gloo", 30, lies).problem
-    assert problem in [f"fails in all_reduce: RuntimeError: gave {n}.0 where 3.0 was expected" for n in (1, 2)]
+    assert problem in [
+        f"fails in all_reduce: RuntimeError: gave {n}.0 where 3.0 was expected"
+        for n in (1, 2)
+    ]
 
 
-def test_a_pair_that_hangs_is_ended_in_time_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_pair_that_hangs_is_ended_in_time_and_leaves_no_process(
+    tmp_path: Path,
+) -> None:
     outcome = try_pair(CPUS, str(tmp_path), 1, hangs)
     assert outcome.problem == "hangs in barrier: no answer for 1 s"
     assert 1 < outcome.seconds < SPENT
@@ -135,11 +160,17 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ("NCCL error in: x.cpp:1\nncclInvalidUsage: y\nLast error:\nDuplicate GPU detected", "Duplicate GPU detected"),
-        ("CUDA error: invalid device ordinal\nFor debugging consider ...", "CUDA error: invalid device ordinal"),
+        (
+            "NCCL error in: x.cpp:1\nncclInvalidUsage: y\nLast error:\nDuplicate GPU detected",
+            "Duplicate GPU detected",
+        ),
+        (
+            "CUDA error: invalid device ordinal\nFor debugging consider ...",
+            "CUDA error: invalid device ordinal",
+        ),
         ("\n  odd\n", "odd"),
     ],
-)  # fmt: skip
+)
 def test_the_line_that_says_most_is_the_reason(message: str, said: str) -> None:
     assert reason(RuntimeError(message)) == f"RuntimeError: {said}"
     assert reason(KeyboardInterrupt()) == "KeyboardInterrupt"
@@ -150,7 +181,10 @@ CPU, ONE, TWO = (
     Found("cuda:0", "A100", "GPU-0", 8 * 10**10),
     Found("cuda:1", "T4", "GPU-1", 16 * 10**9),
 )
-WORKS, HANGS = Outcome(None, 0.5), Outcome("hangs in all_reduce: no answer for 10 s", 12.0)
+WORKS, HANGS = (
+    Outcome(None, 0.5),
+    Outcome("hangs in all_reduce: no answer for 10 s", 12.0),
+)
 
 
 def nccl_hangs(devices: tuple[str, str], backend: str, timeout: float) -> Outcome:
@@ -167,21 +201,29 @@ def test_each_pair_is_tried_with_gloo_and_two_gpus_with_nccl_too() -> None:
         (("cuda:0", "cuda:1"), False, ["gloo", "nccl"]),
         (("cuda:0", "cuda:0"), True, ["gloo", "nccl"]),
         (("cuda:1", "cuda:0"), False, ["gloo", "nccl"]),
-    ]  # fmt: skip
+    ]
 
 
 def test_what_does_not_work_is_named_with_the_way_out() -> None:
-    apart, shared = try_pairs((ONE, TWO), 10, nccl_hangs) + try_pairs((ONE, ONE), 10, nccl_hangs)
+    apart, shared = try_pairs((ONE, TWO), 10, nccl_hangs) + try_pairs(
+        (ONE, ONE), 10, nccl_hangs
+    )
     way_out = 'gloo works; use torch.distributed.init_process_group("gloo")'
-    assert advice(apart) == [f"cuda:0 - cuda:1: nccl {HANGS.problem}", f"cuda:0 - cuda:1: {way_out}"]
+    assert advice(apart) == [
+        f"cuda:0 - cuda:1: nccl {HANGS.problem}",
+        f"cuda:0 - cuda:1: {way_out}",
+    ]
     assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in advice(shared)[1]
     assert "2.30" in advice(shared)[1]
     assert len(advice(shared)) == 3
     assert advice(Pair(("cpu", "cpu"), True, {"gloo": WORKS})) == []
-    assert "nothing joins them" in advice(Pair(("cpu", "cuda:0"), False, {"gloo": HANGS}))[-1]
-    assert advice(Pair(("cuda:0", "cuda:1"), False, {"gloo": HANGS, "nccl": WORKS})) == [
-        f"cuda:0 - cuda:1: gloo {HANGS.problem}"
-    ]
+    assert (
+        "nothing joins them"
+        in advice(Pair(("cpu", "cuda:0"), False, {"gloo": HANGS}))[-1]
+    )
+    assert advice(
+        Pair(("cuda:0", "cuda:1"), False, {"gloo": HANGS, "nccl": WORKS})
+    ) == [f"cuda:0 - cuda:1: gloo {HANGS.problem}"]
 
 
 def report(*pairs: Pair) -> Report:
@@ -200,9 +242,17 @@ def test_a_report_is_healthy_if_each_pair_has_a_backend_that_works() -> None:
     none = Pair(("cpu", "cuda:0"), False, {"gloo": HANGS})
     assert report(half).healthy
     assert not report(half, none).healthy
-    assert json.loads(json.dumps(report(none).to_json()))["pairs"][0]["outcomes"]["gloo"]["problem"] == HANGS.problem
+    assert (
+        json.loads(json.dumps(report(none).to_json()))["pairs"][0]["outcomes"]["gloo"][
+            "problem"
+        ]
+        == HANGS.problem
+    )
     text = shown(report(half))
-    assert all(word in text for word in ("torch 2.13.0", "A100", "80 GB", "works, 0.5 s", "every pair has"))
+    assert all(
+        word in text
+        for word in ("torch 2.13.0", "A100", "80 GB", "works, 0.5 s", "every pair has")
+    )
     assert text.count("GPU-0") == 1  # two ranks, but one device
     assert "not every pair has" in shown(report(half, none))
 
@@ -215,10 +265,14 @@ def test_the_cpu_is_examined_for_real() -> None:
     assert found.devices[0].memory_bytes > 1e8
 
 
-def test_a_device_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 1)
     assert doctor.visible() == [DeviceName("cpu"), DeviceName("cuda:0")]
-    with pytest.raises(HetConvError, match="'cuda:5' is not there; this process sees cpu, cuda:0"):
+    with pytest.raises(
+        HetConvError, match="'cuda:5' is not there; this process sees cpu, cuda:0"
+    ):
         examine([DeviceName("cuda:5")], 10)
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     assert doctor.visible() == [DeviceName("cpu"), DeviceName("cpu")]

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.autotune.measure.model_inputs import DTYPES, InputSpec, ModelInputs, TensorSpec, parse_shape
+from hetconv.autotune.measure.model_inputs import (
+    DTYPES,
+    InputSpec,
+    ModelInputs,
+    TensorSpec,
+    parse_shape,
+)
 from hetconv.autotune.measure.models import channels_last
 from hetconv.autotune.search.race import Alone, step_in, step_of
 
@@ -30,7 +36,9 @@ class Timed(nn.Module):
         super().__init__()
         self.conv, self.times = nn.Conv2d(3, 8, 3, padding=1), nn.Embedding(2, 8)
 
-    def forward(self, x: Tensor, timestep: Tensor, *, scale: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, timestep: Tensor, *, scale: Tensor | None = None
+    ) -> dict[str, Tensor]:
         y: Tensor = self.conv(x) + self.times(timestep)[:, :, None, None]
         return {"sample": y if scale is None else y * scale}
 
@@ -57,7 +65,14 @@ def failing() -> Any:
 
 NO_CALLABLE = 3
 NAMED = ("--input", IMAGE, "--input", "timestep=1:int64")
-ORDERED = ("--input", "1,3,16,16:float32", "--input", "1:int64", "--input", "scale=1,8,1,1")
+ORDERED = (
+    "--input",
+    "1,3,16,16:float32",
+    "--input",
+    "1:int64",
+    "--input",
+    "scale=1,8,1,1",
+)
 MADE = ("--inputs", f"{HERE}:arguments")
 
 
@@ -82,54 +97,115 @@ def test_a_model_of_several_arguments_is_planned(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [NAMED, MADE])
-def test_a_model_of_several_arguments_is_tuned(given: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_model_of_several_arguments_is_tuned(
+    given: tuple[str, ...], tmp_path: Path
+) -> None:
     done = hetconv_command(
-        "autotune", *PAIR, *MODEL, *given, "--trials", "1", "--budget", "8", "-o", "cluster.json", cwd=tmp_path
+        "autotune",
+        *PAIR,
+        *MODEL,
+        *given,
+        "--trials",
+        "1",
+        "--budget",
+        "8",
+        "-o",
+        "cluster.json",
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert hetconv.ClusterProfile.load(tmp_path / "cluster.json").names == ("cpu", "cpu@0.5")
+    assert hetconv.ClusterProfile.load(tmp_path / "cluster.json").names == (
+        "cpu",
+        "cpu@0.5",
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ((), "no inputs were given; give --input"),
-        ((*NAMED, *MADE), "--input 1x3x16x16 and --inputs tests.cli.test_model_inputs:arguments were given; give one"),
-        (("--input", "1x3xbig"), "--input '1x3xbig': '1x3xbig' is not a shape; write positive sizes"),
+        (
+            (*NAMED, *MADE),
+            (
+                "--input 1x3x16x16 and --inputs tests.cli.test_model_inputs:arguments were given; "
+                "give one"
+            ),
+        ),
+        (
+            ("--input", "1x3xbig"),
+            "--input '1x3xbig': '1x3xbig' is not a shape; write positive sizes",
+        ),
         (("--input", "1,3x16"), "'1,3x16' is not a shape"),
         (("--input", "x=1x0:int64"), "--input 'x=1x0:int64': '1x0' is not a shape"),
         (("--input", ":int64"), "--input ':int64': '' is not a shape"),
-        (("--input", "2:integer"), "dtype 'integer' is not known; choose one of float32, float64"),
+        (
+            ("--input", "2:integer"),
+            "dtype 'integer' is not known; choose one of float32, float64",
+        ),
         (("--input", "a=b=2"), "--input 'a=b=2' is not understood"),
         (("--input", "time step=2"), "'time step' is no name of an argument"),
         (("--input", "=2"), "'' is no name of an argument"),
-        ((*NAMED, "--input", "timestep=1:int64"), "--input names timestep more than once"),
+        (
+            (*NAMED, "--input", "timestep=1:int64"),
+            "--input names timestep more than once",
+        ),
         (("--input", IMAGE), "could not be captured on inputs of [(1, 3, 16, 16)]"),
-        (("--input", IMAGE, "--input", "time=1:int64"), "unexpected keyword argument 'time'"),
+        (
+            ("--input", IMAGE, "--input", "time=1:int64"),
+            "unexpected keyword argument 'time'",
+        ),
         (
             ("--inputs", HERE),
             "--inputs 'tests.cli.test_model_inputs' does not name a callable; write package.module",
         ),
-        (("--inputs", "nowhere:inputs"), "--inputs: module 'nowhere' cannot be imported"),
+        (
+            ("--inputs", "nowhere:inputs"),
+            "--inputs: module 'nowhere' cannot be imported",
+        ),
         (
             ("--inputs", "tests.data.failing_module:inputs"),
-            "module 'tests.data.failing_module' cannot be imported: AttributeError: 'NoneType' object has no",
+            (
+                "module 'tests.data.failing_module' cannot be imported: AttributeError: "
+                "'NoneType' object has no"
+            ),
         ),
-        (("--inputs", f"{HERE}:missing"), "--inputs: module 'tests.cli.test_model_inputs' has no 'missing'"),
+        (
+            ("--inputs", f"{HERE}:missing"),
+            "--inputs: module 'tests.cli.test_model_inputs' has no 'missing'",
+        ),
         (
             ("--inputs", f"{HERE}:NO_CALLABLE"),
             "--inputs: tests.cli.test_model_inputs:NO_CALLABLE is of type int and cannot be called",
         ),
-        (("--inputs", f"{HERE}:image_alone"), "returned a Tensor; return (args, kwargs), a tuple and a dict"),
-        (("--inputs", f"{HERE}:image_and_names"), "returned a tuple of Tensor, dict; return (args, kwargs)"),
-        (("--inputs", f"{HERE}:numbered"), "returned keyword arguments whose names are no strings: [1]"),
-        (("--inputs", f"{HERE}:failing"), "called without arguments, raised RuntimeError: there is no such file"),
-        (("--inputs", f"{HERE}:parse_shape"), "called without arguments, raised TypeError: parse_shape() missing"),
+        (
+            ("--inputs", f"{HERE}:image_alone"),
+            "returned a Tensor; return (args, kwargs), a tuple and a dict",
+        ),
+        (
+            ("--inputs", f"{HERE}:image_and_names"),
+            "returned a tuple of Tensor, dict; return (args, kwargs)",
+        ),
+        (
+            ("--inputs", f"{HERE}:numbered"),
+            "returned keyword arguments whose names are no strings: [1]",
+        ),
+        (
+            ("--inputs", f"{HERE}:failing"),
+            "called without arguments, raised RuntimeError: there is no such file",
+        ),
+        (
+            ("--inputs", f"{HERE}:parse_shape"),
+            "called without arguments, raised TypeError: parse_shape() missing",
+        ),
     ],
 )
 @pytest.mark.parametrize("asked", [("plan", "--devices", "T4,T4"), ("autotune", *PAIR)])
 def test_what_is_wrong_is_said_in_one_line(
-    asked: tuple[str, ...], given: tuple[str, ...], said: str, tmp_path: Path, command: Command
+    asked: tuple[str, ...],
+    given: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    command: Command,
 ) -> None:
     status, _, wrong = command(*asked, *MODEL, *given)
     assert status == 2
@@ -193,7 +269,9 @@ def test_images_beside_volumes_have_a_format_each() -> None:
     model, last = channels_last(Both(), inputs)
     formats = (torch.channels_last, torch.channels_last_3d)
     for format_, tensors in zip(
-        formats, ((last.args[0], model.flat.weight), (last.kwargs["volume"], model.deep.weight)), strict=True
+        formats,
+        ((last.args[0], model.flat.weight), (last.kwargs["volume"], model.deep.weight)),
+        strict=True,
     ):
         assert all(x.is_contiguous(memory_format=format_) for x in tensors)
 

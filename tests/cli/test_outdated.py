@@ -20,9 +20,21 @@ def test_a_profile_of_one_time_and_place_has_nothing_stale() -> None:
 
 
 def test_what_was_measured_under_other_versions_is_named() -> None:
-    merged, _ = merge({"old": profile([A0, A1], BEFORE, x=1.0, y=2.0), "new": profile([A0], NEW, x=3.0)})
-    why = "measured with torch 2.11.0 (now 2.13.0), triton 3.6.0 (now 3.7.1); measure anew with hetconv autotune"
-    expected = [f"rank 0, cuda:0: y: {why}", f"rank 1, cuda:1: rates, x, y: {why}", f"links: 0-1: {why}"]
+    merged, _ = merge(
+        {
+            "old": profile([A0, A1], BEFORE, x=1.0, y=2.0),
+            "new": profile([A0], NEW, x=3.0),
+        }
+    )
+    why = (
+        "measured with torch 2.11.0 (now 2.13.0), triton 3.6.0 (now 3.7.1); measure anew "
+        "with hetconv autotune"
+    )
+    expected = [
+        f"rank 0, cuda:0: y: {why}",
+        f"rank 1, cuda:1: rates, x, y: {why}",
+        f"links: 0-1: {why}",
+    ]
     assert stale(merged) == expected
     assert stale(merged, ("elsewhere", NEW)) == expected
 
@@ -31,21 +43,34 @@ def test_a_profile_older_than_what_is_in_use_is_named_whole() -> None:
     of = replace(profile([A0], BEFORE, x=1.0), tuned=(tuned(BEFORE, (1,)),))
     lines = stale(of, ("login", replace(NEW, torch="2.13.0+cpu")))
     assert [line.partition(": measured")[0] for line in lines] == [
-        "rank 0, cuda:0: rates, x", "tuned ratios: train by height of g",
-    ]  # fmt: skip
+        "rank 0, cuda:0: rates, x",
+        "tuned ratios: train by height of g",
+    ]
     assert "torch 2.11.0 (now 2.13.0)" in lines[0]
 
 
 def test_hosts_have_builds_and_drivers_of_their_own_but_one_version() -> None:
-    on_gpu, on_cpu = replace(OLD, torch="2.13.0+cu128", driver="580.65"), replace(NEW, torch="2.13.0+cpu", triton="")
-    merged, _ = merge({"a": profile([A0], on_gpu), "b": profile([B0], on_cpu)}, "ethernet-25g")
+    on_gpu, on_cpu = (
+        replace(OLD, torch="2.13.0+cu128", driver="580.65"),
+        replace(NEW, torch="2.13.0+cpu", triton=""),
+    )
+    merged, _ = merge(
+        {"a": profile([A0], on_gpu), "b": profile([B0], on_cpu)}, "ethernet-25g"
+    )
     assert stale(merged) == []
     assert stale(merged, ("b", on_cpu)) == []
     assert stale(merged, ("b", replace(on_cpu, triton="3.7.1"))) == []
-    assert "torch 2.13.0+cu128 (now 2.13.0+cu126)" in stale(merged, ("a", replace(on_gpu, torch="2.13.0+cu126")))[0]
+    assert (
+        "torch 2.13.0+cu128 (now 2.13.0+cu126)"
+        in stale(merged, ("a", replace(on_gpu, torch="2.13.0+cu126")))[0]
+    )
     newer = replace(on_gpu, at=NEW.at, driver="590.10")
     merged, _ = merge(
-        {"old": profile([A0], on_gpu, x=1.0), "new": profile([A0], newer), "cpu": profile([CPU], NEW)}
+        {
+            "old": profile([A0], on_gpu, x=1.0),
+            "new": profile([A0], newer),
+            "cpu": profile([CPU], NEW),
+        }
         | {"both": profile([A0, CPU], OLD)}
     )
     assert [line.partition("; ")[0] for line in stale(merged) if "driver" in line] == [

@@ -35,16 +35,26 @@ def command(files: Path, command: Command) -> Command:
 
 
 @pytest.mark.parametrize(("size", "alone"), [(128, False), (48, True)])
-def test_a_plan_is_made_with_the_trace_of_its_step(size: int, alone: bool, files: Path, command: Command) -> None:
+def test_a_plan_is_made_with_the_trace_of_its_step(
+    size: int, alone: bool, files: Path, command: Command
+) -> None:
     net = (*NET[:2], "--input", f"1x3x{size}x{size}")
-    status, said, wrong = command("plan", "--profile", "cluster.json", *net, "--trace", "new/trace.json")
+    status, said, wrong = command(
+        "plan", "--profile", "cluster.json", *net, "--trace", "new/trace.json"
+    )
     assert status == 0, wrong
     assert "wrote new/trace.json" in said
-    spans = [e for e in json.loads((files / "new/trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    spans = [
+        e
+        for e in json.loads((files / "new/trace.json").read_text())["traceEvents"]
+        if e["ph"] == "X"
+    ]
     made = hetconv.Plan.load(files / "plan.json")
     assert made.predicted is not None
     assert made.chosen.startswith("fastest device alone") is alone
-    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(made.predicted.step_s * 1e6, abs=1e-2)
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(
+        made.predicted.step_s * 1e6, abs=1e-2
+    )
     assert any(e["cat"].startswith("backward") for e in spans)
 
 
@@ -52,18 +62,33 @@ def test_what_was_considered_is_shown(files: Path, command: Command) -> None:
     status, said, _ = command("show", "a.json", "--layer", "two")
     assert status == 0
     assert "computes longer, but moves less" in said
-    whole = replace(plan().layers["one"], split=REPLICATE, considered=(Considered(REPLICATE, 1, 0, 0),))
-    replace(plan(), layers={"": whole}).save(files / "root.json")  # of a model that is one layer, whose name is empty
+    whole = replace(
+        plan().layers["one"],
+        split=REPLICATE,
+        considered=(Considered(REPLICATE, 1, 0, 0),),
+    )
+    replace(plan(), layers={"": whole}).save(
+        files / "root.json"
+    )  # of a model that is one layer, whose name is empty
     assert "chosen" in command("show", "root.json", "--layer", "")[1]
 
 
 def test_a_picture_is_drawn(files: Path, command: Command) -> None:
-    assert command("show", "a.json", "--picture", "plan.svg") == (0, "wrote plan.svg\n", "")
+    assert command("show", "a.json", "--picture", "plan.svg") == (
+        0,
+        "wrote plan.svg\n",
+        "",
+    )
     assert (files / "plan.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize(("other", "status", "word"), [("a.json", 0, "no difference"), ("b.json", 1, "filter 4:2")])
-def test_plans_are_compared_as_by_diff(other: str, status: int, word: str, command: Command) -> None:
+@pytest.mark.parametrize(
+    ("other", "status", "word"),
+    [("a.json", 0, "no difference"), ("b.json", 1, "filter 4:2")],
+)
+def test_plans_are_compared_as_by_diff(
+    other: str, status: int, word: str, command: Command
+) -> None:
     found, said, _ = command("diff", "a.json", other)
     assert found == status
     assert word in said
@@ -74,14 +99,28 @@ def test_plans_are_compared_as_by_diff(other: str, status: int, word: str, comma
     [
         (("diff", "a.json", "none.json"), "none.json: cannot be read"),
         (("diff", "a.json", "cluster.json"), "format is 'hetconv-profile'"),
-        (("show", "cluster.json", "--layer", "two"), "is a profile; give a plan with --layer"),
-        (("show", "a.json", "--layer", "two", "--picture", "x.svg"), "--layer and --picture were given; give one"),
-        (("show", "a.json", "--gathers", "--layer", "two"), "--gathers and --layer were given; give one"),
+        (
+            ("show", "cluster.json", "--layer", "two"),
+            "is a profile; give a plan with --layer",
+        ),
+        (
+            ("show", "a.json", "--layer", "two", "--picture", "x.svg"),
+            "--layer and --picture were given; give one",
+        ),
+        (
+            ("show", "a.json", "--gathers", "--layer", "two"),
+            "--gathers and --layer were given; give one",
+        ),
         (("show", "a.json", "--layer", "nine"), "no layer 'nine'"),
-        (("show", "a.json", "--picture", "plan.txt"), "cannot be written as 'plan.txt'"),
+        (
+            ("show", "a.json", "--picture", "plan.txt"),
+            "cannot be written as 'plan.txt'",
+        ),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(args: tuple[str, ...], expected: str, files: Path, command: Command) -> None:
+def test_what_is_wrong_is_said_in_one_line(
+    args: tuple[str, ...], expected: str, files: Path, command: Command
+) -> None:
     before = sorted(files.iterdir())
     status, said, wrong = command(*args)
     assert (status, said, wrong.count("\n")) == (2, "", 1)

@@ -1,4 +1,6 @@
-"""The commands that look at a machine and at profiles, in this process, where torch is imported; and one in its own."""
+"""The commands that look at a machine and at profiles, in this process, where torch is
+imported; and one in its own.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,32 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def test_profiles_are_merged_and_what_is_stale_is_named(command: Command) -> None:
-    replace(profile([A0], BEFORE, x=1.0, y=1.0), tuned=(tuned(BEFORE, (1,)),)).save("a.json")
+    replace(profile([A0], BEFORE, x=1.0, y=1.0), tuned=(tuned(BEFORE, (1,)),)).save(
+        "a.json"
+    )
     profile([A0], NEW, x=2.0).save("a2.json")
     profile([B0], OLD).save("b.json")
-    status, said, wrong = command("merge", "a.json", "a2.json", "b.json", "-o", "all.json", "--between", "ethernet-25g")
+    status, said, wrong = command(
+        "merge",
+        "a.json",
+        "a2.json",
+        "b.json",
+        "-o",
+        "all.json",
+        "--between",
+        "ethernet-25g",
+    )
     assert status == 0, wrong
-    assert "rank 1: A100 (GPU-b0) on b, measured with torch 2.13.0, triton 3.7.1, 2026-11-20T12:00:00Z" in said
+    assert (
+        "rank 1: A100 (GPU-b0) on b, measured with torch 2.13.0, triton 3.7.1, 2026-11-20T12:00:00Z"
+        in said
+    )
     assert "card of a, out" in said
     assert said.endswith("wrote all.json\n")
     assert wrong.splitlines() == [
         "warning: a.json: 1 entry that was tuned on other devices, or in another order, left out",
-        "warning: rank 0, cuda:0: y: measured with torch 2.11.0 (now 2.13.0), triton 3.6.0 (now 3.7.1); " + TODO,
+        "warning: rank 0, cuda:0: y: measured with torch 2.11.0 (now 2.13.0), triton 3.6.0 "
+        "(now 3.7.1); " + TODO,
     ]
     assert ClusterProfile.load("all.json").world == 2
 
@@ -48,23 +65,33 @@ def test_a_plan_of_a_stale_profile_is_made_with_a_warning(command: Command) -> N
     assert (status, wrong) == (0, "")
     status, _, wrong = command("plan", *NET, "--profile", "old.json")
     assert status == 0
-    assert wrong.startswith("warning: old.json: rank 0, cuda:0: rates: measured with torch 2.11.0 (now ")
+    assert wrong.startswith(
+        "warning: old.json: rank 0, cuda:0: rates: measured with torch 2.11.0 (now "
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (("merge", "a.json", "-o", "c.json"), "a.json: cannot be read"),
-        (("merge", "sheets.json", "-o", "c.json"), "sheets.json: rank 0, 'T4', does not say which device it is"),
+        (
+            ("merge", "sheets.json", "-o", "c.json"),
+            "sheets.json: rank 0, 'T4', does not say which device it is",
+        ),
         (("merge", "-o", "c.json"), "Missing argument"),
         (("merge", "sheets.json"), "Missing option"),
         (("doctor", "--devices", "tpu"), "device 'tpu' is not understood"),
-        (("doctor", "--devices", "cuda:99"), "'cuda:99' is not there; this process sees cpu"),
+        (
+            ("doctor", "--devices", "cuda:99"),
+            "'cuda:99' is not there; this process sees cpu",
+        ),
         (("doctor", "--timeout", "0"), "Invalid value for '--timeout'"),
         (("schema", "cluster"), "Invalid value for"),
     ],
 )
-def test_what_is_wrong_is_said(command: Command, args: tuple[str, ...], said: str) -> None:
+def test_what_is_wrong_is_said(
+    command: Command, args: tuple[str, ...], said: str
+) -> None:
     ClusterProfile.from_devices("T4").save("sheets.json")
     status, _, wrong = command(*args)
     assert status == 2
@@ -72,8 +99,12 @@ def test_what_is_wrong_is_said(command: Command, args: tuple[str, ...], said: st
     assert not Path("c.json").exists()
 
 
-@pytest.mark.parametrize(("kind", "type_"), [("profile", ClusterProfile), ("plan", Plan)])
-def test_the_schema_is_printed(command: Command, kind: str, type_: type[ClusterProfile] | type[Plan]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "type_"), [("profile", ClusterProfile), ("plan", Plan)]
+)
+def test_the_schema_is_printed(
+    command: Command, kind: str, type_: type[ClusterProfile] | type[Plan]
+) -> None:
     status, said, _ = command("schema", kind)
     assert status == 0
     assert json.loads(said) == type_.schema()
@@ -86,7 +117,14 @@ def test_the_doctor_says_by_its_exit_status_whether_each_pair_has_a_backend(
 
     def examine(devices: list[DeviceName], timeout: float) -> Report:
         asked.append((devices, timeout))
-        return Report("a", "EPYC", 2, {}, (), (Pair(("cpu", "cpu"), True, {"gloo": Outcome("fails in barrier", 1.0)}),))
+        return Report(
+            "a",
+            "EPYC",
+            2,
+            {},
+            (),
+            (Pair(("cpu", "cpu"), True, {"gloo": Outcome("fails in barrier", 1.0)}),),
+        )
 
     monkeypatch.setattr(main, "examine", examine)
     status, said, _ = command("doctor", "--devices", "cpu,cpu@0.5", "--timeout", "3")
@@ -98,7 +136,9 @@ def test_the_doctor_says_by_its_exit_status_whether_each_pair_has_a_backend(
 
 @pytest.mark.slow
 def test_the_doctor_examines_this_machine(tmp_path: Path) -> None:
-    done = hetconv_command("doctor", "--devices", "cpu,cpu", "--timeout", "60", "--json", cwd=tmp_path)
+    done = hetconv_command(
+        "doctor", "--devices", "cpu,cpu", "--timeout", "60", "--json", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["pairs"][0]["outcomes"]["gloo"]["problem"] is None
     assert not list(tmp_path.iterdir())

@@ -33,11 +33,31 @@ def plan() -> Plan:
         Considered(CHANNELS, 2e-3, 7e-3, 6e-3),
         Considered(Split("height", (1, 1)), 9e-3, 2e-3, 8e-3),
     )
-    layers = {n: LayerPlan(x.op, x.split, (0.1, 0.2), (0.3, 0.4), 5_000_000) for n, x in bare.layers.items()}
+    layers = {
+        n: LayerPlan(x.op, x.split, (0.1, 0.2), (0.3, 0.4), 5_000_000)
+        for n, x in bare.layers.items()
+    }
     layers["two"] = replace(layers["two"], split=ROWS, considered=considered)
-    prediction = Prediction(1.0, 0.25, (0.5, 0.75), ((0, 8_000_000), (0, 0)), (10**8, 5 * 10**7), 1.5, (0.25, 0.125))
+    prediction = Prediction(
+        1.0,
+        0.25,
+        (0.5, 0.75),
+        ((0, 8_000_000), (0, 0)),
+        (10**8, 5 * 10**7),
+        1.5,
+        (0.25, 0.125),
+    )
     alternatives = {"planned": 1.0, "even split": 2.0}
-    return Plan(("a", "b"), "train", "Chain", ((2, 4, 16, 16),), layers, "planned", prediction, alternatives)
+    return Plan(
+        ("a", "b"),
+        "train",
+        "Chain",
+        ((2, 4, 16, 16),),
+        layers,
+        "planned",
+        prediction,
+        alternatives,
+    )
 
 
 def said(show: Callable[[Console], Any]) -> str:
@@ -58,13 +78,22 @@ def test_a_layer_is_explained_by_what_speaks_against_each_other_split() -> None:
         "computes longer and moves longer",
         "computes longer",
     ]
-    assert [line.split()[0] for line in lines[2:7]] == ["height", "width", "replicate", "filter", "height"]
+    assert [line.split()[0] for line in lines[2:7]] == [
+        "height",
+        "width",
+        "replicate",
+        "filter",
+        "height",
+    ]
     assert lines[5].split()[1:5] == ["4:2", "2.000", "7.000", "6.000"]
 
 
 @pytest.mark.parametrize(
     ("name", "match"),
-    [("nine", "no layer 'nine'; it has one, two"), ("one", "does not say what else was considered for 'one'")],
+    [
+        ("nine", "no layer 'nine'; it has one, two"),
+        ("one", "does not say what else was considered for 'one'"),
+    ],
 )
 def test_what_cannot_be_explained_is_refused(name: str, match: str) -> None:
     with pytest.raises(PlanError, match=match):
@@ -79,21 +108,38 @@ def test_a_plan_file_keeps_what_was_considered(tmp_path: Path) -> None:
 
 
 def changed(**layer: Any) -> Plan:
-    return replace(plan(), layers={**plan().layers, "two": replace(plan().layers["two"], **layer)})
+    return replace(
+        plan(), layers={**plan().layers, "two": replace(plan().layers["two"], **layer)}
+    )
 
 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (plan().with_splits({"two": CHANNELS}), ["two", "height 3:1", "filter 4:2", "1 of 5 layers", "1000.00", "-"]),
-        (changed(chunks=3), ["height 3:1 in 3 chunks", "600.00", "5.00", "1 of 5 layers"]),
+        (
+            plan().with_splits({"two": CHANNELS}),
+            ["two", "height 3:1", "filter 4:2", "1 of 5 layers", "1000.00", "-"],
+        ),
+        (
+            changed(chunks=3),
+            ["height 3:1 in 3 chunks", "600.00", "5.00", "1 of 5 layers"],
+        ),
         (changed(op=plan().layers["one"].op), ["1 layers are other operators", "two"]),
         (replace(plan(), devices=("a", "c")), ["devices", "a, b", "a, c"]),
         (replace(plan(), mode="infer"), ["mode", "train", "infer"]),
         (replace(plan(), model="Other"), ["model", "Chain", "Other"]),
-        (replace(plan(), inputs=((1, 4, 16, 16),)), ["inputs", "2x4x16x16", "1x4x16x16"]),
-        (replace(plan(), layers={"one": plan().layers["one"]}), ["4 of 5 layers", "no such layer", "height 3:1"]),
-        (replace(plan(), predicted=None), ["MB sent", "8.00", "busy, ms", "500.00, 750.00", "memory, MB", "100.00"]),
+        (
+            replace(plan(), inputs=((1, 4, 16, 16),)),
+            ["inputs", "2x4x16x16", "1x4x16x16"],
+        ),
+        (
+            replace(plan(), layers={"one": plan().layers["one"]}),
+            ["4 of 5 layers", "no such layer", "height 3:1"],
+        ),
+        (
+            replace(plan(), predicted=None),
+            ["MB sent", "8.00", "busy, ms", "500.00, 750.00", "memory, MB", "100.00"],
+        ),
     ],
 )
 def test_plans_differ(other: Plan, words: list[str]) -> None:
@@ -120,20 +166,36 @@ def texts(path: Path) -> set[str]:
 def test_a_picture_says_what_the_plan_says(tmp_path: Path) -> None:
     draw(plan(), tmp_path / "plan.svg")
     found = texts(tmp_path / "plan.svg")
-    assert {*plan().layers, "planned", "even split", "height", "filter", "computes", "moves data", "waits"} <= found
+    assert {
+        *plan().layers,
+        "planned",
+        "even split",
+        "height",
+        "filter",
+        "computes",
+        "moves data",
+        "waits",
+    } <= found
     assert {"3", "1", "2e+03", "0: a", "1: b"} <= found
     assert [p.name for p in tmp_path.iterdir()] == ["plan.svg"]
 
 
 def many(layers: int) -> Plan:
     one = plan().layers["one"]
-    named = {f"encoder.stages.{i // 9}.layers.{i}.convolution": one for i in range(layers)}
+    named = {
+        f"encoder.stages.{i // 9}.layers.{i}.convolution": one for i in range(layers)
+    }
     return replace(plan(), layers=named, estimated=True)
 
 
 @pytest.mark.parametrize(
     "made",
-    [many(151), many(0), plan().with_splits({"two": REPLICATE}), changed(split=Split("height", (0, 2)))],
+    [
+        many(151),
+        many(0),
+        plan().with_splits({"two": REPLICATE}),
+        changed(split=Split("height", (0, 2))),
+    ],
     ids=["deep", "empty", "by hand", "alone"],
 )
 def test_plans_of_every_form_have_a_picture(made: Plan, tmp_path: Path) -> None:
@@ -141,7 +203,10 @@ def test_plans_of_every_form_have_a_picture(made: Plan, tmp_path: Path) -> None:
     found = texts(tmp_path / "plan.svg")
     assert {shortened(name) for name in made.layers} <= found
     if made.predicted is None:
-        assert {"nothing is predicted: the plan was changed by hand", "every device computes all"} <= found
+        assert {
+            "nothing is predicted: the plan was changed by hand",
+            "every device computes all",
+        } <= found
     elif made.layers and made.world == 2 and made.layers.get("two"):
         assert "all on device 1" in found
     draw(made, tmp_path / "plan.png")
@@ -152,7 +217,9 @@ def test_a_profile_shows_what_steps_have_taught() -> None:
     made = ClusterProfile.from_devices(["cpu", "cpu@0.5"])
     copies = replace(made.devices[0], copying=Copying(1e-10, 2e-10, 4e-10))
     taught = replace(made, devices=(copies, made.devices[1]), latency_at_work=4.0)
-    before, after = (said(lambda console, p=p: show_profile(p, console)) for p in (made, taught))
+    before, after = (
+        said(lambda console, p=p: show_profile(p, console)) for p in (made, taught)
+    )
     assert "at work" not in before
     assert "4 times these latencies and 1 times the bytes' time" in after
     assert "rank 0 sends 10.0, joins 5.0 and adds 2.5 GB/s through memory" in after
@@ -161,7 +228,10 @@ def test_a_profile_shows_what_steps_have_taught() -> None:
 
 def test_a_plan_from_before_shows_what_it_knows(tmp_path: Path) -> None:
     assert plan().predicted is not None
-    draw(replace(plan(), predicted=replace(plan().predicted, moving_s=())), tmp_path / "plan.svg")
+    draw(
+        replace(plan(), predicted=replace(plan().predicted, moving_s=())),
+        tmp_path / "plan.svg",
+    )
     assert "moves data or waits" in texts(tmp_path / "plan.svg")
     assert "moves data" not in texts(tmp_path / "plan.svg")
 
@@ -174,12 +244,16 @@ def test_long_names_lose_letters_and_no_numbers() -> None:
 
 
 def test_a_picture_in_another_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(HetConvError, match=r"'plan\.bmp'; name it \*\.svg, \*\.png, \*\.pdf"):
+    with pytest.raises(
+        HetConvError, match=r"'plan\.bmp'; name it \*\.svg, \*\.png, \*\.pdf"
+    ):
         draw(plan(), tmp_path / "plan.bmp")
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     imported = builtins.__import__
 
     def without(name: str, *args: Any) -> Any:
@@ -188,5 +262,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
         return imported(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(HetConvError, match=r"No module named 'matplotlib'.*pip install matplotlib"):
+    with pytest.raises(
+        HetConvError, match=r"No module named 'matplotlib'.*pip install matplotlib"
+    ):
         draw(plan(), tmp_path / "plan.svg")

@@ -50,12 +50,31 @@ def captured() -> Graph:
 def profile(**changed: Any) -> ClusterProfile:
     """Of a pair whose tuned plan cuts the convolutions 3:1, and the linears not at all."""
     graph = captured()
-    splits = splits_of(Chain(), ("height",), (3, 1)) | dict.fromkeys(("hidden", "head"), Split("replicate"))
-    plan = TunedPlan(
-        graph.digest, "train", "planned", splits, 0.010, 0.012, 4, ON_0, 0.015, None, "even split by height", 0.025
+    splits = splits_of(Chain(), ("height",), (3, 1)) | dict.fromkeys(
+        ("hidden", "head"), Split("replicate")
     )
-    ratio = TunedRatio(graph.digest, "train", "height", (12, 4), 0.0105, (11, 5), 0.011, 7)
-    return replace(ClusterProfile.from_devices(PAIR, link="host"), plans=(replace(plan, **changed),), tuned=(ratio,))
+    plan = TunedPlan(
+        graph.digest,
+        "train",
+        "planned",
+        splits,
+        0.010,
+        0.012,
+        4,
+        ON_0,
+        0.015,
+        None,
+        "even split by height",
+        0.025,
+    )
+    ratio = TunedRatio(
+        graph.digest, "train", "height", (12, 4), 0.0105, (11, 5), 0.011, 7
+    )
+    return replace(
+        ClusterProfile.from_devices(PAIR, link="host"),
+        plans=(replace(plan, **changed),),
+        tuned=(ratio,),
+    )
 
 
 def shown(summary: Summary) -> str:
@@ -69,28 +88,45 @@ def test_a_plan_is_summarized_beside_an_even_split_and_a_device_alone() -> None:
     assert summary.tuned == Way("planned", 0.010, 0.012)
     assert summary.even is not None
     assert summary.alone is not None
-    assert (summary.even.name, summary.even.measured_s) == ("even split by height", 0.025)
+    assert (summary.even.name, summary.even.measured_s) == (
+        "even split by height",
+        0.025,
+    )
     assert (summary.alone.name, summary.alone.measured_s) == (ON_0, 0.015)
     assert summary.layers == {"height": 3, "replicate": 2}
     assert summary.shares == (0.75, 0.25)
     said = shown(summary)
     for words in (
-        "Chain, train, on cpu, cpu@0.5 (emulated)", "height ratio 12:4, 1.048x as fast as the computed 11:5; 7 trials",
-        "3 by height, 2 not cut; work: 75% : 25%; 4 plans measured", "+20%", "2.50x", "1.50x", "10.00", "12.00",
-    ):  # fmt: skip
+        "Chain, train, on cpu, cpu@0.5 (emulated)",
+        ("height ratio 12:4, 1.048x as fast as the computed 11:5; 7 trials"),
+        "3 by height, 2 not cut; work: 75% : 25%; 4 plans measured",
+        "+20%",
+        "2.50x",
+        "1.50x",
+        "10.00",
+        "12.00",
+    ):
         assert words in said, said
 
 
 def test_predictions_know_what_whole_steps_taught() -> None:
     graph, bare = captured(), ClusterProfile.from_devices(PAIR, link="host")
-    devices = tuple(replace(d, corrections={"height": 1.9, "sample": 1.9}) for d in bare.devices)
+    devices = tuple(
+        replace(d, corrections={"height": 1.9, "sample": 1.9}) for d in bare.devices
+    )
     summary = summarize(graph, replace(profile(), devices=devices), "train")
-    expected = {c.name: c.predicted.step_s for c in contenders(graph, replace(bare, devices=devices))}
+    expected = {
+        c.name: c.predicted.step_s
+        for c in contenders(graph, replace(bare, devices=devices))
+    }
     assert summary.alone is not None
     assert summary.even is not None
     assert summary.alone.predicted_s == expected[ON_0]
     assert summary.even.predicted_s == expected["even split by height"]
-    assert expected[ON_0] > 1.3 * {c.name: c.predicted.step_s for c in contenders(graph, bare)}[ON_0]
+    assert (
+        expected[ON_0]
+        > 1.3 * {c.name: c.predicted.step_s for c in contenders(graph, bare)}[ON_0]
+    )
 
 
 def test_what_was_not_measured_is_null() -> None:
@@ -98,7 +134,11 @@ def test_what_was_not_measured_is_null() -> None:
     summary = summarize(graph, bare, "train")
     found = json.loads(json.dumps(summary.to_json()))
     assert found["tuned"] is found["ratio"] is None
-    assert found["alone"] == {"name": ON_0, "measured_s": None, "predicted_s": found["alone"]["predicted_s"]}
+    assert found["alone"] == {
+        "name": ON_0,
+        "measured_s": None,
+        "predicted_s": found["alone"]["predicted_s"],
+    }
     assert found["even"]["measured_s"] is None
     assert found["even"]["predicted_s"] > 0
     assert found["speedup"] == {"over_even": None, "over_alone": None}
@@ -107,7 +147,9 @@ def test_what_was_not_measured_is_null() -> None:
     assert "no whole plan was measured" in shown(summary)
     other_mode = summarize(graph, profile(), "infer")
     assert other_mode.tuned is other_mode.ratio is None
-    without = summarize(graph, profile(even=None, even_s=None, alone=None, alone_s=None), "train").to_json()
+    without = summarize(
+        graph, profile(even=None, even_s=None, alone=None, alone_s=None), "train"
+    ).to_json()
     assert without["speedup"] == {"over_even": None, "over_alone": None}
     assert without["even"]["measured_s"] is without["alone"]["measured_s"] is None
 
@@ -120,14 +162,20 @@ def test_the_planner_knows_what_the_even_split_took() -> None:
 
 def test_a_device_alone_cuts_nothing() -> None:
     alone = {name: Split("sample", (2, 0)) for name in captured().layers}
-    summary = summarize(captured(), profile(name=ON_0, splits=alone, step_s=0.015), "train")
+    summary = summarize(
+        captured(), profile(name=ON_0, splits=alone, step_s=0.015), "train"
+    )
     assert (summary.layers, summary.shares) == ({}, (1.0, 0.0))
     assert "layers: none is cut; work: 100% : 0%" in shown(summary)
 
 
 @pytest.fixture
-def autotune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Runs the command but for its ranks, which are said to have measured a `profile`; its status, outputs, and job."""
+def autotune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    """Runs the command but for its ranks, which are said to have measured a `profile`;
+    its status, outputs, and job.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     jobs: list[Any] = []
@@ -135,11 +183,24 @@ def autotune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def run_on(devices: Any, fn: Any, job: Any) -> Record:
         jobs.append(job)
         studies = (Study("plans", ON_0, (Trial("planned", 0.5),)),)
-        return Record(profile(), captured(), {"operators": 1.5, "plans": None}, {}, studies)
+        return Record(
+            profile(), captured(), {"operators": 1.5, "plans": None}, {}, studies
+        )
 
     def run(*args: str) -> tuple[int, str, str, list[Any]]:
         monkeypatch.setattr(
-            sys, "argv", ["hetconv", "autotune", "--devices", "cpu,cpu@0.5", *NET, "-o", "c.json", *args]
+            sys,
+            "argv",
+            [
+                "hetconv",
+                "autotune",
+                "--devices",
+                "cpu,cpu@0.5",
+                *NET,
+                "-o",
+                "c.json",
+                *args,
+            ],
         )
         with pytest.raises(SystemExit) as exit_:
             main.main()
@@ -155,12 +216,17 @@ def autotune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return run
 
 
-def test_the_command_prints_a_table_or_one_document_or_nothing(autotune: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_prints_a_table_or_one_document_or_nothing(
+    autotune: Callable[..., Any], tmp_path: Path
+) -> None:
     status, said, wrong, jobs = autotune("--plot", "new/plots")
     assert (status, wrong, [job.quiet for job in jobs]) == (0, TALK, [False])
     assert "even split by height" in said
     assert said.endswith("wrote new/plots/history.svg\nwrote new/plots/links.svg\n")
-    assert [p.name for p in sorted((tmp_path / "new/plots").iterdir())] == ["history.svg", "links.svg"]
+    assert [p.name for p in sorted((tmp_path / "new/plots").iterdir())] == [
+        "history.svg",
+        "links.svg",
+    ]
 
     assert autotune("--quiet") == (0, "", TALK, jobs)
     assert jobs[-1].quiet
@@ -183,7 +249,9 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Resumed:
-        """A job of which all that comes before the plans is done, and each of whose other stages takes two seconds."""
+        """A job of which all that comes before the plans is done, and each of whose
+        other stages takes two seconds.
+        """
 
         graph, seconds = captured(), 1.0
 
@@ -206,8 +274,26 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
     monkeypatch.setattr(tune, "Run", Resumed)
     monkeypatch.setattr(tune, "REFINING", dict.fromkeys(tune.REFINING, stage))
     named = tuple(parse_devices("cpu,cpu@0.5"))
-    record = tune.tune(Job(named, "", "", InputSpec(), "train", 3, 60.0, tmp_path / "c.json", 0, quiet=True))
-    assert record.stage_s == {"operators": None, "plans": 2.0, "chunks": 2.0, "tiles": 2.0}
+    record = tune.tune(
+        Job(
+            named,
+            "",
+            "",
+            InputSpec(),
+            "train",
+            3,
+            60.0,
+            tmp_path / "c.json",
+            0,
+            quiet=True,
+        )
+    )
+    assert record.stage_s == {
+        "operators": None,
+        "plans": 2.0,
+        "chunks": 2.0,
+        "tiles": 2.0,
+    }
     assert record.samples == {"a conv": [{0.5: Passes([1.0], [2.0], 0.25)}]}
     assert record.studies == (Study("plans", "it", ()),)
     assert record.profile == ClusterProfile.load(tmp_path / "c.json") == profile()

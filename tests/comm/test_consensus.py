@@ -1,4 +1,6 @@
-"""Ranks that disagree all raise the same error before anything moves or changes, and nobody waits for a dead one."""
+"""Ranks that disagree all raise the same error before anything moves or changes, and
+nobody waits for a dead one.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,13 @@ def chain_plan(kind: Any = "filter", world: int = 3) -> Plan:
 
 
 def unchanged(model: nn.Module, before: nn.Module) -> bool:
-    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
-    return same and [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), before.parameters(), strict=True)
+    )
+    return same and [type(m) for m in model.modules()] == [
+        type(m) for m in before.modules()
+    ]
 
 
 def parallelizing(how: str) -> tuple[Said, bool]:
@@ -81,7 +88,11 @@ def parallelizing(how: str) -> tuple[Said, bool]:
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
-        ("another plan", "DisagreementError", ["rank 0: parallelize", "rank 1: parallelize", "plan "]),
+        (
+            "another plan",
+            "DisagreementError",
+            ["rank 0: parallelize", "rank 1: parallelize", "plan "],
+        ),
         ("another model", "PlanError", ["on rank 1", "'one'", "no such module"]),
         ("no model", "HetConvError", ["on rank 1", "named_modules"]),
         ("no plan", "HetConvError", ["on rank 1", "world"]),
@@ -100,7 +111,12 @@ def calling(how: str) -> tuple[Said, float]:
     model = hetconv.parallelize(Chain(), chain_plan())
     x = torch.ones(2, 4, 16, 16)
     if odd_one():
-        changed = {"shape": x[:1], "dtype": x.double(), "values": x * 2, "gradients": x.clone().requires_grad_()}
+        changed = {
+            "shape": x[:1],
+            "dtype": x.double(),
+            "values": x * 2,
+            "gradients": x.clone().requires_grad_(),
+        }
         x = changed.get(how, x)
         model.train(how != "mode")
     with torch.set_grad_enabled(not (how == "no gradients" and odd_one())):
@@ -123,8 +139,16 @@ def calling(how: str) -> tuple[Said, float]:
 )
 def test_a_forward_with_other_inputs_on_one_rank(how: str, words: list[str]) -> None:
     found = on_ranks(3, calling, how)
-    assert_all_raise([error for error, _ in found], "DisagreementError", "rank 0: forward", "rank 1: forward", *words)
-    assert len({value for _, value in found}) == 1  # the model works as before once the ranks agree
+    assert_all_raise(
+        [error for error, _ in found],
+        "DisagreementError",
+        "rank 0: forward",
+        "rank 1: forward",
+        *words,
+    )
+    assert (
+        len({value for _, value in found}) == 1
+    )  # the model works as before once the ranks agree
 
 
 def constructing(options: dict[str, Any]) -> Said:
@@ -135,8 +159,16 @@ def constructing(options: dict[str, Any]) -> Said:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"split": Split("filter", (4, 4))}, "SplitError", ["on rank 1", "2 sizes for 3 ranks"]),
-        ({"split": Split("filter", (4, 2, 3))}, "SplitError", ["on rank 1", "adds up to 9"]),
+        (
+            {"split": Split("filter", (4, 4))},
+            "SplitError",
+            ["on rank 1", "2 sizes for 3 ranks"],
+        ),
+        (
+            {"split": Split("filter", (4, 2, 3))},
+            "SplitError",
+            ["on rank 1", "adds up to 9"],
+        ),
         ({"split": None}, "HetConvError", ["on rank 1"]),
         ({"groups": 5}, "HetConvError", ["on rank 1", "groups"]),
         ({"padding": "full"}, "HetConvError", ["on rank 1", "full"]),
@@ -144,9 +176,17 @@ def constructing(options: dict[str, Any]) -> Said:
         ({"padding": -1}, "HetConvError", ["on rank 1", "-1"]),
         ({"dtype": torch.int64}, "HetConvError", ["on rank 1"]),
         ({"output": "whole"}, "HetConvError", ["on rank 1", "whole"]),
-        ({"stride": 2}, "DisagreementError", ["rank 0: HetConv2d", "rank 1: HetConv2d"]),
+        (
+            {"stride": 2},
+            "DisagreementError",
+            ["rank 0: HetConv2d", "rank 1: HetConv2d"],
+        ),
         ({"output": "split"}, "DisagreementError", ["replicated", "split"]),
-        ({"split": Split("height", (4, 2, 2))}, "DisagreementError", ["filter", "height"]),
+        (
+            {"split": Split("height", (4, 2, 2))},
+            "DisagreementError",
+            ["filter", "height"],
+        ),
     ],
 )
 def test_hetconv2d(options: dict[str, Any], kind: str, words: list[str]) -> None:
@@ -158,7 +198,9 @@ def wrapping(how: str) -> tuple[Said, bool]:
     conv: Any = nn.Conv2d(6, 8, 3)
     split = Split("filter", (4, 2, 2))
     if odd_one():
-        conv = {"a linear": nn.Linear(6, 8), "a stride": nn.Conv2d(6, 8, 3, 2)}.get(how, conv)
+        conv = {"a linear": nn.Linear(6, 8), "a stride": nn.Conv2d(6, 8, 3, 2)}.get(
+            how, conv
+        )
         split = Split("filter", (4, 4, 1)) if how == "a split" else split
     before = copy.deepcopy(conv)
     return said(lambda: HetConv2d.from_conv(conv, split)), unchanged(conv, before)
@@ -169,7 +211,11 @@ def wrapping(how: str) -> tuple[Said, bool]:
     [
         ("a linear", "HetConvError", ["on rank 1", "Linear"]),
         ("a split", "SplitError", ["on rank 1", "adds up to 9"]),
-        ("a stride", "DisagreementError", ["rank 0: HetConv2d.from_conv", "stride=(2, 2)"]),
+        (
+            "a stride",
+            "DisagreementError",
+            ["rank 0: HetConv2d.from_conv", "stride=(2, 2)"],
+        ),
     ],
 )
 def test_from_conv(how: str, kind: str, words: list[str]) -> None:
@@ -182,7 +228,11 @@ def moving(how: str) -> Said:
     src, dst = Layout.replicated((6,), 3), Layout.sharded((6,), 0, (3, 2, 1))
     local: Any = torch.zeros(6)
     if odd_one():
-        local = {"shape": torch.zeros(5), "gradient": torch.zeros(6).requires_grad_(), "type": None}.get(how, local)
+        local = {
+            "shape": torch.zeros(5),
+            "gradient": torch.zeros(6).requires_grad_(),
+            "type": None,
+        }.get(how, local)
         dst = Layout.sharded((6,), 0, (1, 2, 3)) if how == "layout" else dst
         src = Layout.replicated((6,), 2) if how == "world" else src
     return said(lambda: hetconv.redistribute(local, src, dst))
@@ -194,7 +244,11 @@ def moving(how: str) -> Said:
         ("shape", "LayoutError", ["on rank 1", "(5,)", "(6,)"]),
         ("world", "LayoutError", ["on rank 1", "2 and 3 ranks", "group of 3"]),
         ("type", "HetConvError", ["on rank 1"]),
-        ("layout", "DisagreementError", ["rank 0: redistribute", "rank 1: redistribute"]),
+        (
+            "layout",
+            "DisagreementError",
+            ["rank 0: redistribute", "rank 1: redistribute"],
+        ),
         ("gradient", "DisagreementError", ["True", "False"]),
     ],
 )
@@ -204,7 +258,9 @@ def test_redistribute(how: str, kind: str, words: list[str]) -> None:
 
 def loading(how: str) -> tuple[Said, bool]:
     model = hetconv.parallelize(Chain(), chain_plan())
-    state: Any = {k: torch.zeros_like(v) for k, v in hetconv.full_state_dict(model).items()}
+    state: Any = {
+        k: torch.zeros_like(v) for k, v in hetconv.full_state_dict(model).items()
+    }
     before = copy.deepcopy(model)
     if odd_one():
         if how == "missing":
@@ -213,7 +269,9 @@ def loading(how: str) -> tuple[Said, bool]:
             state["one.bias"] = torch.zeros(3)
         else:
             state = None
-    return said(lambda: hetconv.load_full_state_dict(model, state)), unchanged(model, before)
+    return said(lambda: hetconv.load_full_state_dict(model, state)), unchanged(
+        model, before
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +294,9 @@ def standing_alone() -> Said:
 
 
 def test_a_convolution_by_itself() -> None:
-    assert_all_raise(on_ranks(3, standing_alone), "DisagreementError", "(1, 3, 8, 8)", "(1, 3, 9, 8)")
+    assert_all_raise(
+        on_ranks(3, standing_alone), "DisagreementError", "(1, 3, 8, 8)", "(1, 3, 9, 8)"
+    )
 
 
 def dying(where: str, kind: Any) -> Said:
@@ -251,7 +311,9 @@ def dying(where: str, kind: Any) -> Said:
         if where == "forward":
             model.two.register_forward_pre_hook(die)
         elif where == "backward":
-            model.pool.register_forward_hook(lambda module, args, y: y.local.register_hook(die) and None)
+            model.pool.register_forward_hook(
+                lambda module, args, y: y.local.register_hook(die) and None
+            )
         else:
             die()
 

@@ -56,14 +56,19 @@ def test_it_is_asked_once_in_some_turns_of_the_system(core: Core) -> None:
     assert not own()
 
 
-def test_nobody_has_a_core_of_its_own_where_the_system_does_not_tell(core: Core) -> None:
+def test_nobody_has_a_core_of_its_own_where_the_system_does_not_tell(
+    core: Core,
+) -> None:
     core.waited = 0.0
     own = OwnCore()
     core.passes(1.0, 0.0)
     assert not own()
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell waits for a core")
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(),
+    reason="the system does not tell waits for a core",
+)
 def test_waits_for_a_core_that_is_shared_are_told() -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})

@@ -23,9 +23,17 @@ def nobody_answers(by_backend: bool) -> tuple[Tensor, Tensor] | None:
     team = team_of()
     if team.rank:
         return None
-    halves, summands = Layout.sharded((1, 4, 2, 2), 1, (2, 2)), Layout.partial((1, 4, 2, 2), 2)
+    halves, summands = (
+        Layout.sharded((1, 4, 2, 2), 1, (2, 2)),
+        Layout.partial((1, 4, 2, 2), 2),
+    )
     with silent(), through_backend() if by_backend else nullcontext():
-        gathered = moved(team, torch.full((1, 2, 2, 2), 3.0), halves, Layout.replicated((1, 4, 2, 2), 2))
+        gathered = moved(
+            team,
+            torch.full((1, 2, 2, 2), 3.0),
+            halves,
+            Layout.replicated((1, 4, 2, 2), 2),
+        )
         summed = moved(team, torch.full((1, 4, 2, 2), 3.0), summands, halves)
     return gathered, summed
 
@@ -40,22 +48,32 @@ def test_who_is_silent_waits_for_nobody_and_finds_zeros(by_backend: bool) -> Non
 
 
 def steps(kind: SplitKind) -> tuple[list[int], list[int], bool]:
-    """Bytes sent by a step in training, and by a silent one; whether the first's gradients are found again after it."""
+    """Bytes sent by a step in training, and by a silent one; whether the first's
+    gradients are found again after it.
+    """
     torch.manual_seed(0)
     model, x = Block(4, 8), torch.randn(2, 4, 12, 8)
-    split = hetconv.parallelize(copy.deepcopy(model), plan_of(model, splits_of(model, (kind,), (2, 1)), 2))
+    split = hetconv.parallelize(
+        copy.deepcopy(model), plan_of(model, splits_of(model, (kind,), (2, 1)), 2)
+    )
 
     def step() -> tuple[int, list[Tensor]]:
         split.zero_grad()
         with count_sent() as sent:
             split(x).square().sum().backward()
-        return sum(sent.values()), [p.grad.clone() for p in split.parameters() if p.grad is not None]
+        return sum(sent.values()), [
+            p.grad.clone() for p in split.parameters() if p.grad is not None
+        ]
 
     with silent():
         sent_in_silence, zeroed = step()
     (sent, first), (again, second) = step(), step()
     shapes = [g.shape for g in zeroed] == [g.shape for g in first]
-    return [sent, again], [sent_in_silence], shapes and all(a.equal(b) for a, b in zip(first, second, strict=True))
+    return (
+        [sent, again],
+        [sent_in_silence],
+        shapes and all(a.equal(b) for a, b in zip(first, second, strict=True)),
+    )
 
 
 @pytest.mark.parametrize("kind", ["sample", "filter", "channel", "height", "width"])

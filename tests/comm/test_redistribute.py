@@ -1,7 +1,9 @@
-"""redistribute: its result by definition, and its backward by the adjoint identity, for every kind of movement.
+"""redistribute: its result by definition, and its backward by the adjoint identity, for
+every kind of movement.
 
-Inner products: a replicated value counts once, a sharded one sums over ranks, a partial value is the sum of its
-summands (its cotangent is replicated), and the cotangent of a need is one contribution per rank.
+Inner products: a replicated value counts once, a sharded one sums over ranks, a partial
+value is the sum of its summands (its cotangent is replicated), and the cotangent of a
+need is one contribution per rank.
 """
 
 from __future__ import annotations
@@ -33,17 +35,28 @@ Case = tuple[Layout, Place]
 
 
 def drawn(seed: int, place: Place, cotangent: bool = False) -> list[Tensor]:
-    """A random value over ``place``, one part per rank. The cotangent of a partial value is replicated."""
+    """A random value over ``place``, one part per rank. The cotangent of a partial
+    value is replicated.
+    """
     generator = torch.Generator().manual_seed(seed)
     kind = place.kind if isinstance(place, Layout) else "need"
-    whole = {box.shape for box in place.boxes} == {place.shape}  # of summands within nodes each has its own part
+    whole = {box.shape for box in place.boxes} == {
+        place.shape
+    }  # of summands within nodes each has its own part
     if kind == "replicated" or (kind == "partial" and cotangent and whole):
-        return [torch.randn(place.shape, dtype=torch.float64, generator=generator)] * place.world
-    return [torch.randn(box.shape, dtype=torch.float64, generator=generator) for box in place.boxes]
+        return [
+            torch.randn(place.shape, dtype=torch.float64, generator=generator)
+        ] * place.world
+    return [
+        torch.randn(box.shape, dtype=torch.float64, generator=generator)
+        for box in place.boxes
+    ]
 
 
 def inner(place: Place, a: list[Tensor], b: list[Tensor]) -> float:
-    counted = 1 if isinstance(place, Layout) and place.kind == "replicated" else place.world
+    counted = (
+        1 if isinstance(place, Layout) and place.kind == "replicated" else place.world
+    )
     return sum(float((x * y).sum()) for x, y in list(zip(a, b, strict=True))[:counted])
 
 
@@ -57,7 +70,9 @@ def value(place: Place, parts: list[Tensor]) -> Tensor:
     return whole
 
 
-def forward_and_back(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor, Any, Any]:
+def forward_and_back(
+    src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]
+) -> tuple[Tensor, Tensor, Any, Any]:
     """This rank's part of Fx and of F*y, and the bytes that it sent for each."""
     rank = dist.get_rank()
     local = x[rank].clone().requires_grad_()
@@ -68,22 +83,34 @@ def forward_and_back(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) 
     return fx.detach(), g, there, back
 
 
-def both(case: Case) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor, Counter[int], Counter[int]]]]:
+def both(
+    case: Case,
+) -> tuple[
+    list[Tensor], list[Tensor], list[tuple[Tensor, Tensor, Counter[int], Counter[int]]]
+]:
     src, dst = case
     x, y = drawn(1, src), drawn(2, dst, cotangent=True)
     return x, y, on_ranks(src.world, forward_and_back, src, dst, x, y)
 
 
-def rank_on_backend(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:
+def rank_on_backend(
+    src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]
+) -> tuple[Tensor, Tensor]:
     """The same as if every rank were on a host of its own."""
     with through_backend():
         return forward_and_back(src, dst, x, y)[:2]
 
 
-def rank_on_two_hosts(src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]) -> tuple[Tensor, Tensor]:
+def rank_on_two_hosts(
+    src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]
+) -> tuple[Tensor, Tensor]:
     """The same as if even ranks were on one host, and odd ones on another."""
     team = team_of()
-    near = {peer: channel for peer, channel in team.channels.items() if peer % 2 == team.rank % 2}
+    near = {
+        peer: channel
+        for peer, channel in team.channels.items()
+        if peer % 2 == team.rank % 2
+    }
     rank_group._teams[team.group] = replace(team, channels=near, one_host=False)
     try:
         return forward_and_back(src, dst, x, y)[:2]
@@ -99,7 +126,9 @@ def places(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Place]:
 def cases(draw: st.DrawFn) -> Case:
     shape, world = draw(shapes), draw(worlds)
     src = draw(layouts(shape, world))
-    return src, draw(places(shape, world).filter(lambda dst: not _in_nodes(dst) or dst == src))
+    return src, draw(
+        places(shape, world).filter(lambda dst: not _in_nodes(dst) or dst == src)
+    )
 
 
 def _in_nodes(dst: Place) -> bool:
@@ -185,10 +214,14 @@ def test_forward_keeps_the_value(case: Case) -> None:
     x, _, found = both(case)
     whole = value(src, x)
     if isinstance(dst, Layout) and dst.kind == "partial":
-        torch.testing.assert_close(value(dst, [fx for fx, *_ in found]), whole, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            value(dst, [fx for fx, *_ in found]), whole, rtol=0, atol=1e-12
+        )
         return
     for box, (fx, *_) in zip(dst.boxes, found, strict=True):
-        torch.testing.assert_close(fx, whole[box.within(Box.whole(dst.shape))], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            fx, whole[box.within(Box.whole(dst.shape))], rtol=0, atol=1e-12
+        )
 
 
 @given(cases())
@@ -215,8 +248,16 @@ def test_sent_bytes_are_those_of_the_geometry(case: Case) -> None:
     same = isinstance(dst, Layout) and (src.kind, src.boxes) == (dst.kind, dst.boxes)
     forward, adjoint = traffic(move.forward, 8), traffic(move.adjoint, 8)
     *_, found = both(case)
-    sent = {(r, peer): n for r, (_, _, there, _) in enumerate(found) for peer, n in there.items()}
-    sent_back = {(r, peer): n for r, (_, _, _, back) in enumerate(found) for peer, n in back.items()}
+    sent = {
+        (r, peer): n
+        for r, (_, _, there, _) in enumerate(found)
+        for peer, n in there.items()
+    }
+    sent_back = {
+        (r, peer): n
+        for r, (_, _, _, back) in enumerate(found)
+        for peer, n in back.items()
+    }
     assert sent == ({} if same else forward)
     assert sent_back == ({} if same else adjoint)
 
@@ -224,10 +265,14 @@ def test_sent_bytes_are_those_of_the_geometry(case: Case) -> None:
 @pytest.mark.parametrize("rank", [rank_on_backend, rank_on_two_hosts])
 @settings(max_examples=40)
 @given(case=cases())
-def test_other_transports_give_the_same_bits(rank: Callable[..., tuple[Tensor, Tensor]], case: Case) -> None:
+def test_other_transports_give_the_same_bits(
+    rank: Callable[..., tuple[Tensor, Tensor]], case: Case
+) -> None:
     src, dst = case
     x, y, found = both(case)
-    for (fx, g, *_), other in zip(found, on_ranks(src.world, rank, src, dst, x, y), strict=True):
+    for (fx, g, *_), other in zip(
+        found, on_ranks(src.world, rank, src, dst, x, y), strict=True
+    ):
         assert torch.equal(fx, other[0])
         assert torch.equal(g, other[1])
 
@@ -248,7 +293,9 @@ def rank_refusing(src: Layout, dst: Place, shape: tuple[int, ...]) -> tuple[str,
         (Layout.sharded((4,), 0, (4, 0)), Layout.replicated((4,), 2), "rank 1's box"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_every_rank(src: Layout, dst: Place, match: str) -> None:
+def test_what_does_not_fit_is_refused_by_every_rank(
+    src: Layout, dst: Place, match: str
+) -> None:
     said = on_ranks(2, rank_refusing, src, dst, (4,))
     assert {kind for kind, _ in said} == {LayoutError.__name__}
     with pytest.raises(LayoutError, match=match):

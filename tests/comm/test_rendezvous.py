@@ -22,7 +22,11 @@ class Hosts:
     """Ranks as threads, each of which finds those that it can reach."""
 
     def __init__(self, world: int):
-        self.world, self.found, self._words = world, [dict[int, socket.socket]()] * world, list[Any]()
+        self.world, self.found, self._words = (
+            world,
+            [dict[int, socket.socket]()] * world,
+            list[Any](),
+        )
         self._all = threading.Barrier(world)
 
     def __enter__(self) -> Hosts:
@@ -42,7 +46,9 @@ class Hosts:
         self._all.wait()
         return list(self._words)
 
-    def meet(self, gather: Callable[[int, Any], list[Any]]) -> list[dict[int, socket.socket]]:
+    def meet(
+        self, gather: Callable[[int, Any], list[Any]]
+    ) -> list[dict[int, socket.socket]]:
         def rank(r: int) -> None:
             self.found[r] = connected(r, lambda word: gather(r, word))
 
@@ -57,9 +63,16 @@ class Hosts:
 def test_ranks_of_a_host_reach_each_other() -> None:
     with Hosts(4) as hosts:
         found = hosts.meet(hosts.gather)
-        assert [sorted(f) for f in found] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+        assert [sorted(f) for f in found] == [
+            [1, 2, 3],
+            [0, 2, 3],
+            [0, 1, 3],
+            [0, 1, 2],
+        ]
         for r, s in ((0, 1), (2, 3), (3, 0)):
-            assert said(found[r][s], found[s][r], b"%d to %d" % (r, s)) == b"%d to %d" % (r, s)
+            assert said(
+                found[r][s], found[s][r], b"%d to %d" % (r, s)
+            ) == b"%d to %d" % (r, s)
 
 
 def test_who_is_out_of_reach_is_left_to_the_backend() -> None:
@@ -69,14 +82,19 @@ def test_who_is_out_of_reach_is_left_to_the_backend() -> None:
         def gather(rank: int, word: Any) -> list[Any]:
             words = hosts.gather(rank, word)
             if all(words) and isinstance(words[0][0], str):
-                return [(f"{w[0]} elsewhere" if (rank == 2) != (r == 2) else w[0], w[1]) for r, w in enumerate(words)]
+                return [
+                    (f"{w[0]} elsewhere" if (rank == 2) != (r == 2) else w[0], w[1])
+                    for r, w in enumerate(words)
+                ]
             return words
 
         found = hosts.meet(gather)
         assert [sorted(f) for f in found] == [[1, 3], [0, 3], [], [0, 1]]
 
 
-def test_a_system_without_such_memory_leaves_all_to_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_such_memory_leaves_all_to_the_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with Hosts(2) as hosts:
         assert hosts.meet(hosts.gather) == [{}, {}]
@@ -90,7 +108,9 @@ def test_a_stranger_is_not_let_in() -> None:
             words = hosts.gather(rank, word)
             if rank == 1 and all(words):  # before rank 1 knocks
                 for knock in (b"x", b"x" * VISIT.size, b""):
-                    strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    strangers.append(
+                        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    )
                     strangers[-1].connect(words[0][0])
                     if knock:
                         strangers[-1].send(knock)

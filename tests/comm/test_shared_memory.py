@@ -1,4 +1,5 @@
-"""Channels between two ranks of a host: what is sent comes, in order and bit by bit, or an error says that it will not.
+"""Channels between two ranks of a host: what is sent comes, in order and bit by bit, or
+an error says that it will not.
 
 Both ends are in this process; `test_movement` has ranks use them.
 """
@@ -73,7 +74,9 @@ def test_what_is_sent_may_be_written_to_at_once(ends: tuple[Channel, Channel]) -
     assert bool((buffer == 1).all())
 
 
-def test_messages_come_in_order_whichever_is_waited_for_first(ends: tuple[Channel, Channel]) -> None:
+def test_messages_come_in_order_whichever_is_waited_for_first(
+    ends: tuple[Channel, Channel],
+) -> None:
     here, there = ends
     buffers = [torch.zeros(3) for _ in range(4)]
     first, second = there.expect(buffers[0]), there.expect(buffers[1])
@@ -106,7 +109,9 @@ def test_what_is_lent_stays_where_it_lies_until_it_is_given_back(
     assert lent[0].data_ptr() == lent[2].data_ptr()  # not a copy
 
 
-def test_what_is_to_be_lent_was_taken_by_who_waited_for_more(ends: tuple[Channel, Channel]) -> None:
+def test_what_is_to_be_lent_was_taken_by_who_waited_for_more(
+    ends: tuple[Channel, Channel],
+) -> None:
     here, there = ends
     first, second = (there.announce(torch.float32, (3,)) for _ in range(2))
     for k in range(2):
@@ -117,10 +122,15 @@ def test_what_is_to_be_lent_was_taken_by_who_waited_for_more(ends: tuple[Channel
     assert torch.equal(passed(here, there, torch.ones(2)), torch.ones(2))
 
 
-def test_a_message_of_another_length_is_not_taken_for_the_expected_one(ends: tuple[Channel, Channel]) -> None:
+def test_a_message_of_another_length_is_not_taken_for_the_expected_one(
+    ends: tuple[Channel, Channel],
+) -> None:
     here, there = ends
     here.send(torch.zeros(3))
-    with pytest.raises(DisagreementError, match=r"12 bytes came where one of 8 was expected.* call the same on every"):
+    with pytest.raises(
+        DisagreementError,
+        match=r"12 bytes came where one of 8 was expected.* call the same on every",
+    ):
         there.expect(torch.zeros(2))()
 
 
@@ -139,7 +149,10 @@ class Ends:
     def take(self, _: int) -> None:
         if self.on_its_way:
             piece = self.on_its_way.popleft()
-            assert torch.equal(self.there.take(self.there.announce(piece.dtype, tuple(piece.shape))), piece)
+            assert torch.equal(
+                self.there.take(self.there.announce(piece.dtype, tuple(piece.shape))),
+                piece,
+            )
 
     def borrow(self, size: int) -> None:
         """While another message is sent."""
@@ -170,7 +183,9 @@ def test_any_messages_under_way_at_once_keep_what_they_say(
             ends.take(0)
 
 
-def test_memory_does_not_grow_while_messages_are_taken(ends: tuple[Channel, Channel]) -> None:
+def test_memory_does_not_grow_while_messages_are_taken(
+    ends: tuple[Channel, Channel],
+) -> None:
     here, there = ends
     for _ in range(40):
         passed(here, there, torch.zeros(100_000))
@@ -191,7 +206,9 @@ def test_messages_lie_where_earlier_ones_lay(ends: tuple[Channel, Channel]) -> N
     assert max(lay) < 2 * 20_000 + shared_memory.ALIGN
 
 
-def test_who_answers_tells_what_was_taken_with_the_answer(ends: tuple[Channel, Channel]) -> None:
+def test_who_answers_tells_what_was_taken_with_the_answer(
+    ends: tuple[Channel, Channel],
+) -> None:
     here, there = ends
     for k in range(100):
         passed(here, there, torch.full((500,), float(k)))
@@ -200,7 +217,9 @@ def test_who_answers_tells_what_was_taken_with_the_answer(ends: tuple[Channel, C
     assert [len(end._out) for end in ends] == [shared_memory.FIRST] * 2
 
 
-def test_more_packets_than_a_socket_holds_wait_until_they_are_read(ends: tuple[Channel, Channel]) -> None:
+def test_more_packets_than_a_socket_holds_wait_until_they_are_read(
+    ends: tuple[Channel, Channel],
+) -> None:
     here, there = ends
     buffers = [torch.zeros(1) for _ in range(2000)]
 
@@ -254,7 +273,11 @@ def test_a_receiver_sleeps_at_once_but_on_a_core_of_its_own(
     monkeypatch.setattr(shared_memory, "_own_core", lambda: own)
     monkeypatch.setattr(shared_memory, "LOOK_S", MINUTE.total_seconds())
     slept = list[float]()
-    monkeypatch.setattr(shared_memory, "_wait", lambda poll, wait_ms: (slept.append(wait_ms), poll.poll(wait_ms)))
+    monkeypatch.setattr(
+        shared_memory,
+        "_wait",
+        lambda poll, wait_ms: (slept.append(wait_ms), poll.poll(wait_ms)),
+    )
     wait = there.expect(torch.zeros(1))
     sender = threading.Timer(0.05, here.send, [torch.ones(1)])
     sender.start()
@@ -263,7 +286,9 @@ def test_a_receiver_sleeps_at_once_but_on_a_core_of_its_own(
     assert slept == ([] if own else [6e4])
 
 
-def test_who_has_looked_in_vain_sleeps(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_looked_in_vain_sleeps(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_memory, "_own_core", lambda: True)
     here, _there = ends
     assert not here._looked()

@@ -24,17 +24,26 @@ from hetconv.sharding.layout import Layout, exchanges
 from tests.nets import NETS, splits_of
 
 CLUSTER = ClusterProfile.from_devices(["A100-SXM4-80GB", "V100-SXM2-32GB", "T4"])
-MIXES: list[Any] = [("height",), ("filter",), ("sample", "channel", "height"), ("width", "replicate", "filter")]
+MIXES: list[Any] = [
+    ("height",),
+    ("filter",),
+    ("sample", "channel", "height"),
+    ("width", "replicate", "filter"),
+]
 
 
-def simulated(net: str, kinds: Any, mode: Mode, overlap: float = 1.0) -> tuple[Prediction, list[Event]]:
+def simulated(
+    net: str, kinds: Any, mode: Mode, overlap: float = 1.0
+) -> tuple[Prediction, list[Event]]:
     make, shape = NETS[net]
     model: nn.Module = make().train(mode == "train")
     with torch.set_grad_enabled(mode == "train"):
         graph = hetconv.capture(model, torch.zeros(shape))
     events: list[Event] = []
     cluster = replace(CLUSTER, overlap=overlap)
-    prediction, _ = Pricer(graph, cluster, mode).price(splits_of(model, kinds, (4, 2, 1)), events.append)
+    prediction, _ = Pricer(graph, cluster, mode).price(
+        splits_of(model, kinds, (4, 2, 1)), events.append
+    )
     return prediction, events
 
 
@@ -43,7 +52,13 @@ def seconds(events: list[Event]) -> float:
 
 
 CASES = pytest.mark.parametrize(
-    ("net", "kinds", "mode"), [(net, kinds, mode) for net in NETS for kinds in MIXES for mode in ("train", "infer")]
+    ("net", "kinds", "mode"),
+    [
+        (net, kinds, mode)
+        for net in NETS
+        for kinds in MIXES
+        for mode in ("train", "infer")
+    ],
 )
 
 
@@ -51,13 +66,19 @@ CASES = pytest.mark.parametrize(
 def test_events_are_what_is_predicted(net: str, kinds: Any, mode: Mode) -> None:
     p, events = simulated(net, kinds, mode, overlap=0.7)
     assert max(e.end_s for e in events) == p.step_s
-    assert {e.backward for e in events} == ({False, True} if mode == "train" else {False})
+    assert {e.backward for e in events} == (
+        {False, True} if mode == "train" else {False}
+    )
     for device, (busy, moving) in enumerate(zip(p.busy_s, p.moving_s, strict=True)):
         own = [e for e in events if e.device == device]
         computing = [e for e in own if e.thread == "compute" and not e.waits]
         assert seconds(computing) == pytest.approx(busy, rel=1e-9)
         transfers = [e for e in own if e.thread == "transfer" and not e.waits]
-        hidden = sum(max(min(t.end_s, c.end_s) - max(t.start_s, c.start_s), 0) for t in transfers for c in computing)
+        hidden = sum(
+            max(min(t.end_s, c.end_s) - max(t.start_s, c.start_s), 0)
+            for t in transfers
+            for c in computing
+        )
         assert seconds(transfers) - hidden == pytest.approx(moving, rel=1e-9)
         assert busy + moving <= p.step_s * (1 + 1e-9)
         for thread in ("compute", "transfer"):
@@ -67,12 +88,16 @@ def test_events_are_what_is_predicted(net: str, kinds: Any, mode: Mode) -> None:
 
 @pytest.mark.parametrize("overlap", [1.0, 0.7])
 @CASES
-def test_a_step_takes_no_longer_than_its_operators_one_by_one(net: str, kinds: Any, mode: Mode, overlap: float) -> None:
+def test_a_step_takes_no_longer_than_its_operators_one_by_one(
+    net: str, kinds: Any, mode: Mode, overlap: float
+) -> None:
     """But for the sums of gradients, whose latency the sum leaves out, and running statistics."""
     p, events = simulated(net, kinds, mode, overlap)
     before = max(e.end_s for e in events if e.name != "sums of gradients")
     told = [e for e in events if e.name == TOLD]
-    telling = max((e.end_s for e in told), default=0.0) - min((e.start_s for e in told if not e.waits), default=0.0)
+    telling = max((e.end_s for e in told), default=0.0) - min(
+        (e.start_s for e in told if not e.waits), default=0.0
+    )
     assert before - telling <= p.summed_s * (1 + 1e-9)
 
 
@@ -101,7 +126,9 @@ def test_of_halos_and_computing_a_part_of_the_shorter_one_is_hidden(
 
 
 def test_halos_travel_while_devices_compute_and_late_senders_are_waited_for() -> None:
-    """A byte a second: 8 go from 0 to 1 while they compute for 3 and 10 seconds; 8 come back before a second each."""
+    """A byte a second: 8 go from 0 to 1 while they compute for 3 and 10 seconds; 8 come
+    back before a second each.
+    """
     events: list[Event] = []
     clocks, there, back = Clocks(2, events.append), *eight_bytes()
     clocks.step(Pass("first", False, np.array([3.0, 10.0]), there, hides=True))
@@ -128,7 +155,11 @@ def test_a_trace_has_a_process_per_device_and_every_event() -> None:
     prediction, events = simulated("resnet", ("height",), "train")
     found = json.loads(json.dumps(document(("a", "b", "b"), events)))["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in found
+        if e["name"] == "thread_name"
+    }
     assert list(named.values()) == ["0: a", "1: b", "2: b"]
     assert list(threads.values()) == ["compute", "transfer"] * 3
     assert len({tid for _, tid in threads}) == 6
@@ -141,13 +172,21 @@ def test_a_trace_has_a_process_per_device_and_every_event() -> None:
         assert named[span["pid"]].startswith(f"{event.device}:")
         assert threads[span["pid"], span["tid"]] == event.thread
         assert span["args"]["operator"] == event.name
-        assert span["cat"].split(",")[0] == ("backward" if event.backward else "forward")
+        assert span["cat"].split(",")[0] == (
+            "backward" if event.backward else "forward"
+        )
         assert span["ts"] == pytest.approx(event.start_s * 1e6, abs=1e-3)
         assert span["ts"] + span["dur"] == pytest.approx(event.end_s * 1e6, abs=1e-3)
         assert (span["name"] == "wait") is span["cat"].endswith("wait") is event.waits
-    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(prediction.step_s * 1e6, abs=1e-3)
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(
+        prediction.step_s * 1e6, abs=1e-3
+    )
 
     by_thread = defaultdict(list)
     for e in spans:
-        by_thread[e["tid"]].append((round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3)))
-    assert all(a[1] <= b[0] for told in by_thread.values() for a, b in pairwise(sorted(told)))
+        by_thread[e["tid"]].append(
+            (round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3))
+        )
+    assert all(
+        a[1] <= b[0] for told in by_thread.values() for a, b in pairwise(sorted(told))
+    )

@@ -1,6 +1,8 @@
-"""What hetconv asks of PyTorch on CUDA alone, or otherwise than on a CPU, on fake CUDA tensors: no GPU is needed.
+"""What hetconv asks of PyTorch on CUDA alone, or otherwise than on a CPU, on fake CUDA
+tensors: no GPU is needed.
 
-These know which device an operator takes and gives tensors on, and shapes, dtypes and memory formats.
+These know which device an operator takes and gives tensors on, and shapes, dtypes and
+memory formats.
 """
 
 from __future__ import annotations
@@ -59,23 +61,41 @@ def moments_of_groups(device: str, dtype: torch.dtype) -> list[Tensor | None]:
 
 
 def convolution(device: str, dtype: torch.dtype) -> list[Tensor | None]:
-    return [aten.conv(images(device, dtype), images(device, dtype, 8, 3, 3, 3), None, *GEOMETRY)]
+    return [
+        aten.conv(
+            images(device, dtype), images(device, dtype, 8, 3, 3, 3), None, *GEOMETRY
+        )
+    ]
 
 
 def convolution_backward(device: str, dtype: torch.dtype) -> list[Tensor | None]:
     g, w = images(device, dtype, 4, 8, 4, 4), images(device, dtype, 8, 3, 3, 3)
-    return list(aten.backward(g, images(device, dtype), w, *GEOMETRY, (True, True, True)))
+    return list(
+        aten.backward(g, images(device, dtype), w, *GEOMETRY, (True, True, True))
+    )
 
 
 def strided_filters_of_one_tap(device: str, dtype: torch.dtype) -> list[Tensor | None]:
     """Which on a CPU are computed in a way of our own."""
-    g, w, sides = images(device, dtype, 4, 8, 4, 4), images(device, dtype, 8, 6, 1, 1), ((0, 0), (0, 0))
-    return list(aten.backward(g, images(device, dtype), w, (2, 2), sides, (1, 1), 1, (True, True, True)))
+    g, w, sides = (
+        images(device, dtype, 4, 8, 4, 4),
+        images(device, dtype, 8, 6, 1, 1),
+        ((0, 0), (0, 0)),
+    )
+    return list(
+        aten.backward(
+            g, images(device, dtype), w, (2, 2), sides, (1, 1), 1, (True, True, True)
+        )
+    )
 
 
 CALLS: tuple[Call, ...] = (
-    batch_norm_of_given_moments, moments_of_groups, convolution, convolution_backward, strided_filters_of_one_tap,
-)  # fmt: skip
+    batch_norm_of_given_moments,
+    moments_of_groups,
+    convolution,
+    convolution_backward,
+    strided_filters_of_one_tap,
+)
 WITHOUT_FAKES = {
     "batch_norm_update_stats": "input running_mean running_var momentum",
     "batch_norm_backward_reduce": "grad_out input mean invstd weight input_g weight_g bias_g",
@@ -84,7 +104,9 @@ WITHOUT_FAKES = {
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch was built without CUDA")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_cuda_gives_what_a_cpu_gives(call: Call, dtype: torch.dtype) -> None:
     found = {}
@@ -97,17 +119,30 @@ def test_cuda_gives_what_a_cpu_gives(call: Call, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_FAKES)
-def test_what_fake_tensors_do_not_know_takes_the_arguments_that_it_is_given(name: str) -> None:
+def test_what_fake_tensors_do_not_know_takes_the_arguments_that_it_is_given(
+    name: str,
+) -> None:
     schema = getattr(torch.ops.aten, name).default._schema
     assert " ".join(a.name for a in schema.arguments) == WITHOUT_FAKES[name]
 
 
 def test_every_branch_for_cuda_is_listed() -> None:
-    asks = re.compile(r"\bis_cuda\b(?!\")|device\.type [!=]= \"(cuda|cpu)\"|is_autocast_enabled\(\"cuda\"\)")
-    files = [*(ROOT / "hetconv").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), ROOT / "autotune/launch/throttle.py"]
+    asks = re.compile(
+        r"\bis_cuda\b(?!\")|device\.type [!=]= \"(cuda|cpu)\"|is_autocast_enabled\(\"cuda\"\)"
+    )
+    files = [
+        *(ROOT / "hetconv").rglob("*.py"),
+        *(ROOT / "kernels").rglob("*.py"),
+        ROOT / "autotune/launch/throttle.py",
+    ]
     found = {
-        str(path.relative_to(ROOT)) for path in files
+        str(path.relative_to(ROOT))
+        for path in files
         if "hetconv/autotune/" not in str(path) and asks.search(path.read_text("utf-8"))
-    }  # fmt: skip
-    only_for_cpus = {"hetconv/ops/trial_run.py", "hetconv/comm/rank_group.py", "kernels/aten.py"}
+    }
+    only_for_cpus = {
+        "hetconv/ops/trial_run.py",
+        "hetconv/comm/rank_group.py",
+        "kernels/aten.py",
+    }
     assert found - only_for_cpus == set(BRANCHES)

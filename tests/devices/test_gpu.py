@@ -1,6 +1,8 @@
-"""Ranks that compute on a GPU: a split model is the unsplit one there too. One GPU serves all of them.
+"""Ranks that compute on a GPU: a split model is the unsplit one there too. One GPU
+serves all of them.
 
-Runs with HETCONV_TEST_DEVICE=cuda; with HETCONV_TEST_DEVICE=cpu the same tests run on the CPU, gloo in NCCL's place.
+Runs with HETCONV_TEST_DEVICE=cuda; with HETCONV_TEST_DEVICE=cpu the same tests run on
+the CPU, gloo in NCCL's place.
 """
 
 from __future__ import annotations
@@ -29,13 +31,18 @@ if WHERE == "cpu":
 NCCL = "nccl" if WHERE == "cuda" else "gloo"
 RATIO = (3, 1)
 IMAGE_KINDS = [kind for kind in KINDS if kind != "depth"]
-# By the norm. A part adds to a sum that is rounded already, and a ReLU turns where a rounding crosses zero.
+# By the norm. A part adds to a sum that is rounded already, and a ReLU turns where a
+# rounding crosses zero.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-3, torch.bfloat16: 5e-2}
-needs_models = pytest.mark.skipif(importlib.util.find_spec("pydantic") is None, reason="plans need pydantic")
+needs_models = pytest.mark.skipif(
+    importlib.util.find_spec("pydantic") is None, reason="plans need pydantic"
+)
 
 
 class Wide(nn.Module):
-    """One convolution twice, so that little is compiled, with channels enough for Hopper's copy engine."""
+    """One convolution twice, so that little is compiled, with channels enough for
+    Hopper's copy engine.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +53,13 @@ class Wide(nn.Module):
 
 
 def differences(
-    net: str, kind: SplitKind, dtype: torch.dtype, backend: kernels.choice.Backend, ratio: tuple[int, ...],
+    net: str,
+    kind: SplitKind,
+    dtype: torch.dtype,
+    backend: kernels.choice.Backend,
+    ratio: tuple[int, ...],
     device: torch.device = DEVICE,
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Of one step of the split model to the serial one, both by one backend."""
     from tests.equivalence import one_step, pair, relative
     from tests.nets import NETS, OTHER_RANKS, splits_of
@@ -61,18 +72,24 @@ def differences(
     make, shape = (NETS | OTHER_RANKS)[net] if net != "wide" else (Wide, (2, 64, 8, 8))
     kernels.set_backend(backend)
     try:
-        serial, cut = pair(make, splits_of(make(), (kind,), ratio), len(ratio), device, dtype)
+        serial, cut = pair(
+            make, splits_of(make(), (kind,), ratio), len(ratio), device, dtype
+        )
         x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
         found = one_step(serial, cut, x, by=relative)
     finally:
         kernels.set_backend("auto")
     if dtype != torch.float64:
-        del found["loss"]  # a sum of both signs, whose relative error says nothing; the outputs say it
+        del found[
+            "loss"
+        ]  # a sum of both signs, whose relative error says nothing; the outputs say it
     return found
 
 
 def assert_alike(found: list[dict[str, float]], dtype: torch.dtype) -> None:
-    wrong = [{k: v for k, v in one.items() if not v <= TOLERANCES[dtype]} for one in found]
+    wrong = [
+        {k: v for k, v in one.items() if not v <= TOLERANCES[dtype]} for one in found
+    ]
     assert not any(wrong), wrong
     assert all("output 0" in one and "input gradient 0" in one for one in found)
 
@@ -82,20 +99,39 @@ def assert_alike(found: list[dict[str, float]], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("net", ["chain", "resnet", "unet"])
 def test_gloo_ranks_on_one_device_by_aten(net: str, kind: SplitKind) -> None:
     dtype = torch.float64
-    assert_alike(on_ranks(2, differences, net, kind, dtype, "aten", RATIO, method="spawn"), dtype)
+    assert_alike(
+        on_ranks(2, differences, net, kind, dtype, "aten", RATIO, method="spawn"), dtype
+    )
 
 
 @needs_models
 @pytest.mark.parametrize("kind", KINDS)
 def test_gloo_ranks_on_one_device_of_volumes(kind: SplitKind) -> None:
-    assert_alike(on_ranks(2, differences, "volumes", kind, torch.float64, "auto", RATIO, method="spawn"), torch.float64)
+    assert_alike(
+        on_ranks(
+            2,
+            differences,
+            "volumes",
+            kind,
+            torch.float64,
+            "auto",
+            RATIO,
+            method="spawn",
+        ),
+        torch.float64,
+    )
 
 
 @needs_models
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
-def test_gloo_ranks_on_one_device_by_triton(kind: SplitKind, dtype: torch.dtype) -> None:
-    assert_alike(on_ranks(2, differences, "wide", kind, dtype, "triton", RATIO, method="spawn"), dtype)
+def test_gloo_ranks_on_one_device_by_triton(
+    kind: SplitKind, dtype: torch.dtype
+) -> None:
+    assert_alike(
+        on_ranks(2, differences, "wide", kind, dtype, "triton", RATIO, method="spawn"),
+        dtype,
+    )
 
 
 def on_a_gpu_and_a_cpu(net: str, kind: SplitKind) -> dict[str, float]:
@@ -108,7 +144,9 @@ def on_a_gpu_and_a_cpu(net: str, kind: SplitKind) -> dict[str, float]:
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("net", ["chain", "resnet", "unet"])
 def test_gloo_ranks_on_a_gpu_and_a_cpu(net: str, kind: SplitKind) -> None:
-    assert_alike(on_ranks(2, on_a_gpu_and_a_cpu, net, kind, method="spawn"), torch.float64)
+    assert_alike(
+        on_ranks(2, on_a_gpu_and_a_cpu, net, kind, method="spawn"), torch.float64
+    )
 
 
 def messages() -> None:
@@ -121,7 +159,11 @@ def messages() -> None:
     assert torch.equal(x, y)
     shape = tuple(x.shape)
     whole, rows = Layout.replicated(shape, 1), Layout.sharded(shape, 2, (4,))
-    for src, dst in ((whole, rows), (rows, whole), (Layout.partial(shape, 1, (3,)), whole)):
+    for src, dst in (
+        (whole, rows),
+        (rows, whole),
+        (Layout.partial(shape, 1, (3,)), whole),
+    ):
         moved = redistribute(x, src, dst)
         assert moved.device == x.device
         assert torch.equal(moved, x)
@@ -135,4 +177,17 @@ def test_nccl_messages_of_one_rank() -> None:
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 def test_nccl_model_of_one_rank(kind: SplitKind) -> None:
     dtype = torch.float64
-    assert_alike(on_ranks(1, differences, "resnet", kind, dtype, "aten", (1,), method="spawn", backend=NCCL), dtype)
+    assert_alike(
+        on_ranks(
+            1,
+            differences,
+            "resnet",
+            kind,
+            dtype,
+            "aten",
+            (1,),
+            method="spawn",
+            backend=NCCL,
+        ),
+        dtype,
+    )

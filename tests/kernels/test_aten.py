@@ -1,5 +1,5 @@
-"""What hetconv computes around ATen's convolutions on a CPU: where oneDNN's gradient of filters leaves its memory, or
-takes long.
+"""What hetconv computes around ATen's convolutions on a CPU: where oneDNN's gradient of
+filters leaves its memory, or takes long.
 """
 
 from __future__ import annotations
@@ -25,15 +25,26 @@ STEPS = 10  # after a few of which a spoilt heap has ended the process
 def test_strided_filters_of_few_channels_have_their_gradient(channels: int) -> None:
     """Of 56 x 56 channels-last pixels, which torch 2.13 dies of on some CPUs."""
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(3, channels, 56, 56, generator=random).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(3, channels, 56, 56, generator=random).contiguous(
+        memory_format=torch.channels_last
+    )
     w = torch.randn(128, channels, 1, 1, generator=random)
-    g = torch.randn(3, 128, 28, 28, generator=random).contiguous(memory_format=torch.channels_last)
+    g = torch.randn(3, 128, 28, 28, generator=random).contiguous(
+        memory_format=torch.channels_last
+    )
     kept: list[Any] = []
     for size in range(STEPS):
-        kept += [torch.empty(17 + size), kernels.conv_backward(g, x, w, (2, 2), ((0, 0),) * 2, (1, 1), 1, (True,) * 3)]
+        kept += [
+            torch.empty(17 + size),
+            kernels.conv_backward(
+                g, x, w, (2, 2), ((0, 0),) * 2, (1, 1), 1, (True,) * 3
+            ),
+        ]
     expected = torch.einsum("nkpq,ncpq->kc", g.double(), x.double()[:, :, ::2, ::2])
     for gx, gw, gb in kept[1::2]:
-        torch.testing.assert_close(gw[:, :, 0, 0].double(), expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            gw[:, :, 0, 0].double(), expected, rtol=1e-4, atol=1e-3
+        )
         torch.testing.assert_close(gb, g.sum((0, 2, 3)))
         assert gx.shape == x.shape
         assert not gx[:, :, 1::2].any()
@@ -41,9 +52,15 @@ def test_strided_filters_of_few_channels_have_their_gradient(channels: int) -> N
 
 @pytest.mark.parametrize(
     ("size", "stride", "padding", "groups"),
-    [((9,), (2,), ((1, 0),), 1), ((7, 8), (3, 1), ((0, 0), (2, 1)), 2), ((5, 4, 6), (1, 2, 3), ((0, 0),) * 3, 3)],
+    [
+        ((9,), (2,), ((1, 0),), 1),
+        ((7, 8), (3, 1), ((0, 0), (2, 1)), 2),
+        ((5, 4, 6), (1, 2, 3), ((0, 0),) * 3, 3),
+    ],
 )
-def test_gradients_of_the_pixels_that_are_read(size: Any, stride: Any, padding: Any, groups: int) -> None:
+def test_gradients_of_the_pixels_that_are_read(
+    size: Any, stride: Any, padding: Any, groups: int
+) -> None:
     """Of any rank, with padding per side and groups."""
     spatial = len(size)
     x = torch.randn(2, 6, *size, dtype=torch.float64)
@@ -59,7 +76,9 @@ def test_gradients_of_the_pixels_that_are_read(size: Any, stride: Any, padding: 
     y = torchs(*leaves)
     g = torch.randn_like(y)
     expected = torch.autograd.grad(y, leaves, g)
-    found = kernels.conv_backward(g, x, w, stride, padding, (1,) * spatial, groups, (True, True, False))
+    found = kernels.conv_backward(
+        g, x, w, stride, padding, (1,) * spatial, groups, (True, True, False)
+    )
     assert found[2] is None
     for mine, theirs in zip(found, expected, strict=False):
         torch.testing.assert_close(mine, theirs)
@@ -72,7 +91,9 @@ def test_others_are_torchs_own() -> None:
 
 
 def trained() -> float:
-    """The error of the gradients of such a layer, cut by channel so that one rank has few of them."""
+    """The error of the gradients of such a layer, cut by channel so that one rank has
+    few of them.
+    """
     plain = nn.Conv2d(24, 128, 1, 2).to(memory_format=torch.channels_last)
     cut = HetConv2d.from_conv(plain, Split("channel", (16, 8)), output="split")
     x = torch.randn(3, 24, 56, 56).contiguous(memory_format=torch.channels_last)
@@ -82,7 +103,9 @@ def trained() -> float:
     expected = x[:, :, ::2, ::2].double().sum((0, 2, 3))
     found = full_gradients(cut)["weight"]
     assert found is not None
-    return float((found[:, :, 0, 0].double() - expected).abs().max() / expected.abs().max())
+    return float(
+        (found[:, :, 0, 0].double() - expected).abs().max() / expected.abs().max()
+    )
 
 
 def test_a_split_that_leaves_few_channels_trains() -> None:

@@ -1,4 +1,6 @@
-"""The committed tables of `bench compile`: they are of these kernels, cover every tile, and show what tiles promise."""
+"""The committed tables of `bench compile`: they are of these kernels, cover every tile,
+and show what tiles promise.
+"""
 
 import ast
 import json
@@ -25,23 +27,36 @@ from hetconv.kernels.triton.compile_report import left_in_registers
 from hetconv.sharding.conv_spec import Conv2dSpec
 from tests import ROOT
 
-VERSIONS = [p.stem.removeprefix("triton-") for p in sorted((ROOT / "bench/results/compile").glob("*.json"))]
+VERSIONS = [
+    p.stem.removeprefix("triton-")
+    for p in sorted((ROOT / "bench/results/compile").glob("*.json"))
+]
 ITEMS = sorted(bench_compile.items())
 COMPILED = set(ITEMS)
 
 
 def table(version: str) -> Any:
-    return json.loads((ROOT / f"bench/results/compile/triton-{version}.json").read_text("utf-8"))
+    return json.loads(
+        (ROOT / f"bench/results/compile/triton-{version}.json").read_text("utf-8")
+    )
 
 
 def entries(version: str) -> Iterator[tuple[Item, dict[str, int]]]:
     found = table(version)
     for item in ITEMS:
-        yield item, dict(zip(found["columns"], found["entries"][str(item)], strict=True))
+        yield (
+            item,
+            dict(zip(found["columns"], found["entries"][str(item)], strict=True)),
+        )
 
 
 def test_there_is_a_table_of_the_version_that_make_installs() -> None:
-    assert re.search(r"^triton==(.*)$", (ROOT / "constraints/torch-2.13.txt").read_text(), re.M)[1] in VERSIONS  # type: ignore[index]
+    assert (
+        re.search(
+            r"^triton==(.*)$", (ROOT / "constraints/torch-2.13.txt").read_text(), re.M
+        )[1]
+        in VERSIONS
+    )  # type: ignore[index]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -55,18 +70,26 @@ def test_the_table_is_of_these_kernels_and_tiles(version: str) -> None:
 
 @given(
     sizes=st.tuples(*[st.integers(1, n) for n in (64, 512, 64, 64, 512)]),
-    kernel=st.sampled_from([1, 3, 7]), stride=st.sampled_from([1, 2]), groups=st.sampled_from([1, 1, 2]),
-    unit=st.sampled_from([1, 16, 64]), dtype=st.sampled_from(list(DTYPES)), arch=st.sampled_from(list(CHIPS)),
-)  # fmt: skip
+    kernel=st.sampled_from([1, 3, 7]),
+    stride=st.sampled_from([1, 2]),
+    groups=st.sampled_from([1, 1, 2]),
+    unit=st.sampled_from([1, 16, 64]),
+    dtype=st.sampled_from(list(DTYPES)),
+    arch=st.sampled_from(list(CHIPS)),
+)
 def test_every_tile_that_is_chosen_was_compiled(
     sizes: Any, kernel: int, stride: int, groups: int, unit: int, dtype: str, arch: int
 ) -> None:
     N, C, H, W, K = sizes
     C, K = groups * unit * -(-C // unit), groups * unit * -(-K // unit)
     sides = (kernel // 2, kernel // 2)
-    spec = Conv2dSpec(N, C, H, W, K, kernel, kernel, (stride, stride), (sides, sides), groups=groups)
+    spec = Conv2dSpec(
+        N, C, H, W, K, kernel, kernel, (stride, stride), (sides, sides), groups=groups
+    )
     for what in bench_compile.PASSES:
-        tile = tiles.default(bench_compile.work_of(bench_compile.Case(spec), what, dtype)[0], CHIPS[arch])
+        tile = tiles.default(
+            bench_compile.work_of(bench_compile.Case(spec), what, dtype)[0], CHIPS[arch]
+        )
         assert Item(arch, what, dtype, "3x3", str(replace(tile, splits=1))) in COMPILED
 
 
@@ -74,7 +97,9 @@ def test_every_tile_that_is_chosen_was_compiled(
 def test_no_launch_spills(version: str) -> None:
     """But for a few instructions of nine tiles by pointers in 3.6."""
     for item, e in entries(version):
-        assert e["spills"] <= (16 if version == "3.6.0" and item.tile.startswith("pointers") else 0), str(item)
+        assert e["spills"] <= (
+            16 if version == "3.6.0" and item.tile.startswith("pointers") else 0
+        ), str(item)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -92,7 +117,9 @@ def test_products_run_on_tensor_cores(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_boxes_take_the_hopper_instructions_and_store_16_bytes_at_a_time(version: str) -> None:
+def test_boxes_take_the_hopper_instructions_and_store_16_bytes_at_a_time(
+    version: str,
+) -> None:
     found = [(i, e) for i, e in entries(version) if "boxes" in i.tile and not i.of_sum]
     assert {i.arch for i, _ in found} == {90}
     for item, e in found:
@@ -108,17 +135,26 @@ def test_no_left_operand_comes_from_registers(version: str) -> None:
     assert all(e["left"] == 0 for _, e in entries(version))
 
 
-PTX = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%f1, %f2}}, {left}, %rd2, %p1, 1, 1, 0, 1;"
+PTX = (
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%f1, %f2}}, {left}, %rd2, %p1, "
+    "1, 1, 0, 1;"
+)
 
 
 def test_left_operands_are_told_apart() -> None:
-    found = [left_in_registers(PTX.format(left=left) * 2) for left in ("%rd1", "{%r1, %r2}")]
+    found = [
+        left_in_registers(PTX.format(left=left) * 2) for left in ("%rd1", "{%r1, %r2}")
+    ]
     assert found == [0, 2]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_slices_of_16_filters_store_16_bytes_at_a_time(version: str) -> None:
-    found = [e for i, e in entries(version) if i.case in ("3x3 of 48 filters", "3x3 of 160 filters")]
+    found = [
+        e
+        for i, e in entries(version)
+        if i.case in ("3x3 of 48 filters", "3x3 of 160 filters")
+    ]
     assert found
     assert all(e["stores_128"] > 0 and e["stores_narrow"] == 0 for e in found)
 
@@ -127,18 +163,33 @@ LIVE = """
 import json, sys
 from bench.compile import astuple, compile_one, items
 chosen = {str(i): i for i in items(quick=True)}
-print(json.dumps({name: list(astuple(compile_one(chosen[name]))) for name in json.loads(sys.argv[1])}))
+found = {name: compile_one(chosen[name]) for name in json.loads(sys.argv[1])}
+print(json.dumps({name: list(astuple(report)) for name, report in found.items()}))
 """
 
 
-@pytest.mark.skipif(triton.__version__ not in VERSIONS, reason=f"no table was made with triton {triton.__version__}")
+@pytest.mark.skipif(
+    triton.__version__ not in VERSIONS,
+    reason=f"no table was made with triton {triton.__version__}",
+)
 def test_the_compiler_here_makes_the_same_of_a_sample(tmp_path: Path) -> None:
     found = table(triton.__version__)["entries"]
     quick = sorted(bench_compile.items(quick=True))
-    sample = [str(i) for i in quick if i.case == "3x3 of 48 filters" and (i.arch == 90 or i.what == "forward")]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    sample = [
+        str(i)
+        for i in quick
+        if i.case == "3x3 of 48 filters" and (i.arch == 90 or i.what == "forward")
+    ]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
     done = subprocess.run(
-        [sys.executable, "-c", LIVE, json.dumps(sample)], env=env, cwd=ROOT, capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", LIVE, json.dumps(sample)],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {name: found[name] for name in sample}
@@ -147,7 +198,11 @@ def test_the_compiler_here_makes_the_same_of_a_sample(tmp_path: Path) -> None:
 def test_each_command_is_helped_by_its_first_line() -> None:
     for name, line in bench.__main__.COMMANDS.items():
         doc = ast.get_docstring(
-            ast.parse((ROOT / f"{bench.__main__.module_of(name).replace('.', '/')}.py").read_text("utf-8"))
+            ast.parse(
+                (
+                    ROOT / f"{bench.__main__.module_of(name).replace('.', '/')}.py"
+                ).read_text("utf-8")
+            )
         )
         assert doc is not None
         assert doc.splitlines()[0] == line
@@ -155,11 +210,18 @@ def test_each_command_is_helped_by_its_first_line() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [("", "usage"), ("nothing", "invalid choice"), ("compile --archs 70", "bench: --archs 70"),
-     ("compile --workers 0", "at least 1"), ("pair --devices toaster", "bench: device 'toaster'"),
-     ("pair --size 7", "at least 8")],
-)  # fmt: skip
-def test_what_does_not_fit_exits_with_status_2(arguments: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [
+        ("", "usage"),
+        ("nothing", "invalid choice"),
+        ("compile --archs 70", "bench: --archs 70"),
+        ("compile --workers 0", "at least 1"),
+        ("pair --devices toaster", "bench: device 'toaster'"),
+        ("pair --size 7", "at least 8"),
+    ],
+)
+def test_what_does_not_fit_exits_with_status_2(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as e:
         bench.__main__.main(arguments.split())
     assert e.value.code == 2
@@ -167,8 +229,17 @@ def test_what_does_not_fit_exits_with_status_2(arguments: str, said: str, capsys
 
 
 def test_a_command_imports_its_own_module_alone() -> None:
-    absent = "import sys\nfor name in 'optuna pydantic rich typer'.split(): sys.modules[name] = None\n"
+    absent = (
+        "import sys\nfor name in 'optuna pydantic rich typer'.split(): sys.modules[name] "
+        "= None\n"
+    )
     code = absent + "from bench.__main__ import main\nmain(['kernels', '--help'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert "--quick" in done.stdout

@@ -1,4 +1,6 @@
-"""Who computes a `kernels.concat_channels`, what it refuses, what is made of it for a GPU, who calls it."""
+"""Who computes a `kernels.concat_channels`, what it refuses, what is made of it for a
+GPU, who calls it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return joined
 
 
-def image(k: int, N: int = 2, dtype: torch.dtype = torch.float32, device: Any = DEVICE) -> Tensor:
+def image(
+    k: int, N: int = 2, dtype: torch.dtype = torch.float32, device: Any = DEVICE
+) -> Tensor:
     return torch.ones(N, 3, 4, k, dtype=dtype, device=device).permute(0, 3, 1, 2)
 
 
@@ -55,7 +59,10 @@ def test_more_parts_than_the_kernel_takes_are_atens(by_triton: list[int]) -> Non
     assert by_triton == []
     assert kernels.concat_channels(parts[1:]).equal(expected)
     assert by_triton == [16]
-    with pytest.raises(KernelError, match="asked of Triton, but it takes up to 16 parts, not 17; use backend='auto'"):
+    with pytest.raises(
+        KernelError,
+        match="asked of Triton, but it takes up to 16 parts, not 17; use backend='auto'",
+    ):
         kernels.concat_channels(parts, backend="triton")
 
 
@@ -64,14 +71,19 @@ def test_other_dtypes_are_atens(dtype: torch.dtype) -> None:
     parts = [image(k, dtype=dtype) for k in (3, 5)]
     kernels.set_backend("triton")
     assert kernels.concat_channels(parts).equal(torch.cat(parts, 1))
-    with pytest.raises(KernelError, match=f"computes in float16, bfloat16 and float32, not {dtype}"):
+    with pytest.raises(
+        KernelError, match=f"computes in float16, bfloat16 and float32, not {dtype}"
+    ):
         kernels.concat_channels(parts, backend="triton")
 
 
 def test_other_devices_are_atens() -> None:
     parts = [image(k, device="meta") for k in (3, 5)]
     assert kernels.concat_channels(parts).shape == (2, 8, 3, 4)
-    with pytest.raises(KernelError, match="asked of Triton, but Triton runs on CUDA tensors, not on meta"):
+    with pytest.raises(
+        KernelError,
+        match="asked of Triton, but Triton runs on CUDA tensors, not on meta",
+    ):
         kernels.concat_channels(parts, backend="triton")
 
 
@@ -89,59 +101,144 @@ def test_auto_is_triton_on_a_gpu_alone(by_triton: list[int]) -> None:
 def test_float64_is_computed_in_float64() -> None:
     part = torch.full((1, 1, 1, 1), 1 + 2**-50, dtype=torch.float64)
     one = torch.ones(1)
-    assert kernels.concat_channels([part], scale=one, shift=one, residual=part).item() == 3 + 2**-49
+    assert (
+        kernels.concat_channels([part], scale=one, shift=one, residual=part).item()
+        == 3 + 2**-49
+    )
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no parts": (lambda: {"parts": []}, r"one at least, not \[\]"),
-    "parts of three dimensions": (lambda: {"parts": [image(3)[0]]}, r"parts must be .* not \[\(3, 3, 4\)\]"),
-    "parts and sizes": (lambda: {"parts": [image(3)], "sizes": [3]}, "sizes and image are of a flat buffer"),
-    "another image": (lambda: {"parts": [image(3), image(5, N=1)]}, r"part 1 is \(1, 5, 3, 4\) .* channels alone"),
-    "another dtype": (
-        lambda: {"parts": [image(3), image(5, dtype=torch.float16)]}, "part 1 is .* torch.float16 on .* torch.float32",
+    "parts of three dimensions": (
+        lambda: {"parts": [image(3)[0]]},
+        r"parts must be .* not \[\(3, 3, 4\)\]",
     ),
-    "another device": (lambda: {"parts": [image(3), image(5, device="meta")]}, "part 1 is .* on meta, but part 0"),
-    "flat without sizes": (lambda: {"parts": numbers(96), "image": (2, 3, 4)}, "needs the sizes of its parts"),
-    "flat without image": (lambda: {"parts": numbers(96), "sizes": (3, 1)}, r"and the image = \(N, P, Q\)"),
+    "parts and sizes": (
+        lambda: {"parts": [image(3)], "sizes": [3]},
+        "sizes and image are of a flat buffer",
+    ),
+    "another image": (
+        lambda: {"parts": [image(3), image(5, N=1)]},
+        (
+            r"part 1 is \(1, 5, 3, 4\) .* channels "
+            r"alone"
+        ),
+    ),
+    "another dtype": (
+        lambda: {"parts": [image(3), image(5, dtype=torch.float16)]},
+        ("part 1 is .* torch.float16 on .* torch.float32"),
+    ),
+    "another device": (
+        lambda: {"parts": [image(3), image(5, device="meta")]},
+        "part 1 is .* on meta, but part 0",
+    ),
+    "flat without sizes": (
+        lambda: {"parts": numbers(96), "image": (2, 3, 4)},
+        "needs the sizes of its parts",
+    ),
+    "flat without image": (
+        lambda: {"parts": numbers(96), "sizes": (3, 1)},
+        r"and the image = \(N, P, Q\)",
+    ),
     "flat of another length": (
         lambda: {"parts": numbers(97), "sizes": (3, 1), "image": (2, 3, 4)},
-        r"flat buffer is \(97,\) .* sizes \(3, 1\) of an image \(2, 3, 4\) take a contiguous one of 96 numbers",
+        (
+            r"flat buffer is \(97,\) .* sizes \(3, 1\) of an image \(2, 3, 4\) take a contiguous "
+            r"one of 96 numbers"
+        ),
     ),
     "flat with gaps": (
-        lambda: {"parts": numbers(192)[::2], "sizes": (3, 1), "image": (2, 3, 4)}, "contiguous one of 96",
+        lambda: {"parts": numbers(192)[::2], "sizes": (3, 1), "image": (2, 3, 4)},
+        "contiguous one of 96",
     ),
     "flat of two dimensions": (
-        lambda: {"parts": numbers(96).view(2, 48), "sizes": (3, 1), "image": (2, 3, 4)}, r"flat buffer is \(2, 48\)",
+        lambda: {"parts": numbers(96).view(2, 48), "sizes": (3, 1), "image": (2, 3, 4)},
+        r"flat buffer is \(2, 48\)",
     ),
-    "negative sizes": (lambda: {"parts": numbers(48), "sizes": (3, -1), "image": (2, 3, 4)}, r"sizes \(3, -1\)"),
-    "flat without parts": (lambda: {"parts": numbers(0), "sizes": (), "image": (2, 3, 4)}, r"sizes \(\) of an image"),
-    "residual's shape": (lambda: {"residual": image(7)}, r"residual is \(2, 7, 3, 4\) .* the result is \(2, 8, 3, 4\)"),
-    "residual's dtype": (lambda: {"residual": image(8, dtype=torch.float16)}, "residual is .*.float16 .*.float32"),
-    "residual's device": (lambda: {"residual": image(8, device="meta")}, "residual is .* on meta, but the result"),
+    "negative sizes": (
+        lambda: {"parts": numbers(48), "sizes": (3, -1), "image": (2, 3, 4)},
+        r"sizes \(3, -1\)",
+    ),
+    "flat without parts": (
+        lambda: {"parts": numbers(0), "sizes": (), "image": (2, 3, 4)},
+        r"sizes \(\) of an image",
+    ),
+    "residual's shape": (
+        lambda: {"residual": image(7)},
+        (
+            r"residual is \(2, 7, 3, 4\) .* the result "
+            r"is \(2, 8, 3, 4\)"
+        ),
+    ),
+    "residual's dtype": (
+        lambda: {"residual": image(8, dtype=torch.float16)},
+        "residual is .*.float16 .*.float32",
+    ),
+    "residual's device": (
+        lambda: {"residual": image(8, device="meta")},
+        "residual is .* on meta, but the result",
+    ),
     "scale alone": (lambda: {"scale": numbers(8)}, "scale and shift come as a pair"),
     "shift alone": (lambda: {"shift": numbers(8)}, "scale and shift come as a pair"),
-    "scale's shape": (lambda: {"scale": numbers(7), "shift": numbers(8)}, r"scale is \(7,\) .* must be \(8,\)"),
+    "scale's shape": (
+        lambda: {"scale": numbers(7), "shift": numbers(8)},
+        r"scale is \(7,\) .* must be \(8,\)",
+    ),
     "shift's dtype": (
-        lambda: {"scale": numbers(8), "shift": numbers(8, torch.float16)}, "shift is .*.float16 on .* in torch.float32",
+        lambda: {"scale": numbers(8), "shift": numbers(8, torch.float16)},
+        ("shift is .*.float16 on .* in torch.float32"),
     ),
-    "shift's device": (lambda: {"scale": numbers(8), "shift": numbers(8, device="meta")}, "shift is .* on meta, but"),
+    "shift's device": (
+        lambda: {"scale": numbers(8), "shift": numbers(8, device="meta")},
+        "shift is .* on meta, but",
+    ),
     "scale's gradient": (
-        lambda: {"scale": numbers(8).requires_grad_(), "shift": numbers(8)}, "scale requires a gradient, .*no_grad",
+        lambda: {"scale": numbers(8).requires_grad_(), "shift": numbers(8)},
+        "scale requires a gradient, .*no_grad",
     ),
-    "activation": (lambda: {"activation": "tanh"}, "activation='tanh' is not known; give one of relu, relu6, .* None"),
-    "backend": (lambda: {"backend": "cuda"}, "backend='cuda' is not known; give 'auto', 'triton' or 'aten'"),
-    "out's shape": (lambda: {"out": image(7)}, r"out is \(2, 7, 3, 4\) .* but the result is \(2, 8, 3, 4\)"),
-    "out's dtype": (lambda: {"out": image(8, dtype=torch.float16)}, "out is .* torch.float16 .* torch.float32"),
-    "out's device": (lambda: {"out": image(8, device="meta")}, "out is .* on meta, but the result"),
-    "out's strides": (lambda: {"out": image(8).contiguous()}, r"out has strides \(96, 12, 4, 1\), but its channels"),
-    "out's gradient": (lambda: {"out": image(8).requires_grad_()}, "out= is not differentiable.*no_grad"),
+    "activation": (
+        lambda: {"activation": "tanh"},
+        ("activation='tanh' is not known; give one of relu, relu6, .* None"),
+    ),
+    "backend": (
+        lambda: {"backend": "cuda"},
+        ("backend='cuda' is not known; give 'auto', 'triton' or 'aten'"),
+    ),
+    "out's shape": (
+        lambda: {"out": image(7)},
+        (
+            r"out is \(2, 7, 3, 4\) .* but the result is "
+            r"\(2, 8, 3, 4\)"
+        ),
+    ),
+    "out's dtype": (
+        lambda: {"out": image(8, dtype=torch.float16)},
+        "out is .* torch.float16 .* torch.float32",
+    ),
+    "out's device": (
+        lambda: {"out": image(8, device="meta")},
+        "out is .* on meta, but the result",
+    ),
+    "out's strides": (
+        lambda: {"out": image(8).contiguous()},
+        (
+            r"out has strides \(96, 12, 4, 1\), but "
+            r"its channels"
+        ),
+    ),
+    "out's gradient": (
+        lambda: {"out": image(8).requires_grad_()},
+        "out= is not differentiable.*no_grad",
+    ),
     "a part's gradient": (
-        lambda: {"parts": [image(8).requires_grad_()], "out": image(8)}, "out= is not differentiable.*no_grad",
+        lambda: {"parts": [image(8).requires_grad_()], "out": image(8)},
+        "out= is not differentiable.*no_grad",
     ),
     "the residual's gradient": (
-        lambda: {"residual": image(8).requires_grad_(), "out": image(8)}, "out= is not differentiable.*no_grad",
+        lambda: {"residual": image(8).requires_grad_(), "out": image(8)},
+        "out= is not differentiable.*no_grad",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -155,14 +252,22 @@ def test_without_gradients_a_slot_and_a_scale_that_want_them_are_taken() -> None
     scale = numbers(8).requires_grad_()
     with torch.no_grad():
         out = image(8).requires_grad_()
-        y = kernels.concat_channels([image(8).requires_grad_()], scale=scale, shift=scale, out=out, backend="triton")
+        y = kernels.concat_channels(
+            [image(8).requires_grad_()],
+            scale=scale,
+            shift=scale,
+            out=out,
+            backend="triton",
+        )
     assert y is out
     assert y.eq(2).all()
 
 
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 @pytest.mark.parametrize("sizes", [(3, 5), (5, 0, 3), (1,) * 20], ids=str)
-def test_slices_of_channels_that_arrive_are_joined(sizes: tuple[int, ...], backend: Any, by_triton: list[int]) -> None:
+def test_slices_of_channels_that_arrive_are_joined(
+    sizes: tuple[int, ...], backend: Any, by_triton: list[int]
+) -> None:
     """In whatever order they arrived, within whatever box is wanted."""
     kernels.set_backend(backend)
     K, first = sum(sizes), 7
@@ -173,7 +278,9 @@ def test_slices_of_channels_that_arrive_are_joined(sizes: tuple[int, ...], backe
     found = assemble([whole[:, a:b] for a, b in pairwise(ends)][::-1], fit, whole)
     assert found.equal(whole)
     assert found.is_contiguous(memory_format=torch.channels_last)
-    assert bool(by_triton) == (len(sizes) <= concat.MOST_PARTS and (backend == "triton" or ON_GPU))
+    assert bool(by_triton) == (
+        len(sizes) <= concat.MOST_PARTS and (backend == "triton" or ON_GPU)
+    )
 
 
 COMPILED = """
@@ -186,16 +293,27 @@ from hetconv.kernels.triton.compile_report import report
 lie = lambda k, of: Memory((32, k, 56, 56), (56 * 56 * of, 1, 56 * of, of), "bfloat16")
 relu, parts, y = Finish(True, True, "relu"), tuple(lie(k, k) for k in (96, 160)), lie(256, 256)
 print(json.dumps({
-    f"{make.__name__} {whole.strides[3]} {arch}": asdict(report(make(parts, whole, y, relu), "bfloat16", arch))
+    f"{make.__name__} {whole.strides[3]} {arch}": asdict(
+        report(make(parts, whole, y, relu), "bfloat16", arch)
+    )
     for make in (concat_recipe, split_recipe) for arch in (80, 90) for whole in (y, lie(256, 320))
 }))
 """
 
 
-def test_compiled_for_gpus_it_stores_16_bytes_at_a_time_and_spills_nothing(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+def test_compiled_for_gpus_it_stores_16_bytes_at_a_time_and_spills_nothing(
+    tmp_path: Path,
+) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(tmp_path)
+    }
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED], env=env, cwd=ROOT, capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", COMPILED],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

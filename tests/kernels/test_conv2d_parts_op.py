@@ -22,7 +22,16 @@ from hetconv.kernels.triton.concat import concat
 from hetconv.kernels.triton.implicit_gemm import by_pointers
 from hetconv.sharding.conv_spec import Conv2dSpec
 from tests import ROOT
-from tests.interpreter import BOUNDS, BOXES, DEVICE, ON_GPU, POINTERS, assert_close, skip_unless_it_runs, tensors
+from tests.interpreter import (
+    BOUNDS,
+    BOXES,
+    DEVICE,
+    ON_GPU,
+    POINTERS,
+    assert_close,
+    skip_unless_it_runs,
+    tensors,
+)
 
 from .test_epilogue import definition, ends
 from .triton.test_conv2d_parts import SPEC, WIDTHS, called, launching, separate
@@ -33,25 +42,35 @@ pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
 @pytest.mark.parametrize("margins", PLACES.values(), ids=list(PLACES))
-def test_a_result_fills_its_slot_and_nothing_else(margins: Margins, backend: str) -> None:
+def test_a_result_fills_its_slot_and_nothing_else(
+    margins: Margins, backend: str
+) -> None:
     t = tensors(SPEC)
     slot = placed(t.g, margins).fill_(torch.nan)
     whole = slot._base
     assert whole is not None
-    how: dict[str, Any] = {"backend": backend, "tile": POINTERS if backend == "triton" else None}
+    how: dict[str, Any] = {
+        "backend": backend,
+        "tile": POINTERS if backend == "triton" else None,
+    }
     parts = separate(t.x, WIDTHS[SPEC])
     assert called(SPEC, parts, t, out=slot, **how) is slot
     assert slot.equal(called(SPEC, parts, t, **how))
     assert whole.isfinite().sum() == slot.numel()
 
 
-@pytest.mark.parametrize(("backend", "empty"), [("triton", "N"), ("triton", "C"), ("triton", "K"), ("aten", "N")])
+@pytest.mark.parametrize(
+    ("backend", "empty"),
+    [("triton", "N"), ("triton", "C"), ("triton", "K"), ("aten", "N")],
+)
 def test_empty_convolutions(backend: str, empty: str) -> None:
     size = {"N": 2, "C": 16, "K": 24, empty: 0}
     spec = Conv2dSpec(size["N"], size["C"], 6, 5, size["K"], 3, 3, dtype="float16")
     t = tensors(spec)
     added = ends(spec)
-    y = called(spec, [t.x[:, :0], t.x], t, True, backend=backend, activation="relu", **added)
+    y = called(
+        spec, [t.x[:, :0], t.x], t, True, backend=backend, activation="relu", **added
+    )
     assert_close(y, definition(spec, t, True, "relu", **added), BOUNDS["float16"])
 
 
@@ -63,7 +82,9 @@ def launched(**how: Any) -> list[Any]:
 
 
 def test_who_computes() -> None:
-    """The kernel of segments where Triton is asked for, here or for all; else who joins channels and who convolves."""
+    """The kernel of segments where Triton is asked for, here or for all; else who joins
+    channels and who convolves.
+    """
     assert launched(backend="aten") == []
     assert launched(backend="auto") == [concat] * ON_GPU
     assert launched(backend="auto", tile=POINTERS) == [concat] * ON_GPU + [by_pointers]
@@ -75,9 +96,21 @@ def test_who_computes() -> None:
 
 SPLIT = replace(POINTERS, splits=3)
 UNABLE: dict[str, tuple[tuple[int, ...], Tile | None, str]] = {
-    "many parts": ((*[0] * 15, 8, 16), None, "of Triton, but it takes up to 16 parts, not 17; use backend='auto'"),
-    "splits": ((8, 16), SPLIT, "it takes tiles of pointers without splits, not pointers:64x128x32:4w2s3z"),
-    "boxes": ((8, 16), BOXES, "it takes tiles of pointers without splits, not boxes:64x64x16:4w2s1z"),
+    "many parts": (
+        (*[0] * 15, 8, 16),
+        None,
+        "of Triton, but it takes up to 16 parts, not 17; use backend='auto'",
+    ),
+    "splits": (
+        (8, 16),
+        SPLIT,
+        "it takes tiles of pointers without splits, not pointers:64x128x32:4w2s3z",
+    ),
+    "boxes": (
+        (8, 16),
+        BOXES,
+        "it takes tiles of pointers without splits, not boxes:64x64x16:4w2s1z",
+    ),
 }
 
 
@@ -101,8 +134,13 @@ def test_other_dtypes_are_atens() -> None:
     spec = replace(SPEC, dtype="float64")
     t = tensors(spec)
     parts = separate(t.x, WIDTHS[SPEC])
-    assert_close(called(spec, parts, t, backend="auto"), definition(spec, t, True, None), 1e-12)
-    with pytest.raises(KernelError, match="float16, bfloat16 and float32, not float64; use backend='auto'"):
+    assert_close(
+        called(spec, parts, t, backend="auto"), definition(spec, t, True, None), 1e-12
+    )
+    with pytest.raises(
+        KernelError,
+        match="float16, bfloat16 and float32, not float64; use backend='auto'",
+    ):
         called(spec, parts, t)
 
 
@@ -111,14 +149,26 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(room, "obstacle", lambda device: "triton is not installed")
     t = tensors(SPEC)
     x = separate(t.x, WIDTHS[SPEC])
-    assert_close(called(SPEC, x, t, backend="auto"), definition(SPEC, t, True, None), BOUNDS["float16"])
-    with pytest.raises(KernelError, match="asked of Triton, but triton is not installed; use backend='auto'"):
+    assert_close(
+        called(SPEC, x, t, backend="auto"),
+        definition(SPEC, t, True, None),
+        BOUNDS["float16"],
+    )
+    with pytest.raises(
+        KernelError,
+        match="asked of Triton, but triton is not installed; use backend='auto'",
+    ):
         called(SPEC, x, t)
 
 
 def changed(**changes: Any) -> dict[str, Any]:
     t = tensors(SPEC)
-    return {"parts": separate(t.x, (8, 16)), "weight": t.w, "bias": t.bias, "padding": 1} | changes
+    return {
+        "parts": separate(t.x, (8, 16)),
+        "weight": t.w,
+        "bias": t.bias,
+        "padding": 1,
+    } | changes
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -127,34 +177,90 @@ def ones(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "no parts": (lambda: {"parts": []}, r"one at least, not \[\]"),
-    "one tensor": (lambda: {"parts": ones(2, 24, 6, 5)}, r"parts must be .* not \[\(24, 6, 5\), \(24, 6, 5\)\]"),
+    "one tensor": (
+        lambda: {"parts": ones(2, 24, 6, 5)},
+        (
+            r"parts must be .* not \[\(24, 6, 5\), "
+            r"\(24, 6, 5\)\]"
+        ),
+    ),
     "another image": (
-        lambda: {"parts": [ones(2, 8, 6, 5), ones(2, 16, 6, 4)]}, r"part 1 is \(2, 16, 6, 4\) .* channels alone"
+        lambda: {"parts": [ones(2, 8, 6, 5), ones(2, 16, 6, 4)]},
+        (
+            r"part 1 is \(2, 16, 6, 4\) .* channels "
+            r"alone"
+        ),
     ),
     "another dtype": (
-        lambda: {"parts": [ones(2, 8, 6, 5), ones(2, 16, 6, 5, dtype=torch.float32)]}, "part 1 is .* torch.float32"
+        lambda: {"parts": [ones(2, 8, 6, 5), ones(2, 16, 6, 5, dtype=torch.float32)]},
+        "part 1 is .* torch.float32",
     ),
-    "too few channels": (lambda: {"parts": [ones(2, 8, 6, 5)]}, "x has 8 channels, so in 1 groups weight"),
+    "too few channels": (
+        lambda: {"parts": [ones(2, 8, 6, 5)]},
+        "x has 8 channels, so in 1 groups weight",
+    ),
     "weight of another dtype": (
-        lambda: {"weight": ones(40, 24, 3, 3, dtype=torch.float32)}, "weight is .* torch.float32"
+        lambda: {"weight": ones(40, 24, 3, 3, dtype=torch.float32)},
+        "weight is .* torch.float32",
     ),
-    "bias of another size": (lambda: {"bias": ones(3)}, r"bias has shape \(3,\), but there are 40 filters"),
-    "three strides": (lambda: {"stride": (1, 1, 1)}, r"stride=\(1, 1, 1\) does not fit a 2-D convolution"),
+    "bias of another size": (
+        lambda: {"bias": ones(3)},
+        (
+            r"bias has shape \(3,\), but there are 40 "
+            r"filters"
+        ),
+    ),
+    "three strides": (
+        lambda: {"stride": (1, 1, 1)},
+        (
+            r"stride=\(1, 1, 1\) does not fit a 2-D "
+            r"convolution"
+        ),
+    ),
     "no dilation": (lambda: {"dilation": 0}, "dilation .* must be at least 1"),
-    "a large filter": (lambda: {"padding": 0, "dilation": 3}, "6 x 5 .* is smaller than the filter"),
-    "scale in half precision": (lambda: {"scale": ones(40)}, r"scale is \(40,\) .* must be \(40,\) in torch.float32"),
+    "a large filter": (
+        lambda: {"padding": 0, "dilation": 3},
+        "6 x 5 .* is smaller than the filter",
+    ),
+    "scale in half precision": (
+        lambda: {"scale": ones(40)},
+        (
+            r"scale is \(40,\) .* must be \(40,\) in "
+            r"torch.float32"
+        ),
+    ),
     "another residual": (
-        lambda: {"residual": ones(2, 40, 6, 4)}, r"residual is \(2, 40, 6, 4\).* the output is \(2, 40, 6, 5\)"
+        lambda: {"residual": ones(2, 40, 6, 4)},
+        (
+            r"residual is \(2, 40, 6, 4\).* the output is "
+            r"\(2, 40, 6, 5\)"
+        ),
     ),
-    "another activation": (lambda: {"activation": "swish"}, "activation='swish' is not known; give one of relu"),
-    "another out": (lambda: {"out": ones(2, 40, 6, 4)}, r"out is \(2, 40, 6, 4\).* the output is \(2, 40, 6, 5\)"),
-    "out in NCHW": (lambda: {"out": ones(2, 40, 6, 5)}, "out has strides .* channels must lie beside each other"),
+    "another activation": (
+        lambda: {"activation": "swish"},
+        ("activation='swish' is not known; give one of relu"),
+    ),
+    "another out": (
+        lambda: {"out": ones(2, 40, 6, 4)},
+        (
+            r"out is \(2, 40, 6, 4\).* the output is "
+            r"\(2, 40, 6, 5\)"
+        ),
+    ),
+    "out in NCHW": (
+        lambda: {"out": ones(2, 40, 6, 5)},
+        ("out has strides .* channels must lie beside each other"),
+    ),
     "another backend": (lambda: {"backend": "cudnn"}, "backend='cudnn' is not known"),
-    "a tile for ATen": (lambda: {"backend": "aten", "tile": POINTERS}, "tile .* was given with backend='aten'"),
-    "a tile that does not fit": (
-        lambda: {"backend": "triton", "tile": Tile("pointers", 256, 256, 128, 8, 4)}, "needs more shared memory"
+    "a tile for ATen": (
+        lambda: {"backend": "aten", "tile": POINTERS},
+        "tile .* was given with backend='aten'",
     ),
-}  # fmt: skip
+    "a tile that does not fit": (
+        lambda: {"backend": "triton", "tile": Tile("pointers", 256, 256, 128, 8, 4)},
+        "needs more shared memory",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -165,12 +271,17 @@ def test_what_does_not_fit_is_refused(backend: str, name: str) -> None:
         kernels.conv2d_parts(**changed(**{"backend": backend} | wrong()))
 
 
-@pytest.mark.parametrize("name", ["parts", "weight", "bias", "scale", "shift", "residual", "out"])
+@pytest.mark.parametrize(
+    "name", ["parts", "weight", "bias", "scale", "shift", "residual", "out"]
+)
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 def test_it_is_not_differentiable(backend: str, name: str) -> None:
     given = changed(backend=backend, **ends(SPEC), out=tensors(SPEC).g)
     (given["parts"][1] if name == "parts" else given[name]).requires_grad_()
-    with pytest.raises(KernelError, match="not differentiable, but an argument requires a gradient; call it under"):
+    with pytest.raises(
+        KernelError,
+        match="not differentiable, but an argument requires a gradient; call it under",
+    ):
         kernels.conv2d_parts(**given)
     with torch.no_grad():
         kernels.conv2d_parts(**given)
@@ -179,8 +290,15 @@ def test_it_is_not_differentiable(backend: str, name: str) -> None:
 def test_nothing_that_loads_triton_is_imported_before_it_is_used() -> None:
     code = (
         "import sys, torch; from hetconv import kernels\n"
-        "kernels.conv2d_parts([torch.ones(1, 2, 3, 3), torch.ones(1, 1, 3, 3)], torch.ones(4, 3, 3, 3))\n"
+        "kernels.conv2d_parts([torch.ones(1, 2, 3, 3), torch.ones(1, 1, 3, 3)], torch.ones(4, "
+        "3, 3, 3))\n"
         "assert 'triton' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr

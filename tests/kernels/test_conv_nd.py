@@ -18,22 +18,40 @@ from hetconv.planner.partition import whole_model
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import KINDS, Gather, Split, SplitKind
-from tests.equivalence import Differences, apart, assert_same, leaves, one_step, pair, train
+from tests.equivalence import (
+    Differences,
+    apart,
+    assert_same,
+    leaves,
+    one_step,
+    pair,
+    train,
+)
 from tests.nets import OTHER_RANKS, Volumes, Waves, kinds_of, plan_of, splits_of
 from tests.spawn import on_ranks
 
-CUTS = [(net, kind) for net, (_, shape) in OTHER_RANKS.items() for kind in kinds_of(len(shape) - 2)]
+CUTS = [
+    (net, kind)
+    for net, (_, shape) in OTHER_RANKS.items()
+    for kind in kinds_of(len(shape) - 2)
+]
 cuts = pytest.mark.parametrize(("net", "kind"), CUTS)
 
 
-def trained(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], steps: int) -> Differences:
+def trained(
+    net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], steps: int
+) -> Differences:
     make, shape = OTHER_RANKS[net]
-    return train(make, splits_of(make(), kinds, ratio), shape, len(ratio), "adam", steps)
+    return train(
+        make, splits_of(make(), kinds, ratio), shape, len(ratio), "adam", steps
+    )
 
 
 @cuts
 @pytest.mark.parametrize("ratio", [(3, 1), (2, 0, 1)])
-def test_training_split_one_way(ratio: tuple[int, ...], net: str, kind: SplitKind) -> None:
+def test_training_split_one_way(
+    ratio: tuple[int, ...], net: str, kind: SplitKind
+) -> None:
     assert_same(on_ranks(len(ratio), trained, net, (kind,), ratio, 2))
 
 
@@ -49,7 +67,9 @@ def inferred(net: str, kind: SplitKind, ratio: tuple[int, ...]) -> Differences:
     serial, cut = pair(lambda: make().eval(), {}, len(ratio))
     x = torch.randn(shape)
     graph = hetconv.capture(serial, x)
-    plan = hetconv.make_plan(graph, hetconv.ClusterProfile.from_devices(["cpu"] * len(ratio)), mode="infer")
+    plan = hetconv.make_plan(
+        graph, hetconv.ClusterProfile.from_devices(["cpu"] * len(ratio)), mode="infer"
+    )
     assert any(layer.followers for layer in plan.layers.values())
     plan = plan.with_splits(splits_of(serial, (kind,), ratio))
     with fold_anywhere():
@@ -77,7 +97,9 @@ def test_nothing_is_gathered(net: str) -> None:
 def test_convolutions_are_layers_of_a_plan(tmp_path: Any) -> None:
     graph = hetconv.capture(Volumes(), torch.zeros(2, 2, 10, 8, 6))
     assert list(graph.layers) == ["a", "down", "deep", "out"]
-    plan = hetconv.make_plan(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]), kinds=("depth",))
+    plan = hetconv.make_plan(
+        graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]), kinds=("depth",)
+    )
     plan = plan.with_splits(whole_model(graph, "depth", (3, 1), KINDS))
     assert {split.kind for split in plan.splits.values()} == {"depth"}
     assert plan.splits["a"].sizes == (8, 2)
@@ -87,11 +109,17 @@ def test_convolutions_are_layers_of_a_plan(tmp_path: Any) -> None:
 
 def test_kinds_that_a_model_lacks_are_no_candidates() -> None:
     graph = hetconv.capture(Waves(), torch.zeros(2, 2, 38))
-    plan = hetconv.make_plan(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]))
+    plan = hetconv.make_plan(
+        graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"])
+    )
     assert plan.alternatives is not None
     assert any("width" in name for name in plan.alternatives)
     assert not any("depth" in name or "height" in name for name in plan.alternatives)
-    none = hetconv.make_plan(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]), kinds=("depth", "height"))
+    none = hetconv.make_plan(
+        graph,
+        hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]),
+        kinds=("depth", "height"),
+    )
     assert none.chosen == "replicated"
 
 
@@ -110,12 +138,22 @@ def refused(layer: int, kind: SplitKind) -> str:
 @pytest.mark.parametrize(
     ("rank", "kind", "match"),
     [
-        (1, "height", "a 1-D convolution has no height to split; use sample, width, filter or channel"),
+        (
+            1,
+            "height",
+            "a 1-D convolution has no height to split; use sample, width, filter or channel",
+        ),
         (1, "depth", "a 1-D convolution has no depth"),
-        (2, "depth", "a 2-D convolution has no depth to split; use sample, height, width, filter or channel"),
+        (
+            2,
+            "depth",
+            "a 2-D convolution has no depth to split; use sample, height, width, filter or channel",
+        ),
     ],
 )
-def test_a_dimension_that_is_not_there_is_refused(rank: int, kind: SplitKind, match: str) -> None:
+def test_a_dimension_that_is_not_there_is_refused(
+    rank: int, kind: SplitKind, match: str
+) -> None:
     for message in on_ranks(2, refused, rank - 1, kind):
         assert match in message
 
@@ -131,10 +169,18 @@ def by_itself(rank: int, options: dict[str, Any], split: Split) -> Differences:
     return one_step(plain, cut, x) | {"one sample": apart(cut(x[0]), plain(x[0]))}
 
 
-@pytest.mark.parametrize("options", [{"stride": 2, "padding": 1}, {"padding": "same", "groups": 2, "bias": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": 2, "padding": 1}, {"padding": "same", "groups": 2, "bias": False}],
+)
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_convolution_by_itself(rank: int, options: dict[str, Any]) -> None:
-    for split in (Split("filter", (4, 2)), Split("channel", (2, 2)), Split("width", (2, 3)), Split("width", (0, 1))):
+    for split in (
+        Split("filter", (4, 2)),
+        Split("channel", (2, 2)),
+        Split("width", (2, 3)),
+        Split("width", (0, 1)),
+    ):
         assert_same(on_ranks(2, by_itself, rank, options, split))
 
 
@@ -162,11 +208,15 @@ def test_wrong_uses_are_refused_by_name() -> None:
         "from_conv takes a torch.nn.Conv3d, but was given a Conv2d",
         "",
     )
-    assert all(match in message for match, message in zip(matches, said, strict=True)), said
+    assert all(
+        match in message for match, message in zip(matches, said, strict=True)
+    ), said
 
 
 def in_half(rank: int, kind: SplitKind) -> float:
-    """The relative error against float32, of output and gradients, where halos have one column of output."""
+    """The relative error against float32, of output and gradients, where halos have one
+    column of output.
+    """
     truth = CONVS[rank - 1](8, 8, 3, padding=1)
     low = HET_CONVS[rank - 1].from_conv(truth.bfloat16(), Split(kind, (2, 1)))
     truth.float()
@@ -176,7 +226,10 @@ def in_half(rank: int, kind: SplitKind) -> float:
     y.float().square().sum().backward()
     expected.square().sum().backward()
     pairs = [(y, expected), (a.grad, b.grad), (low.weight.grad, truth.weight.grad)]
-    return max(float((m.detach().float() - n.detach()).abs().max() / n.detach().abs().max()) for m, n in pairs)
+    return max(
+        float((m.detach().float() - n.detach()).abs().max() / n.detach().abs().max())
+        for m, n in pairs
+    )
 
 
 @pytest.mark.parametrize("kind", ["depth", "height", "width"])
@@ -189,8 +242,13 @@ def test_half_precision_of_sequences() -> None:
 
 
 def chunked() -> bool:
-    spec = ConvSpec(4, 3, (5, 4, 6), 8, (2, 3, 1), (1, 2, 1), ((1, 1), (1, 1), (0, 0)), (1, 1, 1))
-    one, more = (overlap.gathering(spec, Split("filter", (6, 2)), torch.device("cpu"), n)() for n in (1, 3))
+    spec = ConvSpec(
+        4, 3, (5, 4, 6), 8, (2, 3, 1), (1, 2, 1), ((1, 1), (1, 1), (0, 0)), (1, 1, 1)
+    )
+    one, more = (
+        overlap.gathering(spec, Split("filter", (6, 2)), torch.device("cpu"), n)()
+        for n in (1, 3)
+    )
     return one.shape == spec.y_shape and torch.allclose(one, more, atol=1e-5)
 
 

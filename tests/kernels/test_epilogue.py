@@ -1,4 +1,6 @@
-"""A convolution that is finished as it is stored: scale, shift, residual and activation, by Triton and by ATen."""
+"""A convolution that is finished as it is stored: scale, shift, residual and
+activation, by Triton and by ATen.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,19 @@ TILES = (POINTERS, BOXES, replace(POINTERS, splits=3), replace(BOXES, splits=3))
 def ends(spec: Conv2dSpec, seed: int = 1) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(seed)
     scale, shift = (torch.randn(spec.K, generator=random).to(DEVICE) for _ in range(2))
-    residual = torch.randn(spec.y_shape, generator=random).to(DEVICE, getattr(torch, spec.dtype))
-    return {"scale": scale, "shift": shift, "residual": residual.contiguous(memory_format=torch.channels_last)}
+    residual = torch.randn(spec.y_shape, generator=random).to(
+        DEVICE, getattr(torch, spec.dtype)
+    )
+    return {
+        "scale": scale,
+        "shift": shift,
+        "residual": residual.contiguous(memory_format=torch.channels_last),
+    }
 
 
-def definition(spec: Conv2dSpec, t: Tensors, bias: bool, activation: str | None, **given: Tensor) -> Tensor:
+def definition(
+    spec: Conv2dSpec, t: Tensors, bias: bool, activation: str | None, **given: Tensor
+) -> Tensor:
     x, w, b = (a.double().cpu() for a in (t.x, t.w, t.bias))
     z = reference.conv2d(x, w, b if bias else None, *geometry(spec))
     e = {k: v.double().cpu() for k, v in given.items()}
@@ -52,16 +62,24 @@ def definition(spec: Conv2dSpec, t: Tensors, bias: bool, activation: str | None,
 
 
 def finished(spec: Conv2dSpec, t: Tensors, bias: bool, **how: Any) -> Tensor:
-    return kernels.conv2d_forward(t.x, t.w, t.bias if bias else None, *geometry(spec), slope=0.1, **how)
+    return kernels.conv2d_forward(
+        t.x, t.w, t.bias if bias else None, *geometry(spec), slope=0.1, **how
+    )
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("names", [(), ("scale",), ("shift",), ("residual",), ("scale", "shift", "residual")])
+@pytest.mark.parametrize(
+    "names", [(), ("scale",), ("shift",), ("residual",), ("scale", "shift", "residual")]
+)
 @pytest.mark.parametrize("bias", [True, False])
-def test_each_end_by_each_kernel(tile: Tile, names: tuple[str, ...], bias: bool) -> None:
+def test_each_end_by_each_kernel(
+    tile: Tile, names: tuple[str, ...], bias: bool
+) -> None:
     skip_unless_it_runs(tile)
     t, given = tensors(SPEC), {n: ends(SPEC)[n] for n in names}
-    found = finished(SPEC, t, bias, activation="relu", tile=tile, backend="triton", **given)
+    found = finished(
+        SPEC, t, bias, activation="relu", tile=tile, backend="triton", **given
+    )
     assert_close(found, definition(SPEC, t, bias, "relu", **given), BOUNDS["float16"])
 
 
@@ -72,17 +90,28 @@ def test_each_activation(dtype: str, activation: str, backend: Backend) -> None:
     spec = replace(SPEC, dtype=dtype)
     t, given = tensors(spec), ends(spec)
     found = finished(spec, t, True, activation=activation, backend=backend, **given)
-    assert_close(found, definition(spec, t, True, activation, **given), BOUNDS["tf32" if dtype == "float32" else dtype])
+    assert_close(
+        found,
+        definition(spec, t, True, activation, **given),
+        BOUNDS["tf32" if dtype == "float32" else dtype],
+    )
 
 
 @pytest.mark.parametrize("tile", [POINTERS, BOXES], ids=str)
 @pytest.mark.parametrize(
-    "spec", [images(32, 64, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 2), images(24, 40, (5, 7), 1, 1)], ids=["groups", "1x1"]
+    "spec",
+    [
+        images(32, 64, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 2),
+        images(24, 40, (5, 7), 1, 1),
+    ],
+    ids=["groups", "1x1"],
 )
 def test_groups_and_a_row_of_pixels(spec: Conv2dSpec, tile: Tile) -> None:
     skip_unless_it_runs(tile)
     t, given = tensors(spec), ends(spec)
-    found = finished(spec, t, True, activation="silu", tile=tile, backend="triton", **given)
+    found = finished(
+        spec, t, True, activation="silu", tile=tile, backend="triton", **given
+    )
     assert_close(found, definition(spec, t, True, "silu", **given), BOUNDS["float16"])
 
 
@@ -90,12 +119,25 @@ def test_groups_and_a_row_of_pixels(spec: Conv2dSpec, tile: Tile) -> None:
 def test_a_residual_that_lies_as_a_slice_and_a_result_in_a_slot(tile: Tile) -> None:
     skip_unless_it_runs(tile)
     t, given, like = tensors(SPEC), ends(SPEC), SPEC.y_shape
-    wide = torch.full((like[0], 64, *like[2:]), torch.nan, dtype=t.x.dtype, device=DEVICE)
+    wide = torch.full(
+        (like[0], 64, *like[2:]), torch.nan, dtype=t.x.dtype, device=DEVICE
+    )
     wide = wide.contiguous(memory_format=torch.channels_last)
     larger = wide.clone(memory_format=torch.preserve_format)
     given["residual"] = larger[:, 8:48].copy_(given["residual"])
-    finished(SPEC, t, True, activation="gelu", tile=tile, backend="triton", out=wide[:, 16:56], **given)
-    assert_close(wide[:, 16:56], definition(SPEC, t, True, "gelu", **given), BOUNDS["float16"])
+    finished(
+        SPEC,
+        t,
+        True,
+        activation="gelu",
+        tile=tile,
+        backend="triton",
+        out=wide[:, 16:56],
+        **given,
+    )
+    assert_close(
+        wide[:, 16:56], definition(SPEC, t, True, "gelu", **given), BOUNDS["float16"]
+    )
     assert wide[:, :16].isnan().all()
     assert wide[:, 56:].isnan().all()
 
@@ -104,18 +146,32 @@ def test_nan_stays_nan_under_every_activation() -> None:
     t = tensors(SPEC)
     t.x.fill_(torch.nan)
     for activation in ACTIVATIONS:
-        assert finished(SPEC, t, True, activation=activation, backend="triton").isnan().all()
+        assert (
+            finished(SPEC, t, True, activation=activation, backend="triton")
+            .isnan()
+            .all()
+        )
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"scale": torch.ones(3)}, r"scale is \(3,\).* must be \(40,\)"),
-     ({"shift": torch.ones(40, dtype=torch.float16)}, "must be .* torch.float32"),
-     ({"residual": torch.ones(2, 40, 5, 5)}, r"residual is \(2, 40, 5, 5\).* the output is \(2, 40, 5, 6\)"),
-     ({"activation": "swish"}, "activation='swish' is not known; give one of relu")],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused(wrong: dict[str, Any], said: str, backend: Backend) -> None:
+    [
+        ({"scale": torch.ones(3)}, r"scale is \(3,\).* must be \(40,\)"),
+        ({"shift": torch.ones(40, dtype=torch.float16)}, "must be .* torch.float32"),
+        (
+            {"residual": torch.ones(2, 40, 5, 5)},
+            (
+                r"residual is \(2, 40, 5, 5\).* the output is "
+                r"\(2, 40, 5, 6\)"
+            ),
+        ),
+        ({"activation": "swish"}, "activation='swish' is not known; give one of relu"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    wrong: dict[str, Any], said: str, backend: Backend
+) -> None:
     wrong = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in wrong.items()}
     with pytest.raises(KernelError, match=said):
         finished(SPEC, tensors(SPEC), True, backend=backend, **wrong)

@@ -23,19 +23,46 @@ dtypes = st.sampled_from(["float16", "bfloat16", "float32"])
 images = st.tuples(st.integers(1, 64), st.integers(1, 256), st.integers(1, 256))
 powers = st.integers(4, 8).map(lambda i: 1 << i)
 any_tile = st.builds(
-    Tile, st.sampled_from(["boxes", "pointers"]), powers, powers, powers, st.sampled_from([1, 2, 4, 8, 16]),
-    st.integers(1, 9), st.integers(1, 300),
-)  # fmt: skip
+    Tile,
+    st.sampled_from(["boxes", "pointers"]),
+    powers,
+    powers,
+    powers,
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(1, 9),
+    st.integers(1, 300),
+)
 
 
 @st.composite
 def extents(draw: st.DrawFn) -> Extents:
     """Of a pass over channels, or of one over pixels."""
-    image, m, dtype, boxes = draw(images), draw(st.integers(1, 2048)), draw(dtypes), draw(st.booleans())
-    taps, repeats, whole = draw(st.integers(1, 63)), draw(st.integers(1, 64)), draw(st.booleans())
-    channels = draw(st.integers(1, 128)) * (16 if whole else draw(st.sampled_from([1, 16])))
+    image, m, dtype, boxes = (
+        draw(images),
+        draw(st.integers(1, 2048)),
+        draw(dtypes),
+        draw(st.booleans()),
+    )
+    taps, repeats, whole = (
+        draw(st.integers(1, 63)),
+        draw(st.integers(1, 64)),
+        draw(st.booleans()),
+    )
+    channels = draw(st.integers(1, 128)) * (
+        16 if whole else draw(st.sampled_from([1, 16]))
+    )
     if draw(st.booleans()):
-        return Extents(m, channels, 1, 1, repeats, dtype, image, boxes and dtype != "float32", over_pixels=True)
+        return Extents(
+            m,
+            channels,
+            1,
+            1,
+            repeats,
+            dtype,
+            image,
+            boxes and dtype != "float32",
+            over_pixels=True,
+        )
     return Extents(m, prod(image), channels, taps, repeats, dtype, image, boxes, whole)
 
 
@@ -44,7 +71,16 @@ def test_a_tile_is_what_it_prints(tile: Tile) -> None:
     assert Tile.parse(str(tile)) == tile
 
 
-@pytest.mark.parametrize("text", ["", "64x64x64", "boxes:64x64:4w2s1z", "discs:64x64x64:4w2s1z", "boxes:64x64x64:4w"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "64x64x64",
+        "boxes:64x64:4w2s1z",
+        "discs:64x64x64:4w2s1z",
+        "boxes:64x64x64:4w",
+    ],
+)
 def test_other_words_are_no_tile(text: str) -> None:
     with pytest.raises(KernelError, match="write it as boxes:128x128x64:8w4s1z"):
         Tile.parse(text)
@@ -53,12 +89,21 @@ def test_other_words_are_no_tile(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "boxes:48x64x64:4w2s1z", "boxes:64x8x64:4w2s1z", "pointers:64x64x100:4w2s1z", "pointers:64x64x64:3w2s1z",
-        "pointers:64x64x64:4w0s1z", "pointers:64x64x64:4w2s0z", "pointers:64x64x0:4w2s1z", "boxes:512x64x16:4w2s1z",
+        "boxes:48x64x64:4w2s1z",
+        "boxes:64x8x64:4w2s1z",
+        "pointers:64x64x100:4w2s1z",
+        "pointers:64x64x64:3w2s1z",
+        "pointers:64x64x64:4w0s1z",
+        "pointers:64x64x64:4w2s0z",
+        "pointers:64x64x0:4w2s1z",
+        "boxes:512x64x16:4w2s1z",
     ],
-)  # fmt: skip
+)
 def test_a_tile_that_cannot_be_run_is_refused(text: str) -> None:
-    with pytest.raises(KernelError, match=f"tile {text} cannot be run: m, n and k must be powers of two"):
+    with pytest.raises(
+        KernelError,
+        match=f"tile {text} cannot be run: m, n and k must be powers of two",
+    ):
         Tile.parse(text)
 
 
@@ -70,7 +115,9 @@ def test_the_default_runs(work: Extents, chip: Chip) -> None:
 
 
 @given(extents(), chips)
-def test_the_default_leaves_no_program_without_a_step(work: Extents, chip: Chip) -> None:
+def test_the_default_leaves_no_program_without_a_step(
+    work: Extents, chip: Chip
+) -> None:
     tile = tiles.default(work, chip)
     each = -(-work.steps(tile) // tile.splits)
     assert (tile.splits - 1) * each < work.steps(tile)
@@ -89,7 +136,9 @@ def test_the_space_holds_tiles_that_run(work: Extents, chip: Chip) -> None:
 def test_tiles_cover_the_results(work: Extents, tile: Tile) -> None:
     assert work.padded(tile) >= work.m * work.n * work.repeats
     assert work.padded(tile) == work.tiles(tile) * tile.m * tile.n
-    assert work.steps(tile) * tile.k >= (prod(work.image) if work.over_pixels else work.channels * work.taps)
+    assert work.steps(tile) * tile.k >= (
+        prod(work.image) if work.over_pixels else work.channels * work.taps
+    )
 
 
 WORK = Extents(64, 64, 48, 9, 1, "float16", (1, 8, 8), boxes=True, whole=True)
@@ -99,19 +148,38 @@ WORK = Extents(64, 64, 48, 9, 1, "float16", (1, 8, 8), boxes=True, whole=True)
     ("tile", "work", "arch", "match"),
     [
         ("boxes:64x64x16:4w2s1z", WORK, 80, "fetches boxes, which takes a Hopper GPU"),
-        ("boxes:64x64x16:4w2s1z", Extents(64, 64, 48, 9, 1, "float16", (1, 8, 8)), 90, "give a tile of pointers"),
-        ("boxes:64x64x64:4w2s1z", WORK, 90, "steps by 64, which must divide the 48 channels"),
-        ("pointers:128x128x64:4w4s1z", WORK, 89, f"more shared memory than the {99 << 10} bytes"),
+        (
+            "boxes:64x64x16:4w2s1z",
+            Extents(64, 64, 48, 9, 1, "float16", (1, 8, 8)),
+            90,
+            "give a tile of pointers",
+        ),
+        (
+            "boxes:64x64x64:4w2s1z",
+            WORK,
+            90,
+            "steps by 64, which must divide the 48 channels",
+        ),
+        (
+            "pointers:128x128x64:4w4s1z",
+            WORK,
+            89,
+            f"more shared memory than the {99 << 10} bytes",
+        ),
         ("pointers:256x256x64:4w4s1z", WORK, 90, "give fewer stages"),
     ],
 )
-def test_a_tile_that_does_not_fit_is_refused(tile: str, work: Extents, arch: int, match: str) -> None:
+def test_a_tile_that_does_not_fit_is_refused(
+    tile: str, work: Extents, arch: int, match: str
+) -> None:
     with pytest.raises(KernelError, match=f"tile {tile} .*{match}"):
         suited(Tile.parse(tile), work, CHIPS[arch])
 
 
 def covers(image: Image, box: tiles.Box) -> int:
-    return prod(-(-image[i] // size) for i, size in zip(box.order, box.sizes, strict=True))
+    return prod(
+        -(-image[i] // size) for i, size in zip(box.order, box.sizes, strict=True)
+    )
 
 
 @given(images, powers)
@@ -121,7 +189,11 @@ def test_boxes_cover_an_image_in_the_fewest_copies(image: Image, pixels: int) ->
     assert box.order == (0, 1, 2)
     assert box.copies == covers(image, box)
     sides = [1 << i for i in range(9)]
-    every = (tiles.Box((a, b, c), 0) for a, b, c in product(sides, repeat=3) if a * b * c == pixels)
+    every = (
+        tiles.Box((a, b, c), 0)
+        for a, b, c in product(sides, repeat=3)
+        if a * b * c == pixels
+    )
     assert box.copies == min(covers(image, other) for other in every)
 
 
@@ -136,8 +208,12 @@ def test_runs_cover_an_image_too(image: Image, pixels: int) -> None:
 
 
 @given(windows, st.integers(1, 30))
-def test_every_tap_that_meets_an_input_row_belongs_to_its_phase(window: Window, size: int) -> None:
-    """(r, p) with p stride + r dilation - pad = h: once each, in the phase of h, and no other pair."""
+def test_every_tap_that_meets_an_input_row_belongs_to_its_phase(
+    window: Window, size: int
+) -> None:
+    """(r, p) with p stride + r dilation - pad = h: once each, in the phase of h, and no
+    other pair.
+    """
     outputs = window.out_size(size)
     by_definition = sorted(
         (p * window.stride + r * window.dilation - window.pad_lo, r, p)
@@ -148,17 +224,24 @@ def test_every_tap_that_meets_an_input_row_belongs_to_its_phase(window: Window, 
     for a in range(min(window.stride, size)):
         taps = fprop.taps(window, a)
         for i, t in product(range(-(-(size - a) // window.stride)), range(taps.count)):
-            r, p = taps.first + t * taps.step, i * taps.stride + taps.offset + t * taps.reach
+            r, p = (
+                taps.first + t * taps.step,
+                i * taps.stride + taps.offset + t * taps.reach,
+            )
             if 0 <= p < outputs:
                 by_phases.append((a + i * window.stride, r, p))
     assert sorted(by_phases) == by_definition
 
 
 @given(windows, windows, st.integers(1, 12), st.integers(1, 12), st.booleans())
-def test_phases_cover_the_input_once(rows: Window, cols: Window, H: int, W: int, last: bool) -> None:
+def test_phases_cover_the_input_once(
+    rows: Window, cols: Window, H: int, W: int, last: bool
+) -> None:
     padding = (rows.pad_lo, rows.pad_hi), (cols.pad_lo, cols.pad_hi)
     strides, dilation = (rows.stride, cols.stride), (rows.dilation, cols.dilation)
-    spec = Conv2dSpec(1, 4, H, W, 4, rows.kernel, cols.kernel, strides, padding, dilation)
+    spec = Conv2dSpec(
+        1, 4, H, W, 4, rows.kernel, cols.kernel, strides, padding, dilation
+    )
     g, w, dx = (contiguous(s) for s in (spec.y_shape, spec.w_shape, spec.x_shape))
     count = [[0] * W for _ in range(H)]
     for phase in fprop.phases(spec, g, w, dx, "ieee"):
@@ -166,7 +249,9 @@ def test_phases_cover_the_input_once(rows: Window, cols: Window, H: int, W: int,
         for h, v in product(range(H)[over_rows], range(W)[over_cols]):
             count[h][v] += 1
         if phase.correlation is not None:
-            assert prod(phase.correlation.y.shape) == 4 * len(range(H)[over_rows]) * len(range(W)[over_cols])
+            assert prod(phase.correlation.y.shape) == 4 * len(
+                range(H)[over_rows]
+            ) * len(range(W)[over_cols])
     assert {n for row in count for n in row} == {1}
 
 

@@ -36,7 +36,9 @@ def bound() -> set[int]:
     return os.sched_getaffinity(0)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="ranks are not bound to cores here")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="ranks are not bound to cores here"
+)
 def test_ranks_run_on_their_cores() -> None:
     here = os.sched_getaffinity(0)
     for devices in ("cpu,cpu@0.5", "cpu,cpu"):

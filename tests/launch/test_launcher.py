@@ -1,4 +1,6 @@
-"""Local ranks: what comes back, and how the others and the caller learn of one that fails or dies."""
+"""Local ranks: what comes back, and how the others and the caller learn of one that
+fails or dies.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import pytest
 import torch.distributed as dist
 
 import hetconv
-from hetconv.autotune.launch.launcher import CPU_SETTINGS, GRACE, did, parse_devices, run_on
+from hetconv.autotune.launch.launcher import (
+    CPU_SETTINGS,
+    GRACE,
+    did,
+    parse_devices,
+    run_on,
+)
 from hetconv.comm.rank_group import objects_of_all, team_of
 from tests import ROOT
 
@@ -59,7 +67,9 @@ def settings() -> dict[str, str]:
     return {name: os.environ[name] for name in CPU_SETTINGS}
 
 
-def test_ranks_keep_kernels_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_keep_kernels_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in CPU_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     assert run_on(PAIR[:1], settings) == CPU_SETTINGS
@@ -72,14 +82,25 @@ def test_ranks_keep_kernels_unless_told_otherwise(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("is killed", r"rank 1 \(cpu@0.5\) was killed by SIGKILL; the last it did: began"),
+        (
+            "is killed",
+            r"rank 1 \(cpu@0.5\) was killed by SIGKILL; the last it did: began",
+        ),
         ("exits", r"rank 1 \(cpu@0.5\) ended with status 7; the last it did: began"),
         ("refuses", r"rank 1 \(cpu@0.5\) failed: no such plan"),
-        ("raises", r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began"),
-        ("raises meanwhile", r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began"),
+        (
+            "raises",
+            r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began",
+        ),
+        (
+            "raises meanwhile",
+            r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began",
+        ),
     ],
 )
-def test_the_first_that_fails_is_named_and_nobody_waits_for_it(how: str, said: str) -> None:
+def test_the_first_that_fails_is_named_and_nobody_waits_for_it(
+    how: str, said: str
+) -> None:
     start = time.monotonic()
     with pytest.raises(hetconv.HetConvError, match=f"^{said}$"):
         run_on(PAIR, behaving, how)
@@ -100,12 +121,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_ranks_end_with_the_process_that_started_them(how: signal.Signals, tmp_path: Path) -> None:
+def test_ranks_end_with_the_process_that_started_them(
+    how: signal.Signals, tmp_path: Path
+) -> None:
     (tmp_path / "sleeping.py").write_text(SLEEPING)
-    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(tmp_path),
+    }
     command = [sys.executable, str(tmp_path / "sleeping.py"), str(tmp_path)]
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which what runs in the background does not
-    launcher = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heeding)
+    heeding = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # which what runs in the background does not
+    launcher = subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heeding
+    )
     files = [tmp_path / "0", tmp_path / "1"]
     _until(lambda: all(f.exists() and f.read_text() for f in files))
     launcher.send_signal(how)
@@ -137,6 +167,9 @@ def pages_of_a_step() -> int:
     return min(found)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep freed memory in other ways")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc",
+    reason="other C libraries keep freed memory in other ways",
+)
 def test_ranks_that_are_started_keep_the_memory_that_a_step_frees() -> None:
     assert run_on(PAIR[:1], pages_of_a_step) < 1000  # of 30720 pages of 4 KiB

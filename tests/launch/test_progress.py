@@ -17,7 +17,11 @@ def seen(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setenv("TERM", "dumb" if options.pop("dumb", False) else "xterm")
-    terminal, quiet, budget = options.pop("terminal"), options.get("quiet", False), options.get("budget")
+    terminal, quiet, budget = (
+        options.pop("terminal"),
+        options.get("quiet", False),
+        options.get("budget"),
+    )
     console = Console(file=io.StringIO(), force_terminal=bool(terminal), width=100)
     with Reporter("autotune", budget=budget, quiet=bool(quiet), console=console) as say:
         say.stage("operators", 2)
@@ -34,7 +38,9 @@ def seen(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]:
 
 
 @pytest.mark.parametrize("dumb", [False, True])
-def test_elsewhere_than_on_a_terminal_there_are_plain_lines(dumb: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_than_on_a_terminal_there_are_plain_lines(
+    dumb: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert seen(monkeypatch, terminal=dumb, dumb=dumb, budget=60.0) == [
         "[ 10.0 of 60 s] autotune: operators 1/2 a [conv]",
         "[ 10.0 of 60 s] autotune: ratio 1/4 tried 1.0, best 1.000x",
@@ -45,21 +51,29 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines(dumb: bool, monkeypa
     ]
 
 
-def test_a_bar_shows_the_stage_its_best_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_shows_the_stage_its_best_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = seen(monkeypatch, terminal=True, budget=60.0)
     assert "a line [of its own]" in lines
     last = lines[-1]
-    assert re.fullmatch(r"autotune: ratio ━+ 4/4 best 0.875x 0 s left +tried None", last), last
+    assert re.fullmatch(
+        r"autotune: ratio ━+ 4/4 best 0.875x 0 s left +tried None", last
+    ), last
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_without_a_budget_the_time_spent_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_budget_the_time_spent_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert " 200 s " in seen(monkeypatch, terminal=True)[-1]
     assert seen(monkeypatch, terminal=False)[0].startswith("[ 10.0 s] autotune")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_quiet_one_says_nothing(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quiet_one_says_nothing(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert seen(monkeypatch, terminal=terminal, quiet=True) == []
 
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from hetconv.autotune.launch import throttle
-from hetconv.autotune.launch.throttle import Computation, DeviceName, both_stretched, set_speed, stretched
+from hetconv.autotune.launch.throttle import (
+    Computation,
+    DeviceName,
+    both_stretched,
+    set_speed,
+    stretched,
+)
 from hetconv.autotune.measure.timer import timed
 from hetconv.errors import HetConvError
 from hetconv.sharding.layer_rules import SplitKind
@@ -64,7 +70,21 @@ def test_a_slowed_device_shows_it_in_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "gpu", "cpu@", "cpu@fast", "cpu@0", "cpu@-1", "cpu@1.5", "cpu@nan", "cpu@inf", "meta", "cuda:x", "@1"]
+    "text",
+    [
+        "",
+        "gpu",
+        "cpu@",
+        "cpu@fast",
+        "cpu@0",
+        "cpu@-1",
+        "cpu@1.5",
+        "cpu@nan",
+        "cpu@inf",
+        "meta",
+        "cuda:x",
+        "@1",
+    ],
 )
 def test_what_is_no_device_is_refused(text: str) -> None:
     with pytest.raises(HetConvError, match="device"):
@@ -72,7 +92,9 @@ def test_what_is_no_device_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(("speed", "sleep"), [(0.5, 1.0), (0.25, 3.0), (0.1, 9.0)])
-def test_a_slowed_device_takes_as_much_longer(speed: float, sleep: float, clock: list[float]) -> None:
+def test_a_slowed_device_takes_as_much_longer(
+    speed: float, sleep: float, clock: list[float]
+) -> None:
     set_speed(speed)
     assert stretched(lambda: "done", CPU) == "done"
     assert clock == pytest.approx([sleep])
@@ -111,7 +133,9 @@ def test_sleeps_that_end_late_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Shared:
-    """Two clocks: a core that others have for ``others`` seconds in each computation of one second."""
+    """Two clocks: a core that others have for ``others`` seconds in each computation of
+    one second.
+    """
 
     def __init__(self, others: float, monkeypatch: pytest.MonkeyPatch):
         self.others, self.now, self.worked = others, 0.0, 0.0
@@ -129,7 +153,9 @@ class Shared:
         """Seconds of ten computations."""
         return self.seconds(lambda: stretched(self.compute, CPU), speed, threads)
 
-    def seconds(self, action: Callable[[], object], speed: float, threads: int) -> float:
+    def seconds(
+        self, action: Callable[[], object], speed: float, threads: int
+    ) -> float:
         """Of ten of these."""
         before, start = torch.get_num_threads(), self.now
         try:
@@ -155,9 +181,15 @@ class Shared:
     ],
 )
 def test_a_slowed_device_is_no_slower_on_a_shared_core(
-    speed: float, others: float, threads: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+    speed: float,
+    others: float,
+    threads: int,
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert Shared(others, monkeypatch).stretched(speed, threads) == pytest.approx(seconds)
+    assert Shared(others, monkeypatch).stretched(speed, threads) == pytest.approx(
+        seconds
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +201,11 @@ def test_a_slowed_device_is_no_slower_on_a_shared_core(
     ],
 )
 def test_a_slowed_device_sleeps_less_for_what_it_waited_between_computations(
-    speed: float, wait: float, seconds: float, monkeypatch: pytest.MonkeyPatch, waited: list[float]
+    speed: float,
+    wait: float,
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+    waited: list[float],
 ) -> None:
     shared = Shared(0.0, monkeypatch)
 
@@ -189,7 +225,9 @@ def test_what_is_measured_makes_good_for_nothing_before_it(
     try:
         stretched(shared.compute, CPU)
         waited.append(0.003)
-        assert timed(lambda: stretched(shared.compute, CPU), CPU, lambda: shared.now) == pytest.approx(2.0)
+        assert timed(
+            lambda: stretched(shared.compute, CPU), CPU, lambda: shared.now
+        ) == pytest.approx(2.0)
     finally:
         set_speed(1.0)
 
@@ -202,15 +240,23 @@ class Interrupted(Shared):
         throttle.interlude()
 
 
-def test_what_visitors_do_meanwhile_is_not_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_visitors_do_meanwhile_is_not_stretched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shared = Interrupted(0.0, monkeypatch)
     with throttle.visiting(lambda: Shared.compute(shared)):
-        assert shared.stretched(0.5) == pytest.approx(40.0)  # in the middle and at the end of each a second of theirs
+        assert shared.stretched(0.5) == pytest.approx(
+            40.0
+        )  # in the middle and at the end of each a second of theirs
 
 
 @pytest.mark.parametrize("speed", [1.0, 0.5])
-def test_listeners_are_told_the_wall_and_the_threads_own_clock(speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others have the core for half a second of each, and a visitor works for one more in the middle."""
+def test_listeners_are_told_the_wall_and_the_threads_own_clock(
+    speed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have the core for half a second of each, and a visitor works for one more
+    in the middle.
+    """
     shared, heard = Interrupted(0.5, monkeypatch), list[Computation]()
     visits = iter([lambda: Shared.compute(shared), *[lambda: None] * 99])
     with throttle.listening(heard.append), throttle.visiting(lambda: next(visits)()):
@@ -230,7 +276,11 @@ def test_listeners_are_told_the_wall_and_the_threads_own_clock(speed: float, mon
     ],
 )
 def test_visitors_know_since_when_there_was_no_pause(
-    speed: float, others: float, waits: float, at_work_s: list[float], monkeypatch: pytest.MonkeyPatch
+    speed: float,
+    others: float,
+    waits: float,
+    at_work_s: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared, heard = Shared(others, monkeypatch), list[float]()
     monkeypatch.setattr(throttle, "_seen", throttle._Seen(0.0, 0.0, 0.0))
@@ -246,8 +296,12 @@ def test_visitors_know_since_when_there_was_no_pause(
 
 
 @pytest.mark.parametrize(("threads", "again"), [(1, False), (1, True), (2, True)])
-def test_both_passes_of_a_node_are_stretched(threads: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes a second; what backward computes again for a checkpoint is stretched by itself, and once."""
+def test_both_passes_of_a_node_are_stretched(
+    threads: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes a second; what backward computes again for a checkpoint is stretched
+    by itself, and once.
+    """
     shared = Shared(0.0, monkeypatch)
 
     class Node(torch.autograd.Function):
@@ -264,9 +318,13 @@ def test_both_passes_of_a_node_are_stretched(threads: int, again: bool, monkeypa
             return g
 
     def passes() -> None:
-        both_stretched(lambda: Node.apply(torch.ones(1, requires_grad=True)), CPU).sum().backward()  # type: ignore[no-any-return]
+        both_stretched(
+            lambda: Node.apply(torch.ones(1, requires_grad=True)), CPU
+        ).sum().backward()  # type: ignore[no-any-return]
 
-    assert shared.seconds(passes, 0.5, threads) == pytest.approx(60.0 if again else 40.0)
+    assert shared.seconds(passes, 0.5, threads) == pytest.approx(
+        60.0 if again else 40.0
+    )
 
 
 def watched(kind: SplitKind) -> Differences:

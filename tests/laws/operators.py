@@ -1,6 +1,7 @@
 """Every operator of PyTorch's own database, on tensors in parts against plain tensors.
 
-A case is an operator, one of its sample inputs, a way of calling it, and a layout for each tensor among its arguments.
+A case is an operator, one of its sample inputs, a way of calling it, and a layout for
+each tensor among its arguments.
 """
 
 from __future__ import annotations
@@ -30,13 +31,24 @@ TOLERANCE = 1e-9
 MOST_NUMBERS = 4096  # of an argument; larger samples say nothing more
 UNPREDICTABLE = (
     "rrelu",
-    "dropout", "rand", "bernoulli", "normal", "multinomial", "uniform", "cauchy", "exponential", "geometric", "empty",
-)  # fmt: skip
+    "dropout",
+    "rand",
+    "bernoulli",
+    "normal",
+    "multinomial",
+    "uniform",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "empty",
+)
 """Of which the values are drawn, or not set at all: shapes and dtypes are compared alone."""
 
 
 class Case(NamedTuple):
-    """``sample`` and ``way`` of calling; ``layouts`` of the tensors among the arguments, None for a plain one."""
+    """``sample`` and ``way`` of calling; ``layouts`` of the tensors among the
+    arguments, None for a plain one.
+    """
 
     sample: int
     way: str
@@ -55,13 +67,19 @@ class Sample:
     @staticmethod
     def of(input: Any, args: Any, kwargs: Any) -> Sample:
         leaves, tree = tree_flatten(((input, *args), dict(kwargs)))
-        return Sample(leaves, tree, tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor)))
+        return Sample(
+            leaves,
+            tree,
+            tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor)),
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
         return [self.leaves[i] for i in self.at]
 
-    def called_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def called_with(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self.leaves)
         for i, x in zip(self.at, tensors, strict=True):
             leaves[i] = x
@@ -81,7 +99,14 @@ def names() -> list[str]:
 
 
 def dtype_of(op: Any) -> torch.dtype | None:
-    return next((d for d in (torch.float64, torch.int64, torch.bool, torch.complex128) if d in op.dtypes), None)
+    return next(
+        (
+            d
+            for d in (torch.float64, torch.int64, torch.bool, torch.complex128)
+            if d in op.dtypes
+        ),
+        None,
+    )
 
 
 def samples_of(op: Any, most: int) -> list[Sample]:
@@ -93,9 +118,14 @@ def samples_of(op: Any, most: int) -> list[Sample]:
     random.seed(1)
     grad = dtype in (torch.float64, torch.complex128) and op.supports_autograd
     found = []
-    for s in itertools.islice(op.sample_inputs(str(torch.get_default_device()), dtype, requires_grad=grad), 200):
+    for s in itertools.islice(
+        op.sample_inputs(str(torch.get_default_device()), dtype, requires_grad=grad),
+        200,
+    ):
         one = Sample.of(s.input, s.args, s.kwargs)
-        if one.at and all(x.layout == torch.strided and x.numel() <= MOST_NUMBERS for x in one.tensors):
+        if one.at and all(
+            x.layout == torch.strided and x.numel() <= MOST_NUMBERS for x in one.tensors
+        ):
             found.append(one)
     step = max(len(found) / most, 1)
     return [found[int(i * step)] for i in range(min(most, len(found)))]
@@ -110,7 +140,9 @@ def errors_of(op: Any, most: int) -> list[Sample]:
     for e in op.error_inputs(str(torch.get_default_device())):
         s = e.sample_input
         one = Sample.of(s.input, s.args, s.kwargs)
-        if one.at and all(x.layout == torch.strided and x.numel() <= MOST_NUMBERS for x in one.tensors):
+        if one.at and all(
+            x.layout == torch.strided and x.numel() <= MOST_NUMBERS for x in one.tensors
+        ):
             found.append(one)
     return found[:most]
 
@@ -126,11 +158,17 @@ def layouts_of(x: Tensor, world: int) -> list[Layout]:
         cut, n = found[d // 2], shape[d]
         found.append(Layout(shape, "sharded", cut.boxes[::-1]))
         found.append(Layout.sharded(shape, d, (0, n, *(0,) * (world - 2))))
-        found.append(Layout.sharded(shape, 0, (shape[0] // 2, *(0,) * (world - 2), shape[0] - shape[0] // 2)))
+        found.append(
+            Layout.sharded(
+                shape, 0, (shape[0] // 2, *(0,) * (world - 2), shape[0] - shape[0] // 2)
+            )
+        )
     if x.is_floating_point():
         found.append(Layout.partial(shape, world, ()))
     if x.is_floating_point() and len(shape) > 1 and shape[1] >= 2:
-        found.append(Layout.partial(shape, world, (1, shape[1] - 1, *(0,) * (world - 2))))
+        found.append(
+            Layout.partial(shape, world, (1, shape[1] - 1, *(0,) * (world - 2)))
+        )
     found.append(Layout.replicated(shape, world))
     return found
 
@@ -151,9 +189,14 @@ def cases_of(op: Any, world: int, most: int) -> tuple[list[Sample], list[Case]]:
         each = [layouts_of(x, world) for x in s.tensors]
         chosen: list[tuple[Layout | None, ...]] = []
         for k, layouts in enumerate(each):
-            chosen += [(*(None,) * k, layout, *(None,) * (len(each) - k - 1)) for layout in layouts]
+            chosen += [
+                (*(None,) * k, layout, *(None,) * (len(each) - k - 1))
+                for layout in layouts
+            ]
         if len(each) > 1:
-            chosen += [tuple(draw.choice(layouts) for layouts in each) for _ in range(4)]
+            chosen += [
+                tuple(draw.choice(layouts) for layouts in each) for _ in range(4)
+            ]
         for n, layouts in enumerate(chosen):
             if i >= len(samples):
                 cases.append(Case(i, "function", layouts, refused=True))
@@ -164,8 +207,12 @@ def cases_of(op: Any, world: int, most: int) -> tuple[list[Sample], list[Case]]:
     return samples + refused, cases
 
 
-def run_cases(index: int, most: int, start: int, stop: int) -> tuple[list[Result], bool]:
-    """Results of the cases of one operator on this rank, and whether ranks went apart at the last of them."""
+def run_cases(
+    index: int, most: int, start: int, stop: int
+) -> tuple[list[Result], bool]:
+    """Results of the cases of one operator on this rank, and whether ranks went apart
+    at the last of them.
+    """
     op = operators()[index]
     samples, cases = cases_of(op, dist.get_world_size(), most)
 
@@ -192,11 +239,20 @@ def _outcome(op: Any, sample: Sample, case: Case) -> tuple[str, str]:
     except Exception as e:
         if isinstance(expected, Exception):
             same = type(e) is type(expected) or isinstance(e, hetconv.HetConvError)
-            return ("right", "") if same else ("wrong", f"raised {e!r:.150}, where torch raises {expected!r:.150}")
+            return (
+                ("right", "")
+                if same
+                else (
+                    "wrong",
+                    f"raised {e!r:.150}, where torch raises {expected!r:.150}",
+                )
+            )
         return "raised", f"{type(e).__name__}: {str(e)[:300]}"
     if isinstance(expected, Exception):
         return "wrong", f"did not raise, as torch does: {expected!r:.200}"
-    for name, a, b in zip(("results", "arguments", "gradients"), result, expected, strict=True):
+    for name, a, b in zip(
+        ("results", "arguments", "gradients"), result, expected, strict=True
+    ):
         if len(a) != len(b):
             return "wrong", f"{name}: {len(a)} tensors, {len(b)} expected"
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
@@ -214,17 +270,27 @@ def _differs(x: Any, y: Any, random_values: bool) -> str:
             return f"shape {tuple(x.shape)} and size {tuple(x.size())}"
         x = hetconv.gather(x)
     if x.shape != y.shape or x.dtype != y.dtype or x.layout != y.layout:
-        return f"{tuple(x.shape)} {x.dtype} {x.layout}, expected {tuple(y.shape)} {y.dtype} {y.layout}"
+        return (
+            f"{tuple(x.shape)} {x.dtype} {x.layout}, expected {tuple(y.shape)} {y.dtype} "
+            f"{y.layout}"
+        )
     if random_values or not y.numel():
         return ""
-    x, y = (t.detach().resolve_conj().to_dense() if t.layout != torch.strided else t.detach() for t in (x, y))
+    x, y = (
+        t.detach().resolve_conj().to_dense()
+        if t.layout != torch.strided
+        else t.detach()
+        for t in (x, y)
+    )
     if x.dtype.is_floating_point or x.dtype.is_complex:
         near = torch.isclose(x, y, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
         return "" if bool(near.all()) else f"differs by {float((x - y).abs().max())}"
     return "" if torch.equal(x, y) else "differs"
 
 
-def _run(op: Any, sample: Sample, case: Case, split: bool) -> tuple[list[Any], list[Any], list[Any]]:
+def _run(
+    op: Any, sample: Sample, case: Case, split: bool
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Results, tensor arguments after the call, and gradients of these."""
     torch.manual_seed(2)
     tensors, leaves = [], list[tuple[Tensor | None, Layout | None]]()
@@ -239,7 +305,9 @@ def _run(op: Any, sample: Sample, case: Case, split: bool) -> tuple[list[Any], l
     return results, list(tensors), gradients
 
 
-def _argument(x: Tensor, layout: Layout | None, split: bool) -> tuple[Tensor, Tensor | None]:
+def _argument(
+    x: Tensor, layout: Layout | None, split: bool
+) -> tuple[Tensor, Tensor | None]:
     """A tensor, in parts if a layout is given, and the leaf of it that gets the gradient."""
     whole = x.detach()
     if layout is not None and layout.kind == "partial":
@@ -268,32 +336,52 @@ def _call(op: Any, way: str, args: Any, kwargs: Any, split: bool) -> list[Any]:
     found = list(tree_leaves(op.op(*args, **kwargs)))
     if way == "written after":
         for y in found[:2]:
-            if isinstance(y, Tensor) and y.is_floating_point() and y.layout == torch.strided:
+            if (
+                isinstance(y, Tensor)
+                and y.is_floating_point()
+                and y.layout == torch.strided
+            ):
                 y.clamp_(max=0.25)
     return found
 
 
-def _with_out(function: Callable[..., Any], args: Any, kwargs: Any, wrong: bool, split: bool) -> list[Any]:
+def _with_out(
+    function: Callable[..., Any], args: Any, kwargs: Any, wrong: bool, split: bool
+) -> list[Any]:
     with torch.no_grad():
         plain = function(*args, **kwargs)
         if not isinstance(plain, Tensor):
             return list(tree_leaves(plain))
         shape = (*plain.shape, 2) if wrong else tuple(plain.shape)
         out = torch.zeros(shape, dtype=plain.dtype)
-        if split and isinstance(args[0], HetTensor) and out.dim():  # the caller's own, in parts
+        if (
+            split and isinstance(args[0], HetTensor) and out.dim()
+        ):  # the caller's own, in parts
             n = out.shape[-1]
-            layout = Layout.sharded(out.shape, out.dim() - 1, (n - n // 3, *(0,) * (args[0].team.size - 2), n // 3))
+            layout = Layout.sharded(
+                out.shape,
+                out.dim() - 1,
+                (n - n // 3, *(0,) * (args[0].team.size - 2), n // 3),
+            )
             out = placed(out, layout)[0].detach()
         return [function(*args, **kwargs, out=out), out]
 
 
-def _backward(results: list[Any], leaves: Sequence[tuple[Tensor | None, Layout | None]], split: bool) -> None:
+def _backward(
+    results: list[Any],
+    leaves: Sequence[tuple[Tensor | None, Layout | None]],
+    split: bool,
+) -> None:
     if not any(leaf is not None for leaf, _ in leaves):
         return
     generator = torch.Generator(torch.get_default_device()).manual_seed(7)
     ends, cotangents = [], []
     for y in results:
-        if not isinstance(y, Tensor) or not (y.is_floating_point() or y.is_complex()) or not y.requires_grad:
+        if (
+            not isinstance(y, Tensor)
+            or not (y.is_floating_point() or y.is_complex())
+            or not y.requires_grad
+        ):
             continue
         if isinstance(y, HetTensor):
             y = hetconv.gather(y)

@@ -19,14 +19,18 @@ AT_ONCE = 100
 
 
 class Result(NamedTuple):
-    """Of one case on one rank. ``outcome``: right, wrong, or raised (where plain torch does not)."""
+    """Of one case on one rank. ``outcome``: right, wrong, or raised (where plain torch
+    does not).
+    """
 
     case: int
     outcome: str
     said: str
 
 
-def in_step(start: int, cases: Iterable[Callable[[], tuple[str, str]]]) -> tuple[list[Result], bool]:
+def in_step(
+    start: int, cases: Iterable[Callable[[], tuple[str, str]]]
+) -> tuple[list[Result], bool]:
     """Runs cases, numbered from ``start``, until the ranks have gone apart.
 
     Args:
@@ -40,10 +44,17 @@ def in_step(start: int, cases: Iterable[Callable[[], tuple[str, str]]]) -> tuple
     for number, case in enumerate(cases, start):
         outcome, said = case()
         found.append(Result(number, outcome, said))
-        codes = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size())]
+        codes = [
+            torch.zeros((), dtype=torch.int64, device="cpu")
+            for _ in range(dist.get_world_size())
+        ]
         try:
             dist.all_gather(
-                codes, torch.tensor(["right", "wrong", "raised"].index(outcome) * 1000 + number, device="cpu")
+                codes,
+                torch.tensor(
+                    ["right", "wrong", "raised"].index(outcome) * 1000 + number,
+                    device="cpu",
+                ),
             )
         except RuntimeError:
             return found, True
@@ -68,7 +79,9 @@ class Survey:
         return sum(f.outcome == outcome for f in self.faults)
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{self.count(o)} {o}" for o in ("wrong", "raised", "hung", "apart"))
+        counts = ", ".join(
+            f"{self.count(o)} {o}" for o in ("wrong", "raised", "hung", "apart")
+        )
         return f"{self.right} right, {counts}"
 
 
@@ -85,9 +98,8 @@ def survey(
 ) -> Iterator[tuple[Subject, Survey]]:
     """Runs all cases of all subjects, one subject after the other.
 
-    Args:
-        world: the number of ranks.
-        run: called on every rank as ``run(*subject.args, start, stop)``; returns the results of the cases from
+    Args: world: the number of ranks. run: called on every rank as ``run(*subject.args,
+        start, stop)``; returns the results of the cases from
             ``start`` up to ``stop``, or of fewer if the ranks went apart, and whether they did.
         subjects: what to run.
     """
@@ -107,7 +119,9 @@ def survey(
         pool.close()
 
 
-def _told(found: Survey, name: str, answers: list[tuple[bool, Any]], start: int, stop: int) -> tuple[int, bool]:
+def _told(
+    found: Survey, name: str, answers: list[tuple[bool, Any]], start: int, stop: int
+) -> tuple[int, bool]:
     """Counts what the ranks answered. Returns the next case, and whether the ranks are lost."""
     lost = [f"rank {r}: {value}" for r, (ok, value) in enumerate(answers) if not ok]
     results: list[list[Result]] = [value[0] if ok else [] for ok, value in answers]

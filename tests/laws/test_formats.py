@@ -1,6 +1,8 @@
-"""Norms, pools and resamplings give the same gradients whatever the memory format of input and cotangent.
+"""Norms, pools and resamplings give the same gradients whatever the memory format of
+input and cotangent.
 
-PyTorch's own do but for instance norm of one image, whose gradient is wrong for a channels-last one (2.11 to 2.14).
+PyTorch's own do but for instance norm of one image, whose gradient is wrong for a
+channels-last one (2.11 to 2.14).
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from tests.spawn import on_ranks
 
 CHANNELS = 4
 FORMATS = (torch.contiguous_format, torch.channels_last)
-SHAPES = [(1, CHANNELS, 6, 6), (2, CHANNELS, 6, 8), (1, CHANNELS, 6, 1), (3, CHANNELS, 1, 6)]
+SHAPES = [
+    (1, CHANNELS, 6, 6),
+    (2, CHANNELS, 6, 8),
+    (1, CHANNELS, 6, 1),
+    (3, CHANNELS, 1, 6),
+]
 
 
 def gains() -> Tensor:
@@ -29,13 +36,19 @@ def gains() -> Tensor:
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "instance norm": lambda x: F.instance_norm(x),
-    "instance norm with gains": lambda x: F.instance_norm(x, weight=gains(), bias=gains()),
+    "instance norm with gains": lambda x: F.instance_norm(
+        x, weight=gains(), bias=gains()
+    ),
     "group norm": lambda x: F.group_norm(x, 2, gains(), gains()),
     "layer norm": lambda x: F.layer_norm(x, x.shape[1:]),
     "layer norm of rows": lambda x: F.layer_norm(x, x.shape[-1:]),
     "RMS norm": lambda x: F.rms_norm(x, x.shape[1:]),
-    "batch norm in training": lambda x: F.batch_norm(x, None, None, gains(), gains(), training=True),
-    "batch norm in evaluation": lambda x: F.batch_norm(x, gains(), gains(), gains(), gains()),
+    "batch norm in training": lambda x: F.batch_norm(
+        x, None, None, gains(), gains(), training=True
+    ),
+    "batch norm in evaluation": lambda x: F.batch_norm(
+        x, gains(), gains(), gains(), gains()
+    ),
     "local response norm": lambda x: F.local_response_norm(x, 3),
     "normalize": lambda x: F.normalize(x, dim=1),
     "max pool": lambda x: F.max_pool2d(x, 3, 2, 1),
@@ -47,8 +60,12 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "nearest": lambda x: F.interpolate(x, (9, 7)),
     "nearest, twice": lambda x: F.interpolate(x, scale_factor=2.0),
     "bilinear": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
-    "bilinear with corners": lambda x: F.interpolate(x, (9, 7), mode="bilinear", align_corners=True),
-    "bilinear, smoothed": lambda x: F.interpolate(x, (3, 4), mode="bilinear", antialias=True),
+    "bilinear with corners": lambda x: F.interpolate(
+        x, (9, 7), mode="bilinear", align_corners=True
+    ),
+    "bilinear, smoothed": lambda x: F.interpolate(
+        x, (3, 4), mode="bilinear", antialias=True
+    ),
     "bicubic": lambda x: F.interpolate(x, (9, 7), mode="bicubic"),
     "area": lambda x: F.interpolate(x, (3, 4), mode="area"),
     "pixel shuffle": lambda x: F.pixel_shuffle(x, 2),
@@ -61,10 +78,16 @@ WRONG_IN_PYTORCH = {"instance norm", "instance norm with gains"}
 
 
 def drawn(shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
+    return torch.randn(
+        shape,
+        dtype=torch.float64,
+        generator=torch.Generator(torch.get_default_device()).manual_seed(1),
+    )
 
 
-def plain_gradient(name: str, x: Tensor, x_format: torch.memory_format, g_format: torch.memory_format) -> Tensor:
+def plain_gradient(
+    name: str, x: Tensor, x_format: torch.memory_format, g_format: torch.memory_format
+) -> Tensor:
     leaf = x.clone(memory_format=x_format).requires_grad_()
     y = OPERATORS[name](leaf)
     y.backward(drawn(tuple(y.shape)).contiguous(memory_format=g_format))
@@ -75,7 +98,10 @@ def plain_gradient(name: str, x: Tensor, x_format: torch.memory_format, g_format
 def runs(name: str, shape: tuple[int, ...]) -> bool:
     try:
         OPERATORS[name](drawn(shape))
-    except (RuntimeError, ValueError):  # a single value in each channel, or a pad as wide as the image
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # a single value in each channel, or a pad as wide as the image
         return False
     return True
 
@@ -107,7 +133,9 @@ def on_parts(dim: int) -> list[str]:
             if local.grad is None and not local.numel():
                 local.grad = torch.zeros_like(local)
             gradient = full_gradient(local, layout)
-            if gradient is None or not torch.allclose(gradient, expected, rtol=1e-9, atol=1e-9):
+            if gradient is None or not torch.allclose(
+                gradient, expected, rtol=1e-9, atol=1e-9
+            ):
                 found.append(f"{name} of {shape}, {x_format}, cotangent {g_format}")
     return found
 

@@ -1,4 +1,6 @@
-"""Cases that other systems get wrong (DistDL, ShardTensor, torch's DTensor): each is right here, or refused by name."""
+"""Cases that other systems get wrong (DistDL, ShardTensor, torch's DTensor): each is
+right here, or refused by name.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from hetconv.operators.layers import CONVS
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import Layout
-from tests.equivalence import Differences, apart, assert_same, full_gradients, one_step, pair, same_state
+from tests.equivalence import (
+    Differences,
+    apart,
+    assert_same,
+    full_gradients,
+    one_step,
+    pair,
+    same_state,
+)
 from tests.nets import ResNet, plan_of, splits_of
 from tests.spawn import on_ranks
 
@@ -30,7 +40,9 @@ TONES, SOLID = (2, 3, 24), (2, 3, 9, 6, 5)
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution (channels, filters, kernel and more), its input, how it is cut, and how the input is held."""
+    """A convolution (channels, filters, kernel and more), its input, how it is cut, and
+    how the input is held.
+    """
 
     conv: tuple[int, int, Any]
     shape: tuple[int, ...]
@@ -41,68 +53,175 @@ class Case:
 
 
 CASES = {
-    "two groups cut by filters": Case((6, 8, 3), (2, 6, 7, 5), Split("filter", (4, 4)), {"groups": 2}),
-    "two groups cut within a group": Case((6, 8, 3), (2, 6, 7, 5), Split("filter", (5, 3)), {"groups": 2}),
-    "two groups cut twice in one": Case((6, 8, 3), (2, 6, 7, 5), Split("filter", (1, 2, 5)), {"groups": 2}, world=3),
-    "four groups over three ranks": Case((8, 12, 1), (1, 8, 4, 5), Split("filter", (4, 7, 1)), {"groups": 4}, world=3),
-    "two groups cut by channels": Case((6, 8, 3), (2, 6, 7, 5), Split("channel", (3, 3)), {"groups": 2}),
-    "two groups on one rank": Case((6, 8, 3), (2, 6, 7, 5), Split("channel", (0, 6)), {"groups": 2}),
-    "two groups cut by rows": Case((6, 8, 3), (2, 6, 7, 5), Split("height", (3, 1)), {"groups": 2}),
-    "depthwise cut by filters": Case((5, 5, 3), (2, 5, 7, 5), Split("filter", (3, 2)), {"groups": 5}),
-    "depthwise cut by channels": Case((5, 5, 3), (2, 5, 7, 5), Split("channel", (1, 4)), {"groups": 5}),
-    "depthwise with two filters per channel": Case((4, 8, 3), (1, 4, 7, 5), Split("filter", (3, 5)), {"groups": 4}),
-    "24 rows held as 18 and 6": Case((3, 4, 3), ODD, Split("height", (18, 6)), {"padding": 1}, (2, (18, 6))),
-    "a halo past the neighbour": Case((3, 4, 7), ODD, Split("height", (2, 2, 20)), {"padding": 3}, (2, (2, 2, 20)), 3),
+    "two groups cut by filters": Case(
+        (6, 8, 3), (2, 6, 7, 5), Split("filter", (4, 4)), {"groups": 2}
+    ),
+    "two groups cut within a group": Case(
+        (6, 8, 3), (2, 6, 7, 5), Split("filter", (5, 3)), {"groups": 2}
+    ),
+    "two groups cut twice in one": Case(
+        (6, 8, 3), (2, 6, 7, 5), Split("filter", (1, 2, 5)), {"groups": 2}, world=3
+    ),
+    "four groups over three ranks": Case(
+        (8, 12, 1), (1, 8, 4, 5), Split("filter", (4, 7, 1)), {"groups": 4}, world=3
+    ),
+    "two groups cut by channels": Case(
+        (6, 8, 3), (2, 6, 7, 5), Split("channel", (3, 3)), {"groups": 2}
+    ),
+    "two groups on one rank": Case(
+        (6, 8, 3), (2, 6, 7, 5), Split("channel", (0, 6)), {"groups": 2}
+    ),
+    "two groups cut by rows": Case(
+        (6, 8, 3), (2, 6, 7, 5), Split("height", (3, 1)), {"groups": 2}
+    ),
+    "depthwise cut by filters": Case(
+        (5, 5, 3), (2, 5, 7, 5), Split("filter", (3, 2)), {"groups": 5}
+    ),
+    "depthwise cut by channels": Case(
+        (5, 5, 3), (2, 5, 7, 5), Split("channel", (1, 4)), {"groups": 5}
+    ),
+    "depthwise with two filters per channel": Case(
+        (4, 8, 3), (1, 4, 7, 5), Split("filter", (3, 5)), {"groups": 4}
+    ),
+    "24 rows held as 18 and 6": Case(
+        (3, 4, 3), ODD, Split("height", (18, 6)), {"padding": 1}, (2, (18, 6))
+    ),
+    "a halo past the neighbour": Case(
+        (3, 4, 7), ODD, Split("height", (2, 2, 20)), {"padding": 3}, (2, (2, 2, 20)), 3
+    ),
     "a dilated halo past the neighbour": Case(
-        (3, 4, 3), ODD, Split("height", (20, 2, 2)), {"padding": 4, "dilation": 4}, (2, (20, 2, 2)), 3
+        (3, 4, 3),
+        ODD,
+        Split("height", (20, 2, 2)),
+        {"padding": 4, "dilation": 4},
+        (2, (20, 2, 2)),
+        3,
     ),
     "rows held otherwise than they are cut": Case(
         (3, 4, 3), ODD, Split("height", (1, 1, 1)), {"padding": 1}, (2, (2, 2, 20)), 3
     ),
-    "rows held the wrong way round": Case((3, 4, 3), ODD, Split("height", (23, 1)), {"padding": 1}, (2, (1, 23))),
-    "columns held, rows cut": Case((3, 4, 3), ODD, Split("height", (3, 1)), {"padding": 1}, (3, (4, 5))),
-    "channels held, samples cut": Case((3, 4, 3), ODD, Split("sample", (1, 1)), {"padding": 1}, (1, (2, 1))),
-    "uneven samples": Case((3, 4, 3), (4, 3, 6, 5), Split("sample", (3, 1)), {}, (0, (3, 1))),
+    "rows held the wrong way round": Case(
+        (3, 4, 3), ODD, Split("height", (23, 1)), {"padding": 1}, (2, (1, 23))
+    ),
+    "columns held, rows cut": Case(
+        (3, 4, 3), ODD, Split("height", (3, 1)), {"padding": 1}, (3, (4, 5))
+    ),
+    "channels held, samples cut": Case(
+        (3, 4, 3), ODD, Split("sample", (1, 1)), {"padding": 1}, (1, (2, 1))
+    ),
+    "uneven samples": Case(
+        (3, 4, 3), (4, 3, 6, 5), Split("sample", (3, 1)), {}, (0, (3, 1))
+    ),
     "stride 2, rows cut off the stride": Case(
-        (3, 4, 3), (2, 3, 16, 5), Split("height", (11, 5)), {"stride": 2, "padding": 1}, (2, (11, 5))
+        (3, 4, 3),
+        (2, 3, 16, 5),
+        Split("height", (11, 5)),
+        {"stride": 2, "padding": 1},
+        (2, (11, 5)),
     ),
-    "stride 3 over a kernel of 2": Case((3, 4, 2), ODD, Split("height", (5, 3)), {"stride": 3}, (2, (11, 13))),
+    "stride 3 over a kernel of 2": Case(
+        (3, 4, 2), ODD, Split("height", (5, 3)), {"stride": 3}, (2, (11, 13))
+    ),
     "kernel 4, stride 2, pad 1": Case(
-        (3, 4, 4), (2, 3, 16, 8), Split("height", (3, 1)), {"stride": 2, "padding": 1}, (2, (12, 4))
+        (3, 4, 4),
+        (2, 3, 16, 8),
+        Split("height", (3, 1)),
+        {"stride": 2, "padding": 1},
+        (2, (12, 4)),
     ),
-    "columns cut": Case((3, 4, 3), (2, 3, 6, 12), Split("width", (5, 1)), {"padding": 1}, (3, (10, 2))),
-    "padding same": Case((3, 4, (3, 5)), ODD, Split("height", (3, 1)), {"padding": "same"}, (2, (18, 6))),
-    "padding same, even kernel": Case((3, 4, (4, 2)), ODD, Split("height", (3, 1)), {"padding": "same"}, (2, (18, 6))),
-    "padding same, even kernel, columns": Case((3, 4, 4), ODD, Split("width", (3, 1)), {"padding": "same"}),
-    "padding valid": Case((3, 4, 3), ODD, Split("height", (3, 1)), {"padding": "valid"}, (2, (18, 6))),
-    "padding as a tuple": Case((3, 4, 3), ODD, Split("width", (3, 1)), {"padding": (0, 2)}, (3, (6, 3))),
-    "circular padding": Case((3, 4, 3), ODD, Split("height", (3, 1)), {"padding": 1, "padding_mode": "circular"}),
-    "reflected padding": Case((3, 4, 3), ODD, Split("width", (3, 1)), {"padding": 2, "padding_mode": "reflect"}),
-    "replicated padding": Case((3, 4, 3), ODD, Split("sample", (1, 1)), {"padding": 1, "padding_mode": "replicate"}),
+    "columns cut": Case(
+        (3, 4, 3), (2, 3, 6, 12), Split("width", (5, 1)), {"padding": 1}, (3, (10, 2))
+    ),
+    "padding same": Case(
+        (3, 4, (3, 5)), ODD, Split("height", (3, 1)), {"padding": "same"}, (2, (18, 6))
+    ),
+    "padding same, even kernel": Case(
+        (3, 4, (4, 2)), ODD, Split("height", (3, 1)), {"padding": "same"}, (2, (18, 6))
+    ),
+    "padding same, even kernel, columns": Case(
+        (3, 4, 4), ODD, Split("width", (3, 1)), {"padding": "same"}
+    ),
+    "padding valid": Case(
+        (3, 4, 3), ODD, Split("height", (3, 1)), {"padding": "valid"}, (2, (18, 6))
+    ),
+    "padding as a tuple": Case(
+        (3, 4, 3), ODD, Split("width", (3, 1)), {"padding": (0, 2)}, (3, (6, 3))
+    ),
+    "circular padding": Case(
+        (3, 4, 3),
+        ODD,
+        Split("height", (3, 1)),
+        {"padding": 1, "padding_mode": "circular"},
+    ),
+    "reflected padding": Case(
+        (3, 4, 3),
+        ODD,
+        Split("width", (3, 1)),
+        {"padding": 2, "padding_mode": "reflect"},
+    ),
+    "replicated padding": Case(
+        (3, 4, 3),
+        ODD,
+        Split("sample", (1, 1)),
+        {"padding": 1, "padding_mode": "replicate"},
+    ),
     "circular same padding": Case(
-        (3, 4, 3), ODD, Split("filter", (3, 1)), {"padding": "same", "padding_mode": "circular"}, (2, (18, 6))
+        (3, 4, 3),
+        ODD,
+        Split("filter", (3, 1)),
+        {"padding": "same", "padding_mode": "circular"},
+        (2, (18, 6)),
     ),
-    "padding wider than the input": Case((3, 4, 3), (2, 3, 2, 2), Split("height", (1, 1)), {"padding": 4}),
-    "no rows on one rank": Case((3, 4, 3), ODD, Split("height", (3, 0, 1)), {"padding": 1}, (2, (18, 0, 6)), 3),
-    "no filters on one rank": Case((3, 4, 3), ODD, Split("filter", (3, 0, 1)), {"padding": 1}, world=3),
-    "no channels on one rank": Case((3, 4, 3), ODD, Split("channel", (2, 0, 1)), {"padding": 1}, world=3),
-    "no samples on one rank": Case((3, 4, 3), ODD, Split("sample", (1, 0, 1)), {"padding": 1}, (0, (1, 0, 1)), 3),
-    "no groups on one rank": Case((6, 6, 3), (1, 6, 5, 5), Split("filter", (2, 0, 4)), {"groups": 3}, world=3),
-    "fewer rows than ranks": Case((3, 4, 1), (2, 3, 2, 5), Split("height", (1, 1, 1, 1)), {}, None, 4),
-    "fewer samples than ranks": Case((3, 4, 3), (2, 3, 6, 5), Split("sample", (1, 1, 1, 1)), {}, None, 4),
-    "fewer filters than ranks": Case((3, 2, 3), (2, 3, 6, 5), Split("filter", (1, 0, 1, 0)), {}, None, 4),
+    "padding wider than the input": Case(
+        (3, 4, 3), (2, 3, 2, 2), Split("height", (1, 1)), {"padding": 4}
+    ),
+    "no rows on one rank": Case(
+        (3, 4, 3), ODD, Split("height", (3, 0, 1)), {"padding": 1}, (2, (18, 0, 6)), 3
+    ),
+    "no filters on one rank": Case(
+        (3, 4, 3), ODD, Split("filter", (3, 0, 1)), {"padding": 1}, world=3
+    ),
+    "no channels on one rank": Case(
+        (3, 4, 3), ODD, Split("channel", (2, 0, 1)), {"padding": 1}, world=3
+    ),
+    "no samples on one rank": Case(
+        (3, 4, 3), ODD, Split("sample", (1, 0, 1)), {"padding": 1}, (0, (1, 0, 1)), 3
+    ),
+    "no groups on one rank": Case(
+        (6, 6, 3), (1, 6, 5, 5), Split("filter", (2, 0, 4)), {"groups": 3}, world=3
+    ),
+    "fewer rows than ranks": Case(
+        (3, 4, 1), (2, 3, 2, 5), Split("height", (1, 1, 1, 1)), {}, None, 4
+    ),
+    "fewer samples than ranks": Case(
+        (3, 4, 3), (2, 3, 6, 5), Split("sample", (1, 1, 1, 1)), {}, None, 4
+    ),
+    "fewer filters than ranks": Case(
+        (3, 2, 3), (2, 3, 6, 5), Split("filter", (1, 0, 1, 0)), {}, None, 4
+    ),
     "rows held by a rank that computes none": Case(
         (3, 4, 3), ODD, Split("height", (1, 0)), {"padding": 1}, (2, (10, 14))
     ),
-    "a sequence held as 18 and 6": Case((3, 4, 3), TONES, Split("width", (3, 1)), {"padding": 1}, (2, (18, 6))),
+    "a sequence held as 18 and 6": Case(
+        (3, 4, 3), TONES, Split("width", (3, 1)), {"padding": 1}, (2, (18, 6))
+    ),
     "a halo past the neighbour of a sequence": Case(
         (3, 4, 9), TONES, Split("width", (2, 2, 20)), {"padding": 4}, (2, (2, 2, 20)), 3
     ),
     "a sequence, stride 3, padding same with circular ends": Case(
-        (3, 4, 4), TONES, Split("width", (1, 0, 2)), {"stride": 3, "padding": 2, "padding_mode": "circular"}, None, 3
+        (3, 4, 4),
+        TONES,
+        Split("width", (1, 0, 2)),
+        {"stride": 3, "padding": 2, "padding_mode": "circular"},
+        None,
+        3,
     ),
-    "a depthwise sequence cut by filters": Case((3, 6, 3), TONES, Split("filter", (4, 2)), {"groups": 3}),
-    "planes held as 6 and 3": Case((3, 4, 3), SOLID, Split("depth", (2, 1)), {"padding": 1}, (2, (6, 3))),
+    "a depthwise sequence cut by filters": Case(
+        (3, 6, 3), TONES, Split("filter", (4, 2)), {"groups": 3}
+    ),
+    "planes held as 6 and 3": Case(
+        (3, 4, 3), SOLID, Split("depth", (2, 1)), {"padding": 1}, (2, (6, 3))
+    ),
     "a dilated halo past the neighbour of planes": Case(
         (3, 4, (3, 1, 2)),
         SOLID,
@@ -111,33 +230,62 @@ CASES = {
         (2, (7, 1, 1)),
         3,
     ),
-    "no planes on one rank": Case((3, 4, 3), SOLID, Split("depth", (2, 0, 1)), {"padding": 1}, (2, (6, 0, 3)), 3),
-    "planes held, rows cut": Case((3, 4, 3), SOLID, Split("height", (3, 1)), {"padding": (0, 1, 2)}, (2, (4, 5))),
+    "no planes on one rank": Case(
+        (3, 4, 3), SOLID, Split("depth", (2, 0, 1)), {"padding": 1}, (2, (6, 0, 3)), 3
+    ),
+    "planes held, rows cut": Case(
+        (3, 4, 3), SOLID, Split("height", (3, 1)), {"padding": (0, 1, 2)}, (2, (4, 5))
+    ),
     "rows of volumes held, stride 2": Case(
-        (3, 4, 4), SOLID, Split("height", (3, 1)), {"stride": 2, "padding": 1}, (3, (4, 2))
+        (3, 4, 4),
+        SOLID,
+        Split("height", (3, 1)),
+        {"stride": 2, "padding": 1},
+        (3, (4, 2)),
     ),
     "columns of volumes, padding same, even kernel": Case(
-        (3, 4, (2, 3, 4)), SOLID, Split("width", (3, 2)), {"padding": "same"}, (4, (3, 2))
+        (3, 4, (2, 3, 4)),
+        SOLID,
+        Split("width", (3, 2)),
+        {"padding": "same"},
+        (4, (3, 2)),
     ),
     "volumes with reflected padding": Case(
-        (3, 4, 3), SOLID, Split("depth", (1, 1)), {"padding": (2, 1, 1), "padding_mode": "reflect"}
+        (3, 4, 3),
+        SOLID,
+        Split("depth", (1, 1)),
+        {"padding": (2, 1, 1), "padding_mode": "reflect"},
     ),
     "volumes with replicated padding": Case(
-        (3, 4, 3), SOLID, Split("filter", (3, 1)), {"padding": 1, "padding_mode": "replicate"}, (2, (6, 3))
+        (3, 4, 3),
+        SOLID,
+        Split("filter", (3, 1)),
+        {"padding": 1, "padding_mode": "replicate"},
+        (2, (6, 3)),
     ),
     "volumes in three groups cut within one": Case(
         (3, 6, 3), SOLID, Split("filter", (1, 2, 3)), {"groups": 3}, None, 3
     ),
-    "volumes cut by channels": Case((3, 4, 3), SOLID, Split("channel", (2, 0, 1)), {"padding": "valid"}, None, 3),
-    "samples of volumes": Case((3, 4, 3), SOLID, Split("sample", (1, 1)), {"bias": False}, (0, (1, 1))),
+    "volumes cut by channels": Case(
+        (3, 4, 3), SOLID, Split("channel", (2, 0, 1)), {"padding": "valid"}, None, 3
+    ),
+    "samples of volumes": Case(
+        (3, 4, 3), SOLID, Split("sample", (1, 1)), {"bias": False}, (0, (1, 1))
+    ),
     "40:40:20 of 64 filters": Case(
-        (3, 64, 3), (1, 3, 5, 5), Split("filter", hetconv.apportion(64, (40, 40, 20))), {"bias": False}, world=3
+        (3, 64, 3),
+        (1, 3, 5, 5),
+        Split("filter", hetconv.apportion(64, (40, 40, 20))),
+        {"bias": False},
+        world=3,
     ),
 }
 
 
 def run(case: Case) -> Differences:
-    """Output and all gradients against the whole convolution, and the global shape of the split output."""
+    """Output and all gradients against the whole convolution, and the global shape of
+    the split output.
+    """
     torch.set_default_dtype(torch.float64)
     rank = len(case.shape) - 2
     plain, x = CONVS[rank - 1](*case.conv, **case.options), torch.randn(case.shape)
@@ -149,17 +297,27 @@ def run(case: Case) -> Differences:
     box = layout.boxes[dist.get_rank()]
     local = x[tuple(map(slice, box.lo, box.hi))].clone().requires_grad_()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that it copies for padding "same" of even kernels
+        warnings.simplefilter(
+            "ignore"
+        )  # torch warns that it copies for padding "same" of even kernels
         expected = plain(x_plain)
     y = cut(local if case.held is None else HetTensor.wrap(local, layout, team_of()))
     whole = hetconv.gather(y)
     g = torch.randn(expected.shape)
     whole.backward(g)
     expected.backward(g)
-    gx = hetconv.redistribute(local.grad, layout, Layout.replicated(case.shape, case.world))
+    gx = hetconv.redistribute(
+        local.grad, layout, Layout.replicated(case.shape, case.world)
+    )
     gradients = full_gradients(cut)
-    found = {"shape": float(y.shape != expected.shape), "output": apart(whole, expected), "x": apart(gx, x_plain.grad)}
-    return found | {name: apart(gradients[name], p.grad) for name, p in plain.named_parameters()}
+    found = {
+        "shape": float(y.shape != expected.shape),
+        "output": apart(whole, expected),
+        "x": apart(gx, x_plain.grad),
+    }
+    return found | {
+        name: apart(gradients[name], p.grad) for name, p in plain.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -168,8 +326,13 @@ def test_convolution(name: str) -> None:
 
 
 def transposed() -> nn.Module:
-    up = nn.ConvTranspose2d(4, 4, 4, 2, 1), nn.ConvTranspose2d(4, 3, 3, 2, 1, output_padding=1)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), *up, nn.Conv2d(3, 3, 3, padding=1))
+    up = (
+        nn.ConvTranspose2d(4, 4, 4, 2, 1),
+        nn.ConvTranspose2d(4, 3, 3, 2, 1, output_padding=1),
+    )
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), *up, nn.Conv2d(3, 3, 3, padding=1)
+    )
 
 
 def with_transposed(kind: Any, ratio: tuple[int, ...]) -> Differences:
@@ -187,7 +350,9 @@ def test_transposed_convolutions(kind: str, ratio: tuple[int, ...]) -> None:
 def strided(seed: int) -> nn.Module:
     """Parameters and a buffer that do not lie in memory in the order of their dimensions."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(6, 5)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(6, 5)).to(
+        memory_format=torch.channels_last
+    )
     model[2].weight = nn.Parameter(torch.randn(6, 5).t())
     model.register_buffer("strided", torch.randn(4, 6)[:, ::2])
     return model
@@ -195,7 +360,9 @@ def strided(seed: int) -> nn.Module:
 
 def of_rank_0() -> dict[str, Tensor]:
     model = strided(dist.get_rank())
-    return hetconv.parallelize(model, plan_of(model, {"0": Split("height", (2, 1, 1))}, 3)).state_dict()
+    return hetconv.parallelize(
+        model, plan_of(model, {"0": Split("height", (2, 1, 1))}, 3)
+    ).state_dict()
 
 
 def test_tensors_of_any_strides_are_rank_0_s_on_every_rank() -> None:
@@ -207,9 +374,16 @@ def test_tensors_of_any_strides_are_rank_0_s_on_every_rank() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "match"),
-    [((2, 4), "through the groups"), ((3, 2), "adds up to 5"), ((6,), "1 sizes for 2 ranks"), ((3, 2, 1), "3 sizes")],
+    [
+        ((2, 4), "through the groups"),
+        ((3, 2), "adds up to 5"),
+        ((6,), "1 sizes for 2 ranks"),
+        ((3, 2, 1), "3 sizes"),
+    ],
 )
-def test_cuts_that_groups_do_not_allow_are_refused(sizes: tuple[int, ...], match: str) -> None:
+def test_cuts_that_groups_do_not_allow_are_refused(
+    sizes: tuple[int, ...], match: str
+) -> None:
     (kind, message), again = on_ranks(2, refused, sizes)
     assert (kind, message) == again
     with pytest.raises(SplitError, match=match):
@@ -225,16 +399,23 @@ def refused(sizes: tuple[int, ...]) -> tuple[str, str]:
 
 
 def with_expanded_gradient(kind: str) -> Differences:
-    """sum() sends an expanded gradient, one number for all elements; the transpose a strided one."""
+    """sum() sends an expanded gradient, one number for all elements; the transpose a
+    strided one.
+    """
     torch.set_default_dtype(torch.float64)
     plain = nn.Conv2d(4, 4, 3, padding=1)
     cut = HetConv2d.from_conv(plain, Split(kind, (3, 1)), output="split")  # type: ignore[arg-type]
     x = torch.randn(2, 8, 7, 4).permute(0, 3, 1, 2)
     x_cut, x_plain = x.detach().requires_grad_(), x.detach().clone().requires_grad_()
-    (cut(x_cut).sum() + hetconv.gather(cut(x_cut)).transpose(2, 3).contiguous().square().sum()).backward()
+    (
+        cut(x_cut).sum()
+        + hetconv.gather(cut(x_cut)).transpose(2, 3).contiguous().square().sum()
+    ).backward()
     (plain(x_plain).sum() + plain(x_plain).square().sum()).backward()
     gradients = full_gradients(cut)
-    same = {name: apart(gradients[name], p.grad) for name, p in plain.named_parameters()}
+    same = {
+        name: apart(gradients[name], p.grad) for name, p in plain.named_parameters()
+    }
     return same | {"x": apart(x_cut.grad, x_plain.grad)}
 
 
@@ -247,16 +428,22 @@ def parameters_after_training(kind: Any) -> list[Tensor]:
     """What every rank holds alike, from ranks that began with different weights."""
     torch.manual_seed(dist.get_rank())
     model = ResNet()
-    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, (kind,), (5, 2, 1)), 3))
+    cut = hetconv.parallelize(
+        model, plan_of(model, splits_of(model, (kind,), (5, 2, 1)), 3)
+    )
     update = torch.optim.Adam(cut.parameters(), 1e-2)
     for step in range(4):
         update.zero_grad()
-        cut(torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        cut(
+            torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(step))
+        ).square().mean().backward()
         update.step()
     return [v for k, v in cut.state_dict().items() if k not in shares(cut)]
 
 
-@pytest.mark.parametrize("kind", ["sample", "height", "width", "filter", "channel", "replicate"])
+@pytest.mark.parametrize(
+    "kind", ["sample", "height", "width", "filter", "channel", "replicate"]
+)
 def test_replicated_parameters_stay_equal_bit_for_bit(kind: str) -> None:
     first, *others = on_ranks(3, parameters_after_training, kind)
     assert first
@@ -271,7 +458,10 @@ def normed() -> nn.Module:
 def statistics(kind: Any) -> Differences:
     """Samples and rows of very different values, so that an average of averages would show."""
     serial, cut = pair(normed, splits_of(normed(), (kind,), (5, 2, 1)), 3)
-    x = torch.randn(8, 3, 8, 8) * torch.logspace(-1, 1, 8)[:, None, None, None] + torch.linspace(-5, 3, 8)[:, None]
+    x = (
+        torch.randn(8, 3, 8, 8) * torch.logspace(-1, 1, 8)[:, None, None, None]
+        + torch.linspace(-5, 3, 8)[:, None]
+    )
     return one_step(serial, cut, x) | same_state(serial, cut)
 
 

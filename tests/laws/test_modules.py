@@ -1,4 +1,6 @@
-"""Every module of PyTorch's own database between two layers that are cut gives what it gives on one device."""
+"""Every module of PyTorch's own database between two layers that are cut gives what it
+gives on one device.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,19 @@ def subjects(whole: bool) -> Iterator[Subject]:
 
 
 def test_what_is_skipped_takes_nothing_that_a_layer_computes() -> None:
-    assert {name: number_of_cases(names().index(name), 1) for name in SKIPPED} == dict.fromkeys(SKIPPED, 0)
+    assert {
+        name: number_of_cases(names().index(name), 1) for name in SKIPPED
+    } == dict.fromkeys(SKIPPED, 0)
 
 
-def test_modules_between_cut_layers_give_what_they_give_on_one_device(whole_laws: bool) -> None:
+def test_modules_between_cut_layers_give_what_they_give_on_one_device(
+    whole_laws: bool,
+) -> None:
     faults, right = list[Fault](), 0
     for subject, found in survey(2, run_cases, subjects(whole_laws)):
-        assert subject.cases, f"{subject.name} takes no float tensor; list it in SKIPPED with the reason"
+        assert subject.cases, (
+            f"{subject.name} takes no float tensor; list it in SKIPPED with the reason"
+        )
         faults += found.faults
         right += found.right
     assert right >= 8 * DRAWN

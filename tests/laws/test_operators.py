@@ -1,4 +1,6 @@
-"""Every operator of PyTorch's own database gives on tensors in parts what it gives on plain ones."""
+"""Every operator of PyTorch's own database gives on tensors in parts what it gives on
+plain ones.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def subjects(world: int, whole: bool) -> Iterator[Subject]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_operators_give_on_parts_what_they_give_on_the_whole(world: int, whole_laws: bool) -> None:
+def test_operators_give_on_parts_what_they_give_on_the_whole(
+    world: int, whole_laws: bool
+) -> None:
     faults, right = list[Fault](), 0
     for _, found in survey(world, run_cases, subjects(world, whole_laws)):
         faults += found.faults

@@ -15,7 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 import hetconv
 from hetconv.sharding.layer_rules import SplitKind
-from tests.equivalence import Differences, assert_same, full_gradients, loss_of, one_step, pair, same_state, train
+from tests.equivalence import (
+    Differences,
+    assert_same,
+    full_gradients,
+    loss_of,
+    one_step,
+    pair,
+    same_state,
+    train,
+)
 from tests.nets import IMAGE_KINDS, NETS, SuperResolution, Twice, plan_of, splits_of
 from tests.spawn import on_ranks
 from tests.strategies import weights
@@ -31,15 +40,29 @@ MIXES: tuple[tuple[SplitKind, ...], ...] = (
 
 
 def trained(
-    net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], optimizer: str, steps: int, whole: bool = False
+    net: str,
+    kinds: tuple[SplitKind, ...],
+    ratio: tuple[int, ...],
+    optimizer: str,
+    steps: int,
+    whole: bool = False,
 ) -> Differences:
     make, shape = NETS[net]
-    return train(make, splits_of(make(), kinds, ratio, whole), shape, len(ratio), optimizer, steps)
+    return train(
+        make,
+        splits_of(make(), kinds, ratio, whole),
+        shape,
+        len(ratio),
+        optimizer,
+        steps,
+    )
 
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_training_a_resnet_split_one_way(ratio: tuple[int, ...], kind: SplitKind) -> None:
+def test_training_a_resnet_split_one_way(
+    ratio: tuple[int, ...], kind: SplitKind
+) -> None:
     assert_same(on_ranks(len(ratio), trained, "resnet", (kind,), ratio, "sgd", 5))
 
 
@@ -71,7 +94,9 @@ def mixed(draw: st.DrawFn) -> tuple[str, tuple[SplitKind, ...], tuple[int, ...],
 
 @settings(max_examples=40)
 @given(mixed())
-def test_any_kinds_in_any_ratio(case: tuple[str, tuple[SplitKind, ...], tuple[int, ...], bool]) -> None:
+def test_any_kinds_in_any_ratio(
+    case: tuple[str, tuple[SplitKind, ...], tuple[int, ...], bool],
+) -> None:
     net, kinds, ratio, whole = case
     assert_same(on_ranks(len(ratio), trained, net, kinds, ratio, "sgd", 1, whole))
 
@@ -95,8 +120,14 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner.head(x)
-        y = checkpoint(lambda t: t + self.inner.scale * torch.tanh(self.inner.body(t)), y, use_reentrant=False)
-        return checkpoint(lambda t: self.inner.shuffle(self.inner.tail(t)), y, use_reentrant=False)
+        y = checkpoint(
+            lambda t: t + self.inner.scale * torch.tanh(self.inner.body(t)),
+            y,
+            use_reentrant=False,
+        )
+        return checkpoint(
+            lambda t: self.inner.shuffle(self.inner.tail(t)), y, use_reentrant=False
+        )
 
 
 class Frozen(nn.Module):
@@ -124,7 +155,11 @@ class Frequent(nn.Module):
         y = self.norm(self.conv(x))
         tokens = y.flatten(2).transpose(1, 2)
         weights = torch.softmax(self.attention(tokens) @ tokens.mT, dim=-1)
-        return (weights @ tokens).mean(dim=(1, 2)) + torch.einsum("nchw->n", y) + y[:, 0, 0, 0]
+        return (
+            (weights @ tokens).mean(dim=(1, 2))
+            + torch.einsum("nchw->n", y)
+            + y[:, 0, 0, 0]
+        )
 
 
 SPECIAL: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
@@ -139,7 +174,10 @@ SPECIAL: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
 def special(net: str, kind: SplitKind, ratio: tuple[int, ...]) -> Differences:
     make, shape = SPECIAL[net]
     serial, cut = pair(make, splits_of(make(), (kind,), ratio), len(ratio))
-    updates = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1) for m in (serial, cut)]
+    updates = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1)
+        for m in (serial, cut)
+    ]
     found = one_step(serial, cut, torch.randn(shape))
     for update in updates:
         update.step()
@@ -153,7 +191,9 @@ def test_models_with_habits(net: str, kind: SplitKind) -> None:
 
 
 def rounding(net: str, kind: SplitKind) -> tuple[float, float]:
-    """Errors of bfloat16 autocast against float32, split and serial: one number for output and gradients together."""
+    """Errors of bfloat16 autocast against float32, split and serial: one number for
+    output and gradients together.
+    """
     make, shape = NETS[net]
     torch.manual_seed(0)
     truth = make()
@@ -166,7 +206,9 @@ def rounding(net: str, kind: SplitKind) -> tuple[float, float]:
     for y in results:
         loss_of(y).backward()
     assert results[1].dtype == results[2].dtype
-    gradients = [{k: p.grad for k, p in m.named_parameters()} for m in (truth, serial)] + [full_gradients(cut)]
+    gradients = [
+        {k: p.grad for k, p in m.named_parameters()} for m in (truth, serial)
+    ] + [full_gradients(cut)]
     exact, *rounded = (
         torch.cat([y.detach().float().flatten(), *(g[k].flatten() for k in g)])
         for y, g in zip(results, gradients, strict=True)
@@ -177,6 +219,8 @@ def rounding(net: str, kind: SplitKind) -> tuple[float, float]:
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("net", NETS)
-def test_mixed_precision_rounds_no_worse_than_on_one_device(net: str, kind: SplitKind) -> None:
+def test_mixed_precision_rounds_no_worse_than_on_one_device(
+    net: str, kind: SplitKind
+) -> None:
     for serial, cut in on_ranks(2, rounding, net, kind):
         assert 0 < cut <= 3 * serial

@@ -34,12 +34,16 @@ class Work:
     key: str = "work"
     alone: bool = False
 
-    def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+    def samples(
+        self, time_: Time, device: torch.device, known: Collection[float] = ()
+    ) -> dict[float, Passes]:
         return {1.0: time_(Run(work, work))}
 
 
 class OtherWork(Other):
-    def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+    def samples(
+        self, time_: Time, device: torch.device, known: Collection[float] = ()
+    ) -> dict[float, Passes]:
         return {1.0: time_(Run(work, work))}
 
 
@@ -60,7 +64,9 @@ def worked(subject: Any, speed: float, parts: Parts = ALL) -> float:
 
 def test_a_device_alone_takes_longer_by_what_it_is_slowed() -> None:
     for alone, together in zip(
-        on_ranks(2, worked, Work(alone=True), 0.5), on_ranks(2, worked, Work(), 0.5), strict=True
+        on_ranks(2, worked, Work(alone=True), 0.5),
+        on_ranks(2, worked, Work(), 0.5),
+        strict=True,
     ):
         assert 0.01 <= alone < 0.011
         assert 0.005 <= together < alone
@@ -82,7 +88,9 @@ PARTS = Parts(0.5, 0.25)
 def test_on_a_part_of_a_core_all_that_nobody_sleeps_for_takes_as_many_times_as_long(
     subject: Any, speed: float, longer: float
 ) -> None:
-    """Others' turns fall between short samples and into long ones: neither tells of them in its median."""
+    """Others' turns fall between short samples and into long ones: neither tells of
+    them in its median.
+    """
     for seconds in on_ranks(2, worked, subject, speed, PARTS):
         assert seconds == pytest.approx(0.005 * longer, rel=0.1)
 

@@ -28,9 +28,11 @@ PULSE_S = 2**-12
 
 
 def samples_of(layer: Layer) -> timer.Samples:
-    """Made up: a second per whole kernel, half of it alone; calls of a quarter, others of a microsecond per byte.
+    """Made up: a second per whole kernel, half of it alone; calls of a quarter, others
+    of a microsecond per byte.
 
-    The device was half as fast while filters were measured; and, alone, is faster than that while all others rest.
+    The device was half as fast while filters were measured; and, alone, is faster than
+    that while all others rest.
     """
 
     def took(forward: float, backward: float, slow: float = 1.0) -> Passes:
@@ -41,27 +43,49 @@ def samples_of(layer: Layer) -> timer.Samples:
 
     return {
         layer.key: {0.5: took(0.5, 1.0), 1.0: took(1.0, 2.0)},
-        replace(layer, axis="filters").key: {0.5: took(0.5, 1.0), 1.0: took(1.0, 2.0, 2.0)},
+        replace(layer, axis="filters").key: {
+            0.5: took(0.5, 1.0),
+            1.0: took(1.0, 2.0, 2.0),
+        },
         replace(layer, alone=True).key: {1.0: rested(0.5, 1.5)},
         "call": {1.0: took(0.25, 0.75)},
         "call alone": {1.0: rested(0.125, 0.25)},
         "elementwise float32": {1000.0: took(1e-3, 2e-3), 2000.0: took(2e-3, 4e-3)},
-        "elementwise float32 alone": {1000.0: rested(1e-4, 2e-4), 2000.0: rested(2e-4, 4e-4)},
+        "elementwise float32 alone": {
+            1000.0: rested(1e-4, 2e-4),
+            2000.0: rested(2e-4, 4e-4),
+        },
         "max pool float32": {},
     }
 
 
 def model_of() -> Any:
     layer = Layer(CONV, "pixels", "float32")
-    subjects = [layer, replace(layer, axis="filters"), replace(layer, alone=True), Call(), Call(True)]
-    others = [Other(kind, "float32", alone=alone) for kind in ("elementwise", "max pool") for alone in (False, True)]
-    return fit.device_model(DeviceName("cpu"), CPU, samples_of(layer), [*subjects, *others], 1e9, 0.5)
+    subjects = [
+        layer,
+        replace(layer, axis="filters"),
+        replace(layer, alone=True),
+        Call(),
+        Call(True),
+    ]
+    others = [
+        Other(kind, "float32", alone=alone)
+        for kind in ("elementwise", "max pool")
+        for alone in (False, True)
+    ]
+    return fit.device_model(
+        DeviceName("cpu"), CPU, samples_of(layer), [*subjects, *others], 1e9, 0.5
+    )
 
 
 def test_a_device_is_what_its_samples_say() -> None:
     model, key = model_of(), operator_key(CONV, "pixels", "float32")
     assert model.flops_per_s == {"float32": CONV.spec.flops}
-    assert (model.overhead_s, model.backward_overhead_s, model.backward_ratio) == (0.25, 0.75, 2.0)
+    assert (model.overhead_s, model.backward_overhead_s, model.backward_ratio) == (
+        0.25,
+        0.75,
+        2.0,
+    )
     assert model.operators[key].forward.seconds == (0.75, 1.25)  # with the host's call
     assert model.operators[key].backward.seconds == (1.75, 2.75)
     assert set(model.operators) == {key, operator_key(CONV, "filters", "float32")}
@@ -76,7 +100,10 @@ def test_a_device_is_what_its_samples_say() -> None:
 
 
 def test_a_device_is_not_slower_for_being_alone() -> None:
-    layer, key = Layer(CONV, "pixels", "float32"), operator_key(CONV, "pixels", "float32")
+    layer, key = (
+        Layer(CONV, "pixels", "float32"),
+        operator_key(CONV, "pixels", "float32"),
+    )
     samples, subjects = samples_of(layer), [layer, replace(layer, alone=True)]
     samples[subjects[1].key] = {1.0: Passes([9.0], [1.5], PULSE_S)}
     model = fit.device_model(DeviceName("cpu"), CPU, samples, subjects, 1e9, 1.0)
@@ -90,7 +117,10 @@ def test_a_device_that_is_slower_takes_longer_for_all_of_it() -> None:
     slow = model.at_pulse(2 * PULSE_S)
     assert slow.operators[key].forward.seconds == (1.5, 2.5)
     assert slow.others["elementwise float32"].backward.at(1000) == 4e-3
-    assert (slow.rate("float32"), slow.bytes_per_s) == (model.rate("float32") / 2, model.bytes_per_s / 2)
+    assert (slow.rate("float32"), slow.bytes_per_s) == (
+        model.rate("float32") / 2,
+        model.bytes_per_s / 2,
+    )
     assert (slow.overhead(False), slow.overhead(True)) == (0.5, 1.5)
     assert model.alone is not None
     assert model.alone.pulse_s is not None
@@ -119,10 +149,21 @@ def test_what_was_measured_is_what_is_predicted() -> None:
     graph, model = hetconv.capture(Two(), torch.zeros(2, 6, 9, 8)), model_of()
     profile = ClusterProfile((model, model), {"0-1": LinkModel(0.0, 0.0)})
     moved = 2 * 4 * 2 * 8 * 9 * 8  # bytes that relu reads and writes
-    busy = Pricer(graph, profile, "train").price({"conv": Split("filter", (8, 0))})[0].busy_s
+    busy = (
+        Pricer(graph, profile, "train")
+        .price({"conv": Split("filter", (8, 0))})[0]
+        .busy_s
+    )
     assert model.relief == (0.625 + 1.75) / (1.25 + 2.75)
-    assert busy == (pytest.approx((1.25 + 2.75 + 3e-6 * moved) * model.relief), 0.0)  # the other one rests
-    alone = Pricer(graph, profile.alone(), "train").price({"conv": Split("filter", (8, 0))})[0].busy_s
+    assert busy == (
+        pytest.approx((1.25 + 2.75 + 3e-6 * moved) * model.relief),
+        0.0,
+    )  # the other one rests
+    alone = (
+        Pricer(graph, profile.alone(), "train")
+        .price({"conv": Split("filter", (8, 0))})[0]
+        .busy_s
+    )
     assert alone == (pytest.approx(0.625 + 1.75 + 3e-7 * moved), 0.0)
 
 
@@ -130,11 +171,20 @@ def test_what_was_measured_is_what_is_predicted() -> None:
 def test_a_device_alone_is_as_slow_as_whole_steps_were(measured: bool) -> None:
     graph, model = hetconv.capture(Two(), torch.zeros(2, 6, 9, 8)), model_of()
     if not measured:
-        model = replace(model, operators={}, others={}, alone=replace(model.alone, operators={}, others={}))
+        model = replace(
+            model,
+            operators={},
+            others={},
+            alone=replace(model.alone, operators={}, others={}),
+        )
 
     def alone_s(slowness: float) -> float:
         slow = replace(model, alone=replace(model.alone, slowness=slowness))
         profile = ClusterProfile((slow, slow), {"0-1": LinkModel(0.0, 0.0)})
-        return max(Pricer(graph, profile.alone(), "train").price({"conv": Split("filter", (8, 0))})[0].busy_s)
+        return max(
+            Pricer(graph, profile.alone(), "train")
+            .price({"conv": Split("filter", (8, 0))})[0]
+            .busy_s
+        )
 
     assert alone_s(1.5) == pytest.approx(1.5 * alone_s(1.0))

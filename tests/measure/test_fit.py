@@ -19,7 +19,12 @@ def test_a_curve_goes_through_medians() -> None:
 
 
 def test_falling_neighbours_are_pooled() -> None:
-    assert fit.curve({0.25: [1.0], 0.5: [4.0], 0.75: [2.0], 1.0: [5.0]}).seconds == (1.0, 3.0, 3.0, 5.0)
+    assert fit.curve({0.25: [1.0], 0.5: [4.0], 0.75: [2.0], 1.0: [5.0]}).seconds == (
+        1.0,
+        3.0,
+        3.0,
+        5.0,
+    )
 
 
 def test_what_may_fall_is_left_as_it_was_measured() -> None:
@@ -27,8 +32,12 @@ def test_what_may_fall_is_left_as_it_was_measured() -> None:
     assert fit.curve(falling, rising=False).seconds == (1.0, 4.0, 2.0, 5.0)
 
 
-def test_where_nothing_was_measured_within_a_grain_its_parts_take_what_the_whole_does() -> None:
-    """40 in grains of 16: the first is known within, the second not at all, of the third the end."""
+def test_where_nothing_was_measured_within_a_grain_its_parts_take_what_the_whole_does() -> (
+    None
+):
+    """40 in grains of 16: the first is known within, the second not at all, of the
+    third the end.
+    """
     known = fit.curve({1 / 40: [1.0], 16 / 40: [2.0], 1.0: [5.0]}, rising=False)
     steps = fit.stepped(known, Steps(40, 16))
     assert steps.shares == tuple(n / 40 for n in (1, 16, 17, 32, 33, 40))
@@ -37,9 +46,16 @@ def test_where_nothing_was_measured_within_a_grain_its_parts_take_what_the_whole
 
 
 @given(
-    st.dictionaries(st.floats(0.01, 1), st.lists(st.floats(0.001, 10), min_size=1, max_size=3), min_size=1, max_size=6)
+    st.dictionaries(
+        st.floats(0.01, 1),
+        st.lists(st.floats(0.001, 10), min_size=1, max_size=3),
+        min_size=1,
+        max_size=6,
+    )
 )
-def test_curves_never_fall_and_keep_their_range(samples: dict[float, list[float]]) -> None:
+def test_curves_never_fall_and_keep_their_range(
+    samples: dict[float, list[float]],
+) -> None:
     seconds = fit.curve(samples).seconds
     assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(seconds))
     everything = [s for times in samples.values() for s in times]
@@ -54,21 +70,41 @@ seconds_of_nothing, seconds_per_byte = st.floats(1e-6, 1e-2), st.floats(1e-11, 1
 @given(seconds_of_nothing, seconds_per_byte)
 def test_a_line_without_noise_is_found(latency: float, slope: float) -> None:
     found = fit.line({size: [latency + size * slope] * 3 for size in SIZES})
-    assert [found[0] + size * found[1] for size in SIZES] == pytest.approx([latency + size * slope for size in SIZES])
-
-
-@given(seconds_per_byte, st.floats(1 << 16, 1 << 19), st.sampled_from(SIZES), st.floats(2.0, 50.0))
-def test_one_size_that_was_disturbed_does_not_count(slope: float, half: float, where: int, factor: float) -> None:
-    """Messages of ``half`` bytes take twice the latency, so that several sizes tell of each of both."""
-    latency = slope * half
-    samples = {size: [(latency + size * slope) * (factor if size == where else 1)] for size in SIZES}
-    start, per_byte = fit.line(samples)
-    assert [start + size * per_byte for size in SIZES if size != where] == pytest.approx(
-        [latency + size * slope for size in SIZES if size != where]
+    assert [found[0] + size * found[1] for size in SIZES] == pytest.approx(
+        [latency + size * slope for size in SIZES]
     )
 
 
-@given(st.dictionaries(st.sampled_from(SIZES), st.lists(st.floats(1e-7, 10), min_size=1, max_size=3), min_size=1))
+@given(
+    seconds_per_byte,
+    st.floats(1 << 16, 1 << 19),
+    st.sampled_from(SIZES),
+    st.floats(2.0, 50.0),
+)
+def test_one_size_that_was_disturbed_does_not_count(
+    slope: float, half: float, where: int, factor: float
+) -> None:
+    """Messages of ``half`` bytes take twice the latency, so that several sizes tell of
+    each of both.
+    """
+    latency = slope * half
+    samples = {
+        size: [(latency + size * slope) * (factor if size == where else 1)]
+        for size in SIZES
+    }
+    start, per_byte = fit.line(samples)
+    assert [
+        start + size * per_byte for size in SIZES if size != where
+    ] == pytest.approx([latency + size * slope for size in SIZES if size != where])
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(SIZES),
+        st.lists(st.floats(1e-7, 10), min_size=1, max_size=3),
+        min_size=1,
+    )
+)
 def test_a_line_is_never_negative_and_rises(samples: dict[int, list[float]]) -> None:
     start, slope = fit.line(samples)
     assert start >= 0
@@ -77,13 +113,17 @@ def test_a_line_is_never_negative_and_rises(samples: dict[int, list[float]]) -> 
 
 def test_small_messages_count_as_large_ones_do() -> None:
     """A line through the large ones alone would say a second for nothing."""
-    start, slope = fit.line({1: [1e-4], 10: [1e-4 + 9e-9], 1 << 20: [2.0], 1 << 21: [3.0]})
+    start, slope = fit.line(
+        {1: [1e-4], 10: [1e-4 + 9e-9], 1 << 20: [2.0], 1 << 21: [3.0]}
+    )
     assert start == pytest.approx(1e-4, rel=0.05)
     assert slope > 1e-9
 
 
 def test_a_link_has_one_latency_and_a_bandwidth_each_way() -> None:
-    there, back = ({size: [1e-4 + size * slope] for size in SIZES} for slope in (1e-9, 3e-9))
+    there, back = (
+        {size: [1e-4 + size * slope] for size in SIZES} for slope in (1e-9, 3e-9)
+    )
     link = fit.link(there, back)
     assert link.latency_s == pytest.approx(1e-4)
     assert link.s_per_byte == pytest.approx(1e-9)
@@ -91,8 +131,12 @@ def test_a_link_has_one_latency_and_a_bandwidth_each_way() -> None:
     assert fit.link({8: [1e-9]}, {8: [1e-9]}).latency_s == fit.LEAST_LATENCY_S
 
 
-def test_calls_are_added_where_the_host_computes_and_hidden_where_it_goes_ahead() -> None:
-    kernels = fit.operator({0.5: Passes([1.0], [2.0], 1e-3), 1.0: Passes([4.0], [5.0], 1e-3)})
+def test_calls_are_added_where_the_host_computes_and_hidden_where_it_goes_ahead() -> (
+    None
+):
+    kernels = fit.operator(
+        {0.5: Passes([1.0], [2.0], 1e-3), 1.0: Passes([4.0], [5.0], 1e-3)}
+    )
     assert fit.whole(kernels) == (4.0, 5.0)
     added, ahead = (fit.called(kernels, (2.0, 3.0), host) for host in (False, True))
     assert (added.forward.seconds, added.backward.seconds) == ((3.0, 6.0), (5.0, 8.0))
@@ -102,16 +146,28 @@ def test_calls_are_added_where_the_host_computes_and_hidden_where_it_goes_ahead(
 def test_what_was_measured_at_several_speeds_is_brought_to_one() -> None:
     """The device was half as fast, by its pulses, when the second share was measured."""
     found = {0.5: Passes([1.0, 2.0], [2.0], 1e-3), 1.0: Passes([4.0], [8.0], 2e-3)}
-    assert fit.at_pulse(found, 1e-3) == {0.5: found[0.5], 1.0: Passes([2.0], [4.0], 1e-3)}
-    assert fit.at_pulse(found, 2e-3) == {0.5: Passes([2.0, 4.0], [4.0], 2e-3), 1.0: found[1.0]}
+    assert fit.at_pulse(found, 1e-3) == {
+        0.5: found[0.5],
+        1.0: Passes([2.0], [4.0], 1e-3),
+    }
+    assert fit.at_pulse(found, 2e-3) == {
+        0.5: Passes([2.0, 4.0], [4.0], 2e-3),
+        1.0: found[1.0],
+    }
     assert fit.at_pulse(found, None) == found
     assert fit.usual_pulse([found, {}, {1.0: Passes([], [], 9e-3)}]) == 2e-3
     assert fit.usual_pulse([{}]) is None
 
 
 def test_backward_may_be_known_of_the_whole_alone() -> None:
-    model = fit.operator({0.5: Passes([1.0], [], 1e-3), 1.0: Passes([3.0], [4.0], 1e-3)})
-    assert (model.forward.at(0.5), model.backward.at(0.5), model.backward.at(1.0)) == (1.0, 2.0, 4.0)
+    model = fit.operator(
+        {0.5: Passes([1.0], [], 1e-3), 1.0: Passes([3.0], [4.0], 1e-3)}
+    )
+    assert (model.forward.at(0.5), model.backward.at(0.5), model.backward.at(1.0)) == (
+        1.0,
+        2.0,
+        4.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,8 +180,13 @@ def test_backward_may_be_known_of_the_whole_alone() -> None:
         (1e-3, 0.75, 1e-3),  # no slower than while others work
     ],
 )
-def test_a_pulse_at_rest_is_as_it_was_where_devices_were_alone(usual_s: float, resting: float, expected: float) -> None:
-    alone = [{float(k): Passes([], [], seconds)} for k, seconds in enumerate((2e-3, 3e-3, 3e-3))]
+def test_a_pulse_at_rest_is_as_it_was_where_devices_were_alone(
+    usual_s: float, resting: float, expected: float
+) -> None:
+    alone = [
+        {float(k): Passes([], [], seconds)}
+        for k, seconds in enumerate((2e-3, 3e-3, 3e-3))
+    ]
     assert fit.pulse_at_rest(usual_s, resting, alone) == pytest.approx(expected)
 
 

@@ -1,4 +1,6 @@
-"""Links between ranks: every message of both ways and what is left when all send at once, on ranks and on numbers."""
+"""Links between ranks: every message of both ways and what is left when all send at
+once, on ranks and on numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from hetconv.autotune.measure.barrier import Parts
 from hetconv.comm import call_tags
 from hetconv.comm.rank_group import Team, count_sent, team_of, through_backend
 from hetconv.cost.network import Network
-from hetconv.schemas.cluster_profile import ClusterProfile, Copying, DeviceModel, LinkModel, SharedWire
+from hetconv.schemas.cluster_profile import (
+    ClusterProfile,
+    Copying,
+    DeviceModel,
+    LinkModel,
+    SharedWire,
+)
 from hetconv.schemas.provenance import Identity
 from tests.spawn import on_ranks
 
@@ -29,9 +37,18 @@ KILOBYTE = 1 << 10
 
 def cluster(hosts: str, s_per_byte: float = 1e-9) -> ClusterProfile:
     """A rank per letter, which names its host."""
-    devices = tuple(replace(DEVICE, identity=Identity(host, "cpu", "1 thread")) for host in hosts)
-    nodes = tuple(tuple(r for r, at in enumerate(hosts) if at == host) for host in dict.fromkeys(hosts))
-    pairs = {f"{a}-{b}": LinkModel(0.0, s_per_byte) for b in range(len(hosts)) for a in range(b)}
+    devices = tuple(
+        replace(DEVICE, identity=Identity(host, "cpu", "1 thread")) for host in hosts
+    )
+    nodes = tuple(
+        tuple(r for r, at in enumerate(hosts) if at == host)
+        for host in dict.fromkeys(hosts)
+    )
+    pairs = {
+        f"{a}-{b}": LinkModel(0.0, s_per_byte)
+        for b in range(len(hosts))
+        for a in range(b)
+    }
     return ClusterProfile(devices, pairs, nodes=nodes)
 
 
@@ -49,24 +66,39 @@ def test_every_link_is_measured_each_way_and_known_to_all() -> None:
     models = found[0][0]
     assert all(known == models for known, _ in found)
     assert list(models) == ["0-1", "0-2", "1-2"]
-    assert all(0 < m.latency_s < 1 and 0 < m.s_per_byte < 1e-3 and m.back_s_per_byte for m in models.values())
+    assert all(
+        0 < m.latency_s < 1 and 0 < m.s_per_byte < 1e-3 and m.back_s_per_byte
+        for m in models.values()
+    )
     assert all(m.measured is not None for m in models.values())
-    # A message of each size and of nothing, each of which a tiny one answers: as often to every other rank.
+    # A message of each size and of nothing, each of which a tiny one answers: as often
+    # to every other rank.
     repeats = links.VISITS * links._repeats(0)
     expected = repeats * (sum(sizes) + links.TINY * (1 + 3))
-    assert [sent for _, sent in found] == [{other: expected for other in range(3) if other != r} for r in range(3)]
+    assert [sent for _, sent in found] == [
+        {other: expected for other in range(3) if other != r} for r in range(3)
+    ]
 
 
 def lopsided() -> LinkModel:
     """A byte takes two seconds from rank 0 and three from rank 1."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_echoes", lambda _, sender, __, size, ___: [100.0 + (2 + sender) * (size - links.TINY)])
+        patch.setattr(
+            links,
+            "_echoes",
+            lambda _, sender, __, size, ___: [
+                100.0 + (2 + sender) * (size - links.TINY)
+            ],
+        )
         return links.link_models(team_of(), CPU, (100, 1000))["0-1"]
 
 
 def test_each_way_is_the_sender_s() -> None:
     for link in on_ranks(2, lopsided):
-        assert (link.s_per_byte, link.back_s_per_byte) == (pytest.approx(2.0), pytest.approx(3.0))
+        assert (link.s_per_byte, link.back_s_per_byte) == (
+            pytest.approx(2.0),
+            pytest.approx(3.0),
+        )
 
 
 def test_a_message_takes_what_its_answer_did_not() -> None:
@@ -75,11 +107,16 @@ def test_a_message_takes_what_its_answer_did_not() -> None:
 
 def at_once(hosts: str, slow: bool, by_backend: bool = True) -> ClusterProfile:
     """With links that are said to be so fast, or so slow, that contention shows, or does not."""
-    with pytest.MonkeyPatch.context() as patch, through_backend() if by_backend else nullcontext():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        through_backend() if by_backend else nullcontext(),
+    ):
         patch.setattr(links, "COPIES", (KILOBYTE, 64 * KILOBYTE))
         patch.setattr(links, "PARTS", (KILOBYTE, 64 * KILOBYTE))
         patch.setattr(links, "SUMS", (KILOBYTE, 64 * KILOBYTE))
-        return links.with_contention(cluster(hosts, 1.0 if slow else 1e-15), team_of(), CPU)
+        return links.with_contention(
+            cluster(hosts, 1.0 if slow else 1e-15), team_of(), CPU
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +124,16 @@ def at_once(hosts: str, slow: bool, by_backend: bool = True) -> ClusterProfile:
     [
         ("a", []),
         ("aa", ["host a"]),
-        ("aba", ["host a", "card of a, out", "card of a, in", "card of b, out", "card of b, in"]),
+        (
+            "aba",
+            [
+                "host a",
+                "card of a, out",
+                "card of a, in",
+                "card of b, out",
+                "card of b, in",
+            ],
+        ),
     ],
 )
 def test_what_ranks_share_shows_when_all_send(hosts: str, names: list[str]) -> None:
@@ -95,10 +141,17 @@ def test_what_ranks_share_shows_when_all_send(hosts: str, names: list[str]) -> N
     assert all(profile == found[0] for profile in found)
     wires = {wire.name: wire for wire in found[0].shared}
     assert list(wires) == names
-    assert all(0 < wire.s_per_byte < 1e-3 and wire.measured is not None for wire in wires.values())
+    assert all(
+        0 < wire.s_per_byte < 1e-3 and wire.measured is not None
+        for wire in wires.values()
+    )
     if hosts == "aba":
         assert wires["host a"].pairs == ((0, 2), (2, 0))
-        assert wires["card of a, out"].pairs == wires["card of b, in"].pairs == ((0, 1), (2, 1))
+        assert (
+            wires["card of a, out"].pairs
+            == wires["card of b, in"].pairs
+            == ((0, 1), (2, 1))
+        )
         assert wires["card of b, out"].pairs == ((1, 0), (1, 2))
     slow = on_ranks(len(hosts), at_once, hosts, True)
     assert slow[0].shared == ()
@@ -108,17 +161,30 @@ def test_what_ranks_share_shows_when_all_send(hosts: str, names: list[str]) -> N
 def test_ranks_of_a_host_know_what_their_copies_take_and_have_no_wire() -> None:
     found = on_ranks(3, at_once, "aba", False, False)
     assert all(profile == found[0] for profile in found)
-    assert [device.copying is None for device in found[0].devices] == [False, True, False]
+    assert [device.copying is None for device in found[0].devices] == [
+        False,
+        True,
+        False,
+    ]
     both = (found[0].devices[0].copying, found[0].devices[2].copying)
-    assert all(1e-12 < s < 1e-3 for c in both if c is not None for s in (c.sends, c.joins, c.adds))
+    assert all(
+        1e-12 < s < 1e-3
+        for c in both
+        if c is not None
+        for s in (c.sends, c.joins, c.adds)
+    )
     assert [wire.name for wire in found[0].shared if wire.name.startswith("host")] == []
 
 
 def told_to_copy(part: float) -> list[Copying | None]:
-    """Rank 0 sends a byte in 2 seconds, joins in 3 and adds in 7, rank 1 twice as slowly; calls take both a second."""
+    """Rank 0 sends a byte in 2 seconds, joins in 3 and adds in 7, rank 1 twice as
+    slowly; calls take both a second.
+    """
     rank, step = team_of().rank, count()
 
-    def timed(team: Team, action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    def timed(
+        team: Team, action: Callable[[], Any], device: torch.device
+    ) -> tuple[float, Any]:
         given = action()
         if callable(given):
             return 1 + (1 + rank) * 2 * sizes[next(step) // 2], given
@@ -127,7 +193,12 @@ def told_to_copy(part: float) -> list[Copying | None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "COPIES", (4 * links.ROW, 16 * links.ROW))
-        visit = [size for _ in (False, True) for size in links.COPIES for _ in range(links._repeats(size))]
+        visit = [
+            size
+            for _ in (False, True)
+            for size in links.COPIES
+            for _ in range(links._repeats(size))
+        ]
         sizes = visit * links.VISITS
         patch.setattr(links, "_timed", timed)
         patch.setattr(links, "parts_of_core", lambda _: Parts(part, 1.0))
@@ -135,12 +206,16 @@ def told_to_copy(part: float) -> list[Copying | None]:
 
 
 @pytest.mark.parametrize("part", [1.0, 0.5])
-def test_what_copies_take_is_told_by_the_byte_and_longer_on_part_of_a_core(part: float) -> None:
+def test_what_copies_take_is_told_by_the_byte_and_longer_on_part_of_a_core(
+    part: float,
+) -> None:
     found = on_ranks(2, told_to_copy, part)
     assert found[0] == found[1]
     for rank, one in enumerate(found[0]):
         assert one is not None
-        assert (one.sends, one.joins, one.adds) == pytest.approx([(1 + rank) * s / part for s in (2, 3, 7)], rel=1e-6)
+        assert (one.sends, one.joins, one.adds) == pytest.approx(
+            [(1 + rank) * s / part for s in (2, 3, 7)], rel=1e-6
+        )
 
 
 def gathered(hosts: str) -> tuple[tuple[int, ...], dict[int, int]]:
@@ -170,11 +245,20 @@ def test_sums_are_those_of_a_parameter_s_gradients() -> None:
     assert on_ranks(2, summed) == [8 * links.ROW] * 2
 
 
-def test_what_sums_take_beside_their_messages_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second for nothing and three nanoseconds for a byte, of which the link takes one; gathers are as fast."""
+def test_what_sums_take_beside_their_messages_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half a second for nothing and three nanoseconds for a byte, of which the link
+    takes one; gathers are as fast.
+    """
 
-    def told(team: Any, actions: dict[int, str], device: Any) -> dict[int, list[tuple[float, ...]]]:
-        return {size: [(seconds[action] + size * per_byte[action],) * 2] * 3 for size, action in actions.items()}
+    def told(
+        team: Any, actions: dict[int, str], device: Any
+    ) -> dict[int, list[tuple[float, ...]]]:
+        return {
+            size: [(seconds[action] + size * per_byte[action],) * 2] * 3
+            for size, action in actions.items()
+        }
 
     seconds, per_byte = {"gather": 0.0, "sum": 0.5}, {"gather": 1e-9, "sum": 3e-9}
     monkeypatch.setattr(links, "_at_once", told)
@@ -189,8 +273,12 @@ def test_what_sums_take_beside_their_messages_is_kept(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("s_per_byte", "matters"), [(0.51e-9, False), (0.6e-9, True)])
-def test_a_wire_matters_that_is_slower_than_its_links(s_per_byte: float, matters: bool) -> None:
-    """Both ways at once through one wire: alone each byte takes a nanosecond, so together two take as long."""
+def test_a_wire_matters_that_is_slower_than_its_links(
+    s_per_byte: float, matters: bool
+) -> None:
+    """Both ways at once through one wire: alone each byte takes a nanosecond, so
+    together two take as long.
+    """
     wire = SharedWire("host", ((0, 1), (1, 0)), s_per_byte)
     assert links._matters(wire, Network.of(cluster("aa"))) is matters
 

@@ -1,4 +1,6 @@
-"""Measuring on ranks: whatever each needs, all make the same collective calls; and what becomes of the samples."""
+"""Measuring on ranks: whatever each needs, all make the same collective calls; and what
+becomes of the samples.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Uneven:
     key: str = "uneven"
     ran: list[tuple[float, float]] = field(default_factory=list, compare=False)
 
-    def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+    def samples(
+        self, time_: Time, device: torch.device, known: Collection[float] = ()
+    ) -> dict[float, Passes]:
         start, rank = time.monotonic(), dist.get_rank()
         if rank == self.fails_on:
             raise torch.OutOfMemoryError("no more")
@@ -48,7 +52,10 @@ class Uneven:
 def uneven(alone: bool, fails_on: int) -> tuple[list[int], tuple[float, float] | None]:
     """How many shares were measured of each subject, and when the first one ran."""
     subjects: Any = [Uneven(alone, fails_on), Uneven(alone)]
-    found = [len(samples) for _, samples in timer.operator_samples(subjects, CPU, lambda: False)]
+    found = [
+        len(samples)
+        for _, samples in timer.operator_samples(subjects, CPU, lambda: False)
+    ]
     dist.barrier()  # every rank comes here
     return found, subjects[0].ran[0] if subjects[0].ran else None
 
@@ -58,26 +65,42 @@ def test_ranks_stay_in_step_however_much_each_measures(alone: bool) -> None:
     found = on_ranks(3, uneven, alone, -1)
     assert [counts for counts, _ in found] == [[1, 1], [4, 4], [7, 7]]
     spans = [span for _, span in found]
-    in_turn = all(a is not None and b is not None and a[1] <= b[0] for a, b in pairwise(spans))
+    in_turn = all(
+        a is not None and b is not None and a[1] <= b[0] for a, b in pairwise(spans)
+    )
     assert in_turn is alone
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_rank_without_the_memory_has_no_samples_and_stays_in_step(alone: bool) -> None:
-    assert [counts for counts, _ in on_ranks(3, uneven, alone, 1)] == [[1, 1], [0, 4], [7, 7]]
+def test_a_rank_without_the_memory_has_no_samples_and_stays_in_step(
+    alone: bool,
+) -> None:
+    assert [counts for counts, _ in on_ranks(3, uneven, alone, 1)] == [
+        [1, 1],
+        [0, 4],
+        [7, 7],
+    ]
 
 
 def stopped_early() -> list[str]:
     subjects: Any = [Uneven(key=key) for key in "abc"]
     rank_0_had_enough = iter([True, False, dist.get_rank() == 0])
-    return [key for key, _ in timer.operator_samples(subjects, CPU, lambda: next(rank_0_had_enough))]
+    return [
+        key
+        for key, _ in timer.operator_samples(
+            subjects, CPU, lambda: next(rank_0_had_enough)
+        )
+    ]
 
 
 def test_rank_0_says_when_it_is_enough_but_something_is_measured() -> None:
     assert on_ranks(2, stopped_early) == [["a", "b"]] * 2
 
 
-QUIET, LOUD = Passes([1.0] * 6, [1.0] * 6, PULSE_S), Passes([1.0, 5.0, 9.0], [1.0] * 6, PULSE_S)
+QUIET, LOUD = (
+    Passes([1.0] * 6, [1.0] * 6, PULSE_S),
+    Passes([1.0, 5.0, 9.0], [1.0] * 6, PULSE_S),
+)
 
 
 @dataclass(frozen=True)
@@ -89,14 +112,21 @@ class Again:
     alone: bool = False
     asked: list[list[float]] = field(default_factory=list, compare=False)
 
-    def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+    def samples(
+        self, time_: Time, device: torch.device, known: Collection[float] = ()
+    ) -> dict[float, Passes]:
         self.asked.append([*known])
         return {share: Passes([3.0] * 50, [3.0] * 50, PULSE_S) for share in known}
 
 
-def more(alone: bool, new: bool = False) -> tuple[list[list[float]], dict[float, Passes]]:
+def more(
+    alone: bool, new: bool = False
+) -> tuple[list[list[float]], dict[float, Passes]]:
     """Rank 0 is in doubt at one share, rank 1 at none. Rank 0 may want a ``new`` share."""
-    subject, known = Again("again", alone=alone), {0.5: QUIET, 1.0: QUIET if dist.get_rank() else LOUD}
+    subject, known = (
+        Again("again", alone=alone),
+        {0.5: QUIET, 1.0: QUIET if dist.get_rank() else LOUD},
+    )
     wanted = [0.75] if new and not dist.get_rank() else []
     found = timer.more_samples(subject, known, CPU, True, wanted)  # type: ignore[arg-type]
     return subject.asked, found
@@ -106,13 +136,20 @@ def more(alone: bool, new: bool = False) -> tuple[list[list[float]], dict[float,
 def test_what_is_in_doubt_is_measured_again_while_all_are_at_work(alone: bool) -> None:
     (asked, found), (others, _) = on_ranks(2, more, alone)
     assert (asked, others) == ([[1.0]], [[0.5, 1.0]])
-    assert found == {0.5: QUIET, 1.0: LOUD.and_again(Passes([3.0] * 50, [3.0] * 50, PULSE_S))}
+    assert found == {
+        0.5: QUIET,
+        1.0: LOUD.and_again(Passes([3.0] * 50, [3.0] * 50, PULSE_S)),
+    }
 
 
 def test_new_shares_are_added_while_all_are_at_work() -> None:
     (asked, found), (others, kept) = on_ranks(2, more, False, True)
     assert (asked, others) == ([[0.75]], [[0.5, 1.0]])
-    assert found == {0.5: QUIET, 0.75: Passes([3.0] * 50, [3.0] * 50, PULSE_S), 1.0: LOUD}
+    assert found == {
+        0.5: QUIET,
+        0.75: Passes([3.0] * 50, [3.0] * 50, PULSE_S),
+        1.0: LOUD,
+    }
     assert list(kept) == [0.5, 1.0]
 
 
@@ -125,25 +162,41 @@ def ends(layer: Layer) -> list[int]:
 
 
 def looked_within(enough: bool) -> tuple[list[str], list[list[int]]]:
-    """What was kept, in order, and the parts that are known then; no rank but the last lacks any of filters."""
+    """What was kept, in order, and the parts that are known then; no rank but the last
+    lacks any of filters.
+    """
     pixels = Layer(Conv(SPEC), "pixels", "float32")
-    layers = [pixels, replace(pixels, axis="filters"), replace(pixels, axis="channels"), replace(pixels, alone=True)]
+    layers = [
+        pixels,
+        replace(pixels, axis="filters"),
+        replace(pixels, axis="channels"),
+        replace(pixels, alone=True),
+    ]
     whole = {1.0: QUIET}
     samples = {layer.key: whole for layer in layers}
     if dist.get_rank() == 0:
         samples[layers[1].key] = {part / 40: QUIET for part in ends(layers[1])}
     kept: list[str] = []
     run: Any = SimpleNamespace(
-        job=SimpleNamespace(mode="train"), team=team_of(), device=CPU, keep=lambda stage, key, value: kept.append(key),
+        job=SimpleNamespace(mode="train"),
+        team=team_of(),
+        device=CPU,
+        keep=lambda stage, key, value: kept.append(key),
         say=SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None),
-    )  # fmt: skip
+    )
     stages.look_within(run, layers, samples, lambda: enough and dist.get_rank() == 0)
-    return kept, [sorted(round(share * layer.extent) for share in samples[layer.key]) for layer in layers[:3]]
+    return kept, [
+        sorted(round(share * layer.extent) for share in samples[layer.key])
+        for layer in layers[:3]
+    ]
 
 
 def test_layers_are_looked_into_where_grains_begin_and_end() -> None:
     pixels = Layer(Conv(SPEC), "pixels", "float32")
-    filters, channels = replace(pixels, axis="filters"), replace(pixels, axis="channels")
+    filters, channels = (
+        replace(pixels, axis="filters"),
+        replace(pixels, axis="channels"),
+    )
     for kept, parts in on_ranks(2, looked_within, False):
         assert kept == [filters.key, channels.key]
         assert parts == [[6], ends(filters), ends(channels)]
@@ -153,17 +206,37 @@ def test_layers_are_looked_into_where_grains_begin_and_end() -> None:
 
 
 def settled(mode: str, enough_after: int) -> tuple[list[str], list[str], timer.Samples]:
-    """In what order subjects were measured again, and kept; rank 1 doubts most one of which rank 0 has no doubts."""
-    subjects: Any = [Again("few", 1), Again("quiet", 9), Again("many", 2), Again("other", 4), Again("back", 8)]
+    """In what order subjects were measured again, and kept; rank 1 doubts most one of
+    which rank 0 has no doubts.
+    """
+    subjects: Any = [
+        Again("few", 1),
+        Again("quiet", 9),
+        Again("many", 2),
+        Again("other", 4),
+        Again("back", 8),
+    ]
     samples = {s.key: {1.0: QUIET} for s in subjects}
-    samples |= {"few": {1.0: LOUD}, "many": {1.0: LOUD}, "back": {1.0: Passes(QUIET.forward, LOUD.forward, PULSE_S)}}
+    samples |= {
+        "few": {1.0: LOUD},
+        "many": {1.0: LOUD},
+        "back": {1.0: Passes(QUIET.forward, LOUD.forward, PULSE_S)},
+    }
     samples |= {"other": {1.0: LOUD}} if dist.get_rank() else {}
     order: list[str] = []
     run: Any = SimpleNamespace(
-        job=SimpleNamespace(mode=mode), team=team_of(), device=CPU, keep=lambda stage, key, value: order.append(key),
+        job=SimpleNamespace(mode=mode),
+        team=team_of(),
+        device=CPU,
+        keep=lambda stage, key, value: order.append(key),
         say=SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None),
-    )  # fmt: skip
-    stages.settle(run, subjects, samples, lambda: dist.get_rank() == 0 and len(order) >= enough_after)
+    )
+    stages.settle(
+        run,
+        subjects,
+        samples,
+        lambda: dist.get_rank() == 0 and len(order) >= enough_after,
+    )
     return order, [s.key for s in subjects if s.asked], samples
 
 
@@ -172,8 +245,12 @@ def test_time_that_is_left_goes_to_what_steps_may_be_off_by_most() -> None:
         assert order == ["back", "other", "many", "few"]
         assert set(asked) == {*order}
         assert not any(sampling.doubts(of, backward=True) for of in samples.values())
-    assert [order for order, *_ in on_ranks(2, settled, "infer", 99)] == [["other", "many", "few"]] * 2
-    assert [order for order, *_ in on_ranks(2, settled, "train", 2)] == [["back", "other"]] * 2
+    assert [order for order, *_ in on_ranks(2, settled, "infer", 99)] == [
+        ["other", "many", "few"]
+    ] * 2
+    assert [order for order, *_ in on_ranks(2, settled, "train", 2)] == [
+        ["back", "other"]
+    ] * 2
     assert [order for order, *_ in on_ranks(2, settled, "train", 0)] == [[]] * 2
 
 
@@ -186,7 +263,9 @@ def loaded() -> int:
         key: str = "long"
         alone: bool = False
 
-        def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+        def samples(
+            self, time_: Time, device: torch.device, known: Collection[float] = ()
+        ) -> dict[float, Passes]:
             nonlocal calls
 
             def forward() -> None:
@@ -216,7 +295,9 @@ def of_parts(backward: bool) -> list[bool]:
         key: str = "parts"
         alone: bool = False
 
-        def samples(self, time_: Time, device: torch.device, known: Collection[float] = ()) -> dict[float, Passes]:
+        def samples(
+            self, time_: Time, device: torch.device, known: Collection[float] = ()
+        ) -> dict[float, Passes]:
             run = Run(lambda: None, lambda: None)
             return {0.5: time_(run._replace(whole=False)), 1.0: time_(run)}
 
@@ -225,5 +306,7 @@ def of_parts(backward: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_where_backward_does_not_matter_that_of_the_whole_is_measured(backward: bool) -> None:
+def test_where_backward_does_not_matter_that_of_the_whole_is_measured(
+    backward: bool,
+) -> None:
     assert on_ranks(2, of_parts, backward) == [[backward, True]] * 2

@@ -1,4 +1,6 @@
-"""How much of halos is hidden while a device computes: what is measured, of what, and what the profile keeps of it."""
+"""How much of halos is hidden while a device computes: what is measured, of what, and
+what the profile keeps of it.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,41 @@ SPEC = ConvSpec(1, 4, (12, 8), 6, (5, 5), (1, 1), ((2, 2), (2, 2)), (1, 1))
 
 @pytest.mark.parametrize(
     ("computing", "halos", "on", "part"),
-    [(10, 4, 10, 1.0), (10, 4, 14, 0.0), (10, 4, 12, 0.5), (4, 10, 11, 0.75), (10, 4, 15, 0.0), (10, 4, 9, 1.0)],
+    [
+        (10, 4, 10, 1.0),
+        (10, 4, 14, 0.0),
+        (10, 4, 12, 0.5),
+        (4, 10, 11, 0.75),
+        (10, 4, 15, 0.0),
+        (10, 4, 9, 1.0),
+    ],
 )
-def test_what_is_hidden_is_a_part_of_the_shorter_one(computing: float, halos: float, on: float, part: float) -> None:
+def test_what_is_hidden_is_a_part_of_the_shorter_one(
+    computing: float, halos: float, on: float, part: float
+) -> None:
     assert hidden([computing + halos] * 3, [on] * 3, [halos] * 3) == part
 
 
 def test_what_noise_hides_is_guessed() -> None:
-    assert hidden([14, 14, 14], [10.9, 11, 11.1], [4, 4, 4]) == pytest.approx(0.75, abs=0.01)
+    assert hidden([14, 14, 14], [10.9, 11, 11.1], [4, 4, 4]) == pytest.approx(
+        0.75, abs=0.01
+    )
     assert 0.5 < hidden([14, 14, 14], [10, 11, 14], [4, 4, 4]) < 0.65
-    assert hidden([140, 140, 140], [100, 139, 180], [1, 1, 1]) == pytest.approx(0.5, abs=0.01)
+    assert hidden([140, 140, 140], [100, 139, 180], [1, 1, 1]) == pytest.approx(
+        0.5, abs=0.01
+    )
     for nothing in ([3], [3, 3]):
         assert hidden(nothing, nothing, nothing) == 0.5
 
 
 def test_the_layer_with_most_to_hide_is_measured() -> None:
-    """The third one computes less and moves less than the second; the first gets its input whole."""
+    """The third one computes less and moves less than the second; the first gets its
+    input whole.
+    """
     sizes = (3, 64, 7), (64, 64, 5), (64, 1, 3)
-    model = nn.Sequential(*(nn.Conv2d(c, k, kernel, padding=kernel // 2) for c, k, kernel in sizes))
+    model = nn.Sequential(
+        *(nn.Conv2d(c, k, kernel, padding=kernel // 2) for c, k, kernel in sizes)
+    )
     graph = hetconv.capture(model, torch.zeros(1, 3, 64, 48))
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie4-x16")
     found = haloed_layer(graph, profile, "infer")
@@ -60,7 +79,9 @@ def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, 
     """Seconds of each way to run a convolution, and the bytes that each sends."""
     real, sent = overlap.paired, {}
 
-    def paired(steps: dict[str, Any], rounds: int, device: torch.device, longest: float) -> dict[str, list[float]]:
+    def paired(
+        steps: dict[str, Any], rounds: int, device: torch.device, longest: float
+    ) -> dict[str, list[float]]:
         for name, step in steps.items():
             with count_sent() as counts:
                 step()
@@ -74,9 +95,13 @@ def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, 
 
 
 @pytest.mark.parametrize("sizes", [(7, 5), (6, 0, 6)])
-def test_a_convolution_is_measured_with_its_halos_and_these_alone(sizes: tuple[int, ...]) -> None:
+def test_a_convolution_is_measured_with_its_halos_and_these_alone(
+    sizes: tuple[int, ...],
+) -> None:
     found = on_ranks(len(sizes), measured, sizes)
-    rows = 2 * 4 * SPEC.C * SPEC.size[1]  # bytes of the two rows that each neighbour lends
+    rows = (
+        2 * 4 * SPEC.C * SPEC.size[1]
+    )  # bytes of the two rows that each neighbour lends
     for times, sent in found:
         assert set(sent.values()) == {rows if sum(sent.values()) else 0}
         assert all(s > 0 for seconds in times.values() for s in seconds)
@@ -95,7 +120,10 @@ def kept(overlap_s: dict[str, list[float]]) -> float:
 
 
 def test_the_profile_keeps_what_was_measured(tmp_path: Path) -> None:
-    assert on_ranks(2, kept, {"on": [12.0], "in turn": [14.0], "halos": [4.0]}) == [0.5, 0.5]
+    assert on_ranks(2, kept, {"on": [12.0], "in turn": [14.0], "halos": [4.0]}) == [
+        0.5,
+        0.5,
+    ]
     profile = replace(ClusterProfile.from_devices(["cpu", "cpu"]), overlap=0.5)
     profile.save(tmp_path / "cluster.json")
     assert ClusterProfile.load(tmp_path / "cluster.json").overlap == 0.5
@@ -103,16 +131,25 @@ def test_the_profile_keeps_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(text.replace(',\n "overlap": 0.5', ""))
     assert "overlap" not in (tmp_path / "old.json").read_text()
     assert ClusterProfile.load(tmp_path / "old.json").overlap == 1.0
-    (tmp_path / "wrong.json").write_text(text.replace('"overlap": 0.5', '"overlap": 1.5'))
+    (tmp_path / "wrong.json").write_text(
+        text.replace('"overlap": 0.5', '"overlap": 1.5')
+    )
     with pytest.raises(hetconv.ProfileError, match="overlap"):
         ClusterProfile.load(tmp_path / "wrong.json")
 
 
 def test_what_is_not_hidden_makes_a_step_longer() -> None:
-    graph = hetconv.capture(nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1)] * 3), torch.zeros(1, 8, 64, 64))
+    graph = hetconv.capture(
+        nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1)] * 3), torch.zeros(1, 8, 64, 64)
+    )
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="host")
     splits = dict.fromkeys(graph.layers, Split("height", (32, 32)))
-    steps = [price(graph, replace(profile, overlap=part), splits, "infer")[0] for part in (1.0, 0.5, 0.0)]
+    steps = [
+        price(graph, replace(profile, overlap=part), splits, "infer")[0]
+        for part in (1.0, 0.5, 0.0)
+    ]
     assert steps[0].step_s < steps[1].step_s < steps[2].step_s
-    assert steps[1].summed_s == pytest.approx((steps[0].summed_s + steps[2].summed_s) / 2)
+    assert steps[1].summed_s == pytest.approx(
+        (steps[0].summed_s + steps[2].summed_s) / 2
+    )
     assert steps[1].busy_s == steps[0].busy_s

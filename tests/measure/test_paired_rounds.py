@@ -1,4 +1,6 @@
-"""Steps that take turns, the pulses within them, and what they would have taken at the usual speed."""
+"""Steps that take turns, the pulses within them, and what they would have taken at the
+usual speed.
+"""
 
 from __future__ import annotations
 
@@ -88,20 +90,28 @@ def test_no_pulse_is_taken_soon_after_a_pause(clock: Clock) -> None:
 
 
 def test_no_pulse_is_taken_after_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each computes, is visited, and sleeps: a core that just slept would take longer for a pulse."""
+    """Each computes, is visited, and sleeps: a core that just slept would take longer
+    for a pulse.
+    """
     done: list[str] = []
     ticks = itertools.count()
-    monkeypatch.setattr(paired_rounds, "pulse", lambda _: lambda: done.append("pulse") or 0.25)
+    monkeypatch.setattr(
+        paired_rounds, "pulse", lambda _: lambda: done.append("pulse") or 0.25
+    )
     monkeypatch.setattr(throttle.time, "sleep", lambda _: done.append("sleep"))
     monkeypatch.setattr(paired_rounds, "EVERY", 0)
     monkeypatch.setattr(paired_rounds, "WARM_S", 0.0)
     monkeypatch.setattr(throttle, "_seen", throttle._Seen(0.0, 0.0, 0.0))
     # What had to wait for its core sleeps less.
-    monkeypatch.setattr(throttle, "_now", lambda: throttle._Clocks(*(float(next(ticks)),) * 2))
+    monkeypatch.setattr(
+        throttle, "_now", lambda: throttle._Clocks(*(float(next(ticks)),) * 2)
+    )
     throttle.set_speed(0.5)
     try:
         with paired_rounds._Pulses.within(CPU):
-            throttle.stretched(lambda: torch.randn(300, 300) @ torch.randn(300, 300), CPU)
+            throttle.stretched(
+                lambda: torch.randn(300, 300) @ torch.randn(300, 300), CPU
+            )
     finally:
         throttle.set_speed(1.0)
     assert done == ["pulse", "sleep"]
@@ -113,7 +123,10 @@ def test_a_gpu_is_not_made_to_wait_within_a_step(clock: Clock) -> None:
 
 
 def test_a_step_is_as_long_as_without_the_pulses_of_one_rank() -> None:
-    ranks = [paired_rounds._Timed(5.0, 1.0, (1.0, 3.0)), paired_rounds._Timed(5.5, 0.5, (2.0,))]
+    ranks = [
+        paired_rounds._Timed(5.0, 1.0, (1.0, 3.0)),
+        paired_rounds._Timed(5.5, 0.5, (2.0,)),
+    ]
     assert paired_rounds._of_all(ranks) == Paced(4.5, (1.5, 2.0))
     assert paired_rounds._of_all([paired_rounds._Timed(5.0, 0.0, ())]) == Paced(5.0, ())
 
@@ -131,7 +144,9 @@ def ordered(turns: int) -> list[str]:
     return ran[len(steps) :]  # all have run once before
 
 
-def test_steps_take_turns_in_another_order_in_every_round_and_in_the_same_on_all_ranks() -> None:
+def test_steps_take_turns_in_another_order_in_every_round_and_in_the_same_on_all_ranks() -> (
+    None
+):
     first, second = on_ranks(2, ordered, 8)
     assert first == second
     rounds_of_it = [tuple(first[k : k + 4]) for k in range(0, 32, 4)]
@@ -140,7 +155,9 @@ def test_steps_take_turns_in_another_order_in_every_round_and_in_the_same_on_all
 
 
 def timed(computations: int) -> tuple[int, int, Any]:
-    """Pulses of a step with so many computations: of all, of those within; and of the step in `paired`, with these."""
+    """Pulses of a step with so many computations: of all, of those within; and of the
+    step in `paired`, with these.
+    """
     beats, times = list[int](), list[int]()
 
     def beat() -> float:
@@ -167,17 +184,27 @@ def timed(computations: int) -> tuple[int, int, Any]:
 
 
 @pytest.mark.parametrize("computations", [0, 9])
-def test_pulses_come_before_a_step_and_between_its_computations(computations: int) -> None:
+def test_pulses_come_before_a_step_and_between_its_computations(
+    computations: int,
+) -> None:
     assert on_ranks(1, timed, computations) == [(BEATS + computations, computations, 0)]
 
 
 @pytest.mark.parametrize(("mode", "least"), [("infer", 3), ("train", 6)])
-def test_a_plain_model_lets_visitors_in_between_its_modules(mode: Mode, least: int) -> None:
+def test_a_plain_model_lets_visitors_in_between_its_modules(
+    mode: Mode, least: int
+) -> None:
     """Forward and backward; not within what an emulated device is slowed by."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))
-    step, heard = step_alone(model, ModelInputs.of(torch.zeros(1, 3, 8, 8)), mode), list[float]()
+    step, heard = (
+        step_alone(model, ModelInputs.of(torch.zeros(1, 3, 8, 8)), mode),
+        list[float](),
+    )
     step()
-    with throttle.visiting(lambda: heard.append(0.0)), throttle.listening(lambda c: heard.append(c.end - c.start)):
+    with (
+        throttle.visiting(lambda: heard.append(0.0)),
+        throttle.listening(lambda c: heard.append(c.end - c.start)),
+    ):
         step()
     assert heard[:-1] == [0.0] * (least + 1)  # the last when all is done
     assert heard[-1] > 0  # the whole, of which listeners hear
@@ -185,30 +212,55 @@ def test_a_plain_model_lets_visitors_in_between_its_modules(mode: Mode, least: i
 
 def chain() -> tuple[Any, ClusterProfile]:
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
-    devices = tuple(replace(d, pulse_s=1e-3, alone=Rested(pulse_s=5e-4)) for d in profile.devices)
-    return capture(Chain(), torch.zeros(2, 4, 16, 16)), replace(profile, devices=devices)
+    devices = tuple(
+        replace(d, pulse_s=1e-3, alone=Rested(pulse_s=5e-4)) for d in profile.devices
+    )
+    return capture(Chain(), torch.zeros(2, 4, 16, 16)), replace(
+        profile, devices=devices
+    )
 
 
 def test_a_step_on_slow_devices_would_have_taken_less_on_the_usual_ones() -> None:
     graph, profile = chain()
-    usual, plan = Usual(Pricer(graph, profile, "infer")), make_plan(graph, profile, mode="infer")
-    ways: Any = {"plan": plan.with_splits(splits_of(Chain(), ("height",), (3, 1))), "alone": Alone(0, "contiguous")}
+    usual, plan = (
+        Usual(Pricer(graph, profile, "infer")),
+        make_plan(graph, profile, mode="infer"),
+    )
+    ways: Any = {
+        "plan": plan.with_splits(splits_of(Chain(), ("height",), (3, 1))),
+        "alone": Alone(0, "contiguous"),
+    }
     assert usual(ways, {name: Paced(6.0, (1e-3, 1e-3)) for name in ways})["plan"] == 6.0
     seconds = usual(ways, {name: Paced(6.0, (2e-3, 2e-3)) for name in ways})
     assert 3.0 < seconds["plan"] < 6.0  # messages are as fast as ever
-    assert seconds["alone"] == pytest.approx(1.5)  # while others rest a pulse takes half as long
-    assert usual(ways, {name: Paced(6.0, (5e-4, 9.9)) for name in ways})["alone"] == 6.0  # whatever the other one does
+    assert seconds["alone"] == pytest.approx(
+        1.5
+    )  # while others rest a pulse takes half as long
+    assert (
+        usual(ways, {name: Paced(6.0, (5e-4, 9.9)) for name in ways})["alone"] == 6.0
+    )  # whatever the other one does
 
 
 def test_steps_are_predicted_for_the_speed_that_pulses_tell() -> None:
     graph, profile = chain()
-    pricer, splits = Pricer(graph, profile, "train"), splits_of(Chain(), ("height",), (3, 1))
-    slow = Pricer(graph, replace(profile, devices=tuple(d.at_pulse(3e-3) for d in profile.devices)), "train")
-    assert pricer.step_s(PLANNED, splits, (3e-3, 3e-3)) == pytest.approx(slow.step_s(PLANNED, splits))
+    pricer, splits = (
+        Pricer(graph, profile, "train"),
+        splits_of(Chain(), ("height",), (3, 1)),
+    )
+    slow = Pricer(
+        graph,
+        replace(profile, devices=tuple(d.at_pulse(3e-3) for d in profile.devices)),
+        "train",
+    )
+    assert pricer.step_s(PLANNED, splits, (3e-3, 3e-3)) == pytest.approx(
+        slow.step_s(PLANNED, splits)
+    )
     assert pricer.step_s(PLANNED, splits) == pricer.price(splits)[0].step_s
     alone = Candidates(graph, profile, "train").alone(1)
     assert alone is not None
-    assert pricer.step_s(ALONE, alone, (9.9, 1e-3)) == pytest.approx(2 * pricer.step_s(ALONE, alone))
+    assert pricer.step_s(ALONE, alone, (9.9, 1e-3)) == pytest.approx(
+        2 * pricer.step_s(ALONE, alone)
+    )
 
 
 @pytest.mark.parametrize(("longest", "count"), [(0.0, 2), (5.0, 3), (60.0, 4)])
@@ -216,12 +268,25 @@ def test_short_steps_run_in_more_rounds_but_not_in_too_many(
     longest: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paired_rounds, "team_of", lambda: None)
-    monkeypatch.setattr(paired_rounds, "one_round", lambda *_: {"a": Paced(1.5, ()), "b": Paced(0.5, ())})
-    assert len(paced_rounds({"a": lambda: None, "b": lambda: None}, 2, CPU, longest, most=4)) == count
+    monkeypatch.setattr(
+        paired_rounds,
+        "one_round",
+        lambda *_: {"a": Paced(1.5, ()), "b": Paced(0.5, ())},
+    )
+    assert (
+        len(
+            paced_rounds(
+                {"a": lambda: None, "b": lambda: None}, 2, CPU, longest, most=4
+            )
+        )
+        == count
+    )
 
 
 def a_step() -> tuple[float, float, float, float]:
-    """When this rank came to it, began it, was done and had seen all done; rank 1 comes late and takes long."""
+    """When this rank came to it, began it, was done and had seen all done; rank 1 comes
+    late and takes long.
+    """
     team, late = team_of(), 0.2 * dist.get_rank()
     times = list[float]()
 
@@ -231,7 +296,9 @@ def a_step() -> tuple[float, float, float, float]:
         times.append(time.monotonic())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "barrier", None)  # its threads wait for the system's next turn where a core is full
+        patch.setattr(
+            dist, "barrier", None
+        )  # its threads wait for the system's next turn where a core is full
         time.sleep(late)
         came = time.monotonic()
         until_all_are_done(step, CPU, team)

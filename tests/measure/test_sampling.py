@@ -31,7 +31,9 @@ from hetconv.autotune.measure.sampling import (
 )
 
 
-@pytest.mark.parametrize(("n", "k"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (50, 18)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (25, 8), (50, 18)]
+)
 def test_the_interval_is_the_table_s(n: int, k: int) -> None:
     """Ranks of the textbooks' tables of confidence intervals of a median, at 95 %."""
     samples = [float(i) for i in range(1, n + 1)]
@@ -64,15 +66,25 @@ def test_outliers_settle_later_but_settle() -> None:
 def test_a_median_is_in_doubt_until_it_has_settled() -> None:
     assert doubt([1.0] * 6) == doubt([]) == 0.0
     assert doubt([1.0, 5.0, 2.0]) == 2.0  # too few for an interval
-    assert doubt([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]) == 3.0  # from the second to the second largest
+    assert (
+        doubt([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]) == 3.0
+    )  # from the second to the second largest
     quiet, loud = [1.0] * 6, [1.0, 3.0]
-    samples = {0.25: Passes(quiet, quiet, 1.0), 0.5: Passes(quiet, loud, 1.0), 1.0: Passes(loud, loud, 1.0)}
+    samples = {
+        0.25: Passes(quiet, quiet, 1.0),
+        0.5: Passes(quiet, loud, 1.0),
+        1.0: Passes(loud, loud, 1.0),
+    }
     assert doubts(samples, backward=True) == {0.5: 1.0, 1.0: 2.0}
     assert doubts(samples, backward=False) == {1.0: 1.0}
 
 
 def test_later_samples_count_as_if_the_device_had_been_as_fast_as_before() -> None:
-    assert Passes([1.0], [2.0], 0.5).and_again(Passes([4.0], [6.0, 8.0], 1.0)) == ([1.0, 2.0], [2.0, 3.0, 4.0], 0.5)
+    assert Passes([1.0], [2.0], 0.5).and_again(Passes([4.0], [6.0, 8.0], 1.0)) == (
+        [1.0, 2.0],
+        [2.0, 3.0, 4.0],
+        0.5,
+    )
 
 
 class Clock:
@@ -97,7 +109,9 @@ def test_samples_are_taken_until_they_have_settled() -> None:
 
 def test_the_first_call_does_not_count() -> None:
     first = [9.0]
-    assert max(sampled(lambda: first.pop() if first else 0.001, PULSE, 100.0)[0]) == 0.001
+    assert (
+        max(sampled(lambda: first.pop() if first else 0.001, PULSE, 100.0)[0]) == 0.001
+    )
 
 
 def test_samples_end_with_time_or_number() -> None:
@@ -114,7 +128,10 @@ def test_pulses_lie_between_samples_and_take_a_part_of_their_time() -> None:
     def seconds(what: str, took: float) -> Callable[[], float]:
         return lambda: order.append(what) or took  # type: ignore[func-returns-value]
 
-    assert sampled(seconds("sample", 1.0), seconds("pulse", 1 / 32)) == ([1.0] * LEAST, 1 / 32)
+    assert sampled(seconds("sample", 1.0), seconds("pulse", 1 / 32)) == (
+        [1.0] * LEAST,
+        1 / 32,
+    )
     assert order == ["sample", "pulse", *["sample", "pulse", "pulse", "pulse"] * LEAST]
     beside_long, beside_short = Clock(1e-3), Clock(1e-3)
     sampled(Clock(1e9), beside_long)
@@ -128,7 +145,9 @@ def test_the_median_of_pulses_is_how_fast_the_device_was() -> None:
     assert Passes([1.0, 2.0], [4.0], 2e-4).at(1e-4) == Passes([0.5, 1.0], [2.0], 1e-4)
 
 
-def operator(seconds: Callable[[float], float]) -> tuple[Callable[[int], Passes], list[int]]:
+def operator(
+    seconds: Callable[[float], float],
+) -> tuple[Callable[[int], Passes], list[int]]:
     """An operator whose backward takes twice as long, and the parts that were asked for."""
     asked: list[int] = []
 
@@ -158,7 +177,9 @@ def test_a_device_that_turns_slow_is_no_bend() -> None:
 
 @pytest.mark.parametrize(("noise", "count"), [(0.0, MOST_SHARES), (0.3, 5)])
 def test_what_noise_may_have_made_is_no_bend(noise: float, count: int) -> None:
-    """Every other share takes a fifth longer, by the median of samples that differ by more, or not at all."""
+    """Every other share takes a fifth longer, by the median of samples that differ by
+    more, or not at all.
+    """
     asked: list[int] = []
 
     def passes(part: int) -> Passes:
@@ -171,15 +192,21 @@ def test_what_noise_may_have_made_is_no_bend(noise: float, count: int) -> None:
 
 
 def test_a_bend_is_found() -> None:
-    """As where the work no longer fits a cache: the interval around it is halved, the straight one is left alone."""
-    passes, asked = operator(lambda part: float(part) if part <= 40 else 40 + 9.0 * (part - 40))
+    """As where the work no longer fits a cache: the interval around it is halved, the
+    straight one is left alone.
+    """
+    passes, asked = operator(
+        lambda part: float(part) if part <= 40 else 40 + 9.0 * (part - 40)
+    )
     explored(passes, 64)
     assert asked[:3] == [1, 16, 64]
     assert sum(part > 16 for part in asked[3:]) > sum(part < 16 for part in asked[3:])
 
 
 @given(st.integers(1, 500), st.integers(1, 32), st.floats(0.2, 3.0))
-def test_what_is_explored_is_whole_grains_once_and_not_too_many(extent: int, grain: int, power: float) -> None:
+def test_what_is_explored_is_whole_grains_once_and_not_too_many(
+    extent: int, grain: int, power: float
+) -> None:
     passes, asked = operator(lambda part: float(part) ** power)
     found = explored(passes, extent, grain)
     assert sorted(found) == sorted(asked) == list(found)
@@ -190,7 +217,9 @@ def test_what_is_explored_is_whole_grains_once_and_not_too_many(extent: int, gra
 
 
 @given(st.floats(0.0, 0.2), st.floats(0.5, 8.0))
-def test_lines_are_within_the_tolerance_or_the_cap_was_reached(start: float, bend: float) -> None:
+def test_lines_are_within_the_tolerance_or_the_cap_was_reached(
+    start: float, bend: float
+) -> None:
     """Of smooth curves, each of whose intervals is worst about its middle."""
 
     def seconds(part: float) -> float:

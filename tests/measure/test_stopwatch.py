@@ -1,4 +1,6 @@
-"""The stopwatch and pulses, by a clock that tests move on: what counts as a sample, and of what speed it is."""
+"""The stopwatch and pulses, by a clock that tests move on: what counts as a sample, and
+of what speed it is.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Clock:
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(1e-5, 20), (6e-5, 3), (1.0, 1)])
-def test_short_calls_are_timed_together(seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_calls_are_timed_together(
+    seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     watch = timer.stopwatch(lambda: clock.call(seconds), CPU)
@@ -41,9 +45,12 @@ def test_short_calls_are_timed_together(seconds: float, calls: int, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("taken", "calls"), [([0, 0, 0], 1), ([9000, 4000, 0, 9000], 3), ([9000] * 99, timer.MOST_NEW + 1)]
+    ("taken", "calls"),
+    [([0, 0, 0], 1), ([9000, 4000, 0, 9000], 3), ([9000] * 99, timer.MOST_NEW + 1)],
 )
-def test_calls_that_need_new_memory_do_not_count(taken: list[int], calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_need_new_memory_do_not_count(
+    taken: list[int], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pages, ran = 0, list[int]()
 
     def call() -> None:
@@ -56,32 +63,48 @@ def test_calls_that_need_new_memory_do_not_count(taken: list[int], calls: int, m
     assert len(ran) == calls
 
 
-def test_forward_is_taken_off_where_backward_runs_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_is_taken_off_where_backward_runs_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock()
     monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(timer, "pulse", lambda device: lambda: 0.25)
     run = Run(lambda: clock.call(1.0), lambda: clock.call(3.0), both=True)
     found = timer._passes(run, CPU)
-    assert (set(found.forward), set(found.backward), found.pulse_s) == ({1.0}, {2.0}, 0.25)
+    assert (set(found.forward), set(found.backward), found.pulse_s) == (
+        {1.0},
+        {2.0},
+        0.25,
+    )
     assert set(timer._passes(run._replace(both=False), CPU).backward) == {3.0}
 
 
 def test_backward_is_left_out_where_it_does_not_matter() -> None:
     called: list[str] = []
-    found = timer._passes(Run(lambda: called.append("forward"), lambda: called.append("backward")), CPU, False)
+    found = timer._passes(
+        Run(lambda: called.append("forward"), lambda: called.append("backward")),
+        CPU,
+        False,
+    )
     assert {*called} == {"forward"}
     assert found.forward
     assert found.backward == []
 
 
-def test_backward_is_brought_to_the_speed_that_forward_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_brought_to_the_speed_that_forward_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The device is half as fast in backward."""
     clock, pulses = Clock(), {True: 0.25, False: 0.5}
     run = Run(lambda: clock.call(1.0), lambda: clock.call(6.0), both=True)
     monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(timer, "pulse", lambda device: lambda: pulses[clock.now < 10])
     found = timer._passes(run, CPU)
-    assert (set(found.forward), set(found.backward), found.pulse_s) == ({1.0}, {2.0}, 0.25)
+    assert (set(found.forward), set(found.backward), found.pulse_s) == (
+        {1.0},
+        {2.0},
+        0.25,
+    )
 
 
 def test_a_pulse_is_a_piece_of_work_of_some_microseconds() -> None:
@@ -93,7 +116,10 @@ def test_a_pulse_is_a_piece_of_work_of_some_microseconds() -> None:
 def called(speed: float) -> tuple[Passes, Passes]:
     throttle.set_speed(speed)
     try:
-        return tuple(Call(alone).samples(lambda run: timer._passes(run, CPU), CPU)[1.0] for alone in (False, True))  # type: ignore[return-value]
+        return tuple(
+            Call(alone).samples(lambda run: timer._passes(run, CPU), CPU)[1.0]
+            for alone in (False, True)
+        )  # type: ignore[return-value]
     finally:
         throttle.set_speed(1.0)
 
@@ -106,7 +132,9 @@ def test_a_call_takes_the_host_some_microseconds() -> None:
     assert max(parts.backward) > 0
 
 
-def test_a_pulse_after_a_pause_is_that_of_a_core_that_works_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pulse_after_a_pause_is_that_of_a_core_that_works_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     beat = timer.pulse(CPU)
     monkeypatch.setattr(timer, "at_work_s", lambda: 0.0)
     start = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Serial equivalence of models that others wrote, under planned, all-height, all-filter and all-depth plans."""
+"""Serial equivalence of models that others wrote, under planned, all-height, all-filter
+and all-depth plans.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,33 @@ from hetconv.planner.partition import whole_model
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.layer_rules import Gather
 from hetconv.tracing.graph import Graph
-from tests.equivalence import Differences, apart, full_gradients, leaves, loss_of, one_step, relative, same_state
+from tests.equivalence import (
+    Differences,
+    apart,
+    full_gradients,
+    leaves,
+    loss_of,
+    one_step,
+    relative,
+    same_state,
+)
 from tests.spawn import on_ranks
 from tests.zoo import ZOO
 
 Kind = Literal["planned", "height", "filter", "depth"]
 CUTS = [
-    (name, kind) for name, (_, shape) in ZOO.items() for kind in get_args(Kind) if kind != "depth" or len(shape) == 5
+    (name, kind)
+    for name, (_, shape) in ZOO.items()
+    for kind in get_args(Kind)
+    if kind != "depth" or len(shape) == 5
 ]
 RATIOS = {2: (3, 1), 3: (2, 1, 1)}
 TOLERANCE = 1e-9
 ATTENTION = {"scaled_dot_product_attention"}  # every pixel reads every other
-GATHERS = {"diffusers AutoencoderKL": ATTENTION, "diffusers UNet2DModel": ATTENTION}  # in training, by a height plan
+GATHERS = {
+    "diffusers AutoencoderKL": ATTENTION,
+    "diffusers UNet2DModel": ATTENTION,
+}  # in training, by a height plan
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
@@ -34,7 +51,9 @@ pytest.importorskip("monai")
 
 
 def scaled(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """The largest difference, by the largest number if that is above 1: many gradients are 0 but for rounding."""
+    """The largest difference, by the largest number if that is above 1: many gradients
+    are 0 but for rounding.
+    """
     largest = float(b.detach().abs().max()) if b is not None and b.numel() else 0.0
     return apart(a, b) / max(largest, 1.0)
 
@@ -44,7 +63,9 @@ def planned(name: str, world: int, dtype: torch.dtype) -> tuple[Graph, Plan]:
     """A rank keeps them: most of a test's time would go into making the same again."""
     make, shape = ZOO[name]
     graph = hetconv.capture(make().to(dtype).train(), torch.zeros(shape, dtype=dtype))
-    profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5", "cpu@0.5"][:world], link="host")
+    profile = hetconv.ClusterProfile.from_devices(
+        ["cpu", "cpu@0.5", "cpu@0.5"][:world], link="host"
+    )
     return graph, hetconv.make_plan(graph, profile)
 
 
@@ -52,11 +73,20 @@ def plan_for(name: str, kind: Kind, world: int) -> Plan:
     graph, plan = planned(name, world, torch.get_default_dtype())
     if kind == "planned":
         return plan
-    return plan.with_splits(whole_model(graph, kind, RATIOS[world], (kind, "filter") if kind == "filter" else (kind,)))
+    return plan.with_splits(
+        whole_model(
+            graph,
+            kind,
+            RATIOS[world],
+            (kind, "filter") if kind == "filter" else (kind,),
+        )
+    )
 
 
 def trained(name: str, kind: Kind, world: int) -> Differences:
-    """Differences of outputs, all gradients and buffers of one step in training, then of the output in evaluation."""
+    """Differences of outputs, all gradients and buffers of one step in training, then
+    of the output in evaluation.
+    """
     make, shape = ZOO[name]
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -69,11 +99,16 @@ def trained(name: str, kind: Kind, world: int) -> Differences:
     serial.eval(), cut.eval()
     with torch.no_grad():
         pairs = zip(leaves(cut(x)), leaves(serial(x)), strict=True)
-        return found | {f"evaluated output {i}": scaled(a, b) for i, (a, b) in enumerate(pairs)}
+        return found | {
+            f"evaluated output {i}": scaled(a, b) for i, (a, b) in enumerate(pairs)
+        }
 
 
 def assert_equal(found: list[Differences]) -> None:
-    wrong = [{k: v for k, v in differences.items() if not v <= TOLERANCE} for differences in found]
+    wrong = [
+        {k: v for k, v in differences.items() if not v <= TOLERANCE}
+        for differences in found
+    ]
     assert not any(wrong), wrong
 
 
@@ -102,7 +137,10 @@ def in_single_precision(name: str) -> tuple[float, float]:
         loss_of(y).backward()
     outputs = [torch.cat([y.detach().flatten() for y in leaves(r)]) for r in results]
     both = {name: p.grad for name, p in serial.named_parameters()}, full_gradients(cut)
-    gradients = [torch.cat([g.flatten() for g in by_name.values() if g is not None]) for by_name in both]
+    gradients = [
+        torch.cat([g.flatten() for g in by_name.values() if g is not None])
+        for by_name in both
+    ]
     return relative(outputs[1], outputs[0]), relative(gradients[1], gradients[0])
 
 

@@ -1,4 +1,6 @@
-"""A net of everything that gives images another size, in parts: equal to the whole, and sends what was planned."""
+"""A net of everything that gives images another size, in parts: equal to the whole, and
+sends what was planned.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +32,47 @@ class Resampling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.first(x))
         z = self.inner(self.pool(y))
-        z = F.interpolate(z, scale_factor=2) + F.interpolate(z, scale_factor=2, mode="bilinear")
+        z = F.interpolate(z, scale_factor=2) + F.interpolate(
+            z, scale_factor=2, mode="bilinear"
+        )
         z = F.interpolate(z, size=y.shape[2:], mode="bicubic", align_corners=True) + y
         z = torch.cat([F.pixel_unshuffle(z, 2), F.avg_pool2d(y, 2, ceil_mode=True)], 1)
         return F.adaptive_max_pool2d(self.last(F.pad(z, (0, 1, 0, 1))), 1)
 
 
-def step_in_parts(kind: SplitKind, weights: tuple[int, ...]) -> tuple[Differences, dict[int, int], dict[int, int]]:
+def step_in_parts(
+    kind: SplitKind, weights: tuple[int, ...]
+) -> tuple[Differences, dict[int, int], dict[int, int]]:
     """Differences from one device, and the bytes to every other rank as counted and as planned."""
     world, me = len(weights), dist.get_rank()
     torch.manual_seed(1)
     x = torch.randn(2, 3, 20, 18, dtype=torch.float64)
     graph = hetconv.capture(Resampling().double(), x.requires_grad_())
     splits = dict(whole_model(graph, kind, weights, KINDS).items())
-    predicted, _ = price(graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), splits, "train")
+    predicted, _ = price(
+        graph,
+        ClusterProfile.from_devices(["cpu"] * world, link="host"),
+        splits,
+        "train",
+    )
     serial, cut = pair(Resampling, splits, world)
     differences = one_step(serial, cut, x)
     with hetconv.count_sent() as sent:
         loss_of(cut(x)).backward()
-    return differences, dict(sent), {r: size for r, size in enumerate(predicted.sent_bytes[me]) if size}
+    return (
+        differences,
+        dict(sent),
+        {r: size for r, size in enumerate(predicted.sent_bytes[me]) if size},
+    )
 
 
 @pytest.mark.parametrize("weights", [(3, 1), (5, 2, 1), (1, 0, 2)])
 @pytest.mark.parametrize("kind", ["sample", "filter", "channel", "height", "width"])
-def test_a_net_in_parts_equals_the_whole_and_sends_what_was_planned(kind: SplitKind, weights: tuple[int, ...]) -> None:
-    for differences, sent, predicted in on_ranks(len(weights), step_in_parts, kind, weights):
+def test_a_net_in_parts_equals_the_whole_and_sends_what_was_planned(
+    kind: SplitKind, weights: tuple[int, ...]
+) -> None:
+    for differences, sent, predicted in on_ranks(
+        len(weights), step_in_parts, kind, weights
+    ):
         assert {k: v for k, v in differences.items() if not v <= TOLERANCE} == {}
         assert sent == predicted

@@ -1,4 +1,6 @@
-"""Nets of views, shapes and reductions, some written to, in parts: equal to the whole, and send what is planned."""
+"""Nets of views, shapes and reductions, some written to, in parts: equal to the whole,
+and send what is planned.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ from tests.spawn import on_ranks
 class Shapes(nn.Module):
     """Two convolutions with ``between`` in the middle and ``after`` at the end."""
 
-    def __init__(self, between: Callable[[Tensor], Tensor], after: Callable[[Tensor], Any]) -> None:
+    def __init__(
+        self, between: Callable[[Tensor], Tensor], after: Callable[[Tensor], Any]
+    ) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.first, self.second = (
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+        )
         self.between, self.after = between, after
 
     def forward(self, x: Tensor) -> Any:
@@ -87,7 +94,11 @@ def joined(x: Tensor) -> Tensor:
 
 def extremes(x: Tensor) -> Tensor:
     values, indices = x.max(1, keepdim=True)
-    return x * values + indices * x.std(2, keepdim=True) + F.normalize(x, dim=1).masked_fill(x < 0, 0.5)
+    return (
+        x * values
+        + indices * x.std(2, keepdim=True)
+        + F.normalize(x, dim=1).masked_fill(x < 0, 0.5)
+    )
 
 
 def padded(x: Tensor) -> Tensor:
@@ -103,10 +114,19 @@ def attended(x: Tensor) -> Tensor:
 
 
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "turned": turned, "gated": gated, "shuffled": shuffled, "heads": heads, "halves written to": halves_written_to,
-    "all written to": all_written_to, "view of a view": view_of_a_view, "folded": folded, "joined": joined,
-    "extremes": extremes, "padded": padded, "attended": attended,
-}  # fmt: skip
+    "turned": turned,
+    "gated": gated,
+    "shuffled": shuffled,
+    "heads": heads,
+    "halves written to": halves_written_to,
+    "all written to": all_written_to,
+    "view of a view": view_of_a_view,
+    "folded": folded,
+    "joined": joined,
+    "extremes": extremes,
+    "padded": padded,
+    "attended": attended,
+}
 AFTER: dict[str, Callable[[Tensor], Any]] = {
     "mean": lambda x: x.mean((2, 3)),
     "sums": lambda x: (x.sum(1).amax(2), x.square().mean()),
@@ -115,14 +135,21 @@ AFTER: dict[str, Callable[[Tensor], Any]] = {
 Sent = dict[int, int]
 
 
-def planned_and_sent(between: str, after: str, kinds: tuple[Any, Any]) -> tuple[Differences, list[tuple[Sent, Sent]]]:
-    """Differences of one step, and bytes to every other rank as counted and as planned: training, then inference."""
+def planned_and_sent(
+    between: str, after: str, kinds: tuple[Any, Any]
+) -> tuple[Differences, list[tuple[Sent, Sent]]]:
+    """Differences of one step, and bytes to every other rank as counted and as planned:
+    training, then inference.
+    """
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Shapes(BETWEEN[between], AFTER[after])
     rank = torch.distributed.get_rank()
     sizes = {kind: (4, 0, 4) if kind == "filter" else (5, 1, 2) for kind in kinds}
-    splits = {name: Split(kind, sizes[kind]) for name, kind in zip(("first", "second"), kinds, strict=True)}
+    splits = {
+        name: Split(kind, sizes[kind])
+        for name, kind in zip(("first", "second"), kinds, strict=True)
+    }
     x = torch.randn(2, 8, 8, 8)
     expected = model(x.requires_grad_())
     loss_of(expected).backward()
@@ -136,26 +163,48 @@ def planned_and_sent(between: str, after: str, kinds: tuple[Any, Any]) -> tuple[
     bytes_: list[tuple[Sent, Sent]] = []
     found: Differences = {}
     for mode, graph in graphs.items():
-        prediction, _ = price(graph, ClusterProfile.from_devices(["cpu"] * WORLD, link="host"), splits, mode)  # type: ignore[arg-type]
+        prediction, _ = price(
+            graph,
+            ClusterProfile.from_devices(["cpu"] * WORLD, link="host"),
+            splits,
+            mode,
+        )  # type: ignore[arg-type]
         with hetconv.count_sent() as sent, torch.set_grad_enabled(mode == "train"):
             result = cut(x)
             loss = loss_of(result)
             if mode == "train":
                 loss.backward()
         found[mode] = apart(loss, loss_of(expected))
-        bytes_.append((dict(sent), {r: n for r, n in enumerate(prediction.sent_bytes[rank]) if n}))
-    found["x"] = float((x.grad - wanted).abs().max()) if x.grad is not None and wanted is not None else float("inf")
+        bytes_.append(
+            (dict(sent), {r: n for r, n in enumerate(prediction.sent_bytes[rank]) if n})
+        )
+    found["x"] = (
+        float((x.grad - wanted).abs().max())
+        if x.grad is not None and wanted is not None
+        else float("inf")
+    )
     for name, g in full_gradients(cut).items():
         found[name] = apart(g, grads[name])
     return found, bytes_
 
 
-KINDS = (("height", "height"), ("sample", "width"), ("filter", "channel"), ("channel", "height"))
-CASES = [(between, list(AFTER)[(i + j) % 3], j) for i, between in enumerate(BETWEEN) for j in range(len(KINDS))]
+KINDS = (
+    ("height", "height"),
+    ("sample", "width"),
+    ("filter", "channel"),
+    ("channel", "height"),
+)
+CASES = [
+    (between, list(AFTER)[(i + j) % 3], j)
+    for i, between in enumerate(BETWEEN)
+    for j in range(len(KINDS))
+]
 
 
 @pytest.mark.parametrize(("between", "after", "kinds"), CASES)
-def test_models_train_as_on_one_device_and_send_what_is_planned(between: str, after: str, kinds: int) -> None:
+def test_models_train_as_on_one_device_and_send_what_is_planned(
+    between: str, after: str, kinds: int
+) -> None:
     answers = on_ranks(WORLD, planned_and_sent, between, after, KINDS[kinds])
     assert_same([found for found, _ in answers])
     for _, pairs in answers:

@@ -1,4 +1,6 @@
-"""Small models of torchvision and timm, as they are: planned, cut along filters or as the plan says, and trained."""
+"""Small models of torchvision and timm, as they are: planned, cut along filters or as
+the plan says, and trained.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,16 @@ TORCHVISION = (
     "squeezenet1_1",
     "shufflenet_v2_x0_5",
 )
-# Beside them, by how they keep tables, grids and masks that depend on the size: the side of their images.
+# Beside them, by how they keep tables, grids and masks that depend on the size: the
+# side of their images.
 TIMM = {
-    "convit_tiny": 224, "shvit_s1": 64, "efficientformer_l1": 224, "levit_128s": 224, "tiny_vit_5m_224": 224,
+    "convit_tiny": 224,
+    "shvit_s1": 64,
+    "efficientformer_l1": 224,
+    "levit_128s": 224,
+    "tiny_vit_5m_224": 224,
     "efficientvit_m0": 224,
-}  # fmt: skip
+}
 ZOO = (*TORCHVISION, *TIMM)
 
 
@@ -46,7 +53,9 @@ def made(name: str) -> nn.Module:
     else:
         import torchvision
 
-        more: dict[str, Any] = {"init_weights": True, "aux_logits": True} if name == "googlenet" else {}
+        more: dict[str, Any] = (
+            {"init_weights": True, "aux_logits": True} if name == "googlenet" else {}
+        )
         with slim_classifiers():
             model = getattr(torchvision.models, name)(num_classes=10, **more)
     for module in model.modules():
@@ -62,7 +71,12 @@ def slim_classifiers() -> Iterator[None]:
 
     class Slim(linear):  # type: ignore[misc, valid-type]
         def __init__(self, features: int, out: int, *args: Any, **options: Any) -> None:
-            super().__init__(64 if features == 4096 else features, 64 if out == 4096 else out, *args, **options)
+            super().__init__(
+                64 if features == 4096 else features,
+                64 if out == 4096 else out,
+                *args,
+                **options,
+            )
             self.__class__ = linear
 
     nn.Linear = Slim  # type: ignore[misc]
@@ -86,7 +100,9 @@ def planned(name: str) -> Plan:
     before, state = model(x), state_of(model)
     plan = hetconv.make_plan(hetconv.capture(model, x), modelled(2))
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-    assert all(torch.equal(a, b) for a, b in zip(leaves(model(x)), leaves(before), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(leaves(model(x)), leaves(before), strict=True)
+    )
     return plan
 
 
@@ -108,14 +124,22 @@ def differences(name: str, how: str, training: bool) -> Differences:
         with torch.no_grad():
             return {
                 f"output {i}": apart(a, b)
-                for i, (a, b) in enumerate(zip(leaves(cut(x)), leaves(plain(x)), strict=True))
+                for i, (a, b) in enumerate(
+                    zip(leaves(cut(x)), leaves(plain(x)), strict=True)
+                )
             }
     for model in (plain, cut):
         sum(y.square().mean() for y in leaves(model(x))).backward()  # type: ignore[union-attr]
     gradients = full_gradients(cut)
-    found = {k: apart(gradients[k], p.grad) for k, p in plain.named_parameters() if p.grad is not None}
+    found = {
+        k: apart(gradients[k], p.grad)
+        for k, p in plain.named_parameters()
+        if p.grad is not None
+    }
     state, expected = hetconv.full_state_dict(cut), plain.state_dict()
-    return found | {f"state {k}": apart(state[k], expected[k]) for k in expected if "running" in k}
+    return found | {
+        f"state {k}": apart(state[k], expected[k]) for k in expected if "running" in k
+    }
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])

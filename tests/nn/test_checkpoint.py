@@ -1,4 +1,6 @@
-"""Checkpoints: saved under one plan, loaded under another one or none, by hetconv or by torch; whole, or not at all."""
+"""Checkpoints: saved under one plan, loaded under another one or none, by hetconv or by
+torch; whole, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,29 @@ import hetconv
 from hetconv.nn import checkpoint
 from tests.spawn import on_ranks, outcomes
 
-from .test_optimizer_state import Net, difference, fresh, optimizer_of, plain, split, told, train, trained
+from .test_optimizer_state import (
+    Net,
+    difference,
+    fresh,
+    optimizer_of,
+    plain,
+    split,
+    told,
+    train,
+    trained,
+)
 
 # torch.distributed.checkpoint says so where there is one process.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning"
+)
 KINDS = ["sgd", "adam"]
 
 
 def saving(path: Path, world: int, kind: str, steps: int, extra: Any = None) -> int:
-    """The bytes that went from rank to rank, but for words of agreement and of torch's own planning."""
+    """The bytes that went from rank to rank, but for words of agreement and of torch's
+    own planning.
+    """
     model, optimizer = trained(split(world, 0), kind, steps)
     with hetconv.count_sent() as sent:
         hetconv.save_checkpoint(path, model, optimizer, extra=extra)
@@ -39,7 +55,11 @@ def going_on(path: Path, world: int, kind: str, steps: range) -> Any:
     optimizer = fresh(model, kind)
     extra = hetconv.load_checkpoint(path, model, optimizer)
     train(model, optimizer, steps)
-    return hetconv.full_state_dict(model), hetconv.full_optim_state_dict(model, optimizer), extra
+    return (
+        hetconv.full_state_dict(model),
+        hetconv.full_optim_state_dict(model, optimizer),
+        extra,
+    )
 
 
 def serial(kind: str, steps: int) -> Any:
@@ -65,7 +85,10 @@ def test_a_run_goes_on_under_another_plan_and_under_none(
     hetconv.load_checkpoint(tmp_path / "run", net, optimizer)
     train(net, optimizer, range(before, 4))
     alone = dict(net.state_dict()), hetconv.full_optim_state_dict(net, optimizer)
-    for found in (alone, *on_ranks(second, going_on, tmp_path / "run", second, kind, range(before, 4))):
+    for found in (
+        alone,
+        *on_ranks(second, going_on, tmp_path / "run", second, kind, range(before, 4)),
+    ):
         assert difference(found[0], expected[0]) <= 1e-9
         assert difference(found[1], expected[1]) <= 1e-9
 
@@ -94,18 +117,30 @@ def test_torch_alone_loads_it(tmp_path: Path) -> None:
     train(net, optimizer, range(2, 4))
     assert difference(dict(net.state_dict()), serial("sgd", 4)[0]) <= 1e-9
     dcp_to_torch_save(tmp_path / "run", tmp_path / "file")
-    assert difference(torch.load(tmp_path / "file")["model"], serial("sgd", 2)[0]) <= 1e-9
+    assert (
+        difference(torch.load(tmp_path / "file")["model"], serial("sgd", 2)[0]) <= 1e-9
+    )
 
 
-def test_each_rank_writes_its_slices_and_rank_0_what_is_replicated(tmp_path: Path) -> None:
+def test_each_rank_writes_its_slices_and_rank_0_what_is_replicated(
+    tmp_path: Path,
+) -> None:
     on_ranks(3, saving, tmp_path / "run", 3, "adam", 1)
     metadata = dcp.FileSystemReader(tmp_path / "run").read_metadata()
     files: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for index, info in metadata.storage_data.items():
-        files.setdefault(index.fqn, []).append((info.relative_path[:3], tuple(index.offset or ())))
-    assert sorted(files["model.one.weight"]) == [("__0", (0, 0, 0, 0)), ("__2", (4, 0, 0, 0))]
+        files.setdefault(index.fqn, []).append(
+            (info.relative_path[:3], tuple(index.offset or ()))
+        )
+    assert sorted(files["model.one.weight"]) == [
+        ("__0", (0, 0, 0, 0)),
+        ("__2", (4, 0, 0, 0)),
+    ]
     assert files["optimizer.state.one.weight.exp_avg"] == files["model.one.weight"]
-    assert sorted(files["model.two.weight"]) == [("__0", (0, 0, 0, 0)), ("__1", (0, 1, 0, 0))]
+    assert sorted(files["model.two.weight"]) == [
+        ("__0", (0, 0, 0, 0)),
+        ("__1", (0, 1, 0, 0)),
+    ]
     assert files["model.norm.weight"] == files["model.two.bias"] == [("__0", (0,))]
     assert files["optimizer.state.one.weight.step"] == [("__0", ())]
 
@@ -113,15 +148,26 @@ def test_each_rank_writes_its_slices_and_rank_0_what_is_replicated(tmp_path: Pat
 def test_the_first_rank_that_holds_the_whole_writes_it(tmp_path: Path) -> None:
     on_ranks(4, saving, tmp_path / "run", 4, "adam", 1)
     storage = dcp.FileSystemReader(tmp_path / "run").read_metadata().storage_data
-    wrote = {index.fqn: info.relative_path[:3] for index, info in storage.items() if "optimizer" not in index.fqn}
-    assert [wrote[f"model.{name}.weight"] for name in ("one", "two", "head")] == ["__0", "__1", "__2"]
+    wrote = {
+        index.fqn: info.relative_path[:3]
+        for index, info in storage.items()
+        if "optimizer" not in index.fqn
+    }
+    assert [wrote[f"model.{name}.weight"] for name in ("one", "two", "head")] == [
+        "__0",
+        "__1",
+        "__2",
+    ]
 
 
 def with_extra(path: Path) -> Any:
     model, optimizer = trained(split(2, 0), "sgd", 1)
     schedule = MultiStepLR(optimizer, [1, 3])
     hetconv.save_checkpoint(
-        path, model, optimizer, extra={"schedule": schedule.state_dict(), "epochs": {}, "best": 0.5}
+        path,
+        model,
+        optimizer,
+        extra={"schedule": schedule.state_dict(), "epochs": {}, "best": 0.5},
     )
     found = hetconv.load_checkpoint(path, model)
     return found == {"schedule": schedule.state_dict(), "epochs": {}, "best": 0.5}
@@ -156,7 +202,9 @@ def loaded(path: Path) -> Any:
 
 
 def killed(path: Path, where: str, nth: int) -> None:
-    """While it saves once more, this process ends where directories would change for the nth time."""
+    """While it saves once more, this process ends where directories would change for
+    the nth time.
+    """
     net, optimizer = trained(plain(0), "sgd", 2)
     room: Any = {"rename": Path, "rmtree": checkpoint.shutil}[where]
     change, calls = getattr(room, where), []
@@ -171,10 +219,20 @@ def killed(path: Path, where: str, nth: int) -> None:
 
 @pytest.mark.parametrize(
     ("where", "nth", "steps"),
-    [("rename", 1, 1), ("rename", 2, 1), ("rename", 3, 1), ("rmtree", 1, 1), ("rmtree", 2, 2)],
+    [
+        ("rename", 1, 1),
+        ("rename", 2, 1),
+        ("rename", 3, 1),
+        ("rmtree", 1, 1),
+        ("rmtree", 2, 2),
+    ],
 )
-def test_a_save_that_is_cut_off_leaves_a_whole_checkpoint(where: str, nth: int, steps: int, tmp_path: Path) -> None:
-    """The first renaming is torch's, of its metadata. The next save takes away what was left at the second path."""
+def test_a_save_that_is_cut_off_leaves_a_whole_checkpoint(
+    where: str, nth: int, steps: int, tmp_path: Path
+) -> None:
+    """The first renaming is torch's, of its metadata. The next save takes away what was
+    left at the second path.
+    """
     path = tmp_path / "run"
     saved_serially(path, "sgd", 1)
     assert outcomes(1, killed, path, where, nth) == [(False, "died without a word")]
@@ -198,7 +256,9 @@ def failing(path: Path, how: str) -> Any:
                 os._exit(1)
             raise OSError("the disk is full")
 
-    instead = {"elsewhere": lambda _: writer(path.with_name("elsewhere"))}.get(how, Failing)
+    instead = {"elsewhere": lambda _: writer(path.with_name("elsewhere"))}.get(
+        how, Failing
+    )
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(checkpoint, "FileSystemWriter", instead)
@@ -212,7 +272,9 @@ def failing(path: Path, how: str) -> Any:
         ("elsewhere", ["HetConvError", "on rank 0", "__1_0.distcp", "all ranks share"]),
     ],
 )
-def test_a_save_that_fails_on_one_rank_fails_on_all(how: str, words: list[str], tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all(
+    how: str, words: list[str], tmp_path: Path
+) -> None:
     said = on_ranks(2, failing, tmp_path / "run", how)
     assert said[0] == said[1]
     assert all(word in said[0] for word in words), said
@@ -233,7 +295,10 @@ def refused(path: Path, how: str) -> Any:
     model, optimizer = trained(split(2, 0), "adam", 1)
     hetconv.save_checkpoint(path, model, None if how == "no optimizer" else optimizer)
     train(model, optimizer, range(1, 2))
-    before = [hetconv.full_state_dict(model), hetconv.full_optim_state_dict(model, optimizer)]
+    before = [
+        hetconv.full_state_dict(model),
+        hetconv.full_optim_state_dict(model, optimizer),
+    ]
     odd = dist.get_rank() == 1
     if odd and how == "truncated":
         os.truncate(path / "__0_0.distcp", 100)
@@ -242,12 +307,17 @@ def refused(path: Path, how: str) -> Any:
     dist.barrier()
     if how == "no path" or (how == "another path" and odd):
         path = path / "none"
-    target = torch.optim.Adam(model.parameters()) if how == "other groups" else optimizer
+    target = (
+        torch.optim.Adam(model.parameters()) if how == "other groups" else optimizer
+    )
     if how == "not a checkpoint":
         said = told(hetconv.save_checkpoint, path.parent, model)
     else:
         said = told(hetconv.load_checkpoint, path, model, target)
-    after = [hetconv.full_state_dict(model), hetconv.full_optim_state_dict(model, optimizer)]
+    after = [
+        hetconv.full_state_dict(model),
+        hetconv.full_optim_state_dict(model, optimizer),
+    ]
     return said, difference(before, after)
 
 
@@ -263,7 +333,9 @@ def refused(path: Path, how: str) -> Any:
         ("not a checkpoint", ["is not a checkpoint", "an empty directory"]),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_on_every_rank(how: str, words: list[str], tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_refused_on_every_rank(
+    how: str, words: list[str], tmp_path: Path
+) -> None:
     (said, changed), other = on_ranks(2, refused, tmp_path / "run", how)
     assert (said, changed) == other
     assert all(word in said for word in ["HetConvError", *words]), said
@@ -273,20 +345,29 @@ def test_what_cannot_be_loaded_is_refused_on_every_rank(how: str, words: list[st
 class Other(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.norm, self.more = nn.Conv2d(3, 6, 5, padding=2), nn.GroupNorm(2, 6), nn.Linear(2, 2)
+        self.one, self.norm, self.more = (
+            nn.Conv2d(3, 6, 5, padding=2),
+            nn.GroupNorm(2, 6),
+            nn.Linear(2, 2),
+        )
 
 
 def of_another_model(path: Path) -> Any:
     model = split(2, 0)
     before = hetconv.full_state_dict(model)
-    return told(hetconv.load_checkpoint, path, model), difference(before, hetconv.full_state_dict(model))
+    return told(hetconv.load_checkpoint, path, model), difference(
+        before, hetconv.full_state_dict(model)
+    )
 
 
 def test_the_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     hetconv.save_checkpoint(tmp_path / "run", Other())
     os.truncate(tmp_path / "run" / "__0_0.distcp", 0)  # the metadata is enough to tell
     for said, changed in on_ranks(2, of_another_model, tmp_path / "run"):
-        assert "missing ['norm.num_batches_tracked', 'norm.running_mean', 'norm.running_var']" in said
+        assert (
+            "missing ['norm.num_batches_tracked', 'norm.running_mean', 'norm.running_var']"
+            in said
+        )
         assert "unknown ['more.bias', 'more.weight']" in said
         assert "['one.weight: (6, 3, 5, 5), expected (6, 3, 3, 3)']" in said
         assert changed == 0

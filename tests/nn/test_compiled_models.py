@@ -1,4 +1,6 @@
-"""`torch.compile` of a split model leaves its forward to Python, and compiles what stands around it."""
+"""`torch.compile` of a split model leaves its forward to Python, and compiles what
+stands around it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
+from tests.equivalence import (
+    Differences,
+    apart,
+    assert_same,
+    full_gradients,
+    loss_of,
+    pair,
+)
 from tests.nets import Chain, plan_of, splits_of
 from tests.spawn import on_ranks, spawn
 
@@ -22,20 +31,27 @@ STEPS = 4
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.norm, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)
+        self.one, self.norm, self.two = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 3, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.two(torch.relu(self.norm(self.one(x))))
 
 
 def compiled(backend: str, within: bool) -> tuple[Differences, int, int]:
-    """Differences over steps of training and inference, frames compiled in the first step, and in later ones.
+    """Differences over steps of training and inference, frames compiled in the first
+    step, and in later ones.
 
     ``within``: the whole step's forward with its loss is compiled, not the model alone.
     """
     from torch._dynamo.utils import counters
 
-    warnings.simplefilter("ignore")  # dynamo asks a tensor that it goes on with for its gradient, which torch warns of
+    warnings.simplefilter(
+        "ignore"
+    )  # dynamo asks a tensor that it goes on with for its gradient, which torch warns of
     torch._dynamo.reset()
     counters.clear()
     serial, cut = pair(Block, splits_of(Block(), ("height", "filter"), (2, 1)), 2)
@@ -55,7 +71,10 @@ def compiled(backend: str, within: bool) -> tuple[Differences, int, int]:
         expected.backward()
         found[f"{i} loss"] = apart(loss, expected)
         gradients = full_gradients(cut)
-        found |= {f"{i} gradient {k}": apart(gradients[k], p.grad) for k, p in serial.named_parameters()}
+        found |= {
+            f"{i} gradient {k}": apart(gradients[k], p.grad)
+            for k, p in serial.named_parameters()
+        }
         frames.append(sum(counters["frames"].values()))
     serial.eval(), cut.eval()
     with torch.no_grad():
@@ -91,7 +110,9 @@ def test_a_copy_runs_its_own_forward() -> None:
 def without_dynamo() -> bool:
     """Whether running a split model imports the compiler, which takes seconds."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
-    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, ("height",), (2, 1)), 2))
+    cut = hetconv.parallelize(
+        model, plan_of(model, splits_of(model, ("height",), (2, 1)), 2)
+    )
     before = "torch._dynamo" in sys.modules
     with torch.no_grad():
         cut(torch.randn(1, 3, 8, 8))

@@ -1,4 +1,6 @@
-"""Data parallelism over split models: `DistributedDataParallel` along one dimension of a mesh, splits along another."""
+"""Data parallelism over split models: `DistributedDataParallel` along one dimension of
+a mesh, splits along another.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from tests.nets import Chain, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks
 
 STEPS = 3
-MIXES: tuple[tuple[SplitKind, ...], ...] = (("height",), ("filter", "channel"), ("sample", "width", "filter"))
+MIXES: tuple[tuple[SplitKind, ...], ...] = (
+    ("height",),
+    ("filter", "channel"),
+    ("sample", "width", "filter"),
+)
 
 
 def mesh_of_4() -> DeviceMesh:
@@ -29,7 +35,9 @@ def mesh_of_4() -> DeviceMesh:
 def replicas_of_splits(
     plain: nn.Module, kinds: tuple[SplitKind, ...], ratio: tuple[int, int] = (3, 1)
 ) -> tuple[nn.Module, DistributedDataParallel, int]:
-    """(a copy that is cut over a row of the mesh, the same one wrapped, which replica this rank belongs to)."""
+    """(a copy that is cut over a row of the mesh, the same one wrapped, which replica
+    this rank belongs to).
+    """
     mesh = mesh_of_4()
     cut = copy.deepcopy(plain)
     plan = plan_of(cut, splits_of(cut, kinds, ratio), 2)
@@ -51,23 +59,35 @@ def batches(shape: tuple[int, ...], classes: int) -> list[tuple[Tensor, Tensor]]
     return found
 
 
-def compared(cut: nn.Module, serial: nn.Module, step: int, with_state: bool = True) -> Differences:
+def compared(
+    cut: nn.Module, serial: nn.Module, step: int, with_state: bool = True
+) -> Differences:
     gradients = full_gradients(cut)
-    found = {f"{step} gradient {k}": apart(gradients[k], p.grad) for k, p in serial.named_parameters()}
+    found = {
+        f"{step} gradient {k}": apart(gradients[k], p.grad)
+        for k, p in serial.named_parameters()
+    }
     if with_state:
         state = hetconv.full_state_dict(cut)
-        found |= {f"{step} state {k}": apart(state[k], v) for k, v in serial.state_dict().items()}
+        found |= {
+            f"{step} state {k}": apart(state[k], v)
+            for k, v in serial.state_dict().items()
+        }
     return found
 
 
-def without_batch_norm(kinds: tuple[SplitKind, ...], ratio: tuple[int, int], clip: bool) -> Differences:
+def without_batch_norm(
+    kinds: tuple[SplitKind, ...], ratio: tuple[int, int], clip: bool
+) -> Differences:
     """Against one device on the whole batch, with every replica on its half."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(dist.get_rank())  # the truth is rank 0's
     cut, wrapped, replica = replicas_of_splits(Chain(), kinds, ratio)
     torch.manual_seed(0)
     serial = Chain()
-    updates = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (serial, wrapped)]
+    updates = [
+        torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (serial, wrapped)
+    ]
     found: Differences = {}
     for i, (x, target) in enumerate(batches((4, 4, 16, 16), 3)):
         for update in updates:
@@ -95,13 +115,17 @@ def test_replicas_of_uneven_splits_train_as_one_device_on_the_whole_batch(
 
 
 def with_batch_norm(kinds: tuple[SplitKind, ...]) -> Differences:
-    """Against two whole replicas, of which each has its own statistics and begins with the first one's buffers."""
+    """Against two whole replicas, of which each has its own statistics and begins with
+    the first one's buffers.
+    """
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     serial = ResNet()
     cut, wrapped, replica = replicas_of_splits(serial, kinds)
     both = [serial, copy.deepcopy(serial)]
-    updates = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (*both, wrapped)]
+    updates = [
+        torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (*both, wrapped)
+    ]
     found: Differences = {}
     for i, (x, target) in enumerate(batches((4, 3, 20, 20), 5)):
         for update in updates:
@@ -124,7 +148,9 @@ def with_batch_norm(kinds: tuple[SplitKind, ...]) -> Differences:
 
 
 @pytest.mark.parametrize("kinds", MIXES, ids="-".join)
-def test_batch_norm_has_the_statistics_of_its_replica(kinds: tuple[SplitKind, ...]) -> None:
+def test_batch_norm_has_the_statistics_of_its_replica(
+    kinds: tuple[SplitKind, ...],
+) -> None:
     assert_same(on_ranks(4, with_batch_norm, kinds))
 
 

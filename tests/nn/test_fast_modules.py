@@ -1,4 +1,6 @@
-"""Norms and activations of torch's own run on own parts without being read as calls, and as they would otherwise."""
+"""Norms and activations of torch's own run on own parts without being read as calls,
+and as they would otherwise.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ MODULES = {
     "batch norm, frozen": frozen,
     "batch norm in training": lambda: norm(),
     "batch norm in training, of all batches alike": lambda: norm(momentum=None),
-    "batch norm in training without running statistics": lambda: norm(track_running_stats=False),
-    "batch norm without running statistics": lambda: norm(track_running_stats=False).eval(),
+    "batch norm in training without running statistics": lambda: norm(
+        track_running_stats=False
+    ),
+    "batch norm without running statistics": lambda: norm(
+        track_running_stats=False
+    ).eval(),
     "batch norm without parameters": lambda: norm(affine=False).eval(),
     "batch norm and ReLU": lambda: nn.Sequential(frozen(), nn.ReLU()),
     "ReLU in place": lambda: nn.Sequential(nn.Softplus(), nn.ReLU(inplace=True)),
@@ -55,7 +61,9 @@ def no_function(*_: Any) -> Any:
 
 
 def as_modules(name: str) -> dict[str, Differences]:
-    return {place: on_parts(no_function, place, module=ready(name)) for place in PLACEMENTS}
+    return {
+        place: on_parts(no_function, place, module=ready(name)) for place in PLACEMENTS
+    }
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -99,22 +107,33 @@ def dispatched(name: str, placement: str) -> list[str]:
         ("ReLU in place", "rows", ["relu"]),
     ],
 )
-def test_only_what_needs_nothing_of_others_skips_the_dispatch(name: str, placement: str, expected: list[str]) -> None:
-    assert all(seen == expected for seen in on_ranks(WORLD, dispatched, name, placement))
+def test_only_what_needs_nothing_of_others_skips_the_dispatch(
+    name: str, placement: str, expected: list[str]
+) -> None:
+    assert all(
+        seen == expected for seen in on_ranks(WORLD, dispatched, name, placement)
+    )
 
 
 def refused(norm: nn.Module, placement: str) -> bool:
     layout, module = PLACEMENTS[placement], nn.Sequential(norm.double().eval())
     run_on_own_parts(module)
     x, _ = placed(torch.ones(layout.shape, dtype=torch.float64), layout)
-    with torch.no_grad(), pytest.raises((hetconv.HetConvError, RuntimeError, ValueError)):
+    with (
+        torch.no_grad(),
+        pytest.raises((hetconv.HetConvError, RuntimeError, ValueError)),
+    ):
         module(x)
     return True
 
 
 @pytest.mark.parametrize("placement", ["rows", "channels"])
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.BatchNorm3d(8)], ids=["channels", "dimensions"])
-def test_a_norm_refuses_parts_of_what_it_is_not_for(norm: nn.Module, placement: str) -> None:
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(4), nn.BatchNorm3d(8)], ids=["channels", "dimensions"]
+)
+def test_a_norm_refuses_parts_of_what_it_is_not_for(
+    norm: nn.Module, placement: str
+) -> None:
     """Of eight channels, of which no rank may have more than four, and of images."""
     assert all(on_ranks(WORLD, refused, norm, placement))
 

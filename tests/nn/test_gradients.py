@@ -11,7 +11,14 @@ from torch import nn
 
 import hetconv
 from hetconv.sharding.layer_rules import Split, SplitKind
-from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, pair
+from tests.equivalence import (
+    Differences,
+    apart,
+    assert_same,
+    full_gradients,
+    loss_of,
+    pair,
+)
 from tests.nets import IMAGE_KINDS, NETS, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks
 
@@ -31,30 +38,48 @@ def clipped(kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]) -> Differences
                 loss_of(model(x)).backward()
             norm = nn.utils.clip_grad_norm_(serial.parameters(), limit, norm_type)
             case = f"{norm_type} {limit}"
-            found[f"norm {case}"] = apart(norm, hetconv.clip_grad_norm_(cut, limit, norm_type)) / float(norm)
+            found[f"norm {case}"] = apart(
+                norm, hetconv.clip_grad_norm_(cut, limit, norm_type)
+            ) / float(norm)
             gradients = full_gradients(cut)
-            found |= {f"{case} {k}": apart(gradients[k], p.grad) for k, p in serial.named_parameters()}
+            found |= {
+                f"{case} {k}": apart(gradients[k], p.grad)
+                for k, p in serial.named_parameters()
+            }
     return found
 
 
 @pytest.mark.parametrize("ratio", [(3, 1), (1, 0, 2)])
-@pytest.mark.parametrize("kinds", [(k,) for k in IMAGE_KINDS] + [("filter", "channel", "height")], ids="-".join)
-def test_clipping_is_by_the_norm_of_the_whole(kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [(k,) for k in IMAGE_KINDS] + [("filter", "channel", "height")],
+    ids="-".join,
+)
+def test_clipping_is_by_the_norm_of_the_whole(
+    kinds: tuple[SplitKind, ...], ratio: tuple[int, ...]
+) -> None:
     assert_same(on_ranks(len(ratio), clipped, kinds, ratio))
 
 
 def overflowing() -> tuple[str, float, str]:
-    """The error where one rank's slice is infinite, what clipping has changed then, and the error of a wrong norm."""
+    """The error where one rank's slice is infinite, what clipping has changed then, and
+    the error of a wrong norm.
+    """
     torch.manual_seed(0)
     model = ResNet().double()
-    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, ("filter",), (3, 1)), 2))
+    cut = hetconv.parallelize(
+        model, plan_of(model, splits_of(model, ("filter",), (3, 1)), 2)
+    )
     loss_of(cut(torch.randn(2, 3, 20, 20, dtype=torch.float64))).backward()
     if torch.distributed.get_rank() == 1:
         cut.stem.weight.grad[0] = math.inf
     before = copy.deepcopy([p.grad for p in cut.parameters()])
     with pytest.raises(hetconv.HetConvError) as error:
         hetconv.clip_grad_norm_(cut, 1.0, error_if_nonfinite=True)
-    changed = sum(not torch.equal(p.grad, g) for p, g in zip(cut.parameters(), before, strict=True))  # type: ignore[arg-type]
+    changed = sum(
+        not torch.equal(p.grad, g)
+        for p, g in zip(cut.parameters(), before, strict=True)
+    )  # type: ignore[arg-type]
     with pytest.raises(hetconv.HetConvError) as wrong:
         hetconv.clip_grad_norm_(cut, 1.0, -1.0)
     return str(error.value), changed, str(wrong.value)
@@ -80,10 +105,14 @@ def test_a_plain_model_is_clipped_by_torch() -> None:
 
 
 def scaled(overflows: bool) -> tuple[float, list[float]]:
-    """(scale after an update, how far each parameter has moved), where one rank's slice overflows or none does."""
+    """(scale after an update, how far each parameter has moved), where one rank's slice
+    overflows or none does.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1))
-    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, ("filter",), (3, 1)), 2))
+    cut = hetconv.parallelize(
+        model, plan_of(model, splits_of(model, ("filter",), (3, 1)), 2)
+    )
     optimizer = torch.optim.SGD(cut.parameters(), 0.1)
     scaler = hetconv.GradScaler(cut, "cpu", init_scale=4.0, growth_interval=1)
     before = [p.detach().clone() for p in cut.parameters()]
@@ -93,7 +122,9 @@ def scaled(overflows: bool) -> tuple[float, list[float]]:
         cut[0].weight.grad[0] = math.inf
     scaler.step(optimizer)
     scaler.update()
-    return scaler.get_scale(), [apart(p.detach(), b) for p, b in zip(cut.parameters(), before, strict=True)]
+    return scaler.get_scale(), [
+        apart(p.detach(), b) for p, b in zip(cut.parameters(), before, strict=True)
+    ]
 
 
 def test_all_ranks_skip_a_step_in_which_one_slice_overflows() -> None:
@@ -106,8 +137,12 @@ def test_all_ranks_skip_a_step_in_which_one_slice_overflows() -> None:
 
 
 def torchs_own(kind: SplitKind) -> list[str]:
-    """What is said of torch's own functions, of the model and of a copy; "nothing" where they are right."""
-    serial, cut = pair(lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 4, 3)), _both(kind), 2)
+    """What is said of torch's own functions, of the model and of a copy; "nothing"
+    where they are right.
+    """
+    serial, cut = pair(
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 4, 3)), _both(kind), 2
+    )
     models, x, said = (cut, copy.deepcopy(cut)), torch.randn(2, 4, 8, 8), list[str]()
     for model in (serial, *models):
         model(x).square().mean().backward()
@@ -116,7 +151,9 @@ def torchs_own(kind: SplitKind) -> list[str]:
     for model, gradients in zip(models, before, strict=True):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         try:
-            assert apart(nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm) <= 1e-12
+            assert (
+                apart(nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm) <= 1e-12
+            )
             gradients = {name: p.grad for name, p in serial.named_parameters()}
             said.append("nothing")
         except hetconv.HetConvError as e:
@@ -130,7 +167,9 @@ def torchs_own(kind: SplitKind) -> list[str]:
             said.append(str(e))
         after = full_gradients(model)
         assert max(apart(after[name], gradients[name]) for name in gradients) <= 1e-12
-        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)  # with the norm of the whole it is right
+        nn.utils.clip_grads_with_norm_(
+            model.parameters(), 0.1, norm
+        )  # with the norm of the whole it is right
     return said
 
 

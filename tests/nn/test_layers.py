@@ -14,15 +14,38 @@ import hetconv
 from hetconv.errors import HetConvError, PlanError
 from hetconv.nn.layers import HetConv2d, HetLinear
 from hetconv.sharding.layer_rules import Split, SplitKind
-from tests.equivalence import Differences, apart, assert_same, loss_of, one_step, pair, same_state
-from tests.nets import IMAGE_KINDS, Chain, MobileBlock, ResNet, SuperResolution, Twice, plan_of, splits_of
+from tests.equivalence import (
+    Differences,
+    apart,
+    assert_same,
+    loss_of,
+    one_step,
+    pair,
+    same_state,
+)
+from tests.nets import (
+    IMAGE_KINDS,
+    Chain,
+    MobileBlock,
+    ResNet,
+    SuperResolution,
+    Twice,
+    plan_of,
+    splits_of,
+)
 from tests.spawn import on_ranks
 
 
-def standalone(kind: SplitKind, ratio: tuple[int, ...], output: str, options: dict[str, Any]) -> Differences:
+def standalone(
+    kind: SplitKind, ratio: tuple[int, ...], output: str, options: dict[str, Any]
+) -> Differences:
     torch.set_default_dtype(torch.float64)
     plain = nn.Conv2d(6, 8, 3, **options)
-    sizes = {"replicate": (), "filter": tuple(4 * r for r in ratio), "channel": tuple(3 * r for r in ratio)}
+    sizes = {
+        "replicate": (),
+        "filter": tuple(4 * r for r in ratio),
+        "channel": tuple(3 * r for r in ratio),
+    }
     cut = HetConv2d.from_conv(plain, Split(kind, sizes.get(kind, ratio)), output=output)  # type: ignore[arg-type]
     cut.register_forward_hook(lambda _, args, y: hetconv.gather(y))
     return one_step(plain, cut, torch.randn(3, 6, 9, 8))
@@ -31,11 +54,17 @@ def standalone(kind: SplitKind, ratio: tuple[int, ...], output: str, options: di
 @pytest.mark.parametrize("output", ["replicated", "split"])
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("ratio", [(1, 1), (2, 0)])
-def test_a_convolution_by_itself(ratio: tuple[int, ...], kind: SplitKind, output: str) -> None:
-    assert_same(on_ranks(2, standalone, kind, ratio, output, {"stride": 2, "padding": 1}))
+def test_a_convolution_by_itself(
+    ratio: tuple[int, ...], kind: SplitKind, output: str
+) -> None:
+    assert_same(
+        on_ranks(2, standalone, kind, ratio, output, {"stride": 2, "padding": 1})
+    )
 
 
-def cut_chain(kind: SplitKind = "filter", ratio: tuple[int, ...] = (2, 1)) -> tuple[nn.Module, nn.Module]:
+def cut_chain(
+    kind: SplitKind = "filter", ratio: tuple[int, ...] = (2, 1)
+) -> tuple[nn.Module, nn.Module]:
     return pair(Chain, splits_of(Chain(), (kind,), ratio), len(ratio))
 
 
@@ -47,7 +76,9 @@ def state_round_trip() -> tuple[bool, Differences]:
             p.zero_()
     lost = any(v > 0 for v in same_state(serial, cut).values())
     hetconv.load_full_state_dict(cut, kept)
-    return lost, same_state(serial, cut) | one_step(serial, cut, torch.randn(2, 4, 16, 16))
+    return lost, same_state(serial, cut) | one_step(
+        serial, cut, torch.randn(2, 4, 16, 16)
+    )
 
 
 def test_the_full_state_brings_everything_back() -> None:
@@ -73,7 +104,8 @@ def refused_states() -> tuple[list[str], Differences]:
     wrong = (
         {k: torch.zeros_like(v) for k, v in state.items() if k != "two.bias"},
         {k: torch.zeros_like(v) for k, v in state.items()} | {"more": torch.zeros(1)},
-        {k: torch.zeros_like(v) for k, v in state.items()} | {"one.weight": torch.zeros(4, 4, 3, 3)},
+        {k: torch.zeros_like(v) for k, v in state.items()}
+        | {"one.weight": torch.zeros(4, 4, 3, 3)},
         dict(cut.state_dict()),
     )
     said = []
@@ -137,10 +169,18 @@ def gradients_of_some(kind: SplitKind) -> Differences:
     serial, cut = cut_chain(kind)
     x = torch.randn(2, 4, 16, 16)
     wanted = [(m, [m.two.bias, m.head.bias, m.one.bias]) for m in (serial, cut)]
-    expected, found = (torch.autograd.grad(loss_of(m(x)), params) for m, params in wanted)
-    boxes = [layer.held["bias"].boxes[torch.distributed.get_rank()] for layer in (cut.two, cut.head, cut.one)]
+    expected, found = (
+        torch.autograd.grad(loss_of(m(x)), params) for m, params in wanted
+    )
+    boxes = [
+        layer.held["bias"].boxes[torch.distributed.get_rank()]
+        for layer in (cut.two, cut.head, cut.one)
+    ]
     slices = [tuple(map(slice, box.lo, box.hi)) for box in boxes]
-    return {str(i): apart(a, b[own]) for i, (a, b, own) in enumerate(zip(found, expected, slices, strict=True))}
+    return {
+        str(i): apart(a, b[own])
+        for i, (a, b, own) in enumerate(zip(found, expected, slices, strict=True))
+    }
 
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
@@ -164,15 +204,29 @@ def test_a_copy_of_a_parallelized_model_is_one_of_its_own() -> None:
 def names_and_swaps() -> tuple[bool, bool, bool, bool]:
     torch.manual_seed(0)
     plain = ResNet()
-    plain.stem.register_forward_hook(lambda module, args, kwargs, y: y * 2, with_kwargs=True)
-    plain.stem.weight.data = plain.stem.weight.data.to(memory_format=torch.channels_last)
+    plain.stem.register_forward_hook(
+        lambda module, args, kwargs, y: y * 2, with_kwargs=True
+    )
+    plain.stem.weight.data = plain.stem.weight.data.to(
+        memory_format=torch.channels_last
+    )
     cut = copy.deepcopy(plain)
-    same = hetconv.parallelize(cut, plan_of(cut, splits_of(cut, ("filter",), (3, 1)), 2)) is cut
-    names = [n for n, _ in cut.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    same = (
+        hetconv.parallelize(cut, plan_of(cut, splits_of(cut, ("filter",), (3, 1)), 2))
+        is cut
+    )
+    names = [n for n, _ in cut.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
     x = torch.randn(1, 3, 20, 20)
     hooked = apart(cut.eval()(x), plain.eval()(x)) < 1e-5
     kept = cut.stem.weight.is_contiguous(memory_format=torch.channels_last)
-    return same, names, hooked, kept and isinstance(cut.stem, HetConv2d) and isinstance(cut.head, HetLinear)
+    return (
+        same,
+        names,
+        hooked,
+        kept and isinstance(cut.stem, HetConv2d) and isinstance(cut.head, HetLinear),
+    )
 
 
 def test_a_model_keeps_its_identity_names_hooks_and_memory_format() -> None:
@@ -182,17 +236,27 @@ def test_a_model_keeps_its_identity_names_hooks_and_memory_format() -> None:
 def weights_of_rank_0() -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(torch.distributed.get_rank())
     model, conv = MobileBlock(), nn.Conv2d(4, 4, 3)
-    cut = hetconv.parallelize(copy.deepcopy(model), plan_of(model, splits_of(model, ("height",), (1, 1)), 2))
+    cut = hetconv.parallelize(
+        copy.deepcopy(model), plan_of(model, splits_of(model, ("height",), (1, 1)), 2)
+    )
     by_itself = HetConv2d.from_conv(conv, Split("width", (1, 1)))
     made = HetConv2d(4, 4, 3, split=Split("width", (1, 1)))
-    found = [p.detach() for m in (cut, by_itself, made) for p in (*m.parameters(), *m.buffers())]
-    return found, [p.detach() for m in (model, conv) for p in (*m.parameters(), *m.buffers())]
+    found = [
+        p.detach()
+        for m in (cut, by_itself, made)
+        for p in (*m.parameters(), *m.buffers())
+    ]
+    return found, [
+        p.detach() for m in (model, conv) for p in (*m.parameters(), *m.buffers())
+    ]
 
 
 def test_weights_are_those_of_rank_0() -> None:
     (mine, truth), (others, _) = on_ranks(2, weights_of_rank_0)
     assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(mine[: len(truth)], truth, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(mine[: len(truth)], truth, strict=True)
+    )
 
 
 def a_whole_model_of_one_layer() -> Differences:
@@ -214,7 +278,9 @@ def sits_within_a_group() -> Differences | None:
     torch.set_default_dtype(torch.float64)
     plain = SuperResolution()
     cut = copy.deepcopy(plain)
-    cut = hetconv.parallelize(cut, plan_of(cut, splits_of(cut, ("height",), (3, 1)), 2), group=group)
+    cut = hetconv.parallelize(
+        cut, plan_of(cut, splits_of(cut, ("height",), (3, 1)), 2), group=group
+    )
     return one_step(plain, cut, torch.randn(1, 3, 9, 9))
 
 
@@ -250,10 +316,15 @@ def refusals() -> list[str]:
         (Twice(), {"conv": half, "again": Split("filter", (3, 1))}),
         (nn.Sequential(nn.Conv2d(4, 4, 3), nn.LazyBatchNorm2d()), {"0": half}),
     ):
-        layers = {n: plan_of(nn.Sequential(nn.Conv2d(4, 4, 3)), {"0": s}, 2).layers["0"] for n, s in plan.items()}
+        layers = {
+            n: plan_of(nn.Sequential(nn.Conv2d(4, 4, 3)), {"0": s}, 2).layers["0"]
+            for n, s in plan.items()
+        }
         bare = plan_of(nn.Sequential(), {}, 2)
         try:
-            hetconv.parallelize(model, type(bare)(bare.devices, "train", "", (), layers, "by hand"))
+            hetconv.parallelize(
+                model, type(bare)(bare.devices, "train", "", (), layers, "by hand")
+            )
         except PlanError as e:
             said.append(str(e))
     return said
@@ -276,13 +347,17 @@ class Dropping(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout2d(F.dropout(self.conv(x), 0.3, self.training), 0.3, self.training)
+        return F.dropout2d(
+            F.dropout(self.conv(x), 0.3, self.training), 0.3, self.training
+        )
 
 
 def drawn(kind: SplitKind) -> Tensor:
     torch.manual_seed(torch.distributed.get_rank())
     model = Dropping()
-    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, (kind,), (2, 1, 1)), 3))
+    cut = hetconv.parallelize(
+        model, plan_of(model, splits_of(model, (kind,), (2, 1, 1)), 3)
+    )
     return cut(torch.ones(2, 3, 6, 6)).detach()
 
 

@@ -1,4 +1,6 @@
-"""The state of a model and its optimizer in whole tensors: from a split model to a plain one, to torch's, and back."""
+"""The state of a model and its optimizer in whole tensors: from a split model to a
+plain one, to torch's, and back.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 import hetconv
@@ -22,9 +27,21 @@ from tests.spawn import on_ranks
 Params = list[dict[str, Any]]
 ALONE = Split("sample", (0, 0, 1, 0))
 SPLITS = {  # by number of ranks; of four, one holds no weight
-    4: {"one": Split("height", (1, 2, 0, 0)), "two": Split("width", (0, 1, 1, 0)), "head": ALONE},
-    3: {"one": Split("filter", (4, 0, 2)), "two": Split("channel", (1, 5, 0)), "head": Split("filter", (0, 1, 2))},
-    2: {"one": Split("channel", (0, 3)), "two": Split("filter", (3, 1)), "head": Split("channel", (50, 14))},
+    4: {
+        "one": Split("height", (1, 2, 0, 0)),
+        "two": Split("width", (0, 1, 1, 0)),
+        "head": ALONE,
+    },
+    3: {
+        "one": Split("filter", (4, 0, 2)),
+        "two": Split("channel", (1, 5, 0)),
+        "head": Split("filter", (0, 1, 2)),
+    },
+    2: {
+        "one": Split("channel", (0, 3)),
+        "two": Split("filter", (3, 1)),
+        "head": Split("channel", (50, 14)),
+    },
 }
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, 0.05, momentum=0.9),
@@ -34,11 +51,16 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """Convolutions, a linear, a norm with running statistics, and a parameter that is not trained."""
+    """Convolutions, a linear, a norm with running statistics, and a parameter that is
+    not trained.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3, stride=2, padding=1)
+        self.one, self.two = (
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.Conv2d(6, 4, 3, stride=2, padding=1),
+        )
         self.norm, self.head = nn.BatchNorm2d(6), nn.Linear(64, 3)
         self.two.bias.requires_grad_(False)
 
@@ -61,8 +83,13 @@ def split(world: int, seed: int, group: Any = None) -> nn.Module:
 def optimizer_of(model: nn.Module, kind: str) -> Optimizer:
     """Two groups, in another order than the model's parameters, the second of which decays."""
     named = dict(model.named_parameters())
-    groups = [{"params": [p for k, p in named.items() if ("weight" in k) == big]} for big in (False, True)]
-    made: Optimizer = OPTIMIZERS[kind]([groups[0], groups[1] | {"weight_decay": 0.1, "lr": 0.02}])
+    groups = [
+        {"params": [p for k, p in named.items() if ("weight" in k) == big]}
+        for big in (False, True)
+    ]
+    made: Optimizer = OPTIMIZERS[kind](
+        [groups[0], groups[1] | {"weight_decay": 0.1, "lr": 0.02}]
+    )
     return made
 
 
@@ -76,7 +103,9 @@ def fresh(model: nn.Module, kind: str) -> Optimizer:
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     for i in steps:
-        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+        x = torch.randn(
+            2, 3, 8, 8, generator=torch.Generator().manual_seed(i), dtype=torch.float64
+        )
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
@@ -89,7 +118,9 @@ def trained(model: nn.Module, kind: str, steps: int) -> tuple[nn.Module, Optimiz
 
 
 def difference(a: Any, b: Any) -> float:
-    """The largest of any two tensors in states of the same structure; infinite where anything else differs."""
+    """The largest of any two tensors in states of the same structure; infinite where
+    anything else differs.
+    """
     if isinstance(a, Tensor):
         return apart(a, b)
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
@@ -101,16 +132,22 @@ def difference(a: Any, b: Any) -> float:
 
 def given(world: int, kind: str, steps: int) -> Any:
     model, optimizer = trained(split(world, 0), kind, steps)
-    return hetconv.full_state_dict(model), hetconv.full_optim_state_dict(model, optimizer)
+    return hetconv.full_state_dict(model), hetconv.full_optim_state_dict(
+        model, optimizer
+    )
 
 
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_the_whole_state_of_an_optimizer_is_the_unsplit_ones(world: int, kind: str, steps: int) -> None:
+def test_the_whole_state_of_an_optimizer_is_the_unsplit_ones(
+    world: int, kind: str, steps: int
+) -> None:
     """As torch.distributed.checkpoint gives it of the unsplit model."""
     net, optimizer = trained(plain(0), kind, steps)
-    expected = get_optimizer_state_dict(net, optimizer) | ({} if steps else {"state": {}})  # torch makes a step
+    expected = get_optimizer_state_dict(net, optimizer) | (
+        {} if steps else {"state": {}}
+    )  # torch makes a step
     for state, optim in on_ranks(world, given, world, kind, steps):
         assert difference(state, dict(net.state_dict())) <= 1e-9
         assert difference(optim, expected) <= 1e-9
@@ -133,7 +170,10 @@ def test_a_plain_run_goes_on_split(kind: str) -> None:
         optimizer.state_dict(),
         get_optimizer_state_dict(net, optimizer),
     )
-    found = [on_ranks(2, going_on, 2, kind, state, optim)[0] for optim in (by_position, by_name)]
+    found = [
+        on_ranks(2, going_on, 2, kind, state, optim)[0]
+        for optim in (by_position, by_name)
+    ]
     train(net, optimizer, range(2, 4))
     for there in found:
         assert difference(there, dict(net.state_dict())) <= 1e-9
@@ -149,10 +189,17 @@ def test_a_split_run_goes_on_plain(how: str, tmp_path: Path) -> None:
     if how == "hetconv":
         hetconv.load_full_optim_state_dict(net, optimizer, optim)
     else:
-        optim["state"]["two.bias"] = {}  # torch misses a state of a parameter that has none: it is not trained
+        optim["state"][
+            "two.bias"
+        ] = {}  # torch misses a state of a parameter that has none: it is not trained
         set_optimizer_state_dict(net, optimizer, optim)
     train(net, optimizer, range(2, 4))
-    assert difference(dict(net.state_dict()), dict(trained(plain(0), "adam", 4)[0].state_dict())) <= 1e-9
+    assert (
+        difference(
+            dict(net.state_dict()), dict(trained(plain(0), "adam", 4)[0].state_dict())
+        )
+        <= 1e-9
+    )
 
 
 def its_own(world: int) -> tuple[bool, bool]:
@@ -162,7 +209,9 @@ def its_own(world: int) -> tuple[bool, bool]:
     state = hetconv.full_optim_state_dict(model, optimizer)
     hetconv.load_full_optim_state_dict(model, optimizer, state)
     pairs = [(p, kept["exp_avg"]) for p, kept in optimizer.state.items()]
-    given = {x["exp_avg"].data_ptr() for x in state["state"].values() if x["exp_avg"].numel()}
+    given = {
+        x["exp_avg"].data_ptr() for x in state["state"].values() if x["exp_avg"].numel()
+    }
     return (
         not any(x.data_ptr() in given for _, x in pairs),
         all(p.stride() == x.stride() for p, x in pairs if p.numel()),
@@ -210,22 +259,39 @@ def refused() -> dict[str, str]:
     def load(state: Any) -> str:
         return told(hetconv.load_full_optim_state_dict, model, optimizer, state)
 
-    wrong = {"state": whole["state"] | {"one.weight": {"exp_avg": torch.zeros(6, 3, 3, 2)}}}
+    wrong = {
+        "state": whole["state"] | {"one.weight": {"exp_avg": torch.zeros(6, 3, 3, 2)}}
+    }
     found = {
         "shape": load(changed(**wrong)),
         "groups": load(changed(param_groups=whole["param_groups"][:1])),
         "group": load(changed(param_groups=whole["param_groups"][::-1])),
         "unknown": load(changed(state=whole["state"] | {"three.weight": {}})),
-        "values": load(changed(state={k: {j: x + 1 for j, x in v.items()} for k, v in whole["state"].items()})),
-        "values of the model": told(hetconv.load_full_state_dict, model, {k: v + rank for k, v in model_state.items()}),
+        "values": load(
+            changed(
+                state={
+                    k: {j: x + 1 for j, x in v.items()}
+                    for k, v in whole["state"].items()
+                }
+            )
+        ),
+        "values of the model": told(
+            hetconv.load_full_state_dict,
+            model,
+            {k: v + rank for k, v in model_state.items()},
+        ),
         "type": load(None if rank == 1 else whole),
-        "strangers": told(hetconv.full_optim_state_dict, model, optimizer_of(plain(0), "sgd")),
+        "strangers": told(
+            hetconv.full_optim_state_dict, model, optimizer_of(plain(0), "sgd")
+        ),
     }
     for kind in (RowMeans, History):
         odd: Any = kind([model.two.weight], lr=1e-3)
         odd.step()
         found[kind.__name__] = told(hetconv.full_optim_state_dict, model, odd)
-    found["after"] = str(difference(hetconv.full_optim_state_dict(model, optimizer), before))
+    found["after"] = str(
+        difference(hetconv.full_optim_state_dict(model, optimizer), before)
+    )
     return found
 
 
@@ -233,9 +299,26 @@ def test_what_does_not_fit_is_refused_by_name_on_every_rank() -> None:
     first, second = on_ranks(2, refused)
     assert first == second
     expected = {
-        "shape": ["HetConvError", "on rank 1", "'one.weight'", "(6, 3, 3, 2)", "(6, 3, 3, 3)"],
-        "groups": ["HetConvError", "on rank 1", "1 groups", "expected 2", "group 1: missing ['head.weight'"],
-        "group": ["HetConvError", "on rank 1", "group 0: missing ['head.bias'", "unknown ['head.weight'"],
+        "shape": [
+            "HetConvError",
+            "on rank 1",
+            "'one.weight'",
+            "(6, 3, 3, 2)",
+            "(6, 3, 3, 3)",
+        ],
+        "groups": [
+            "HetConvError",
+            "on rank 1",
+            "1 groups",
+            "expected 2",
+            "group 1: missing ['head.weight'",
+        ],
+        "group": [
+            "HetConvError",
+            "on rank 1",
+            "group 0: missing ['head.bias'",
+            "unknown ['head.weight'",
+        ],
         "unknown": ["HetConvError", "on rank 1", "three.weight"],
         "values": ["DisagreementError", "bytes"],
         "values of the model": ["DisagreementError", "bytes"],
@@ -297,9 +380,17 @@ def through_safetensors(path: Path) -> float:
     with torch.no_grad():
         net.conv.weight.zero_()
     hetconv.load_full_state_dict(net, load_file(path))
-    return max(difference(load_file(path), expected), difference(hetconv.full_state_dict(net), expected))
+    return max(
+        difference(load_file(path), expected),
+        difference(hetconv.full_state_dict(net), expected),
+    )
 
 
 def test_safetensors_takes_and_gives_the_whole_state(tmp_path: Path) -> None:
-    """Of a model in channels-last with layers under two names: safetensors refuses both in a plain state."""
-    assert on_ranks(2, through_safetensors, tmp_path / "model.safetensors") == [0.0, 0.0]
+    """Of a model in channels-last with layers under two names: safetensors refuses both
+    in a plain state.
+    """
+    assert on_ranks(2, through_safetensors, tmp_path / "model.safetensors") == [
+        0.0,
+        0.0,
+    ]

@@ -1,4 +1,6 @@
-"""Replicas that unequal arithmetic pulls apart are brought back to rank 0's, and found alike they are left alone."""
+"""Replicas that unequal arithmetic pulls apart are brought back to rank 0's, and found
+alike they are left alone.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,17 @@ def spread(model: nn.Module) -> float:
 def trained(sync_every: int) -> float:
     """How far replicas are apart after training in which rank 1 computes a millionth too much."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 3, padding=1))
-    cut = hetconv.parallelize(model, plan_of(model, splits_of(model, ("height",), (2, 1)), 2), sync_every=sync_every)
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 2, 3, padding=1),
+    )
+    cut = hetconv.parallelize(
+        model,
+        plan_of(model, splits_of(model, ("height",), (2, 1)), 2),
+        sync_every=sync_every,
+    )
     optimizer = torch.optim.SGD(cut.parameters(), 0.05, momentum=0.9)
     forward = kernels.conv_forward
     if dist.get_rank() == 1:
@@ -82,7 +93,9 @@ def synced() -> tuple[list[float], list[float], list[str], list[int]]:
         drifts.append(hetconv.sync_replicated(cut))
         spreads.append(spread(cut))
         assert cut[0].weight.equal(own), "a slice is no replica"
-        changed = [p._version - v for p, v in zip(cut.parameters(), versions, strict=True)]
+        changed = [
+            p._version - v for p, v in zip(cut.parameters(), versions, strict=True)
+        ]
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -95,7 +108,9 @@ def test_what_differs_is_brought_back_told_and_logged_once() -> None:
         assert spreads == [0.0, 0.0]
         assert len(said) == (rank == 0)
         assert all("0.5 in 2 tensors" in line for line in said)
-        assert not any(changed), "a graph that was built before would refuse its backward"
+        assert not any(changed), (
+            "a graph that was built before would refuse its backward"
+        )
 
 
 def test_a_plain_model_has_no_replicas() -> None:

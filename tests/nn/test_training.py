@@ -1,4 +1,6 @@
-"""What people do around training: checkpoints, hooks, own functions, averages, frozen and shared parameters."""
+"""What people do around training: checkpoints, hooks, own functions, averages, frozen
+and shared parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 import hetconv
 from hetconv.sharding.layer_rules import SplitKind
-from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of, one_step, pair, same_state
+from tests.equivalence import (
+    Differences,
+    apart,
+    assert_same,
+    full_gradients,
+    loss_of,
+    one_step,
+    pair,
+    same_state,
+)
 from tests.nets import IMAGE_KINDS, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks
 
@@ -38,16 +49,29 @@ class Pools(nn.Module):
         super().__init__()
         self.upsamples = upsamples
         self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-        self.norm, self.scale = nn.BatchNorm2d(4), nn.Parameter(torch.full((4, 1, 1), 0.7))
+        self.norm, self.scale = (
+            nn.BatchNorm2d(4),
+            nn.Parameter(torch.full((4, 1, 1), 0.7)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
-        y = checkpoint(lambda t: F.max_pool2d(self.scale * F.relu(self.b(t)), 3, 2, 1), y, use_reentrant=False)
-        y = checkpoint(lambda t: F.avg_pool2d(self.norm(t), 3, 2, 1), y, use_reentrant=False)
+        y = checkpoint(
+            lambda t: F.max_pool2d(self.scale * F.relu(self.b(t)), 3, 2, 1),
+            y,
+            use_reentrant=False,
+        )
+        y = checkpoint(
+            lambda t: F.avg_pool2d(self.norm(t), 3, 2, 1), y, use_reentrant=False
+        )
         return (
             y
             if not self.upsamples
-            else checkpoint(lambda t: F.interpolate(self.norm(self.b(t)), scale_factor=2.0), y, use_reentrant=False)
+            else checkpoint(
+                lambda t: F.interpolate(self.norm(self.b(t)), scale_factor=2.0),
+                y,
+                use_reentrant=False,
+            )
         )
 
 
@@ -68,20 +92,27 @@ def checkpointed_whole(kind: SplitKind, reentrant: bool) -> Differences:
     serial = ResNet()
     cut = ResNet()
     cut.load_state_dict(serial.state_dict())
-    cut = hetconv.parallelize(cut, plan_of(cut, splits_of(cut, (kind,), RATIO), 3), sync_every=2)
+    cut = hetconv.parallelize(
+        cut, plan_of(cut, splits_of(cut, (kind,), RATIO), 3), sync_every=2
+    )
     found: Differences = {}
     for i in range(3):
         x = torch.randn(SHAPE, requires_grad=True)
         for model in (serial, cut):
             loss_of(checkpoint(model, x, use_reentrant=reentrant)).backward()
         gradients = full_gradients(cut)
-        found |= {f"{i} gradient {k}": apart(gradients[k], p.grad) for k, p in serial.named_parameters()}
+        found |= {
+            f"{i} gradient {k}": apart(gradients[k], p.grad)
+            for k, p in serial.named_parameters()
+        }
     return found | same_state(serial, cut)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["filter", "height"])
-def test_a_whole_model_computed_again_in_backward(kind: SplitKind, reentrant: bool) -> None:
+def test_a_whole_model_computed_again_in_backward(
+    kind: SplitKind, reentrant: bool
+) -> None:
     assert_same(on_ranks(3, checkpointed_whole, kind, reentrant))
 
 
@@ -157,20 +188,33 @@ def test_a_function_that_would_lose_a_gradient_is_refused() -> None:
 
 
 def hooked(kind: SplitKind) -> Differences:
-    """What hooks of modules see, forward and backward, and what comes of a gradient that one of them changes."""
+    """What hooks of modules see, forward and backward, and what comes of a gradient
+    that one of them changes.
+    """
     serial, cut = both(ResNet, kind)
     seen: list[list[Tensor]] = [[], []]
     for model, own in zip((serial, cut), seen, strict=True):
         for path in ("stem", "bn", "blocks.0", "blocks.1.down.0", "pool", "head"):
             module = model.get_submodule(path)
-            module.register_forward_hook(lambda _, args, y, own=own: own.extend(map(hetconv.gather, (*args, y))))
-            module.register_full_backward_pre_hook(lambda _, out, own=own: own.extend(out))
-            module.register_full_backward_hook(
-                lambda _, into, out, own=own: own.extend(g for g in into if g is not None)
+            module.register_forward_hook(
+                lambda _, args, y, own=own: own.extend(map(hetconv.gather, (*args, y)))
             )
-        model.get_submodule("blocks.0").register_full_backward_hook(lambda _, into, out: (into[0] * 2,))
+            module.register_full_backward_pre_hook(
+                lambda _, out, own=own: own.extend(out)
+            )
+            module.register_full_backward_hook(
+                lambda _, into, out, own=own: own.extend(
+                    g for g in into if g is not None
+                )
+            )
+        model.get_submodule("blocks.0").register_full_backward_hook(
+            lambda _, into, out: (into[0] * 2,)
+        )
     found = one_step(serial, cut, torch.randn(SHAPE))
-    return found | {f"seen {i}": apart(b.detach(), a.detach()) for i, (a, b) in enumerate(zip(*seen, strict=True))}
+    return found | {
+        f"seen {i}": apart(b.detach(), a.detach())
+        for i, (a, b) in enumerate(zip(*seen, strict=True))
+    }
 
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
@@ -182,7 +226,10 @@ def test_hooks_of_modules_see_whole_tensors(kind: SplitKind) -> None:
 
 def averaged(kind: SplitKind) -> Differences:
     serial, cut = both(ResNet, kind)
-    means = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True) for m in (serial, cut)]
+    means = [
+        AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        for m in (serial, cut)
+    ]
     updates = [torch.optim.SGD(m.parameters(), 0.1) for m in (serial, cut)]
     for _ in range(3):
         for update in updates:
@@ -209,7 +256,13 @@ def test_a_moving_average_of_a_model(kind: SplitKind) -> None:
 def toggled(kind: SplitKind) -> Differences:
     """Other stages are frozen at each step; evaluation without gradients lies between steps."""
     serial, cut = both(ResNet, kind)
-    frozen: tuple[tuple[str, ...], ...] = ((), ("stem", "bn"), ("blocks",), ("stem", "bn", "blocks"), ())
+    frozen: tuple[tuple[str, ...], ...] = (
+        (),
+        ("stem", "bn"),
+        ("blocks",),
+        ("stem", "bn", "blocks"),
+        (),
+    )
     found: Differences = {}
     for i, names in enumerate(frozen):
         for model in (serial, cut):
@@ -231,11 +284,17 @@ def test_stages_frozen_in_turn(kind: SplitKind) -> None:
 
 
 class Sharing(nn.Module):
-    """A layer under two names, called twice; a norm's weight and a plain convolution's in two layers each."""
+    """A layer under two names, called twice; a norm's weight and a plain convolution's
+    in two layers each.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.c, self.d = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+        self.a, self.c, self.d = (
+            nn.Conv2d(3, 3, 3, padding=1),
+            nn.Conv2d(3, 3, 1),
+            nn.Conv2d(3, 3, 1),
+        )
         self.b, self.norm, self.other = self.a, nn.BatchNorm2d(3), nn.BatchNorm2d(3)
         self.other.weight, self.d.weight = self.norm.weight, self.c.weight
 
@@ -261,13 +320,17 @@ def test_shared_layers_and_parameters(kind: SplitKind) -> None:
 def averaged_gradients(kind: SplitKind) -> Differences:
     """Micro-batches that add up to an optimizer's step, clipped by norm."""
     serial, cut = both(ResNet, kind)
-    updates = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (serial, cut)]
+    updates = [
+        torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (serial, cut)
+    ]
     found: Differences = {}
     for step in range(2):
         for update in updates:
             update.zero_grad(set_to_none=step == 0)
         for size in (2, 3, 1):
-            found |= prefixed(f"{step} {size}", one_step(serial, cut, torch.randn(size, 3, 20, 20)))
+            found |= prefixed(
+                f"{step} {size}", one_step(serial, cut, torch.randn(size, 3, 20, 20))
+            )
         norm = nn.utils.clip_grad_norm_(serial.parameters(), 0.5)
         found[f"{step} norm"] = apart(norm, hetconv.clip_grad_norm_(cut, 0.5))
         for update in updates:

@@ -1,4 +1,6 @@
-"""Every operator that has a rule, and some that have none, on parts in every placement against plain torch."""
+"""Every operator that has a rule, and some that have none, on parts in every placement
+against plain torch.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,21 @@ DOMAINS: dict[str, Fn] = {
 
 
 def unary(name: str) -> Fn:
-    owner = next((o for o in (F, Tensor, torch, torch._C._nn) if hasattr(o, name)), Tensor)
-    function, domain = getattr(owner, name, None) or getattr(Tensor, f"__{name}__"), DOMAINS.get(name, lambda x: x)
+    owner = next(
+        (o for o in (F, Tensor, torch, torch._C._nn) if hasattr(o, name)), Tensor
+    )
+    function, domain = (
+        getattr(owner, name, None) or getattr(Tensor, f"__{name}__"),
+        DOMAINS.get(name, lambda x: x),
+    )
     return lambda x, z, p: function(domain(x), *ARGUMENTS.get(name, ()))
 
 
 def join(name: str) -> Fn:
     if name in ("and", "or", "xor", "mod", "floordiv", "rfloordiv"):
-        return lambda x, z, p: getattr(Tensor, f"__{name}__")((x * 10).long(), (z * 4).long())
+        return lambda x, z, p: getattr(Tensor, f"__{name}__")(
+            (x * 10).long(), (z * 4).long()
+        )
     if name.startswith("bitwise"):
         return lambda x, z, p: getattr(torch, name)(x > 1, z > 1)
     if name == "floor_divide":
@@ -69,7 +78,9 @@ def wrote(x: Tensor, change: Any) -> Tensor:
     return y if result is None else y + 0 * result.sum()
 
 
-FUNCTIONS: dict[str, Fn] = {name: unary(name) for name in sorted(UNARY)} | {name: join(name) for name in sorted(JOINS)}
+FUNCTIONS: dict[str, Fn] = {name: unary(name) for name in sorted(UNARY)} | {
+    name: join(name) for name in sorted(JOINS)
+}
 FUNCTIONS |= {
     "x + number": lambda x, z, p: x + 2,
     "number - x": lambda x, z, p: 3 - x,
@@ -97,28 +108,40 @@ FUNCTIONS |= {
     "clamp by keyword": lambda x, z, p: x.clamp(max=1.0),
     "lerp by number": lambda x, z, p: torch.lerp(x, z, 0.3),
     "where number": lambda x, z, p: torch.where(p["full"] > 1, x, 0.0),
-    "squeeze and excite": lambda x, z, p: x * torch.sigmoid(F.adaptive_avg_pool2d(x, 1)),
+    "squeeze and excite": lambda x, z, p: (
+        x * torch.sigmoid(F.adaptive_avg_pool2d(x, 1))
+    ),
     "pooled * z": lambda x, z, p: F.adaptive_avg_pool2d(x, 1) * z,
     "max_pool2d 2": lambda x, z, p: F.max_pool2d(x, 2),
     "max_pool2d 3, 2, 1": lambda x, z, p: F.max_pool2d(x, 3, 2, 1),
     "max_pool2d dilated": lambda x, z, p: F.max_pool2d(x, 2, 1, 0, 2),
     "max_pool2d of negatives": lambda x, z, p: F.max_pool2d(-x, 3, 1, 1),
-    "max_pool2d (3, 1)": lambda x, z, p: F.max_pool2d(x, (3, 1), stride=(2, 1), padding=(1, 0)),
+    "max_pool2d (3, 1)": lambda x, z, p: F.max_pool2d(
+        x, (3, 1), stride=(2, 1), padding=(1, 0)
+    ),
     "max_pool2d ceil": lambda x, z, p: F.max_pool2d(x, 2, ceil_mode=True),
     "max_pool2d with indices": lambda x, z, p: F.max_pool2d(x, 2, return_indices=True),
     "max_pool2d larger than a share": lambda x, z, p: F.max_pool2d(x, 5, 1, 2),
     "avg_pool2d 2": lambda x, z, p: F.avg_pool2d(x, 2),
     "avg_pool2d 3, 2, 1": lambda x, z, p: F.avg_pool2d(x, 3, 2, 1),
-    "avg_pool2d without padding counted": lambda x, z, p: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
-    "avg_pool2d (2, 3)": lambda x, z, p: F.avg_pool2d(x, (2, 3), 1, (1, 1), count_include_pad=False),
+    "avg_pool2d without padding counted": lambda x, z, p: F.avg_pool2d(
+        x, 3, 2, 1, count_include_pad=False
+    ),
+    "avg_pool2d (2, 3)": lambda x, z, p: F.avg_pool2d(
+        x, (2, 3), 1, (1, 1), count_include_pad=False
+    ),
     "avg_pool2d ceil": lambda x, z, p: F.avg_pool2d(x, 2, ceil_mode=True),
     "avg_pool2d divisor": lambda x, z, p: F.avg_pool2d(x, 2, divisor_override=3),
     "adaptive_avg_pool2d 1": lambda x, z, p: F.adaptive_avg_pool2d(x, 1),
     "adaptive_avg_pool2d (1, 1)": lambda x, z, p: F.adaptive_avg_pool2d(x, (1, 1)),
     "adaptive_avg_pool2d (2, 3)": lambda x, z, p: F.adaptive_avg_pool2d(x, (2, 3)),
-    "adaptive_avg_pool2d (None, 1)": lambda x, z, p: F.adaptive_avg_pool2d(x, (None, 1)),
+    "adaptive_avg_pool2d (None, 1)": lambda x, z, p: F.adaptive_avg_pool2d(
+        x, (None, 1)
+    ),
     "pixel_shuffle": lambda x, z, p: F.pixel_shuffle(x, 2),
-    "pixel_shuffle by keyword": lambda x, z, p: torch.pixel_shuffle(input=x, upscale_factor=2),
+    "pixel_shuffle by keyword": lambda x, z, p: torch.pixel_shuffle(
+        input=x, upscale_factor=2
+    ),
     "pixel_unshuffle": lambda x, z, p: F.pixel_unshuffle(x[..., :4], 2),
     "flatten": lambda x, z, p: torch.flatten(x, 1),
     "flatten all": lambda x, z, p: x.flatten(),
@@ -132,7 +155,9 @@ FUNCTIONS |= {
     "cat rows": lambda x, z, p: torch.cat((x, z), dim=-2),
     "cat columns": lambda x, z, p: torch.cat([z, x, z], 3),
     "cat plain first": lambda x, z, p: torch.cat([p["full"], x], 1),
-    "cat unequal": lambda x, z, p: torch.cat([x, F.adaptive_avg_pool2d(z, 1).expand(-1, -1, 6, 5)], 1),
+    "cat unequal": lambda x, z, p: torch.cat(
+        [x, F.adaptive_avg_pool2d(z, 1).expand(-1, -1, 6, 5)], 1
+    ),
     "relu in place": lambda x, z, p: wrote(x, lambda y: F.relu(y - 1, inplace=True)),
     "relu_": lambda x, z, p: wrote(x, torch.relu_),
     "+=": lambda x, z, p: wrote(x, lambda y: y.__iadd__(z)),
@@ -141,14 +166,22 @@ FUNCTIONS |= {
     "/= full": lambda x, z, p: wrote(x, lambda y: y.div_(p["full"])),
     "clamp_": lambda x, z, p: wrote(x, lambda y: y.clamp_(0.8, 1.1)),
     "setitem": lambda x, z, p: wrote(x, lambda y: y.__setitem__((slice(None), 1), 3.0)),
-    "setitem from parts": lambda x, z, p: wrote(x, lambda y: y.__setitem__((slice(None), 1), z[:, 2])),
+    "setitem from parts": lambda x, z, p: wrote(
+        x, lambda y: y.__setitem__((slice(None), 1), z[:, 2])
+    ),
     "fill_": lambda x, z, p: wrote(x, lambda y: y.fill_(0.5)) + x,
     "copy_": lambda x, z, p: wrote(x, lambda y: y.copy_(z)),
     "plain += x": lambda x, z, p: (p["full"] * 1).add_(x),
     "a view written to": lambda x, z, p: wrote(x, lambda y: y[:, :2].mul_(2)),
-    "a view of a view written to": lambda x, z, p: wrote(x, lambda y: y.view(4, -1)[0].add_(1)),
-    "a transpose written to": lambda x, z, p: wrote(x, lambda y: y.transpose(1, 2).mul_(3)),
-    "a whole written to after its view": lambda x, z, p: (lambda y: (y[:, 0], y.mul_(2))[0])(x * 1),
+    "a view of a view written to": lambda x, z, p: wrote(
+        x, lambda y: y.view(4, -1)[0].add_(1)
+    ),
+    "a transpose written to": lambda x, z, p: wrote(
+        x, lambda y: y.transpose(1, 2).mul_(3)
+    ),
+    "a whole written to after its view": lambda x, z, p: (
+        lambda y: (y[:, 0], y.mul_(2))[0]
+    )(x * 1),
     "chunks": lambda x, z, p: torch.chunk(x, 2, 1),
     "split and join": lambda x, z, p: torch.cat(x.split([3, 5], 1)[::-1], 1),
     "mean": lambda x, z, p: x.mean((2, 3)),
@@ -165,21 +198,34 @@ FUNCTIONS |= {
     "max": lambda x, z, p: x.amax(1),
     "comparison": lambda x, z, p: (x > z) & (x > 1),
     "comparison in place": lambda x, z, p: (lambda y: (y.__iand__(z > 1), y))(x > 0.8),
-    "masked": lambda x, z, p: x.masked_fill(x < 0.9, 0.0) + x.clone().masked_fill_(p["hw"] > 1, 2.0),
+    "masked": lambda x, z, p: (
+        x.masked_fill(x < 0.9, 0.0) + x.clone().masked_fill_(p["hw"] > 1, 2.0)
+    ),
     "numbers": lambda x, z, p: (float(x.detach().mean()) * z, bool(x.sum() > 0) * z),
-    "a number of one that is cut": lambda x, z, p: float(x[:1, :1, :1, :1].reshape(1).detach()) * z,
+    "a number of one that is cut": lambda x, z, p: (
+        float(x[:1, :1, :1, :1].reshape(1).detach()) * z
+    ),
     "where it is true": lambda x, z, p: torch.where(x > 1)[0],
     "to another tensor's": lambda x, z, p: x.float().to(z),
     "index": lambda x, z, p: x[1:3, ..., 2],
     "loss": lambda x, z, p: F.mse_loss(x, z),
-    "to the type of parts": lambda x, z, p: p["c11"].float().type_as(x) * p["w"].half().to(z) * x,
+    "to the type of parts": lambda x, z, p: (
+        p["c11"].float().type_as(x) * p["w"].half().to(z) * x
+    ),
     "zeros_like": lambda x, z, p: torch.zeros_like(x, dtype=torch.float32) + z,
-    "empty_like": lambda x, z, p: torch.empty_like(x).copy_(z) + torch.full_like(x, 0.5) * torch.ones_like(input=z),
-    "new_zeros": lambda x, z, p: x.new_zeros(4, 1, 1, 5) + z.new_ones((6, 1)) * x.new_full((5,), 0.5),
+    "empty_like": lambda x, z, p: (
+        torch.empty_like(x).copy_(z)
+        + torch.full_like(x, 0.5) * torch.ones_like(input=z)
+    ),
+    "new_zeros": lambda x, z, p: (
+        x.new_zeros(4, 1, 1, 5) + z.new_ones((6, 1)) * x.new_full((5,), 0.5)
+    ),
     "new_empty": lambda x, z, p: x.new_empty((2, 3)).fill_(1.0),
     "dropout": lambda x, z, p: F.dropout(x, 0.5, False),
-    "dropouts evaluating": lambda x, z, p: nn.Dropout2d(0.3).eval()(F.alpha_dropout(x, 0.3)) + F.rrelu(-x),
-}  # fmt: skip
+    "dropouts evaluating": lambda x, z, p: (
+        nn.Dropout2d(0.3).eval()(F.alpha_dropout(x, 0.3)) + F.rrelu(-x)
+    ),
+}
 
 
 def batch_norms() -> dict[str, nn.Module]:
@@ -196,12 +242,20 @@ def batch_norms() -> dict[str, nn.Module]:
         "evaluating without affine": trained(nn.BatchNorm2d(8, affine=False), False),
         "without momentum": trained(nn.BatchNorm2d(8, momentum=None)),
         "without tracking": trained(nn.BatchNorm2d(8, track_running_stats=False)),
-        "evaluating without tracking": trained(nn.BatchNorm2d(8, track_running_stats=False), False),
+        "evaluating without tracking": trained(
+            nn.BatchNorm2d(8, track_running_stats=False), False
+        ),
         "momentum and eps": trained(nn.BatchNorm2d(8, momentum=0.3, eps=0.1)),
-        "of vectors": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), trained(nn.BatchNorm1d(8))),
+        "of vectors": nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), trained(nn.BatchNorm1d(8))
+        ),
         "of sequences": nn.Sequential(nn.Flatten(2), trained(nn.BatchNorm1d(8))),
         "frozen": trained(nn.BatchNorm2d(8)).requires_grad_(False),
-        "twice": nn.Sequential(trained(nn.BatchNorm2d(8)), nn.ReLU(inplace=True), trained(nn.BatchNorm2d(8))),
+        "twice": nn.Sequential(
+            trained(nn.BatchNorm2d(8)),
+            nn.ReLU(inplace=True),
+            trained(nn.BatchNorm2d(8)),
+        ),
     }
 
 
@@ -210,7 +264,9 @@ def all_placements(name: str) -> dict[str, Differences]:
 
 
 def normed_placements(name: str) -> dict[str, Differences]:
-    return {place: on_parts(len, place, module=batch_norms()[name]) for place in PLACEMENTS}
+    return {
+        place: on_parts(len, place, module=batch_norms()[name]) for place in PLACEMENTS
+    }
 
 
 def low_precision(name: str, dtype: torch.dtype) -> dict[str, Differences]:
@@ -218,7 +274,9 @@ def low_precision(name: str, dtype: torch.dtype) -> dict[str, Differences]:
 
 
 def low_precision_norm(dtype: torch.dtype) -> dict[str, Differences]:
-    return {place: on_parts(len, place, dtype, nn.BatchNorm2d(8)) for place in PLACEMENTS}
+    return {
+        place: on_parts(len, place, dtype, nn.BatchNorm2d(8)) for place in PLACEMENTS
+    }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -232,14 +290,32 @@ def test_batch_norm(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["relu", "add", "x * c11", "avg_pool2d 3, 2, 1", "adaptive_avg_pool2d 1", "flatten"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "relu",
+        "add",
+        "x * c11",
+        "avg_pool2d 3, 2, 1",
+        "adaptive_avg_pool2d 1",
+        "flatten",
+    ],
+)
 def test_function_in_half_precision(name: str, dtype: torch.dtype) -> None:
-    check(on_ranks(WORLD, low_precision, name, dtype), {torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype])
+    check(
+        on_ranks(WORLD, low_precision, name, dtype),
+        {torch.float16: 2e-2, torch.bfloat16: 2e-1}[dtype],
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_batch_norm_in_half_precision_keeps_its_statistics_in_single(dtype: torch.dtype) -> None:
-    check(on_ranks(WORLD, low_precision_norm, dtype), {torch.float16: 5e-2, torch.bfloat16: 5e-1}[dtype])
+def test_batch_norm_in_half_precision_keeps_its_statistics_in_single(
+    dtype: torch.dtype,
+) -> None:
+    check(
+        on_ranks(WORLD, low_precision_norm, dtype),
+        {torch.float16: 5e-2, torch.bfloat16: 5e-1}[dtype],
+    )
 
 
 POOLS = ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
@@ -247,9 +323,23 @@ POOLS = ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
 
 def test_every_operator_with_a_rule_is_tested() -> None:
     """Here, and of other families in a file of their own."""
-    named = {"batch_norm", "cat", "flatten", "prelu", *(f"conv_transpose{n}d" for n in (1, 2, 3))}
-    named |= {"group_norm", "instance_norm", "layer_norm", "local_response_norm", "rms_norm"}
+    named = {
+        "batch_norm",
+        "cat",
+        "flatten",
+        "prelu",
+        *(f"conv_transpose{n}d" for n in (1, 2, 3)),
+    }
+    named |= {
+        "group_norm",
+        "instance_norm",
+        "layer_norm",
+        "local_response_norm",
+        "rms_norm",
+    }
     named |= {f"{kind}_pool{n}d" for kind in POOLS for n in (1, 2, 3)}
     named |= {"interpolate", "pad", "pixel_shuffle", "pixel_unshuffle"}
     families = (einsum, random, reductions, shapes, views)
-    assert READERS.keys() == UNARY | JOINS | named.union(*(family.READERS for family in families))
+    assert READERS.keys() == UNARY | JOINS | named.union(
+        *(family.READERS for family in families)
+    )

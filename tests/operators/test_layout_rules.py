@@ -36,28 +36,76 @@ OPERATORS: list[tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
     (BatchNorm(IMAGE, True, True), (IMAGE,), IMAGE),
     (BatchNorm(IMAGE, False, False), (IMAGE,), IMAGE),
     (Pool("max", (3, 8, 3, 3), (Window(3, 2, 1, 1, 1),) * 2), (IMAGE,), (3, 8, 3, 3)),
-    (Pool("average", (3, 8, 3, 3), (Window(2, 2), Window(2, 2, 1, 0, 1))), (IMAGE,), (3, 8, 3, 3)),
+    (
+        Pool("average", (3, 8, 3, 3), (Window(2, 2), Window(2, 2, 1, 0, 1))),
+        (IMAGE,),
+        (3, 8, 3, 3),
+    ),
     (Pool("other", (3, 8, 4, 4)), (IMAGE,), (3, 8, 4, 4)),
     (AdaptivePool("max", (3, 8, 4, 7)), (IMAGE,), (3, 8, 4, 7)),
     (GlobalAveragePool((3, 8, 1, 1)), (IMAGE,), (3, 8, 1, 1)),
-    (Interpolate((3, 8, 12, 10), "nearest", False, (2.0, 2.0)), (IMAGE,), (3, 8, 12, 10)),
+    (
+        Interpolate((3, 8, 12, 10), "nearest", False, (2.0, 2.0)),
+        (IMAGE,),
+        (3, 8, 12, 10),
+    ),
     (Interpolate((3, 8, 9, 3), "cubic", True, (None, None)), (IMAGE,), (3, 8, 9, 3)),
     (Interpolate((3, 8, 12, 10), None, False, (2.0, 2.0)), (IMAGE,), (3, 8, 12, 10)),
-    (Pad((3, 8, 7, 8), ((0, 0), (0, 0), (2, -1), (1, 2)), "constant"), (IMAGE,), (3, 8, 7, 8)),
-    (Pad((3, 8, 9, 8), ((0, 0), (0, 0), (2, 1), (1, 2)), "reflect"), (IMAGE,), (3, 8, 9, 8)),
-    (Pad((3, 9, 6, 5), ((0, 0), (-3, 4), (0, 0), (0, 0)), "constant"), (IMAGE,), (3, 9, 6, 5)),
-    (Pad((3, 8, 11, 8), ((0, 0), (0, 0), (5, 0), (-1, 4)), "reflect"), (IMAGE,), (3, 8, 11, 8)),
-    (CircularPad((3, 8, 17, 8), ((0, 0), (0, 0), (5, 6), (0, 3)), "circular"), (IMAGE,) * 3, (3, 8, 17, 8)),
-    (CircularPad((3, 8, 6, 4), ((0, 0), (0, 0), (0, 0), (1, -2)), "circular"), (IMAGE,) * 3, (3, 8, 6, 4)),
+    (
+        Pad((3, 8, 7, 8), ((0, 0), (0, 0), (2, -1), (1, 2)), "constant"),
+        (IMAGE,),
+        (3, 8, 7, 8),
+    ),
+    (
+        Pad((3, 8, 9, 8), ((0, 0), (0, 0), (2, 1), (1, 2)), "reflect"),
+        (IMAGE,),
+        (3, 8, 9, 8),
+    ),
+    (
+        Pad((3, 9, 6, 5), ((0, 0), (-3, 4), (0, 0), (0, 0)), "constant"),
+        (IMAGE,),
+        (3, 9, 6, 5),
+    ),
+    (
+        Pad((3, 8, 11, 8), ((0, 0), (0, 0), (5, 0), (-1, 4)), "reflect"),
+        (IMAGE,),
+        (3, 8, 11, 8),
+    ),
+    (
+        CircularPad((3, 8, 17, 8), ((0, 0), (0, 0), (5, 6), (0, 3)), "circular"),
+        (IMAGE,) * 3,
+        (3, 8, 17, 8),
+    ),
+    (
+        CircularPad((3, 8, 6, 4), ((0, 0), (0, 0), (0, 0), (1, -2)), "circular"),
+        (IMAGE,) * 3,
+        (3, 8, 6, 4),
+    ),
     (PixelUnshuffle((3, 32, 3, 2), 2), ((3, 8, 6, 4),), (3, 32, 3, 2)),
     (PixelShuffle((3, 2, 12, 10), 2), (IMAGE,), (3, 2, 12, 10)),
     (Reshape((3, 240)), (IMAGE,), (3, 240)),
     (Reshape((3, 48, 5)), (IMAGE,), (3, 48, 5)),
     (Reshape((3, 2, 4, 1, 30)), (IMAGE,), (3, 2, 4, 1, 30)),
-    (View((4, 3, 1, 5, 8), ((0, 3), (0, 8), (1, 5), (0, 5)), (2, 0, None, 3, 1)), (IMAGE,), (4, 3, 1, 5, 8)),
+    (
+        View((4, 3, 1, 5, 8), ((0, 3), (0, 8), (1, 5), (0, 5)), (2, 0, None, 3, 1)),
+        (IMAGE,),
+        (4, 3, 1, 5, 8),
+    ),
     (View((3, 2, 5), ((0, 3), (6, 8), (4, 5), (0, 5)), (0, 1, 3)), (IMAGE,), (3, 2, 5)),
-    (View((2, 8, 3, 2), ((0, 3), (0, 8), (1, 6), (1, 4)), (0, 1, 2, 3), (2, 1, 2, 2)), (IMAGE,), (2, 8, 3, 2)),
-    (Pieces((View((3, 8, 2, 5), ((0, 3), (0, 8), (0, 2), (0, 5)), (0, 1, 2, 3)),), 2), (IMAGE,), (3, 8, 2, 5)),
+    (
+        View(
+            (2, 8, 3, 2), ((0, 3), (0, 8), (1, 6), (1, 4)), (0, 1, 2, 3), (2, 1, 2, 2)
+        ),
+        (IMAGE,),
+        (2, 8, 3, 2),
+    ),
+    (
+        Pieces(
+            (View((3, 8, 2, 5), ((0, 3), (0, 8), (0, 2), (0, 5)), (0, 1, 2, 3)),), 2
+        ),
+        (IMAGE,),
+        (3, 8, 2, 5),
+    ),
     (Stack((3, 8, 2, 6, 5), 2), (IMAGE, IMAGE), (3, 8, 2, 6, 5)),
     (Reduction((3, 8), (2, 3), False, True), (IMAGE,), (3, 8)),
     (Reduction((3, 1, 6, 5), (1,), True, False), (IMAGE,), (3, 1, 6, 5)),
@@ -68,13 +116,21 @@ OPERATORS: list[tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
     (Drawn(IMAGE, 2), (IMAGE,), IMAGE),
     (Like(IMAGE), (IMAGE,), IMAGE),
     (NoiseLike(IMAGE), (IMAGE,), IMAGE),
-    (Contraction((3, 6, 8), (tuple("nchw"), (None, "w")), tuple("nhc")), (IMAGE, (1, 5)), (3, 6, 8)),
+    (
+        Contraction((3, 6, 8), (tuple("nchw"), (None, "w")), tuple("nhc")),
+        (IMAGE, (1, 5)),
+        (3, 6, 8),
+    ),
     (Gather((3, 5)), (IMAGE, (5, 5)), (3, 5)),
 ]
 
 
-@pytest.mark.parametrize("case", OPERATORS, ids=lambda c: f"{type(c[0]).__name__}{len(c[1])}")
-def test_an_operator_yields_every_element_once(case: tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    "case", OPERATORS, ids=lambda c: f"{type(c[0]).__name__}{len(c[1])}"
+)
+def test_an_operator_yields_every_element_once(
+    case: tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]],
+) -> None:
     op, shapes, shape = case
 
     @given(st.data(), worlds)
@@ -85,7 +141,9 @@ def test_an_operator_yields_every_element_once(case: tuple[Op, tuple[tuple[int, 
     law()
 
 
-@pytest.mark.parametrize("case", OPERATORS, ids=lambda c: f"{type(c[0]).__name__}{len(c[1])}")
+@pytest.mark.parametrize(
+    "case", OPERATORS, ids=lambda c: f"{type(c[0]).__name__}{len(c[1])}"
+)
 def test_replicated_inputs_give_a_replicated_output(
     case: tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]],
 ) -> None:
@@ -95,19 +153,27 @@ def test_replicated_inputs_give_a_replicated_output(
 
 
 def test_a_partial_sum_is_scattered_over_channels_in_its_shares() -> None:
-    assert on_parts(Layout.partial((3, 8, 2, 2), 2, (3, 1))) == Layout.sharded((3, 8, 2, 2), 1, (6, 2))
+    assert on_parts(Layout.partial((3, 8, 2, 2), 2, (3, 1))) == Layout.sharded(
+        (3, 8, 2, 2), 1, (6, 2)
+    )
 
 
 def test_a_partial_vector_has_no_channels_to_scatter() -> None:
     assert on_parts(Layout.partial((8,), 2)) == Layout.replicated((8,), 2)
 
 
-@pytest.mark.parametrize(("dim", "forward", "backward"), [(0, 1, 1), (1, 0, 0), (2, 1, 1), (3, 1, 1)])
-def test_batch_norm_moves_statistics_in_training_alone(dim: int, forward: int, backward: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "forward", "backward"), [(0, 1, 1), (1, 0, 0), (2, 1, 1), (3, 1, 1)]
+)
+def test_batch_norm_moves_statistics_in_training_alone(
+    dim: int, forward: int, backward: int
+) -> None:
     x = Layout.sharded(IMAGE, dim, apportion(IMAGE[dim], (3, 1)))
     step = BatchNorm(IMAGE, True, True).step((x,))
     assert (len(step.forward), len(step.backward)) == (forward, backward)
-    assert step.tells == ((2 * 6, 2 * 2) if dim == 1 else ())  # at the end of the forward
+    assert step.tells == (
+        (2 * 6, 2 * 2) if dim == 1 else ()
+    )  # at the end of the forward
     evaluating = BatchNorm(IMAGE, False, False).step((x,))
     assert (evaluating.forward, evaluating.backward, evaluating.tells) == ((), (), ())
 
@@ -118,7 +184,9 @@ def test_own_channels_without_running_statistics_move_nothing() -> None:
 
 
 @given(st.data(), worlds, st.lists(st.integers(1, 4), min_size=2, max_size=5))
-def test_flattened_parts_are_parts_of_the_flattened(data: st.DataObject, world: int, lengths: list[int]) -> None:
+def test_flattened_parts_are_parts_of_the_flattened(
+    data: st.DataObject, world: int, lengths: list[int]
+) -> None:
     shape = tuple(lengths)
     start = data.draw(st.integers(0, len(shape) - 2))
     end = data.draw(st.integers(start + 1, len(shape) - 1))
@@ -128,11 +196,20 @@ def test_flattened_parts_are_parts_of_the_flattened(data: st.DataObject, world: 
     numbers = np.arange(prod(shape))
     for read, out in zip(step.reads[0].boxes, step.output.boxes, strict=True):
         part = numbers.reshape(shape)[read.within(Box.whole(shape))]
-        assert (part.reshape(out.shape) == numbers.reshape(flat)[out.within(Box.whole(flat))]).all()
+        assert (
+            part.reshape(out.shape)
+            == numbers.reshape(flat)[out.within(Box.whole(flat))]
+        ).all()
 
 
-@given(st.data(), worlds, st.permutations([IMAGE, (8, 1, 1), (3, 1, 6, 1), (1, 1, 1, 1), (5,)]))
-def test_a_join_reads_what_broadcasting_pairs(data: st.DataObject, world: int, shapes: list[tuple[int, ...]]) -> None:
+@given(
+    st.data(),
+    worlds,
+    st.permutations([IMAGE, (8, 1, 1), (3, 1, 6, 1), (1, 1, 1, 1), (5,)]),
+)
+def test_a_join_reads_what_broadcasting_pairs(
+    data: st.DataObject, world: int, shapes: list[tuple[int, ...]]
+) -> None:
     inputs = tuple(data.draw(layouts(shape, world)) for shape in shapes)
     step = Pointwise(IMAGE).step(inputs)
     assume(step.output.kind == "sharded")
@@ -142,13 +219,18 @@ def test_a_join_reads_what_broadcasting_pairs(data: st.DataObject, world: int, s
             source = np.arange(prod(shape)).reshape(shape)
             expected = np.broadcast_to(source, IMAGE)[out.within(Box.whole(IMAGE))]
             part = source[read.boxes[rank].within(Box.whole(shape))]
-            assert out.numel == 0 or (np.broadcast_to(part, out.shape) == expected).all()
+            assert (
+                out.numel == 0 or (np.broadcast_to(part, out.shape) == expected).all()
+            )
         assert index[out.within(Box.whole(IMAGE))].shape == out.shape
 
 
 def test_a_join_follows_its_first_input_that_is_cut() -> None:
     rows, columns = Layout.sharded(IMAGE, 2, (4, 2)), Layout.sharded(IMAGE, 3, (4, 1))
-    assert Pointwise(IMAGE).step((Layout.replicated(IMAGE, 2), columns, rows)).output == columns
+    assert (
+        Pointwise(IMAGE).step((Layout.replicated(IMAGE, 2), columns, rows)).output
+        == columns
+    )
 
 
 def test_a_cut_where_the_input_is_broadcast_is_not_followed() -> None:
@@ -164,7 +246,9 @@ def test_a_pool_over_rows_reads_a_halo() -> None:
 
 
 @given(st.data(), worlds, st.sampled_from([1, 2, 4, 8]))
-def test_shares_of_groups_are_counts_of_their_elements(data: st.DataObject, world: int, groups: int) -> None:
+def test_shares_of_groups_are_counts_of_their_elements(
+    data: st.DataObject, world: int, groups: int
+) -> None:
     op, x = GroupNorm((3, 8, 6, 5), groups), data.draw(layouts((3, 8, 6, 5), world))
     step = op.step((x,))
     assert step.output.kind == "replicated" or step.reads == (step.output,)
@@ -177,15 +261,28 @@ def test_shares_of_groups_are_counts_of_their_elements(data: st.DataObject, worl
     for rank, shares in enumerate(op.shares(step.output)):
         box = step.output.boxes[rank]
         for group, share in enumerate(shares):
-            held = {int((of_a_group[n, group] == rank).sum()) for n in range(box.lo[0], box.hi[0])}
+            held = {
+                int((of_a_group[n, group] == rank).sum())
+                for n in range(box.lo[0], box.hi[0])
+            }
             assert held <= {round(share * of_a_group.shape[2], 9)}
 
 
 @pytest.mark.parametrize(
     ("dim", "sizes", "messages"),
-    [(0, (2, 1), 0), (1, (4, 4), 0), (1, (8, 0), 0), (1, (5, 3), 1), (1, (2, 6), 1), (2, (6, 0), 1), (3, (1, 4), 1)],
+    [
+        (0, (2, 1), 0),
+        (1, (4, 4), 0),
+        (1, (8, 0), 0),
+        (1, (5, 3), 1),
+        (1, (2, 6), 1),
+        (2, (6, 0), 1),
+        (3, (1, 4), 1),
+    ],
 )
-def test_ranks_that_share_a_group_exchange_two_numbers_of_it(dim: int, sizes: tuple[int, int], messages: int) -> None:
+def test_ranks_that_share_a_group_exchange_two_numbers_of_it(
+    dim: int, sizes: tuple[int, int], messages: int
+) -> None:
     shape = (3, 8, 6, 5)
     step = GroupNorm(shape, 2).step((Layout.sharded(shape, dim, sizes),))
     assert (len(step.forward), len(step.backward)) == (messages, messages)
@@ -193,8 +290,12 @@ def test_ranks_that_share_a_group_exchange_two_numbers_of_it(dim: int, sizes: tu
     assert all(move.src.shape[-1] == 3 * 2 for move in (*step.forward, *step.backward))
 
 
-@pytest.mark.parametrize(("dim", "local"), [(0, True), (1, True), (2, False), (3, False)])
+@pytest.mark.parametrize(
+    ("dim", "local"), [(0, True), (1, True), (2, False), (3, False)]
+)
 def test_a_norm_over_whole_dimensions_stays_where_it_is(dim: int, local: bool) -> None:
     shape = (3, 8, 6, 5)
     x = Layout.sharded(shape, dim, (shape[dim], 0))
-    assert OwnNorm(shape, (2, 3)).step((x,)).output == (x if local else Layout.replicated(shape, 2))
+    assert OwnNorm(shape, (2, 3)).step((x,)).output == (
+        x if local else Layout.replicated(shape, 2)
+    )

@@ -17,11 +17,15 @@ from tests.equivalence import Differences, assert_same
 from tests.placed import PLACEMENTS, SHAPE, WORLD, on_parts, placed
 from tests.spawn import on_ranks
 
-WHOLE = torch.linspace(-1, 1, torch.Size(SHAPE).numel(), dtype=torch.float64).reshape(SHAPE)
+WHOLE = torch.linspace(-1, 1, torch.Size(SHAPE).numel(), dtype=torch.float64).reshape(
+    SHAPE
+)
 
 
 def batch_norm(x: Tensor, params: dict[str, Tensor]) -> Tensor:
-    return F.batch_norm(x, params["c"].detach(), params["c"].detach() + 1, params["c"], params["c"])
+    return F.batch_norm(
+        x, params["c"].detach(), params["c"].detach() + 1, params["c"], params["c"]
+    )
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -86,7 +90,9 @@ def counted() -> dict[str, list[int]]:
     return {
         "softsign": reads([lambda x: F.softsign(x.abs())] * 2),
         "in place": reads([without_autograd(lambda x: x.sin_())] * 2),
-        "with and without autograd": reads([torch.tanh, without_autograd(torch.tanh), torch.tanh]),
+        "with and without autograd": reads(
+            [torch.tanh, without_autograd(torch.tanh), torch.tanh]
+        ),
         "a number": reads([lambda x: x * 3, lambda x: x * 4, lambda x: x * 3]),
         "a part of what every rank has": reads([lambda x: x - gain] * 2),
         "batch norm in evaluation": reads([normed] * 2),
@@ -108,7 +114,9 @@ def test_what_moves_nothing_is_read_once() -> None:
 
 
 def after_partial() -> list[float]:
-    """A call in place on a partial sum leaves it cut; the next partial sum must be summed all the same."""
+    """A call in place on a partial sum leaves it cut; the next partial sum must be
+    summed all the same.
+    """
     found = []
     for _ in range(3):
         x, _ = placed(WHOLE, PLACEMENTS["partial"])

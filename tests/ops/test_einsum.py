@@ -17,7 +17,9 @@ from tests.spawn import on_ranks
 from tests.strategies import layouts, worlds
 
 FUNCTIONS: dict[str, Fn] = {
-    "a 1 x 1 convolution": lambda x, z, p: torch.einsum("nchw,oc->nohw", x, p["h1"].expand(6, 8)),
+    "a 1 x 1 convolution": lambda x, z, p: torch.einsum(
+        "nchw,oc->nohw", x, p["h1"].expand(6, 8)
+    ),
     "by pixels": lambda x, z, p: x.permute(0, 2, 3, 1) @ p["c"][:, None],
     "two of images": lambda x, z, p: torch.einsum("nchw, ncvw -> nhv", x, z),
     "everything": lambda x, z, p: torch.einsum("nchw,nchw->", x, z),
@@ -37,7 +39,13 @@ FUNCTIONS: dict[str, Fn] = {
     "mm": lambda x, z, p: torch.mm(x.flatten(1), z.flatten(1).t()),
     "attention": lambda x, z, p: (x @ z.mT).softmax(-1) @ z,
 }
-GATHERED_OVER_ROWS = {"diagonal", "implicit", "ellipsis", "matmul of a vector", "mm"}  # the last as it flattens
+GATHERED_OVER_ROWS = {
+    "diagonal",
+    "implicit",
+    "ellipsis",
+    "matmul of a vector",
+    "mm",
+}  # the last as it flattens
 
 
 def everywhere(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Differences]:
@@ -50,11 +58,17 @@ def test_function(name: str) -> None:
 
 
 class Mixing(nn.Module):
-    """A product of pixels with a parameter between two convolutions, then one of channels with channels."""
+    """A product of pixels with a parameter between two convolutions, then one of
+    channels with channels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.w = nn.Conv2d(3, 6, 3), nn.Conv2d(4, 4, 3), nn.Parameter(torch.randn(4, 6))
+        self.a, self.b, self.w = (
+            nn.Conv2d(3, 6, 3),
+            nn.Conv2d(4, 4, 3),
+            nn.Parameter(torch.randn(4, 6)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.b(torch.einsum("nchw,oc->nohw", self.a(x), self.w)).flatten(2)
@@ -75,7 +89,9 @@ SHAPES = (3, 4, 6), (3, 6, 5)
 
 
 @given(st.data(), worlds)
-def test_a_product_of_parts_is_a_part_of_the_product(data: st.DataObject, world: int) -> None:
+def test_a_product_of_parts_is_a_part_of_the_product(
+    data: st.DataObject, world: int
+) -> None:
     inputs = tuple(data.draw(layouts(shape, world)) for shape in SHAPES)
     a, b = (torch.arange(float(Box.whole(shape).numel)).view(shape) for shape in SHAPES)
     step, total = MATMUL.step(inputs), torch.zeros(MATMUL.shape)
@@ -84,11 +100,17 @@ def test_a_product_of_parts_is_a_part_of_the_product(data: st.DataObject, world:
         part = a[next(own)] @ b[next(own)]
         assert part.shape == box.shape
         total[box.within(Box.whole(MATMUL.shape))] += part
-    assert torch.equal(total, a @ b * (world if step.output.kind == "replicated" else 1))
+    assert torch.equal(
+        total, a @ b * (world if step.output.kind == "replicated" else 1)
+    )
 
 
-@pytest.mark.parametrize(("dim", "kind", "cut"), [(0, "sharded", 0), (1, "sharded", 1), (2, "partial", None)])
-def test_the_first_input_that_is_cut_says_how(dim: int, kind: str, cut: int | None) -> None:
+@pytest.mark.parametrize(
+    ("dim", "kind", "cut"), [(0, "sharded", 0), (1, "sharded", 1), (2, "partial", None)]
+)
+def test_the_first_input_that_is_cut_says_how(
+    dim: int, kind: str, cut: int | None
+) -> None:
     x = Layout.sharded(SHAPES[0], dim, (SHAPES[0][dim] - 1, 1))
     step = MATMUL.step((x, Layout.replicated(SHAPES[1], 2)))
     assert (step.output.kind, step.output.dim, step.contributes) == (kind, cut, True)
@@ -97,10 +119,16 @@ def test_the_first_input_that_is_cut_says_how(dim: int, kind: str, cut: int | No
 
 
 def found() -> set[tuple[str, str]]:
-    wide = {k: torch.ones(shape) for k, shape in {"h1": (6, 1), "c": (8,), "w": (5,), "hw": (6, 5)}.items()}
+    wide = {
+        k: torch.ones(shape)
+        for k, shape in {"h1": (6, 1), "c": (8,), "w": (5,), "hw": (6, 5)}.items()
+    }
     wide |= {"nc11": torch.ones(4, 8, 1, 1), "more": torch.ones(2, *SHAPE)}
     double = {k: v.double() for k, v in wide.items()}
-    return gathered({k: lambda x, z, p, fn=fn: fn(x, z, double) for k, fn in FUNCTIONS.items()}, ["rows"])
+    return gathered(
+        {k: lambda x, z, p, fn=fn: fn(x, z, double) for k, fn in FUNCTIONS.items()},
+        ["rows"],
+    )
 
 
 def test_everything_else_runs_on_parts() -> None:

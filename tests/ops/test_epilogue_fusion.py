@@ -1,4 +1,6 @@
-"""parallelize(..., fuse=True): what follows a convolution is computed with it, and nothing comes out differently."""
+"""parallelize(..., fuse=True): what follows a convolution is computed with it, and
+nothing comes out differently.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ from tests.nets import IMAGE_KINDS, NETS, Block, plan_of, splits_of
 from tests.spawn import on_ranks
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU, "relu in place": lambda: nn.ReLU(inplace=True), "relu6": nn.ReLU6, "silu": nn.SiLU,
-    "leaky relu": lambda: nn.LeakyReLU(0.3), "gelu": nn.GELU, "gelu by tanh": lambda: nn.GELU(approximate="tanh"),
-}  # fmt: skip
+    "relu": nn.ReLU,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "relu6": nn.ReLU6,
+    "silu": nn.SiLU,
+    "leaky relu": lambda: nn.LeakyReLU(0.3),
+    "gelu": nn.GELU,
+    "gelu by tanh": lambda: nn.GELU(approximate="tanh"),
+}
 
 
 class Activated(nn.Module):
@@ -35,7 +42,10 @@ class Activated(nn.Module):
     def __init__(self, activation: str) -> None:
         super().__init__()
         self.conv, self.bn = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.again, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, affine=False)
+        self.again, self.bn2 = (
+            nn.Conv2d(8, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8, affine=False),
+        )
         self.first, self.second = ACTIVATIONS[activation](), ACTIVATIONS[activation]()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +58,11 @@ class Bent(nn.Module):
 
     def __init__(self, turn: int = 0) -> None:
         super().__init__()
-        self.first, self.conv, self.bn = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.first, self.conv, self.bn = (
+            nn.Conv2d(4, 8, 1),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+        )
         self.turn, self.kept = turn, torch.zeros(())
 
     def forward(self, x: Tensor) -> Any:
@@ -74,7 +88,9 @@ class Bent(nn.Module):
             case 7:  # in training after all
                 return F.relu(F.batch_norm(y, None, None, training=True))
             case 8:  # an addition that is none of a residual's
-                return F.relu(torch.add(self.bn(y), x, alpha=2)), self.bn(self.conv(x)) + 1
+                return F.relu(torch.add(self.bn(y), x, alpha=2)), self.bn(
+                    self.conv(x)
+                ) + 1
             case 9:  # of another shape, and of itself
                 z = self.bn(self.conv(x))
                 return self.bn(y) + x[:, :, :1], z + z
@@ -84,7 +100,9 @@ class Bent(nn.Module):
         return F.relu(self.bn(y) + x)
 
 
-def ready(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+def ready(
+    make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64
+) -> nn.Module:
     """In evaluation, with running statistics and affine parameters that no norm starts with."""
     torch.manual_seed(0)
     model = make().eval()
@@ -100,7 +118,11 @@ def ready(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
 
 
 def fused(
-    model: nn.Module, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], shape: tuple[int, ...], whole: bool = False
+    model: nn.Module,
+    kinds: tuple[SplitKind, ...],
+    ratio: tuple[int, ...],
+    shape: tuple[int, ...],
+    whole: bool = False,
 ) -> nn.Module:
     x = torch.zeros(shape, dtype=next(model.parameters()).dtype)
     with torch.no_grad():
@@ -115,14 +137,17 @@ def fused(
 def counting(first: Callable[[], object]) -> Iterator[dict[str, int]]:
     """Calls of torch's batch norm, convolutions, and those of them that finish what they store.
 
-    ``first`` runs before the count starts: the first call of a function is tried on whole tensors as well.
+    ``first`` runs before the count starts: the first call of a function is tried on
+    whole tensors as well.
     """
     counts = {"norms": 0, "convolutions": 0, "finished": 0}
     norm, conv = F.batch_norm, kernels.conv_forward
 
     def counted(*args: Any, **options: Any) -> Tensor:
         counts["convolutions"] += 1
-        counts["finished"] += options.get("scale") is not None or options.get("activation") is not None
+        counts["finished"] += (
+            options.get("scale") is not None or options.get("activation") is not None
+        )
         return conv(*args, **options)
 
     @functools.wraps(norm)
@@ -139,7 +164,9 @@ def counting(first: Callable[[], object]) -> Iterator[dict[str, int]]:
         F.batch_norm, kernels.conv_forward = norm, conv
 
 
-def evaluated(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], whole: bool = False) -> Differences:
+def evaluated(
+    net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], whole: bool = False
+) -> Differences:
     make, shape = NETS[net]
     serial = ready(make)
     cut = fused(serial, kinds, ratio, shape, whole)
@@ -149,7 +176,9 @@ def evaluated(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], wh
         with how():
             found |= {
                 f"{how.__name__} {i}": apart(a, b)
-                for i, (a, b) in enumerate(zip(leaves(cut(x)), leaves(serial(x)), strict=True))
+                for i, (a, b) in enumerate(
+                    zip(leaves(cut(x)), leaves(serial(x)), strict=True)
+                )
             }
     return found
 
@@ -157,19 +186,33 @@ def evaluated(net: str, kinds: tuple[SplitKind, ...], ratio: tuple[int, ...], wh
 @pytest.mark.parametrize("ratio", [(3, 1), (5, 2, 1), (1, 0, 2)])
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("net", NETS)
-def test_models_compute_what_they_do_on_one_device(net: str, kind: SplitKind, ratio: tuple[int, ...]) -> None:
+def test_models_compute_what_they_do_on_one_device(
+    net: str, kind: SplitKind, ratio: tuple[int, ...]
+) -> None:
     assert_same(on_ranks(len(ratio), evaluated, net, (kind,), ratio))
 
 
 @pytest.mark.parametrize("net", NETS)
 def test_with_a_mix_of_splits(net: str) -> None:
-    assert_same(on_ranks(3, evaluated, net, ("height", "filter", "width", "sample", "channel"), (2, 3, 1)))
+    assert_same(
+        on_ranks(
+            3,
+            evaluated,
+            net,
+            ("height", "filter", "width", "sample", "channel"),
+            (2, 3, 1),
+        )
+    )
 
 
-def activated(name: str, kind: SplitKind, dtype: torch.dtype, backend: kernels.choice.Backend) -> dict[str, float]:
+def activated(
+    name: str, kind: SplitKind, dtype: torch.dtype, backend: kernels.choice.Backend
+) -> dict[str, float]:
     serial, shape = ready(lambda: Activated(name), dtype), (2, 4, 9, 7)
     cut = fused(serial, (kind,), (2, 1), shape)
-    plain = hetconv.parallelize(copy.deepcopy(serial), plan_of(serial, splits_of(serial, (kind,), (2, 1)), 2))
+    plain = hetconv.parallelize(
+        copy.deepcopy(serial), plan_of(serial, splits_of(serial, (kind,), (2, 1)), 2)
+    )
     x = torch.randn(shape, dtype=torch.float64)
     truth = copy.deepcopy(serial).double()
     kernels.set_backend(backend)
@@ -178,7 +221,11 @@ def activated(name: str, kind: SplitKind, dtype: torch.dtype, backend: kernels.c
             expected = truth(x)
             with counting(lambda: cut(x.to(dtype))) as counts:
                 found = relative(cut(x.to(dtype)), expected)
-            return {"fused": found, "unfused": relative(plain(x.to(dtype)), expected), **counts}
+            return {
+                "fused": found,
+                "unfused": relative(plain(x.to(dtype)), expected),
+                **counts,
+            }
     finally:
         kernels.set_backend("auto")
 
@@ -194,10 +241,14 @@ def test_norm_residual_and_activation_are_folded(name: str, kind: SplitKind) -> 
 
 @pytest.mark.parametrize("kind", ["filter", "height"])
 @pytest.mark.parametrize("backend", ["aten", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:]
+)
 def test_it_rounds_no_worse(dtype: torch.dtype, backend: str, kind: SplitKind) -> None:
     for found in on_ranks(2, activated, "silu", kind, dtype, backend):
-        assert 0 < found["fused"] <= 3 * found["unfused"]  # Triton's interpreter truncates to bfloat16
+        assert (
+            0 < found["fused"] <= 3 * found["unfused"]
+        )  # Triton's interpreter truncates to bfloat16
         assert found["norms"] == 0
 
 
@@ -212,7 +263,9 @@ def block(kind: SplitKind) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["filter", "sample"])
 def test_every_convolution_is_computed_once_and_finished(kind: SplitKind) -> None:
-    assert on_ranks(2, block, kind) == [{"norms": 0, "convolutions": 3, "finished": 3}] * 2
+    assert (
+        on_ranks(2, block, kind) == [{"norms": 0, "convolutions": 3, "finished": 3}] * 2
+    )
 
 
 def bent(turn: int, kind: SplitKind) -> Differences:
@@ -224,7 +277,9 @@ def bent(turn: int, kind: SplitKind) -> Differences:
         x = torch.randn(shape, dtype=torch.float64)
         with how():
             pairs = zip(leaves(cut(x)), leaves(serial(x)), strict=True)
-            found |= {f"{how.__name__} {i}": apart(a, b) for i, (a, b) in enumerate(pairs)}
+            found |= {
+                f"{how.__name__} {i}": apart(a, b) for i, (a, b) in enumerate(pairs)
+            }
     return found
 
 

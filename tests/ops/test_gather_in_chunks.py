@@ -1,4 +1,6 @@
-"""A filter split that is gathered in chunks of the batch: the same bits and bytes, sent while the next is computed."""
+"""A filter split that is gathered in chunks of the batch: the same bits and bytes, sent
+while the next is computed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ class Net(nn.Module):
         super().__init__()
         self.one, self.bn = nn.Conv2d(4, 16, 3, padding=1), nn.BatchNorm2d(16)
         self.two = nn.Conv2d(16, 16, 3, padding=1, bias=False)
-        self.three, self.four = nn.Conv2d(16, 8, 1), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        self.three, self.four = (
+            nn.Conv2d(16, 8, 1),
+            nn.Conv2d(8, 8, 3, stride=2, padding=1),
+        )
         self.norm = nn.GroupNorm(2, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,19 +53,33 @@ class Net(nn.Module):
         return self.four(self.norm(self.three(torch.relu(self.two(y) + y))))
 
 
-def cut(model: nn.Module, ratio: tuple[int, ...], chunks: int, x: Tensor, kind: SplitKind = "filter") -> nn.Module:
+def cut(
+    model: nn.Module,
+    ratio: tuple[int, ...],
+    chunks: int,
+    x: Tensor,
+    kind: SplitKind = "filter",
+) -> nn.Module:
     with torch.no_grad():
         following = followers(hetconv.capture(model, x))
     plan = plan_of(model, splits_of(model, (kind,), ratio), len(ratio), following)
     layers = {n: replace(layer, chunks=chunks) for n, layer in plan.layers.items()}
     with fold_anywhere():
-        return hetconv.parallelize(copy.deepcopy(model), replace(plan, layers=layers), fuse=True)
+        return hetconv.parallelize(
+            copy.deepcopy(model), replace(plan, layers=layers), fuse=True
+        )
 
 
 def outputs(
-    ratio: tuple[int, ...], batch: int, chunks: int, dtype: torch.dtype, backend: kernels.choice.Backend
+    ratio: tuple[int, ...],
+    batch: int,
+    chunks: int,
+    dtype: torch.dtype,
+    backend: kernels.choice.Backend,
 ) -> tuple[dict[str, bool], float]:
-    """Whether the bits and the bytes sent are those of one piece, and how far both are from the model on one device."""
+    """Whether the bits and the bytes sent are those of one piece, and how far both are
+    from the model on one device.
+    """
     torch.manual_seed(0)
     model, x = Net().eval().to(dtype), torch.randn(batch, 4, 9, 7).to(dtype)
     whole, split = cut(model, ratio, 1, x), cut(model, ratio, chunks, x)
@@ -76,7 +95,11 @@ def outputs(
             serial = copy.deepcopy(model).double()(x.double())
     finally:
         kernels.set_backend("auto")
-    same = {"bits": found.equal(expected), "in turn": in_order.equal(expected), "bytes": sent == sent_in_chunks}
+    same = {
+        "bits": found.equal(expected),
+        "in turn": in_order.equal(expected),
+        "bytes": sent == sent_in_chunks,
+    }
     return same, relative(found, serial)
 
 
@@ -84,7 +107,9 @@ def outputs(
 @pytest.mark.parametrize("ratio", RATIOS, ids=str)
 def test_the_same_bits_and_bytes(ratio: tuple[int, ...], batch: int) -> None:
     for chunks in (2, 4):
-        for same, error in on_ranks(len(ratio), outputs, ratio, batch, chunks, torch.float64, "auto"):
+        for same, error in on_ranks(
+            len(ratio), outputs, ratio, batch, chunks, torch.float64, "auto"
+        ):
             assert all(same.values()), same
             assert error <= 1e-14
 
@@ -125,18 +150,27 @@ def test_a_chunk_is_on_its_way_while_the_next_is_computed() -> None:
 
 
 def trained() -> list[Tensor]:
-    """Gradients of a model split by height, whose halos travel while own rows are computed, and in turn."""
+    """Gradients of a model split by height, whose halos travel while own rows are
+    computed, and in turn.
+    """
     torch.manual_seed(0)
     model, x = Net(), torch.randn(2, 4, 12, 8)
     found = []
     for wait in (False, True):
-        split = hetconv.parallelize(copy.deepcopy(model), plan_of(model, splits_of(model, ("height",), (2, 1)), 2))
+        split = hetconv.parallelize(
+            copy.deepcopy(model),
+            plan_of(model, splits_of(model, ("height",), (2, 1)), 2),
+        )
         if wait:
             with in_turn():
                 split(x).square().sum().backward()
         else:
             split(x).square().sum().backward()
-        found.append(torch.cat([p.grad.flatten() for p in split.parameters() if p.grad is not None]))
+        found.append(
+            torch.cat(
+                [p.grad.flatten() for p in split.parameters() if p.grad is not None]
+            )
+        )
     return found
 
 
@@ -147,10 +181,17 @@ def test_halos_give_the_same_bits_in_turn() -> None:
 
 def test_the_layers_that_chunks_can_help() -> None:
     model = Net()
-    splits = splits_of(model, ("filter",), (3, 1)) | {"one": Split("height", (1, 1)), "three": Split("filter", (8, 0))}
+    splits = splits_of(model, ("filter",), (3, 1)) | {
+        "one": Split("height", (1, 1)),
+        "three": Split("filter", (8, 0)),
+    }
     plan = plan_of(model, splits, 2)
     assert overlap.gathered_layers(plan) == []  # batches of one
-    layers = {n: replace(x, op=Conv(replace(x.op.spec, N=4))) for n, x in plan.layers.items() if isinstance(x.op, Conv)}
+    layers = {
+        n: replace(x, op=Conv(replace(x.op.spec, N=4)))
+        for n, x in plan.layers.items()
+        if isinstance(x.op, Conv)
+    }
     asked = overlap.gathered_layers(replace(plan, layers=layers))
     assert [(spec.C, spec.K) for spec, _ in asked] == [(16, 16), (8, 8)]
     assert {split for _, split in asked} == {splits["two"], splits["four"]}
@@ -161,7 +202,13 @@ SPLIT = Split("filter", (12, 4))
 
 
 @pytest.mark.parametrize(
-    ("faster", "expected"), [({2: 0.9, 4: 0.8}, 4), ({2: 0.7, 4: 0.9}, 2), ({2: 0.99, 4: 1.2}, 1), ({4: 0.5}, 1)]
+    ("faster", "expected"),
+    [
+        ({2: 0.9, 4: 0.8}, 4),
+        ({2: 0.7, 4: 0.9}, 2),
+        ({2: 0.99, 4: 1.2}, 1),
+        ({4: 0.5}, 1),
+    ],
 )
 def test_more_than_one_only_if_faster_twice(
     faster: dict[int, float], expected: int, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +217,9 @@ def test_more_than_one_only_if_faster_twice(
     calls: list[list[str]] = []
     whole = torch.zeros(1)
 
-    def paired(steps: dict[str, Any], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    def paired(
+        steps: dict[str, Any], rounds: int, device: torch.device
+    ) -> dict[str, list[float]]:
         calls.append(list(steps))
         lucky = {} if len(faster) == 1 and len(calls) == 2 else faster
         return {name: [1e-3 * lucky.get(int(name), 1.0)] * rounds for name in steps}
@@ -179,18 +228,24 @@ def test_more_than_one_only_if_faster_twice(
     monkeypatch.setattr(overlap, "gathering", lambda *args: lambda: whole)
     found = overlap.best_chunks(SPEC, SPLIT, torch.device("cpu"))
     assert (found.chunks, found.unchunked_s) == (expected, 1e-3)
-    assert found.seconds == pytest.approx(1e-3 * (faster[expected] if expected > 1 else 1.0))
+    assert found.seconds == pytest.approx(
+        1e-3 * (faster[expected] if expected > 1 else 1.0)
+    )
     assert calls[0] == ["1", "2", "4"]  # eight are more than there are samples
 
 
 def test_chunks_with_other_bits_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """ATen may choose how it computes by the size of the batch."""
 
-    def paired(steps: dict[str, Any], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    def paired(
+        steps: dict[str, Any], rounds: int, device: torch.device
+    ) -> dict[str, list[float]]:
         return {name: [1e-3 / int(name)] * rounds for name in steps}
 
     monkeypatch.setattr(overlap, "paired", paired)
-    monkeypatch.setattr(overlap, "gathering", lambda *args: lambda: torch.tensor(1.0 + (args[-1] == 4)))
+    monkeypatch.setattr(
+        overlap, "gathering", lambda *args: lambda: torch.tensor(1.0 + (args[-1] == 4))
+    )
     assert overlap.best_chunks(SPEC, SPLIT, torch.device("cpu")).chunks == 2
 
 
@@ -232,7 +287,12 @@ def test_a_plan_takes_the_chunks_that_were_measured(tmp_path: Path) -> None:
     assert profile.chunks == (other, entry)
     plan = hetconv.make_plan(graph, profile, mode="infer", kinds=("filter",))
     plan.save(tmp_path / "plan.json")
-    assert {n: x.chunks for n, x in Plan.load(tmp_path / "plan.json").layers.items()} == {
-        "one": 1, "two": 4, "three": 1, "four": 1,
-    }  # fmt: skip
+    assert {
+        n: x.chunks for n, x in Plan.load(tmp_path / "plan.json").layers.items()
+    } == {
+        "one": 1,
+        "two": 4,
+        "three": 1,
+        "four": 1,
+    }
     assert plan.digest != plan.with_splits({}).digest

@@ -1,4 +1,6 @@
-"""What fuse=True does not fold, and what it refuses: the results are those without it, or an error says why."""
+"""What fuse=True does not fold, and what it refuses: the results are those without it,
+or an error says why.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ from .test_epilogue_fusion import Activated, counting, fused, ready
 
 
 class Rewritten(nn.Module):
-    """Reads a result again after it became part of another one, and after its input was written to."""
+    """Reads a result again after it became part of another one, and after its input was
+    written to.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.conv, self.captured = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), True
+        self.first, self.conv, self.captured = (
+            nn.Conv2d(4, 4, 1),
+            nn.Conv2d(4, 4, 1),
+            True,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -63,7 +71,9 @@ def refused(make: type[Rewritten] | type[PlainInput]) -> str:
 
 
 @pytest.mark.parametrize("make", [Rewritten, PlainInput])
-def test_what_cannot_be_computed_any_more_is_refused(make: type[Rewritten] | type[PlainInput]) -> None:
+def test_what_cannot_be_computed_any_more_is_refused(
+    make: type[Rewritten] | type[PlainInput],
+) -> None:
     for message in on_ranks(2, refused, make):
         assert "fuse=True" in message
 
@@ -83,7 +93,9 @@ def test_training_is_as_without() -> None:
 def not_folded() -> dict[str, int]:
     serial, shape = ready(lambda: Activated("relu")), (2, 4, 9, 7)
     with torch.no_grad():
-        following = followers(hetconv.capture(serial, torch.zeros(shape, dtype=torch.float64)))
+        following = followers(
+            hetconv.capture(serial, torch.zeros(shape, dtype=torch.float64))
+        )
     plan = plan_of(serial, splits_of(serial, ("height",), (2, 1)), 2, following)
     cut = hetconv.parallelize(copy.deepcopy(serial), plan, fuse=True)
     x = torch.ones(shape, dtype=torch.float64)
@@ -102,7 +114,11 @@ class Tuned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn, self.graded = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), False
+        self.conv, self.bn, self.graded = (
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from hetconv.ops.pooling import in_plain_order
 from tests.equivalence import Differences
-from tests.placed import WORLD, Fn, check, gathered, in_every_placement, sequence, volume
+from tests.placed import (
+    WORLD,
+    Fn,
+    check,
+    gathered,
+    in_every_placement,
+    sequence,
+    volume,
+)
 from tests.spawn import on_ranks
 
 
@@ -23,44 +31,80 @@ def fractional(x: Tensor, z: Tensor, p: Any) -> Tensor:
 
 FUNCTIONS: dict[str, Fn] = {
     "max, ceil": lambda x, z, p: F.max_pool2d(-x, 3, 2, 1, ceil_mode=True),
-    "max, ceil, last window in the padding": lambda x, z, p: F.max_pool2d(x, (2, 2), 3, 1, ceil_mode=True),
+    "max, ceil, last window in the padding": lambda x, z, p: F.max_pool2d(
+        x, (2, 2), 3, 1, ceil_mode=True
+    ),
     "max, ceil, dilated": lambda x, z, p: F.max_pool2d(x, 2, 2, 1, 2, ceil_mode=True),
     "average, ceil": lambda x, z, p: F.avg_pool2d(x, 2, 2, ceil_mode=True),
-    "average, ceil and padding": lambda x, z, p: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
-    "average, ceil, padding not counted": lambda x, z, p: F.avg_pool2d(x, 4, 3, 2, True, False),
+    "average, ceil and padding": lambda x, z, p: F.avg_pool2d(
+        x, 3, 2, 1, ceil_mode=True
+    ),
+    "average, ceil, padding not counted": lambda x, z, p: F.avg_pool2d(
+        x, 4, 3, 2, True, False
+    ),
     "average, divisor": lambda x, z, p: F.avg_pool2d(x, 2, 1, divisor_override=3),
-    "average, divisor and padding": lambda x, z, p: F.avg_pool2d(x, 2, 1, 1, divisor_override=3),
+    "average, divisor and padding": lambda x, z, p: F.avg_pool2d(
+        x, 2, 1, 1, divisor_override=3
+    ),
     "fractional": fractional,
-    "there and back": lambda x, z, p: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=(6, 5)),
+    "there and back": lambda x, z, p: F.max_unpool2d(
+        *F.max_pool2d(x, 2, return_indices=True), 2, output_size=(6, 5)
+    ),
     "indices": lambda x, z, p: F.max_pool2d(x, 2, return_indices=True),
     "power": lambda x, z, p: F.lp_pool2d(x, 2, 2),
-    "power, stride and ceil": lambda x, z, p: F.lp_pool2d(x, 3, (2, 2), stride=1, ceil_mode=True),
+    "power, stride and ceil": lambda x, z, p: F.lp_pool2d(
+        x, 3, (2, 2), stride=1, ceil_mode=True
+    ),
     "power, ceil": lambda x, z, p: F.lp_pool2d(x, 2, 2, ceil_mode=True),
     "adaptive maximum of (3, 5)": lambda x, z, p: F.adaptive_max_pool2d(x, (3, 5)),
     "adaptive maximum of 1": lambda x, z, p: F.adaptive_max_pool2d(x, 1),
     "adaptive maximum of (4, 3)": lambda x, z, p: F.adaptive_max_pool2d(x, (4, 3)),
-    "adaptive indices": lambda x, z, p: F.adaptive_max_pool2d(x, (3, 5), return_indices=True),
-    "adaptive average of (3, None)": lambda x, z, p: F.adaptive_avg_pool2d(x, (3, None)),
+    "adaptive indices": lambda x, z, p: F.adaptive_max_pool2d(
+        x, (3, 5), return_indices=True
+    ),
+    "adaptive average of (3, None)": lambda x, z, p: F.adaptive_avg_pool2d(
+        x, (3, None)
+    ),
     "adaptive average of (2, 1)": lambda x, z, p: F.adaptive_avg_pool2d(x, (2, 1)),
-    "adaptive maximum of (4, 3), a sequence": sequence(lambda x, z, p: F.adaptive_max_pool1d(x, 7)),
+    "adaptive maximum of (4, 3), a sequence": sequence(
+        lambda x, z, p: F.adaptive_max_pool1d(x, 7)
+    ),
     "adaptive average of (4, 4)": lambda x, z, p: F.adaptive_avg_pool2d(x, 4),
-    "adaptive maximum of volumes": volume(lambda x, z, p: F.adaptive_max_pool3d(x, (4, 2, 3))),
-    "adaptive average of volumes of (4, 2, 3)": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, (4, 2, 3))),
+    "adaptive maximum of volumes": volume(
+        lambda x, z, p: F.adaptive_max_pool3d(x, (4, 2, 3))
+    ),
+    "adaptive average of volumes of (4, 2, 3)": volume(
+        lambda x, z, p: F.adaptive_avg_pool3d(x, (4, 2, 3))
+    ),
     "power of volumes": volume(lambda x, z, p: F.lp_pool3d(x, 2, 2)),
     "adaptive average of more": lambda x, z, p: F.adaptive_avg_pool2d(x, (12, 7)),
-    "max of sequences": sequence(lambda x, z, p: F.max_pool1d(x, 4, 3, 2, ceil_mode=True)),
-    "average of sequences": sequence(lambda x, z, p: F.avg_pool1d(x, 4, 3, 2, True, False)),
+    "max of sequences": sequence(
+        lambda x, z, p: F.max_pool1d(x, 4, 3, 2, ceil_mode=True)
+    ),
+    "average of sequences": sequence(
+        lambda x, z, p: F.avg_pool1d(x, 4, 3, 2, True, False)
+    ),
     "power of sequences": sequence(lambda x, z, p: F.lp_pool1d(x, 2, 3)),
-    "adaptive average of sequences": sequence(lambda x, z, p: F.adaptive_avg_pool1d(x, 1)),
-    "adaptive maximum of sequences": sequence(lambda x, z, p: F.adaptive_max_pool1d(x, 10)),
+    "adaptive average of sequences": sequence(
+        lambda x, z, p: F.adaptive_avg_pool1d(x, 1)
+    ),
+    "adaptive maximum of sequences": sequence(
+        lambda x, z, p: F.adaptive_max_pool1d(x, 10)
+    ),
     "max of volumes": volume(lambda x, z, p: F.max_pool3d(x, 2, 2, ceil_mode=True)),
-    "average of volumes": volume(lambda x, z, p: F.avg_pool3d(x, 3, 2, 1, count_include_pad=False)),
-    "adaptive average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, (3, 1, 2))),
+    "average of volumes": volume(
+        lambda x, z, p: F.avg_pool3d(x, 3, 2, 1, count_include_pad=False)
+    ),
+    "adaptive average of volumes": volume(
+        lambda x, z, p: F.adaptive_avg_pool3d(x, (3, 1, 2))
+    ),
     "global average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, 1)),
 }
 
 
-def everywhere(name: str, dtype: torch.dtype = torch.float64, autocast: bool = False) -> dict[str, Differences]:
+def everywhere(
+    name: str, dtype: torch.dtype = torch.float64, autocast: bool = False
+) -> dict[str, Differences]:
     return in_every_placement(FUNCTIONS[name], dtype, autocast)
 
 
@@ -69,13 +113,20 @@ def test_function(name: str) -> None:
     check(on_ranks(WORLD, everywhere, name))
 
 
-MIXED = ["average, ceil and padding", "adaptive maximum of (3, 5)", "adaptive average of (4, 4)"]
+MIXED = [
+    "average, ceil and padding",
+    "adaptive maximum of (3, 5)",
+    "adaptive average of (4, 4)",
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", [*MIXED, "average of volumes"])
 def test_function_under_autocast(name: str, dtype: torch.dtype) -> None:
-    check(on_ranks(WORLD, everywhere, name, dtype, True), {torch.bfloat16: 2e-1, torch.float32: 1e-5}[dtype])
+    check(
+        on_ranks(WORLD, everywhere, name, dtype, True),
+        {torch.bfloat16: 2e-1, torch.float32: 1e-5}[dtype],
+    )
 
 
 @pytest.mark.parametrize("name", MIXED)  # torch has no volumes of it
@@ -93,15 +144,21 @@ def found() -> set[tuple[str, str]]:
 
 
 def test_everything_else_runs_on_parts() -> None:
-    expected = {(name, "rows") for name in GATHERED_OVER_ROWS} | {(name, p) for name in GATHERED for p in PLACES}
+    expected = {(name, "rows") for name in GATHERED_OVER_ROWS} | {
+        (name, p) for name in GATHERED for p in PLACES
+    }
     assert all(names == expected for names in on_ranks(WORLD, found))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (1, 3, 1, 1)])
-def test_an_image_in_plain_order_is_not_channels_last_for_pytorch(shape: tuple[int, ...]) -> None:
+def test_an_image_in_plain_order_is_not_channels_last_for_pytorch(
+    shape: tuple[int, ...],
+) -> None:
     """One of a single channel counts as contiguous, whichever strides that channel has."""
     x = torch.randn(shape).to(memory_format=torch.channels_last)
     ordered = in_plain_order(x)
     assert torch.equal(ordered, x)
-    assert torch.empty_like(ordered.expand(shape)).stride() == torch.empty(shape).stride()
+    assert (
+        torch.empty_like(ordered.expand(shape)).stride() == torch.empty(shape).stride()
+    )
     assert in_plain_order(ordered) is ordered

@@ -1,4 +1,6 @@
-"""Dropout and noise on parts: not the numbers of one device, but the laws that random numbers have to keep."""
+"""Dropout and noise on parts: not the numbers of one device, but the laws that random
+numbers have to keep.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,13 @@ from tests.nets import plan_of, splits_of
 from tests.placed import PLACEMENTS, WORLD, check, on_parts, placed
 from tests.spawn import on_ranks
 
-SHAPE, RATE = (6, 24, 15, 18), 0.3  # every dimension divides among the ranks, so that parts compare
-CUTS = [Layout.sharded(SHAPE, dim, (n // WORLD,) * WORLD) for dim, n in enumerate(SHAPE)]
+SHAPE, RATE = (
+    (6, 24, 15, 18),
+    0.3,
+)  # every dimension divides among the ranks, so that parts compare
+CUTS = [
+    Layout.sharded(SHAPE, dim, (n // WORLD,) * WORLD) for dim, n in enumerate(SHAPE)
+]
 Fn = Callable[[Tensor, float], Tensor]
 NUMBERS: dict[str, Fn] = {
     "dropout": F.dropout,
@@ -49,7 +56,9 @@ DROPOUTS = NUMBERS | FEATURES
 
 
 def dropped(name: str, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of ones on parts: the own part, its gradient of a gradient, and the state of the shared generator after it."""
+    """Of ones on parts: the own part, its gradient of a gradient, and the state of the
+    shared generator after it.
+    """
     local = torch.ones(layout.boxes[dist.get_rank()].shape, requires_grad=True)
     y = DROPOUTS[name](HetTensor.wrap(local, layout, team_of()), RATE)
     assert isinstance(y, HetTensor)
@@ -71,12 +80,19 @@ def assert_share(share: float, expected: float, count: int) -> None:
     assert abs(share - expected) <= 5 * (expected * (1 - expected) / count) ** 0.5
 
 
-EACH = [(name, dim) for name in DROPOUTS for dim in range(4) if (name, dim) != ("dropout1d", 3)]  # which has no rows
+EACH = [
+    (name, dim)
+    for name in DROPOUTS
+    for dim in range(4)
+    if (name, dim) != ("dropout1d", 3)
+]  # which has no rows
 
 
 @pytest.mark.parametrize(("name", "dim"), EACH)
 def test_dropout(name: str, dim: int) -> None:
-    """As many as the rate says are dropped, on each rank others, and forward and backward drop the same ones."""
+    """As many as the rate says are dropped, on each rank others, and forward and
+    backward drop the same ones.
+    """
     found = on_ranks(WORLD, dropped, name, CUTS[dim])
     kept = [y == y.max() for y, *_ in found]
     for (y, grad, g, _), mask in zip(found, kept, strict=True):
@@ -89,11 +105,17 @@ def test_dropout(name: str, dim: int) -> None:
     for mask in kept:
         assert_share(float(mask.double().mean()), 1 - RATE, mask.numel())
     for a, b in combinations(kept, 2):
-        assert_share(float((a == b).double().mean()), 1.0 if same else RATE**2 + (1 - RATE) ** 2, a.numel())
+        assert_share(
+            float((a == b).double().mean()),
+            1.0 if same else RATE**2 + (1 - RATE) ** 2,
+            a.numel(),
+        )
 
 
 def drawn_again(name: str) -> list[bool]:
-    """Whether the same seed gives the same part again, another call another one; and ranks stay in step."""
+    """Whether the same seed gives the same part again, another call another one; and
+    ranks stay in step.
+    """
     results = []
     for seed in (5, 5, None):
         if seed is not None:
@@ -102,8 +124,13 @@ def drawn_again(name: str) -> list[bool]:
     (a, *_, first), (b, *_, second), (c, *_, third) = results
     states = [torch.empty_like(third) for _ in range(WORLD)]
     dist.all_gather(states, third)
-    return [torch.equal(a, b), torch.equal(first, second), not torch.equal(a, c), not torch.equal(second, third),
-            *(torch.equal(state, third) for state in states)]  # fmt: skip
+    return [
+        torch.equal(a, b),
+        torch.equal(first, second),
+        not torch.equal(a, c),
+        not torch.equal(second, third),
+        *(torch.equal(state, third) for state in states),
+    ]
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
@@ -112,7 +139,10 @@ def test_a_seed_says_what_is_drawn_and_ranks_stay_in_step(name: str) -> None:
 
 
 def everywhere(name: str, rate: float) -> dict[str, Differences]:
-    return {place: on_parts(lambda x, z, p: DROPOUTS[name](x, rate), place) for place in PLACEMENTS}
+    return {
+        place: on_parts(lambda x, z, p: DROPOUTS[name](x, rate), place)
+        for place in PLACEMENTS
+    }
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
@@ -141,7 +171,9 @@ def test_what_is_not_drawn_on_parts_is_drawn_as_on_one_rank(place: str) -> None:
 
 
 def with_empty_parts(name: str) -> list[bool]:
-    """Whether parts, of which some are empty, have gradients of their own, and the ranks stay in step."""
+    """Whether parts, of which some are empty, have gradients of their own, and the
+    ranks stay in step.
+    """
     said = []
     for layout in PLACEMENTS.values():
         x, local = placed(torch.ones(layout.shape), layout)
@@ -150,7 +182,10 @@ def with_empty_parts(name: str) -> list[bool]:
         state = torch.get_rng_state()
         states = [torch.empty_like(state) for _ in range(WORLD)]
         dist.all_gather(states, state)
-        said += [local.grad is not None and local.grad.shape == local.shape, all(torch.equal(state, s) for s in states)]
+        said += [
+            local.grad is not None and local.grad.shape == local.shape,
+            all(torch.equal(state, s) for s in states),
+        ]
     return said
 
 
@@ -213,15 +248,23 @@ def test_noise_is_each_rank_s_own(name: str) -> None:
 
 
 def from_a_generator() -> list[Tensor]:
-    x = HetTensor.wrap(torch.full(CUTS[3].boxes[dist.get_rank()].shape, 0.5), CUTS[3], team_of())
+    x = HetTensor.wrap(
+        torch.full(CUTS[3].boxes[dist.get_rank()].shape, 0.5), CUTS[3], team_of()
+    )
     own = torch.Generator().manual_seed(3)
-    return [hetconv.gather(torch.bernoulli(x, generator=own)), hetconv.gather(torch.normal(x, x))]
+    return [
+        hetconv.gather(torch.bernoulli(x, generator=own)),
+        hetconv.gather(torch.normal(x, x)),
+    ]
 
 
 def test_a_generator_that_is_given_draws_the_whole() -> None:
     torch.manual_seed(0)
     half = torch.full(SHAPE, 0.5)
-    expected = [torch.bernoulli(half, generator=torch.Generator().manual_seed(3)), torch.normal(half, half)]
+    expected = [
+        torch.bernoulli(half, generator=torch.Generator().manual_seed(3)),
+        torch.normal(half, half),
+    ]
     for found in on_ranks(WORLD, from_a_generator):
         assert all(map(torch.equal, found, expected))
 
@@ -233,18 +276,29 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.dropout2d(F.dropout(self.a(x), RATE, self.training), RATE, self.training)
-        return F.dropout(self.b(y + 0.1 * torch.randn_like(y)) * y.new_ones((4, 1, 1)), RATE, self.training)
+        return F.dropout(
+            self.b(y + 0.1 * torch.randn_like(y)) * y.new_ones((4, 1, 1)),
+            RATE,
+            self.training,
+        )
 
 
 def sent_and_planned(kind: SplitKind) -> tuple[dict[int, int], dict[int, int]]:
     model, x = Dropping(), torch.randn(2, 3, 9, 6)
     splits = splits_of(model, (kind,), (2, 1, 1))
     graph = hetconv.capture(model, x)
-    planned, _ = price(graph, ClusterProfile.from_devices(["cpu"] * WORLD, link="host"), splits, "train")
+    planned, _ = price(
+        graph,
+        ClusterProfile.from_devices(["cpu"] * WORLD, link="host"),
+        splits,
+        "train",
+    )
     cut = hetconv.parallelize(model, plan_of(model, splits, WORLD))
     with hetconv.count_sent() as sent:
         loss_of(cut(x)).backward()
-    return dict(sent), {r: n for r, n in enumerate(planned.sent_bytes[dist.get_rank()]) if n}
+    return dict(sent), {
+        r: n for r, n in enumerate(planned.sent_bytes[dist.get_rank()]) if n
+    }
 
 
 @pytest.mark.parametrize("kind", ["sample", "filter", "channel", "height"])
@@ -254,14 +308,20 @@ def test_models_that_draw_send_what_is_planned(kind: SplitKind) -> None:
 
 
 def drawn_on_unlike_devices() -> list[str]:
-    """What is said of random functions as where one rank computes on a CPU and another one on a GPU."""
+    """What is said of random functions as where one rank computes on a CPU and another
+    one on a GPU.
+    """
     team, said = team_of(), []
     team.agreements.draws_alike = False
     try:
         x = placed(torch.ones(SHAPE), CUTS[2])[0]
         F.dropout(x, RATE)  # each rank draws its own
         whole = placed(torch.ones(SHAPE), Layout.replicated(SHAPE, WORLD))[0]
-        for function in (lambda: F.dropout2d(x, RATE), lambda: F.dropout(whole, RATE), lambda: torch.rand_like(whole)):
+        for function in (
+            lambda: F.dropout2d(x, RATE),
+            lambda: F.dropout(whole, RATE),
+            lambda: torch.rand_like(whole),
+        ):
             with pytest.raises(hetconv.HetConvError) as e:
                 function()
             said.append(str(e.value))
@@ -273,18 +333,33 @@ def drawn_on_unlike_devices() -> list[str]:
 def test_ranks_that_would_draw_different_numbers_for_one_value_are_refused() -> None:
     for said in on_ranks(WORLD, drawn_on_unlike_devices):
         names = ("dropout2d", "dropout", "rand_like")
-        assert all(text.startswith(f"{name} draws") for text, name in zip(said, names, strict=True))
+        assert all(
+            text.startswith(f"{name} draws")
+            for text, name in zip(said, names, strict=True)
+        )
 
 
 def states_shared(on_cuda: bool) -> tuple[bool, list[Tensor]]:
-    """Whether all ranks draw alike, and what each GPU's generator is set to; only the second rank has none."""
+    """Whether all ranks draw alike, and what each GPU's generator is set to; only the
+    second rank has none.
+    """
     rank, found = dist.get_rank(), list[Tensor]()
     has_one = on_cuda and rank != 1
-    parameters = [SimpleNamespace(device=torch.device("cuda", 0) if has_one else torch.device("cpu"))]
+    parameters = [
+        SimpleNamespace(
+            device=torch.device("cuda", 0) if has_one else torch.device("cpu")
+        )
+    ]
     model: Any = SimpleNamespace(parameters=lambda: iter(parameters))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_rng_state", lambda index: torch.full((2,), rank + 5 + index, dtype=torch.uint8))
-        patch.setattr(torch.cuda, "set_rng_state", lambda state, index: found.append(state))
+        patch.setattr(
+            torch.cuda,
+            "get_rng_state",
+            lambda index: torch.full((2,), rank + 5 + index, dtype=torch.uint8),
+        )
+        patch.setattr(
+            torch.cuda, "set_rng_state", lambda state, index: found.append(state)
+        )
         parallelize._share_random_state(team_of(), model)
     alike = team_of().agreements.draws_alike
     team_of().agreements.draws_alike = True

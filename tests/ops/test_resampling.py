@@ -1,4 +1,6 @@
-"""Interpolation, padding and poolings on parts: equal to torch's in every placement, and what is sent for them."""
+"""Interpolation, padding and poolings on parts: equal to torch's in every placement,
+and what is sent for them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from hetconv.operators.resampling import Interpolate
 from hetconv.sharding.layer_rules import REPLICATE, Step
 from hetconv.sharding.layout import Layout, Move, traffic
 from tests.equivalence import Differences
-from tests.placed import PLACEMENTS, WORLD, Fn, check, gathered, in_every_placement, sequence, volume
+from tests.placed import (
+    PLACEMENTS,
+    WORLD,
+    Fn,
+    check,
+    gathered,
+    in_every_placement,
+    sequence,
+    volume,
+)
 from tests.spawn import on_ranks
 
 ROWS, COLUMNS = PLACEMENTS["rows"], PLACEMENTS["columns"]
@@ -51,7 +62,7 @@ INTERPOLATIONS: dict[str, Fn] = {
     f"{mode} {name}, corners aligned": resized(mode, **SIZES[name], align_corners=True)
     for mode in ("bilinear", "bicubic")
     for name in ("by 2", "by 1.7", "by 0.4", "to (9, 13)", "to (3, 5)", "to 1")
-}  # fmt: skip
+}
 INTERPOLATIONS |= {
     "area": resized("area", scale_factor=2),
     "area of (4, 3)": resized("area", size=(4, 3)),
@@ -88,20 +99,28 @@ PADS: dict[str, Fn] = {
     "sequence, around": sequence(lambda x, z, p: F.pad(x, (7, 30), "circular")),
     "volume, around": volume(lambda x, z, p: F.pad(x, (1, 0, 2, 1, 4, 6), "circular")),
     "mirrored and cropped": lambda x, z, p: F.pad(x, (4, -2, -3, 2), "reflect"),
-}  # fmt: skip
+}
 UNSHUFFLES: dict[str, Fn] = {
     "pixel_unshuffle": lambda x, z, p: F.pixel_unshuffle(F.pad(x, (0, 1)), 2),
-    "pixel_unshuffle by 3": lambda x, z, p: F.pixel_unshuffle(input=F.pad(x, (0, 1)), downscale_factor=3),
+    "pixel_unshuffle by 3": lambda x, z, p: F.pixel_unshuffle(
+        input=F.pad(x, (0, 1)), downscale_factor=3
+    ),
     "there and back": lambda x, z, p: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
 }
 FUNCTIONS = {
     f"{family}: {name}": fn
-    for family, fns in (("interpolate", INTERPOLATIONS), ("pad", PADS), ("unshuffle", UNSHUFFLES))
+    for family, fns in (
+        ("interpolate", INTERPOLATIONS),
+        ("pad", PADS),
+        ("unshuffle", UNSHUFFLES),
+    )
     for name, fn in fns.items()
 }
 
 
-def everywhere(name: str, dtype: torch.dtype = torch.float64, autocast: bool = False) -> dict[str, Differences]:
+def everywhere(
+    name: str, dtype: torch.dtype = torch.float64, autocast: bool = False
+) -> dict[str, Differences]:
     return in_every_placement(FUNCTIONS[name], dtype, autocast)
 
 
@@ -111,16 +130,23 @@ def test_function(name: str) -> None:
 
 
 MIXED = [
-    "interpolate: nearest by 2", "interpolate: nearest by 1.7", "interpolate: bilinear by 2",
-    "interpolate: bicubic to (9, 13)", "pad: reflect (0, 1, 0, 1)", "pad: constant (1, 1, 1, 1)",
+    "interpolate: nearest by 2",
+    "interpolate: nearest by 1.7",
+    "interpolate: bilinear by 2",
+    "interpolate: bicubic to (9, 13)",
+    "pad: reflect (0, 1, 0, 1)",
+    "pad: constant (1, 1, 1, 1)",
     "unshuffle: there and back",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MIXED)
 def test_function_under_autocast(name: str, dtype: torch.dtype) -> None:
-    check(on_ranks(WORLD, everywhere, name, dtype, True), {torch.bfloat16: 2e-1, torch.float32: 1e-5}[dtype])
+    check(
+        on_ranks(WORLD, everywhere, name, dtype, True),
+        {torch.bfloat16: 2e-1, torch.float32: 1e-5}[dtype],
+    )
 
 
 @pytest.mark.parametrize("name", MIXED)
@@ -129,10 +155,16 @@ def test_function_in_half_precision(name: str) -> None:
 
 
 GATHERED_OVER_ROWS = {
-    *(f"interpolate: {mode} by 1.1" for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")),
-    "interpolate: nearest by 2.1", "interpolate: nearest-exact by 2.1",
-    "interpolate: nearest-exact by 3.1", "interpolate: antialias", "pad: cropped, circular",
-}  # fmt: skip
+    *(
+        f"interpolate: {mode} by 1.1"
+        for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")
+    ),
+    "interpolate: nearest by 2.1",
+    "interpolate: nearest-exact by 2.1",
+    "interpolate: nearest-exact by 3.1",
+    "interpolate: antialias",
+    "pad: cropped, circular",
+}
 
 
 PLACES = ("rows", "channels", "samples")
@@ -143,7 +175,9 @@ def found() -> set[tuple[str, str]]:
 
 
 def test_everything_else_runs_on_parts() -> None:
-    unfit = {("unshuffle: there and back", "channels")}  # cut within the channels that become one
+    unfit = {
+        ("unshuffle: there and back", "channels")
+    }  # cut within the channels that become one
     expected = {(name, "rows") for name in GATHERED_OVER_ROWS} | unfit
     assert all(names == expected for names in on_ranks(WORLD, found))
 
@@ -156,25 +190,41 @@ def step_of(layout: Layout, func: Any, *args: Any, **kwargs: Any) -> Step:
 
 def moved(layout: Layout, step: Step) -> int:
     (source,) = step.reads
-    return sum(traffic(Move(layout, source).forward, 1).values()) if source != layout else 0
+    return (
+        sum(traffic(Move(layout, source).forward, 1).values())
+        if source != layout
+        else 0
+    )
 
 
 @pytest.mark.parametrize("layout", [ROWS, COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("factor", [1, 2, 3, 4.0, 7])
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_copies_of_pixels_need_no_message(layout: Layout, factor: float, mode: str) -> None:
+def test_copies_of_pixels_need_no_message(
+    layout: Layout, factor: float, mode: str
+) -> None:
     step = step_of(layout, F.interpolate, scale_factor=factor, mode=mode)
     assert moved(layout, step) == 0
     assert step.output.sizes == tuple(int(factor * size) for size in layout.sizes)
 
 
-@pytest.mark.parametrize(("n", "out", "mode"), [(2, 82, "nearest"), (2, 98, "nearest"), (20, 134, "nearest-exact")])
-def test_where_rounding_decides_which_pixel_is_nearest_torch_does_it(n: int, out: int, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("n", "out", "mode"),
+    [(2, 82, "nearest"), (2, 98, "nearest"), (20, 134, "nearest-exact")],
+)
+def test_where_rounding_decides_which_pixel_is_nearest_torch_does_it(
+    n: int, out: int, mode: str
+) -> None:
     rows = Layout.sharded((1, 1, n, 1), 2, (1, n - 1))
-    assert step_of(rows, F.interpolate, size=(out, 1), mode=mode).output.kind == "replicated"
+    assert (
+        step_of(rows, F.interpolate, size=(out, 1), mode=mode).output.kind
+        == "replicated"
+    )
 
 
-def test_a_linear_interpolation_reads_one_row_beyond_each_cut_and_a_cubic_one_two() -> None:
+def test_a_linear_interpolation_reads_one_row_beyond_each_cut_and_a_cubic_one_two() -> (
+    None
+):
     rows = Layout.sharded((1, 1, 12, 4), 2, (4, 0, 5, 3))
     for mode, beyond in (("bilinear", 1), ("bicubic", 2)):
         (need,) = step_of(rows, F.interpolate, scale_factor=2, mode=mode).reads
@@ -187,7 +237,10 @@ def test_what_is_padded_comes_from_where_it_is() -> None:
     far = step_of(rows, F.pad, (0, 0, 3, 2), "reflect")
     assert (moved(rows, far), far.output.sizes) == (2 + 2, (0, 5, 9, 3))
     around = step_of(rows, F.pad, (0, 0, 3, 2), "circular")
-    assert [sum(traffic(Move(rows, read_call).forward, 1).values()) for read_call in around.reads] == [0, 3, 2]
+    assert [
+        sum(traffic(Move(rows, read_call).forward, 1).values())
+        for read_call in around.reads
+    ] == [0, 3, 2]
 
 
 @pytest.mark.parametrize("mode", ["constant", "replicate", "reflect"])
@@ -198,7 +251,9 @@ def test_padding_needs_no_message(mode: str) -> None:
 
 
 def test_pixels_fold_where_they_lie_if_no_cut_divides_them() -> None:
-    aligned, across = (Layout.sharded((1, 1, 12, 4), 2, sizes) for sizes in ((8, 4), (7, 5)))
+    aligned, across = (
+        Layout.sharded((1, 1, 12, 4), 2, sizes) for sizes in ((8, 4), (7, 5))
+    )
     assert step_of(aligned, F.pixel_unshuffle, 2).reads == (aligned,)
     assert moved(across, step_of(across, F.pixel_unshuffle, 2)) == 4
 
@@ -212,18 +267,35 @@ def test_pixels_fold_where_they_lie_if_no_cut_divides_them() -> None:
     st.tuples(st.integers(0, 300), st.integers(1, 300)),
 )
 def test_an_interpolation_reads_all_that_torch_reads(
-    mode: str, align: bool, n: int, target: float, dtype: torch.dtype, span: tuple[int, int]
+    mode: str,
+    align: bool,
+    n: int,
+    target: float,
+    dtype: torch.dtype,
+    span: tuple[int, int],
 ) -> None:
     """By torch's own weight of every input in every output."""
-    options: dict[str, Any] = {"mode": mode, "align_corners": align if mode.startswith("bi") else None}
-    options["size" if isinstance(target, int) else "scale_factor"] = (target, 1 if isinstance(target, int) else 1.0)
+    options: dict[str, Any] = {
+        "mode": mode,
+        "align_corners": align if mode.startswith("bi") else None,
+    }
+    options["size" if isinstance(target, int) else "scale_factor"] = (
+        target,
+        1 if isinstance(target, int) else 1.0,
+    )
     assume(isinstance(target, int) or int(n * target) > 0)
-    call = read_call(F.interpolate, (torch.empty((1, n, n, 1), device="meta"),), options)
+    call = read_call(
+        F.interpolate, (torch.empty((1, n, n, 1), device="meta"),), options
+    )
     assert call is not None
     assert isinstance(call.op, Interpolate)
-    step = call.op.step((Layout.sharded((1, n, n, 1), 2, (n, 0)),))  # by two ranks: whether it runs on parts
+    step = call.op.step(
+        (Layout.sharded((1, n, n, 1), 2, (n, 0)),)
+    )  # by two ranks: whether it runs on parts
     assume(call.op.filter is not None and step.output.kind == "sharded")
-    weights = F.interpolate(torch.eye(n, dtype=dtype).view(1, n, n, 1), **options)[0, :, :, 0]
+    weights = F.interpolate(torch.eye(n, dtype=dtype).view(1, n, n, 1), **options)[
+        0, :, :, 0
+    ]
     lo, hi = min(span[0], weights.shape[1] - 1), min(sum(span), weights.shape[1])
     hi = max(lo + 1, hi)
     used = (weights[:, lo:hi].abs() > 1e-4).any(1).nonzero().flatten().tolist()

@@ -1,4 +1,6 @@
-"""Views, shapes, reductions and softmax on parts: what they give, whom they share memory with, and what they send."""
+"""Views, shapes, reductions and softmax on parts: what they give, whom they share
+memory with, and what they send.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ VIEWS: dict[str, Fn] = {
     "view by size": lambda x: x.view(torch.Size((4, 8, 2, 3, 5))),
     "unflatten": lambda x: x.unflatten(1, (2, -1)),
     "flatten": lambda x: x.flatten(2),
-}  # fmt: skip
+}
 
 
 def shuffled(x: Tensor) -> Tensor:
@@ -135,14 +137,16 @@ REDUCTIONS: dict[str, Fn] = {
     "softmax of columns": lambda x: x.softmax(-1),
     "log_softmax of rows": lambda x: torch.log_softmax(x, 2),
     "softmax in double": lambda x: torch.softmax(x, 0, torch.float64),
-    "standardized": lambda x: (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1).sqrt(),
+    "standardized": lambda x: (
+        (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1).sqrt()
+    ),
     "squeezed": lambda x: x * x.mean((2, 3), keepdim=True).expand_as(x),
     "shuffled": shuffled,
     "gated": lambda x: (lambda a, b: a * b)(*x.chunk(2, 1)),
     "stack": lambda x: torch.stack([x, x * 2], 1),
     "stack last": lambda x: torch.stack((x, 1 / x), dim=-1),
     "loss": lambda x: x.square().mean() + x.sum() * 0.1,
-}  # fmt: skip
+}
 
 
 def of_view(take: Fn) -> Callable[[Tensor], Any]:
@@ -207,14 +211,35 @@ WRITES: dict[str, Fn] = {
     "written where it moves": written_where_it_moves,
     "no_grad": without_grad,
 }
-WRITES |= {f"write to {name}": of_view(take) for name, take in VIEWS.items() if "expand" not in name}
-MULTIPLE = ("chunk", "split", "split in sizes", "tensor_split", "unbind")  # torch allows no writing to these
-FUNCTIONS = VIEWS | REDUCTIONS | {k: v for k, v in WRITES.items() if k.removeprefix("write to ") not in MULTIPLE}
+WRITES |= {
+    f"write to {name}": of_view(take)
+    for name, take in VIEWS.items()
+    if "expand" not in name
+}
+MULTIPLE = (
+    "chunk",
+    "split",
+    "split in sizes",
+    "tensor_split",
+    "unbind",
+)  # torch allows no writing to these
+FUNCTIONS = (
+    VIEWS
+    | REDUCTIONS
+    | {k: v for k, v in WRITES.items() if k.removeprefix("write to ") not in MULTIPLE}
+)
 
 
 def everywhere(name: str, dtype: torch.dtype) -> Differences:
-    found = {place: on_parts(lambda x, z, p: FUNCTIONS[name](x), place, dtype) for place in PLACEMENTS}
-    return {f"{place}: {what}": value for place, all_ in found.items() for what, value in all_.items()}
+    found = {
+        place: on_parts(lambda x, z, p: FUNCTIONS[name](x), place, dtype)
+        for place in PLACEMENTS
+    }
+    return {
+        f"{place}: {what}": value
+        for place, all_ in found.items()
+        for what, value in all_.items()
+    }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -223,13 +248,29 @@ def test_on_parts_as_on_one_device(name: str) -> None:
 
 
 GATHERED_OVER_ROWS = {
-    "amax of space", "amin of all", "argmax of all", "cummax", "flip rows", "log_softmax of rows", "loss", "max of all",
-    "norm by 1 of rows", "norm of all", "prod", "roll of all", "roll space", "var of all", "var of space",
-}  # fmt: skip
+    "amax of space",
+    "amin of all",
+    "argmax of all",
+    "cummax",
+    "flip rows",
+    "log_softmax of rows",
+    "loss",
+    "max of all",
+    "norm by 1 of rows",
+    "norm of all",
+    "prod",
+    "roll of all",
+    "roll space",
+    "var of all",
+    "var of space",
+}
 
 
 def found() -> set[tuple[str, str]]:
-    return gathered({name: lambda x, z, p, fn=fn: fn(x) for name, fn in REDUCTIONS.items()}, ["rows"])
+    return gathered(
+        {name: lambda x, z, p, fn=fn: fn(x) for name, fn in REDUCTIONS.items()},
+        ["rows"],
+    )
 
 
 def test_everything_else_runs_on_parts() -> None:
@@ -239,17 +280,28 @@ def test_everything_else_runs_on_parts() -> None:
 
 STAYS: dict[str, tuple[Op, Layout]] = {
     "permute": (
-        View((4, 6, 5, 8), tuple((0, n) for n in SHAPE), (0, 2, 3, 1)), Layout.sharded((4, 6, 5, 8), 1, (1, 2, 3)),
+        View((4, 6, 5, 8), tuple((0, n) for n in SHAPE), (0, 2, 3, 1)),
+        Layout.sharded((4, 6, 5, 8), 1, (1, 2, 3)),
     ),
     "a slice of the cut": (
-        View((4, 8, 3, 5), ((0, 4), (0, 8), (2, 5), (0, 5)), (0, 1, 2, 3)), Layout.sharded((4, 8, 3, 5), 2, (0, 1, 2)),
+        View((4, 8, 3, 5), ((0, 4), (0, 8), (2, 5), (0, 5)), (0, 1, 2, 3)),
+        Layout.sharded((4, 8, 3, 5), 2, (0, 1, 2)),
     ),
-    "rows and columns": (Reshape((4, 8, 30)), Layout.sharded((4, 8, 30), 2, (5, 10, 15))),
-    "mean": (Reduction((4, 8), (2, 3), False, True), Layout.partial((4, 8), WORLD, (1, 2, 3))),
-    "amax": (Reduction((4, 6, 5), (1,), False, False), Layout.sharded((4, 6, 5), 1, (1, 2, 3))),
+    "rows and columns": (
+        Reshape((4, 8, 30)),
+        Layout.sharded((4, 8, 30), 2, (5, 10, 15)),
+    ),
+    "mean": (
+        Reduction((4, 8), (2, 3), False, True),
+        Layout.partial((4, 8), WORLD, (1, 2, 3)),
+    ),
+    "amax": (
+        Reduction((4, 6, 5), (1,), False, False),
+        Layout.sharded((4, 6, 5), 1, (1, 2, 3)),
+    ),
     "softmax": (Along(SHAPE, (1,)), PLACEMENTS["rows"]),
     "stack": (Stack((2, *SHAPE), 0), Layout.sharded((2, *SHAPE), 3, (1, 2, 3))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STAYS)
@@ -261,19 +313,30 @@ def test_a_height_cut_stays_and_moves_nothing(name: str) -> None:
 
 
 def test_pieces_along_the_cut_are_gathered() -> None:
-    halves = tuple(View((4, 8, 3, 5), ((0, 4), (0, 8), (lo, lo + 3), (0, 5)), (0, 1, 2, 3)) for lo in (0, 3))
-    assert all(s.output.kind == "replicated" for s in Pieces(halves, 2).steps((PLACEMENTS["rows"],)))
+    halves = tuple(
+        View((4, 8, 3, 5), ((0, 4), (0, 8), (lo, lo + 3), (0, 5)), (0, 1, 2, 3))
+        for lo in (0, 3)
+    )
+    assert all(
+        s.output.kind == "replicated"
+        for s in Pieces(halves, 2).steps((PLACEMENTS["rows"],))
+    )
 
 
 def flat_after_a_write() -> Differences:
     layout, whole = PLACEMENTS["columns"], torch.rand(SHAPE, dtype=torch.float64)
     torch.distributed.broadcast(whole, 0)
     box = layout.boxes[torch.distributed.get_rank()]
-    part = whole[..., box.lo[3] : box.hi[3]].contiguous(memory_format=torch.channels_last)
+    part = whole[..., box.lo[3] : box.hi[3]].contiguous(
+        memory_format=torch.channels_last
+    )
     x = HetTensor.wrap(part, layout, team_of())
     flat = x.flatten(1, 2)
     x.mul_(2)
-    return {"flat": apart(hetconv.gather(flat), 2 * whole.flatten(1, 2)), "x": apart(hetconv.gather(x), 2 * whole)}
+    return {
+        "flat": apart(hetconv.gather(flat), 2 * whole.flatten(1, 2)),
+        "x": apart(hetconv.gather(x), 2 * whole),
+    }
 
 
 def test_a_view_that_is_a_copy_on_parts_sees_what_is_written() -> None:

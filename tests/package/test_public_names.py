@@ -1,4 +1,6 @@
-"""The public names: each is what its room has, comes when it is asked for, and brings no more than it needs."""
+"""The public names: each is what its room has, comes when it is asked for, and brings
+no more than it needs.
+"""
 
 import subprocess
 import sys
@@ -18,14 +20,18 @@ kernels.conv2d(x, w, padding=1).sum().backward()
 assert x.grad is not None and x.grad[0, 0, 1, 1] == 27
 """,
     "kernels as an attribute": "import hetconv\nassert callable(hetconv.kernels.conv2d)",
-    "spec and errors": "import hetconv.errors, hetconv.sharding.conv_spec\nassert 'torch' not in sys.modules",
-    "errors as names": "import hetconv\nassert issubclass(hetconv.KernelError, hetconv.HetConvError)",
+    "spec and errors": "import hetconv.errors, hetconv.sharding.conv_spec\nassert 'torch' not "
+    "in sys.modules",
+    "errors as names": "import hetconv\nassert issubclass(hetconv.KernelError, "
+    "hetconv.HetConvError)",
     "layouts": "import hetconv\nassert hetconv.apportion(3, (2, 1)) == (2, 1)",
 }
 
 
 def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -52,7 +58,9 @@ def test_the_table_has_every_name_once() -> None:
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(AttributeError, match=r"no public name 'paralelize'.*parallelize"):
+    with pytest.raises(
+        AttributeError, match=r"no public name 'paralelize'.*parallelize"
+    ):
         _ = hetconv.paralelize  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="paralelize"):
         exec("from hetconv import paralelize")

@@ -1,4 +1,6 @@
-"""What another split of one layer would cost, from the tables: as the whole plan is priced with it."""
+"""What another split of one layer would cost, from the tables: as the whole plan is
+priced with it.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ from tests.nets import NETS, OTHER_RANKS, split_of
 
 CLUSTER = ClusterProfile.from_devices(["A100-SXM4-80GB", "V100-SXM2-32GB", "T4"])
 RATIOS = (4, 2, 1), (1, 1, 1), (0, 1, 0)
-FREE = replace(CLUSTER, links=dict.fromkeys(CLUSTER.links, LinkModel(0.0, 0.0)), shared=())
+FREE = replace(
+    CLUSTER, links=dict.fromkeys(CLUSTER.links, LinkModel(0.0, 0.0)), shared=()
+)
 Choices = dict[str, tuple[Split, ...]]
 
 
 class Joins(nn.Module):
-    """A sum of sums of what was concatenated of three: how a layer is split may decide how all of them lie."""
+    """A sum of sums of what was concatenated of three: how a layer is split may decide
+    how all of them lie.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +50,17 @@ MODELS = NETS | OTHER_RANKS | {"joins": (Joins, (2, 4, 9, 8))}
 
 
 def splits_of_layer(op: Conv | Linear) -> tuple[Split, ...]:
-    kinds = [k for k in KINDS[1:] if op.dim(k) is not None or k in ("filter", "channel")]
-    return tuple(dict.fromkeys([REPLICATE, *(split_of(op, kind, ratio) for kind in kinds for ratio in RATIOS)]))
+    kinds = [
+        k for k in KINDS[1:] if op.dim(k) is not None or k in ("filter", "channel")
+    ]
+    return tuple(
+        dict.fromkeys(
+            [
+                REPLICATE,
+                *(split_of(op, kind, ratio) for kind in kinds for ratio in RATIOS),
+            ]
+        )
+    )
 
 
 def problem(name: str, mode: Mode) -> tuple[Graph, Choices, Tables]:
@@ -60,23 +75,37 @@ def problem(name: str, mode: Mode) -> tuple[Graph, Choices, Tables]:
 @pytest.mark.parametrize("name", MODELS)
 def test_each_is_slower_by_what_the_whole_plan_is(name: str, mode: Mode) -> None:
     graph, choices, told = problem(name, mode)
-    pricer, free, draw = Pricer(graph, CLUSTER, mode), Pricer(graph, FREE, mode), random.Random(0)
+    pricer, free, draw = (
+        Pricer(graph, CLUSTER, mode),
+        Pricer(graph, FREE, mode),
+        random.Random(0),
+    )
     for _ in range(3):
-        chosen = {layer: draw.randrange(len(splits)) for layer, splits in choices.items()}
+        chosen = {
+            layer: draw.randrange(len(splits)) for layer, splits in choices.items()
+        }
         plan = {layer: splits[chosen[layer]] for layer, splits in choices.items()}
         planned, computing = (p.price(plan)[0].summed_s for p in (pricer, free))
         for layer, found in considered(told, choices, chosen).items():
             assert {c.split for c in found} == set(choices[layer])
-            assert [c.slower_by_s for c in found] == sorted(c.slower_by_s for c in found)
+            assert [c.slower_by_s for c in found] == sorted(
+                c.slower_by_s for c in found
+            )
             own = next(c for c in found if c.split == plan[layer])
             assert own.slower_by_s == 0
             for c in draw.sample(found, 5):
                 slower = pricer.price({**plan, layer: c.split})[0].summed_s - planned
-                assert c.slower_by_s == pytest.approx(slower, rel=1e-3, abs=1e-9 * planned)
+                assert c.slower_by_s == pytest.approx(
+                    slower, rel=1e-3, abs=1e-9 * planned
+                )
                 longer = free.price({**plan, layer: c.split})[0].summed_s - computing
-                assert c.compute_s - own.compute_s == pytest.approx(longer, abs=1e-3 * c.compute_s)
+                assert c.compute_s - own.compute_s == pytest.approx(
+                    longer, abs=1e-3 * c.compute_s
+                )
                 moves_longer = c.movement_s - own.movement_s
-                assert moves_longer == pytest.approx(slower - longer, abs=1e-3 * (c.movement_s + own.movement_s))
+                assert moves_longer == pytest.approx(
+                    slower - longer, abs=1e-3 * (c.movement_s + own.movement_s)
+                )
 
 
 def test_a_layer_alone_computes_as_its_slowest_device_and_moves_its_result() -> None:
@@ -87,13 +116,20 @@ def test_a_layer_alone_computes_as_its_slowest_device_and_moves_its_result() -> 
     for c in found:
         prediction, layers = Pricer(graph, CLUSTER, "infer").price({"0": c.split})
         assert c.compute_s == pytest.approx(max(layers["0"].forward_s), rel=1e-3)
-        assert c.compute_s + c.movement_s == pytest.approx(prediction.summed_s, rel=1e-3)
+        assert c.compute_s + c.movement_s == pytest.approx(
+            prediction.summed_s, rel=1e-3
+        )
         assert (c.movement_s > 0) is (c.split.kind == "height")
 
 
-def test_what_is_forbidden_is_left_out_and_what_is_equal_comes_after_what_was_chosen() -> None:
+def test_what_is_forbidden_is_left_out_and_what_is_equal_comes_after_what_was_chosen() -> (
+    None
+):
     splits = tuple(Split("height", (n, 1)) for n in range(4))
-    told = Tables(unary={"a": np.array([0.6, 0.1 + 0.2, np.inf, 0.3])}, computing={"a": np.array([0.2, 0.1, 0, 0.25])})
+    told = Tables(
+        unary={"a": np.array([0.6, 0.1 + 0.2, np.inf, 0.3])},
+        computing={"a": np.array([0.2, 0.1, 0, 0.25])},
+    )
     assert considered(told, {"a": splits}, {"a": 3})["a"] == (
         Considered(splits[3], 0.25, 0.05, 0.0),
         Considered(splits[1], 0.1, 0.2, 0.0),

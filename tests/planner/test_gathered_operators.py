@@ -19,7 +19,9 @@ from tests.spawn import on_ranks
 
 
 class Summed(nn.Module):
-    """A running sum along the rows, which has no rule, between two convolutions; and one of few numbers."""
+    """A running sum along the rows, which has no rule, between two convolutions; and
+    one of few numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +56,14 @@ def test_operators_without_a_rule_are_listed_with_their_bytes() -> None:
     graph = hetconv.capture(model, torch.zeros(1, 3, 8, 6))
     splits = even(planned(model, 1, 3, 8, 6)).splits
     found = gathers(graph, splits, 2, "infer")
-    assert [(g.function, g.shape) for g in found] == [("cumsum", (1, 4, 8, 6)), ("sort", (1, 1, 8, 6))]
-    assert [g.sent_bytes for g in found] == [4 * 8 * 6 * 4, 8 * 6 * 4]  # each rank sends its half to the other
+    assert [(g.function, g.shape) for g in found] == [
+        ("cumsum", (1, 4, 8, 6)),
+        ("sort", (1, 1, 8, 6)),
+    ]
+    assert [g.sent_bytes for g in found] == [
+        4 * 8 * 6 * 4,
+        8 * 6 * 4,
+    ]  # each rank sends its half to the other
 
 
 def test_nothing_is_listed_where_nothing_gathers() -> None:
@@ -64,7 +72,9 @@ def test_nothing_is_listed_where_nothing_gathers() -> None:
 
 def test_a_plan_file_keeps_them(tmp_path: Path) -> None:
     plan = planned(ResNet(), 2, 3, 37, 30)
-    listed = Plan(**{**vars(plan), "gathers": (Gathered("sort_3", "sort", (1, 2), 5_000_000),)})
+    listed = Plan(
+        **{**vars(plan), "gathers": (Gathered("sort_3", "sort", (1, 2), 5_000_000),)}
+    )
     listed.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").gathers == listed.gathers
     assert listed.with_splits({}).gathers == ()
@@ -74,7 +84,12 @@ def test_a_plan_file_keeps_them(tmp_path: Path) -> None:
 def test_show_lists_them(listed: bool) -> None:
     plan = planned(ResNet(), 2, 3, 37, 30)
     if listed:
-        plan = Plan(**{**vars(plan), "gathers": (Gathered("sort_3", "sort", (1, 2), 5_000_000),)})
+        plan = Plan(
+            **{
+                **vars(plan),
+                "gathers": (Gathered("sort_3", "sort", (1, 2), 5_000_000),),
+            }
+        )
     console = Console(record=True, width=120)
     show_gathers(plan, console)
     show_plan(plan, console)

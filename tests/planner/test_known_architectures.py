@@ -1,4 +1,6 @@
-"""Plans of known architectures: never worse than what they are compared with, the same every time, within seconds."""
+"""Plans of known architectures: never worse than what they are compared with, the same
+every time, within seconds.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_meta_tensors_give_the_graph_that_others_give() -> None:
 
 
 def test_uneven_plans_gain_on_sample_splits_and_on_even_plans() -> None:
-    """On the model profile: devices of 10, 5, 5 and 2 TFLOPS that share a wire of 10 GB/s, a batch of 64."""
+    """On the model profile: devices of 10, 5, 5 and 2 TFLOPS that share a wire of 10
+    GB/s, a batch of 64.
+    """
     residual, fully_connected = planned("ResNet-50", 4), planned("AlexNet", 4)
     assert gain(residual, SAMPLE) >= 1.15
     assert gain(fully_connected, SAMPLE) >= 2.0
@@ -64,13 +68,21 @@ def test_uneven_plans_gain_on_sample_splits_and_on_even_plans() -> None:
         pytest.param("DenseNet-121", 4, marks=pytest.mark.slow),
     ],
 )
-def test_no_plan_is_predicted_to_be_worse_than_what_it_is_compared_with(name: str, devices: int) -> None:
+def test_no_plan_is_predicted_to_be_worse_than_what_it_is_compared_with(
+    name: str, devices: int
+) -> None:
     plan = planned(name, devices)
     assert plan.predicted is not None
     assert plan.alternatives is not None
     assert plan.predicted.step_s <= min(plan.alternatives.values()) * (1 + 1e-12)
     assert plan.predicted.step_s <= plan.predicted.summed_s * 1.01
-    assert {"planned", EVEN, SAMPLE, "uneven filter split", "fastest device alone"} <= plan.alternatives.keys()
+    assert {
+        "planned",
+        EVEN,
+        SAMPLE,
+        "uneven filter split",
+        "fastest device alone",
+    } <= plan.alternatives.keys()
 
 
 SAVE = """
@@ -84,7 +96,14 @@ hetconv.make_plan(captured("U-Net", 16), modelled(4)).save(sys.argv[1])
 def test_the_same_input_gives_the_same_plan_in_any_process(tmp_path: Path) -> None:
     plan = planned("U-Net", 4)
     plan.save(tmp_path / "own.json")
-    said, seed = tmp_path / "its.json", str(int(os.environ.get("PYTHONHASHSEED", "0").replace("random", "0")) + 1)
-    subprocess.run([sys.executable, "-c", SAVE, said], check=True, env=os.environ | {"PYTHONHASHSEED": seed})
+    said, seed = (
+        tmp_path / "its.json",
+        str(int(os.environ.get("PYTHONHASHSEED", "0").replace("random", "0")) + 1),
+    )
+    subprocess.run(
+        [sys.executable, "-c", SAVE, said],
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": seed},
+    )
     assert said.read_bytes() == (tmp_path / "own.json").read_bytes()
     assert Plan.load(tmp_path / "own.json") == plan

@@ -16,7 +16,12 @@ from hetconv.cost.estimator import price
 from hetconv.cost.operator_cost import layer_curve, operator_key
 from hetconv.planner.candidates import Candidates, group_sizes
 from hetconv.planner.make_plan import contenders
-from hetconv.schemas.cluster_profile import Alone, ClusterProfile, DeviceModel, TunedRatio
+from hetconv.schemas.cluster_profile import (
+    Alone,
+    ClusterProfile,
+    DeviceModel,
+    TunedRatio,
+)
 from hetconv.schemas.plan import ALONE
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.layer_rules import Linear, Split, SplitKind
@@ -34,11 +39,16 @@ def test_kinds_are_the_only_ones_used(make: type[nn.Module], kind: SplitKind) ->
     assert {s.kind for s in plan.splits.values()} <= {kind, "replicate"}
     assert plan.splits.keys() == graph.layers.keys()
     if kind == "height":
-        assert all(isinstance(graph.layers[n], Linear) == (s.kind == "replicate") for n, s in plan.splits.items())
+        assert all(
+            isinstance(graph.layers[n], Linear) == (s.kind == "replicate")
+            for n, s in plan.splits.items()
+        )
 
 
 def big_stack() -> tuple[nn.Module, torch.Tensor]:
-    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
+    model = nn.Sequential(
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)
+    )
     return model, torch.randn(1, 64, 512, 512)
 
 
@@ -60,11 +70,15 @@ def test_where_one_device_is_fastest_the_plan_says_so_and_uses_it_alone() -> Non
     graph = hetconv.capture(*big_stack())
     far = replace(ClusterProfile.from_devices(["cpu", "cpu@0.1"], link="host"))
     far = replace(far, links={"0-1": replace(far.links["0-1"], latency_s=1.0)})
-    plan = hetconv.make_plan(graph, far, mode="infer", kinds=("sample", "height", "filter"))
+    plan = hetconv.make_plan(
+        graph, far, mode="infer", kinds=("sample", "height", "filter")
+    )
     assert plan.chosen == "fastest device alone (0: cpu)"
     assert all(s.sizes[1] == 0 for s in plan.splits.values())
     assert plan.predicted is not None
-    assert plan.predicted.step_s == max(plan.predicted.busy_s) < 1.0  # it tells no other what it computed
+    assert (
+        plan.predicted.step_s == max(plan.predicted.busy_s) < 1.0
+    )  # it tells no other what it computed
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,9 @@ def test_where_one_device_is_fastest_the_plan_says_so_and_uses_it_alone() -> Non
         ((1,), []),
     ],
 )
-def test_groups_of_devices_leave_out_slower_kinds(seconds: tuple[float, ...], sizes: list[int]) -> None:
+def test_groups_of_devices_leave_out_slower_kinds(
+    seconds: tuple[float, ...], sizes: list[int]
+) -> None:
     assert group_sizes(seconds) == sizes
 
 
@@ -92,7 +108,9 @@ def test_the_chosen_candidate_is_the_fastest_that_fits() -> None:
     assert plan.predicted is not None
     assert plan.alternatives is not None
     assert plan.predicted.step_s <= min(plan.alternatives.values())
-    assert plan.predicted.step_s <= min(price(graph, profile, s, "train")[0].step_s for s in found.values())
+    assert plan.predicted.step_s <= min(
+        price(graph, profile, s, "train")[0].step_s for s in found.values()
+    )
 
 
 def test_a_device_alone_takes_what_it_was_measured_to_take_alone() -> None:
@@ -106,7 +124,10 @@ def test_a_device_alone_takes_what_it_was_measured_to_take_alone() -> None:
     def faster(device: DeviceModel) -> Alone:
         seconds = {}
         for op in set(graph.layers.values()):
-            forward, backward = (layer_curve(device, op, "pixels", b, "float32").at(0.4) for b in (False, True))
+            forward, backward = (
+                layer_curve(device, op, "pixels", b, "float32").at(0.4)
+                for b in (False, True)
+            )
             seconds[operator_key(op, "pixels", "float32")] = forward, backward
         return Alone(seconds, overhead_s=device.overhead_s)
 
@@ -119,7 +140,10 @@ def test_a_device_alone_takes_what_it_was_measured_to_take_alone() -> None:
 
 def test_memory_limits_hold_or_are_refused() -> None:
     model, x = big_stack()
-    graph, profile = hetconv.capture(model, x), ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
+    graph, profile = (
+        hetconv.capture(model, x),
+        ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3"),
+    )
     free = hetconv.make_plan(graph, profile)
     assert free.predicted is not None
     tight = max(free.predicted.memory_bytes) * 1.01
@@ -128,45 +152,66 @@ def test_memory_limits_hold_or_are_refused() -> None:
     assert max(held.predicted.memory_bytes) <= tight
     with pytest.raises(hetconv.PlanError, match="no split fits: the leanest needs"):
         hetconv.make_plan(graph, profile, memory_limit=1e6)
-    with pytest.raises(hetconv.PlanError, match="3 memory limits were given for 2 devices"):
+    with pytest.raises(
+        hetconv.PlanError, match="3 memory limits were given for 2 devices"
+    ):
         hetconv.make_plan(graph, profile, memory_limit=(1e9, 1e9, 1e9))
 
 
-def test_a_ratio_tuned_on_this_model_corrects_the_prediction_by_what_was_measured() -> None:
+def test_a_ratio_tuned_on_this_model_corrects_the_prediction_by_what_was_measured() -> (
+    None
+):
     model, x = big_stack()
     graph = hetconv.capture(model, x)
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
     plain = hetconv.make_plan(graph, profile)
-    tuned = TunedRatio(graph.digest, "train", "height", (300, 212), 0.9, (256, 256), 1.0, 5)
+    tuned = TunedRatio(
+        graph.digest, "train", "height", (300, 212), 0.9, (256, 256), 1.0, 5
+    )
     plan = hetconv.make_plan(graph, replace(profile, tuned=(tuned,)))
     assert plan.chosen == "tuned height split"
     assert set(plan.splits.values()) == {Split("height", (300, 212))}
     assert plan.predicted is not None
     assert plain.predicted is not None
-    assert plan.predicted.step_s == pytest.approx(0.9 * plain.predicted.step_s, rel=1e-3)
+    assert plan.predicted.step_s == pytest.approx(
+        0.9 * plain.predicted.step_s, rel=1e-3
+    )
 
 
-@pytest.mark.parametrize("change", [{"graph": "another"}, {"mode": "infer"}, {"weights": (300, 200, 12)}])
+@pytest.mark.parametrize(
+    "change", [{"graph": "another"}, {"mode": "infer"}, {"weights": (300, 200, 12)}]
+)
 def test_a_ratio_tuned_on_anything_else_is_not_used(change: dict[str, Any]) -> None:
     model, x = big_stack()
     graph = hetconv.capture(model, x)
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
-    tuned = TunedRatio(graph.digest, "train", "height", (300, 212), 0.9, (256, 256), 1.0, 5)
-    found = Candidates(graph, replace(profile, tuned=(replace(tuned, **change),)), "train").whole_models()
+    tuned = TunedRatio(
+        graph.digest, "train", "height", (300, 212), 0.9, (256, 256), 1.0, 5
+    )
+    found = Candidates(
+        graph, replace(profile, tuned=(replace(tuned, **change),)), "train"
+    ).whole_models()
     assert "tuned height split" not in found
 
 
-def tuned_plan(graph: hetconv.Graph, name: str, splits: Mapping[str, Split], **changed: Any) -> TunedPlan:
+def tuned_plan(
+    graph: hetconv.Graph, name: str, splits: Mapping[str, Split], **changed: Any
+) -> TunedPlan:
     """Two seconds a step, beside three alone on the second device."""
     alone = "fastest device alone (1: cpu@0.5)"
-    return replace(TunedPlan(graph.digest, "train", name, splits, 2.0, 1.0, 4, alone, 3.0), **changed)
+    return replace(
+        TunedPlan(graph.digest, "train", name, splits, 2.0, 1.0, 4, alone, 3.0),
+        **changed,
+    )
 
 
 def test_the_plan_that_was_measured_to_be_the_fastest_is_the_plan() -> None:
     graph = hetconv.capture(*big_stack())
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3")
     splits = dict.fromkeys(graph.layers, Split("width", (100, 412)))
-    plan = hetconv.make_plan(graph, replace(profile, plans=(tuned_plan(graph, "planned", splits),)))
+    plan = hetconv.make_plan(
+        graph, replace(profile, plans=(tuned_plan(graph, "planned", splits),))
+    )
     assert plan.chosen == "tuned plan"
     assert plan.splits == splits
     assert plan.predicted is not None
@@ -179,8 +224,13 @@ def test_the_plan_that_was_measured_to_be_the_fastest_is_the_plan() -> None:
 def test_a_device_that_was_measured_to_be_fastest_alone_is_the_plan() -> None:
     graph = hetconv.capture(*big_stack())
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3")
-    splits, name = dict.fromkeys(graph.layers, Split("sample", (0, 1))), "fastest device alone (1: cpu@0.5)"
-    plan = hetconv.make_plan(graph, replace(profile, plans=(tuned_plan(graph, name, splits, step_s=3.0),)))
+    splits, name = (
+        dict.fromkeys(graph.layers, Split("sample", (0, 1))),
+        "fastest device alone (1: cpu@0.5)",
+    )
+    plan = hetconv.make_plan(
+        graph, replace(profile, plans=(tuned_plan(graph, name, splits, step_s=3.0),))
+    )
     assert plan.chosen == name
     assert plan.splits == splits
     assert plan.predicted is not None
@@ -190,7 +240,12 @@ def test_a_device_that_was_measured_to_be_fastest_alone_is_the_plan() -> None:
 def test_what_the_device_alone_took_is_known_beside_the_plan() -> None:
     graph = hetconv.capture(*big_stack())
     profile = ClusterProfile.from_devices(["cpu@0.1", "cpu@0.5"], link="nvlink3")
-    tuned = tuned_plan(graph, "planned", dict.fromkeys(graph.layers, Split("width", (100, 412))), alone_s=1e-6)
+    tuned = tuned_plan(
+        graph,
+        "planned",
+        dict.fromkeys(graph.layers, Split("width", (100, 412))),
+        alone_s=1e-6,
+    )
     plan = hetconv.make_plan(graph, replace(profile, plans=(tuned,)))
     assert plan.alternatives is not None
     assert plan.alternatives["fastest device alone"] == 1e-6
@@ -205,11 +260,21 @@ def test_what_the_device_alone_took_is_known_beside_the_plan() -> None:
         {"splits": {"0": Split("width", (100, 412)), "2": Split("filter", (60, 5))}},
     ],
 )
-def test_a_plan_measured_on_anything_else_or_that_does_not_fit_is_not_used(changed: dict[str, Any]) -> None:
+def test_a_plan_measured_on_anything_else_or_that_does_not_fit_is_not_used(
+    changed: dict[str, Any],
+) -> None:
     graph = hetconv.capture(*big_stack())
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="nvlink3")
-    tuned = replace(tuned_plan(graph, "planned", dict.fromkeys(graph.layers, Split("width", (100, 412)))), **changed)
-    assert hetconv.make_plan(graph, replace(profile, plans=(tuned,))).chosen != "tuned plan"
+    tuned = replace(
+        tuned_plan(
+            graph, "planned", dict.fromkeys(graph.layers, Split("width", (100, 412)))
+        ),
+        **changed,
+    )
+    assert (
+        hetconv.make_plan(graph, replace(profile, plans=(tuned,))).chosen
+        != "tuned plan"
+    )
 
 
 def test_limits_come_before_what_was_measured() -> None:
@@ -218,9 +283,14 @@ def test_limits_come_before_what_was_measured() -> None:
     splits = dict.fromkeys(graph.layers, Split("width", (1, 511)))
     known = replace(profile, plans=(tuned_plan(graph, "planned", splits),))
     assert hetconv.make_plan(graph, known).chosen == "tuned plan"
-    assert hetconv.make_plan(graph, known, kinds=("height", "replicate")).chosen != "tuned plan"
+    assert (
+        hetconv.make_plan(graph, known, kinds=("height", "replicate")).chosen
+        != "tuned plan"
+    )
     most = max(hetconv.make_plan(graph, known).predicted.memory_bytes)  # type: ignore[union-attr]
-    assert hetconv.make_plan(graph, known, memory_limit=0.9 * most).chosen != "tuned plan"
+    assert (
+        hetconv.make_plan(graph, known, memory_limit=0.9 * most).chosen != "tuned plan"
+    )
 
 
 def test_contenders_are_the_plan_and_then_the_fastest_none_twice() -> None:
@@ -231,7 +301,9 @@ def test_contenders_are_the_plan_and_then_the_fastest_none_twice() -> None:
     assert (found[0].name, found[0].splits) == (plan.chosen, plan.splits)
     seconds = [c.predicted.step_s for c in found]
     assert seconds[1:] == sorted(seconds[1:])
-    assert {"fastest device alone (0: cpu)", "fastest device alone (1: cpu@0.5)"} < {c.name for c in found}
+    assert {"fastest device alone (0: cpu)", "fastest device alone (1: cpu@0.5)"} < {
+        c.name for c in found
+    }
     assert all(a.splits != b.splits for a, b in combinations(found, 2))
 
 

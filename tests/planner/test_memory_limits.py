@@ -21,7 +21,9 @@ from hetconv.sharding.layer_rules import SplitKind
 from hetconv.tracing.graph import Graph
 from tests.nets import ResNet, UNet
 
-PROFILE = ClusterProfile.from_devices("A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16")
+PROFILE = ClusterProfile.from_devices(
+    "A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16"
+)
 GB = re.compile(r"the leanest needs ([\d., e+-]+) GB per device")
 
 
@@ -35,7 +37,9 @@ def memory(plan: Plan) -> tuple[int, ...]:
 
 
 def test_a_cap_that_only_an_uneven_plan_meets_is_met() -> None:
-    """Two devices have room for a fifth of what the third one holds: no even split fits, and none alone."""
+    """Two devices have room for a fifth of what the third one holds: no even split
+    fits, and none alone.
+    """
     graph = unet()
     whole = max(memory(hetconv.make_plan(graph, PROFILE, kinds=("replicate",))))
     caps = 0.9 * whole, 0.3 * whole, 0.2 * whole
@@ -49,7 +53,9 @@ def test_a_cap_that_only_an_uneven_plan_meets_is_met() -> None:
 
 
 @pytest.mark.parametrize("kinds", [("sample",), ("height", "filter"), None])
-def test_a_refusal_names_memory_with_which_planning_succeeds(kinds: tuple[SplitKind, ...] | None) -> None:
+def test_a_refusal_names_memory_with_which_planning_succeeds(
+    kinds: tuple[SplitKind, ...] | None,
+) -> None:
     graph = hetconv.capture(ResNet(), torch.randn(6, 3, 64, 64))
     with pytest.raises(hetconv.PlanError, match="no split fits") as refused:
         hetconv.make_plan(graph, PROFILE, memory_limit=(2e5, 1e5, 5e4), kinds=kinds)
@@ -73,31 +79,49 @@ def test_less_memory_never_makes_a_step_faster() -> None:
     assert steps[0] < 1.05 * steps[1] < steps[2]
 
 
-def built(held: Mapping[str, Sequence[Sequence[float]]], slower_s: Sequence[float]) -> tuple[Tables, Memory]:
-    """Operators of two choices each on two devices. ``held``: by choice; the second one takes as much longer."""
+def built(
+    held: Mapping[str, Sequence[Sequence[float]]], slower_s: Sequence[float]
+) -> tuple[Tables, Memory]:
+    """Operators of two choices each on two devices. ``held``: by choice; the second one
+    takes as much longer.
+    """
     tables = Tables()
     for (name, sizes), more in zip(held.items(), slower_s, strict=True):
         tables.charge(name, np.array([1.0, 1.0 + more]))
         tables.hold(name, np.array(sizes, dtype=float))
 
     def used(choice: Mapping[str, int]) -> tuple[float, ...]:
-        return tuple(sum(held[name][k][device] for name, k in choice.items()) for device in range(2))
+        return tuple(
+            sum(held[name][k][device] for name, k in choice.items())
+            for device in range(2)
+        )
 
     return tables, used
 
 
 def plain() -> tuple[Tables, Memory]:
     """The faster choice takes 4 bytes of one device, the slower one a byte."""
-    return built({"a": [(4, 1), (1, 1)], "b": [(4, 1), (1, 1)], "c": [(1, 4), (1, 1)]}, (1.0, 2.0, 3.0))
+    return built(
+        {"a": [(4, 1), (1, 1)], "b": [(4, 1), (1, 1)], "c": [(1, 4), (1, 1)]},
+        (1.0, 2.0, 3.0),
+    )
 
 
 @pytest.mark.parametrize("asks_highs", [True, False])
 @pytest.mark.parametrize(
     ("caps", "best"),
-    [((9.0, 9.0), (0, 0, 0)), ((6.0, 6.0), (1, 0, 0)), ((9.0, 5.0), (0, 0, 1)), ((3.0, 3.0), (1, 1, 1))],
+    [
+        ((9.0, 9.0), (0, 0, 0)),
+        ((6.0, 6.0), (1, 0, 0)),
+        ((9.0, 5.0), (0, 0, 1)),
+        ((3.0, 3.0), (1, 1, 1)),
+    ],
 )
 def test_the_cheapest_choice_within_caps(
-    caps: tuple[float, float], best: tuple[int, ...], asks_highs: bool, monkeypatch: pytest.MonkeyPatch
+    caps: tuple[float, float],
+    best: tuple[int, ...],
+    asks_highs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not asks_highs:
         monkeypatch.setattr(memory_limits, "_by_highs", lambda *_: None)
@@ -112,12 +136,17 @@ def test_nothing_within_caps() -> None:
 
 def test_the_least_memory_is_found_by_raising_the_price_of_what_is_exceeded() -> None:
     """Bytes at equal prices would all be put on the second device."""
-    tables, used = built({"a": [(3, 0), (0, 2)], "b": [(5, 0), (0, 3)], "c": [(7, 0), (0, 4)]}, (1.0, 1.0, 1.0))
+    tables, used = built(
+        {"a": [(3, 0), (0, 2)], "b": [(5, 0), (0, 3)], "c": [(7, 0), (0, 4)]},
+        (1.0, 1.0, 1.0),
+    )
     assert least_memory(tables, (2.0, 2.0), used) == (3, 7)
 
 
 @pytest.mark.parametrize("asks_highs", [True, False])
-def test_copies_between_two_operators_count(asks_highs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_between_two_operators_count(
+    asks_highs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where two choose differently the second one gets a copy, for which there is no room."""
     if not asks_highs:
         monkeypatch.setattr(memory_limits, "_by_highs", lambda *_: None)
@@ -125,7 +154,9 @@ def test_copies_between_two_operators_count(asks_highs: bool, monkeypatch: pytes
     tables.charge("a", np.array([1.0, 2.0]))
     tables.charge("b", np.array([2.0, 1.5]))
     tables.relate("b", "a", np.zeros((2, 2)))
-    copied = np.array([[[0.0], [5.0]], [[7.0], [0.0]]])  # (choices of b, choices of a, devices)
+    copied = np.array(
+        [[[0.0], [5.0]], [[7.0], [0.0]]]
+    )  # (choices of b, choices of a, devices)
     tables.copies.append(Copies("b", "a", lambda: copied))
 
     def used(choice: Mapping[str, int]) -> tuple[float, ...]:

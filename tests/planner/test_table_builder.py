@@ -1,4 +1,6 @@
-"""Tables add up to what `Pricer` says of the same splits: exactly, for any choice of every layer."""
+"""Tables add up to what `Pricer` says of the same splits: exactly, for any choice of
+every layer.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,18 @@ from hetconv.solver.milp import minimize_milp
 from hetconv.tracing.graph import Graph
 from tests.nets import Chain, MobileBlock, ResNet, Twice, UNet, Volumes, Waves
 
-SHEETS = ClusterProfile.from_devices("A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16")
-RELU = {"elementwise float32": OperatorModel(Curve((1e4, 1e6), (1e-5, 1e-3)), Curve((1e4, 1e6), (2e-5, 3e-3)))}
+SHEETS = ClusterProfile.from_devices(
+    "A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16"
+)
+RELU = {
+    "elementwise float32": OperatorModel(
+        Curve((1e4, 1e6), (1e-5, 1e-3)), Curve((1e4, 1e6), (2e-5, 3e-3))
+    )
+}
 FIRST, *REST = SHEETS.devices
-MEASURED = replace(FIRST, measured=Conditions("", ""), backward_overhead_s=1e-4, others=RELU)
+MEASURED = replace(
+    FIRST, measured=Conditions("", ""), backward_overhead_s=1e-4, others=RELU
+)
 PROFILE = replace(SHEETS, devices=(MEASURED, *REST), overlap=0.7, sum_s_per_byte=1e-11)
 RATIOS = (1.0, 1.0, 1.0), (5.0, 2.0, 1.0), (0.0, 1.0, 3.0), (1.0, 0.0, 0.0)
 NODES = ((2, 3.0), (1, 1.0)), ((1, 2.0), (2, 2.0))
@@ -43,7 +53,9 @@ class Dense(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 16, 24))
+        self.convs = nn.ModuleList(
+            nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 16, 24)
+        )
         self.norm, self.end = nn.BatchNorm2d(8), nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +72,9 @@ class InPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+        self.first, self.second, self.third = (
+            nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8)
+        )
         self.norm = nn.BatchNorm2d(8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,7 +99,11 @@ class Attends(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.first(x)
         y = x.flatten(2).transpose(1, 2)
-        q, k, v = self.heads(self.query(y)), self.heads(self.key(y)), self.heads(self.value(y))
+        q, k, v = (
+            self.heads(self.query(y)),
+            self.heads(self.key(y)),
+            self.heads(self.value(y)),
+        )
         z = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
         z = F.scaled_dot_product_attention(z, k, v).transpose(1, 2).reshape(y.shape)
         z = self.last(z)
@@ -97,7 +115,9 @@ class WritesViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8))
+        self.first, self.second, self.third = (
+            nn.Conv2d(c, 8, 3, padding=1) for c in (3, 8, 8)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.first(x)
@@ -111,7 +131,9 @@ class WritesViews(nn.Module):
 
 
 class Shares(nn.Module):
-    """One slope and one norm after layers that may be split differently; the weight of a layer used once more."""
+    """One slope and one norm after layers that may be split differently; the weight of
+    a layer used once more.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +143,9 @@ class Shares(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for conv in self.convs:
             x = self.norm(self.slope(conv(x)))
-        return x + x * self.convs[1].bias.view(1, 8, 1, 1) * self.convs[1].bias.view(1, 8, 1, 1)
+        return x + x * self.convs[1].bias.view(1, 8, 1, 1) * self.convs[1].bias.view(
+            1, 8, 1, 1
+        )
 
 
 class Tiled(nn.Module):
@@ -160,10 +184,21 @@ def choices_of(graph: Graph) -> dict[str, tuple[Split, ...]]:
     known: dict[Conv | Linear, tuple[Split, ...]] = {}
     for op in graph.layers.values():
         if op not in known:
-            grids = [(kind, aligned(graph, kind, ratio)) for kind in KINDS if kind != "replicate" for ratio in RATIOS]
+            grids = [
+                (kind, aligned(graph, kind, ratio))
+                for kind in KINDS
+                if kind != "replicate"
+                for ratio in RATIOS
+            ]
             splits = [split_of(op, kind, grid, KINDS) for kind, grid in grids]
-            splits += [split_of(op, kind, RATIOS[1], KINDS, nodes) for kind in INNER for nodes in NODES]
-            known[op] = tuple(dict.fromkeys((REPLICATE, *splits, *map(with_whole_sum, splits))))
+            splits += [
+                split_of(op, kind, RATIOS[1], KINDS, nodes)
+                for kind in INNER
+                for nodes in NODES
+            ]
+            known[op] = tuple(
+                dict.fromkeys((REPLICATE, *splits, *map(with_whole_sum, splits)))
+            )
     return {name: known[op] for name, op in graph.layers.items()}
 
 
@@ -197,11 +232,17 @@ def test_tables_add_up_to_the_priced_sum(net: str, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_tables_hold_the_priced_bytes_of_training(net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_hold_the_priced_bytes_of_training(
+    net: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All but what passes."""
 
-    def staying(graph: Graph, known: Sequence[Footprint], *rest: Any) -> tuple[int, ...]:
-        return memory_bytes(graph, [one._replace(passing=0 * one.passing) for one in known], *rest)
+    def staying(
+        graph: Graph, known: Sequence[Footprint], *rest: Any
+    ) -> tuple[int, ...]:
+        return memory_bytes(
+            graph, [one._replace(passing=0 * one.passing) for one in known], *rest
+        )
 
     monkeypatch.setattr(estimator, "memory_bytes", staying)
     make, shape = NETS[net]
@@ -212,8 +253,13 @@ def test_tables_hold_the_priced_bytes_of_training(net: str, monkeypatch: pytest.
     for _ in range(4):
         picked = {name: draw.randrange(len(splits)) for name, splits in choices.items()}
         states, _ = least(known, picked)
-        held = sum(table[tuple(states[name] for name in scope)] for scope, table in known.all_held().items())
-        memory = pricer.price({name: choices[name][k] for name, k in picked.items()})[0].memory_bytes
+        held = sum(
+            table[tuple(states[name] for name in scope)]
+            for scope, table in known.all_held().items()
+        )
+        memory = pricer.price({name: choices[name][k] for name, k in picked.items()})[
+            0
+        ].memory_bytes
         assert held == pytest.approx(memory, abs=1)
 
 
@@ -222,8 +268,13 @@ class DenseBlock(nn.Module):
 
     def __init__(self, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(4 * k, 4, 3, padding=1) for k in range(1, depth + 1))
-        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4 * (depth + 1), 4, 1)
+        self.layers = nn.ModuleList(
+            nn.Conv2d(4 * k, 4, 3, padding=1) for k in range(1, depth + 1)
+        )
+        self.first, self.last = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Conv2d(4 * (depth + 1), 4, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found = [self.first(x)]
@@ -243,7 +294,9 @@ def test_a_dense_block_is_planned_as_by_highs() -> None:
     few = {name: splits[:: 1 + len(splits) // 5] for name, splits in choices.items()}
     known = tables(graph, PROFILE, few, "train")
     _, cost, _ = minimize_milp(known.unary, known.pairwise)
-    assert solve(known.unary, known.pairwise, memory_bytes=100_000).cost == pytest.approx(cost, rel=1e-6)
+    assert solve(
+        known.unary, known.pairwise, memory_bytes=100_000
+    ).cost == pytest.approx(cost, rel=1e-6)
 
 
 def test_deep_dense_blocks_are_eliminated_and_add_up() -> None:
@@ -251,12 +304,16 @@ def test_deep_dense_blocks_are_eliminated_and_add_up() -> None:
     known = tables(graph, PROFILE, choices, "train")
     found = solve(known.unary, known.pairwise)
     assert found.how == "elimination"
-    priced, _ = Pricer(graph, PROFILE, "train").price({name: choices[name][found.choice[name]] for name in choices})
+    priced, _ = Pricer(graph, PROFILE, "train").price(
+        {name: choices[name][found.choice[name]] for name in choices}
+    )
     assert known.constant + found.cost == pytest.approx(priced.summed_s, rel=1e-9)
 
 
 def test_layers_without_choices_are_replicated() -> None:
     graph = hetconv.capture(Dense(), torch.randn(4, 3, 16, 16))
     known = tables(graph, PROFILE, {}, "train")
-    assert known.constant == pytest.approx(Pricer(graph, PROFILE, "train").price({})[0].summed_s, rel=1e-9)
+    assert known.constant == pytest.approx(
+        Pricer(graph, PROFILE, "train").price({})[0].summed_s, rel=1e-9
+    )
     assert not known.unary

@@ -1,4 +1,6 @@
-"""Channel splits whose sums every rank gets whole: as many bytes in fewer messages, and the same results."""
+"""Channel splits whose sums every rank gets whole: as many bytes in fewer messages, and
+the same results.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ from tests.nets import NETS, splits_of
 from tests.ops.test_epilogue_fusion import evaluated
 from tests.spawn import on_ranks
 
-MIXES: tuple[tuple[SplitKind, ...], ...] = (("channel",), ("filter", "channel"), ("channel", "height"))
+MIXES: tuple[tuple[SplitKind, ...], ...] = (
+    ("channel",),
+    ("filter", "channel"),
+    ("channel", "height"),
+)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -36,7 +42,9 @@ def test_training(mix: tuple[SplitKind, ...], ratio: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("net", NETS)
 def test_inference(net: str) -> None:
-    assert_same(on_ranks(3, evaluated, net, ("filter", "channel", "channel"), (2, 3, 1), True))
+    assert_same(
+        on_ranks(3, evaluated, net, ("filter", "channel", "channel"), (2, 3, 1), True)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -44,7 +52,16 @@ def test_inference(net: str) -> None:
 def test_predicted_bytes_are_sent_bytes(case: str, weights: tuple[int, ...]) -> None:
     modes: list[tuple[Mode, bool]] = [("train", True), ("infer", False)]
     for mode, input_gradient in modes:
-        found = on_ranks(len(weights), sent_and_predicted, case, "channel", weights, mode, input_gradient, True)
+        found = on_ranks(
+            len(weights),
+            sent_and_predicted,
+            case,
+            "channel",
+            weights,
+            mode,
+            input_gradient,
+            True,
+        )
         assert all(sent == predicted for sent, predicted in found), mode
 
 
@@ -57,7 +74,9 @@ def normed() -> nn.Sequential:
 
 
 def seconds_of_messages(flops_per_s: float = 1e30) -> ClusterProfile:
-    """Of two devices, which compute in no time unless they are slow; each message takes a second, whatever it says."""
+    """Of two devices, which compute in no time unless they are slow; each message takes
+    a second, whatever it says.
+    """
     device = DeviceModel("toy", "cpu", 1e12, {"float32": flops_per_s}, 1e30)
     return ClusterProfile((device, device), {"0-1": LinkModel(1.0, 0.0)})
 
@@ -67,7 +86,12 @@ def test_bytes_are_as_many_in_fewer_messages() -> None:
     with torch.no_grad():
         graph = hetconv.capture(model, torch.zeros(1, 32, 8, 8))
     sums, scattered = (
-        price(graph, seconds_of_messages(), splits_of(model, ("filter", "channel"), (1, 1), whole), "infer")[0]
+        price(
+            graph,
+            seconds_of_messages(),
+            splits_of(model, ("filter", "channel"), (1, 1), whole),
+            "infer",
+        )[0]
         for whole in (True, False)
     )
     assert scattered.step_s == pytest.approx(3.0)  # scattered, gathered, and the result
@@ -77,20 +101,30 @@ def test_bytes_are_as_many_in_fewer_messages() -> None:
 
 def test_a_plan_has_them_where_messages_are_what_counts() -> None:
     graph = hetconv.capture(normed(), torch.zeros(1, 32, 8, 8))
-    plan = make_plan(graph, seconds_of_messages(1e6), mode="train", kinds=("filter", "channel"))
+    plan = make_plan(
+        graph, seconds_of_messages(1e6), mode="train", kinds=("filter", "channel")
+    )
     assert [split.kind for split in plan.splits.values()] == ["filter", "channel"] * 2
     assert plan.splits["3"].whole
 
 
 def test_a_partial_sum_without_shares_is_wanted_whole() -> None:
-    assert on_parts(Layout.partial((3, 8, 2, 2), 2, ())) == Layout.replicated((3, 8, 2, 2), 2)
+    assert on_parts(Layout.partial((3, 8, 2, 2), 2, ())) == Layout.replicated(
+        (3, 8, 2, 2), 2
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes", "nodes"),
-    [("filter", (1, 1), ()), ("replicate", (), ()), ("channel", (1, 1, 1), ((2, 1), (1, 1)))],
+    [
+        ("filter", (1, 1), ()),
+        ("replicate", (), ()),
+        ("channel", (1, 1, 1), ((2, 1), (1, 1))),
+    ],
 )
-def test_what_is_no_sum_of_one_level_is_refused(kind: SplitKind, sizes: Any, nodes: Any) -> None:
+def test_what_is_no_sum_of_one_level_is_refused(
+    kind: SplitKind, sizes: Any, nodes: Any
+) -> None:
     with pytest.raises(SplitError, match="no sum that could be whole"):
         Split(kind, sizes, nodes, whole=True)
 

@@ -1,7 +1,8 @@
 """A table of programs, each run on one device and on two unequal ranks; what both note is compared.
 
-A program is a function of a `Run`: it makes its models, gives those that are split to `Run.parallel`, trains as
-ordinary code does, and notes what matters. To add one, write it in a test file and decorate it::
+A program is a function of a `Run`: it makes its models, gives those that are split to
+`Run.parallel`, trains as ordinary code does, and notes what matters. To add one, write
+it in a test file and decorate it::
 
     PROGRAMS = Table()
 
@@ -35,9 +36,13 @@ from tests.nets import operator_of, plan_of, split_of
 from tests.spawn import on_ranks
 
 PLACES: dict[str, tuple[SplitKind, tuple[int, int]]] = {
-    "height": ("height", (2, 1)), "filter": ("filter", (2, 1)), "channel": ("channel", (2, 1)),
-    "sample": ("sample", (2, 1)), "height on one": ("height", (0, 1)), "filter on one": ("filter", (1, 0)),
-}  # fmt: skip
+    "height": ("height", (2, 1)),
+    "filter": ("filter", (2, 1)),
+    "channel": ("channel", (2, 1)),
+    "sample": ("sample", (2, 1)),
+    "height on one": ("height", (0, 1)),
+    "filter on one": ("filter", (1, 0)),
+}
 """How the ranks share each layer; some have one without a share."""
 TOLERANCE = 1e-9
 """Of the largest number of a tensor."""
@@ -49,9 +54,13 @@ class Net(nn.Module):
     def __init__(self, classes: int = 4) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(),
-            nn.Conv2d(6, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.SiLU(),
-        )  # fmt: skip
+            nn.Conv2d(3, 6, 3, padding=1, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 8, 3, stride=2, padding=1),
+            nn.GroupNorm(2, 8),
+            nn.SiLU(),
+        )
         self.head = nn.Linear(8, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,10 +86,12 @@ class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 6, 3, padding=1), nn.LeakyReLU(0.2),
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.LeakyReLU(0.2),
             nn.Conv2d(6, 8, 3, stride=2, padding=1, bias=False),
-            nn.InstanceNorm2d(8, affine=True), nn.Softplus(),
-        )  # fmt: skip
+            nn.InstanceNorm2d(8, affine=True),
+            nn.Softplus(),
+        )
         self.score = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +99,9 @@ class Critic(nn.Module):
 
 
 class Run:
-    """One run of a program: on one device if ``place`` is None, else with every layer that can be cut cut so."""
+    """One run of a program: on one device if ``place`` is None, else with every layer
+    that can be cut cut so.
+    """
 
     def __init__(self, place: str | None):
         self.place = place
@@ -104,14 +117,23 @@ class Run:
         """The model, parallelized in a run on ranks; its state is compared at the end."""
         if self.place is not None:
             kind, ratio = PLACES[self.place]
-            ops = {path: operator_of(layer) for path, layer in plannable_layers(model).items()}
-            splits = {path: split_of(op, kind, ratio) for path, op in ops.items() if op is not None}
+            ops = {
+                path: operator_of(layer)
+                for path, layer in plannable_layers(model).items()
+            }
+            splits = {
+                path: split_of(op, kind, ratio)
+                for path, op in ops.items()
+                if op is not None
+            }
             assert splits
             model = hetconv.parallelize(model, plan_of(model, splits, len(ratio)))
         return self.watched(model, name)
 
     def watched(self, model: nn.Module, name: str) -> nn.Module:
-        """A model of which the state is compared at the end, such as a copy of a parallelized one."""
+        """A model of which the state is compared at the end, such as a copy of a
+        parallelized one.
+        """
         self._models.append((name, model))
         return model
 
@@ -124,13 +146,22 @@ class Run:
     def note(self, what: str, value: Any) -> None:
         """Keeps the tensors in ``value`` as they are now."""
         for x in tree_leaves(value):
-            x = torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else torch.float64)
+            x = torch.as_tensor(
+                x, dtype=None if isinstance(x, Tensor) else torch.float64
+            )
             assert type(x.detach()) is Tensor, f"{what} is a {type(x).__name__}"
             self.noted.append((what, x.detach().clone()))
 
     def note_gradients(self, model: nn.Module) -> None:
-        found = full_gradients(model) if self.split else {n: p.grad for n, p in model.named_parameters()}
-        self.noted += [(f"gradient {n}", None if g is None else g.clone()) for n, g in found.items()]
+        found = (
+            full_gradients(model)
+            if self.split
+            else {n: p.grad for n, p in model.named_parameters()}
+        )
+        self.noted += [
+            (f"gradient {n}", None if g is None else g.clone())
+            for n, g in found.items()
+        ]
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         if self.split:
@@ -139,7 +170,11 @@ class Run:
 
     def scaler(self, model: nn.Module, **options: Any) -> torch.amp.GradScaler:
         kind = torch.get_default_device().type
-        return hetconv.GradScaler(model, kind, **options) if self.split else torch.amp.GradScaler(kind, **options)
+        return (
+            hetconv.GradScaler(model, kind, **options)
+            if self.split
+            else torch.amp.GradScaler(kind, **options)
+        )
 
     def finish(self) -> None:
         for name, model in self._models:
@@ -151,13 +186,17 @@ Program = Callable[[Run], None]
 
 
 def differences(program: Program, place: str) -> Differences:
-    """Of all that a program notes on parts from what it notes on one device, relative to the largest number."""
+    """Of all that a program notes on parts from what it notes on one device, relative
+    to the largest number.
+    """
     torch.set_default_dtype(torch.float64)
     runs = Run(place), Run(None)
     for run in runs:
         torch.manual_seed(0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch.nn.utils.weight_norm
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # of torch.nn.utils.weight_norm
             program(run)
         run.finish()
     found: Differences = {}
@@ -184,10 +223,15 @@ class Table:
     def test(self) -> Callable[..., None]:
         @pytest.mark.parametrize("place", PLACES)
         @pytest.mark.parametrize("name", self.programs)
-        def test_a_program_gives_what_it_gives_on_one_device(name: str, place: str) -> None:
+        def test_a_program_gives_what_it_gives_on_one_device(
+            name: str, place: str
+        ) -> None:
             found = on_ranks(2, differences, self.programs[name], place)
             assert found[0]
-            wrong = [{k: v for k, v in of_one.items() if not v <= TOLERANCE} for of_one in found]
+            wrong = [
+                {k: v for k, v in of_one.items() if not v <= TOLERANCE}
+                for of_one in found
+            ]
             assert not any(wrong), wrong
 
         return test_a_program_gives_what_it_gives_on_one_device

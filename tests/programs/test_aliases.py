@@ -1,4 +1,6 @@
-"""Writes in place to tensors on parts, through whatever shares their memory, and calls that PyTorch refuses."""
+"""Writes in place to tensors on parts, through whatever shares their memory, and calls
+that PyTorch refuses.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from hetconv.runtime.het_tensor import HetTensor
 from tests.placed import PLACEMENTS, SHAPE, placed
 from tests.spawn import on_ranks
 
-# Each returns a tensor itself or a view of it where nothing is to be done, and a copy where something is.
+# Each returns a tensor itself or a view of it where nothing is to be done, and a copy
+# where something is.
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda h: h.contiguous(),
     "contiguous, as images": lambda h: h.contiguous(memory_format=torch.channels_last),
@@ -59,8 +62,12 @@ RESHAPED: dict[str, Callable[[Tensor], Any]] = {
     "t_": lambda h: h[0, 0].clone().t_(),
     "resize_": lambda h: h.resize_(4, 8, 3, 5),
     "resize_as_": lambda h: h.resize_as_(h[:, :4].clone()),
-    "tensor_split with an empty piece": lambda h: torch.cat(h.tensor_split((1, 1, 4), 1)[1:], 1),
-    "split with an empty piece": lambda h: sum(piece.sum() for piece in h.split((0, 3, 0, 5), 1)),
+    "tensor_split with an empty piece": lambda h: torch.cat(
+        h.tensor_split((1, 1, 4), 1)[1:], 1
+    ),
+    "split with an empty piece": lambda h: sum(
+        piece.sum() for piece in h.split((0, 3, 0, 5), 1)
+    ),
     "an empty slice": lambda h: h[:, 3:3].relu(),
     "cat with an empty one": lambda h: torch.cat([h[:, :0], h], 1),
     "pixel_shuffle of nothing": lambda h: F.pixel_shuffle(h[:, :0], 2),
@@ -76,10 +83,14 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a slice in a place that is not there": lambda h: h.select(1, 8),
     "a cat of shapes that do not fit": lambda h: torch.cat([h, h[:, :, :3]], 1),
     "groups that do not divide": lambda h: F.group_norm(h, 3),
-    "a reflection wider than the image": lambda h: F.pad(h, (5, 5, 0, 0), mode="reflect"),
+    "a reflection wider than the image": lambda h: F.pad(
+        h, (5, 5, 0, 0), mode="reflect"
+    ),
     "an activation of integers": lambda h: F.softmax(h.long(), 1),
     "a write to an expanded one": lambda h: h[:, :1].expand(4, 8, 6, 5).add_(1),
-    "a convolution of other channels": lambda h: F.conv2d(h, torch.ones(3, 7, 1, 1, dtype=h.dtype)),
+    "a convolution of other channels": lambda h: F.conv2d(
+        h, torch.ones(3, 7, 1, 1, dtype=h.dtype)
+    ),
     "one of several views": lambda h: h.split(3, 1)[1].mul_(2),
     "one of several views, of one dimension": lambda h: h.unbind(2)[0].relu_(),
 }
@@ -98,19 +109,27 @@ def run(program: Callable[[Tensor], Any], h: Tensor) -> Any:
 
 
 def differences(program: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """What a program gives on parts, and on the whole, for each placement for which these differ."""
+    """What a program gives on parts, and on the whole, for each placement for which
+    these differ.
+    """
     expected, found = run(program, whole_value().requires_grad_()), {}
     for placement, layout in PLACEMENTS.items():
         got = run(program, placed(whole_value(), layout)[0])
         if isinstance(got, HetTensor):
             assert not isinstance(expected, str), (placement, expected)
-            assert got.shape == got.size() == tuple(got.size(d) for d in range(got.dim())), placement
+            assert (
+                got.shape == got.size() == tuple(got.size(d) for d in range(got.dim()))
+            ), placement
             assert got.numel() == expected.numel(), placement
             got = hetconv.gather(got)
         if isinstance(got, str) or isinstance(expected, str):
             same = isinstance(got, str) and got == expected
         else:
-            same = got.shape == expected.shape and got.dtype == expected.dtype and torch.allclose(got, expected)
+            same = (
+                got.shape == expected.shape
+                and got.dtype == expected.dtype
+                and torch.allclose(got, expected)
+            )
         if not same:
             found[placement] = got, expected
     return found
@@ -165,8 +184,12 @@ def test_what_pytorch_refuses_is_refused_in_its_own_words(name: str) -> None:
 
 OUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "unbind_copy": lambda h, out: torch.unbind_copy(h, 2, out=list(out.unbind(2))),
-    "gather": lambda h, out: torch.gather(h, 1, torch.zeros(SHAPE, dtype=torch.int64), out=out),
-    "index_select": lambda h, out: torch.index_select(h, 1, torch.arange(8).flip(0), out=out),
+    "gather": lambda h, out: torch.gather(
+        h, 1, torch.zeros(SHAPE, dtype=torch.int64), out=out
+    ),
+    "index_select": lambda h, out: torch.index_select(
+        h, 1, torch.arange(8).flip(0), out=out
+    ),
     "add": lambda h, out: torch.add(h, h, out=out),
 }
 
@@ -174,7 +197,9 @@ OUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def of_out(name: str, wrong: bool) -> dict[str, Any]:
     def program(h: Tensor) -> Tensor:
         with torch.no_grad():
-            out = torch.zeros(SHAPE, dtype=torch.float32 if wrong and name == "gather" else h.dtype)
+            out = torch.zeros(
+                SHAPE, dtype=torch.float32 if wrong and name == "gather" else h.dtype
+            )
             OUTS[name](h, out)
         return out
 

@@ -1,4 +1,6 @@
-"""Whatever module or method of a parallelized model is called from outside gives what one device gives."""
+"""Whatever module or method of a parallelized model is called from outside gives what
+one device gives.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ from tests.spawn import on_ranks
 
 Pair = namedtuple("Pair", "mean spread")
 SPLITS: dict[SplitKind, tuple[tuple[int, int], tuple[int, int]]] = {
-    "height": ((2, 1), (2, 1)), "filter": ((4, 2), (2, 1)), "channel": ((2, 1), (4, 2)),
-}  # fmt: skip
+    "height": ((2, 1), (2, 1)),
+    "filter": ((4, 2), (2, 1)),
+    "channel": ((2, 1), (4, 2)),
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class Leaf:
 class Coder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ahead = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.ahead = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()
+        )
         self.back = nn.Conv2d(6, 3, 3, padding=1)
         self.kept: list[Tensor] = []
 
@@ -76,10 +82,13 @@ class Coder(nn.Module):
         if how == "closure":
             return lambda: y
         return {
-            "object": lambda: Gaussian(y), "dataclass": lambda: Latents(y, [y]), "named": lambda: Pair(y, [y]),
-            "nested": lambda: {"a": [(y, {"b": Latents(y, [y])})], "n": 3}, "set": lambda: ({y}, frozenset([y])),
+            "object": lambda: Gaussian(y),
+            "dataclass": lambda: Latents(y, [y]),
+            "named": lambda: Pair(y, [y]),
+            "nested": lambda: {"a": [(y, {"b": Latents(y, [y])})], "n": 3},
+            "set": lambda: ({y}, frozenset([y])),
             "cycle": lambda: Root(y),
-        }[how]()  # fmt: skip
+        }[how]()
 
 
 def by_method(model: nn.Module, x: Tensor) -> Any:
@@ -103,8 +112,18 @@ def twice_then_one_backward(model: nn.Module, x: Tensor) -> Any:
 
 
 CALLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    f.__name__: f for f in (by_method, by_module, by_forward, in_a_checkpoint, twice_then_one_backward)
-} | {how: lambda model, x, how=how: model(x, how) for how in ("object", "dataclass", "named", "nested", "set", "cycle")}
+    f.__name__: f
+    for f in (
+        by_method,
+        by_module,
+        by_forward,
+        in_a_checkpoint,
+        twice_then_one_backward,
+    )
+} | {
+    how: lambda model, x, how=how: model(x, how)
+    for how in ("object", "dataclass", "named", "nested", "set", "cycle")
+}
 
 
 def pair_of(kind: SplitKind) -> tuple[nn.Module, nn.Module]:
@@ -112,21 +131,33 @@ def pair_of(kind: SplitKind) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     serial, (first, second) = Coder(), SPLITS[kind]
     splits = {"ahead.0": Split(kind, first), "back": Split(kind, second)}
-    return serial, hetconv.parallelize(copy.deepcopy(serial), plan_of(serial, splits, 2))
+    return serial, hetconv.parallelize(
+        copy.deepcopy(serial), plan_of(serial, splits, 2)
+    )
 
 
 def called(name: str, kind: SplitKind) -> Differences:
     serial, cut = pair_of(kind)
     x = torch.randn(2, 3, 7, 5)
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    results, expected = tensors_in(CALLS[name](cut, mine)), tensors_in(CALLS[name](serial, theirs))
-    assert all(type(y) is Tensor for y in results)  # also where an object is reached a second time
+    results, expected = (
+        tensors_in(CALLS[name](cut, mine)),
+        tensors_in(CALLS[name](serial, theirs)),
+    )
+    assert all(
+        type(y) is Tensor for y in results
+    )  # also where an object is reached a second time
     for of_one in (results, expected):
         sum((y * (i + 1)).square().sum() for i, y in enumerate(of_one)).backward()
-    found = {f"result {i}": apart(a, b) for i, (a, b) in enumerate(zip(results, expected, strict=True))}
+    found = {
+        f"result {i}": apart(a, b)
+        for i, (a, b) in enumerate(zip(results, expected, strict=True))
+    }
     found["input"] = apart(mine.grad, theirs.grad)
     gradients = full_gradients(cut)
-    return found | {n: apart(gradients[n], p.grad) for n, p in serial.named_parameters()}
+    return found | {
+        n: apart(gradients[n], p.grad) for n, p in serial.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("kind", SPLITS)
@@ -139,10 +170,12 @@ def refused(how: str) -> str:
     _, cut = pair_of("filter")
     x = torch.randn(2, 3, 7, 5)
     calls: dict[str, Callable[[], Any]] = {
-        "generator": lambda: cut(x, "generator"), "closure": lambda: cut(x, "closure"),
-        "pickle": lambda: pickle.dumps(cut), "trace": lambda: torch.jit.trace(cut.ahead, x),
+        "generator": lambda: cut(x, "generator"),
+        "closure": lambda: cut(x, "closure"),
+        "pickle": lambda: pickle.dumps(cut),
+        "trace": lambda: torch.jit.trace(cut.ahead, x),
         "export": lambda: torch.export.export(cut.ahead, (x,)),
-    }  # fmt: skip
+    }
     with pytest.raises(hetconv.HetConvError) as e:
         calls[how]()
     cut(x)  # nothing is lost
@@ -152,11 +185,13 @@ def refused(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("generator", "a generator was found"), ("closure", "a function was found"),
-        ("pickle", "cannot be pickled.*full_state_dict"), ("trace", "cannot be traced or exported"),
+        ("generator", "a generator was found"),
+        ("closure", "a function was found"),
+        ("pickle", "cannot be pickled.*full_state_dict"),
+        ("trace", "cannot be traced or exported"),
         ("export", "cannot be traced or exported"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_cannot_be_right_is_refused_by_name(how: str, said: str) -> None:
     assert all(re.search(said, message) for message in on_ranks(2, refused, how))
@@ -172,7 +207,10 @@ def copied() -> Differences:
                 q.lerp_(p + 1, 0.25)
     x = torch.randn(2, 3, 7, 5)
     with torch.no_grad():
-        return {"output": apart(average.ahead(x), teacher.ahead(x)), "model": apart(cut.ahead(x), serial.ahead(x))}
+        return {
+            "output": apart(average.ahead(x), teacher.ahead(x)),
+            "model": apart(cut.ahead(x), serial.ahead(x)),
+        }
 
 
 def test_a_copy_of_a_parallelized_model() -> None:

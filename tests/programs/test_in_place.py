@@ -33,7 +33,9 @@ class Net(nn.Module):
         return out
 
 
-def differences(activation: type[nn.Module], layer: str, splits: dict[str, Split], mode: Mode) -> Differences:
+def differences(
+    activation: type[nn.Module], layer: str, splits: dict[str, Split], mode: Mode
+) -> Differences:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     serial = Net(activation, layer).train(mode == "train")
@@ -47,8 +49,14 @@ def differences(activation: type[nn.Module], layer: str, splits: dict[str, Split
         return {"output": float((cut(x) - serial(x)).abs().max())}
 
 
-def all_activations(layer: str, kind: SplitKind, sizes: tuple[int, ...], mode: Mode) -> Differences:
-    splits = {"linear": Split(kind, sizes)} if layer != "conv" else {"conv": Split(kind, sizes)}
+def all_activations(
+    layer: str, kind: SplitKind, sizes: tuple[int, ...], mode: Mode
+) -> Differences:
+    splits = (
+        {"linear": Split(kind, sizes)}
+        if layer != "conv"
+        else {"conv": Split(kind, sizes)}
+    )
     return {
         f"{activation.__name__} {name}": value
         for activation in ACTIVATIONS
@@ -60,13 +68,21 @@ def all_activations(layer: str, kind: SplitKind, sizes: tuple[int, ...], mode: M
 @pytest.mark.parametrize(
     ("layer", "kind", "sizes"),
     [
-        ("conv", "filter", (4, 2)), ("conv", "filter", (6, 0)), ("conv", "channel", (2, 1)), ("conv", "height", (2, 1)),
-        ("conv", "sample", (2, 1)), ("vectors", "filter", (3, 1)), ("vectors", "filter", (0, 4)),
-        ("vectors", "channel", (4, 2)), ("vectors", "sample", (1, 2)), ("vectors", "sample", (0, 1)),
-        ("pixels", "filter", (3, 1)), ("pixels", "sample", (2, 1)),
+        ("conv", "filter", (4, 2)),
+        ("conv", "filter", (6, 0)),
+        ("conv", "channel", (2, 1)),
+        ("conv", "height", (2, 1)),
+        ("conv", "sample", (2, 1)),
+        ("vectors", "filter", (3, 1)),
+        ("vectors", "filter", (0, 4)),
+        ("vectors", "channel", (4, 2)),
+        ("vectors", "sample", (1, 2)),
+        ("vectors", "sample", (0, 1)),
+        ("pixels", "filter", (3, 1)),
+        ("pixels", "sample", (2, 1)),
         ("pixels", "channel", (5, 1)),
     ],
-)  # fmt: skip
+)
 def test_what_follows_a_split_layer_may_write_to_its_result(
     layer: str, kind: SplitKind, sizes: tuple[int, ...], mode: Mode
 ) -> None:

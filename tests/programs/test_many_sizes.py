@@ -21,16 +21,27 @@ from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of
 from tests.spawn import Pool, on_ranks
 
-SPLITS = {"0": Split("height", (5, 3)), "4": Split("filter", (5, 3)), "8": Split("height", (5, 3))}
+SPLITS = {
+    "0": Split("height", (5, 3)),
+    "4": Split("filter", (5, 3)),
+    "8": Split("height", (5, 3)),
+}
 SIZES, LEVEL_AT, MOST_GROWTH = 2000, 300, 30.0  # megabytes
 
 
 def net() -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Upsample(scale_factor=2),
-        nn.Conv2d(8, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.SiLU(),
+        nn.Upsample(scale_factor=2),
+        nn.Conv2d(8, 4, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+    )
 
 
 def sizes(count: int) -> Iterator[tuple[int, int]]:
@@ -47,11 +58,15 @@ def caches_of(model: nn.Module) -> SignatureCaches:
 
 
 def differences() -> Differences:
-    """After three passes whose backward passes come when another signature is current, of more sizes than are kept."""
+    """After three passes whose backward passes come when another signature is current,
+    of more sizes than are kept.
+    """
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     plain = net()
-    cut = hetconv.parallelize(copy.deepcopy(plain), plan_of(plain, SPLITS, 2), signatures=2)
+    cut = hetconv.parallelize(
+        copy.deepcopy(plain), plan_of(plain, SPLITS, 2), signatures=2
+    )
     for some in range(0, 6, 3):
         losses: list[Tensor] = []
         for h, w in list(sizes(7))[some : some + 3]:
@@ -61,18 +76,26 @@ def differences() -> Differences:
             loss.backward()
     assert len(caches_of(cut)._known) == 2
     gradients = full_gradients(cut)
-    found = {f"gradient {k}": apart(gradients[k], p.grad) for k, p in plain.named_parameters()}
+    found = {
+        f"gradient {k}": apart(gradients[k], p.grad)
+        for k, p in plain.named_parameters()
+    }
     copied = copy.deepcopy(cut)
     assert not caches_of(copied)._known
     x = torch.randn(2, 3, 9, 8)
     for model in (plain, cut, copied):
         model.eval()
-    return found | {"output": apart(cut(x), plain(x)), "output of a copy": apart(copied(x), plain(x))}
+    return found | {
+        "output": apart(cut(x), plain(x)),
+        "output of a copy": apart(copied(x), plain(x)),
+    }
 
 
 def growth(count: int) -> float:
     """Megabytes that this rank's memory grew by, from the ``LEVEL_AT``-th size to the last."""
-    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "8"  # PyTorch's own memory of sizes, full at 1024
+    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = (
+        "8"  # PyTorch's own memory of sizes, full at 1024
+    )
     model = net()
     cut = hetconv.parallelize(model, plan_of(model, SPLITS, 2))
     level = 0.0
@@ -88,7 +111,11 @@ def growth(count: int) -> float:
 
 def resident() -> float:
     gc.collect()
-    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+    return (
+        int(Path("/proc/self/statm").read_text("ascii").split()[1])
+        * os.sysconf("SC_PAGESIZE")
+        / 1e6
+    )
 
 
 def test_forgotten_sizes_are_right_when_they_come_again() -> None:

@@ -1,7 +1,7 @@
 """Gradients that splits hand to PyTorch's operators lie in memory as those of a plain model do.
 
-`torch.nn.functional.instance_norm` of a single sample takes a channels-last gradient for a contiguous one, and then
-gives a wrong gradient (PyTorch 2.13).
+`torch.nn.functional.instance_norm` of a single sample takes a channels-last gradient
+for a contiguous one, and then gives a wrong gradient (PyTorch 2.13).
 """
 
 from __future__ import annotations
@@ -50,18 +50,26 @@ def one(kind: SplitKind, sizes: dict[str, tuple[int, int]]) -> Differences:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     serial = Net()
-    cut = hetconv.parallelize(copy.deepcopy(serial), plan_of(serial, {n: Split(kind, s) for n, s in sizes.items()}, 2))
+    cut = hetconv.parallelize(
+        copy.deepcopy(serial),
+        plan_of(serial, {n: Split(kind, s) for n, s in sizes.items()}, 2),
+    )
     Watch.seen.clear()
     found = one_step(serial, cut, torch.randn(1, 3, 6, 6))
-    return found | {"contiguous": 0.0 if all(Watch.seen) and len(Watch.seen) == 2 else 1.0}
+    return found | {
+        "contiguous": 0.0 if all(Watch.seen) and len(Watch.seen) == 2 else 1.0
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("height", {"a": (2, 1), "b": (2, 1)}), ("filter", {"a": (3, 1), "b": (2, 1)}),
+        ("height", {"a": (2, 1), "b": (2, 1)}),
+        ("filter", {"a": (3, 1), "b": (2, 1)}),
         ("channel", {"a": (2, 1), "b": (1, 3)}),
     ],
-)  # fmt: skip
-def test_gradients_of_plain_tensors_lie_as_these_do(kind: SplitKind, sizes: dict[str, tuple[int, int]]) -> None:
+)
+def test_gradients_of_plain_tensors_lie_as_these_do(
+    kind: SplitKind, sizes: dict[str, tuple[int, int]]
+) -> None:
     assert_same(on_ranks(2, one, kind, sizes))

@@ -1,4 +1,6 @@
-"""Programs that look into a model, change inputs and outputs, meet errors, or use what it returns in unusual ways."""
+"""Programs that look into a model, change inputs and outputs, meet errors, or use what
+it returns in unusual ways.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,14 @@ def statistics_of_activations(run: Run) -> None:
     model.features[0].register_forward_hook(lambda _, args, y: kept.append(y.detach()))
     with torch.no_grad():
         model(run.images())
-    run.note("numbers", [kept[0].mean().item(), float(kept[0].abs().max()), torch.from_numpy(kept[0].cpu().numpy())])
+    run.note(
+        "numbers",
+        [
+            kept[0].mean().item(),
+            float(kept[0].abs().max()),
+            torch.from_numpy(kept[0].cpu().numpy()),
+        ],
+    )
 
 
 @PROGRAMS.program
@@ -60,7 +69,9 @@ def hooks_that_change_what_goes_through(run: Run) -> None:
 
 @PROGRAMS.program
 def adversarial_training(run: Run) -> None:
-    """Inputs are moved along the sign of their gradient, as PGD does, in evaluation; the model learns from them."""
+    """Inputs are moved along the sign of their gradient, as PGD does, in evaluation;
+    the model learns from them.
+    """
     model = run.parallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -77,13 +88,17 @@ def adversarial_training(run: Run) -> None:
 
 
 class WithLoss(nn.Module):
-    """Arguments and results as transformers has them: keywords, a loss if there are labels, hidden states."""
+    """Arguments and results as transformers has them: keywords, a loss if there are
+    labels, hidden states.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.net = Net()
 
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, hidden: bool = False) -> dict[str, Any]:
+    def forward(
+        self, pixel_values: Tensor, labels: Tensor | None = None, hidden: bool = False
+    ) -> dict[str, Any]:
         features = self.net.features(pixel_values)
         found: dict[str, Any] = {"logits": self.net.head(features.mean((2, 3)))}
         if labels is not None:
@@ -106,7 +121,9 @@ def losses_within_the_model(run: Run) -> None:
 
 @PROGRAMS.program
 def errors_that_are_caught(run: Run) -> None:
-    """An input that does not fit, and an error in the middle of a forward; training goes on after both."""
+    """An input that does not fit, and an error in the middle of a forward; training
+    goes on after both.
+    """
     model, fails = run.parallel(Net()), [False]
 
     def fail(*_: Any) -> None:
@@ -169,7 +186,11 @@ def a_batch_of_nothing(run: Run) -> None:
 @PROGRAMS.program
 def batch_norms_frozen_by_a_function(run: Run) -> None:
     model = run.parallel(Net()).train()
-    model.apply(lambda m: m.eval().requires_grad_(False) if isinstance(m, nn.BatchNorm2d) else None)
+    model.apply(
+        lambda m: (
+            m.eval().requires_grad_(False) if isinstance(m, nn.BatchNorm2d) else None
+        )
+    )
     F.cross_entropy(model(run.images()), run.labels()).backward()
     run.note_gradients(model)
 
@@ -184,9 +205,24 @@ def layers_left_out(run: Run) -> None:
 
 @PROGRAMS.program
 def other_optimizers(run: Run) -> None:
-    """Those that compute each number by itself; some at once for all parameters, of which some may be empty."""
-    for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop", "RMSprop", "Adam", "SGD"):
-        options: dict[str, Any] = {"fused": True} if name in ("Adam", "SGD") else {"foreach": True}
+    """Those that compute each number by itself; some at once for all parameters, of
+    which some may be empty.
+    """
+    for name in (
+        "Adadelta",
+        "Adagrad",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "Rprop",
+        "RMSprop",
+        "Adam",
+        "SGD",
+    ):
+        options: dict[str, Any] = (
+            {"fused": True} if name in ("Adam", "SGD") else {"foreach": True}
+        )
         model = run.parallel(Net(), name)
         optimizer = getattr(torch.optim, name)(model.parameters(), 1e-2, **options)
         for _ in range(2):
@@ -197,7 +233,9 @@ def other_optimizers(run: Run) -> None:
 
 @PROGRAMS.program
 def gradients_of_a_gathered_activation(run: Run) -> None:
-    """As Grad-CAM wants them: a hook puts the gathered activation in the place of the one in parts."""
+    """As Grad-CAM wants them: a hook puts the gathered activation in the place of the
+    one in parts.
+    """
     model, kept = run.parallel(Net().eval()), list[Tensor]()
 
     def keep(_: nn.Module, args: Any, y: Tensor) -> Tensor:

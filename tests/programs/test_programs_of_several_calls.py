@@ -1,4 +1,6 @@
-"""Programs with several models, several calls before one backward, or parameters beside the model."""
+"""Programs with several models, several calls before one backward, or parameters beside
+the model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ PROGRAMS = Table()
 @PROGRAMS.program
 def gan_with_gradient_penalty(run: Run) -> None:
     """Two models with an optimizer each; the critic is frozen while the generator learns."""
-    generator, critic = run.parallel(Generator(), "generator"), run.parallel(Critic(), "critic")
+    generator, critic = (
+        run.parallel(Generator(), "generator"),
+        run.parallel(Critic(), "critic"),
+    )
     of_generator = torch.optim.Adam(generator.parameters(), 1e-2, betas=(0.0, 0.9))
     of_critic = torch.optim.Adam(critic.parameters(), 1e-2, betas=(0.0, 0.9))
     for _ in range(2):
@@ -26,7 +31,11 @@ def gan_with_gradient_penalty(run: Run) -> None:
         real, fake = run.images(), generator(run.images()).detach()
         mixed = real.lerp(fake, 0.25).requires_grad_()
         (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        loss = critic(fake).mean() - critic(real).mean() + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        loss = (
+            critic(fake).mean()
+            - critic(real).mean()
+            + 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        )
         of_critic.zero_grad()
         loss.backward()
         run.note("critic's loss", loss)
@@ -43,13 +52,18 @@ def gan_with_gradient_penalty(run: Run) -> None:
 @PROGRAMS.program
 def gan_in_one_graph(run: Run) -> None:
     """The critic's loss goes back through the generator's graph, which is used twice."""
-    generator, critic = run.parallel(Generator(), "generator"), run.parallel(Critic(), "critic")
+    generator, critic = (
+        run.parallel(Generator(), "generator"),
+        run.parallel(Critic(), "critic"),
+    )
     of_both = torch.optim.SGD([*generator.parameters(), *critic.parameters()], 0.05)
     for _ in range(2):
         of_both.zero_grad()
         fake = generator(run.images())
         critic(fake.detach()).sigmoid().mean().backward()
-        F.softplus(-critic(fake)).mean().backward(retain_graph=True, inputs=list(generator.parameters()))
+        F.softplus(-critic(fake)).mean().backward(
+            retain_graph=True, inputs=list(generator.parameters())
+        )
         (fake - run.images()).abs().mean().backward()
         run.note_gradients(generator)
         run.note_gradients(critic)
@@ -80,7 +94,9 @@ def mean_teacher(run: Run) -> None:
 
 @PROGRAMS.program
 def average_in_a_dict(run: Run) -> None:
-    """Averages of parameters, kept by name, stand in the model for an evaluation, and leave it again."""
+    """Averages of parameters, kept by name, stand in the model for an evaluation, and
+    leave it again.
+    """
     model = run.parallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -116,14 +132,18 @@ def siamese(run: Run) -> None:
 
 @PROGRAMS.program
 def triplets(run: Run) -> None:
-    """Three forwards; the anchor's features are used by themselves too, and one branch has no gradient."""
+    """Three forwards; the anchor's features are used by themselves too, and one branch
+    has no gradient.
+    """
     model = run.parallel(Net())
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     for _ in range(2):
         anchor, positive = model.features(run.images()), model(run.images())
         with torch.no_grad():
             negative = model(run.images())
-        loss = F.triplet_margin_loss(model.head(anchor.mean((2, 3))), positive, negative, margin=2.0)
+        loss = F.triplet_margin_loss(
+            model.head(anchor.mean((2, 3))), positive, negative, margin=2.0
+        )
         optimizer.zero_grad()
         (loss + anchor.abs().mean()).backward()
         run.note("loss", loss)
@@ -133,12 +153,20 @@ def triplets(run: Run) -> None:
 
 @PROGRAMS.program
 def features_of_a_frozen_model_in_a_loss(run: Run) -> None:
-    """As a perceptual loss has them: gradients go through the frozen model to the one that learns."""
-    frozen, model = run.parallel(Net().eval().requires_grad_(False), "frozen"), run.parallel(Generator())
+    """As a perceptual loss has them: gradients go through the frozen model to the one
+    that learns.
+    """
+    frozen, model = (
+        run.parallel(Net().eval().requires_grad_(False), "frozen"),
+        run.parallel(Generator()),
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        made, wanted = frozen.features(model(run.images())), frozen.features(run.images())
+        made, wanted = (
+            frozen.features(model(run.images())),
+            frozen.features(run.images()),
+        )
         loss = F.l1_loss(made, wanted)
         loss.backward()
         run.note("loss", loss)
@@ -153,7 +181,10 @@ def one_model_after_another(run: Run) -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.between = run.parallel(Generator(), "first"), nn.Conv2d(3, 3, 1)
+            self.first, self.between = (
+                run.parallel(Generator(), "first"),
+                nn.Conv2d(3, 3, 1),
+            )
             self.second = run.parallel(Critic(), "second")
 
         def forward(self, x: Tensor) -> Tensor:
@@ -177,10 +208,17 @@ def learning_to_learn(run: Run) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
         own = dict(model.named_parameters())
-        loss = F.cross_entropy(functional_call(model, own, (run.images(),)), run.labels())
+        loss = F.cross_entropy(
+            functional_call(model, own, (run.images(),)), run.labels()
+        )
         gradients = torch.autograd.grad(loss, list(own.values()), create_graph=True)
-        fast = {name: p - 0.5 * g for (name, p), g in zip(own.items(), gradients, strict=True)}
-        loss = F.cross_entropy(functional_call(model, fast, (run.images(),)), run.labels())
+        fast = {
+            name: p - 0.5 * g
+            for (name, p), g in zip(own.items(), gradients, strict=True)
+        }
+        loss = F.cross_entropy(
+            functional_call(model, fast, (run.images(),)), run.labels()
+        )
         optimizer.zero_grad()
         loss.backward()
         run.note("loss", loss)
@@ -192,11 +230,19 @@ def learning_to_learn(run: Run) -> None:
 def with_parameters_of_ones_own(run: Run) -> None:
     """Parameters are kept beside the model and given to each call."""
     model = run.parallel(Net())
-    kept = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
+    kept = {
+        name: (p.detach() * 1.5).requires_grad_()
+        for name, p in model.named_parameters()
+    }
     for _ in range(2):
-        loss = F.cross_entropy(functional_call(model, kept, (run.images(),)), run.labels())
+        loss = F.cross_entropy(
+            functional_call(model, kept, (run.images(),)), run.labels()
+        )
         gradients = torch.autograd.grad(loss, list(kept.values()))
-        kept = {n: (p - 0.1 * g).detach().requires_grad_() for (n, p), g in zip(kept.items(), gradients, strict=True)}
+        kept = {
+            n: (p - 0.1 * g).detach().requires_grad_()
+            for (n, p), g in zip(kept.items(), gradients, strict=True)
+        }
         run.note("loss", loss)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -1,4 +1,6 @@
-"""Ranks that go different ways: each raises an error that names the calls of both, and where they are made."""
+"""Ranks that go different ways: each raises an error that names the calls of both, and
+where they are made.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,14 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.dropped, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.left, self.right = (
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+        )
+        self.dropped, self.head = (
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Conv2d(8, 3, 3, padding=1),
+        )
 
     def forward(self, x: Tensor, path: str = "left", drop: bool = False) -> Tensor:
         y = torch.relu(self.stem(x))
@@ -86,31 +94,62 @@ def backward_on_one_rank(model: nn.Module, x: Tensor, rank: int) -> None:
 PROGRAMS: dict[Program, tuple[str, ...]] = {
     single_path: ("layer 'left'", "layer 'right'", "in forward"),
     layer_drop: ("layer 'dropped'", "in forward"),
-    validation_on_one_rank: ("gradients False", "gradients True", "in validation_on_one_rank"),
-    forward_again_on_one_rank: ("forward", "the backward pass of", "in forward_again_on_one_rank"),
-    loss_fails_on_one_rank: ("forward", "the backward pass of", "in loss_fails_on_one_rank"),
-    backward_on_one_rank: ("full_state_dict", "the backward pass of", "in backward_on_one_rank"),
+    validation_on_one_rank: (
+        "gradients False",
+        "gradients True",
+        "in validation_on_one_rank",
+    ),
+    forward_again_on_one_rank: (
+        "forward",
+        "the backward pass of",
+        "in forward_again_on_one_rank",
+    ),
+    loss_fails_on_one_rank: (
+        "forward",
+        "the backward pass of",
+        "in loss_fails_on_one_rank",
+    ),
+    backward_on_one_rank: (
+        "full_state_dict",
+        "the backward pass of",
+        "in backward_on_one_rank",
+    ),
 }
 
 
-def said(kind: SplitKind, sizes: tuple[int, ...], hosts: tuple[int, ...]) -> dict[str, str]:
-    """What each program's error says, each in a process group of its own. ``hosts``: of the ranks."""
+def said(
+    kind: SplitKind, sizes: tuple[int, ...], hosts: tuple[int, ...]
+) -> dict[str, str]:
+    """What each program's error says, each in a process group of its own. ``hosts``: of
+    the ranks.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deadlock, "LONG_S", 0.3)
         patch.setattr(deadlock, "POLL_S", 0.1)
-        return {program.__name__: said_by(program, kind, sizes, hosts) for program in PROGRAMS}
+        return {
+            program.__name__: said_by(program, kind, sizes, hosts)
+            for program in PROGRAMS
+        }
 
 
 def on_hosts(hosts: tuple[int, ...]) -> dist.ProcessGroup:
     """A process group of which the messages between ranks of different hosts go by its backend."""
     group = dist.new_group()
     team = rank_group.team_of(group)
-    near = {peer: channel for peer, channel in team.channels.items() if hosts[peer] == hosts[team.rank]}
-    rank_group._teams[group] = replace(team, channels=near, one_host=len(set(hosts)) == 1)
+    near = {
+        peer: channel
+        for peer, channel in team.channels.items()
+        if hosts[peer] == hosts[team.rank]
+    }
+    rank_group._teams[group] = replace(
+        team, channels=near, one_host=len(set(hosts)) == 1
+    )
     return group
 
 
-def said_by(program: Program, kind: SplitKind, sizes: tuple[int, ...], hosts: tuple[int, ...]) -> str:
+def said_by(
+    program: Program, kind: SplitKind, sizes: tuple[int, ...], hosts: tuple[int, ...]
+) -> str:
     torch.manual_seed(0)
     model = Branches()
     splits = {name: Split(kind, sizes) for name, _ in model.named_children()}
@@ -118,7 +157,9 @@ def said_by(program: Program, kind: SplitKind, sizes: tuple[int, ...], hosts: tu
         del splits["stem"]  # of three channels
     if kind == "filter":
         del splits["head"]
-    cut = hetconv.parallelize(model, plan_of(model, splits, len(sizes)), group=on_hosts(hosts))
+    cut = hetconv.parallelize(
+        model, plan_of(model, splits, len(sizes)), group=on_hosts(hosts)
+    )
     try:
         program(cut, torch.randn(2, 3, 8, 8), min(dist.get_rank(), 1))
     except hetconv.DisagreementError as error:
@@ -128,10 +169,21 @@ def said_by(program: Program, kind: SplitKind, sizes: tuple[int, ...], hosts: tu
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "several hosts"])
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("height", (5, 3)), ("filter", (5, 3)), ("channel", (5, 3)), ("height", (4, 2, 2))]
+    ("kind", "sizes"),
+    [
+        ("height", (5, 3)),
+        ("filter", (5, 3)),
+        ("channel", (5, 3)),
+        ("height", (4, 2, 2)),
+    ],
 )
-def test_both_ranks_say_what_each_of_them_does(kind: SplitKind, sizes: tuple[int, ...], apart: bool) -> None:
-    hosts = (*[0] * (len(sizes) - 1), int(apart))  # only the last one is on another host
+def test_both_ranks_say_what_each_of_them_does(
+    kind: SplitKind, sizes: tuple[int, ...], apart: bool
+) -> None:
+    hosts = (
+        *[0] * (len(sizes) - 1),
+        int(apart),
+    )  # only the last one is on another host
     for ok, of_programs in outcomes(len(sizes), said, kind, sizes, hosts):
         assert ok, of_programs
         for program, expected in PROGRAMS.items():
@@ -140,7 +192,9 @@ def test_both_ranks_say_what_each_of_them_does(kind: SplitKind, sizes: tuple[int
             assert text.count("test_ranks_apart.py:") >= 2, text
 
 
-def waiting(tag: int, peer: int | None, *, under_way: tuple[int, ...] = (), collectives: int = 0) -> deadlock.Wait:
+def waiting(
+    tag: int, peer: int | None, *, under_way: tuple[int, ...] = (), collectives: int = 0
+) -> deadlock.Wait:
     return deadlock.Wait(1, 1, tag, peer, under_way, collectives, "layer 'a'")
 
 
@@ -151,8 +205,16 @@ def waiting(tag: int, peer: int | None, *, under_way: tuple[int, ...] = (), coll
         (waiting(7, 1), waiting(8, None), True),
         (waiting(7, 1), waiting(7, 0), False),  # a slow network
         (waiting(7, 1), waiting(8, 2), False),  # rank 2 may come
-        (waiting(7, 1), waiting(8, 0, under_way=(7,)), False),  # the other one has sent it
-        (waiting(7, None), waiting(8, 0, collectives=1), False),  # the other one has left the collective
+        (
+            waiting(7, 1),
+            waiting(8, 0, under_way=(7,)),
+            False,
+        ),  # the other one has sent it
+        (
+            waiting(7, None),
+            waiting(8, 0, collectives=1),
+            False,
+        ),  # the other one has left the collective
     ],
 )
 def test_only_ranks_that_wait_for_each_other_for_ever_are_apart(
@@ -170,7 +232,9 @@ def late() -> float:
         torch.manual_seed(0)
         model = Branches()
         splits = {name: Split("height", (5, 3)) for name, _ in model.named_children()}
-        cut = hetconv.parallelize(model, plan_of(model, splits, 2), group=on_hosts((0, 1)))
+        cut = hetconv.parallelize(
+            model, plan_of(model, splits, 2), group=on_hosts((0, 1))
+        )
         x = torch.randn(2, 3, 8, 8)
         for step in range(4):
             if dist.get_rank() == step % 2:

@@ -24,7 +24,9 @@ def accumulation_with_an_odd_last_batch(run: Run) -> None:
     for sizes in ((2, 2, 1), (3, 1)):
         optimizer.zero_grad(set_to_none=False)
         for n in sizes:
-            loss = F.cross_entropy(model(run.images(n)), run.labels(n), reduction="sum") / sum(sizes)
+            loss = F.cross_entropy(
+                model(run.images(n)), run.labels(n), reduction="sum"
+            ) / sum(sizes)
             loss.backward()
             run.note("loss", loss)
         run.note_gradients(model)
@@ -63,14 +65,18 @@ def encoder_frozen_before(run: Run) -> None:
 
 @PROGRAMS.program
 def encoder_frozen_after_then_tuned(run: Run) -> None:
-    """Batch norm in evaluation while the encoder is frozen; then all layers learn at rates of their own."""
+    """Batch norm in evaluation while the encoder is frozen; then all layers learn at
+    rates of their own.
+    """
     model = run.parallel(Net())
     model.features.requires_grad_(False).eval()
     optimizer = torch.optim.SGD(model.head.parameters(), 0.1)
     for step in range(4):
         if step == 2:
             model.train().requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.features.parameters()), "lr": 0.02})
+            optimizer.add_param_group(
+                {"params": list(model.features.parameters()), "lr": 0.02}
+            )
         optimizer.zero_grad()
         F.cross_entropy(model(run.images()), run.labels()).backward()
         run.note_gradients(model)
@@ -98,7 +104,9 @@ def schedules_of_the_learning_rate(run: Run) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.3, total_iters=2)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0
+    )
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [2])
     for _ in range(4):
         optimizer.zero_grad()
@@ -130,11 +138,17 @@ def optimizer_in_the_backward(run: Run) -> None:
 
 @PROGRAMS.program
 def hooks_on_parameters_and_results(run: Run) -> None:
-    """Gradients are halved by hooks of tensors; what is inside is seen through hooks of layers and of a container."""
+    """Gradients are halved by hooks of tensors; what is inside is seen through hooks of
+    layers and of a container.
+    """
     model, seen = run.parallel(Net()), list[Tensor]()
-    model.features.register_forward_hook(lambda _, args, y: seen.append(hetconv.gather(y)))
+    model.features.register_forward_hook(
+        lambda _, args, y: seen.append(hetconv.gather(y))
+    )
     model.features[3].register_forward_hook(lambda _, args, y: y * 0.5)
-    model.features[3].register_full_backward_hook(lambda _, into, out: seen.append(hetconv.gather(out[0])))
+    model.features[3].register_full_backward_hook(
+        lambda _, into, out: seen.append(hetconv.gather(out[0]))
+    )
     model.features[0].weight.register_hook(lambda g: g / 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -177,7 +191,9 @@ def regions_computed_again(run: Run) -> None:
 
 @PROGRAMS.program
 def back_to_the_best_state(run: Run) -> None:
-    """States of the model and of its optimizer are kept in memory and in a file, and loaded in the middle."""
+    """States of the model and of its optimizer are kept in memory and in a file, and
+    loaded in the middle.
+    """
     model = run.parallel(Net())
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     kept = None
@@ -188,7 +204,10 @@ def back_to_the_best_state(run: Run) -> None:
         optimizer.step()
         run.note("loss", loss)
         if step == 1:
-            kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+            kept = (
+                copy.deepcopy(model.state_dict()),
+                copy.deepcopy(optimizer.state_dict()),
+            )
             torch.save(kept, file := io.BytesIO())
         if step == 2 and kept is not None:
             model.load_state_dict(kept[0])

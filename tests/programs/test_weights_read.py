@@ -1,4 +1,6 @@
-"""A weight that is read beside its layer's own call: by penalties, tied decoders, and losses inside forward."""
+"""A weight that is read beside its layer's own call: by penalties, tied decoders, and
+losses inside forward.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ class Net(nn.Module):
 
     def __init__(self, read: Read) -> None:
         super().__init__()
-        self.e, self.f = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 6, 3, padding=1, bias=False)
+        self.e, self.f = (
+            nn.Conv2d(4, 8, 3, padding=1),
+            nn.Conv2d(8, 6, 3, padding=1, bias=False),
+        )
         self.g = nn.Conv2d(6, 6, 3, padding=1, groups=2)
         self.head = nn.Linear(6, 4)
         self.read = read
@@ -53,17 +58,25 @@ def largest_singular_value(net: Net, y: Tensor) -> Tensor:
 
 
 def norms_of_all(net: Net, y: Tensor) -> Tensor:
-    return sum((torch.linalg.norm(p) for p in net.parameters()), torch.zeros((), dtype=y.dtype))
+    return sum(
+        (torch.linalg.norm(p) for p in net.parameters()), torch.zeros((), dtype=y.dtype)
+    )
 
 
 def named_without_biases(net: Net, y: Tensor) -> Tensor:
-    decayed = [p.square().sum() for name, p in net.named_parameters() if name.endswith("weight")]
+    decayed = [
+        p.square().sum()
+        for name, p in net.named_parameters()
+        if name.endswith("weight")
+    ]
     return torch.stack(decayed).sum()
 
 
 def bias_and_linear(net: Net, y: Tensor) -> Tensor:
     assert net.e.bias is not None
-    return (net.e.bias.abs().sum() + net.head.weight.std() + net.g.weight.square().mean()) * y.mean()
+    return (
+        net.e.bias.abs().sum() + net.head.weight.std() + net.g.weight.square().mean()
+    ) * y.mean()
 
 
 def standardized(net: Net, y: Tensor) -> Tensor:
@@ -74,19 +87,36 @@ def standardized(net: Net, y: Tensor) -> Tensor:
 
 def its_shape_and_dtype(net: Net, y: Tensor) -> Tensor:
     w = net.f.weight
-    assert (w.shape, w.size(0), w.numel(), w.requires_grad) == ((6, 8, 3, 3), 6, 432, True)
+    assert (w.shape, w.size(0), w.numel(), w.requires_grad) == (
+        (6, 8, 3, 3),
+        6,
+        432,
+        True,
+    )
     return y.to(w.dtype).type_as(w).mean() * w.shape[0]
 
 
 def computed_again(net: Net, y: Tensor) -> Tensor:
-    region: Tensor = checkpoint(lambda z: weight_of_another(net, z) + orthogonality(net, z), y, use_reentrant=False)
+    region: Tensor = checkpoint(
+        lambda z: weight_of_another(net, z) + orthogonality(net, z),
+        y,
+        use_reentrant=False,
+    )
     return region
 
 
 READS: tuple[Read, ...] = (
-    orthogonality, tied_decoder, weight_of_another, largest_singular_value, norms_of_all, named_without_biases,
-    bias_and_linear, standardized, its_shape_and_dtype, computed_again,
-)  # fmt: skip
+    orthogonality,
+    tied_decoder,
+    weight_of_another,
+    largest_singular_value,
+    norms_of_all,
+    named_without_biases,
+    bias_and_linear,
+    standardized,
+    its_shape_and_dtype,
+    computed_again,
+)
 
 
 def splits_by(kind: SplitKind, sizes: tuple[int, ...]) -> dict[str, Split]:
@@ -98,13 +128,20 @@ def splits_by(kind: SplitKind, sizes: tuple[int, ...]) -> dict[str, Split]:
 
 def cut_of(net: Net, kind: SplitKind, sizes: tuple[int, ...]) -> nn.Module:
     splits = {
-        name: Split(kind, sizes if kind not in ("filter", "channel") else shares(net.get_submodule(name), kind, sizes))
+        name: Split(
+            kind,
+            sizes
+            if kind not in ("filter", "channel")
+            else shares(net.get_submodule(name), kind, sizes),
+        )
         for name in splits_by(kind, sizes)
     }
     return hetconv.parallelize(copy.deepcopy(net), plan_of(net, splits, len(sizes)))
 
 
-def shares(layer: nn.Module, kind: SplitKind, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def shares(
+    layer: nn.Module, kind: SplitKind, sizes: tuple[int, ...]
+) -> tuple[int, ...]:
     """Whole groups of the layer's filters or channels, about as these sizes."""
     extent = layer.weight.shape[0 if kind == "filter" else 1]
     groups = getattr(layer, "groups", 1)
@@ -129,7 +166,10 @@ def differences(kind: SplitKind, sizes: tuple[int, ...], twice: bool) -> Differe
             sum(model.losses).backward()
         gradients = full_gradients(cut)
         found[f"loss, {read.__name__}"] = apart(cut.losses[0], plain.losses[0])
-        found |= {f"{k}, {read.__name__}": apart(gradients[k], p.grad) for k, p in plain.named_parameters()}
+        found |= {
+            f"{k}, {read.__name__}": apart(gradients[k], p.grad)
+            for k, p in plain.named_parameters()
+        }
     return found
 
 
@@ -137,11 +177,19 @@ def differences(kind: SplitKind, sizes: tuple[int, ...], twice: bool) -> Differe
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("height", (5, 3)), ("filter", (5, 3)), ("channel", (5, 3)), ("sample", (2, 1)),
-        ("height", (8, 0)), ("sample", (0, 3)), ("filter", (4, 0, 2)), ("height", (5, 0, 3)),
+        ("height", (5, 3)),
+        ("filter", (5, 3)),
+        ("channel", (5, 3)),
+        ("sample", (2, 1)),
+        ("height", (8, 0)),
+        ("sample", (0, 3)),
+        ("filter", (4, 0, 2)),
+        ("height", (5, 0, 3)),
     ],
-)  # fmt: skip
-def test_a_weight_is_read_whole_and_so_is_its_gradient(kind: SplitKind, sizes: tuple[int, ...], twice: bool) -> None:
+)
+def test_a_weight_is_read_whole_and_so_is_its_gradient(
+    kind: SplitKind, sizes: tuple[int, ...], twice: bool
+) -> None:
     assert_same(on_ranks(len(sizes), differences, kind, sizes, twice))
 
 
@@ -161,7 +209,9 @@ def twice_differentiated(kind: SplitKind, sizes: tuple[int, ...]) -> Differences
     return {k: apart(gradients[k], p.grad) for k, p in plain.named_parameters()}
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("height", (5, 3)), ("filter", (5, 3)), ("channel", (5, 3))])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("height", (5, 3)), ("filter", (5, 3)), ("channel", (5, 3))]
+)
 def test_with_create_graph(kind: SplitKind, sizes: tuple[int, ...]) -> None:
     assert_same(on_ranks(2, twice_differentiated, kind, sizes))
 
@@ -173,9 +223,14 @@ def outside(kind: SplitKind, sizes: tuple[int, ...]) -> Differences:
     plain = Net(its_shape_and_dtype)
     cut = cut_of(plain, kind, sizes)
     x = torch.randn(3, 4, 8, 7)
-    expected = plain(x)[0].square().mean() + orthogonality(plain, x) + norms_of_all(plain, x)
+    expected = (
+        plain(x)[0].square().mean() + orthogonality(plain, x) + norms_of_all(plain, x)
+    )
     expected.backward()
-    penalties = [hetconv.call_with_whole_weights(cut, read, cut, x) for read in (orthogonality, norms_of_all)]
+    penalties = [
+        hetconv.call_with_whole_weights(cut, read, cut, x)
+        for read in (orthogonality, norms_of_all)
+    ]
     loss = cut(x)[0].square().mean() + sum(penalties)
     loss.backward()
     assert all(isinstance(p, nn.Parameter) for p in cut.parameters())
@@ -185,8 +240,12 @@ def outside(kind: SplitKind, sizes: tuple[int, ...]) -> Differences:
     return found | {"loss": apart(loss, expected)}
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("height", (5, 3)), ("filter", (5, 3)), ("channel", (5, 3))])
-def test_outside_of_the_forward_by_a_call_of_its_own(kind: SplitKind, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("height", (5, 3)), ("filter", (5, 3)), ("channel", (5, 3))]
+)
+def test_outside_of_the_forward_by_a_call_of_its_own(
+    kind: SplitKind, sizes: tuple[int, ...]
+) -> None:
     assert_same(on_ranks(2, outside, kind, sizes))
 
 

@@ -1,4 +1,6 @@
-"""What programs do to the layers of a parallelized model is done to whole layers, or refused on all ranks."""
+"""What programs do to the layers of a parallelized model is done to whole layers, or
+refused on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def initialized_after(run: Run) -> None:
 def reset(run: Run) -> None:
     model = run.parallel(Net())
     model.to_empty(device=torch.get_default_device())
-    model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    model.apply(
+        lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None
+    )
     trained(run, model)
     model.train().head.reset_parameters()
     trained(run, model)
@@ -66,7 +70,9 @@ def reset(run: Run) -> None:
 
 @PROGRAMS.program
 def attributes_set_by_a_function(run: Run) -> None:
-    """Padding that wraps around, frozen filters, and hooks, after a forward that ran without them."""
+    """Padding that wraps around, frozen filters, and hooks, after a forward that ran
+    without them.
+    """
     model, seen = run.parallel(Net()), list[Tensor]()
     run.note("before", model(run.images()))
 
@@ -74,7 +80,9 @@ def attributes_set_by_a_function(run: Run) -> None:
         if isinstance(module, nn.Conv2d):
             module.padding_mode = "circular"
             module.weight.requires_grad_(False)
-            module.register_forward_hook(lambda _, args, y: seen.append(hetconv.gather(y)))
+            module.register_forward_hook(
+                lambda _, args, y: seen.append(hetconv.gather(y))
+            )
 
     model.apply(change)
     trained(run, model)
@@ -85,8 +93,13 @@ def attributes_set_by_a_function(run: Run) -> None:
 def the_state_of_a_plain_model(run: Run) -> None:
     """A pretrained backbone, loaded into a model with another head, and then a whole state."""
     pretrained, model = Net(classes=7), run.parallel(Net())
-    backbone = {k: v for k, v in pretrained.state_dict().items() if not k.startswith("head")}
-    assert set(model.load_state_dict(backbone, strict=False).missing_keys) == {"head.weight", "head.bias"}
+    backbone = {
+        k: v for k, v in pretrained.state_dict().items() if not k.startswith("head")
+    }
+    assert set(model.load_state_dict(backbone, strict=False).missing_keys) == {
+        "head.weight",
+        "head.bias",
+    }
     trained(run, model)
     model.train().load_state_dict(Net().state_dict())
     trained(run, model)
@@ -101,7 +114,14 @@ class LoRA(nn.Module):
     def __init__(self, base: nn.Conv2d, rank: int = 2, alpha: float = 4.0):
         super().__init__()
         self.base_layer = base.requires_grad_(False)
-        self.lora_A = nn.Conv2d(base.in_channels, rank, base.kernel_size, base.stride, base.padding, bias=False)
+        self.lora_A = nn.Conv2d(
+            base.in_channels,
+            rank,
+            base.kernel_size,
+            base.stride,
+            base.padding,
+            bias=False,
+        )
         self.lora_B = nn.Conv2d(rank, base.out_channels, 1, bias=False)
         self.scaling, self.merged = alpha / rank, False
         nn.init.normal_(self.lora_B.weight, std=0.1)
@@ -112,7 +132,9 @@ class LoRA(nn.Module):
 
     def merge(self) -> None:
         a, b = self.lora_A.weight, self.lora_B.weight
-        self.base_layer.weight.data += F.conv2d(a.permute(1, 0, 2, 3), b).permute(1, 0, 2, 3) * self.scaling
+        self.base_layer.weight.data += (
+            F.conv2d(a.permute(1, 0, 2, 3), b).permute(1, 0, 2, 3) * self.scaling
+        )
         self.merged = True
 
 
@@ -124,7 +146,9 @@ def adapted(model: nn.Module) -> nn.Module:
 
 @PROGRAMS.program
 def low_rank_adapters(run: Run) -> None:
-    """Wrapped before the model is parallelized; merged in the plain model, which takes the state back."""
+    """Wrapped before the model is parallelized; merged in the plain model, which takes
+    the state back.
+    """
     plain = adapted(Net())
     model = run.parallel(copy.deepcopy(plain))
     trained(run, model, steps=3)
@@ -138,7 +162,9 @@ def low_rank_adapters(run: Run) -> None:
 
 @PROGRAMS.program
 def adapters_around_cut_layers(run: Run) -> None:
-    """Wrapped after the model was parallelized, around some of its layers; the small convolutions are not cut."""
+    """Wrapped after the model was parallelized, around some of its layers; the small
+    convolutions are not cut.
+    """
     model = run.parallel(Net().requires_grad_(False))
 
     class Adapted(nn.Module):
@@ -147,7 +173,9 @@ def adapters_around_cut_layers(run: Run) -> None:
             self.whole, self.beside = model, nn.Conv2d(3, 8, 5, 2, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.whole.head((self.whole.features(x) + self.beside(x)).mean((2, 3)))
+            return self.whole.head(
+                (self.whole.features(x) + self.beside(x)).mean((2, 3))
+            )
 
     trained(run, Adapted())
 
@@ -161,10 +189,13 @@ def a_layer_replaced_and_one_added(run: Run) -> None:
 
 
 NORMED: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "weight_norm": parametrizations.weight_norm, "spectral_norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal, "old weight_norm": nn.utils.weight_norm,
-    "old spectral_norm": nn.utils.spectral_norm, "pruned": lambda m: prune.l1_unstructured(m, "weight", 0.3),
-}  # fmt: skip
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruned": lambda m: prune.l1_unstructured(m, "weight", 0.3),
+}
 
 
 def _normed(how: str) -> None:
@@ -185,10 +216,19 @@ for _how in NORMED:
 def other_dtypes(run: Run) -> None:
     """Converted after it was parallelized, parts and all; one step in each dtype, and back."""
     model = run.parallel(Net())
-    for convert in (nn.Module.float, nn.Module.double, lambda m: m.to(torch.float32), lambda m: m.to(torch.float64)):
+    for convert in (
+        nn.Module.float,
+        nn.Module.double,
+        lambda m: m.to(torch.float32),
+        lambda m: m.to(torch.float64),
+    ):
         convert(model)
         dtype = next(model.parameters()).dtype
-        assert {p.dtype for p in (*model.parameters(), *model.buffers()) if p.is_floating_point()} == {dtype}
+        assert {
+            p.dtype
+            for p in (*model.parameters(), *model.buffers())
+            if p.is_floating_point()
+        } == {dtype}
         y = model.train(dtype == torch.float64)(run.images().to(dtype))
         assert y.dtype == dtype
         if dtype == torch.float64:
@@ -225,13 +265,17 @@ def test_a_model_converted_to_half_precision(place: str, dtype: torch.dtype) -> 
 
 
 def refused(how: str, place: str) -> str:
-    """What is said of a cut layer that is changed so; the model is as it was, unless the change deleted a weight."""
+    """What is said of a cut layer that is changed so; the model is as it was, unless
+    the change deleted a weight.
+    """
     model, x = Run(place).parallel(Net().eval()), torch.randn(3, 3, 9, 7)
     before = model(x)
     calls: dict[str, Callable[[nn.Module], Any]] = {
         **NORMED,
         "raises on one rank": lambda m: m.apply(_raise_on_one),
-        "other parameters": lambda m: m.apply(lambda plain: setattr(plain, "weight", nn.Parameter(torch.zeros(2, 2)))),
+        "other parameters": lambda m: m.apply(
+            lambda plain: setattr(plain, "weight", nn.Parameter(torch.zeros(2, 2)))
+        ),
     }
     with pytest.raises(hetconv.HetConvError) as e:
         calls[how](model.features[3])
@@ -240,7 +284,9 @@ def refused(how: str, place: str) -> str:
             model(x)
     else:
         y = model(x)
-        assert torch.equal(y, before) or how == "orthogonal"  # which writes to a weight before it asks for its place
+        assert (
+            torch.equal(y, before) or how == "orthogonal"
+        )  # which writes to a weight before it asks for its place
     return str(e.value)
 
 
@@ -252,10 +298,14 @@ def _raise_on_one(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        *((how, "HetConv2d holds this rank's slice.*leave it out of the plan") for how in NORMED),
-        ("raises on one rank", "rank 1: ValueError: no such layer"), ("other parameters", r"\(2, 2\).*expected"),
+        *(
+            (how, "HetConv2d holds this rank's slice.*leave it out of the plan")
+            for how in NORMED
+        ),
+        ("raises on one rank", "rank 1: ValueError: no such layer"),
+        ("other parameters", r"\(2, 2\).*expected"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("place", ["height", "filter", "channel"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_would_see_slices_is_refused(how: str, said: str, place: str) -> None:
@@ -263,7 +313,9 @@ def test_what_would_see_slices_is_refused(how: str, said: str, place: str) -> No
 
 
 def given_whole(place: str, names: tuple[str, ...], alone: bool) -> str:
-    """What is said where layers are given whole tensors by `functional_call`, of a model or of a layer alone."""
+    """What is said where layers are given whole tensors by `functional_call`, of a
+    model or of a layer alone.
+    """
     torch.set_default_dtype(torch.float64)
     plain = Net()
     model = Run(place).parallel(copy.deepcopy(plain))
@@ -271,8 +323,16 @@ def given_whole(place: str, names: tuple[str, ...], alone: bool) -> str:
     if alone:
         plain = nn.Sequential(nn.Conv2d(3, 6, 3))
         kind, sizes = PLACES[place]
-        sizes = (4, 2) if kind == "filter" and all(sizes) else (6, 0) if kind == "filter" else sizes
-        model = nn.Sequential(hetconv.HetConv2d.from_conv(plain[0], hetconv.Split(kind, sizes)))
+        sizes = (
+            (4, 2)
+            if kind == "filter" and all(sizes)
+            else (6, 0)
+            if kind == "filter"
+            else sizes
+        )
+        model = nn.Sequential(
+            hetconv.HetConv2d.from_conv(plain[0], hetconv.Split(kind, sizes))
+        )
         whole = dict(plain.named_parameters())
     x = torch.randn(3, 3, 9, 7)
     with pytest.raises(hetconv.HetConvError) as e:
@@ -281,13 +341,21 @@ def given_whole(place: str, names: tuple[str, ...], alone: bool) -> str:
     return str(e.value)
 
 
-@pytest.mark.parametrize("place", ["filter", "channel", "height on one", "filter on one"])
-@pytest.mark.parametrize("names", [("features.0.weight",), ("head.weight", "head.bias"), ()], ids=str)
-def test_whole_tensors_in_the_place_of_slices_are_refused_on_all_ranks(names: tuple[str, ...], place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["filter", "channel", "height on one", "filter on one"]
+)
+@pytest.mark.parametrize(
+    "names", [("features.0.weight",), ("head.weight", "head.bias"), ()], ids=str
+)
+def test_whole_tensors_in_the_place_of_slices_are_refused_on_all_ranks(
+    names: tuple[str, ...], place: str
+) -> None:
     if place == "height on one" and "head.weight" in names:
         place = "channel"  # a linear layer has no height
     for said in on_ranks(2, given_whole, place, names, not names):
-        assert re.search(r"rank [01].*of a Het.*has the shape .*, but this rank holds .* of ", said)
+        assert re.search(
+            r"rank [01].*of a Het.*has the shape .*, but this rank holds .* of ", said
+        )
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -298,7 +366,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 """That go by whole tensors."""
 
 
-def by_whole_tensors(how: str, place: str, with_linear: bool, copied: bool) -> Differences:
+def by_whole_tensors(
+    how: str, place: str, with_linear: bool, copied: bool
+) -> Differences:
     """How far steps of a model, or of a copy of it, are from those on one device."""
     torch.set_default_dtype(torch.float64)
     layers = [nn.Flatten(), nn.Linear(140, 6)] if with_linear else [nn.Conv2d(4, 2, 3)]
@@ -308,7 +378,9 @@ def by_whole_tensors(how: str, place: str, with_linear: bool, copied: bool) -> D
     for model in models:
         optimizer = OPTIMIZERS[how](list(model.parameters()))
 
-        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+        def closure(
+            model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer
+        ) -> Tensor:
             optimizer.zero_grad()
             loss = model(x).square().mean()
             loss.backward()
@@ -327,13 +399,17 @@ def said_of_slices(how: str, place: str, copied: bool) -> str:
 
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("how", ["LBFGS", "Adafactor"])
-def test_an_optimizer_may_go_by_tensors_that_every_rank_holds_whole(how: str, copied: bool) -> None:
+def test_an_optimizer_may_go_by_tensors_that_every_rank_holds_whole(
+    how: str, copied: bool
+) -> None:
     assert_same(on_ranks(2, by_whole_tensors, how, "height", False, copied))
 
 
 @pytest.mark.parametrize("place", ["filter", "channel", "height on one"])
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("how", OPTIMIZERS)
-def test_an_optimizer_that_would_take_slices_for_tensors_is_refused(how: str, copied: bool, place: str) -> None:
+def test_an_optimizer_that_would_take_slices_for_tensors_is_refused(
+    how: str, copied: bool, place: str
+) -> None:
     for said in on_ranks(2, said_of_slices, how, place, copied):
         assert re.search(rf"{how} goes by whole tensors.*of a Het.*SGD", said)

@@ -16,12 +16,19 @@ from tests.spawn import on_ranks
 
 
 def with_the_ways_of_another() -> float:
-    """The error of a layer that knows another layout by the id of this one's, as a copy of a layer may."""
+    """The error of a layer that knows another layout by the id of this one's, as a copy
+    of a layer may.
+    """
     torch.manual_seed(0)
     team, x = team_of(), torch.randn(2, 4, 8, 6)
     conv = HetConv2d.from_conv(nn.Conv2d(4, 4, 3, padding=1), Split("height", (1, 1)))
     cuts = [Layout.sharded(x.shape, 2, sizes) for sizes in ((6, 2), (4, 4))]
-    parts = [HetTensor.made(x[:, :, slice(c.boxes[team.rank].lo[2], c.boxes[team.rank].hi[2])], c, team) for c in cuts]
+    parts = [
+        HetTensor.made(
+            x[:, :, slice(c.boxes[team.rank].lo[2], c.boxes[team.rank].hi[2])], c, team
+        )
+        for c in cuts
+    ]
     with torch.no_grad():
         conv(parts[0])
         conv._ways = {id(cuts[1]): conv._ways[id(cuts[0])]}
@@ -32,8 +39,12 @@ def test_another_layouts_way_is_not_taken() -> None:
     assert max(on_ranks(2, with_the_ways_of_another)) <= 1e-6
 
 
-def ways(kind: str, sizes: tuple[int, ...], kernel: int, dim: int | None) -> tuple[bool, bool, bool]:
-    """(nothing is brought, nothing travels, one call of torch's own convolution) of a layer with the input cut so."""
+def ways(
+    kind: str, sizes: tuple[int, ...], kernel: int, dim: int | None
+) -> tuple[bool, bool, bool]:
+    """(nothing is brought, nothing travels, one call of torch's own convolution) of a
+    layer with the input cut so.
+    """
     team = team_of()
     one, pad = (1, 1), (kernel // 2,) * 2
     op = Conv(ConvSpec(4, 4, (8, 8), 4, (kernel, kernel), one, (pad, pad), one, 1))
@@ -52,6 +63,12 @@ def test_what_moves_nothing_is_one_call_of_torchs() -> None:
     assert on_ranks(2, ways, "sample", (3, 1), 3, 0) == [(True, True, True)] * 2
     assert on_ranks(2, ways, "height", (3, 1), 1, 2) == [(True, True, True)] * 2
     assert on_ranks(2, ways, "height", (3, 1), 3, 2) == [(True, False, False)] * 2
-    assert on_ranks(2, ways, "height", (3, 1), 3, None) == [(False, True, False)] * 2  # padded on one side
+    assert (
+        on_ranks(2, ways, "height", (3, 1), 3, None) == [(False, True, False)] * 2
+    )  # padded on one side
     assert on_ranks(2, ways, "filter", (3, 1), 3, None) == [(False, True, True)] * 2
-    assert on_ranks(2, ways, "channel", (3, 1), 3, 1)[1] == (True, True, False)  # adds no bias
+    assert on_ranks(2, ways, "channel", (3, 1), 3, 1)[1] == (
+        True,
+        True,
+        False,
+    )  # adds no bias

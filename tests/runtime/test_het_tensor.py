@@ -35,15 +35,52 @@ def questions() -> list[Any]:
     if dist.get_rank() != 1:
         return []
     x = rows()
-    asked = [tuple(x.shape), tuple(x.size()), x.size(1), x.dim(), x.ndim, x.numel(), len(x), x.dtype, str(x.device)]
-    asked += [x.is_floating_point(), x.requires_grad, x.is_leaf, x.grad_fn, x.element_size(), x.is_cuda]
+    asked = [
+        tuple(x.shape),
+        tuple(x.size()),
+        x.size(1),
+        x.dim(),
+        x.ndim,
+        x.numel(),
+        len(x),
+        x.dtype,
+        str(x.device),
+    ]
+    asked += [
+        x.is_floating_point(),
+        x.requires_grad,
+        x.is_leaf,
+        x.grad_fn,
+        x.element_size(),
+        x.is_cuda,
+    ]
     return [*asked, x.get_device(), repr(x)]
 
 
 def test_questions_of_shape_and_type_need_no_other_rank() -> None:
     shape = (4, 8, 6, 5)
-    answers = [shape, shape, 8, 4, 4, 960, 4, torch.float32, "cpu", True, False, True, None, 4, False, -1]
-    assert on_ranks(WORLD, questions)[1] == [*answers, f"HetTensor(shape={shape}, sharded, local=(4, 8, 2, 5))"]
+    answers = [
+        shape,
+        shape,
+        8,
+        4,
+        4,
+        960,
+        4,
+        torch.float32,
+        "cpu",
+        True,
+        False,
+        True,
+        None,
+        4,
+        False,
+        -1,
+    ]
+    assert on_ranks(WORLD, questions)[1] == [
+        *answers,
+        f"HetTensor(shape={shape}, sharded, local=(4, 8, 2, 5))",
+    ]
 
 
 def kept_on_parts(names: list[str]) -> list[str]:
@@ -51,16 +88,41 @@ def kept_on_parts(names: list[str]) -> list[str]:
     x, z = rows() + 1, rows("columns") + 1
     shapes = {"c11": (8, 1, 1), "one": (), "w": (5,), "hw": (6, 5)}
     p = {"full": WHOLE} | {name: torch.ones(shape) for name, shape in shapes.items()}
-    return [name for name in names if not isinstance(FUNCTIONS[name](x, z, p), HetTensor)]
+    return [
+        name for name in names if not isinstance(FUNCTIONS[name](x, z, p), HetTensor)
+    ]
 
 
 def test_operators_with_a_rule_stay_on_parts() -> None:
     names = [
-        "relu", "gelu", "sigmoid", "add", "mul", "x + number", "number / x", "2 ** x", "x * c11", "c11 * x",
-        "full - x", "x * tensor of one number", "where number", "max_pool2d 3, 2, 1", "relu_", "+=", "dropout",
-        "avg_pool2d without padding counted", "adaptive_avg_pool2d 1", "pixel_shuffle", "flatten first", "cat channels",
-        "to the type of parts", "zeros_like", "type_as", "masked", *sorted(UNARY | JOINS),
-    ]  # fmt: skip
+        "relu",
+        "gelu",
+        "sigmoid",
+        "add",
+        "mul",
+        "x + number",
+        "number / x",
+        "2 ** x",
+        "x * c11",
+        "c11 * x",
+        "full - x",
+        "x * tensor of one number",
+        "where number",
+        "max_pool2d 3, 2, 1",
+        "relu_",
+        "+=",
+        "dropout",
+        "avg_pool2d without padding counted",
+        "adaptive_avg_pool2d 1",
+        "pixel_shuffle",
+        "flatten first",
+        "cat channels",
+        "to the type of parts",
+        "zeros_like",
+        "type_as",
+        "masked",
+        *sorted(UNARY | JOINS),
+    ]
     assert on_ranks(WORLD, kept_on_parts, names) == [[]] * WORLD
 
 
@@ -71,7 +133,9 @@ def bytes_sent(name: str) -> int:
     return sum(sent.values())
 
 
-@pytest.mark.parametrize("name", ["relu", "add", "x * c11", "cat samples", "pixel_shuffle", "dropout"])
+@pytest.mark.parametrize(
+    "name", ["relu", "add", "x * c11", "cat samples", "pixel_shuffle", "dropout"]
+)
 def test_what_is_cut_alike_moves_nothing(name: str) -> None:
     assert on_ranks(WORLD, bytes_sent, name) == [0] * WORLD
 
@@ -108,7 +172,14 @@ def test_a_plain_tensor_is_gathered_already() -> None:
 def fallbacks() -> list[str]:
     """The types of what operators without a rule return."""
     x = rows()
-    made = [x.cumsum(2), x[[0]], x.sort(2)[0], torch.roll(x, 1, 2), x.kthvalue(1, 1)[0], F.unfold(x, 2)]
+    made = [
+        x.cumsum(2),
+        x[[0]],
+        x.sort(2)[0],
+        torch.roll(x, 1, 2),
+        x.kthvalue(1, 1)[0],
+        F.unfold(x, 2),
+    ]
     return [type(y).__name__ for y in made]
 
 
@@ -122,7 +193,13 @@ def identities() -> list[bool]:
     x += 1
     y = torch.relu_(x)
     z = F.relu(x, inplace=True)
-    return [x is before, y is x, z is x, isinstance(x, HetTensor), x.placement.kind == "sharded"]
+    return [
+        x is before,
+        y is x,
+        z is x,
+        isinstance(x, HetTensor),
+        x.placement.kind == "sharded",
+    ]
 
 
 def test_a_call_in_place_gives_back_its_tensor() -> None:
@@ -175,12 +252,16 @@ def below_the_functions() -> str:
 
 
 def test_what_cannot_see_the_parts_is_refused() -> None:
-    assert all("hetconv.gather" in said for said in on_ranks(WORLD, below_the_functions))
+    assert all(
+        "hetconv.gather" in said for said in on_ranks(WORLD, below_the_functions)
+    )
 
 
 def hooked(how: str) -> str:
     try:
-        getattr(rows().requires_grad_(), how)(*([print] if how == "register_hook" else []))
+        getattr(rows().requires_grad_(), how)(
+            *([print] if how == "register_hook" else [])
+        )
     except HetConvError as e:
         return str(e)
     return ""
@@ -189,7 +270,10 @@ def hooked(how: str) -> str:
 @pytest.mark.parametrize("how", ["register_hook", "retain_grad"])
 def test_what_asks_for_the_gradient_of_parts_is_refused(how: str) -> None:
     """Done to what was gathered, it would never be called."""
-    assert all(how in said and "hetconv.gather" in said for said in on_ranks(WORLD, hooked, how))
+    assert all(
+        how in said and "hetconv.gather" in said
+        for said in on_ranks(WORLD, hooked, how)
+    )
 
 
 def wrong_part() -> str:

@@ -1,4 +1,6 @@
-"""Ranks without a share of a layer hold nothing of it, and take no part in the sums of its gradients."""
+"""Ranks without a share of a layer hold nothing of it, and take no part in the sums of
+its gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,27 @@ from hetconv.nn.layers import HetLinear
 from hetconv.runtime import gradient_sync
 from hetconv.sharding.layer_rules import Split, SplitKind
 from hetconv.sharding.layout import Shape, buckets
-from tests.equivalence import Differences, assert_same, loss_of, one_step, pair, same_state, train
+from tests.equivalence import (
+    Differences,
+    assert_same,
+    loss_of,
+    one_step,
+    pair,
+    same_state,
+    train,
+)
 from tests.nets import IMAGE_KINDS, NETS, ResNet, splits_of
 from tests.spawn import on_ranks
 
 ZEROS = ((1, 0), (0, 2, 1), (2, 1, 0, 0))
 
 
-def sums_run_and_planned(limit: int) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
-    """(rounds, bytes per element) of every sum of gradients in a step, as it ran and as the plan has it."""
+def sums_run_and_planned(
+    limit: int,
+) -> tuple[list[tuple[Any, int]], list[tuple[Any, int]]]:
+    """(rounds, bytes per element) of every sum of gradients in a step, as it ran and as
+    the plan has it.
+    """
     make, shape = NETS["resnet"]
     splits = splits_of(make(), ("height", "filter", "sample"), (2, 1, 0))
     graph = hetconv.capture(make().double(), torch.randn(shape, dtype=torch.float64))
@@ -51,24 +65,43 @@ def sums_run_and_planned(limit: int) -> tuple[list[tuple[Any, int]], list[tuple[
 @pytest.mark.parametrize("limit", [1, 10**6])
 def test_the_planned_sums_are_those_that_run(limit: int) -> None:
     for ran, planned in on_ranks(3, sums_run_and_planned, limit):
-        assert len({tuple(box.numel > 0 for box in rounds[0][0]) for rounds, _ in ran}) == 2
-        assert ran == planned if limit > 1 else sorted(map(str, ran)) == sorted(map(str, planned))
+        assert (
+            len({tuple(box.numel > 0 for box in rounds[0][0]) for rounds, _ in ran})
+            == 2
+        )
+        assert (
+            ran == planned
+            if limit > 1
+            else sorted(map(str, ran)) == sorted(map(str, planned))
+        )
 
 
 def trained(net: str, ratio: tuple[int, ...], optimizer: str) -> Differences:
     make, shape = NETS[net]
-    return train(make, splits_of(make(), ("height", "sample", "width"), ratio), shape, len(ratio), optimizer)
+    return train(
+        make,
+        splits_of(make(), ("height", "sample", "width"), ratio),
+        shape,
+        len(ratio),
+        optimizer,
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("ratio", ZEROS)
 @pytest.mark.parametrize("net", ["resnet", "unet"])
-def test_training_where_devices_hold_nothing(net: str, ratio: tuple[int, ...], optimizer: str) -> None:
+def test_training_where_devices_hold_nothing(
+    net: str, ratio: tuple[int, ...], optimizer: str
+) -> None:
     assert_same(on_ranks(len(ratio), trained, net, ratio, optimizer))
 
 
-def held_and_predicted(kind: SplitKind, ratio: tuple[int, ...]) -> tuple[list[int], list[list[float]], list[int]]:
-    """Bytes of each layer's parameters on this rank, what is predicted for all ranks, and shares of this rank."""
+def held_and_predicted(
+    kind: SplitKind, ratio: tuple[int, ...]
+) -> tuple[list[int], list[list[float]], list[int]]:
+    """Bytes of each layer's parameters on this rank, what is predicted for all ranks,
+    and shares of this rank.
+    """
     make, shape = NETS["resnet"]
     splits = splits_of(make(), (kind,), ratio)
     _, cut = pair(make, splits, len(ratio))
@@ -85,11 +118,17 @@ def held_and_predicted(kind: SplitKind, ratio: tuple[int, ...]) -> tuple[list[in
 
 @pytest.mark.parametrize("ratio", ZEROS)
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
-def test_a_rank_holds_what_is_predicted_and_without_a_share_nothing(kind: SplitKind, ratio: tuple[int, ...]) -> None:
-    for rank, (own, predicted, shares) in enumerate(on_ranks(len(ratio), held_and_predicted, kind, ratio)):
+def test_a_rank_holds_what_is_predicted_and_without_a_share_nothing(
+    kind: SplitKind, ratio: tuple[int, ...]
+) -> None:
+    for rank, (own, predicted, shares) in enumerate(
+        on_ranks(len(ratio), held_and_predicted, kind, ratio)
+    ):
         assert own == pytest.approx([of_ranks[rank] for of_ranks in predicted])
         for size, share in zip(own, shares, strict=True):
-            assert (size > 0) == (share > 0) or kind == "channel"  # whose bias is whole on every rank
+            assert (size > 0) == (
+                share > 0
+            ) or kind == "channel"  # whose bias is whole on every rank
 
 
 def drifted() -> tuple[list[float], int, Differences]:
@@ -132,14 +171,22 @@ def test_a_linear_without_what_is_cut_is_refused_on_every_rank() -> None:
 
 
 def sent_for_one_device() -> tuple[int, bool]:
-    """Bytes that go from this rank in a step in which one device computes all; whether it has every gradient."""
+    """Bytes that go from this rank in a step in which one device computes all; whether
+    it has every gradient.
+    """
     layers = {name: Split("sample", (0, 2, 0)) for name in "01"}
     _, cut = pair(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 5)), layers, 3)
     with hetconv.count_sent() as sent:
         loss_of(cut(torch.randn(2, 3, 8, 8))).backward()
-    return sent.total(), all(p.grad is not None and p.grad.shape == p.shape for p in cut.parameters())
+    return sent.total(), all(
+        p.grad is not None and p.grad.shape == p.shape for p in cut.parameters()
+    )
 
 
 def test_a_device_by_itself_sends_its_result_and_sums_nothing() -> None:
     result = 8 * 2 * 4 * 6 * 5
-    assert on_ranks(3, sent_for_one_device) == [(0, True), (2 * result, True), (0, True)]
+    assert on_ranks(3, sent_for_one_device) == [
+        (0, True),
+        (2 * result, True),
+        (0, True),
+    ]

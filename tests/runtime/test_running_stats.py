@@ -1,4 +1,6 @@
-"""Running statistics of norms that are cut over channels: who knows what, and when all ranks are told."""
+"""Running statistics of norms that are cut over channels: who knows what, and when all
+ranks are told.
+"""
 
 from __future__ import annotations
 
@@ -41,27 +43,46 @@ def rounds_counted() -> Iterator[list[int]]:
 
 
 def told(wanted: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Differences, int]:
-    """Statistics of some norms, with these cuts and dtypes, of which each rank knows its own channels; rounds of it."""
+    """Statistics of some norms, with these cuts and dtypes, of which each rank knows
+    its own channels; rounds of it.
+    """
     team, norms = team_of(), []
     running = Running(team)
     for k, (sizes, dtype) in enumerate(wanted):
         whole = torch.arange(2.0 * sum(sizes), dtype=dtype).view(2, -1) + 100 * k
-        mine = Layout.sharded(whole.shape, 1, sizes).boxes[team.rank].within(Layout.replicated(whole.shape, 3).boxes[0])
+        mine = (
+            Layout.sharded(whole.shape, 1, sizes)
+            .boxes[team.rank]
+            .within(Layout.replicated(whole.shape, 3).boxes[0])
+        )
         known = torch.full_like(whole, -1)
         known[mine] = whole[mine]
         mean, var = (t.clone() for t in known)
-        running.note((mean, var), sizes, torch.float64 if dtype == torch.float64 else torch.float32)
+        running.note(
+            (mean, var),
+            sizes,
+            torch.float64 if dtype == torch.float64 else torch.float32,
+        )
         norms.append((mean, var, whole))
     with rounds_counted() as counted:
         running.tell()
         running.tell()  # there is nothing left to tell
     of_norms = enumerate(norms)
-    return {f"{k}": apart(torch.stack((mean, var)), whole) for k, (mean, var, whole) in of_norms}, counted[0]
+    return {
+        f"{k}": apart(torch.stack((mean, var)), whole)
+        for k, (mean, var, whole) in of_norms
+    }, counted[0]
 
 
 def test_all_are_told_each_channel_by_its_owner_in_a_round_for_each_dtype() -> None:
     single, double = torch.float32, torch.float64
-    wanted = [((2, 0, 1), single), ((0, 5, 0), double), ((1, 1, 2), single), ((3, 3, 3), double), ((0, 1, 1), single)]
+    wanted = [
+        ((2, 0, 1), single),
+        ((0, 5, 0), double),
+        ((1, 1, 2), single),
+        ((3, 3, 3), double),
+        ((0, 1, 1), single),
+    ]
     for found, rounds in on_ranks(3, told, wanted):
         assert_same([found])
         assert rounds == 2
@@ -70,7 +91,10 @@ def test_all_are_told_each_channel_by_its_owner_in_a_round_for_each_dtype() -> N
 class Norms(nn.Module):
     def __init__(self, count: int) -> None:
         super().__init__()
-        blocks = ((nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(count))
+        blocks = (
+            (nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+            for _ in range(count)
+        )
         self.blocks = nn.Sequential(*(module for block in blocks for module in block))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,12 +146,18 @@ def reused(b: hetconv.Split) -> Differences:
         found |= {f"{step}": apart(y, y_serial)}
         for each in (y, y_serial):
             each.square().mean().backward()
-        found |= {f"{step} {name}": value for name, value in same_state(serial, cut).items()}
+        found |= {
+            f"{step} {name}": value for name, value in same_state(serial, cut).items()
+        }
     return found
 
 
-@pytest.mark.parametrize("b", [("filter", (4, 0, 2)), ("filter", (1, 3, 2)), ("height", (2, 1, 5))])
-def test_a_norm_that_is_used_in_several_ways_within_a_forward(b: tuple[hetconv.SplitKind, tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    "b", [("filter", (4, 0, 2)), ("filter", (1, 3, 2)), ("height", (2, 1, 5))]
+)
+def test_a_norm_that_is_used_in_several_ways_within_a_forward(
+    b: tuple[hetconv.SplitKind, tuple[int, ...]],
+) -> None:
     assert_same(on_ranks(3, reused, hetconv.Split(*b)))
 
 
@@ -155,7 +185,9 @@ def after_an_error() -> Differences:
     return {"evaluated": apart(cut(x), serial(x))} | same_state(serial, cut)
 
 
-def test_what_a_forward_that_raised_an_error_did_not_tell_is_told_before_the_next() -> None:
+def test_what_a_forward_that_raised_an_error_did_not_tell_is_told_before_the_next() -> (
+    None
+):
     assert_same(on_ranks(3, after_an_error))
 
 
@@ -163,8 +195,14 @@ def outside_a_model() -> Differences:
     x = torch.randn(2, 6, 4, 3, dtype=torch.float64)
     own, serial = ([torch.zeros(6).double(), torch.ones(6).double()] for _ in range(2))
     part, _ = placed(x, Layout.sharded(x.shape, 1, (3, 0, 3)))
-    y, y_serial = F.batch_norm(part, *own, training=True), F.batch_norm(x, *serial, training=True)
-    at_once = {name: apart(a, b) for name, a, b in zip(("mean", "var"), own, serial, strict=True)}
+    y, y_serial = (
+        F.batch_norm(part, *own, training=True),
+        F.batch_norm(x, *serial, training=True),
+    )
+    at_once = {
+        name: apart(a, b)
+        for name, a, b in zip(("mean", "var"), own, serial, strict=True)
+    }
     return at_once | {"result": apart(hetconv.gather(y), y_serial)}
 
 
@@ -176,12 +214,18 @@ def copied() -> Differences:
     """A copy of a model has statistics of its own."""
     serial, cut = pair(lambda: Norms(2), splits_of(Norms(2), ("filter",), RATIO), 3)
     again, x = copy.deepcopy(cut), torch.randn(2, 4, 5, 5)
-    before = {f"copy {name}": value for name, value in same_state(serial, again).items()}
+    before = {
+        f"copy {name}": value for name, value in same_state(serial, again).items()
+    }
     serial(x), cut(x)
     return (
         before
         | same_state(serial, cut)
-        | {"apart": float(apart(*(m.blocks[1].running_mean for m in (cut, again))) == 0)}
+        | {
+            "apart": float(
+                apart(*(m.blocks[1].running_mean for m in (cut, again))) == 0
+            )
+        }
     )
 
 

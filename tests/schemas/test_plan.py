@@ -21,9 +21,22 @@ def plan(kind: Any = "filter") -> Plan:
 
 def predicted() -> Plan:
     bare = plan()
-    layers = {n: LayerPlan(x.op, x.split, (0.1, 0.2), (0.3, 0.4), 5) for n, x in bare.layers.items()}
+    layers = {
+        n: LayerPlan(x.op, x.split, (0.1, 0.2), (0.3, 0.4), 5)
+        for n, x in bare.layers.items()
+    }
     prediction = Prediction(1.0, 0.25, (0.5, 0.75), ((0, 8), (4, 0)), (100, 50))
-    return Plan(("cuda:0", "cpu@0.5"), "infer", "m", ((1, 3, 8, 8),), layers, "x", prediction, {"alone": 2.0}, True)
+    return Plan(
+        ("cuda:0", "cpu@0.5"),
+        "infer",
+        "m",
+        ((1, 3, 8, 8),),
+        layers,
+        "x",
+        prediction,
+        {"alone": 2.0},
+        True,
+    )
 
 
 def edited(path: Path, change: Any) -> Path:
@@ -34,13 +47,17 @@ def edited(path: Path, change: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("made", [plan(), plan("height"), plan("replicate"), predicted()])
+@pytest.mark.parametrize(
+    "made", [plan(), plan("height"), plan("replicate"), predicted()]
+)
 def test_a_plan_comes_back_as_it_was(made: Plan, tmp_path: Path) -> None:
     made.save(tmp_path / "new" / "plan.json")
     assert Plan.load(tmp_path / "new" / "plan.json") == made
 
 
-def test_a_saved_plan_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_a_saved_plan_replaces_the_old_one_and_leaves_nothing_else(
+    tmp_path: Path,
+) -> None:
     plan().save(tmp_path / "plan.json")
     plan("height").save(tmp_path / "plan.json")
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
@@ -52,9 +69,18 @@ def test_a_saved_plan_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Pat
     [
         (lambda d: d.update(colour="red"), "colour"),
         (lambda d: d["layers"]["one"].update(speed=1), r"layers\.one\.speed"),
-        (lambda d: d["layers"]["one"]["split"].update(kind="diagonal"), r"layers\.one\.split"),
-        (lambda d: d["layers"]["one"]["split"].update(sizes=[8, 1]), "'one'.*8 filters"),
-        (lambda d: d["layers"]["one"]["split"].update(sizes=[4, 2, 2]), "'one'.*3 sizes for 2 ranks"),
+        (
+            lambda d: d["layers"]["one"]["split"].update(kind="diagonal"),
+            r"layers\.one\.split",
+        ),
+        (
+            lambda d: d["layers"]["one"]["split"].update(sizes=[8, 1]),
+            "'one'.*8 filters",
+        ),
+        (
+            lambda d: d["layers"]["one"]["split"].update(sizes=[4, 2, 2]),
+            "'one'.*3 sizes for 2 ranks",
+        ),
         (lambda d: d.pop("devices"), "devices"),
         (lambda d: d.update(mode="play"), "mode"),
         (lambda d: d.update(version=99), "version is 99"),
@@ -63,7 +89,9 @@ def test_a_saved_plan_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Pat
         (lambda d: d.pop("format"), "format is None"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_by_name(change: Any, match: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_is_refused_by_name(
+    change: Any, match: str, tmp_path: Path
+) -> None:
     path = edited(tmp_path / "broken.json", change)
     with pytest.raises(PlanError, match=match) as error:
         Plan.load(path)
@@ -91,8 +119,14 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_with_splits_changes_the_layers_named_alone() -> None:
     changed = predicted().with_splits({"two": Split("height", (1, 1))})
-    assert dict(changed.splits) == dict(plan().splits) | {"two": Split("height", (1, 1))}
-    assert (changed.chosen, changed.predicted, changed.alternatives) == ("by hand", None, None)
+    assert dict(changed.splits) == dict(plan().splits) | {
+        "two": Split("height", (1, 1))
+    }
+    assert (changed.chosen, changed.predicted, changed.alternatives) == (
+        "by hand",
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +138,9 @@ def test_with_splits_changes_the_layers_named_alone() -> None:
         ({"nowhere": Split("height", (1, 1))}, "no layer 'nowhere'"),
     ],
 )
-def test_with_splits_refuses_what_does_not_fit(splits: dict[str, Split], match: str) -> None:
+def test_with_splits_refuses_what_does_not_fit(
+    splits: dict[str, Split], match: str
+) -> None:
     with pytest.raises(PlanError, match=match):
         plan().with_splits(splits)
 
@@ -115,7 +151,11 @@ def test_splits_cannot_be_changed_in_place() -> None:
 
 
 def test_the_digest_is_of_what_ranks_must_agree_on() -> None:
-    assert plan().digest == plan_of(Chain(), plan().splits, 2).digest == predicted().digest
+    assert (
+        plan().digest == plan_of(Chain(), plan().splits, 2).digest == predicted().digest
+    )
     assert plan().digest != plan("height").digest
     assert plan().digest != plan().with_splits({"two": Split("replicate")}).digest
-    assert plan_of(nn.Sequential(), {}, 2).digest != plan_of(nn.Sequential(), {}, 3).digest
+    assert (
+        plan_of(nn.Sequential(), {}, 2).digest != plan_of(nn.Sequential(), {}, 3).digest
+    )

@@ -23,7 +23,9 @@ JOB = {"model": "a:net {}", "input": [1, 3, 8, 8], "seed": 0}
 
 
 def records(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (path / "measured.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (path / "measured.jsonl").read_text().splitlines()
+    ]
 
 
 def test_what_is_kept_is_known_to_who_resumes(tmp_path: Path) -> None:
@@ -33,7 +35,10 @@ def test_what_is_kept_is_known_to_who_resumes(tmp_path: Path) -> None:
     first.keep("stages", "operators", {"budget": 1.5})
     assert len(records(tmp_path)) == 4
     second = Store(tmp_path, JOB, resume=True)
-    assert second.known == {("operators", "a conv"): [{"0.5": [2.0]}], ("stages", "operators"): {"budget": 1.5}}
+    assert second.known == {
+        ("operators", "a conv"): [{"0.5": [2.0]}],
+        ("stages", "operators"): {"budget": 1.5},
+    }
     assert second.known == first.known
     assert len(records(tmp_path)) == 4
 
@@ -63,16 +68,23 @@ def test_a_damaged_line_in_the_middle_is_refused_by_its_number(tmp_path: Path) -
     Store(tmp_path, JOB, resume=False).keep("operators", "a conv", 1)
     with open(tmp_path / "measured.jsonl", "ab") as f:
         f.write(b"\0\0\n{}\n")
-    with pytest.raises(HetConvError, match=r"measured.jsonl: line 3 is not JSON .*leave out --resume"):
+    with pytest.raises(
+        HetConvError, match=r"measured.jsonl: line 3 is not JSON .*leave out --resume"
+    ):
         Store(tmp_path, JOB, resume=True)
 
 
-def test_another_job_is_refused_by_what_differs_and_begins_anew_without_resume(tmp_path: Path) -> None:
+def test_another_job_is_refused_by_what_differs_and_begins_anew_without_resume(
+    tmp_path: Path,
+) -> None:
     first = Store(tmp_path, JOB, resume=False)
     first.keep("operators", "a conv", 1)
     first.study("ratio").add_trial(optuna.create_trial(value=0.5))
     other = JOB | {"input": [2, 3, 8, 8], "seed": 1}
-    differs = r"input is \[1, 3, 8, 8\] there, \[2, 3, 8, 8\] here; seed is 0 there, 1 here\. Ask for the same"
+    differs = (
+        r"input is \[1, 3, 8, 8\] there, \[2, 3, 8, 8\] here; seed is 0 there, 1 here\. "
+        r"Ask for the same"
+    )
     with pytest.raises(HetConvError, match=differs):
         Store(tmp_path, other, resume=True)
     before = (tmp_path / "measured.jsonl").read_bytes()
@@ -83,7 +95,9 @@ def test_another_job_is_refused_by_what_differs_and_begins_anew_without_resume(t
     assert (tmp_path / "trials.journal.before").exists()
 
 
-def test_a_store_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_of_another_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Store(tmp_path, JOB, resume=False)
     monkeypatch.setattr(journal, "VERSION", journal.VERSION + 1)
     with pytest.raises(HetConvError, match="is another version's; leave out --resume"):
@@ -92,16 +106,30 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_trials_may_be_in_a_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/trials.db"
-    Store(tmp_path, JOB, resume=False, url=url).study("ratio").add_trial(optuna.create_trial(value=0.5))
+    Store(tmp_path, JOB, resume=False, url=url).study("ratio").add_trial(
+        optuna.create_trial(value=0.5)
+    )
     other = tmp_path / "other"
     other.mkdir()
-    Store(other, JOB | {"seed": 1}, resume=False, url=url).study("ratio").add_trial(optuna.create_trial(value=0.1))
-    assert [t.value for t in Store(tmp_path, JOB, resume=True, url=url).study("ratio").trials] == [0.5]
+    Store(other, JOB | {"seed": 1}, resume=False, url=url).study("ratio").add_trial(
+        optuna.create_trial(value=0.1)
+    )
+    assert [
+        t.value
+        for t in Store(tmp_path, JOB, resume=True, url=url).study("ratio").trials
+    ] == [0.5]
     assert Store(tmp_path, JOB, resume=False, url=url).study("ratio").trials == []
     assert not (tmp_path / "trials.journal").exists()
 
 
-@pytest.mark.parametrize("url", ["nothing", "sqlite:////no/such/folder/trials.db", "postgresql://nobody@nowhere/none"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nothing",
+        "sqlite:////no/such/folder/trials.db",
+        "postgresql://nobody@nowhere/none",
+    ],
+)
 def test_a_database_that_is_not_there_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(HetConvError, match=r"^--storage: .*give sqlite:///FILE"):
         Store(tmp_path, JOB, resume=False, url=url)
@@ -118,14 +146,19 @@ with claimed(Path(sys.argv[1])):
 """
 
 
-def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(
+    tmp_path: Path,
+) -> None:
     output = tmp_path / "cluster.json"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", CLAIMING, str(output)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "claimed\n"
-        words = rf"cluster.json is being written by another hetconv autotune \(process {first.pid}\)"
+        words = (
+            r"cluster.json is being written by another hetconv autotune \(process "
+            rf"{first.pid}\)"
+        )
         with pytest.raises(HetConvError, match=words), claimed(output):
             pass
         (tmp_path / ".cluster.json.torn").write_text("{")
@@ -136,7 +169,10 @@ def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_went(tmp_
             assert folder == folder_of(output)
             assert (folder / "lock").read_text() == str(os.getpid())
         assert time.monotonic() - start < 2 * journal.PATIENCE
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".cluster.json5", "cluster.json.study"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".cluster.json5",
+        "cluster.json.study",
+    ]
 
 
 def test_a_study_goes_on_in_the_journal(tmp_path: Path) -> None:
@@ -144,4 +180,6 @@ def test_a_study_goes_on_in_the_journal(tmp_path: Path) -> None:
     study.enqueue_trial({"x": 1.0})
     study.ask().suggest_float("x", 0, 2)
     again = Store(tmp_path, JOB, resume=True).study("ratio")
-    assert [(t.state, t.params) for t in again.trials] == [(TrialState.RUNNING, {"x": 1.0})]
+    assert [(t.state, t.params) for t in again.trials] == [
+        (TrialState.RUNNING, {"x": 1.0})
+    ]

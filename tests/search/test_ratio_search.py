@@ -41,8 +41,12 @@ def test_trials_must_tell_what_a_ratio_may_gain() -> None:
     assert not tells(0.75 * CLEAR)
 
 
-def study(folder: Path, seconds: Callable[[int], float | None]) -> tuple[TunedRatio | None, list[str]]:
-    """From 8:8 rows, where steps take ``seconds`` by the rows of the first device; and what is said."""
+def study(
+    folder: Path, seconds: Callable[[int], float | None]
+) -> tuple[TunedRatio | None, list[str]]:
+    """From 8:8 rows, where steps take ``seconds`` by the rows of the first device; and
+    what is said.
+    """
     graph, lines = capture(Chain(), torch.zeros(2, 4, 16, 16)), list[str]()
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
     base, usual = make_plan(graph, profile), Usual(Pricer(graph, profile, "train"))
@@ -57,19 +61,33 @@ def study(folder: Path, seconds: Callable[[int], float | None]) -> tuple[TunedRa
             took[name] = Paced(found, (1e-3, 1e-3))
         return Outcome([took] * order.rounds)
 
-    job, store = SimpleNamespace(mode="train", seed=0, trials=8), Store(folder, {}, resume=False)
+    job, store = (
+        SimpleNamespace(mode="train", seed=0, trials=8),
+        Store(folder, {}, resume=False),
+    )
     run: Any = SimpleNamespace(
-        graph=graph, job=job, store=store, spent=0.0,
-        say=SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None, line=lines.append),
-        race=SimpleNamespace(lead=lead), device=torch.device("cpu"), passed=lambda part: lambda: False,
-    )  # fmt: skip
+        graph=graph,
+        job=job,
+        store=store,
+        spent=0.0,
+        say=SimpleNamespace(
+            stage=lambda *_: None, advance=lambda *_: None, line=lines.append
+        ),
+        race=SimpleNamespace(lead=lead),
+        device=torch.device("cpu"),
+        passed=lambda part: lambda: False,
+    )
     return RatioStudy(run, base, usual, "height", (8, 8), 1.0).tuned(0.1), lines
 
 
 def test_the_fastest_weights_are_found(tmp_path: Path) -> None:
     found, (line,) = study(tmp_path, lambda rows: max(rows / 10, (16 - rows) / 6))
     assert found is not None
-    assert (found.kind, found.weights, found.computed_weights) == ("height", (10, 6), (8, 8))
+    assert (found.kind, found.weights, found.computed_weights) == (
+        "height",
+        (10, 6),
+        (8, 8),
+    )
     assert (found.step_s, found.computed_step_s) == (1.0, 8 / 6)
     assert found.trials >= 3
     assert line == "height 10:6: 1000.0 ms a step; computed 8:8: 1333.3 ms"
@@ -83,10 +101,15 @@ def test_the_computed_weights_stay_where_none_are_faster(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fails", ["computed", "others"])
 def test_weights_that_fail_are_not_chosen(tmp_path: Path, fails: str) -> None:
-    found, lines = study(tmp_path, lambda rows: None if (rows == 8) is (fails == "computed") else 1.0)
+    found, lines = study(
+        tmp_path, lambda rows: None if (rows == 8) is (fails == "computed") else 1.0
+    )
     if fails == "computed":
         assert found is None
-        assert "no ratio is refined, for the height split that was computed failed on rank 1" in lines[0]
+        assert (
+            "no ratio is refined, for the height split that was computed failed on rank 1"
+            in lines[0]
+        )
     else:
         assert found is not None
         assert found.weights == (8, 8)

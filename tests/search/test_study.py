@@ -8,14 +8,35 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from hetconv.autotune.search.study import AGAIN, ROUNDS, SPREAD, Hopeless, TrialFailedError, Weights, probes, refine
+from hetconv.autotune.search.study import (
+    AGAIN,
+    ROUNDS,
+    SPREAD,
+    Hopeless,
+    TrialFailedError,
+    Weights,
+    probes,
+    refine,
+)
 
 
 class Makespan:
-    """Devices of these speeds; seconds relative to those of the ratio that was computed, more or less."""
+    """Devices of these speeds; seconds relative to those of the ratio that was
+    computed, more or less.
+    """
 
-    def __init__(self, speeds: tuple[float, ...], computed: Weights, noise: float = 0.0, seed: int = 0):
-        self._speeds, self._first, self._noise = speeds, self._seconds(speeds, computed), noise
+    def __init__(
+        self,
+        speeds: tuple[float, ...],
+        computed: Weights,
+        noise: float = 0.0,
+        seed: int = 0,
+    ):
+        self._speeds, self._first, self._noise = (
+            speeds,
+            self._seconds(speeds, computed),
+            noise,
+        )
         self._random = random.Random(seed)
         self.asked: list[Weights] = []
         self.rounds: list[int] = []
@@ -68,8 +89,16 @@ def test_the_first_trials_move_work_to_and_from_each_device() -> None:
     rounds = Makespan((1.0, 0.5), (50, 50))
     refine(new(), (50, 50), rounds, 3, 0)
     assert rounds.asked == [(42, 58), (58, 42)]
-    assert probes((50, 0, 50), [0]) == [{"rank0": 1.0}, {"rank0": 42 / 58}, {"rank0": 58 / 42}]
-    assert probes((4, 3), [0]) == [{"rank0": 1.0}, {"rank0": 1 / SPREAD}, {"rank0": SPREAD}]  # a row is too much
+    assert probes((50, 0, 50), [0]) == [
+        {"rank0": 1.0},
+        {"rank0": 42 / 58},
+        {"rank0": 58 / 42},
+    ]
+    assert probes((4, 3), [0]) == [
+        {"rank0": 1.0},
+        {"rank0": 1 / SPREAD},
+        {"rank0": SPREAD},
+    ]  # a row is too much
 
 
 def test_no_ratio_is_measured_twice_and_the_sum_stays() -> None:
@@ -127,7 +156,9 @@ class KilledError(BaseException):
     """In place of a signal."""
 
 
-def test_a_study_goes_on_where_it_was_killed_and_runs_that_trial_again_but_once() -> None:
+def test_a_study_goes_on_where_it_was_killed_and_runs_that_trial_again_but_once() -> (
+    None
+):
     study, rounds = new(), Makespan((1.0, 0.5), (58, 42), 0.01)
 
     def killed(weights: Weights, hopeless: Hopeless) -> list[float]:
@@ -136,7 +167,9 @@ def test_a_study_goes_on_where_it_was_killed_and_runs_that_trial_again_but_once(
             raise KilledError
         return rounds(weights, hopeless)
 
-    for _ in range(2):  # both times in the second of the two trials that are asked for first
+    for _ in range(
+        2
+    ):  # both times in the second of the two trials that are asked for first
         with pytest.raises(KilledError):
             refine(study, (58, 42), killed, 9, 0)
     before = [t for t in study.trials if t.state is TrialState.COMPLETE]
@@ -148,5 +181,7 @@ def test_a_study_goes_on_where_it_was_killed_and_runs_that_trial_again_but_once(
     assert ran <= 9
     again = [t for t in study.trials if AGAIN in t.user_attrs]
     assert len(again) == 1
-    assert not {w for w in rounds.asked[first:] if w in known and w != rounds.asked[first]}
+    assert not {
+        w for w in rounds.asked[first:] if w in known and w != rounds.asked[first]
+    }
     assert not [t for t in study.trials if t.state is TrialState.RUNNING]

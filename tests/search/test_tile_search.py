@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetconv.autotune.search.tile_search import Choice, WrongResultError, heuristic, search, space
+from hetconv.autotune.search.tile_search import (
+    Choice,
+    WrongResultError,
+    heuristic,
+    search,
+    space,
+)
 from hetconv.kernels import Tile
 from hetconv.kernels.triton.backend import suited
 from tests.kernels.test_tiles import chips, extents
@@ -42,7 +48,8 @@ def without_aten(evaluate: Any) -> Any:
 
 def test_the_tables_say_that_nothing_was_measured() -> None:
     assert all(
-        "synthetic" in d["source"] and "nothing here was measured" in d["source"] for d in json.loads(FILE.read_text())
+        "synthetic" in d["source"] and "nothing here was measured" in d["source"]
+        for d in json.loads(FILE.read_text())
     )
     assert len(TABLES) == 5
     assert sum(len(t.rows) for t in TABLES) < 650
@@ -57,7 +64,9 @@ def test_what_a_benchmark_records_is_a_table_too(tmp_path: Path) -> None:
         "torch": "2.13.0",
         "cases": [document["cases"][0] | {"triton_us": 1.0, "errors": {}}],
     }
-    untimed = {k: v for k, v in document["cases"][1].items() if k != "cudnn_us"} | {"failed": "out of memory"}
+    untimed = {k: v for k, v in document["cases"][1].items() if k != "cudnn_us"} | {
+        "failed": "out of memory"
+    }
     recorded["cases"].append(untimed)
     (tmp_path / "kernels.json").write_text(json.dumps(document | recorded))
     (table,) = load(tmp_path / "kernels.json")
@@ -67,12 +76,17 @@ def test_what_a_benchmark_records_is_a_table_too(tmp_path: Path) -> None:
 
 @every_table
 def test_a_small_part_of_a_table_finds_nearly_the_best(table: Table) -> None:
-    """Within 3 % in the median of 20 seeds, of the stopwatch's noise: the search itself has no chance in it."""
+    """Within 3 % in the median of 20 seeds, of the stopwatch's noise: the search itself
+    has no chance in it.
+    """
     regrets = []
     for seed in range(20):
         asked = table.again()
         found = search(
-            table.tiles, table.heuristic, without_aten(noisy(asked, seed)), trials=int(PART * len(table.rows))
+            table.tiles,
+            table.heuristic,
+            without_aten(noisy(asked, seed)),
+            trials=int(PART * len(table.rows)),
         )
         assert found is not None
         assert len(asked.asked) <= PART * len(table.rows)
@@ -85,8 +99,12 @@ def test_a_small_part_of_a_table_finds_nearly_the_best(table: Table) -> None:
 @pytest.mark.parametrize("path", ["boxes", "pointers"])
 def test_a_cost_model_that_errs_is_mended(table: Table, path: str) -> None:
     """One path's tiles are believed half as slow; a quarter of a table then comes within 15 %."""
-    believed = {t: cost / 2 if t.path == path else cost for t, cost in table.tiles.items()}
-    found = search(believed, table.heuristic, without_aten(table), trials=len(table.rows) // 4)
+    believed = {
+        t: cost / 2 if t.path == path else cost for t, cost in table.tiles.items()
+    }
+    found = search(
+        believed, table.heuristic, without_aten(table), trials=len(table.rows) // 4
+    )
     assert found is not None
     assert found.seconds <= 1.15 * table.best
 
@@ -96,15 +114,32 @@ def test_what_fails_or_is_wrong_is_asked_once_and_never_chosen(table: Table) -> 
     asked = table.again()
     found = search(table.tiles, table.heuristic, asked, trials=1000, patience=1000)
     assert found is not None
-    assert sorted(asked.asked) == sorted(table.rows)  # every choice once, as nothing stopped it
+    assert sorted(asked.asked) == sorted(
+        table.rows
+    )  # every choice once, as nothing stopped it
     assert str(found.choice) not in table.bad
-    assert found.seconds == min(row["us"] for row in table.rows.values() if "us" in row) * 1e-6
-    why = {str(t.choice): t.why.partition(":")[0] for t in found.trials if t.seconds is None}
-    assert why == {choice: "wrong" if "wrong" in table.rows[choice] else "failed" for choice in table.bad}
+    assert (
+        found.seconds
+        == min(row["us"] for row in table.rows.values() if "us" in row) * 1e-6
+    )
+    why = {
+        str(t.choice): t.why.partition(":")[0]
+        for t in found.trials
+        if t.seconds is None
+    }
+    assert why == {
+        choice: "wrong" if "wrong" in table.rows[choice] else "failed"
+        for choice in table.bad
+    }
 
 
-costs = st.dictionaries(st.sampled_from(list(TABLES[0].tiles)), st.floats(1, 100), min_size=1, max_size=20)
-outcomes = st.one_of(st.floats(1e-6, 1.0), st.sampled_from([WrongResultError("off"), RuntimeError("no memory")]))
+costs = st.dictionaries(
+    st.sampled_from(list(TABLES[0].tiles)), st.floats(1, 100), min_size=1, max_size=20
+)
+outcomes = st.one_of(
+    st.floats(1e-6, 1.0),
+    st.sampled_from([WrongResultError("off"), RuntimeError("no memory")]),
+)
 
 
 @settings(max_examples=40)
@@ -134,16 +169,26 @@ def test_never_worse_than_the_heuristic(
 
 
 def test_a_search_repeats_itself() -> None:
-    runs = [search(TABLES[1].tiles, TABLES[1].heuristic, noisy(TABLES[1].again(), 5)) for _ in range(2)]
+    runs = [
+        search(TABLES[1].tiles, TABLES[1].heuristic, noisy(TABLES[1].again(), 5))
+        for _ in range(2)
+    ]
     assert runs[0] == runs[1]
 
 
 def test_a_search_stops_when_told_or_when_nothing_gets_better() -> None:
     table = TABLES[0].again()
-    assert search(table.tiles, table.heuristic, table, enough=lambda: len(table.asked) >= 7) is not None
+    assert (
+        search(
+            table.tiles, table.heuristic, table, enough=lambda: len(table.asked) >= 7
+        )
+        is not None
+    )
     assert len(table.asked) == 7
     asked: list[Choice] = []
-    found = search(table.tiles, table.heuristic, lambda c: asked.append(c) or 1.0, patience=4)  # type: ignore[func-returns-value]
+    found = search(
+        table.tiles, table.heuristic, lambda c: asked.append(c) or 1.0, patience=4
+    )  # type: ignore[func-returns-value]
     assert found is not None
     assert (found.choice, len(asked)) == (table.heuristic, 2 + 4)
     assert search(table.tiles, table.heuristic, table, enough=lambda: True) is None
@@ -154,14 +199,18 @@ def test_a_resumed_search_asks_for_nothing_again() -> None:
     first = search(table.tiles, table.heuristic, table, trials=10, patience=99)
     assert first is not None
     before, again = set(table.asked), table.again()
-    found = search(table.tiles, table.heuristic, again, trials=10, patience=99, known=first.trials)
+    found = search(
+        table.tiles, table.heuristic, again, trials=10, patience=99, known=first.trials
+    )
     assert found is not None
     assert again.asked
     assert not before & set(again.asked)
     assert found.trials[: len(first.trials)] == first.trials
     assert found.seconds <= first.seconds
     assert found.heuristic_s == first.heuristic_s
-    through = search(table.tiles, table.heuristic, table.again(), trials=20, patience=99)
+    through = search(
+        table.tiles, table.heuristic, table.again(), trials=20, patience=99
+    )
     assert through is not None
     assert [t.choice for t in through.trials] == [t.choice for t in found.trials]
 
@@ -175,19 +224,34 @@ def test_what_the_compiler_is_against_is_never_launched() -> None:
             raise RuntimeError("does not compile")
         return "12 spills" if tile in dear else None
 
-    found = search(table.tiles, table.heuristic, table, obstacle=obstacle, trials=1000, patience=1000)
+    found = search(
+        table.tiles,
+        table.heuristic,
+        table,
+        obstacle=obstacle,
+        trials=1000,
+        patience=1000,
+    )
     assert found is not None
-    assert not {str(t) for t in table.tiles if t in dear or t.splits > 1} & set(table.asked)
+    assert not {str(t) for t in table.tiles if t in dear or t.splits > 1} & set(
+        table.asked
+    )
     why = {t.choice: t.why for t in found.trials}
     assert all(why[t] == "pruned: 12 spills" for t in dear if t.splits == 1)
-    assert all(why[t].startswith("failed: RuntimeError") for t in table.tiles if t.splits > 1)
+    assert all(
+        why[t].startswith("failed: RuntimeError") for t in table.tiles if t.splits > 1
+    )
 
 
 @settings(max_examples=30)
 @given(extents(), chips)
-def test_the_space_has_the_splits_that_leave_no_program_without_a_step(work: Any, chip: Any) -> None:
+def test_the_space_has_the_splits_that_leave_no_program_without_a_step(
+    work: Any, chip: Any
+) -> None:
     found = space([work], chip)
     assert all(suited(t, work, chip) == t for t in found)
-    assert all((t.splits - 1) * -(-work.steps(t) // t.splits) < work.steps(t) for t in found)
+    assert all(
+        (t.splits - 1) * -(-work.steps(t) // t.splits) < work.steps(t) for t in found
+    )
     assert all(cost > 0 for cost in found.values())
     assert suited(heuristic([work], chip), work, chip)

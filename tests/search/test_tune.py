@@ -38,7 +38,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.one, self.two = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.two(torch.relu(self.one(x)))
@@ -46,7 +49,17 @@ class Net(nn.Module):
 
 
 def job(folder: Path, **changed: Any) -> Job:
-    usual = Job(DEVICES, "tests.search.test_tune:Net", "{}", IMAGE, "train", 3, 600.0, folder / "cluster.json", 0)
+    usual = Job(
+        DEVICES,
+        "tests.search.test_tune:Net",
+        "{}",
+        IMAGE,
+        "train",
+        3,
+        600.0,
+        folder / "cluster.json",
+        0,
+    )
     return replace(usual, **changed)
 
 
@@ -64,7 +77,8 @@ class Counted(NamedTuple):
 def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
     """The profile, or what was raised; and what this rank measured.
 
-    ``stop_in``: the stage that does not come to its end. Nothing is measured again that has not settled.
+    ``stop_in``: the stage that does not come to its end. Nothing is measured again that
+    has not settled.
     """
     operators, races, samples, raced = 0, 0, timer.operator_samples, race.Race._run
 
@@ -85,9 +99,17 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
         raise StoppedError
 
     throttle.set_speed(DEVICES[dist.get_rank()].speed)
-    with pytest.MonkeyPatch.context() as patch:  # layers, short messages, and nothing else, which takes seconds
-        patch.setattr(stages, "subjects_of", lambda *of: [s for s in subjects_of(*of) if isinstance(s, Layer)])
-        patch.setattr(stages, "link_models", partial(link_models, sizes=(1 << 10, 1 << 14)))
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # layers, short messages, and nothing else, which takes seconds
+        patch.setattr(
+            stages,
+            "subjects_of",
+            lambda *of: [s for s in subjects_of(*of) if isinstance(s, Layer)],
+        )
+        patch.setattr(
+            stages, "link_models", partial(link_models, sizes=(1 << 10, 1 << 14))
+        )
         patch.setattr(stages, "with_contention", lambda profile, *rest: profile)
         patch.setattr(stages, "settle", lambda *_: None)
         patch.setattr(timer, "operator_samples", counting)
@@ -136,13 +158,17 @@ def _lines(asked: Job) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines][1:]
 
 
-def test_what_is_asked_for_decides_whether_anything_is_measured_again(tmp_path: Path) -> None:
+def test_what_is_asked_for_decides_whether_anything_is_measured_again(
+    tmp_path: Path,
+) -> None:
     asked = job(tmp_path, trials=0)
     (first, counted), _ = on_ranks(2, tuned, asked)
     assert counted.operators > 0
 
     found = on_ranks(2, tuned, replace(asked, resume=True, seed=5))
-    assert {said for said, _ in found} == {found[0][0]}, "one rank refuses, and the other does not know it"
+    assert {said for said, _ in found} == {found[0][0]}, (
+        "one rank refuses, and the other does not know it"
+    )
     assert "seed is 0 there, 5 here" in found[0][0]
 
     (_, more), _ = on_ranks(2, tuned, replace(asked, resume=True, budget=700.0))
@@ -158,7 +184,9 @@ def test_the_plan_is_what_was_measured_to_be_fastest(tmp_path: Path) -> None:
     (profile, _), _ = on_ranks(2, tuned, job(tmp_path))
     (found,) = profile.plans
     with torch.enable_grad():
-        graph = capture(Net().to(memory_format=torch.channels_last), torch.ones(1, 3, 32, 32))
+        graph = capture(
+            Net().to(memory_format=torch.channels_last), torch.ones(1, 3, 32, 32)
+        )
     plan = make_plan(graph, profile)
     assert plan.splits == found.splits
     assert plan.chosen == (found.name if found.name.startswith(ALONE) else "tuned plan")
@@ -166,6 +194,9 @@ def test_the_plan_is_what_was_measured_to_be_fastest(tmp_path: Path) -> None:
     assert plan.predicted.step_s == found.step_s
     assert found.alone is not None
     assert found.alone_s is not None
-    assert found.trials or found.name.startswith(ALONE)  # on a busy machine nothing may come near a device alone
-    # Of whom a plan asks the most, something is learnt; the other may have had too little work to tell.
+    assert found.trials or found.name.startswith(
+        ALONE
+    )  # on a busy machine nothing may come near a device alone
+    # Of whom a plan asks the most, something is learnt; the other may have had too
+    # little work to tell.
     assert not found.trials or any(d.corrections for d in profile.devices)

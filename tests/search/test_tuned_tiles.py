@@ -1,4 +1,6 @@
-"""Tuned tiles: how they are found on small tensors, and their way through profile and plan to the kernels."""
+"""Tuned tiles: how they are found on small tensors, and their way through profile and
+plan to the kernels.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ from hetconv.nn import parallelize
 from hetconv.schemas.tuning_results import TunedTile
 from hetconv.sharding.conv_spec import Conv2dSpec
 from hetconv.tracing.tracer import capture
-from tests.interpreter import DEVICE, ON_GPU, PASSES, SAME, geometry, multiplying_in, tensors
+from tests.interpreter import (
+    DEVICE,
+    ON_GPU,
+    PASSES,
+    SAME,
+    geometry,
+    multiplying_in,
+    tensors,
+)
 from tests.nets import Chain, plan_of, splits_of
 from tests.spawn import on_ranks
 
@@ -44,7 +54,9 @@ def question(what: Any = "forward", **changed: Any) -> Question:
 
 
 def entry(choice: str = str(SMALL), **changed: Any) -> TunedTile:
-    usual = TunedTile(NAME, *tiles.versions_in_use(), "forward", SPEC, "ieee", choice, 1e-5, 2e-5)
+    usual = TunedTile(
+        NAME, *tiles.versions_in_use(), "forward", SPEC, "ieee", choice, 1e-5, 2e-5
+    )
     return replace(usual, **changed)
 
 
@@ -57,8 +69,13 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", PASSES)
-@pytest.mark.parametrize("changed", [{}, {"stride": (2, 2), "dtype": "float32"}, {"groups": 2, "dtype": "bfloat16"}])
-def test_a_right_tile_has_a_time(what: Any, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"stride": (2, 2), "dtype": "float32"}, {"groups": 2, "dtype": "bfloat16"}],
+)
+def test_a_right_tile_has_a_time(
+    what: Any, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not ON_GPU:  # the interpreter takes seconds
         monkeypatch.setattr(timer, "call_seconds", lambda call, device: 1.0)
     contest = Contest(question(what, **changed), DEVICE)
@@ -69,7 +86,9 @@ def test_a_right_tile_has_a_time(what: Any, changed: dict[str, Any], monkeypatch
     assert chip.arch >= 80
 
 
-@pytest.mark.parametrize("spoil", [lambda y: y * 1.01, lambda y: y.fill_(float("nan")), torch.zeros_like])
+@pytest.mark.parametrize(
+    "spoil", [lambda y: y * 1.01, lambda y: y.fill_(float("nan")), torch.zeros_like]
+)
 def test_a_wrong_tile_has_none(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     contest = Contest(question(), DEVICE)
     right = kernels.conv2d_forward
@@ -82,14 +101,18 @@ def test_a_wrong_tile_has_none(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> N
         contest(SMALL)
 
 
-def test_a_tile_of_other_bits_from_call_to_call_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_of_other_bits_from_call_to_call_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     contest = Contest(question(), DEVICE)
     right, calls = kernels.conv2d_forward, [0]
 
     def unstable(*args: Any, **options: Any) -> Tensor:
         calls[0] += 1
         y = right(*args, **options)
-        y[0, 0, 0, 0] *= 1 + 1e-2 * (calls[0] == 3)  # within the bound of the norm, once
+        y[0, 0, 0, 0] *= 1 + 1e-2 * (
+            calls[0] == 3
+        )  # within the bound of the norm, once
         return y
 
     monkeypatch.setattr(kernels, "conv2d_forward", unstable)
@@ -97,7 +120,9 @@ def test_a_tile_of_other_bits_from_call_to_call_has_none(monkeypatch: pytest.Mon
         contest(SMALL)
 
 
-@pytest.mark.parametrize(("left", "said"), [(0, None), (4, "4 left operands from registers")])
+@pytest.mark.parametrize(
+    ("left", "said"), [(0, None), (4, "4 left operands from registers")]
+)
 def test_a_tile_with_left_operands_in_registers_is_not_tried(
     left: int, said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -112,7 +137,9 @@ def test_a_tile_with_left_operands_in_registers_is_not_tried(
 
 def test_what_a_tile_leaves_unwritten_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     contest = Contest(question(), DEVICE)
-    monkeypatch.setattr(kernels, "conv2d_forward", lambda x, *_, **__: x.new_empty(SPEC.y_shape))
+    monkeypatch.setattr(
+        kernels, "conv2d_forward", lambda x, *_, **__: x.new_empty(SPEC.y_shape)
+    )
     with pytest.raises(WrongResultError, match="nan"):
         contest(SMALL)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -139,7 +166,9 @@ def test_a_study_of_a_pass_goes_on_from_what_is_known() -> None:
 
 
 def test_the_passes_of_a_step_are_noted_with_the_most_work_first() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, padding=1)).to(DEVICE)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
+    ).to(DEVICE)
 
     def step(dtype: torch.dtype = torch.float32) -> None:
         y = torch.ones(1, 3, 16, 16, device=DEVICE, dtype=dtype)
@@ -150,7 +179,9 @@ def test_the_passes_of_a_step_are_noted_with_the_most_work_first() -> None:
 
     found = tile_stage.questions(step)
     whats = [(q.what, q.spec.C, q.spec.padding) for q in found]
-    assert len(set(whats)) == len(whats) == 3 * 3 - 1  # nobody asks for the image's gradient
+    assert (
+        len(set(whats)) == len(whats) == 3 * 3 - 1
+    )  # nobody asks for the image's gradient
     flops = [q.spec.flops for q in found]
     assert flops == sorted(flops, reverse=True)
     assert {q.device for q in found} == {NAME}
@@ -166,23 +197,37 @@ class Memory(dict[tuple[str, str], Found]):
 
     def keep(self, stage: str, key: str, value: Found) -> None:
         assert (stage, key) not in self, "it is kept twice"
-        self[stage, key] = TypeAdapter(Found).validate_json(TypeAdapter(Found).dump_json(value))
+        self[stage, key] = TypeAdapter(Found).validate_json(
+            TypeAdapter(Found).dump_json(value)
+        )
 
 
-def staged(most: int, kept: Memory | None = None) -> tuple[list[tuple[int, int]], list[int], int]:
-    """The stage, where rank 0 is taken for a GPU: (K and trials on a rank, K of all entries, how often it was told)."""
+def staged(
+    most: int, kept: Memory | None = None
+) -> tuple[list[tuple[int, int]], list[int], int]:
+    """The stage, where rank 0 is taken for a GPU: (K and trials on a rank, K of all
+    entries, how often it was told).
+    """
     kept = kept if kept is not None else Memory()
     team, asked, rounds = team_of(), [], 0
 
     def step() -> None:
         for k in (16, 32, 48):
             kernels.conv2d_forward(
-                torch.ones(1, 16, 4, 4), torch.ones(k, 16, 1, 1), None, (1, 1), ((0, 0),) * 2, (1, 1), 1
+                torch.ones(1, 16, 4, 4),
+                torch.ones(k, 16, 1, 1),
+                None,
+                (1, 1),
+                ((0, 0),) * 2,
+                (1, 1),
+                1,
             )
 
     def studied(q: Question, _: Any, trials: int, *__: Any) -> Found | None:
         asked.append((q.spec.K, trials))
-        seen = Trial("aten", 1.0) if q.spec.K > 16 else Trial(SMALL, 1.0)  # ATen was not reached
+        seen = (
+            Trial("aten", 1.0) if q.spec.K > 16 else Trial(SMALL, 1.0)
+        )  # ATen was not reached
         return Found(SMALL, 1.0, 1.0, (seen,))
 
     def enough() -> bool:
@@ -197,16 +242,24 @@ def staged(most: int, kept: Memory | None = None) -> tuple[list[tuple[int, int]]
     return asked, [t.spec.K for t in found], rounds
 
 
-@pytest.mark.skipif(ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter")
+@pytest.mark.skipif(
+    ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter"
+)
 def test_every_rank_learns_what_the_gpus_among_them_tuned() -> None:
     first, second = on_ranks(2, staged, 10)
-    assert first == ([(k, trials) for trials in (2, TRIALS) for k in (48, 32, 16)], [48, 32], 6)
+    assert first == (
+        [(k, trials) for trials in (2, TRIALS) for k in (48, 32, 16)],
+        [48, 32],
+        6,
+    )
     assert second == ([], [48, 32], 6)
     assert [found for _, found, _ in on_ranks(2, staged, 1)] == [[48], [48]]
 
 
 def resumed() -> tuple[list[tuple[int, int]], list[tuple[int, int]], bool]:
-    """What is measured where it was interrupted after two of three default tiles, and again after that; the entries."""
+    """What is measured where it was interrupted after two of three default tiles, and
+    again after that; the entries.
+    """
     kept = Memory()
     staged(2, kept)
     again, entries, _ = staged(10, kept)
@@ -214,7 +267,9 @@ def resumed() -> tuple[list[tuple[int, int]], list[tuple[int, int]], bool]:
     return again, none, same == entries == [48, 32]
 
 
-@pytest.mark.skipif(ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter")
+@pytest.mark.skipif(
+    ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter"
+)
 def test_a_pass_is_not_studied_again_by_who_resumes() -> None:
     first, second = on_ranks(2, resumed)
     assert first == ([(16, 2), *((k, TRIALS) for k in (48, 32, 16))], [], True)
@@ -232,7 +287,9 @@ def profile(*found: TunedTile) -> hetconv.ClusterProfile:
 
 
 def test_tiles_go_from_the_profile_s_file_into_the_plan_s(tmp_path: Path) -> None:
-    made = profile(entry(), entry("aten", what="weight gradient", heuristic_s=None, torch="9.9"))
+    made = profile(
+        entry(), entry("aten", what="weight gradient", heuristic_s=None, torch="9.9")
+    )
     made.save(tmp_path / "cluster.json")
     again = hetconv.ClusterProfile.load(tmp_path / "cluster.json")
     assert again == made
@@ -245,7 +302,11 @@ def test_tiles_go_from_the_profile_s_file_into_the_plan_s(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", [hetconv.ClusterProfile, hetconv.Plan])
 def test_an_older_file_has_no_tiles(kind: Any, tmp_path: Path) -> None:
-    made = profile() if kind is hetconv.ClusterProfile else plan_of(Chain(), splits_of(Chain(), ("filter",), (3, 1)), 2)
+    made = (
+        profile()
+        if kind is hetconv.ClusterProfile
+        else plan_of(Chain(), splits_of(Chain(), ("filter",), (3, 1)), 2)
+    )
     made.save(tmp_path / "file.json")
     document = json.loads((tmp_path / "file.json").read_text())
     assert document.pop("tiles") == []
@@ -271,41 +332,70 @@ def installed(*found: TunedTile) -> list[str]:
 
 
 def test_tiles_of_this_device_and_these_versions_serve() -> None:
-    assert installed(entry(), entry("aten", what="weight gradient"), entry(torch="1.0"), entry(device="K80")) == []
+    assert (
+        installed(
+            entry(),
+            entry("aten", what="weight gradient"),
+            entry(torch="1.0"),
+            entry(device="K80"),
+        )
+        == []
+    )
     assert tiles.tuned(NAME, "forward", SPEC, "ieee") == SMALL
     assert tiles.tuned(NAME, "weight gradient", SPEC, "ieee") == "aten"
     assert tiles.tuned("K80", "forward", SPEC, "ieee") is None
 
 
-@pytest.mark.parametrize("changed", [{"torch": "1.0"}, {"triton": "1.0"}, {"device": "K80"}])
+@pytest.mark.parametrize(
+    "changed", [{"torch": "1.0"}, {"triton": "1.0"}, {"device": "K80"}]
+)
 def test_tiles_of_others_are_left_out_and_named_once(changed: dict[str, str]) -> None:
     (said,) = installed(entry(**changed))
-    assert all(word in said for word in (*changed.values(), *tiles.versions_in_use(), NAME, "hetconv autotune"))
+    assert all(
+        word in said
+        for word in (
+            *changed.values(),
+            *tiles.versions_in_use(),
+            NAME,
+            "hetconv autotune",
+        )
+    )
     assert tiles.tuned(NAME, "forward", SPEC, "ieee") is None
     assert installed(entry(**changed)) == []
 
 
 @pytest.mark.skipif(ON_GPU, reason="about the CPU")
-def test_a_rank_that_runs_no_kernel_is_not_bothered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_runs_no_kernel_is_not_bothered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     assert installed(entry(device="K80")) == []
 
 
 def test_a_tile_that_was_tuned_for_other_memory_gives_way() -> None:
-    """Boxes are fetched from aligned channels_last tensors; of others the default tile computes the same."""
+    """Boxes are fetched from aligned channels_last tensors; of others the default tile
+    computes the same.
+    """
     t = tensors(SPEC)
-    x = torch.nn.functional.pad(t.x, (0, 0, 0, 0, 0, 1)).contiguous(memory_format=torch.channels_last)[:, :16]
+    x = torch.nn.functional.pad(t.x, (0, 0, 0, 0, 0, 1)).contiguous(
+        memory_format=torch.channels_last
+    )[:, :16]
     tiles.install({("forward", SPEC, "ieee"): Tile("boxes", 64, 64, 16, 4, 2)}, NAME)
     found = kernels.conv2d_forward(x, t.w, None, *geometry(SPEC), backend="triton")
     expected = kernels.conv2d_forward(t.x, t.w, None, *geometry(SPEC), backend="aten")
     assert (found - expected).norm() <= 2e-3 * expected.norm()
     with pytest.raises(hetconv.KernelError, match="fetches boxes"):
-        kernels.conv2d_forward(x, t.w, None, *geometry(SPEC), tile=Tile("boxes", 64, 64, 16, 4, 2))
+        kernels.conv2d_forward(
+            x, t.w, None, *geometry(SPEC), tile=Tile("boxes", 64, 64, 16, 4, 2)
+        )
 
 
 def parallelized(choice: str) -> Any:
     """What a rank has installed after `parallelize`, or the error."""
-    plan = replace(plan_of(Chain(), splits_of(Chain(), ("filter",), (3, 1)), 2), tiles=(entry(choice, device="cpu"),))
+    plan = replace(
+        plan_of(Chain(), splits_of(Chain(), ("filter",), (3, 1)), 2),
+        tiles=(entry(choice, device="cpu"),),
+    )
     try:
         hetconv.parallelize(Chain(), plan)
     except hetconv.HetConvError as e:
@@ -316,8 +406,13 @@ def parallelized(choice: str) -> Any:
     return served
 
 
-@pytest.mark.skipif(ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter")
+@pytest.mark.skipif(
+    ON_GPU, reason="the ranks are on the CPU, whose kernels run in the interpreter"
+)
 def test_parallelize_installs_the_plan_s_tiles_or_refuses_them_on_every_rank() -> None:
     assert on_ranks(2, parallelized, str(SMALL)) == [SMALL, SMALL]
     assert on_ranks(2, parallelized, "aten") == ["aten", "aten"]
-    assert all("tile 'large' is not understood" in said for said in on_ranks(2, parallelized, "large"))
+    assert all(
+        "tile 'large' is not understood" in said
+        for said in on_ranks(2, parallelized, "large")
+    )

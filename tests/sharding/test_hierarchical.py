@@ -1,4 +1,6 @@
-"""Splits of two levels: samples across nodes, and space, filters or channels among the ranks of each node."""
+"""Splits of two levels: samples across nodes, and space, filters or channels among the
+ranks of each node.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,15 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Plan
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.hierarchical import TwoLevel
-from hetconv.sharding.layer_rules import KINDS, Conv, Linear, Op, Split, SplitKind, halos_travel
+from hetconv.sharding.layer_rules import (
+    KINDS,
+    Conv,
+    Linear,
+    Op,
+    Split,
+    SplitKind,
+    halos_travel,
+)
 from hetconv.sharding.layout import Layout
 from hetconv.sharding.split import INNER
 from tests.models.test_hierarchical_models import CLUSTERS, Nodes, splits_of
@@ -52,17 +62,28 @@ def test_nothing_gathers_within_nodes(net: str, mode: Mode) -> None:
     make, (_, *image) = NETS[net]
     model = make().train(mode == "train")
     graph = hetconv.capture(model, torch.zeros(4, *image))
-    assert gathers(graph, splits_of(model, ("height",), CLUSTERS["two and two"]), 4, mode) == ()
+    assert (
+        gathers(graph, splits_of(model, ("height",), CLUSTERS["two and two"]), 4, mode)
+        == ()
+    )
 
 
 def test_between_nodes_nothing_moves_but_statistics_outputs_and_gradients() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 4, 3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        nn.Conv2d(8, 4, 3),
+    )
     graph = hetconv.capture(model, torch.zeros(4, 3, 21, 20))
     nodes = Nodes((2, 2), (3, 1), (5, 2, 1, 1))
     profile = ClusterProfile.from_devices(["cpu"] * 4, link="host")
     one, two = (
         price(graph, profile, splits, "infer")[0].sent_bytes
-        for splits in (whole_model(graph, "height", nodes.within, KINDS), splits_of(model, ("height",), nodes))
+        for splits in (
+            whole_model(graph, "height", nodes.within, KINDS),
+            splits_of(model, ("height",), nodes),
+        )
     )
     whole = 4 * 4 * 9 * 8 * 4  # the output, of which all ranks get what they lack
     assert sum(map(sum, one)) > 3 * whole
@@ -84,8 +105,12 @@ def test_parts_say_all_of_a_layout(data: st.DataObject, world: int) -> None:
 
 def test_halos_travel_where_nodes_and_samples_are_the_same() -> None:
     op, split = Conv(SPEC), Split("height", (3, 6, 5, 4), ((2, 3), (2, 1)))
-    x = op.step((Layout.replicated(SPEC.x_shape, 4),), replace(split, sizes=(1, 2, 4, 5))).reads[0]
-    alike = TwoLevel.of((2, 2), (3, 1), [Layout.sharded(SPEC.x_shape, 2, (s, 9 - s)) for s in (2, 5)])
+    x = op.step(
+        (Layout.replicated(SPEC.x_shape, 4),), replace(split, sizes=(1, 2, 4, 5))
+    ).reads[0]
+    alike = TwoLevel.of(
+        (2, 2), (3, 1), [Layout.sharded(SPEC.x_shape, 2, (s, 9 - s)) for s in (2, 5)]
+    )
     assert not isinstance(x, Layout)
     assert halos_travel(op, alike, split)
     assert not halos_travel(op, alike, Split("height", (3, 6, 5, 4)))
@@ -126,13 +151,20 @@ SQUARE = (4, 4, 4, 4)  # where samples are mistaken for something else, no shape
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_not_computed_sample_by_sample_gathers(op: Op, inputs: int) -> None:
-    x = TwoLevel.of((2, 1), (3, 1), [Layout.sharded(SQUARE, 2, sizes) for sizes in ((1, 3), (4, 0))])
+    x = TwoLevel.of(
+        (2, 1), (3, 1), [Layout.sharded(SQUARE, 2, sizes) for sizes in ((1, 3), (4, 0))]
+    )
     step = op.step((x,) * inputs, Split("replicate"))
-    assert {step.output.kind, *(read.kind for read in step.reads if isinstance(read, Layout))} == {"replicated"}
+    assert {
+        step.output.kind,
+        *(read.kind for read in step.reads if isinstance(read, Layout)),
+    } == {"replicated"}
 
 
 def drops() -> tuple[torch.Tensor, torch.Tensor]:
-    """Which channels dropout of features leaves of rows in nodes, and single numbers, on every rank."""
+    """Which channels dropout of features leaves of rows in nodes, and single numbers,
+    on every rank.
+    """
     layout = PLACEMENTS["rows in nodes"]
     box = layout.boxes[dist.get_rank()]
     x = hetconv.HetTensor.wrap(torch.ones(box.shape), layout, team_of())
@@ -141,7 +173,9 @@ def drops() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_each_node_draws_its_own_numbers_for_its_samples() -> None:
     features, numbers = on_ranks(WORLD, drops)[0]
-    assert (features == features[:, :, :1, :1]).all()  # ranks of a node agree, although each draws
+    assert (
+        features == features[:, :, :1, :1]
+    ).all()  # ranks of a node agree, although each draws
     by_sample = features[:, :, 0, 0] != 0
     assert len({tuple(sample.tolist()) for sample in by_sample}) == len(by_sample)
     rows = (numbers != 0).permute(0, 2, 1, 3).flatten(0, 1)
@@ -158,18 +192,30 @@ def test_each_node_draws_its_own_numbers_for_its_samples() -> None:
             "by sample; use filter, channel, depth, height, width, or leave",
         ),
         ("replicate", (), ((2, 1), (1, 1)), "by replicate; use filter"),
-        ("height", (1, 1, 1), ((2, 1), (2, 1)), "no valid nodes; give a pair for each, of its ranks, 3 in all nodes"),
+        (
+            "height",
+            (1, 1, 1),
+            ((2, 1), (2, 1)),
+            "no valid nodes; give a pair for each, of its ranks, 3 in all nodes",
+        ),
         ("height", (1, 1, 1), ((3, 1), (0, 1)), "no valid nodes"),
         ("height", (1, 1, 1), ((2, 0), (1, 0)), "at least one of them positive"),
         ("height", (1, 1, 1), ((2, -1), (1, 2)), "no valid nodes"),
         ("height", (1, 1, 1), ((2, 1.0), (1, 2)), "no valid nodes"),
         ("height", (1, 1, 1), ((2, 1, 1), (1, 2)), "no valid nodes"),
         ("height", (1, 1, 1), ((3, 1),), "one level; leave out nodes"),
-        ("height", (1, 1), ((1, 1), (1, 1)), "split by sample if each node is one rank"),
+        (
+            "height",
+            (1, 1),
+            ((1, 1), (1, 1)),
+            "split by sample if each node is one rank",
+        ),
         ("height", (0, 0, 1), ((2, 1), (1, 1)), "a node without sizes"),
     ],
 )
-def test_nodes_without_sense_are_refused(kind: SplitKind, sizes: Any, nodes: Any, match: str) -> None:
+def test_nodes_without_sense_are_refused(
+    kind: SplitKind, sizes: Any, nodes: Any, match: str
+) -> None:
     with pytest.raises(hetconv.SplitError, match=match):
         Split(kind, sizes, nodes)
 
@@ -177,20 +223,42 @@ def test_nodes_without_sense_are_refused(kind: SplitKind, sizes: Any, nodes: Any
 @pytest.mark.parametrize(
     ("op", "split", "match"),
     [
-        (Conv(SPEC), Split("filter", (8, 4, 11), ((2, 1), (1, 1))), "adds up to 11 in node 1, but .* has 12 filters"),
+        (
+            Conv(SPEC),
+            Split("filter", (8, 4, 11), ((2, 1), (1, 1))),
+            "adds up to 11 in node 1, but .* has 12 filters",
+        ),
         (
             Conv(SPEC),
             Split("channel", (8, 4, 11), ((2, 1), (1, 1))),
             "adds up to 12 in node 0, .* 8 input channels",
         ),
         (Conv(SPEC), Split("depth", (1, 1, 1), ((2, 1), (1, 1))), "no depth to split"),
-        (Conv(SPEC), Split("height", (1, 1, 1, 1), ((2, 1), (2, 1))), "4 sizes for 3 ranks"),
-        (Linear((6,), 8), Split("filter", (4, 4, 8), ((2, 1), (1, 1))), "no sample to split"),
-        (Linear((4, 6), 8), Split("filter", (4, 3, 8), ((2, 1), (1, 1))), "adds up to 7 in node 0, .* 8 features"),
-        (Linear((4, 6), 8), Split("height", (1, 1, 1), ((2, 1), (1, 1))), "no height to split"),
+        (
+            Conv(SPEC),
+            Split("height", (1, 1, 1, 1), ((2, 1), (2, 1))),
+            "4 sizes for 3 ranks",
+        ),
+        (
+            Linear((6,), 8),
+            Split("filter", (4, 4, 8), ((2, 1), (1, 1))),
+            "no sample to split",
+        ),
+        (
+            Linear((4, 6), 8),
+            Split("filter", (4, 3, 8), ((2, 1), (1, 1))),
+            "adds up to 7 in node 0, .* 8 features",
+        ),
+        (
+            Linear((4, 6), 8),
+            Split("height", (1, 1, 1), ((2, 1), (1, 1))),
+            "no height to split",
+        ),
     ],
 )
-def test_what_does_not_fit_an_operator_is_refused(op: Conv | Linear, split: Split, match: str) -> None:
+def test_what_does_not_fit_an_operator_is_refused(
+    op: Conv | Linear, split: Split, match: str
+) -> None:
     with pytest.raises(hetconv.SplitError, match=match):
         op.check(split, 3)
 
@@ -209,11 +277,17 @@ def constructed(features: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("fn", "by_rank", "match"),
     [
-        (made_with, [((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2, 2), (1, 1))], "do not agree"),
+        (
+            made_with,
+            [((2, 1), (1, 1)), ((2, 1), (1, 1)), ((2, 2), (1, 1))],
+            "do not agree",
+        ),
         (constructed, [4, 3, 4], "on rank 1: .* adds up to 3 in node 1"),
     ],
 )
-def test_what_one_rank_does_not_take_all_refuse(fn: Any, by_rank: Any, match: str) -> None:
+def test_what_one_rank_does_not_take_all_refuse(
+    fn: Any, by_rank: Any, match: str
+) -> None:
     for ok, error in outcomes(3, fn, by_rank):
         assert not ok
         assert re.search(match, error)
@@ -240,11 +314,19 @@ def test_a_linear_layer_without_samples_refuses_a_slice_of_its_weight() -> None:
 def slow_wire(batch: int) -> tuple[Any, ClusterProfile]:
     """Two nodes of unequal devices with 1 Gbit/s between, and convolutions of large images."""
     profile = ClusterProfile.from_devices(
-        "V100-SXM2-32GB, 3xT4 / V100-SXM2-32GB, 3xT4", link="nvlink2", between="ethernet-25g"
+        "V100-SXM2-32GB, 3xT4 / V100-SXM2-32GB, 3xT4",
+        link="nvlink2",
+        between="ethernet-25g",
     )
-    shared = tuple(replace(w, s_per_byte=8e-9) if "card" in w.name else w for w in profile.shared)
+    shared = tuple(
+        replace(w, s_per_byte=8e-9) if "card" in w.name else w for w in profile.shared
+    )
     with torch.device("meta"):
-        convs = [m for c in (64,) * 6 for m in (nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c), nn.ReLU())]
+        convs = [
+            m
+            for c in (64,) * 6
+            for m in (nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c), nn.ReLU())
+        ]
         pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
         model = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), *convs, *pooled).eval()
         with torch.no_grad():
@@ -252,7 +334,9 @@ def slow_wire(batch: int) -> tuple[Any, ClusterProfile]:
     return graph, replace(profile, shared=shared)
 
 
-def test_nodes_with_a_slow_wire_between_share_samples_and_split_them_within(tmp_path: Path) -> None:
+def test_nodes_with_a_slow_wire_between_share_samples_and_split_them_within(
+    tmp_path: Path,
+) -> None:
     graph, profile = slow_wire(4)
     plan = hetconv.make_plan(graph, profile, mode="infer")
     flat = hetconv.make_plan(graph, replace(profile, nodes=()), mode="infer")
@@ -267,7 +351,10 @@ def test_nodes_with_a_slow_wire_between_share_samples_and_split_them_within(tmp_
 def test_a_plan_says_what_its_nodes_share(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     split = Split("height", (3, 1, 2, 2), ((2, 5), (2, 3)))
-    plan, other = (plan_of(model, {"0": s}, 4) for s in (split, replace(split, nodes=((2, 1), (2, 1)))))
+    plan, other = (
+        plan_of(model, {"0": s}, 4)
+        for s in (split, replace(split, nodes=((2, 1), (2, 1))))
+    )
     console = Console(record=True, width=160)
     show_plan(plan, console)
     assert show_diff(plan, other, console)
@@ -279,18 +366,28 @@ def test_a_plan_says_what_its_nodes_share(tmp_path: Path) -> None:
     assert "sample x height" in (tmp_path / "plan.svg").read_text()
 
 
-@pytest.mark.parametrize("kinds", [("sample", "height"), ("height",), ("sample", "filter")])
+@pytest.mark.parametrize(
+    "kinds", [("sample", "height"), ("height",), ("sample", "filter")]
+)
 def test_kinds_say_what_nodes_may_do(kinds: tuple[SplitKind, ...]) -> None:
     graph, profile = slow_wire(4)
     plan = hetconv.make_plan(graph, profile, mode="infer", kinds=kinds)
     assert {s.kind for s in plan.splits.values()} <= {*kinds, "replicate"}
     found = set(plan.alternatives or {})
-    named = {f"uneven sample x {kind} split" for kind in INNER if kind in kinds and "sample" in kinds}
+    named = {
+        f"uneven sample x {kind} split"
+        for kind in INNER
+        if kind in kinds and "sample" in kinds
+    }
     assert {name for name in found if " x " in name} == named
 
 
-@pytest.mark.parametrize("nodes", [((0, 2), (1, 3)), ((0,), (1,), (2,), (3,)), ((0, 1, 2, 3),)])
-def test_nodes_that_have_no_two_levels_get_plans_of_one(nodes: tuple[tuple[int, ...], ...]) -> None:
+@pytest.mark.parametrize(
+    "nodes", [((0, 2), (1, 3)), ((0,), (1,), (2,), (3,)), ((0, 1, 2, 3),)]
+)
+def test_nodes_that_have_no_two_levels_get_plans_of_one(
+    nodes: tuple[tuple[int, ...], ...],
+) -> None:
     graph = hetconv.capture(ResNet(), torch.zeros(4, 3, 32, 32))
     profile = replace(ClusterProfile.from_devices(["T4"] * 4), nodes=nodes)
     plan = hetconv.make_plan(graph, profile)

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from hetconv.errors import HetConvError, SplitError
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import KINDS, REPLICATE, SPACE, Conv, Linear, Split, SplitKind, Step
+from hetconv.sharding.layer_rules import (
+    KINDS,
+    REPLICATE,
+    SPACE,
+    Conv,
+    Linear,
+    Split,
+    SplitKind,
+    Step,
+)
 from hetconv.sharding.layout import Box, Layout, apportion, spans
 from hetconv.sharding.param_shards import Held
 from tests.nets import split_of
@@ -22,7 +31,9 @@ TONE = ConvSpec(2, 4, (9,), 6, (3,), (1,), ((1, 1),), (1,))
 
 
 def covers_once(layout: Layout) -> bool:
-    """Every element is on one rank; on all ranks, or all of a node, if that is what the kind says."""
+    """Every element is on one rank; on all ranks, or all of a node, if that is what the
+    kind says.
+    """
     count, holders = np.zeros(layout.shape, dtype=int), np.ones(layout.shape, dtype=int)
     for rank, box in enumerate(layout.boxes):
         own = box.within(Box.whole(layout.shape))
@@ -37,18 +48,38 @@ def assert_fits(step: Step, inputs: tuple[Layout, ...], shape: tuple[int, ...]) 
     assert covers_once(step.output)
     for read, x in zip(step.reads, inputs, strict=True):
         assert (read.shape, read.world) == (x.shape, x.world)
-        assert all(box.intersect(Box.whole(x.shape)) == box for box in read.boxes if box.numel)
+        assert all(
+            box.intersect(Box.whole(x.shape)) == box for box in read.boxes if box.numel
+        )
 
 
 @st.composite
 def convolutions(draw: st.DrawFn) -> Conv:
     """Of any rank, with an output."""
     groups, rank = draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(1, 3))
-    N, C, K = draw(st.integers(1, 3)), groups * draw(st.integers(1, 4)), groups * draw(st.integers(1, 4))
+    N, C, K = (
+        draw(st.integers(1, 3)),
+        groups * draw(st.integers(1, 4)),
+        groups * draw(st.integers(1, 4)),
+    )
     sides = [draw(windows.filter(lambda v: v.out_size(4) > 0)) for _ in range(rank)]
     size = tuple(draw(st.integers(4, 12)) for _ in sides)
-    kernel, stride, dilation = zip(*((v.kernel, v.stride, v.dilation) for v in sides), strict=True)
-    return Conv(ConvSpec(N, C, size, K, kernel, stride, tuple((v.pad_lo, v.pad_hi) for v in sides), dilation, groups))
+    kernel, stride, dilation = zip(
+        *((v.kernel, v.stride, v.dilation) for v in sides), strict=True
+    )
+    return Conv(
+        ConvSpec(
+            N,
+            C,
+            size,
+            K,
+            kernel,
+            stride,
+            tuple((v.pad_lo, v.pad_hi) for v in sides),
+            dilation,
+            groups,
+        )
+    )
 
 
 @given(st.data(), convolutions(), st.sampled_from(KINDS), worlds)
@@ -69,7 +100,9 @@ def test_rows_in_proportion_read_the_rows_of_their_windows(
     ratio, dim = data.draw(weights(world)), 2 + op.spec.spatial_dims - SPACE[kind]
     assume(dim >= 2)
     step = op.step((Layout.replicated(op.spec.x_shape, world),), Split(kind, ratio))
-    assert tuple(box.shape[dim] for box in step.output.boxes) == apportion(op.spec.y_shape[dim], ratio)
+    assert tuple(box.shape[dim] for box in step.output.boxes) == apportion(
+        op.spec.y_shape[dim], ratio
+    )
     window = op.spec.windows[dim - 2]
     for read, out in zip(step.reads[0].boxes, step.output.boxes, strict=True):
         reads = window.reads((out.lo[dim], out.hi[dim]), op.spec.x_shape[dim])
@@ -77,23 +110,37 @@ def test_rows_in_proportion_read_the_rows_of_their_windows(
 
 
 @given(st.data(), convolutions(), worlds)
-def test_own_filters_read_the_channels_of_their_groups(data: st.DataObject, op: Conv, world: int) -> None:
+def test_own_filters_read_the_channels_of_their_groups(
+    data: st.DataObject, op: Conv, world: int
+) -> None:
     split = Split("filter", data.draw(sizes(op.spec.K, world)))
     (need,) = op.step((Layout.replicated(op.spec.x_shape, world),), split).reads
     C, K, groups = op.spec.C, op.spec.K, op.spec.groups
     for (a, b), box in zip(spans(split.sizes), need.boxes, strict=True):
-        channels = {c for k in range(a, b) for c in range(C) if c * groups // C == k * groups // K}
+        channels = {
+            c
+            for k in range(a, b)
+            for c in range(C)
+            if c * groups // C == k * groups // K
+        }
         assert channels == set(range(box.lo[1], box.hi[1]))
 
 
 @given(st.data(), worlds)
-def test_whole_groups_of_channels_are_cut_by_their_filters(data: st.DataObject, world: int) -> None:
+def test_whole_groups_of_channels_are_cut_by_their_filters(
+    data: st.DataObject, world: int
+) -> None:
     op = Conv(replace(SPEC, C=6, K=12, groups=3))
     groups = data.draw(sizes(3, world))
     split = Split("channel", tuple(2 * g for g in groups))
     assert op.canonical(split) == Split("filter", tuple(4 * g for g in groups))
-    assert op.held(split, world)["weight"] == Held.cut(op.spec.w_shape, 0, tuple(4 * g for g in groups))
-    assert op.step((Layout.replicated(op.spec.x_shape, world),), split).output.kind == "sharded"
+    assert op.held(split, world)["weight"] == Held.cut(
+        op.spec.w_shape, 0, tuple(4 * g for g in groups)
+    )
+    assert (
+        op.step((Layout.replicated(op.spec.x_shape, world),), split).output.kind
+        == "sharded"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +149,10 @@ def test_whole_groups_of_channels_are_cut_by_their_filters(data: st.DataObject, 
         ("filter", Held.cut((12, 12), 0, (9, 0, 3)), Held.cut((12,), 0, (9, 0, 3))),
         ("channel", Held.cut((12, 12), 1, (9, 0, 3)), Held.by((12,), (1, 1, 1))),
         ("replicate", Held.by((12, 12), (1, 1, 1)), Held.by((12,), (1, 1, 1))),
-        *((kind, Held.by((12, 12), (9, 0, 3)), Held.by((12,), (9, 0, 3))) for kind in ("sample", *SPACE)),
+        *(
+            (kind, Held.by((12, 12), (9, 0, 3)), Held.by((12,), (9, 0, 3)))
+            for kind in ("sample", *SPACE)
+        ),
     ],
 )
 def test_ranks_hold_their_slices_of_what_is_cut_and_the_whole_where_they_work(
@@ -112,7 +162,10 @@ def test_ranks_hold_their_slices_of_what_is_cut_and_the_whole_where_they_work(
     assert Linear((4, 12), 12).held(split, 3) == {"weight": weight, "bias": bias}
     held = Conv(replace(SPEC, C=12)).held(split, 3)
     of_conv = [Box((*box.lo, 0, 0), (*box.hi, *SPEC.kernel)) for box in weight.boxes]
-    assert held == {"weight": Held((12, 12, *SPEC.kernel), tuple(of_conv)), "bias": bias}
+    assert held == {
+        "weight": Held((12, 12, *SPEC.kernel), tuple(of_conv)),
+        "bias": bias,
+    }
 
 
 @pytest.mark.parametrize(
@@ -127,7 +180,9 @@ def test_ranks_hold_their_slices_of_what_is_cut_and_the_whole_where_they_work(
         ("replicate", (1, 1)),
     ],
 )
-def test_a_split_without_sense_is_refused(kind: SplitKind, cut: tuple[int, ...]) -> None:
+def test_a_split_without_sense_is_refused(
+    kind: SplitKind, cut: tuple[int, ...]
+) -> None:
     with pytest.raises(SplitError, match=kind):
         Split(kind, cut)
 
@@ -143,17 +198,39 @@ def test_sizes_may_be_given_as_a_list() -> None:
         (Conv(SPEC), Split("filter", (6, 5)), "11.* 12 filters"),
         (Conv(SPEC), Split("channel", (6, 6)), "12.* 8 input channels"),
         (Conv(replace(SPEC, groups=2)), Split("channel", (3, 5)), "through the groups"),
-        (Conv(SPEC), Split("depth", (1, 1)), "a 2-D convolution has no depth to split; use sample, height, width,"),
-        (Conv(TONE), Split("height", (1, 1)), "a 1-D convolution has no height to split; use sample, width, filter or"),
-        (Linear((4, 6), 8), Split("height", (1, 1)), "no height to split; use sample, filter or channel"),
-        (Linear((4, 3, 3, 6), 8), Split("depth", (1, 1)), "no depth to split; use sample, height, width, filter or"),
-        (Linear((6,), 8), Split("sample", (1, 1)), "no sample to split; use filter or channel"),
+        (
+            Conv(SPEC),
+            Split("depth", (1, 1)),
+            "a 2-D convolution has no depth to split; use sample, height, width,",
+        ),
+        (
+            Conv(TONE),
+            Split("height", (1, 1)),
+            "a 1-D convolution has no height to split; use sample, width, filter or",
+        ),
+        (
+            Linear((4, 6), 8),
+            Split("height", (1, 1)),
+            "no height to split; use sample, filter or channel",
+        ),
+        (
+            Linear((4, 3, 3, 6), 8),
+            Split("depth", (1, 1)),
+            "no depth to split; use sample, height, width, filter or",
+        ),
+        (
+            Linear((6,), 8),
+            Split("sample", (1, 1)),
+            "no sample to split; use filter or channel",
+        ),
         (Linear((4, 6), 8), Split("filter", (8,)), "1 sizes for 2 ranks"),
         (Linear((4, 6), 8), Split("filter", (4, 5)), "8 features"),
         (Linear((4, 6), 8), Split("channel", (4, 4)), "6 features"),
     ],
 )
-def test_a_split_that_does_not_fit_its_operator_is_refused(op: Conv | Linear, split: Split, match: str) -> None:
+def test_a_split_that_does_not_fit_its_operator_is_refused(
+    op: Conv | Linear, split: Split, match: str
+) -> None:
     with pytest.raises(SplitError, match=match) as error:
         op.check(split, 2)
     assert isinstance(error.value, HetConvError)
@@ -174,14 +251,22 @@ def test_replicate_fits_any_number_of_ranks(op: Conv | Linear) -> None:
         ("sample", (3, 1), Layout.sharded((5, 4, 8), 0, (4, 1))),
     ],
 )
-def test_a_linear_layer_on_more_dimensions(kind: SplitKind, ratio: tuple[int, ...], output: Layout) -> None:
-    step = Linear((5, 4, 6), 8).step((Layout.replicated((5, 4, 6), 2),), Split(kind, ratio))
+def test_a_linear_layer_on_more_dimensions(
+    kind: SplitKind, ratio: tuple[int, ...], output: Layout
+) -> None:
+    step = Linear((5, 4, 6), 8).step(
+        (Layout.replicated((5, 4, 6), 2),), Split(kind, ratio)
+    )
     assert step.output == output
 
 
 def test_filter_then_channel_needs_no_exchange_between() -> None:
-    """What the first yields is what the second reads, so that two convolutions share one reduction."""
+    """What the first yields is what the second reads, so that two convolutions share
+    one reduction.
+    """
     first = Conv(SPEC)
     second = Conv(ConvSpec(3, 12, (5, 7), 4, (1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1)))
-    made = first.step((Layout.replicated(SPEC.x_shape, 2),), Split("filter", (9, 3))).output
+    made = first.step(
+        (Layout.replicated(SPEC.x_shape, 2),), Split("filter", (9, 3))
+    ).output
     assert second.step((made,), Split("channel", (9, 3))).reads == (made,)

@@ -1,4 +1,6 @@
-"""Who holds what of a parameter: slices that overlap, the whole, nothing; in sums of gradients, states and norms."""
+"""Who holds what of a parameter: slices that overlap, the whole, nothing; in sums of
+gradients, states and norms.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ from hetconv.runtime.gradient_sync import Scope
 from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import Box, Shape, buckets, traffic
 from hetconv.sharding.param_shards import Held, summed_among
-from tests.equivalence import Differences, apart, assert_same, full_gradients, same_state
+from tests.equivalence import (
+    Differences,
+    apart,
+    assert_same,
+    full_gradients,
+    same_state,
+)
 from tests.spawn import on_ranks
 from tests.strategies import shapes, sizes, worlds
 
@@ -37,7 +45,10 @@ def held(draw: st.DrawFn, shape: Shape, world: int) -> Held:
     dim = draw(st.integers(0, len(shape) - 1))
     some = draw(st.integers(1, world))
     cover = Held.cut(shape, dim, draw(sizes(shape[dim], some))).boxes
-    ends = (sorted(draw(st.tuples(*[st.integers(0, shape[dim])] * 2))) for _ in range(world - some))
+    ends = (
+        sorted(draw(st.tuples(*[st.integers(0, shape[dim])] * 2)))
+        for _ in range(world - some)
+    )
     rest = (Box.whole(shape).along(dim, lo, hi) for lo, hi in ends)
     return Held(shape, tuple(draw(st.permutations([*cover, *rest]))))
 
@@ -49,7 +60,10 @@ def test_atoms_cover_a_parameter_once_and_tell_who_holds_each_element(
     of = data.draw(held(shape, world))
     assert (sum(mask(box, shape) for box, _ in of.atoms) == 1).all()
     for rank, own in enumerate(of.boxes):
-        mine = sum((mask(box, shape) for box, holders in of.atoms if rank in holders), np.zeros(shape, dtype=int))
+        mine = sum(
+            (mask(box, shape) for box, holders in of.atoms if rank in holders),
+            np.zeros(shape, dtype=int),
+        )
         assert (mine == mask(own, shape)).all()
     assert all(a.holders != b.holders for a, b in pairwise(of.atoms))
     assert of.repeated == bool((sum(mask(box, shape) for box in of.boxes) > 1).any())
@@ -57,7 +71,9 @@ def test_atoms_cover_a_parameter_once_and_tell_who_holds_each_element(
 
 
 @given(st.data(), shapes, worlds)
-def test_owners_hold_each_element_once(data: st.DataObject, shape: Shape, world: int) -> None:
+def test_owners_hold_each_element_once(
+    data: st.DataObject, shape: Shape, world: int
+) -> None:
     of = data.draw(held(shape, world))
     assert (sum(mask(box, shape) for box in of.owners.boxes) == 1).all()
     for own, box in zip(of.owners.boxes, of.boxes, strict=True):
@@ -65,8 +81,13 @@ def test_owners_hold_each_element_once(data: st.DataObject, shape: Shape, world:
         assert len(own.shape) == len(shape)
 
 
-def test_owners_are_the_first_to_hold_an_element_and_lie_in_rank_order_if_they_may() -> None:
-    of_nodes = Held((256,), tuple(Box((a,), (b,)) for a, b in ((0, 96), (96, 256), (0, 128), (128, 256))))
+def test_owners_are_the_first_to_hold_an_element_and_lie_in_rank_order_if_they_may() -> (
+    None
+):
+    of_nodes = Held(
+        (256,),
+        tuple(Box((a,), (b,)) for a, b in ((0, 96), (96, 256), (0, 128), (128, 256))),
+    )
     assert of_nodes.sharing == ((0, 2), (1, 2), (1, 3))
     assert of_nodes.owners.sizes == (96, 160, 0, 0)
     assert Held.by((4, 2), (0, 3, 1)).owners.sizes == (0, 4, 0)
@@ -76,7 +97,10 @@ def test_owners_are_the_first_to_hold_an_element_and_lie_in_rank_order_if_they_m
 @given(st.integers(0, 40), st.sets(st.integers(0, 4), min_size=1))
 def test_a_sum_among_some_ranks_is_theirs_alone(numel: int, ranks: set[int]) -> None:
     holders = tuple(sorted(ranks))
-    local = [np.arange(numel) * (rank + 1) if rank in ranks else np.zeros(0, dtype=int) for rank in range(5)]
+    local = [
+        np.arange(numel) * (rank + 1) if rank in ranks else np.zeros(0, dtype=int)
+        for rank in range(5)
+    ]
     rounds = summed_among(holders, numel, 5)
     for rank, total in enumerate(performed(rounds, local)):
         expected = np.arange(numel) * sum(r + 1 for r in holders)
@@ -87,13 +111,21 @@ def test_a_sum_among_some_ranks_is_theirs_alone(numel: int, ranks: set[int]) -> 
 
 
 OVERLAPS = {  # of four ranks
-    "of nodes": Held((8, 3), tuple(Box((a, 0), (b, 3)) for a, b in ((0, 3), (3, 8), (0, 5), (5, 8)))),
-    "of nodes again": Held((8,), tuple(Box((a,), (b,)) for a, b in ((0, 3), (3, 8), (0, 5), (5, 8)))),
-    "along the second": Held((2, 6), tuple(Box((0, a), (2, b)) for a, b in ((0, 0), (1, 6), (0, 4), (4, 4)))),
+    "of nodes": Held(
+        (8, 3), tuple(Box((a, 0), (b, 3)) for a, b in ((0, 3), (3, 8), (0, 5), (5, 8)))
+    ),
+    "of nodes again": Held(
+        (8,), tuple(Box((a,), (b,)) for a, b in ((0, 3), (3, 8), (0, 5), (5, 8)))
+    ),
+    "along the second": Held(
+        (2, 6), tuple(Box((0, a), (2, b)) for a, b in ((0, 0), (1, 6), (0, 4), (4, 4)))
+    ),
     "on two": Held.by((4, 2), (0, 1, 0, 1)),
     "on three": Held.by((5,), (1, 1, 0, 1)),
     "whole": Held.by((3, 2), (1, 1, 1, 1)),
-    "partly alone": Held((6,), tuple(Box((a,), (b,)) for a, b in ((0, 4), (3, 6), (0, 0), (6, 6)))),
+    "partly alone": Held(
+        (6,), tuple(Box((a,), (b,)) for a, b in ((0, 4), (3, 6), (0, 0), (6, 6)))
+    ),
 }
 
 
@@ -103,18 +135,27 @@ def contribution(shape: Shape, rank: int, seed: int) -> Tensor:
 
 
 def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
-    """Gradients of parameters that are held in any way, of which two uses of each contribute; what this rank sent."""
+    """Gradients of parameters that are held in any way, of which two uses of each
+    contribute; what this rank sent.
+    """
     team, gradient_sync.buckets = team_of(), partial(buckets, limit=limit)
     try:
         own = {name: of.boxes[team.rank] for name, of in OVERLAPS.items()}
-        params = {name: torch.zeros(box.shape, dtype=torch.float64, requires_grad=True) for name, box in own.items()}
-        of_id = {id(params[name]): of for name, of in OVERLAPS.items() if not of.everywhere}
+        params = {
+            name: torch.zeros(box.shape, dtype=torch.float64, requires_grad=True)
+            for name, box in own.items()
+        }
+        of_id = {
+            id(params[name]): of for name, of in OVERLAPS.items() if not of.everywhere
+        }
         scope = Scope(team, params.values(), of_id)
         with hetconv.count_sent() as sent:
             loss = torch.zeros((), dtype=torch.float64)
             for use in range(2):
                 for seed, (name, of) in enumerate(OVERLAPS.items()):
-                    mine = contribution(of.shape, team.rank, seed)[own[name].within(Box.whole(of.shape))]
+                    mine = contribution(of.shape, team.rank, seed)[
+                        own[name].within(Box.whole(of.shape))
+                    ]
                     loss = loss + (scope.alias(params[name]) * mine).sum() * (use + 1)
             loss.backward()
     finally:
@@ -125,12 +166,16 @@ def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
         for rank, box in enumerate(of.boxes):
             at = box.within(Box.whole(of.shape))
             total[at] += 3 * contribution(of.shape, rank, seed)[at]
-        found[name] = apart(params[name].grad, total[own[name].within(Box.whole(of.shape))])
+        found[name] = apart(
+            params[name].grad, total[own[name].within(Box.whole(of.shape))]
+        )
     return found, [sent[rank] for rank in range(team.size)]
 
 
 @pytest.mark.parametrize("limit", [1, 10**6])
-def test_gradients_are_summed_among_those_that_hold_the_same_elements(limit: int) -> None:
+def test_gradients_are_summed_among_those_that_hold_the_same_elements(
+    limit: int,
+) -> None:
     results = on_ranks(4, summed_in_buckets, limit)
     assert_same([found for found, _ in results])
     if limit > 1:
@@ -151,7 +196,10 @@ def overlapping() -> tuple[nn.Sequential, nn.Module]:
     model = copy.deepcopy(plain)
     layer = HetConv2d.from_conv(model[0], Split("replicate"))
     bias = OVERLAPS["of nodes again"]
-    weight = Held((8, 3, 3, 3), tuple(Box((*box.lo, 0, 0, 0), (*box.hi, 3, 3, 3)) for box in bias.boxes))
+    weight = Held(
+        (8, 3, 3, 3),
+        tuple(Box((*box.lo, 0, 0, 0), (*box.hi, 3, 3, 3)) for box in bias.boxes),
+    )
     layer._allocate({"weight": weight, "bias": bias}, True, {})
     layer.load_full(dict(plain[0].named_parameters()))
     model[0] = layer  # type: ignore[assignment]
@@ -162,7 +210,10 @@ def own_parts(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """What this rank holds of whole tensors, by the names of the model's parameters."""
     (layer,) = cut_layers(model)
     rank = dist.get_rank()
-    return {f"0.{k}": whole[f"0.{k}"][of.boxes[rank].within(Box.whole(of.shape))] for k, of in layer.held.items()}
+    return {
+        f"0.{k}": whole[f"0.{k}"][of.boxes[rank].within(Box.whole(of.shape))]
+        for k, of in layer.held.items()
+    }
 
 
 def overlaps_in_states(path: Path) -> Differences:
@@ -175,9 +226,15 @@ def overlaps_in_states(path: Path) -> Differences:
         p.grad = whole[name].clone()
     for name, p in model.named_parameters():
         p.grad = own_parts(model, whole)[name].clone()
-    expected, norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5), hetconv.clip_grad_norm_(model, 0.5)
+    expected, norm = (
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
+        hetconv.clip_grad_norm_(model, 0.5),
+    )
     found["norm"] = apart(norm, expected)
-    found |= {f"clipped {k}": apart(v, plain.get_parameter(k).grad) for k, v in full_gradients(model).items()}
+    found |= {
+        f"clipped {k}": apart(v, plain.get_parameter(k).grad)
+        for k, v in full_gradients(model).items()
+    }
     for update in updates:
         update.step()
     found |= {f"stepped {k}": v for k, v in same_state(plain, model).items()}
@@ -189,14 +246,22 @@ def overlaps_in_states(path: Path) -> Differences:
     found |= {f"loaded {k}": apart(a, b) for (k, a), b in pairs}
     kept = hetconv.full_optim_state_dict(other, again)["state"]
     for name, p in plain.named_parameters():
-        found[f"moment {name}"] = apart(kept[name]["exp_avg_sq"], updates[0].state[p]["exp_avg_sq"])
+        found[f"moment {name}"] = apart(
+            kept[name]["exp_avg_sq"], updates[0].state[p]["exp_avg_sq"]
+        )
     hetconv.load_full_state_dict(other, whole)
-    found |= {f"taken {k}": apart(p.detach(), own_parts(other, whole)[k]) for k, p in other.named_parameters()}
+    found |= {
+        f"taken {k}": apart(p.detach(), own_parts(other, whole)[k])
+        for k, p in other.named_parameters()
+    }
     if dist.get_rank() == 2:
         with torch.no_grad():
             other[0].weight[4] += 0.25
     found["drift"] = abs(hetconv.sync_replicated(other) - 0.25)
-    found |= {f"synced {k}": apart(p.detach(), own_parts(other, whole)[k]) for k, p in other.named_parameters()}
+    found |= {
+        f"synced {k}": apart(p.detach(), own_parts(other, whole)[k])
+        for k, p in other.named_parameters()
+    }
     return found | {"no drift": hetconv.sync_replicated(other)}
 
 

@@ -1,4 +1,6 @@
-"""Least sums of tables by elimination, and what is left out before it: against brute force and definitions."""
+"""Least sums of tables by elimination, and what is left out before it: against brute
+force and definitions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.errors import PlanError
-from hetconv.solver.elimination import BLOCK, Solution, elimination_order, min_plus, minimize, solve
+from hetconv.solver.elimination import (
+    BLOCK,
+    Solution,
+    elimination_order,
+    min_plus,
+    minimize,
+    solve,
+)
 from hetconv.solver.factor_graph import Potentials
 from hetconv.solver.milp import minimize_milp
 from hetconv.solver.presolve import contracted, pruned, undominated
@@ -47,7 +56,12 @@ GRAPHS = {
 def test_graphs_of_every_form(graph: str, kind: Callable[..., Array]) -> None:
     n, edges = GRAPHS[graph]
     for seed in range(10):
-        found = tables(np.random.default_rng(seed), [1 + (seed + v) % 5 for v in range(n)], edges, kind)
+        found = tables(
+            np.random.default_rng(seed),
+            [1 + (seed + v) % 5 for v in range(n)],
+            edges,
+            kind,
+        )
         check(found, brute(*found))
 
 
@@ -57,39 +71,70 @@ def test_merging_what_another_node_decides_leaves_the_least(seed: int) -> None:
     rng = np.random.default_rng(seed)
     unary, pairs = drawn(seed, nodes=4, choices=3)
     for k in range(int(rng.integers(1, 4))):
-        by, name, choices = str(rng.choice(list(unary))), f"w{k}", int(rng.integers(1, 4))
-        decided = np.where(np.arange(choices) == rng.integers(0, choices, (len(unary[by]), 1)), rng.random(), np.inf)
+        by, name, choices = (
+            str(rng.choice(list(unary))),
+            f"w{k}",
+            int(rng.integers(1, 4)),
+        )
+        decided = np.where(
+            np.arange(choices) == rng.integers(0, choices, (len(unary[by]), 1)),
+            rng.random(),
+            np.inf,
+        )
         others = [other for other in unary if other != by and rng.random() < 0.7]
         pairs |= {(by, name): decided}
-        pairs |= {(name, other): KINDS[seed % 3](rng, (choices, len(unary[other]))) for other in others}
+        pairs |= {
+            (name, other): KINDS[seed % 3](rng, (choices, len(unary[other])))
+            for other in others
+        }
         unary[name] = rng.random(choices)
     potentials = Potentials.of(unary, pairs)
     merged = contracted(potentials)
-    assert {m.node for m in merged.merges} >= {v for v, name in enumerate(potentials.names) if name.startswith("w")}
+    assert {m.node for m in merged.merges} >= {
+        v for v, name in enumerate(potentials.names) if name.startswith("w")
+    }
     rest = merged.potentials
-    alone = {rest.names[v]: table for (v, *more), table in rest.tables.items() if not more}
-    beside = {(rest.names[s[0]], rest.names[s[1]]): table for s, table in rest.tables.items() if len(s) == 2}
+    alone = {
+        rest.names[v]: table for (v, *more), table in rest.tables.items() if not more
+    }
+    beside = {
+        (rest.names[s[0]], rest.names[s[1]]): table
+        for s, table in rest.tables.items()
+        if len(s) == 2
+    }
     least = brute(unary, pairs)
     assert brute(alone, beside) == pytest.approx(least)
     if np.isfinite(least):
         left, _ = minimize(alone, beside)
         found = merged.restored({v: left[name] for v, name in enumerate(rest.names)})
-        assert price({potentials.names[v]: k for v, k in found.items()}, unary, pairs) == pytest.approx(least)
+        assert price(
+            {potentials.names[v]: k for v, k in found.items()}, unary, pairs
+        ) == pytest.approx(least)
 
 
 def test_a_wide_graph_of_nodes_that_one_decides_is_eliminated() -> None:
-    """Each of twelve nodes is decided by one, and tied to every one of twelve others: merged, a star is left."""
+    """Each of twelve nodes is decided by one, and tied to every one of twelve others:
+    merged, a star is left.
+    """
     rng, n = np.random.default_rng(0), 12
     chosen = np.where(np.eye(4), 0.0, np.inf)
-    unary = {name: rng.random(4) for name in ["hub", *(f"{side}{k}" for side in "ab" for k in range(n))]}
+    unary = {
+        name: rng.random(4)
+        for name in ["hub", *(f"{side}{k}" for side in "ab" for k in range(n))]
+    }
     pairs = {("hub", f"a{k}"): chosen for k in range(n)}
-    pairs |= {(f"a{k}", f"b{j}"): rng.random((4, 4)) for k in range(n) for j in range(n)}
+    pairs |= {
+        (f"a{k}", f"b{j}"): rng.random((4, 4)) for k in range(n) for j in range(n)
+    }
     found = solve(unary, pairs, memory_bytes=10_000)
     assert found.how == "elimination"
     costs = []
     for hub in range(4):
         own = sum(unary[name][hub] for name in ["hub", *(f"a{k}" for k in range(n))])
-        tied = (unary[f"b{j}"] + sum(pairs[f"a{k}", f"b{j}"][hub] for k in range(n)) for j in range(n))
+        tied = (
+            unary[f"b{j}"] + sum(pairs[f"a{k}", f"b{j}"][hub] for k in range(n))
+            for j in range(n)
+        )
         costs.append(own + sum(both.min() for both in tied))
     assert found.cost == pytest.approx(min(costs))
     assert price(found.choice, unary, pairs) == pytest.approx(min(costs))
@@ -111,11 +156,15 @@ def test_a_long_chain_as_by_dynamic_programming() -> None:
     check((unary, pairs), least.min())
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (BLOCK + 5,), (3, 200, 181), (2, 33, 34, 35)])
+@pytest.mark.parametrize(
+    "shape", [(), (7,), (BLOCK + 5,), (3, 200, 181), (2, 33, 34, 35)]
+)
 def test_min_plus_by_its_definition(shape: tuple[int, ...]) -> None:
     rng, n = np.random.default_rng(0), 9
     masks = [np.ones(len(shape), dtype=int), *np.eye(len(shape), dtype=int)]
-    summands = [rng.random((n, *np.where(mask, shape, 1))) for mask in masks] + [rng.random((n, *[1] * len(shape)))]
+    summands = [rng.random((n, *np.where(mask, shape, 1))) for mask in masks] + [
+        rng.random((n, *[1] * len(shape)))
+    ]
     out = np.full(shape, np.nan)
     min_plus(summands[::-1], out)
     assert np.allclose(out, reduce(np.add, summands).min(axis=0), rtol=1e-14)
@@ -130,27 +179,45 @@ def test_tables_larger_than_a_block_are_made_in_parts() -> None:
 
 @given(st.integers(0, 10**6), st.randoms())
 def test_neither_the_order_nor_the_names_matter(seed: int, random: Any) -> None:
-    unary, pairs = drawn(3 * seed, nodes=7, choices=4)  # uniform, so that the minimum is unique
+    unary, pairs = drawn(
+        3 * seed, nodes=7, choices=4
+    )  # uniform, so that the minimum is unique
     found, cost = minimize(unary, pairs)
     nodes = random.sample(list(unary), len(unary))
-    names = dict(zip(nodes, random.sample([f"n{i}" for i in range(20)], len(nodes)), strict=True))
-    flipped = {(v, u) if random.random() < 0.5 else (u, v): (u, v) for u, v in random.sample(list(pairs), len(pairs))}
-    renamed = {
-        (names[a], names[b]): pairs[pair] if (a, b) == pair else pairs[pair].T for (a, b), pair in flipped.items()
+    names = dict(
+        zip(nodes, random.sample([f"n{i}" for i in range(20)], len(nodes)), strict=True)
+    )
+    flipped = {
+        (v, u) if random.random() < 0.5 else (u, v): (u, v)
+        for u, v in random.sample(list(pairs), len(pairs))
     }
-    assert minimize({names[v]: unary[v] for v in nodes}, renamed) == ({names[v]: c for v, c in found.items()}, cost)
+    renamed = {
+        (names[a], names[b]): pairs[pair] if (a, b) == pair else pairs[pair].T
+        for (a, b), pair in flipped.items()
+    }
+    assert minimize({names[v]: unary[v] for v in nodes}, renamed) == (
+        {names[v]: c for v, c in found.items()},
+        cost,
+    )
 
 
 @given(st.integers(0, 10**6), st.randoms())
-def test_among_equals_the_order_of_mappings_does_not_matter(seed: int, random: Any) -> None:
+def test_among_equals_the_order_of_mappings_does_not_matter(
+    seed: int, random: Any
+) -> None:
     unary, pairs = drawn(3 * seed + 1, nodes=7, choices=4)
-    shuffled = [dict(random.sample(list(table.items()), len(table))) for table in (unary, pairs)]
+    shuffled = [
+        dict(random.sample(list(table.items()), len(table))) for table in (unary, pairs)
+    ]
     assert minimize(*shuffled) == minimize(unary, pairs)
 
 
 def test_tables_of_both_directions_add_up() -> None:
     a, b = np.array([[0.0, 5], [3, 9]]), np.array([[4.0, 0], [0, 0]])
-    assert minimize({"u": [0, 0], "v": [0, 0]}, {("u", "v"): a, ("v", "u"): b}) == ({"u": 1, "v": 0}, 3.0)
+    assert minimize({"u": [0, 0], "v": [0, 0]}, {("u", "v"): a, ("v", "u"): b}) == (
+        {"u": 1, "v": 0},
+        3.0,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,8 +227,15 @@ def test_only_dominated_choices_are_left_out(kind: Callable[..., Array]) -> None
     for seed in range(200):
         rng = np.random.default_rng(seed)
         K = int(rng.integers(1, 9))
-        own, beside = kind(rng, (K,)), [kind(rng, (K, n)) for n in rng.integers(1, 3, int(rng.integers(0, 3)))]
-        joint = reduce(lambda a, b: (a[:, :, None] + b[:, None]).reshape(K, -1), beside, own[:, None])
+        own, beside = (
+            kind(rng, (K,)),
+            [kind(rng, (K, n)) for n in rng.integers(1, 3, int(rng.integers(0, 3)))],
+        )
+        joint = reduce(
+            lambda a, b: (a[:, :, None] + b[:, None]).reshape(K, -1),
+            beside,
+            own[:, None],
+        )
         keep = set(undominated(own, beside).tolist())
         for a in range(K):
             better = {b for b in keep - {a} if (joint[b] <= joint[a]).all()}
@@ -180,7 +254,9 @@ def test_leaving_out_goes_on_until_nothing_changes() -> None:
 
 
 def residual(blocks: int) -> list[tuple[str, str]]:
-    """Convolutions and additions of a residual net, one block in three with a convolution on the short way."""
+    """Convolutions and additions of a residual net, one block in three with a
+    convolution on the short way.
+    """
     edges, x = [], "stem"
     for i in range(blocks):
         way = [x, *(f"{i}.{name}" for name in ("conv1", "conv2", "conv3", "add"))]
@@ -196,23 +272,38 @@ def branching(blocks: int) -> list[tuple[str, str]]:
         edge
         for i in range(blocks)
         for b in range(6)
-        for edge in pairwise([f"cat{i}", *(f"{i}.{b}.{j}" for j in range(1 + b % 3)), f"cat{i + 1}"])
+        for edge in pairwise(
+            [f"cat{i}", *(f"{i}.{b}.{j}" for j in range(1 + b % 3)), f"cat{i + 1}"]
+        )
     ]
 
 
-@pytest.mark.parametrize("edges", [residual(50), branching(11)], ids=["residual", "branching"])
+@pytest.mark.parametrize(
+    "edges", [residual(50), branching(11)], ids=["residual", "branching"]
+)
 def test_nets_of_blocks_are_two_wide(edges: list[tuple[str, str]]) -> None:
     unary = {v: np.zeros(3) for pair in edges for v in pair}
-    steps = elimination_order(Potentials.of(unary, dict.fromkeys(edges, np.zeros((3, 3)))))
+    steps = elimination_order(
+        Potentials.of(unary, dict.fromkeys(edges, np.zeros((3, 3))))
+    )
     assert len(steps) == len(unary)
     assert max(len(step.neighbours) for step in steps) == 2
 
 
 def test_nodes_with_one_choice_are_no_dimensions_of_a_table() -> None:
     """Forty of them, each tied to all others and to two nodes with a choice."""
-    rng, fixed, free = np.random.default_rng(0), [f"f{i}" for i in range(40)], ["a", "b"]
-    unary: dict[str, Array] = {v: rng.random(1) for v in fixed} | {v: rng.random(3) for v in free}
-    pairs = {(u, v): rng.random((len(unary[u]), len(unary[v]))) for u, v in combinations([*fixed, *free], 2)}
+    rng, fixed, free = (
+        np.random.default_rng(0),
+        [f"f{i}" for i in range(40)],
+        ["a", "b"],
+    )
+    unary: dict[str, Array] = {v: rng.random(1) for v in fixed} | {
+        v: rng.random(3) for v in free
+    }
+    pairs = {
+        (u, v): rng.random((len(unary[u]), len(unary[v])))
+        for u, v in combinations([*fixed, *free], 2)
+    }
     check((unary, pairs), brute(unary, pairs))
 
 
@@ -220,25 +311,37 @@ def test_numpy_is_never_given_more_dimensions_than_it_takes() -> None:
     """Whatever memory is allowed: 40 nodes of two choices, each tied to all others."""
     unary: dict[str, Array] = {f"v{i}": np.array([0.0, 1.0]) for i in range(40)}
     pairs = dict.fromkeys(combinations(unary, 2), np.array([[0.0, 0.5], [0.25, 1.0]]))
-    pairs = {pair: table + 0.01 * i * np.array([[0, 1], [1, 0]]) for i, (pair, table) in enumerate(pairs.items())}
+    pairs = {
+        pair: table + 0.01 * i * np.array([[0, 1], [1, 0]])
+        for i, (pair, table) in enumerate(pairs.items())
+    }
     with pytest.raises(PlanError, match="elimination would make tables"):
-        minimize({v: t - [0, 30.0] for v, t in unary.items()}, pairs, memory_bytes=1 << 60)
+        minimize(
+            {v: t - [0, 30.0] for v, t in unary.items()}, pairs, memory_bytes=1 << 60
+        )
 
 
 def test_what_is_too_wide_is_refused_by_name_and_width() -> None:
     with pytest.raises(
-        PlanError, match=r"width is 7, and 'v\d' leaves a table of 3.83e\+07 bytes over 'v\d', 'v\d'.*solve"
+        PlanError,
+        match=r"width is 7, and 'v\d' leaves a table of 3.83e\+07 bytes over 'v\d', 'v\d'.*solve",
     ):
         minimize(*CLIQUE, memory_bytes=10**6)
 
 
 @pytest.mark.parametrize("function", [minimize, minimize_milp])
 def test_a_choice_may_be_forbidden_by_every_table(function: Callable[..., Any]) -> None:
-    unary, pairs = {"a": [0, 0], "b": [0, np.inf]}, {("a", "b"): [[1, np.inf], [0, np.inf]]}
+    unary, pairs = (
+        {"a": [0, 0], "b": [0, np.inf]},
+        {("a", "b"): [[1, np.inf], [0, np.inf]]},
+    )
     assert function(unary, pairs)[:2] == ({"a": 1, "b": 0}, 0.0)
 
 
-ODD = {v: np.zeros(2) for v in "abc"}, dict.fromkeys(combinations("abc", 2), np.diag([np.inf, np.inf]))
+ODD = (
+    {v: np.zeros(2) for v in "abc"},
+    dict.fromkeys(combinations("abc", 2), np.diag([np.inf, np.inf])),
+)
 
 
 @pytest.mark.parametrize(
@@ -246,11 +349,20 @@ ODD = {v: np.zeros(2) for v in "abc"}, dict.fromkeys(combinations("abc", 2), np.
     [
         ({"a": [0.0], "b": [np.inf, np.inf]}, {}, "'b'"),
         ({"a": [0.0], "b": [0.0, 1]}, {("a", "b"): [[np.inf, np.inf]]}, "'[ab]'"),
-        ({"a": [0, np.inf], "b": [0, np.inf]}, {("a", "b"): [[np.inf, 0], [0, 0]]}, "'[ab]'"),
-        (*ODD, "'b' is forbidden beside every choice of 'c'"),  # two colours for a triangle
+        (
+            {"a": [0, np.inf], "b": [0, np.inf]},
+            {("a", "b"): [[np.inf, 0], [0, 0]]},
+            "'[ab]'",
+        ),
+        (
+            *ODD,
+            "'b' is forbidden beside every choice of 'c'",
+        ),  # two colours for a triangle
     ],
 )
-def test_where_all_is_forbidden_a_node_is_named(unary: Any, pairs: Any, name: str) -> None:
+def test_where_all_is_forbidden_a_node_is_named(
+    unary: Any, pairs: Any, name: str
+) -> None:
     with pytest.raises(PlanError, match=f"every choice of {name}"):
         minimize(unary, pairs)
     with pytest.raises(PlanError, match="every choice is forbidden"):
@@ -267,7 +379,11 @@ def test_where_all_is_forbidden_a_node_is_named(unary: Any, pairs: Any, name: st
         ({"a": ["x"]}, {}, "'a' holds <U1"),
         ({"a": [1j]}, {}, "'a' holds complex128"),
         ({"a": [0], "b": [0]}, {("a", "b"): [[np.nan]]}, r"\('a', 'b'\) holds NaN"),
-        ({"a": [0], "b": [0, 0]}, {("a", "b"): [[0], [0]]}, r"\('a', 'b'\) has shape \(2, 1\).*\(1, 2\)"),
+        (
+            {"a": [0], "b": [0, 0]},
+            {("a", "b"): [[0], [0]]},
+            r"\('a', 'b'\) has shape \(2, 1\).*\(1, 2\)",
+        ),
         ({"a": [0], "b": [0]}, {("a", "b"): [0]}, r"\('a', 'b'\) has shape \(1,\)"),
         ({"a": [0]}, {("a", "c"): [[0]]}, r"\('a', 'c'\) is over no two nodes"),
         ({"a": [0]}, {("c", "a"): [[0]]}, r"\('c', 'a'\) is over no two nodes"),
@@ -275,14 +391,19 @@ def test_where_all_is_forbidden_a_node_is_named(unary: Any, pairs: Any, name: st
     ],
 )
 @pytest.mark.parametrize("function", [minimize, solve, minimize_milp])
-def test_what_does_not_fit_is_refused_by_name(function: Callable[..., Any], unary: Any, pairs: Any, said: str) -> None:
+def test_what_does_not_fit_is_refused_by_name(
+    function: Callable[..., Any], unary: Any, pairs: Any, said: str
+) -> None:
     with pytest.raises(PlanError, match=said):
         function(unary, pairs)
 
 
 def test_what_is_given_stays_as_it_was() -> None:
     unary, pairs = drawn(3, nodes=8, choices=5, density=0.5)
-    before = [{key: table.copy() for key, table in given_tables.items()} for given_tables in (unary, pairs)]
+    before = [
+        {key: table.copy() for key, table in given_tables.items()}
+        for given_tables in (unary, pairs)
+    ]
     solve(unary, pairs, memory_bytes=0)
     for now, then in zip((unary, pairs), before, strict=True):
         assert all(np.array_equal(now[key], table) for key, table in then.items())

@@ -13,7 +13,16 @@ from hetconv.errors import PlanError
 from hetconv.solver.elimination import Solution, minimize, solve
 from hetconv.solver.factor_graph import Potentials
 from hetconv.solver.milp import least, minimize_milp
-from tests.random_tables import CLIQUE, Array, brute, check, drawn, forbidding, price, tables
+from tests.random_tables import (
+    CLIQUE,
+    Array,
+    brute,
+    check,
+    drawn,
+    forbidding,
+    price,
+    tables,
+)
 
 
 def test_fifty_larger_graphs_as_by_highs() -> None:
@@ -33,7 +42,9 @@ def test_fifty_larger_graphs_as_by_highs() -> None:
 
 
 def test_what_is_too_wide_goes_to_highs() -> None:
-    unary, pairs = tables(np.random.default_rng(5), [6] * 5 + [2], combinations(range(6), 2))
+    unary, pairs = tables(
+        np.random.default_rng(5), [6] * 5 + [2], combinations(range(6), 2)
+    )
     found, cost = minimize(unary, pairs)
     assert solve(unary, pairs) == Solution(found, cost, 0.0, "elimination")
     solution = solve(unary, pairs, memory_bytes=10)
@@ -45,18 +56,31 @@ def test_what_is_too_wide_goes_to_highs() -> None:
 def test_tables_over_three_nodes(seed: int) -> None:
     """Elimination may leave such ones to HiGHS."""
     rng = np.random.default_rng(seed)
-    shapes = {(0,): (2, 1, 1, 1), (1,): (3, 1, 1), (2,): (4, 1), (3,): (3,), (0, 1, 2): (2, 3, 4, 1), (1, 3): (3, 1, 3)}
+    shapes = {
+        (0,): (2, 1, 1, 1),
+        (1,): (3, 1, 1),
+        (2,): (4, 1),
+        (3,): (3,),
+        (0, 1, 2): (2, 3, 4, 1),
+        (1, 3): (3, 1, 3),
+    }
     summands = {scope: forbidding(rng, shape) for scope, shape in shapes.items()}
     for table in summands.values():
         table.flat[0] = 3  # not all is forbidden
-    found, slack = least({scope: table.squeeze() for scope, table in summands.items()}, 60)
+    found, slack = least(
+        {scope: table.squeeze() for scope, table in summands.items()}, 60
+    )
     joint = sum(summands.values())
     assert joint[tuple(found[v] for v in range(4))] == joint.min()
     assert slack < 1e-9
 
 
-def test_elimination_goes_as_far_as_it_can_before_highs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains and branches between the nodes of a clique leave nothing of them in what HiGHS is given."""
+def test_elimination_goes_as_far_as_it_can_before_highs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chains and branches between the nodes of a clique leave nothing of them in what
+    HiGHS is given.
+    """
     edges = [*combinations(range(4), 2), (0, 4), (4, 5), (5, 1), (5, 6)]
     unary, pairs = tables(np.random.default_rng(6), [5] * 7, edges)
     given_sizes = []
@@ -67,13 +91,17 @@ def test_elimination_goes_as_far_as_it_can_before_highs(monkeypatch: pytest.Monk
 
     milp = scipy.optimize.milp
     monkeypatch.setattr(scipy.optimize, "milp", noted)
-    assert solve(unary, pairs, memory_bytes=10).cost == pytest.approx(brute(unary, pairs), rel=1e-12)
+    assert solve(unary, pairs, memory_bytes=10).cost == pytest.approx(
+        brute(unary, pairs), rel=1e-12
+    )
     assert given_sizes[0] <= 4 * 5 + 6 * 25
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_highs_leaves_no_gap_where_it_branches(seed: int) -> None:
-    unary, pairs = tables(np.random.default_rng(seed), [4] * 7, combinations(range(7), 2))
+    unary, pairs = tables(
+        np.random.default_rng(seed), [4] * 7, combinations(range(7), 2)
+    )
     found, cost, gap = minimize_milp(unary, pairs)
     assert (found, cost) == minimize(unary, pairs)
     assert gap < 1e-9
@@ -86,7 +114,9 @@ def test_the_gap_is_what_the_bound_leaves_open(monkeypatch: pytest.MonkeyPatch) 
 
     def stopped(*args: Any, **options: Any) -> Any:
         result = milp(*args, **options)
-        result.mip_dual_bound /= 2  # of what the choice costs beyond the least of each table
+        result.mip_dual_bound /= (
+            2  # of what the choice costs beyond the least of each table
+        )
         return result
 
     assert minimize_milp(unary, pairs) == ({"u": 1, "v": 0}, 5.0, 0.0)

@@ -35,7 +35,9 @@ class Net(nn.Module):
 
 
 class KeepsATable(Net):
-    """One that is made for the first size that it sees, in an attribute, a list, a dict, an object and a cache."""
+    """One that is made for the first size that it sees, in an attribute, a list, a
+    dict, an object and a cache.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +54,13 @@ class KeepsATable(Net):
             self.mask = torch.ones_like(self.table)
             self.ema = nn.Parameter(self.table * 4)
         y: Tensor = super().forward(x)
-        return y + self.table + self.by_size[x.shape[-1]] * self.mask + ramp(x.shape[-1]) + self.ema
+        return (
+            y
+            + self.table
+            + self.by_size[x.shape[-1]] * self.mask
+            + ramp(x.shape[-1])
+            + self.ema
+        )
 
 
 class Reads(Net):
@@ -78,36 +86,55 @@ class Options(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.time, self.text = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(5, 4), nn.Linear(7, 4)
+        self.conv, self.time, self.text = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Linear(5, 4),
+            nn.Linear(7, 4),
+        )
 
     def forward(
-        self, x: Tensor, timestep: Tensor, *, cond: dict[str, list[Tensor]], scale: float = 1.0, mask: Any = None,
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        *,
+        cond: dict[str, list[Tensor]],
+        scale: float = 1.0,
+        mask: Any = None,
         return_dict: bool = True,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         y = self.conv(x) + self.time(timestep)[:, :, None, None] * scale
         y = y + sum(self.text(c) for c in cond["text"])[:, :, None, None]
         return {"sample": y} if return_dict else (y,)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """By name, the very objects that a model's modules hold, the contents of containers, and what tensors are."""
+    """By name, the very objects that a model's modules hold, the contents of
+    containers, and what tensors are.
+    """
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             found[f"{path}.{name}"] = value
             if isinstance(value, dict):
-                found |= {f"{path}.{name}[{key!r}]": item for key, item in value.items()}
+                found |= {
+                    f"{path}.{name}[{key!r}]": item for key, item in value.items()
+                }
             elif isinstance(value, list):
                 found |= {f"{path}.{name}[{i}]": item for i, item in enumerate(value)}
     return found
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        name: t.detach().clone()
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def assert_as_it_was(model: nn.Module, run: Callable[[], Any]) -> Any:
-    """The result of ``run``, after which the model must be what it was, and random numbers go on as before."""
+    """The result of ``run``, after which the model must be what it was, and random
+    numbers go on as before.
+    """
     objects, values = state_of(model), values_of(model)
     states = torch.get_rng_state(), random.getstate()
     try:
@@ -127,8 +154,14 @@ def test_what_a_model_keeps_at_first_sight_is_not_there_afterwards() -> None:
     assert ramp.cache_info().currsize == 0
     y = model(X)
     assert type(y) is Tensor
-    assert not any(isinstance(t, FakeTensor) for t in (model.table, *model.tables, *model.by_size.values(), model.ema))
-    assert assert_as_it_was(model, lambda: hetconv.capture(model, X)).layers == graph.layers
+    assert not any(
+        isinstance(t, FakeTensor)
+        for t in (model.table, *model.tables, *model.by_size.values(), model.ema)
+    )
+    assert (
+        assert_as_it_was(model, lambda: hetconv.capture(model, X)).layers
+        == graph.layers
+    )
 
 
 def test_what_hooks_keep_is_what_they_kept() -> None:
@@ -147,13 +180,19 @@ def test_what_hooks_keep_is_what_they_kept() -> None:
 
 def test_what_raises_leaves_the_model_as_it_was() -> None:
     model = KeepsATable()
-    with pytest.raises(hetconv.HetConvError, match=r"KeepsATable could not be captured on .*2, 5, 8, 6"):
+    with pytest.raises(
+        hetconv.HetConvError, match=r"KeepsATable could not be captured on .*2, 5, 8, 6"
+    ):
         assert_as_it_was(model, lambda: hetconv.capture(model, torch.zeros(2, 5, 8, 6)))
-    with pytest.raises(hetconv.HetConvError, match="Module or a method of one, but was given 3"):
+    with pytest.raises(
+        hetconv.HetConvError, match="Module or a method of one, but was given 3"
+    ):
         hetconv.capture(3, X)  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:Reads was run for real")  # PyTorch 2.14 has fake tensors that know small numbers
+@pytest.mark.filterwarnings(
+    "ignore:Reads was run for real"
+)  # PyTorch 2.14 has fake tensors that know small numbers
 def test_a_flag_that_is_read_decides_as_it_does_in_the_model() -> None:
     model = Reads()
     graph = assert_as_it_was(model, lambda: hetconv.capture(model, X))
@@ -161,7 +200,9 @@ def test_a_flag_that_is_read_decides_as_it_does_in_the_model() -> None:
     model.ready.fill_(1)
     later: Graph = hetconv.capture(model, X)
     assert [node.function for node in later.nodes] == ["conv2d", "relu"]
-    assert [node.op for node in later.nodes] == [node.op for node in hetconv.capture(Net(), X).nodes]
+    assert [node.op for node in later.nodes] == [
+        node.op for node in hetconv.capture(Net(), X).nodes
+    ]
 
 
 def test_a_run_that_reads_numbers_of_its_input_is_made_for_real_on_copies() -> None:
@@ -171,7 +212,10 @@ def test_a_run_that_reads_numbers_of_its_input_is_made_for_real_on_copies() -> N
             return y if x.sum().item() > 0 else y * 2
 
     model, x = Asks(), torch.ones_like(X)
-    with pytest.warns(UserWarning, match="Asks was run for real, on copies, to be captured.*DataDependentOutput"):
+    with pytest.warns(
+        UserWarning,
+        match="Asks was run for real, on copies, to be captured.*DataDependentOutput",
+    ):
         graph = assert_as_it_was(model, lambda: hetconv.capture(model, x))
     assert [node.function for node in graph.nodes] == ["conv2d", "relu", "mul", "sum"]
     assert bool((x == 1).all())
@@ -185,15 +229,36 @@ def test_losses_and_flags_that_fake_tensors_cannot_tell() -> None:
 
     model = Loss()
     with pytest.warns(UserWarning, match="Loss was run for real"):
-        graph = assert_as_it_was(model, lambda: hetconv.capture(model, X, torch.ones(1, 1, 1, 1)))
+        graph = assert_as_it_was(
+            model, lambda: hetconv.capture(model, X, torch.ones(1, 1, 1, 1))
+        )
     assert list(graph.layers) == ["conv"]
 
 
 def test_any_arguments_that_a_model_takes() -> None:
-    model, t, texts = Options(), torch.zeros(2, 5, requires_grad=True), [torch.zeros(2, 7), torch.zeros(2, 7)]
-    graph = hetconv.capture(model, X, timestep=t, cond={"text": texts}, scale=0.5, mask=None, return_dict=False)
-    shapes = [(graph.values[i].shape, graph.values[i].requires_grad) for i in graph.inputs]
-    assert shapes == [((2, 3, 8, 6), False), ((2, 5), True), ((2, 7), False), ((2, 7), False)]
+    model, t, texts = (
+        Options(),
+        torch.zeros(2, 5, requires_grad=True),
+        [torch.zeros(2, 7), torch.zeros(2, 7)],
+    )
+    graph = hetconv.capture(
+        model,
+        X,
+        timestep=t,
+        cond={"text": texts},
+        scale=0.5,
+        mask=None,
+        return_dict=False,
+    )
+    shapes = [
+        (graph.values[i].shape, graph.values[i].requires_grad) for i in graph.inputs
+    ]
+    assert shapes == [
+        ((2, 3, 8, 6), False),
+        ((2, 5), True),
+        ((2, 7), False),
+        ((2, 7), False),
+    ]
     assert list(graph.layers) == ["conv", "time", "text"]
     assert len(graph.outputs) == 1
     again = hetconv.capture(model, X, t, cond={"text": texts}, scale=0.5)

@@ -118,10 +118,16 @@ def reached(value: Any) -> list[Any]:
         found[id(x)] = x
         if isinstance(x, (dict, MappingProxyType)):
             left += x.values()
-        elif isinstance(x, (list, tuple, set, frozenset, deque, type({}.values()), type({}.items()))):
+        elif isinstance(
+            x, (list, tuple, set, frozenset, deque, type({}.values()), type({}.items()))
+        ):
             left += x
         elif not isinstance(x, Tensor):
-            left += [getattr(x, name) for name in ("x", "beside", "call", "__self__") if hasattr(x, name)]
+            left += [
+                getattr(x, name)
+                for name in ("x", "beside", "call", "__self__")
+                if hasattr(x, name)
+            ]
     return [*found.values()]
 
 
@@ -134,7 +140,9 @@ def test_in_a_cycle_everything_is_the_copys_own(make: Callable[[], Any]) -> None
     assert tensors
     assert min(tensors) >= 10
     assert sorted(type(x).__name__ for x in reached(found)) == kinds
-    assert sorted(float(x) + 10 for x in tensors_in(before)) == sorted(tensors)  # the original is what it was
+    assert sorted(float(x) + 10 for x in tensors_in(before)) == sorted(
+        tensors
+    )  # the original is what it was
 
 
 @pytest.mark.parametrize("make", CYCLES.values(), ids=CYCLES)
@@ -195,5 +203,7 @@ def test_a_registered_container_that_contains_itself_is_refused() -> None:
     )
     value = Registered()
     value.inside = value
-    with pytest.raises(HetConvError, match="a Registered that contains itself was found"):
+    with pytest.raises(
+        HetConvError, match="a Registered that contains itself was found"
+    ):
         map_tensors(other, value)

@@ -1,4 +1,6 @@
-"""Which functions may be computed with a convolution: read off the captured graph, and kept by the plan."""
+"""Which functions may be computed with a convolution: read off the captured graph, and
+kept by the plan.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ def test_followers_of_a_resnet() -> None:
     found = followers(hetconv.capture(model, torch.zeros(NETS["resnet"][1])))
     assert found == {
         "stem": ("batch_norm", "relu"),
-        "blocks.0.conv1": ("batch_norm", "relu"), "blocks.0.conv2": ("batch_norm", "add", "relu"),
-        "blocks.1.conv1": ("batch_norm", "relu"), "blocks.1.conv2": ("batch_norm", "add", "relu"),
+        "blocks.0.conv1": ("batch_norm", "relu"),
+        "blocks.0.conv2": ("batch_norm", "add", "relu"),
+        "blocks.1.conv1": ("batch_norm", "relu"),
+        "blocks.1.conv2": ("batch_norm", "add", "relu"),
         "blocks.1.down.0": ("batch_norm", "add", "relu"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -47,7 +51,9 @@ def test_followers_of_a_resnet() -> None:
         (lambda m, x: F.relu(m.a(F.relu(m.a(x)))), ("relu",)),
     ],
 )
-def test_followers(forward: Callable[[Any, Tensor], Any], expected: tuple[str, ...]) -> None:
+def test_followers(
+    forward: Callable[[Any, Tensor], Any], expected: tuple[str, ...]
+) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -56,7 +62,10 @@ def test_followers(forward: Callable[[Any, Tensor], Any], expected: tuple[str, .
         def forward(self, x: Tensor) -> Any:
             return forward(self, x)
 
-    assert followers(hetconv.capture(Net().eval(), torch.zeros(2, 4, 5, 5))).get("a", ()) == expected
+    assert (
+        followers(hetconv.capture(Net().eval(), torch.zeros(2, 4, 5, 5))).get("a", ())
+        == expected
+    )
 
 
 def test_a_layer_does_not_wait_for_what_comes_after_a_write_to_its_input() -> None:
@@ -77,7 +86,11 @@ def test_a_layer_does_not_wait_for_what_comes_after_a_write_to_its_input() -> No
 def test_a_plan_keeps_them(tmp_path: Path) -> None:
     model = NETS["resnet"][0]().eval()
     graph = hetconv.capture(model, torch.zeros(NETS["resnet"][1]))
-    plan = hetconv.make_plan(graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]), mode="infer")
+    plan = hetconv.make_plan(
+        graph, hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"]), mode="infer"
+    )
     plan.save(tmp_path / "plan.json")
     for kept in (Plan.load(tmp_path / "plan.json"), plan.with_splits({})):
-        assert {n: x.followers for n, x in kept.layers.items() if x.followers} == followers(graph)
+        assert {
+            n: x.followers for n, x in kept.layers.items() if x.followers
+        } == followers(graph)

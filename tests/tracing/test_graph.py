@@ -20,8 +20,14 @@ from tests.nets import ResNet, UNet
 def test_layers_have_their_module_names_and_whole_shapes() -> None:
     graph = hetconv.capture(ResNet(), torch.randn(2, 3, 45, 40))
     assert list(graph.layers) == [
-        "stem", "blocks.0.conv1", "blocks.0.conv2", "blocks.1.down.0", "blocks.1.conv1", "blocks.1.conv2", "head",
-    ]  # fmt: skip
+        "stem",
+        "blocks.0.conv1",
+        "blocks.0.conv2",
+        "blocks.1.down.0",
+        "blocks.1.conv1",
+        "blocks.1.conv2",
+        "head",
+    ]
     stem, head = graph.layers["stem"], graph.layers["head"]
     assert isinstance(stem, Conv)
     assert stem.spec.x_shape == (2, 3, 45, 40)
@@ -41,10 +47,14 @@ def test_operators_are_read_as_the_runtime_reads_them() -> None:
 def test_what_has_no_rule_gathers() -> None:
     class Unfolded(UNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.unfold(torch.kthvalue(super().forward(x), 2, -1, keepdim=True)[0], 1)
+            return F.unfold(
+                torch.kthvalue(super().forward(x), 2, -1, keepdim=True)[0], 1
+            )
 
     graph = hetconv.capture(Unfolded(), torch.randn(1, 3, 16, 16))
-    assert [n.name.rpartition("_")[0] for n in graph.nodes if isinstance(n.op, Gather)] == ["kthvalue", "unfold"]
+    assert [
+        n.name.rpartition("_")[0] for n in graph.nodes if isinstance(n.op, Gather)
+    ] == ["kthvalue", "unfold"]
     assert any(isinstance(n.op, Cat) for n in graph.nodes)
 
 
@@ -68,7 +78,10 @@ def test_gradients_are_known_to_flow_or_not() -> None:
 
 
 def test_in_place_results_are_new_values() -> None:
-    graph = hetconv.capture(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)), torch.randn(1, 3, 8, 8))
+    graph = hetconv.capture(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)),
+        torch.randn(1, 3, 8, 8),
+    )
     conv, relu = graph.nodes
     assert relu.inputs == conv.outputs
     assert graph.outputs == relu.outputs != conv.outputs
@@ -76,7 +89,9 @@ def test_in_place_results_are_new_values() -> None:
 
 def test_a_layer_that_runs_twice_is_one_layer() -> None:
     conv = nn.Conv2d(4, 4, 3, padding=1)
-    graph = hetconv.capture(nn.Sequential(conv, nn.ReLU(), conv), torch.randn(1, 4, 8, 8))
+    graph = hetconv.capture(
+        nn.Sequential(conv, nn.ReLU(), conv), torch.randn(1, 4, 8, 8)
+    )
     assert [n.layer for n in graph.nodes] == ["0", None, "0"]
     assert list(graph.layers) == ["0"]
 
@@ -101,6 +116,8 @@ def test_layers_that_cannot_be_swapped_are_not_named() -> None:
 
 
 def test_the_digest_is_that_of_operators_and_shapes() -> None:
-    small, again = (hetconv.capture(ResNet(), torch.randn(2, 3, 45, 40)) for _ in range(2))
+    small, again = (
+        hetconv.capture(ResNet(), torch.randn(2, 3, 45, 40)) for _ in range(2)
+    )
     assert small.digest == again.digest
     assert small.digest != hetconv.capture(ResNet(), torch.randn(2, 3, 45, 41)).digest

@@ -1,4 +1,6 @@
-"""`kernels.concat_channels` is its definition: values, gradients, adjoint; whatever lies where; one launch each way."""
+"""`kernels.concat_channels` is its definition: values, gradients, adjoint; whatever
+lies where; one launch each way.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from .test_strided_tensors import LAYOUTS, PLACES, Margins, placed
 
 pytestmark = [
     pytest.mark.usefixtures("new_memory_is_nan"),
-    pytest.mark.filterwarnings("ignore:.* encountered in"),  # numpy's, which interprets, at infinities
+    pytest.mark.filterwarnings(
+        "ignore:.* encountered in"
+    ),  # numpy's, which interprets, at infinities
 ]
 EXAMPLES = 5 if ON_GPU else 20  # each of which a GPU's compiler takes seconds for
 SLOPE = 0.2
@@ -48,37 +52,75 @@ def drawn(j: Join, seed: int = 0) -> Given:
     (N, P, Q), K = j.image, sum(j.sizes)
 
     def image(k: int) -> Tensor:
-        t = torch.randn(N, P, Q, k, generator=random).to(DEVICE, getattr(torch, j.dtype))
+        t = torch.randn(N, P, Q, k, generator=random).to(
+            DEVICE, getattr(torch, j.dtype)
+        )
         return t.permute(0, 3, 1, 2)
 
-    scale, shift = (torch.randn(K, generator=random).to(DEVICE) if j.scaled else None for _ in range(2))
-    return Given([image(k) for k in j.sizes], scale, shift, image(K) if j.added else None, j.activation, image(K))
+    scale, shift = (
+        torch.randn(K, generator=random).to(DEVICE) if j.scaled else None
+        for _ in range(2)
+    )
+    return Given(
+        [image(k) for k in j.sizes],
+        scale,
+        shift,
+        image(K) if j.added else None,
+        j.activation,
+        image(K),
+    )
 
 
 def options(t: Given) -> dict[str, Any]:
-    return {"scale": t.scale, "shift": t.shift, "residual": t.residual, "activation": t.activation, "slope": SLOPE}
+    return {
+        "scale": t.scale,
+        "shift": t.shift,
+        "residual": t.residual,
+        "activation": t.activation,
+        "slope": SLOPE,
+    }
 
 
 def called(t: Given, backend: Any = "triton") -> list[Tensor]:
     """The result, then the gradients of parts and residual under g."""
     t = t._replace(parts=[p.detach().requires_grad_() for p in t.parts])
-    t = t._replace(residual=t.residual.detach().requires_grad_() if t.residual is not None else None)
+    t = t._replace(
+        residual=t.residual.detach().requires_grad_()
+        if t.residual is not None
+        else None
+    )
     y = kernels.concat_channels(t.parts, **options(t), backend=backend)
-    return [y.detach(), *torch.autograd.grad(y, [*t.parts, *([t.residual] if t.residual is not None else [])], t.g)]
+    return [
+        y.detach(),
+        *torch.autograd.grad(
+            y, [*t.parts, *([t.residual] if t.residual is not None else [])], t.g
+        ),
+    ]
 
 
 def truth(t: Given) -> list[Tensor]:
     """The same by the definition, in float64 on the CPU."""
     parts = [p.detach().double().cpu().requires_grad_() for p in t.parts]
-    residual = t.residual.detach().double().cpu().requires_grad_() if t.residual is not None else None
+    residual = (
+        t.residual.detach().double().cpu().requires_grad_()
+        if t.residual is not None
+        else None
+    )
     z = torch.cat(parts, 1)
     if t.scale is not None and t.shift is not None:
-        z = z * t.scale.double().cpu().view(-1, 1, 1) + t.shift.double().cpu().view(-1, 1, 1)
+        z = z * t.scale.double().cpu().view(-1, 1, 1) + t.shift.double().cpu().view(
+            -1, 1, 1
+        )
     z = z + residual if residual is not None else z
     activations: dict[str | None, Callable[[Tensor], Tensor]] = {
-        None: lambda z: z, "relu": F.relu, "relu6": F.relu6, "silu": F.silu, "gelu": F.gelu,
-        "leaky_relu": lambda z: F.leaky_relu(z, SLOPE), "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    }  # fmt: skip
+        None: lambda z: z,
+        "relu": F.relu,
+        "relu6": F.relu6,
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "leaky_relu": lambda z: F.leaky_relu(z, SLOPE),
+        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    }
     y = activations[t.activation](z)
     of = [*parts, *([residual] if residual is not None else [])]
     return [y.detach(), *torch.autograd.grad(y, of, t.g.double().cpu())]
@@ -93,7 +135,9 @@ def assert_right(t: Given, backend: Any = "triton") -> None:
 @pytest.mark.parametrize("backend", ["triton", "aten", "auto"])
 @given(j=joins(), seed=st.integers(0, 99))
 @settings(max_examples=EXAMPLES)
-def test_values_and_gradients_are_the_definitions(backend: str, j: Join, seed: int) -> None:
+def test_values_and_gradients_are_the_definitions(
+    backend: str, j: Join, seed: int
+) -> None:
     t = drawn(j, seed)
     assert_right(t, backend)
     y = kernels.concat_channels(t.parts, **options(t), backend=backend)  # type: ignore[arg-type]
@@ -102,13 +146,20 @@ def test_values_and_gradients_are_the_definitions(backend: str, j: Join, seed: i
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_nan_and_infinities_go_where_torchs_go(activation: str | None) -> None:
-    """Each with each as cotangent. Of relu6's gradient at NaN torch's kernels for CPU and CUDA think differently."""
+    """Each with each as cotangent. Of relu6's gradient at NaN torch's kernels for CPU
+    and CUDA think differently.
+    """
     odd = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 6.0, -1.5, 2.5, 7.5])
-    x, g = (v.reshape(1, 8, 1, 8).to(DEVICE).contiguous() for v in torch.meshgrid(odd, odd, indexing="ij"))
+    x, g = (
+        v.reshape(1, 8, 1, 8).to(DEVICE).contiguous()
+        for v in torch.meshgrid(odd, odd, indexing="ij")
+    )
     x, g = (x, g) if activation != "relu6" else (x[:, 1:], g[:, 1:])
     t = Given([x[:, :3], x[:, 3:]], None, None, None, activation, g)
     for found, expected in zip(called(t), truth(t), strict=True):
-        torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(
+            found.double().cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True
+        )
 
 
 @given(j=joins(), seed=st.integers(0, 99))
@@ -120,7 +171,9 @@ def test_without_an_activation_backward_is_the_adjoint(j: Join, seed: int) -> No
     y, *gradients = (v.double() for v in called(t))
     inputs = [*t.parts, *([t.residual] if t.residual is not None else [])]
     right = sum((x.double() * d).sum() for x, d in zip(inputs, gradients, strict=True))
-    assert abs((y * t.g.double()).sum() - right) <= 1e-6 * y.norm() * t.g.double().norm()
+    assert (
+        abs((y * t.g.double()).sum() - right) <= 1e-6 * y.norm() * t.g.double().norm()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -130,7 +183,9 @@ def test_a_plain_concatenation_copies_bits(sizes: tuple[int, ...], dtype: str) -
     t = drawn(Join((2, 3, 4), sizes, dtype))
     for v in (*t.parts, t.g):
         v[1].mul_(0)  # half of them are -0
-        if v.numel() and (ON_GPU or dtype != "bfloat16"):  # of which the interpreter makes 0
+        if v.numel() and (
+            ON_GPU or dtype != "bfloat16"
+        ):  # of which the interpreter makes 0
             v[0, 0] = torch.finfo(v.dtype).smallest_normal / 4
     bits = torch.int32 if dtype == "float32" else torch.int16
     y, *gradients = called(t)
@@ -145,7 +200,9 @@ def test_the_same_bits_twice(j: Join) -> None:
     assert all(a.equal(b) for a, b in zip(called(t), called(t), strict=True))
 
 
-@pytest.mark.parametrize("j", [FULL, ODD, ODD._replace(activation=None)], ids=["aligned", "odd", "linear"])
+@pytest.mark.parametrize(
+    "j", [FULL, ODD, ODD._replace(activation=None)], ids=["aligned", "odd", "linear"]
+)
 def test_it_is_one_launch_each_way(j: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
     run = Recipe.run
@@ -163,7 +220,10 @@ IMAGES = [(2, 3, 4), (2, 3, 1), (3, 1, 1), (1, 1, 4), (1, 1, 1)]
 
 
 FEW = ("channels", "channels off the grid", "samples")
-LYING = [*((IMAGES[0], layout) for layout in LAYOUTS), *((image, layout) for image in IMAGES[1:] for layout in FEW)]
+LYING = [
+    *((IMAGES[0], layout) for layout in LAYOUTS),
+    *((image, layout) for image in IMAGES[1:] for layout in FEW),
+]
 
 
 @pytest.mark.parametrize(("image", "layout"), LYING, ids=str)
@@ -185,14 +245,20 @@ def test_slices_of_channels_are_read_where_they_lie() -> None:
 
 def test_a_cotangent_that_is_one_number_everywhere() -> None:
     t = drawn(ODD)
-    assert_right(t._replace(g=torch.ones((), dtype=t.g.dtype, device=DEVICE).expand(t.g.shape)))
+    assert_right(
+        t._replace(g=torch.ones((), dtype=t.g.dtype, device=DEVICE).expand(t.g.shape))
+    )
 
 
 def test_scale_and_shift_lie_anyhow() -> None:
     t = drawn(FULL)
     assert t.shift is not None
     every_second = torch.stack((t.shift, t.shift * torch.nan), 1)[:, 0]
-    assert_right(t._replace(scale=torch.full((), 0.5, device=DEVICE).expand(48), shift=every_second))
+    assert_right(
+        t._replace(
+            scale=torch.full((), 0.5, device=DEVICE).expand(48), shift=every_second
+        )
+    )
 
 
 @given(j=joins(), seed=st.integers(0, 99), backend=st.sampled_from(["triton", "aten"]))
@@ -200,8 +266,12 @@ def test_scale_and_shift_lie_anyhow() -> None:
 def test_a_flat_buffer_is_its_parts(j: Join, seed: int, backend: Any) -> None:
     """And so are its views, which begin at any address."""
     t = drawn(j, seed)
-    flat = torch.cat([p.permute(0, 2, 3, 1).flatten() for p in t.parts]).requires_grad_()
-    y = kernels.concat_channels(flat, j.sizes, image=j.image, **options(t), backend=backend)
+    flat = torch.cat(
+        [p.permute(0, 2, 3, 1).flatten() for p in t.parts]
+    ).requires_grad_()
+    y = kernels.concat_channels(
+        flat, j.sizes, image=j.image, **options(t), backend=backend
+    )
     (gradient,) = torch.autograd.grad(y, flat, t.g)
     expected, *gradients = called(t, backend)
     assert y.equal(expected)
@@ -212,20 +282,27 @@ def test_a_flat_buffer_is_its_parts(j: Join, seed: int, backend: Any) -> None:
 @pytest.mark.parametrize("margins", PLACES.values(), ids=list(PLACES))
 @pytest.mark.parametrize("j", [FULL, ODD], ids=["aligned", "odd"])
 @pytest.mark.parametrize("backend", ["triton", "aten"])
-def test_a_result_fills_its_slot_and_nothing_else(backend: Any, j: Join, margins: Margins) -> None:
+def test_a_result_fills_its_slot_and_nothing_else(
+    backend: Any, j: Join, margins: Margins
+) -> None:
     t = drawn(j)
     slot = placed(t.g, margins).fill_(torch.nan)
     whole = slot._base
     assert whole is not None
-    assert kernels.concat_channels(t.parts, **options(t), out=slot, backend=backend) is slot
+    assert (
+        kernels.concat_channels(t.parts, **options(t), out=slot, backend=backend)
+        is slot
+    )
     assert slot.equal(kernels.concat_channels(t.parts, **options(t), backend=backend))
     assert whole.isfinite().sum() == slot.numel()
 
 
 EMPTY = {
-    "no image": FULL._replace(image=(0, 3, 4)), "no rows": FULL._replace(image=(2, 0, 4)),
-    "no channels": FULL._replace(sizes=(0, 0)), "one part without channels": Join((2, 3, 4), (0,)),
-}  # fmt: skip
+    "no image": FULL._replace(image=(0, 3, 4)),
+    "no rows": FULL._replace(image=(2, 0, 4)),
+    "no channels": FULL._replace(sizes=(0, 0)),
+    "one part without channels": Join((2, 3, 4), (0,)),
+}
 
 
 @pytest.mark.parametrize("name", EMPTY)
@@ -237,25 +314,39 @@ def test_nothing_at_all(backend: Any, name: str) -> None:
 
 
 def test_a_part_without_channels_costs_no_wide_access() -> None:
-    aligned, without = (Memory((2, k, 3, 4), (12 * k, 1, 4 * k, max(k, 1)), "float16") for k in (16, 0))
+    aligned, without = (
+        Memory((2, k, 3, 4), (12 * k, 1, 4 * k, max(k, 1)), "float16") for k in (16, 0)
+    )
     recipe = concat.concat_recipe((aligned, without), aligned, None, PLAIN)
     assert recipe.constants["UNIT"] == 8
 
 
 FAR = [(2, 2**31 + 16), (3, 2**30)]
-PIXELS = Join((0, 1, 1), (16, 8), "float16", True, True, "relu")  # as parts, pixels that lie far apart are not copied
+PIXELS = Join(
+    (0, 1, 1), (16, 8), "float16", True, True, "relu"
+)  # as parts, pixels that lie far apart are not copied
 
 
 @pytest.mark.parametrize(("N", "stride"), FAR)
 @pytest.mark.parametrize("name", ["parts", "residual", "g"])
-def test_inputs_beyond_32_bits(name: str, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]) -> None:
+def test_inputs_beyond_32_bits(
+    name: str, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
+) -> None:
     t = drawn(PIXELS._replace(image=(N, 1, 1)))
-    changed: Any = {name: sparse(t.parts[0] if name == "parts" else getattr(t, name), stride)}
-    assert_right(t._replace(**changed if name != "parts" else {"parts": [changed["parts"], t.parts[1]]}))
+    changed: Any = {
+        name: sparse(t.parts[0] if name == "parts" else getattr(t, name), stride)
+    }
+    assert_right(
+        t._replace(
+            **changed if name != "parts" else {"parts": [changed["parts"], t.parts[1]]}
+        )
+    )
 
 
 @pytest.mark.parametrize(("N", "stride"), FAR)
-def test_an_output_beyond_32_bits(N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]) -> None:
+def test_an_output_beyond_32_bits(
+    N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
+) -> None:
     t = drawn(FULL._replace(image=(N, 3, 4)))
     slot = sparse(t.g, stride).fill_(torch.nan)
     kernels.concat_channels(t.parts, **options(t), out=slot, backend="triton")
@@ -264,7 +355,11 @@ def test_an_output_beyond_32_bits(N: int, stride: int, sparse: Callable[[Tensor,
 
 def test_gradients_beyond_32_bits_of_a_cotangent_that_is_expanded() -> None:
     """It spans a few numbers, but what is written of it does not."""
-    part = Memory((2, 16, 2**12, 2**12), (2**28, 1, 2**16, 16), "float16")  # 2**29 numbers
+    part = Memory(
+        (2, 16, 2**12, 2**12), (2**28, 1, 2**16, 16), "float16"
+    )  # 2**29 numbers
     g = Memory((2, 32, 2**12, 2**12), (0, 1, 0, 0), "float16")
     assert part.spans < HUGE
-    assert concat.split_recipe((part, part), g, None, Finish(activation="relu")).constants["WIDE"]
+    assert concat.split_recipe(
+        (part, part), g, None, Finish(activation="relu")
+    ).constants["WIDE"]

@@ -1,4 +1,6 @@
-"""The three passes by Triton are the definition's, through every path of the kernels, on tensors that lie anyhow."""
+"""The three passes by Triton are the definition's, through every path of the kernels,
+on tensors that lie anyhow.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ from tests.strategies import convolutions
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 HALVES = ("float16", "bfloat16")
 SPLIT_POINTERS, SPLIT_BOXES = replace(POINTERS, splits=3), replace(BOXES, splits=3)
-LONG_BOXES, SPLIT_LONG_BOXES = replace(BOXES, n=128, k=32), replace(BOXES, n=128, k=32, splits=3)
+LONG_BOXES, SPLIT_LONG_BOXES = (
+    replace(BOXES, n=128, k=32),
+    replace(BOXES, n=128, k=32, splits=3),
+)
 EXAMPLES = 16 if ON_GPU else 8  # on a GPU each compiles kernels of its own
 hopper = pytest.mark.skipif(CHIP.arch < 90, reason="needs Hopper's copy engine")
 seeds = st.integers(0, 2**32)
@@ -63,18 +68,28 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
 
 @settings(max_examples=EXAMPLES)
 @given(
-    convolutions(("float32", *HALVES), st.integers(1, 3)), seeds, st.sampled_from(["ieee", "tf32"]),
+    convolutions(("float32", *HALVES), st.integers(1, 3)),
+    seeds,
+    st.sampled_from(["ieee", "tf32"]),
     st.sampled_from([POINTERS, SPLIT_POINTERS]),
-)  # fmt: skip
-def test_any_convolution_by_pointers(spec: Conv2dSpec, seed: int, precision: str, tile: Tile) -> None:
+)
+def test_any_convolution_by_pointers(
+    spec: Conv2dSpec, seed: int, precision: str, tile: Tile
+) -> None:
     with multiplying_in(precision):
         assert_right(spec, tensors(spec, seed), tile)
 
 
 @hopper
 @settings(max_examples=EXAMPLES)
-@given(convolutions(HALVES, st.just(1), aligned=True), seeds, st.sampled_from([LONG_BOXES, SPLIT_LONG_BOXES]))
-def test_any_aligned_convolution_by_boxes(spec: Conv2dSpec, seed: int, tile: Tile) -> None:
+@given(
+    convolutions(HALVES, st.just(1), aligned=True),
+    seeds,
+    st.sampled_from([LONG_BOXES, SPLIT_LONG_BOXES]),
+)
+def test_any_aligned_convolution_by_boxes(
+    spec: Conv2dSpec, seed: int, tile: Tile
+) -> None:
     assert_right(spec, tensors(spec, seed), tile)
 
 
@@ -98,72 +113,198 @@ EVEN = images(32, 40, (8, 10), 3, 3, (2, 2), SAME)
 GROUPS = images(48, 96, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 3)
 ROUTES: dict[str, tuple[Pass, Conv2dSpec, Tile, Callable[[list[Recipe]], bool]]] = {
     "an image's numbers": ("forward", RGB, POINTERS, first("NUMBERS", True)),
-    "an image's numbers for filters": ("weight gradient", RGB, POINTERS, first("NUMBERS", True)),
-    "an image's numbers, split": ("forward", RGB, SPLIT_POINTERS, first("NUMBERS", True)),
-    "too few numbers for two groups": (
-        "forward", images(6, 4, (5, 6), 3, 3, (1, 1), SAME, (1, 1), 2), POINTERS, first("NUMBERS", False)
+    "an image's numbers for filters": (
+        "weight gradient",
+        RGB,
+        POINTERS,
+        first("NUMBERS", True),
     ),
-    "31 taps": ("forward", images(8, 9, (5, 33), 1, 31, (1, 1), ((0, 0), (15, 15))), POINTERS, first("S", 31)),
-    "32 taps": ("forward", images(8, 9, (6, 9), 4, 8, (1, 1), ((1, 2), (3, 4))), POINTERS, first("S", 8)),
-    "63 taps": ("input gradient", images(8, 9, (8, 8), 9, 7, (1, 1), ((4, 4), (3, 3))), POINTERS, first("R", 9)),
-    "channels in several steps": ("forward", images(72, 9, (3, 4), 2, 2), POINTERS, first("C", 72)),
-    "one row of pixels": ("forward", images(24, 40, (5, 7), 1, 1), POINTERS, first("Q", 70)),
-    "one row of gradients": ("weight gradient", images(24, 40, (5, 7), 1, 1), POINTERS, first("SIZE_2", 70)),
-    "one row by boxes": ("forward", images(24, 40, (5, 7), 1, 1), BOXES, first("Q", 70)),
-    "a padded 1 x 1": ("forward", images(24, 40, (5, 7), 1, 1, (1, 1), SAME), POINTERS, first("H0", -1)),
-    "a strided 1 x 1 by pointers": ("forward", images(24, 40, (5, 7), 1, 1, (2, 3)), POINTERS, first("HS", 1)),
-    "a strided 1 x 1 by boxes": ("forward", images(24, 40, (5, 7), 1, 1, (2, 3)), BOXES, first("STRIDE", 1)),
-    "four phases": ("input gradient", images(9, 8, (7, 9), 3, 3, (2, 2), SAME), POINTERS, lambda seen: len(seen) == 4),
+    "an image's numbers, split": (
+        "forward",
+        RGB,
+        SPLIT_POINTERS,
+        first("NUMBERS", True),
+    ),
+    "too few numbers for two groups": (
+        "forward",
+        images(6, 4, (5, 6), 3, 3, (1, 1), SAME, (1, 1), 2),
+        POINTERS,
+        first("NUMBERS", False),
+    ),
+    "31 taps": (
+        "forward",
+        images(8, 9, (5, 33), 1, 31, (1, 1), ((0, 0), (15, 15))),
+        POINTERS,
+        first("S", 31),
+    ),
+    "32 taps": (
+        "forward",
+        images(8, 9, (6, 9), 4, 8, (1, 1), ((1, 2), (3, 4))),
+        POINTERS,
+        first("S", 8),
+    ),
+    "63 taps": (
+        "input gradient",
+        images(8, 9, (8, 8), 9, 7, (1, 1), ((4, 4), (3, 3))),
+        POINTERS,
+        first("R", 9),
+    ),
+    "channels in several steps": (
+        "forward",
+        images(72, 9, (3, 4), 2, 2),
+        POINTERS,
+        first("C", 72),
+    ),
+    "one row of pixels": (
+        "forward",
+        images(24, 40, (5, 7), 1, 1),
+        POINTERS,
+        first("Q", 70),
+    ),
+    "one row of gradients": (
+        "weight gradient",
+        images(24, 40, (5, 7), 1, 1),
+        POINTERS,
+        first("SIZE_2", 70),
+    ),
+    "one row by boxes": (
+        "forward",
+        images(24, 40, (5, 7), 1, 1),
+        BOXES,
+        first("Q", 70),
+    ),
+    "a padded 1 x 1": (
+        "forward",
+        images(24, 40, (5, 7), 1, 1, (1, 1), SAME),
+        POINTERS,
+        first("H0", -1),
+    ),
+    "a strided 1 x 1 by pointers": (
+        "forward",
+        images(24, 40, (5, 7), 1, 1, (2, 3)),
+        POINTERS,
+        first("HS", 1),
+    ),
+    "a strided 1 x 1 by boxes": (
+        "forward",
+        images(24, 40, (5, 7), 1, 1, (2, 3)),
+        BOXES,
+        first("STRIDE", 1),
+    ),
+    "four phases": (
+        "input gradient",
+        images(9, 8, (7, 9), 3, 3, (2, 2), SAME),
+        POINTERS,
+        lambda seen: len(seen) == 4,
+    ),
     "phases that are split": (
-        "input gradient", images(9, 8, (7, 9), 3, 3, (2, 2), SAME), SPLIT_POINTERS, lambda seen: len(seen) == 8
+        "input gradient",
+        images(9, 8, (7, 9), 3, 3, (2, 2), SAME),
+        SPLIT_POINTERS,
+        lambda seen: len(seen) == 8,
     ),
     "phases that no tap reads": (
-        "input gradient", images(9, 8, (7, 8), 2, 1, (3, 2)), POINTERS, lambda seen: len(seen) == 2
+        "input gradient",
+        images(9, 8, (7, 8), 2, 1, (3, 2)),
+        POINTERS,
+        lambda seen: len(seen) == 2,
     ),
     "one phase of dilated taps": (
-        "input gradient", images(9, 8, (9, 9), 3, 3, (2, 2), SAME, (2, 2)), POINTERS, lambda seen: len(seen) == 1
+        "input gradient",
+        images(9, 8, (9, 9), 3, 3, (2, 2), SAME, (2, 2)),
+        POINTERS,
+        lambda seen: len(seen) == 1,
     ),
     "phases of one tap": (
-        "input gradient", images(9, 8, (6, 8), 2, 2, (2, 2)), POINTERS,
+        "input gradient",
+        images(9, 8, (6, 8), 2, 2, (2, 2)),
+        POINTERS,
         lambda seen: [r.constants["R"] for r in seen] == [1] * 4,
     ),
     "boxes at stride 2": ("forward", EVEN, BOXES, first("STRIDE", 2)),
     "boxes at stride 2, split": ("forward", EVEN, SPLIT_BOXES, first("STRIDE", 2)),
     "boxes at stride 2 of a dilated filter": (
-        "forward", images(16, 24, (12, 10), 3, 3, (2, 2), ((2, 3), (1, 1)), (3, 2)), BOXES, first("STRIDE", 2)
+        "forward",
+        images(16, 24, (12, 10), 3, 3, (2, 2), ((2, 3), (1, 1)), (3, 2)),
+        BOXES,
+        first("STRIDE", 2),
     ),
-    "boxes at stride 2 for filters": ("weight gradient", EVEN, BOXES, first("STRIDE", 2)),
+    "boxes at stride 2 for filters": (
+        "weight gradient",
+        EVEN,
+        BOXES,
+        first("STRIDE", 2),
+    ),
     "boxes of phases": ("input gradient", EVEN, BOXES, made_by(by_boxes)),
     "boxes of groups": ("forward", GROUPS, BOXES, made_by(by_boxes)),
-    "boxes of groups for inputs": ("input gradient", GROUPS, SPLIT_BOXES, made_by(by_boxes)),
-    "boxes of groups for filters": ("weight gradient", GROUPS, SPLIT_BOXES, made_by(wgrad_by_boxes)),
+    "boxes of groups for inputs": (
+        "input gradient",
+        GROUPS,
+        SPLIT_BOXES,
+        made_by(by_boxes),
+    ),
+    "boxes of groups for filters": (
+        "weight gradient",
+        GROUPS,
+        SPLIT_BOXES,
+        made_by(wgrad_by_boxes),
+    ),
     "boxes of strided groups": (
-        "forward", images(32, 32, (6, 6), 3, 3, (2, 2), SAME, (1, 1), 2), BOXES, first("STRIDE", 2)
+        "forward",
+        images(32, 32, (6, 6), 3, 3, (2, 2), SAME, (1, 1), 2),
+        BOXES,
+        first("STRIDE", 2),
     ),
     "boxes of strided groups for filters": (
-        "weight gradient", images(32, 32, (6, 6), 3, 3, (2, 2), SAME, (1, 1), 2), BOXES, first("STRIDE", 2)
+        "weight gradient",
+        images(32, 32, (6, 6), 3, 3, (2, 2), SAME, (1, 1), 2),
+        BOXES,
+        first("STRIDE", 2),
     ),
-    "boxes of channels that end within a step": ("forward", images(24, 40, (5, 5), 3, 3), BOXES, made_by(by_boxes)),
+    "boxes of channels that end within a step": (
+        "forward",
+        images(24, 40, (5, 5), 3, 3),
+        BOXES,
+        made_by(by_boxes),
+    ),
     "groups by pointers": ("forward", GROUPS, POINTERS, made_by(by_pointers)),
     "a filter per channel": (
-        "forward", images(5, 10, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 5), SPLIT_POINTERS, made_by(by_pointers)
+        "forward",
+        images(5, 10, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 5),
+        SPLIT_POINTERS,
+        made_by(by_pointers),
     ),
     "a filter per channel for inputs": (
-        "input gradient", images(5, 10, (6, 5), 3, 3, (2, 1), SAME, (1, 1), 5), POINTERS, made_by(by_pointers)
+        "input gradient",
+        images(5, 10, (6, 5), 3, 3, (2, 1), SAME, (1, 1), 5),
+        POINTERS,
+        made_by(by_pointers),
     ),
     "a filter per channel for filters": (
-        "weight gradient", images(5, 10, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 5), POINTERS, made_by(wgrad_by_pointers)
+        "weight gradient",
+        images(5, 10, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 5),
+        POINTERS,
+        made_by(wgrad_by_pointers),
     ),
     "more programs than are added at once": (
-        "forward", images(40, 9, (4, 4), 3, 3), Tile("pointers", 16, 64, 16, 4, 2, splits=27), first("SPLITS", 27)
+        "forward",
+        images(40, 9, (4, 4), 3, 3),
+        Tile("pointers", 16, 64, 16, 4, 2, splits=27),
+        first("SPLITS", 27),
     ),
     "more programs than steps": (
-        "forward", images(8, 9, (4, 4), 3, 3), Tile("pointers", 16, 16, 16, 4, 2, splits=20), first("SPLITS", 20)
+        "forward",
+        images(8, 9, (4, 4), 3, 3),
+        Tile("pointers", 16, 16, 16, 4, 2, splits=20),
+        first("SPLITS", 20),
     ),
     "more programs than steps for filters": (
-        "weight gradient", images(8, 16, (4, 4), 2, 1), Tile("boxes", 64, 64, 16, 4, 2, splits=20), first("SPLITS", 20)
+        "weight gradient",
+        images(8, 16, (4, 4), 2, 1),
+        Tile("boxes", 64, 64, 16, 4, 2, splits=20),
+        first("SPLITS", 20),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ROUTES)
@@ -176,23 +317,44 @@ def test_every_route_through_the_kernels(name: str, launches: list[Recipe]) -> N
 
 
 @hopper
-@pytest.mark.parametrize(("image", "rows", "cols"), [((2, 5, 16), 1, 2), ((2, 16, 5), 2, 1), ((16, 3, 5), 0, 1)])
+@pytest.mark.parametrize(
+    ("image", "rows", "cols"),
+    [((2, 5, 16), 1, 2), ((2, 16, 5), 2, 1), ((16, 3, 5), 0, 1)],
+)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_pixels_in_any_order_for_filters(
-    image: tuple[int, int, int], rows: int, cols: int, stride: int, launches: list[Recipe]
+    image: tuple[int, int, int],
+    rows: int,
+    cols: int,
+    stride: int,
+    launches: list[Recipe],
 ) -> None:
     N, P, Q = image
-    spec = Conv2dSpec(N, 16, P * stride, Q * stride, 8, 3, 3, (stride, stride), SAME, dtype="float16")
+    spec = Conv2dSpec(
+        N, 16, P * stride, Q * stride, 8, 3, 3, (stride, stride), SAME, dtype="float16"
+    )
     assert_right(spec, tensors(spec), BOXES, ("weight gradient",))
-    assert (launches[0].constants["ROWS"], launches[0].constants["COLS"]) == (rows, cols)
+    assert (launches[0].constants["ROWS"], launches[0].constants["COLS"]) == (
+        rows,
+        cols,
+    )
 
 
 NOT_IN_BOXES: dict[str, tuple[Pass, Conv2dSpec]] = {
-    "an odd height at stride 2": ("forward", images(32, 40, (9, 10), 3, 3, (2, 2), SAME)),
-    "an odd width at stride 2": ("weight gradient", images(32, 40, (8, 11), 3, 3, (2, 2), SAME)),
+    "an odd height at stride 2": (
+        "forward",
+        images(32, 40, (9, 10), 3, 3, (2, 2), SAME),
+    ),
+    "an odd width at stride 2": (
+        "weight gradient",
+        images(32, 40, (8, 11), 3, 3, (2, 2), SAME),
+    ),
     "two strides": ("forward", images(32, 40, (8, 10), 3, 3, (2, 1), SAME)),
     "stride 3": ("forward", images(32, 40, (9, 9), 3, 3, (3, 3), SAME)),
-    "8 channels a group": ("forward", images(16, 32, (6, 6), 3, 3, (1, 1), SAME, (1, 1), 2)),
+    "8 channels a group": (
+        "forward",
+        images(16, 32, (6, 6), 3, 3, (1, 1), SAME, (1, 1), 2),
+    ),
     "unaligned channels": ("forward", images(36, 40, (6, 6), 3, 3)),
     "unaligned filters": ("input gradient", images(32, 36, (6, 6), 3, 3)),
     "exact float32": ("forward", images(8, 16, (6, 6), 3, 3, dtype="float32")),
@@ -202,7 +364,10 @@ NOT_IN_BOXES: dict[str, tuple[Pass, Conv2dSpec]] = {
 @pytest.mark.parametrize("name", NOT_IN_BOXES)
 def test_what_does_not_come_in_boxes_is_refused(name: str) -> None:
     what, spec = NOT_IN_BOXES[name]
-    with multiplying_in("ieee"), pytest.raises(KernelError, match="boxes:64x64x16:4w2s1z fetches boxes"):
+    with (
+        multiplying_in("ieee"),
+        pytest.raises(KernelError, match="boxes:64x64x16:4w2s1z fetches boxes"),
+    ):
         by_triton(what, spec, tensors(spec), BOXES)
     assert_right(spec, tensors(spec), None, (what,))
 
@@ -220,29 +385,45 @@ def test_a_call_without_bias(splits: int) -> None:
     spec = images(8, 9, (4, 4), 3, 3)
     t = tensors(spec)
     tile = Tile("pointers", 16, 64, 16, 4, 2, splits)
-    y = kernels.conv2d_forward(t.x, t.w, None, *geometry(spec), tile=tile, backend="triton")
-    biased = kernels.conv2d_forward(t.x, t.w, torch.zeros_like(t.bias), *geometry(spec), tile=tile, backend="triton")
+    y = kernels.conv2d_forward(
+        t.x, t.w, None, *geometry(spec), tile=tile, backend="triton"
+    )
+    biased = kernels.conv2d_forward(
+        t.x, t.w, torch.zeros_like(t.bias), *geometry(spec), tile=tile, backend="triton"
+    )
     assert y.equal(biased)
 
 
 @pytest.mark.parametrize("what", get_args(Pass))
 @pytest.mark.parametrize("path", get_args(Path))
 def test_the_same_bits_every_time(what: Pass, path: Path) -> None:
-    spec = images(32, 32, (7, 6), 2, 2) if not ON_GPU else images(96, 64, (40, 37), 3, 3)
+    spec = (
+        images(32, 32, (7, 6), 2, 2) if not ON_GPU else images(96, 64, (40, 37), 3, 3)
+    )
     tile, t = Tile(path, 64, 64, 16, 4, 2, splits=5), tensors(spec)
     assert by_triton(what, spec, t, tile).equal(by_triton(what, spec, t, tile))
 
 
 # Samples, channels, rows and columns, filters, taps a side.
-LAYERS = [(32, 640, (32, 32), 640, 3), (32, 256, (14, 14), 256, 3), (1, 128, (28, 28), 128, 3)]
+LAYERS = [
+    (32, 640, (32, 32), 640, 3),
+    (32, 256, (14, 14), 256, 3),
+    (1, 128, (28, 28), 128, 3),
+]
 
 
 @pytest.mark.parametrize("what", get_args(Pass))
 @pytest.mark.parametrize("shape", LAYERS)
 def test_default_tiles_give_the_same_bits_every_time(what: Pass, shape: Any) -> None:
-    """Of layers whose weight gradients differed from call to call on an H100, when left operands were in registers."""
+    """Of layers whose weight gradients differed from call to call on an H100, when left
+    operands were in registers.
+    """
     N, C, sides, K, R = shape
-    spec = images(C, K, sides, R, R, dtype="float16") if ON_GPU else images(16, 32, (5, 6), R, R)
+    spec = (
+        images(C, K, sides, R, R, dtype="float16")
+        if ON_GPU
+        else images(16, 32, (5, 6), R, R)
+    )
     spec = replace(spec, N=N if ON_GPU else 2)
     t = tensors(spec)
     first = by_triton(what, spec, t)
@@ -255,26 +436,38 @@ def contiguous(shape: tuple[int, int, int, int], dtype: str) -> Memory:
 
 
 def work_of(what: Pass, spec: Conv2dSpec) -> Extents:
-    x, w, y = (contiguous(s, spec.dtype) for s in (spec.x_shape, spec.w_shape, spec.y_shape))
+    x, w, y = (
+        contiguous(s, spec.dtype) for s in (spec.x_shape, spec.w_shape, spec.y_shape)
+    )
     if what == "input gradient":
         (phase,) = fprop.phases(spec, y, w, x, "tf32")
         assert phase.correlation is not None
         return phase.correlation.extents
-    return (fprop.forward if what == "forward" else wgrad.weight_gradient)(spec, x, w, y, "tf32").extents
+    return (fprop.forward if what == "forward" else wgrad.weight_gradient)(
+        spec, x, w, y, "tf32"
+    ).extents
 
 
 def all_tiles() -> Iterator[tuple[Pass, Conv2dSpec, Tile]]:
-    """The tiles of the whole space at their most stages, every other one split; in the interpreter a few of them."""
+    """The tiles of the whole space at their most stages, every other one split; in the
+    interpreter a few of them.
+    """
     large, small = (136, 200, (40, 37), 3, 3, (1, 1), SAME), (40, 72, (5, 6), 2, 2)
     for what, dtype in product(PASSES, ("float16", "float32")):
         spec = images(*(large if ON_GPU else small), dtype=dtype)
-        space = {(t.path, t.m, t.n, t.k): t for t in tiles.space(work_of(what, spec), CHIP)}
+        space = {
+            (t.path, t.m, t.n, t.k): t for t in tiles.space(work_of(what, spec), CHIP)
+        }
         for i, tile in list(enumerate(space.values()))[:: 1 if ON_GPU else 7]:
             yield what, spec, replace(tile, splits=1 + 2 * (i % 2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "spec", "tile"), list(all_tiles()), ids=lambda v: getattr(v, "dtype", str(v)))
+@pytest.mark.parametrize(
+    ("what", "spec", "tile"),
+    list(all_tiles()),
+    ids=lambda v: getattr(v, "dtype", str(v)),
+)
 def test_every_tile(what: Pass, spec: Conv2dSpec, tile: Tile) -> None:
     with multiplying_in("tf32"):
         assert_right(spec, tensors(spec), tile, (what,))

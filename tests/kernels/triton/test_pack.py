@@ -1,4 +1,6 @@
-"""`kernels.pack` and `kernels.unpack` are torch's copies and sums, bit by bit, of boxes that lie anyhow."""
+"""`kernels.pack` and `kernels.unpack` are torch's copies and sums, bit by bit, of boxes
+that lie anyhow.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.strategies import boxes
 
 pytestmark = [
     pytest.mark.usefixtures("new_memory_is_nan"),
-    pytest.mark.filterwarnings("ignore:overflow encountered in"),  # numpy's, which interprets
+    pytest.mark.filterwarnings(
+        "ignore:overflow encountered in"
+    ),  # numpy's, which interprets
 ]
 EXAMPLES = 10 if ON_GPU else 150  # a GPU's compiler takes seconds for each
 BITS = {2: torch.int16, 4: torch.int32}
@@ -33,7 +37,9 @@ Shape = tuple[int, int, int, int]
 
 @pytest.fixture(scope="module", autouse=True)
 def _bfloat16_is_rounded() -> Iterator[None]:
-    """Triton's interpreter (3.7) cuts float32 to bfloat16 off, and makes 0 of what is denormal in either."""
+    """Triton's interpreter (3.7) cuts float32 to bfloat16 off, and makes 0 of what is
+    denormal in either.
+    """
     if ON_GPU:
         yield
         return
@@ -45,7 +51,9 @@ def _bfloat16_is_rounded() -> Iterator[None]:
     def cast_impl(self: Any, x: Any, to: Any) -> Any:
         match x.dtype.scalar, to.scalar:
             case tl.bfloat16, tl.float32:
-                return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+                return TensorHandle(
+                    (x.data.astype(np.uint32) << 16).view(np.float32), tl.float32
+                )
             case tl.float32, tl.bfloat16:
                 rounded = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16()
                 return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
@@ -56,23 +64,34 @@ def _bfloat16_is_rounded() -> Iterator[None]:
     InterpreterBuilder.cast_impl = cast
 
 
-def image(shape: Shape, dtype: torch.dtype, seed: int = 0, finite: bool = False) -> Tensor:
-    """Random bits in channels_last: NaN with any payload, denormals, -0; or with 0 for what is not ``finite``."""
+def image(
+    shape: Shape, dtype: torch.dtype, seed: int = 0, finite: bool = False
+) -> Tensor:
+    """Random bits in channels_last: NaN with any payload, denormals, -0; or with 0 for
+    what is not ``finite``.
+    """
     N, C, H, W = shape
     random = torch.Generator().manual_seed(seed)
     most = 2 ** (8 * dtype.itemsize - 1)
-    t = torch.randint(-most, most, (N, H, W, C), generator=random, dtype=BITS[dtype.itemsize]).view(dtype)
+    t = torch.randint(
+        -most, most, (N, H, W, C), generator=random, dtype=BITS[dtype.itemsize]
+    ).view(dtype)
     t = torch.where(t.isfinite(), t, 0) if finite else t
     return t.to(DEVICE).permute(0, 3, 1, 2)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     bits = BITS[a.element_size()]
-    return a.dtype == b.dtype and a.contiguous().view(bits).equal(b.contiguous().view(bits))
+    return a.dtype == b.dtype and a.contiguous().view(bits).equal(
+        b.contiguous().view(bits)
+    )
 
 
 shapes: st.SearchStrategy[Shape] = st.tuples(
-    st.integers(1, 3), st.sampled_from([1, 3, 8, 16]), st.integers(1, 5), st.integers(1, 5)
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 8, 16]),
+    st.integers(1, 5),
+    st.integers(1, 5),
 )
 
 
@@ -85,15 +104,31 @@ class Cut(NamedTuple):
 
 @st.composite
 def cuts(draw: st.DrawFn) -> Cut:
-    """Disjoint ones, within slices along one dimension: whole slabs of rows or columns, or less; empty ones too."""
+    """Disjoint ones, within slices along one dimension: whole slabs of rows or columns,
+    or less; empty ones too.
+    """
     shape = draw(shapes)
-    dim, count, whole = draw(st.integers(0, 3)), draw(st.integers(1, 4)), Box.whole(shape)
-    ends = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=count + 1, max_size=count + 1)))
+    dim, count, whole = (
+        draw(st.integers(0, 3)),
+        draw(st.integers(1, 4)),
+        Box.whole(shape),
+    )
+    ends = sorted(
+        draw(
+            st.lists(st.integers(0, shape[dim]), min_size=count + 1, max_size=count + 1)
+        )
+    )
     slices = [whole.along(dim, a, b) for a, b in pairwise(ends)]
     if draw(st.booleans()):
         return Cut(shape, slices)
     inner = [draw(boxes(s.shape)) for s in slices]
-    return Cut(shape, [Box(at(s.lo, b.lo), at(s.lo, b.hi)) for s, b in zip(slices, inner, strict=True)])
+    return Cut(
+        shape,
+        [
+            Box(at(s.lo, b.lo), at(s.lo, b.hi))
+            for s, b in zip(slices, inner, strict=True)
+        ],
+    )
 
 
 def at(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -104,24 +139,36 @@ def views(t: Tensor, found: list[Box]) -> list[Tensor]:
     return [t[b.within(Box.whole(tuple(t.shape)))] for b in found]
 
 
-def parts_for(found: list[Box], dtype: torch.dtype, lying: list[bool], finite: bool) -> list[Tensor]:
+def parts_for(
+    found: list[Box], dtype: torch.dtype, lying: list[bool], finite: bool
+) -> list[Tensor]:
     """A part for each box: as it arrives, or as a box of a larger image."""
     parts = []
     for i, (box, within) in enumerate(zip(found, lying, strict=False)):
         N, c, h, w = box.shape
-        larger = image((N, c + 8, h + 1, w + 2), dtype, i + 1, finite) if within else None
-        parts.append(larger[:, 8:, 1:, 1:-1] if larger is not None else image((N, c, h, w), dtype, i + 1, finite))
+        larger = (
+            image((N, c + 8, h + 1, w + 2), dtype, i + 1, finite) if within else None
+        )
+        parts.append(
+            larger[:, 8:, 1:, 1:-1]
+            if larger is not None
+            else image((N, c, h, w), dtype, i + 1, finite)
+        )
     return parts
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(data=st.data(), shape=shapes, dtype=st.sampled_from(DTYPES))
 @settings(max_examples=EXAMPLES)
-def test_packed_is_contiguous(backend: Any, data: st.DataObject, shape: Shape, dtype: torch.dtype) -> None:
+def test_packed_is_contiguous(
+    backend: Any, data: st.DataObject, shape: Shape, dtype: torch.dtype
+) -> None:
     """Pieces, which may overlap, of two images; those that are copied follow on each other."""
     kernels.set_backend(backend)
     both = [image(shape, dtype, seed) for seed in (0, 1)]
-    found = data.draw(st.lists(st.tuples(boxes(shape), st.sampled_from(both)), max_size=4))
+    found = data.draw(
+        st.lists(st.tuples(boxes(shape), st.sampled_from(both)), max_size=4)
+    )
     pieces = [views(t, [box])[0] for box, t in found]
     copied = []
     for piece, wire in zip(pieces, kernels.pack(pieces), strict=True):
@@ -133,19 +180,29 @@ def test_packed_is_contiguous(backend: Any, data: st.DataObject, shape: Shape, d
         else:
             copied.append(wire)
     assert len({w.untyped_storage().data_ptr() for w in copied}) <= 1
-    assert all(a.data_ptr() + a.nbytes <= b.data_ptr() < a.data_ptr() + a.nbytes + 16 for a, b in pairwise(copied))
+    assert all(
+        a.data_ptr() + a.nbytes <= b.data_ptr() < a.data_ptr() + a.nbytes + 16
+        for a, b in pairwise(copied)
+    )
     assert all(w.data_ptr() % 16 == 0 for w in copied)
 
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-@given(cut=cuts(), dtype=st.sampled_from(DTYPES), lying=st.lists(st.booleans(), min_size=4, max_size=4))
+@given(
+    cut=cuts(),
+    dtype=st.sampled_from(DTYPES),
+    lying=st.lists(st.booleans(), min_size=4, max_size=4),
+)
 @settings(max_examples=EXAMPLES)
 def test_places_are_filled_and_nothing_else(
     backend: Any, add: bool, cut: Cut, dtype: torch.dtype, lying: list[bool]
 ) -> None:
     kernels.set_backend(backend)
-    parts, whole = parts_for(cut.boxes, dtype, lying, add), image(cut.shape, dtype, finite=add)
+    parts, whole = (
+        parts_for(cut.boxes, dtype, lying, add),
+        image(cut.shape, dtype, finite=add),
+    )
     expected = whole.clone()
     for place, part in zip(views(expected, cut.boxes), parts, strict=True):
         place.add_(part) if add else place.copy_(part)
@@ -153,14 +210,24 @@ def test_places_are_filled_and_nothing_else(
     assert same_bits(whole, expected)
 
 
-@given(shape=shapes, lo=st.integers(0, 4), dim=st.sampled_from([2, 3]), dtype=st.sampled_from(DTYPES))
+@given(
+    shape=shapes,
+    lo=st.integers(0, 4),
+    dim=st.sampled_from([2, 3]),
+    dtype=st.sampled_from(DTYPES),
+)
 @settings(max_examples=EXAMPLES)
-def test_unpacked_is_what_was_packed(shape: Shape, lo: int, dim: int, dtype: torch.dtype) -> None:
+def test_unpacked_is_what_was_packed(
+    shape: Shape, lo: int, dim: int, dtype: torch.dtype
+) -> None:
     kernels.set_backend("triton")
     x, lo = image(shape, dtype), min(lo, shape[dim])
     halves = x.split([lo, shape[dim] - lo], dim)
     y = torch.empty_like(x)
-    kernels.unpack([w.movedim(-1, 1) for w in kernels.pack(halves)], y.split([lo, shape[dim] - lo], dim))
+    kernels.unpack(
+        [w.movedim(-1, 1) for w in kernels.pack(halves)],
+        y.split([lo, shape[dim] - lo], dim),
+    )
     assert same_bits(x, y)
 
 
@@ -168,24 +235,38 @@ def test_unpacked_is_what_was_packed(shape: Shape, lo: int, dim: int, dtype: tor
 def test_every_pattern_of_bits_is_kept(dtype: torch.dtype) -> None:
     """By two pieces of several programs each."""
     kernels.set_backend("triton")
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE).view(dtype).view(2, 16, 128, 16)
+    x = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int16, device=DEVICE)
+        .view(dtype)
+        .view(2, 16, 128, 16)
+    )
     halves = x[:, :, :7], x[:, :, 7:]
     wires = kernels.pack([t.permute(0, 3, 1, 2) for t in halves])
     assert all(same_bits(w, t) for w, t in zip(wires, halves, strict=True))
 
 
-@pytest.mark.parametrize(("of", "C", "unit", "sizes"), [
-    ((slice(None), slice(None), slice(1, 3)), 16, 8, (2, 1, 1)),  # runs of whole rows
-    ((slice(None), slice(None), slice(1, 3)), 3, 8, (2, 1, 1)),
-    ((..., slice(1, 3)), 16, 8, (12, 1, 1)),
-    ((..., slice(1, 3)), 3, 2, (12, 1, 1)),
-    ((slice(None), slice(8, 12)), 16, 4, (96, 1, 1)),
-    ((..., slice(1, 3), slice(1, 3)), 16, 8, (2, 2, 1)),
-    ((slice(None), slice(0, 8), slice(1, 3), slice(1, 3)), 16, 8, (2, 2, 2)),
-    ((..., slice(1, 8, 2)), 16, 8, (48, 1, 1)),
-    (..., 3, 8, (1, 1, 1)),
-])  # fmt: skip
-def test_what_lies_side_by_side_is_moved_at_once(of: Any, C: int, unit: int, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("of", "C", "unit", "sizes"),
+    [
+        (
+            (slice(None), slice(None), slice(1, 3)),
+            16,
+            8,
+            (2, 1, 1),
+        ),  # runs of whole rows
+        ((slice(None), slice(None), slice(1, 3)), 3, 8, (2, 1, 1)),
+        ((..., slice(1, 3)), 16, 8, (12, 1, 1)),
+        ((..., slice(1, 3)), 3, 2, (12, 1, 1)),
+        ((slice(None), slice(8, 12)), 16, 4, (96, 1, 1)),
+        ((..., slice(1, 3), slice(1, 3)), 16, 8, (2, 2, 1)),
+        ((slice(None), slice(0, 8), slice(1, 3), slice(1, 3)), 16, 8, (2, 2, 2)),
+        ((..., slice(1, 8, 2)), 16, 8, (48, 1, 1)),
+        (..., 3, 8, (1, 1, 1)),
+    ],
+)
+def test_what_lies_side_by_side_is_moved_at_once(
+    of: Any, C: int, unit: int, sizes: tuple[int, ...]
+) -> None:
     x = torch.empty(2, 6, 8, C, dtype=torch.float16, device="meta").permute(0, 3, 1, 2)
     y = torch.empty_like(x[of], memory_format=torch.channels_last)
     recipe = pack.move_recipe((Memory.of(x[of]),), (Memory.of(y),), False)
@@ -197,7 +278,9 @@ def test_what_lies_side_by_side_is_moved_at_once(of: Any, C: int, unit: int, siz
 
 @pytest.mark.parametrize(("N", "stride"), [(2, 2**31 + 16), (3, 2**30)])
 @pytest.mark.parametrize("add", [False, True])
-def test_boxes_beyond_32_bits(add: bool, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]) -> None:
+def test_boxes_beyond_32_bits(
+    add: bool, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
+) -> None:
     kernels.set_backend("triton")
     part = image((N, 8, 3, 4), torch.float16, 1, finite=True)
     far = sparse(image((N, 8, 3, 4), torch.float16, finite=True), stride)
@@ -205,7 +288,9 @@ def test_boxes_beyond_32_bits(add: bool, N: int, stride: int, sparse: Callable[[
     (wire,) = kernels.pack([far[:, :, 1:3]])
     assert same_bits(wire.movedim(-1, 1), expected)
     kernels.unpack([part[:, :, 1:3]], [far[:, :, 1:3]], add=add)
-    assert same_bits(far[:, :, 1:3], expected + part[:, :, 1:3] if add else part[:, :, 1:3])
+    assert same_bits(
+        far[:, :, 1:3], expected + part[:, :, 1:3] if add else part[:, :, 1:3]
+    )
 
 
 def test_many_numbers_take_64_bits() -> None:
@@ -213,5 +298,8 @@ def test_many_numbers_take_64_bits() -> None:
     few = Memory((1, 8, 2**13, 2**12), (2**28, 1, 2**15, 8), "float16")
     one = Memory((2, 8, 2**13, 2**13), (0, 1, 0, 8), "float16")
     packed = Memory((2, 8, 2**13, 2**13), (2**29, 1, 2**16, 8), "float16")
-    for sources, targets, wide in (((few,), (few,), False), ((few, one), (few, packed), True)):
+    for sources, targets, wide in (
+        ((few,), (few,), False),
+        ((few, one), (few, packed), True),
+    ):
         assert pack.move_recipe(sources, targets, False).constants["WIDE"] == wide

@@ -1,4 +1,6 @@
-"""Inputs and outputs as slices of larger tensors, of any strides, empty ones, and ones beyond 32-bit addresses."""
+"""Inputs and outputs as slices of larger tensors, of any strides, empty ones, and ones
+beyond 32-bit addresses.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ from tests.interpreter import (
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 hopper = pytest.mark.skipif(CHIP.arch < 90, reason="needs Hopper's copy engine")
-Margins = dict[int, tuple[int, int, int]]  # dimension: numbers before it, step, numbers after it
+Margins = dict[
+    int, tuple[int, int, int]
+]  # dimension: numbers before it, step, numbers after it
 PLACES: dict[str, Margins] = {
     "channels": {1: (8, 1, 16)},
     "channels off the grid": {1: (3, 1, 2)},
-    "channels beside the grid": {1: (4, 1, 4)},  # strides of 16 bytes, but not the address
+    "channels beside the grid": {
+        1: (4, 1, 4)
+    },  # strides of 16 bytes, but not the address
     "rows": {2: (2, 1, 3)},
     "columns": {3: (1, 1, 2)},
     "every second row": {2: (0, 2, 0)},
@@ -49,9 +55,18 @@ PLACES: dict[str, Margins] = {
 def placed(t: Tensor, margins: Margins) -> Tensor:
     """The same numbers as a slice of a larger tensor, which is NaN everywhere else."""
     at = [margins.get(i, (0, 1, 0)) for i in range(4)]
-    sizes = [lo + size * step + hi for size, (lo, step, hi) in zip(t.shape, at, strict=True)]
-    whole = torch.full(sizes, torch.nan, dtype=t.dtype, device=t.device).contiguous(memory_format=torch.channels_last)
-    part = whole[tuple(slice(lo, lo + n * step, step) for n, (lo, step, _) in zip(t.shape, at, strict=True))]
+    sizes = [
+        lo + size * step + hi for size, (lo, step, hi) in zip(t.shape, at, strict=True)
+    ]
+    whole = torch.full(sizes, torch.nan, dtype=t.dtype, device=t.device).contiguous(
+        memory_format=torch.channels_last
+    )
+    part = whole[
+        tuple(
+            slice(lo, lo + n * step, step)
+            for n, (lo, step, _) in zip(t.shape, at, strict=True)
+        )
+    ]
     return part.copy_(t)
 
 
@@ -59,19 +74,29 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: lambda t, m=m: placed(t, m) for name, m in PLACES.items()},  # type: ignore[misc]
     "NCHW": lambda t: t.contiguous(),
     "rows and columns changed over": lambda t: (
-        t.mT.contiguous(memory_format=torch.channels_last).mT  # a column's rows lie one after the other
+        t.mT.contiguous(
+            memory_format=torch.channels_last
+        ).mT  # a column's rows lie one after the other
     ),
     "one sample, expanded": lambda t: t[:1].expand(t.shape),
     "one number, expanded": lambda t: t[:1, :1, :1, :1].expand(t.shape),
 }
-UNFETCHED = ("channels off the grid", "channels beside the grid", "one sample, expanded")
+UNFETCHED = (
+    "channels off the grid",
+    "channels beside the grid",
+    "one sample, expanded",
+)
 LYING = images(16, 24, (6, 5), 3, 3, (1, 1), SAME)
 ONE_TAP = images(16, 24, (6, 5), 1, 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["x", "w", "g"])
-@pytest.mark.parametrize("spec", [LYING, ONE_TAP, replace(ONE_TAP, N=1)], ids=["3x3", "1x1", "1x1 of one image"])
+@pytest.mark.parametrize(
+    "spec",
+    [LYING, ONE_TAP, replace(ONE_TAP, N=1)],
+    ids=["3x3", "1x1", "1x1 of one image"],
+)
 def test_tensors_lie_anyhow(spec: Conv2dSpec, name: str, layout: str) -> None:
     t = tensors(spec)
     t = t._replace(**{name: LAYOUTS[layout](getattr(t, name))})
@@ -85,16 +110,25 @@ def test_tensors_lie_anyhow(spec: Conv2dSpec, name: str, layout: str) -> None:
 
 @hopper
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n not in UNFETCHED])
-@pytest.mark.parametrize(("name", "what"), [("x", "forward"), ("w", "input gradient"), ("g", "weight gradient")])
-def test_boxes_come_from_tensors_that_lie_anyhow(name: str, what: Pass, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("x", "forward"), ("w", "input gradient"), ("g", "weight gradient")],
+)
+def test_boxes_come_from_tensors_that_lie_anyhow(
+    name: str, what: Pass, layout: str
+) -> None:
     t = tensors(LYING)
-    assert_right(LYING, t._replace(**{name: LAYOUTS[layout](getattr(t, name))}), BOXES, (what,))
+    assert_right(
+        LYING, t._replace(**{name: LAYOUTS[layout](getattr(t, name))}), BOXES, (what,)
+    )
 
 
 @pytest.mark.parametrize("layout", UNFETCHED)
 def test_boxes_are_refused_what_the_copy_engine_cannot_fetch(layout: str) -> None:
     t = tensors(LYING)
-    with pytest.raises(KernelError, match=r"boxes:64x64x16:4w2s1z fetches boxes.* 16-byte aligned"):
+    with pytest.raises(
+        KernelError, match=r"boxes:64x64x16:4w2s1z fetches boxes.* 16-byte aligned"
+    ):
         by_triton("forward", LYING, t._replace(x=LAYOUTS[layout](t.x)), BOXES)
 
 
@@ -106,7 +140,9 @@ def test_few_channels_of_a_wider_image_are_not_taken_for_its_numbers() -> None:
 
 
 @pytest.mark.parametrize("margins", PLACES.values(), ids=list(PLACES))
-@pytest.mark.parametrize("tile", [POINTERS, replace(POINTERS, splits=3), BOXES], ids=str)
+@pytest.mark.parametrize(
+    "tile", [POINTERS, replace(POINTERS, splits=3), BOXES], ids=str
+)
 def test_a_result_fills_its_slot_and_nothing_else(tile: Tile, margins: Margins) -> None:
     skip_unless_it_runs(tile)
     t = tensors(LYING)
@@ -130,7 +166,9 @@ def test_empty_convolutions(empty: str, backend: kernels.choice.Backend) -> None
     assert not zeros.any()
     y = kernels.conv2d_forward(t.x, t.w, t.bias, *geometry(spec), backend=backend)
     assert_close(y, truth("forward", spec, t), BOUNDS["float16"])
-    dx, dw, db = kernels.conv2d_backward(t.g, t.x, t.w, *geometry(spec), backend=backend)
+    dx, dw, db = kernels.conv2d_backward(
+        t.g, t.x, t.w, *geometry(spec), backend=backend
+    )
     assert dx is not None
     assert dw is not None
     assert db is not None
@@ -149,12 +187,21 @@ def test_inputs_beyond_32_bits(
     spec = Conv2dSpec(N, 16, 3, 4, 16, 2, 1, dtype="float16")
     t = tensors(spec)
     t = t._replace(**{name: sparse(getattr(t, name), stride)})
-    assert_right(spec, t, tile, ("forward" if name == "x" else "input gradient", "weight gradient"))
+    assert_right(
+        spec,
+        t,
+        tile,
+        ("forward" if name == "x" else "input gradient", "weight gradient"),
+    )
 
 
 @pytest.mark.parametrize(("N", "stride"), [(2, 2**31 + 16), (3, 2**30)])
-@pytest.mark.parametrize("tile", [POINTERS, replace(POINTERS, splits=3), BOXES], ids=str)
-def test_an_output_beyond_32_bits(tile: Tile, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "tile", [POINTERS, replace(POINTERS, splits=3), BOXES], ids=str
+)
+def test_an_output_beyond_32_bits(
+    tile: Tile, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
+) -> None:
     skip_unless_it_runs(tile)
     spec = Conv2dSpec(N, 16, 3, 4, 16, 2, 1, dtype="float16")
     t = tensors(spec)
@@ -165,8 +212,12 @@ def test_an_output_beyond_32_bits(tile: Tile, N: int, stride: int, sparse: Calla
 
 
 @pytest.mark.parametrize("tile", [POINTERS, BOXES], ids=str)
-def test_filters_strewn_beyond_32_bits(tile: Tile, sparse: Callable[[Tensor, int], Tensor]) -> None:
+def test_filters_strewn_beyond_32_bits(
+    tile: Tile, sparse: Callable[[Tensor, int], Tensor]
+) -> None:
     skip_unless_it_runs(tile)
     spec = Conv2dSpec(2, 16, 3, 4, 16, 2, 1, dtype="float16")
     t = tensors(spec)
-    assert_right(spec, t._replace(w=sparse(t.w, 2**28)), tile, ("forward", "input gradient"))
+    assert_right(
+        spec, t._replace(w=sparse(t.w, 2**28)), tile, ("forward", "input gradient")
+    )

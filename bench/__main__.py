@@ -20,7 +20,7 @@ COMMANDS = {
     "overlap": "Time messages that overlap with computation against messages that are waited for.",
     "overhead": "Time what Python costs per operator of a split model, on one rank.",
     "planner": "Plan known architectures on modelled devices: seconds to plan, predicted gain.",
-    "autotune": "Autotune pairs of this machine: predicted against measured steps, gain of the plan.",
+    "autotune": "Autotune pairs of this machine: errors of prediction, gain of the plan.",
     "kills": "Kill `hetconv autotune` at random moments: what was measured must survive.",
     "gpu": "Run all that needs a GPU, in minutes: tests and benchmarks as separate processes.",
     "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",

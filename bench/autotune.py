@@ -1,4 +1,4 @@
-"""Autotune pairs of this machine: predicted against measured steps, gain of the plan.
+"""Autotune pairs of this machine: errors of prediction, gain of the plan.
 
 For each case the profile is made as ``hetconv autotune`` makes it; then about twenty
 plans, predicted from it, run in turn within each round, with the plain model on each

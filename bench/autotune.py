@@ -47,11 +47,11 @@ from hetconv.autotune.measure.models import build_model, channels_last, random_i
 from hetconv.autotune.measure.paired_rounds import Round, Step, paced_rounds
 from hetconv.autotune.search.race import Seconds, Usual
 from hetconv.autotune.search.tune import Job, tune
-from hetconv.comm.rank_group import silent, team_of
-from hetconv.cost.estimator import Pricer
+from hetconv.comm.rank_group import no_payload, rank_group_of
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.make_plan import PLANNED, make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE, Mode, Plan
+from hetconv.schemas.plan import SINGLE_DEVICE, Mode, Plan
 from hetconv.tracing.graph import Graph
 from hetconv.tracing.tracer import capture
 
@@ -238,7 +238,7 @@ def measure(
 ) -> dict[str, Any]:
     """On every rank: the figures of a case."""
     with (
-        beside_a_busy_process(busy and team_of().rank == len(devices) - 1),
+        beside_a_busy_process(busy and rank_group_of().rank == len(devices) - 1),
         tempfile.TemporaryDirectory() as folder,
     ):
         output = Path(folder, "cluster.json")
@@ -260,7 +260,11 @@ def measure(
         with torch.set_grad_enabled(mode == "train"):
             graph = capture(model, x)
         plan = make_plan(graph, profile, mode=mode)
-        plans = {} if plan.chosen.startswith(ALONE) else {PLANNED: dict(plan.splits)}
+        plans = (
+            {}
+            if plan.chosen.startswith(SINGLE_DEVICE)
+            else {PLANNED: dict(plan.splits)}
+        )
         all_plans = compared(graph, profile, mode, plans)
         steps = plan_steps(model, ModelInputs.of(x), graph, profile, mode, all_plans)
         check = checked(
@@ -268,15 +272,15 @@ def measure(
             x.device,
             lambda ran: predicted_and_measured(ran, graph, profile, mode, all_plans),
         )
-        own = plan.chosen if plan.chosen.startswith(ALONE) else PLANNED
+        own = plan.chosen if plan.chosen.startswith(SINGLE_DEVICE) else PLANNED
         best = {
             name: steps[name]
             for name in last({n: s for n, (_, s) in check.steps.items()}, own)
         }
         if own == PLANNED:
-            best[SILENT] = within(silent, steps[PLANNED])
+            best[SILENT] = within(no_payload, steps[PLANNED])
             all_plans[SILENT] = all_plans[PLANNED]
-        usual = Usual(Pricer(graph, profile, mode))
+        usual = Usual(StepEstimator(graph, profile, mode))
 
         def brought(rounds: Iterable[Round]) -> list[Seconds]:
             return [
@@ -321,7 +325,10 @@ def measure(
 def computing_s(graph: Graph, profile: ClusterProfile, plan: Plan) -> float:
     """Of the plan's busiest device."""
     return max(
-        Pricer(graph, profile, plan.mode).of(plan.chosen).price(plan.splits)[0].busy_s
+        StepEstimator(graph, profile, plan.mode)
+        .of(plan.chosen)
+        .estimate(plan.splits)[0]
+        .busy_s
     )
 
 
@@ -398,7 +405,9 @@ def demands(rows: list[dict[str, Any]]) -> list[Demand]:
 
     of_pair = {"pair": PAIRS[0], "model": CASES[0].name}
     split = [
-        r for r in rows if r["pair"] in PAIRS[:2] and not r["chosen"].startswith(ALONE)
+        r
+        for r in rows
+        if r["pair"] in PAIRS[:2] and not r["chosen"].startswith(SINGLE_DEVICE)
     ]
     of_bound = [r[OF_SILENT] for r in split]
     return [

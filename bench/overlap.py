@@ -33,7 +33,7 @@ from hetconv.autotune.measure.models import channels_last, random_input
 from hetconv.autotune.measure.overlap import gathering
 from hetconv.autotune.measure.paired_rounds import paired
 from hetconv.autotune.search.tune import step_of
-from hetconv.comm.rank_group import in_turn, team_of, through_backend
+from hetconv.comm.rank_group import blocking, rank_group_of, through_backend
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import whole_model
@@ -113,8 +113,8 @@ def measure(
     devices: tuple[DeviceName, ...], quick: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """On every rank: (where and with what this ran, a row per case)."""
-    team = team_of()
-    device = torch.device(devices[team.rank].device)
+    group = rank_group_of()
+    device = torch.device(devices[group.rank].device)
     weights = tuple(d.speed for d in devices)
     rounds = 5 if quick else 15
     layers = Stack(2, 64, 128) if quick else Stack()
@@ -131,7 +131,7 @@ def measure(
     )
     setup = {
         "devices": [str(d) for d in devices],
-        "backend": team.backend,
+        "backend": group.backend,
         "machine": name,
         "rounds": rounds,
     }
@@ -210,7 +210,7 @@ def _every_way(
     step = step_of(split, ModelInputs.of(x), mode)
     ways = {
         "on": step,
-        "off": within(in_turn, step),
+        "off": within(blocking, step),
         "backend": within(through_backend, step),
     }
     times = paired(ways, rounds, device)
@@ -225,7 +225,7 @@ def chunks(
     steps: dict[str, Callable[[], Any]] = {"1": gathering(spec, split, device, 1)}
     for n in CHUNKS:
         steps[str(n)] = gathering(spec, split, device, n)
-        steps[f"{n} in turn"] = within(in_turn, steps[str(n)])
+        steps[f"{n} in turn"] = within(blocking, steps[str(n)])
     times = paired(steps, rounds, device)
     one = times["1"]
     return [

@@ -31,11 +31,11 @@ from hetconv.autotune.measure.paired_rounds import paired
 from hetconv.autotune.search.ratio_search import Cuts, ratio_of, said
 from hetconv.autotune.search.study import Weights
 from hetconv.autotune.search.tune import Job, step_of, tune
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import HetConvError
 from hetconv.nn.parallelize import parallelize
 from hetconv.operators.layers import conv_spec
-from hetconv.ops.conv import Way, convolution, way_of
+from hetconv.ops.conv import ConvCase, conv_case, convolution
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import Splits, whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -174,7 +174,7 @@ def _steps(
     """What is timed: every rank takes part in each step but the ones of the fast device
     alone, rank 0.
     """
-    team, rank = team_of(), dist.get_rank()
+    group, rank = rank_group_of(), dist.get_rank()
     torch.manual_seed(0)
     nchw, x = (
         stack(case.blocks, case.channels),
@@ -183,7 +183,7 @@ def _steps(
     plain, x_NHWC = channels_last(copy.deepcopy(nchw), x)
     graph = capture(plain, x)
     anywhere = ClusterProfile.from_devices(
-        ["cpu"] * team.size, link="host"
+        ["cpu"] * group.size, link="host"
     )  # the splits are given below
     plan = make_plan(graph, anywhere, mode=mode, kinds=(kind,))
 
@@ -200,7 +200,7 @@ def _steps(
         "alone": idle or step_of(plain, inputs, mode),
         "alone NCHW": idle or step_of(nchw, ModelInputs.of(x), mode),
         "even": step_of(
-            split(whole_model(graph, kind, (1,) * team.size, (kind,))), inputs, mode
+            split(whole_model(graph, kind, (1,) * group.size, (kind,))), inputs, mode
         ),
         "tuned": step_of(split(tuned), inputs, mode),
         "bound": step_of(_silent(copy.deepcopy(plain)), ModelInputs.of(own), mode),
@@ -211,24 +211,26 @@ def _silent(model: nn.Module) -> nn.Module:
     """The model on this rank's rows alone: every convolution at the device's speed, and
     not a word to the others.
     """
-    team = team_of()
+    group = rank_group_of()
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
 
             @cache
-            def way(shape: Shape, dtype: torch.dtype, layer: nn.Conv2d = layer) -> Way:
+            def way(
+                shape: Shape, dtype: torch.dtype, layer: nn.Conv2d = layer
+            ) -> ConvCase:
                 spec = conv_spec(
                     shape, layer.weight.shape, dtype, 1, layer.padding, 1, 1
                 )
-                return way_of(
-                    Conv(spec), Layout.replicated(shape, team.size), REPLICATE, team
+                return conv_case(
+                    Conv(spec), Layout.replicated(shape, group.size), REPLICATE, group
                 )
 
             def forward(
-                x: Tensor, layer: nn.Conv2d = layer, way: Callable[..., Way] = way
+                x: Tensor, layer: nn.Conv2d = layer, way: Callable[..., ConvCase] = way
             ) -> Tensor:
                 return convolution(
-                    x, layer.weight, layer.bias, way(tuple(x.shape), x.dtype), team
+                    x, layer.weight, layer.bias, way(tuple(x.shape), x.dtype), group
                 )
 
             layer.forward = forward  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from bench.shared.models import captured
 from bench.shared.verdict import Demand, Row
 from hetconv.planner.candidates import Candidates
 from hetconv.planner.make_plan import make_plan
-from hetconv.planner.table_builder import tables
+from hetconv.planner.table_builder import build_tables
 from hetconv.schemas.cluster_profile import (
     ClusterProfile,
     DeviceModel,
@@ -127,10 +127,10 @@ def measure(case: Case) -> dict[str, Any]:
 
     def choices() -> Any:
         ways = Candidates(graph, profile, "train")
-        return ways.choices(ways.pool())
+        return ways.choices(ways.shared_proportions())
 
     of_layers, candidates_s = timed(choices)
-    known, tables_s = timed(lambda: tables(graph, profile, of_layers, "train"))
+    known, tables_s = timed(lambda: build_tables(graph, profile, of_layers, "train"))
     found, search_s = timed(lambda: solve(known.unary, known.pairwise))
     plan, plan_s = timed(lambda: make_plan(graph, profile), rounds=1)
     seconds = {

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .schemas.cluster_profile import ClusterProfile
     from .schemas.plan import Plan
     from .sharding.layer_rules import Split
-    from .sharding.layout import Box, Layout, Need, apportion
+    from .sharding.layout import Box, Layout, ReadRegion, apportion
     from .tracing.graph import Graph
     from .tracing.tracer import capture
 
@@ -55,10 +55,10 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LostRankError",
-    "Need",
     "Plan",
     "PlanError",
     "ProfileError",
+    "ReadRegion",
     "Split",
     "SplitError",
     "apportion",
@@ -99,7 +99,7 @@ _MODULES = {
     "schemas.cluster_profile": "ClusterProfile",
     "schemas.plan": "Plan",
     "sharding.layer_rules": "Split",
-    "sharding.layout": "Box Layout Need apportion",
+    "sharding.layout": "Box Layout ReadRegion apportion",
     "tracing.graph": "Graph",
     "tracing.tracer": "capture",
 }

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
-MOST_ENTRIES = 4096
+MAX_ENTRIES = 4096
 """Of one cache and one signature: numbers that change with every step would fill it."""
 _caches: list[Cache[Any, Any]] = []
 
@@ -32,7 +32,7 @@ class Cache(Generic[K, V]):
 
     def add(self, key: K, value: V) -> V:
         """Remembers and returns ``value``."""
-        if len(self.current) >= MOST_ENTRIES:
+        if len(self.current) >= MAX_ENTRIES:
             self.current.clear()
         self.current[key] = value
         return value
@@ -70,7 +70,7 @@ class SignatureCaches:
 
 
 @contextmanager
-def kept_current() -> Iterator[None]:
+def preserve_current() -> Iterator[None]:
     """Afterwards the contents that are current now are so again."""
     contents = [cache.current for cache in _caches]
     try:

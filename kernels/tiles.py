@@ -86,7 +86,7 @@ class Extents:
     """A pass as a matrix product of ``m`` by ``n`` results, as `Tile` counts them,
     ``repeats`` of which are computed.
 
-    Each sums ``taps`` times over ``channels``, or over the pixels of ``image``
+    Each sums ``taps`` times over ``open_channels``, or over the pixels of ``image``
     (samples, rows, columns) where ``over_pixels``; ``n`` else counts these. ``boxes``:
     whether Hopper's copy engine can fetch the operands, and ``whole`` whether its steps
     must then divide the channels. ``numbers``: channels are an image's numbers, whose

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.nn.layers import CutLayer
+from hetconv.nn.layers import SplitLayer
 from hetconv.nn.state_dict import Share
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layer_rules import Split
@@ -80,14 +80,17 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """The gradients of the whole parameters by name; collective."""
     found = {name: p.grad for name, p in model.named_parameters()}
     for path, layer in model.named_modules():
-        if isinstance(layer, CutLayer):
+        if isinstance(layer, SplitLayer):
             for name, held in layer.held.items():
                 key, grad = f"{path}.{name}".lstrip("."), getattr(layer, name).grad
-                if not held.everywhere and grad is not None:
-                    owned = Share(held, layer.team).owned(grad)
-                    whole = Layout.replicated(held.shape, layer.team.size)
+                if not held.is_replicated and grad is not None:
+                    owned = Share(held, layer.group).owned(grad)
+                    whole = Layout.replicated(held.shape, layer.group.size)
                     found[key] = hetconv.redistribute(
-                        owned.local, owned.placement, whole, group=layer.team.group
+                        owned.local,
+                        owned.placement,
+                        whole,
+                        group=layer.group.process_group,
                     )
     return found
 

@@ -15,7 +15,7 @@ from hetconv.schemas.plan import LayerPlan, Plan
 from hetconv.sharding.layer_rules import (
     KINDS,
     REPLICATE,
-    SPACE,
+    SPATIAL_KINDS,
     Conv,
     Linear,
     Split,
@@ -26,7 +26,7 @@ from hetconv.sharding.layout import apportion
 
 def kinds_of(rank: int) -> tuple[SplitKind, ...]:
     """The kinds that a net on (N, C, ...) with so many spatial dimensions can be cut by."""
-    return tuple(kind for kind in KINDS if SPACE.get(kind, 0) <= rank)
+    return tuple(kind for kind in KINDS if SPATIAL_KINDS.get(kind, 0) <= rank)
 
 
 IMAGE_KINDS = kinds_of(2)
@@ -243,7 +243,7 @@ def split_of(op: Conv | Linear, kind: SplitKind, ratio: Sequence[int]) -> Split:
     if kind == "replicate":
         return REPLICATE
     if isinstance(op, Linear):
-        kind = "filter" if kind in SPACE else kind
+        kind = "filter" if kind in SPATIAL_KINDS else kind
         extent, granularity = (
             {"filter": op.features, "channel": op.x_shape[-1]}.get(kind),
             1,
@@ -274,7 +274,7 @@ def plan_of(
     for name, split in splits.items():
         op = operator_of(layers[name])
         assert op is not None
-        named[name] = LayerPlan(op, split, followers=(following or {}).get(name, ()))
+        named[name] = LayerPlan(op, split, fusible=(following or {}).get(name, ()))
     return Plan(("cpu",) * world, "train", type(model).__name__, (), named, "by hand")
 
 

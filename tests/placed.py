@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.sharding.hierarchical import TwoLevel
+from hetconv.sharding.hierarchical import HierarchicalLayout
 from hetconv.sharding.layout import Box, Layout, spans
 from tests.equivalence import Differences, apart, leaves
 
@@ -29,10 +29,10 @@ Fn = Callable[
 
 def in_nodes(
     nodes: tuple[int, ...], samples: tuple[int, ...], dim: int, sizes: tuple[int, ...]
-) -> TwoLevel:
+) -> HierarchicalLayout:
     """Each node's ranks cut its samples along ``dim`` in the sizes of its own."""
     parts = [Layout.sharded(SHAPE, dim, sizes[a:b]) for a, b in spans(nodes)]
-    return TwoLevel.of(nodes, samples, parts)
+    return HierarchicalLayout.of(nodes, samples, parts)
 
 
 PLACEMENTS: dict[str, Layout] = {
@@ -53,7 +53,7 @@ PLACEMENTS: dict[str, Layout] = {
     ),
     "rows in nodes": in_nodes((2, 1), (3, 1), 2, (4, 2, 6)),
     "columns in nodes, one rank without": in_nodes((1, 2), (1, 3), 3, (5, 0, 5)),
-    "partial in nodes": TwoLevel.of(
+    "partial in nodes": HierarchicalLayout.of(
         (2, 1), (1, 3), (Layout.partial(SHAPE, 2, (3, 1)), Layout.partial(SHAPE, 1))
     ),
 }
@@ -81,7 +81,7 @@ def summands(whole: Tensor, layout: Layout) -> list[Tensor]:
         ]
     parts: list[Tensor] = []
     for rank, box in enumerate(layout.boxes):
-        own, mates = whole[box.within(Box.whole(layout.shape))], layout.mates(rank)
+        own, mates = whole[box.within(Box.whole(layout.shape))], layout.peers(rank)
         last = rank == mates.stop - 1
         rounded = (own * (rank - mates.start + 1) / 4).round(decimals=3)
         parts.append(own - sum(parts[mates.start :]) if last else rounded)
@@ -101,7 +101,7 @@ def placed(whole: Tensor, layout: Layout) -> tuple[HetTensor, Tensor]:
     local = summands(whole, layout)[dist.get_rank()].requires_grad_(
         whole.is_floating_point()
     )
-    return HetTensor.wrap(local, layout, team_of()), local
+    return HetTensor.wrap(local, layout, rank_group_of()), local
 
 
 def full_gradient(local: Tensor, layout: Layout) -> Tensor | None:
@@ -113,9 +113,9 @@ def full_gradient(local: Tensor, layout: Layout) -> Tensor | None:
         local.grad,
     )
     if (
-        isinstance(layout, TwoLevel) and layout.kind == "partial"
+        isinstance(layout, HierarchicalLayout) and layout.kind == "partial"
     ):  # that of each node's first rank
-        first = [rank == layout.mates(rank).start for rank in range(layout.world)]
+        first = [rank == layout.peers(rank).start for rank in range(layout.world)]
         boxes = (
             box if own else box.along(0, 0, 0)
             for box, own in zip(layout.boxes, first, strict=True)
@@ -214,7 +214,7 @@ def volume(fn: Fn) -> Fn:
         own = x.placement
         boxes = tuple(Box((*b.lo, 0), (*b.hi, 4)) for b in own.boxes)
         layout = dataclasses.replace(own, shape=(*own.shape, 4), boxes=boxes)
-        return fn(HetTensor.wrap(deep(x.local), layout, x.team), z, p)
+        return fn(HetTensor.wrap(deep(x.local), layout, x.group), z, p)
 
     return of
 
@@ -246,7 +246,7 @@ def gathered(
 def in_every_placement(
     fn: Fn, dtype: torch.dtype = torch.float64, autocast: bool = False
 ) -> dict[str, Differences]:
-    """`on_parts` by placement, under autocast to bfloat16 if asked."""
+    """`reduce_scattered` by placement, under autocast to bfloat16 if asked."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return {place: on_parts(fn, place, dtype) for place in PLACEMENTS}
 

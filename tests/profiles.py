@@ -14,28 +14,31 @@ from hetconv.schemas.cluster_profile import (
     TunedRatio,
     nodes_of,
 )
-from hetconv.schemas.provenance import Conditions, Identity
+from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 
 OLD, NEW = (
-    Conditions(f"2026-11-{day}T12:00:00Z", "2.13.0", "3.7.1") for day in (20, 21)
+    MeasurementConditions(f"2026-11-{day}T12:00:00Z", "2.13.0", "3.7.1")
+    for day in (20, 21)
 )
 BEFORE = replace(
     OLD, torch="2.11.0", triton="3.6.0"
 )  # as old, and under other versions
 A0, A1, B0 = (
-    Identity(host, "A100", f"GPU-{host}{i}")
+    DeviceIdentity(host, "A100", f"GPU-{host}{i}")
     for host, i in (("a", 0), ("a", 1), ("b", 0))
 )
-CPU = Identity("a", "EPYC", "2 threads")
+CPU = DeviceIdentity("a", "EPYC", "2 threads")
 
 
-def took(seconds: float, measured: Conditions | None = None) -> OperatorModel:
+def took(
+    seconds: float, measured: MeasurementConditions | None = None
+) -> OperatorModel:
     return OperatorModel(Curve((1.0,), (seconds,)), Curve((1.0,), (seconds,)), measured)
 
 
 def profile(
-    identities: Sequence[Identity],
-    at: Conditions,
+    identities: Sequence[DeviceIdentity],
+    at: MeasurementConditions,
     rate: float = 1e12,
     **operators: float,
 ) -> ClusterProfile:
@@ -63,5 +66,5 @@ def profile(
     return ClusterProfile(devices, links, nodes=nodes_of(devices))
 
 
-def tuned(at: Conditions, weights: tuple[int, ...]) -> TunedRatio:
+def tuned(at: MeasurementConditions, weights: tuple[int, ...]) -> TunedRatio:
     return TunedRatio("g", "train", "height", weights, 1.0, weights, 1.0, 3, at)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hetconv.kernels.concat import MOST_PARTS
 from hetconv.kernels.epilogue import ACTIVATIONS
 from hetconv.sharding.conv_spec import Conv2dSpec, Window
-from hetconv.sharding.hierarchical import TwoLevel
-from hetconv.sharding.layout import Box, Layout, Need
+from hetconv.sharding.hierarchical import HierarchicalLayout
+from hetconv.sharding.layout import Box, Layout, ReadRegion
 
 worlds = st.integers(1, 4)
 windows = st.builds(
@@ -36,7 +36,7 @@ def weights(world: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def sizes(draw: st.DrawFn, total: int, world: int) -> tuple[int, ...]:
-    """One size per rank, zero ones among them, that add up to ``total``."""
+    """One size per rank, zero ones among them, that add up to ``total_cost``."""
     cuts = sorted(
         draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1))
     )
@@ -53,8 +53,8 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def needs(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Need:
-    return Need(shape, tuple(draw(boxes(shape)) for _ in range(world)))
+def needs(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> ReadRegion:
+    return ReadRegion(shape, tuple(draw(boxes(shape)) for _ in range(world)))
 
 
 @st.composite
@@ -70,7 +70,9 @@ def sharded(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Layout:
 
 
 @st.composite
-def two_level(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> TwoLevel:
+def two_level(
+    draw: st.DrawFn, shape: tuple[int, ...], world: int
+) -> HierarchicalLayout:
     """Samples across two nodes; in each, parts along another dimension, or summands."""
     ranks = draw(st.integers(1, world - 1))
     nodes, samples = (ranks, world - ranks), draw(sizes(shape[0], 2))
@@ -83,7 +85,7 @@ def two_level(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> TwoLevel:
             else Layout.sharded(shape, dim, draw(sizes(shape[dim], ranks)))
         )
 
-    return TwoLevel.of(nodes, samples, list(map(part, nodes)))
+    return HierarchicalLayout.of(nodes, samples, list(map(part, nodes)))
 
 
 def layouts(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Layout]:

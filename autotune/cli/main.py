@@ -21,8 +21,8 @@ from hetconv.autotune.measure.model_inputs import InputSpec
 from hetconv.autotune.measure.models import build_model
 from hetconv.autotune.search.journal import Record, claimed, folder_of
 from hetconv.autotune.search.tune import Job, tune
-from hetconv.cost.estimator import Pricer
-from hetconv.cost.timeline import Event, document
+from hetconv.cost.estimator import StepEstimator
+from hetconv.cost.timeline import Event, chrome_trace
 from hetconv.errors import HetConvError, PlanError, ProfileError
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -48,8 +48,10 @@ def write_trace(path: Path, graph: Graph, profile: ClusterProfile, plan: Plan) -
     sends and receives, and waits.
     """
     events: list[Event] = []
-    Pricer(graph, profile, plan.mode).of(plan.chosen).price(plan.splits, events.append)
-    write(path, (json.dumps(document(plan.devices, events)) + "\n").encode())
+    StepEstimator(graph, profile, plan.mode).of(plan.chosen).estimate(
+        plan.splits, events.append
+    )
+    write(path, (json.dumps(chrome_trace(plan.devices, events)) + "\n").encode())
 
 
 app = typer.Typer(

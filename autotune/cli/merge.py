@@ -21,7 +21,7 @@ from hetconv.schemas.cluster_profile import (
     between_nodes,
     nodes_of,
 )
-from hetconv.schemas.provenance import Conditions, Identity
+from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 
 T = TypeVar("T")
 SAME_PROBLEM: dict[str, Callable[[Any], object]] = {
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     ranks that share that it is.
     """
 
-    device: Identity
+    device: DeviceIdentity
     among: int
 
 
@@ -136,7 +136,7 @@ def merge(
 
 
 def _places(name: str, profile: ClusterProfile) -> tuple[Place, ...]:
-    seen: Counter[Identity] = Counter()
+    seen: Counter[DeviceIdentity] = Counter()
     places = []
     for rank, device in enumerate(profile.devices):
         if device.identity is None:
@@ -173,7 +173,7 @@ def _check_identities(sources: Sequence[Source]) -> None:
                 )
 
 
-def _at(measured: Conditions | None) -> tuple[bool, str]:
+def _at(measured: MeasurementConditions | None) -> tuple[bool, str]:
     """What is greater counts; what was not measured counts least."""
     return measured is not None, measured.at if measured is not None else ""
 
@@ -223,8 +223,8 @@ def _device(models: Sequence[DeviceModel]) -> DeviceModel:
 
 
 def _operators(
-    found: Sequence[tuple[Mapping[str, OperatorModel], Conditions | None]],
-    with_device: Conditions | None,
+    found: Sequence[tuple[Mapping[str, OperatorModel], MeasurementConditions | None]],
+    with_device: MeasurementConditions | None,
 ) -> dict[str, OperatorModel]:
     """The newest of each; it says under which conditions it was measured if those are
     not its device's.
@@ -252,7 +252,7 @@ def _alone(by_age: Sequence[Alone]) -> Alone | None:
     return replace(by_age[-1], operators=operators, others=others)
 
 
-def _versions(device: DeviceModel) -> Conditions | None:
+def _versions(device: DeviceModel) -> MeasurementConditions | None:
     return replace(device.measured, at="") if device.measured is not None else None
 
 

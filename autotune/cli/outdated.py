@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hetconv.errors import few
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.provenance import Conditions
+from hetconv.schemas.provenance import MeasurementConditions
 
 TODO = "measure anew with hetconv autotune"
 
@@ -22,11 +22,11 @@ class Entry(NamedTuple):
     of: str
     name: str
     host: str
-    measured: Conditions
+    measured: MeasurementConditions
 
 
 def stale(
-    profile: ClusterProfile, in_use: tuple[str, Conditions] | None = None
+    profile: ClusterProfile, in_use: tuple[str, MeasurementConditions] | None = None
 ) -> list[str]:
     """In a line for each device and reason: what was measured under other versions, how
     they differ, what to do.
@@ -63,7 +63,7 @@ def stale(
     ]
 
 
-def _differs(measured: Conditions, now: Conditions) -> list[str]:
+def _differs(measured: MeasurementConditions, now: MeasurementConditions) -> list[str]:
     """The versions that differ. One that is not known, or not there, does not; of
     torch, it does.
     """
@@ -78,9 +78,9 @@ def _differs(measured: Conditions, now: Conditions) -> list[str]:
     ]
 
 
-def _public(conditions: Conditions) -> Conditions:
+def _public(conditions: MeasurementConditions) -> MeasurementConditions:
     """What hosts have in common: torch without its build, no driver."""
-    return Conditions(
+    return MeasurementConditions(
         conditions.at, conditions.torch.partition("+")[0], conditions.triton
     )
 
@@ -131,5 +131,5 @@ def _entries(profile: ClusterProfile) -> Iterator[Entry]:
             f"tiles of {tile.device}",
             f"{tile.what} of {shape}",
             "",
-            Conditions("", tile.torch, tile.triton),
+            MeasurementConditions("", tile.torch, tile.triton),
         )

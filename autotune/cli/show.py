@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from hetconv.errors import PlanError, few
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE, Considered, LayerPlan, Plan
+from hetconv.schemas.plan import SINGLE_DEVICE, Alternative, LayerPlan, Plan
 from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import spans
 
@@ -166,13 +166,13 @@ def show_layer(plan: Plan, name: str, console: Console) -> None:
     """
     if name not in plan.layers:
         raise PlanError(f"the plan has no layer {name!r}; it has {few(plan.layers)}")
-    if plan.chosen.startswith(ALONE):
+    if plan.chosen.startswith(SINGLE_DEVICE):
         raise PlanError(
             f"the plan uses the {plan.chosen}: it cuts no layer and considered nothing else "
             f"for {name!r}"
         )
     layer = plan.layers[name]
-    chosen = next((c for c in layer.considered if c.split == layer.split), None)
+    chosen = next((c for c in layer.alternatives if c.split == layer.split), None)
     if chosen is None:
         raise PlanError(
             f"the plan does not say what else was considered for {name!r}; make it anew with "
@@ -186,7 +186,7 @@ def show_layer(plan: Plan, name: str, console: Console) -> None:
     for head in ("computes", "moves", "slower by"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("because it")
-    for c in layer.considered:
+    for c in layer.alternatives:
         cells = (milliseconds(s, 3) for s in (c.compute_s, c.movement_s, c.slower_by_s))
         table.add_row(
             split_text(c.split),
@@ -202,7 +202,7 @@ def show_layer(plan: Plan, name: str, console: Console) -> None:
         console.print(ESTIMATED)
 
 
-def _why(c: Considered, chosen: Considered) -> str:
+def _why(c: Alternative, chosen: Alternative) -> str:
     """In words, what makes another split slower than the chosen one, and what speaks for it."""
     more = {
         "computes": c.compute_s - chosen.compute_s,

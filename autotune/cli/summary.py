@@ -17,11 +17,11 @@ from rich.table import Table
 from hetconv.autotune.measure.layer_workloads import work
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.journal import Record
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import EVEN, Candidates
 from hetconv.planner.partition import Splits
 from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
-from hetconv.schemas.plan import ALONE, Mode
+from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.tracing.graph import Graph
 
@@ -128,7 +128,7 @@ def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
         tuple(d.name + " (emulated)" * d.emulated for d in profile.devices),
         Way(best.name, best.step_s, best.predicted_s) if best is not None else None,
         _way(EVEN, *even, predicted),
-        _way(ALONE, *alone, predicted),
+        _way(SINGLE_DEVICE, *alone, predicted),
         _layers(best) if best is not None else {},
         _shares(graph, splits, profile.world),
         ratio,
@@ -138,7 +138,7 @@ def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
 
 def _layers(best: TunedPlan) -> dict[str, int]:
     alone = best.name.startswith(
-        ALONE
+        SINGLE_DEVICE
     )  # which is written as a cut into one part and nothing
     return {} if alone else dict(Counter(split.kind for split in best.splits.values()))
 
@@ -146,11 +146,13 @@ def _layers(best: TunedPlan) -> dict[str, int]:
 def _predictions(graph: Graph, profile: ClusterProfile, mode: Mode) -> dict[str, float]:
     """Of even splits and devices alone."""
     pricer, ways = (
-        Pricer(graph, profile, mode),
+        StepEstimator(graph, profile, mode),
         Candidates(graph, profile, mode).whole_models(),
     )
     wanted = {
-        name: splits for name, splits in ways.items() if name.startswith((EVEN, ALONE))
+        name: splits
+        for name, splits in ways.items()
+        if name.startswith((EVEN, SINGLE_DEVICE))
     }
     return {name: pricer.step_s(name, splits) for name, splits in wanted.items()}
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetconv.comm.exchange import Round
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.exchange import PendingExchange
+from hetconv.comm.rank_group import rank_group_of
 
 START = 60.0  # seconds in which a process is there, and its device with it, on a busy machine
 STARTING = "starting"
@@ -64,7 +64,9 @@ def communicate(
     _expect(numbers, 3.0)
     say("a point-to-point exchange")
     mine = torch.full((1024,), float(rank), device=where)
-    got = Round(team_of(), mine, {1 - rank: mine}, {1 - rank: (1024,)}).wait()
+    got = PendingExchange(
+        rank_group_of(), mine, {1 - rank: mine}, {1 - rank: (1024,)}
+    ).wait()
     _expect(got[1 - rank], float(1 - rank))
     say("barrier")
     dist.barrier()

@@ -65,7 +65,7 @@ class Reporter:
             self._bar.stop()
 
     def stage(self, name: str, total: int) -> None:
-        """A new stage of ``total`` steps."""
+        """A new stage of ``total_cost`` steps."""
         self._stage, self._total, self._done, self._best = name, total, 0, float("inf")
         did(f"began {name}")
         if self._bar is not None:

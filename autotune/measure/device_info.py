@@ -16,20 +16,20 @@ from pathlib import Path
 import torch
 
 from hetconv.autotune.launch.throttle import DeviceName
-from hetconv.schemas.provenance import Conditions, Identity
+from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 
 ANSWERS = 10.0  # seconds that nvidia-smi gets
 
 
-def identity(name: DeviceName) -> Identity:
+def identity(name: DeviceName) -> DeviceIdentity:
     """Of the device that this rank computes on."""
     device = torch.device(name.device)
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         # torch writes a UUID without the prefix under which the driver's tools know it
-        return Identity(platform.node(), p.name, f"GPU-{p.uuid}", name.speed)
+        return DeviceIdentity(platform.node(), p.name, f"GPU-{p.uuid}", name.speed)
     threads = torch.get_num_threads()
-    return Identity(
+    return DeviceIdentity(
         platform.node(),
         cpu_model(),
         f"{threads} thread{'s' * (threads > 1)}",
@@ -37,15 +37,15 @@ def identity(name: DeviceName) -> Identity:
     )
 
 
-def conditions(device: torch.device) -> Conditions:
+def conditions(device: torch.device) -> MeasurementConditions:
     """Those of a measurement on ``device`` now."""
     return in_use() if device.type == "cuda" else replace(in_use(), driver="")
 
 
-def in_use() -> Conditions:
+def in_use() -> MeasurementConditions:
     """The time, and the versions that this process would measure with."""
     at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return Conditions(at, torch.__version__, triton_version(), driver())
+    return MeasurementConditions(at, torch.__version__, triton_version(), driver())
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -79,7 +79,7 @@ def triton_version() -> str:
         return ""
 
 
-def here() -> tuple[str, Conditions]:
+def here() -> tuple[str, MeasurementConditions]:
     """The name of this host, and `in_use`."""
     return platform.node(), in_use()
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from hetconv.comm import call_tags
-from hetconv.comm.exchange import Round
-from hetconv.comm.rank_group import Team, near, objects_of_all
+from hetconv.comm.exchange import PendingExchange
+from hetconv.comm.rank_group import RankGroup, all_gather_object, shared_memory_channels
 from hetconv.comm.redistribute import start_sum
 from hetconv.cost.network import Network
-from hetconv.runtime.gradient_sync import Scope
+from hetconv.runtime.gradient_sync import GradientSync
 from hetconv.schemas.cluster_profile import (
     ClusterProfile,
     Copying,
@@ -56,7 +56,7 @@ Start = Callable[[], Callable[[], Any]]  # what is returned waits for the result
 
 
 def link_models(
-    team: Team, device: torch.device, sizes: Sequence[int] = SIZES
+    group: RankGroup, device: torch.device, sizes: Sequence[int] = SIZES
 ) -> dict[str, LinkModel]:
     """Latency and bandwidth of every pair each way, one pair at a time while the other
     ranks wait. Collective.
@@ -64,25 +64,25 @@ def link_models(
     call_tags.enter_step("link_models")
     mine: dict[tuple[int, int], OneWay] = {}
     for _, (sender, receiver) in product(
-        range(VISITS), permutations(range(team.size), 2)
+        range(VISITS), permutations(range(group.size), 2)
     ):
-        echoes = _echoes(team, sender, receiver, TINY, device)
+        echoes = _echoes(group, sender, receiver, TINY, device)
         for size in sizes:
-            seconds = _one_way(_echoes(team, sender, receiver, size, device), echoes)
-            if team.rank == sender:
+            seconds = _one_way(_echoes(group, sender, receiver, size, device), echoes)
+            if group.rank == sender:
                 mine.setdefault((sender, receiver), {}).setdefault(size, []).extend(
                     seconds
                 )
     found = {
         pair: one_way
-        for known in objects_of_all(team, mine)
+        for known in all_gather_object(group, mine)
         for pair, one_way in known.items()
     }
     return {
         f"{a}-{b}": replace(
             fit.link(found[a, b], found[b, a]), measured=conditions(device)
         )
-        for a, b in combinations(range(team.size), 2)
+        for a, b in combinations(range(group.size), 2)
     }
 
 
@@ -95,7 +95,7 @@ def _one_way(seconds: Sequence[float], echoes: Sequence[float]) -> list[float]:
 
 
 def _echoes(
-    team: Team, sender: int, receiver: int, size: int, device: torch.device
+    group: RankGroup, sender: int, receiver: int, size: int, device: torch.device
 ) -> list[float]:
     """Seconds until a message of ``size`` bytes was answered by a tiny one. Every rank
     joins every round.
@@ -110,9 +110,9 @@ def _echoes(
             (sender, receiver, message),
             (receiver, sender, tiny),
         ):
-            out = {target: sent} if team.rank == source else {}
-            into = {source: tuple(sent.shape)} if team.rank == target else {}
-            Round(team, sent, out, into).wait()
+            out = {target: sent} if group.rank == source else {}
+            into = {source: tuple(sent.shape)} if group.rank == target else {}
+            PendingExchange(group, sent, out, into).wait()
 
     return [timed(there_and_back, device) for _ in range(_repeats(size))][1:]
 
@@ -123,35 +123,37 @@ def _repeats(size: int) -> int:
 
 
 def with_contention(
-    profile: ClusterProfile, team: Team, device: torch.device
+    profile: ClusterProfile, group: RankGroup, device: torch.device
 ) -> ClusterProfile:
     """The profile with what only shows when all ranks send at once. Collective.
 
     What ranks of one host take to copy messages, wires that links share, and what sums take.
     """
     call_tags.enter_step("with_contention")
-    if team.size < 2:
+    if group.size < 2:
         return profile
-    copying = _copying(profile.nodes, team, device)
+    copying = _copying(profile.nodes, group, device)
     devices = tuple(
         replace(one, copying=known)
         for one, known in zip(profile.devices, copying, strict=True)
     )
     links_alone = replace(profile, devices=devices, shared=(), sum_s_per_byte=0.0)
-    wires = (*_hosts(links_alone, team, device), *_cards(links_alone, team, device))
+    wires = (*_hosts(links_alone, group, device), *_cards(links_alone, group, device))
     measured = replace(
         links_alone,
         shared=tuple(w for w in wires if _matters(w, Network.of(links_alone))),
     )
-    everyone = tuple(range(team.size))
-    repeats = _at_once(team, {size: _sum(team, size, device) for size in SUMS}, device)
+    everyone = tuple(range(group.size))
+    repeats = _at_once(
+        group, {size: _sum(group, size, device) for size in SUMS}, device
+    )
     sums = {size: _slowest(of_size, everyone) for size, of_size in repeats.items()}
     expected = Network.of(measured).s_per_summed_byte(everyone)
     return replace(measured, sum_s_per_byte=max(fit.line(sums)[1] - expected, 0.0))
 
 
 def _hosts(
-    profile: ClusterProfile, team: Team, device: torch.device
+    profile: ClusterProfile, group: RankGroup, device: torch.device
 ) -> list[SharedWire]:
     """The ranks of every host gather an image of their own, with all the copying that
     the runtime does for it.
@@ -165,9 +167,9 @@ def _hosts(
     ]
     if not any(len(ranks) > 1 for ranks in by_wire):
         return []
-    starts = {part: _gather(profile.nodes, team, part, device) for part in PARTS}
+    starts = {part: _gather(profile.nodes, group, part, device) for part in PARTS}
     times = _at_once(
-        team, {part: partial(_done, start) for part, start in starts.items()}, device
+        group, {part: partial(_done, start) for part, start in starts.items()}, device
     )
     found = []
     for ranks in by_wire:
@@ -188,7 +190,7 @@ def _done(start: Start) -> Any:
 
 
 def _copying(
-    nodes: Sequence[Sequence[int]], team: Team, device: torch.device
+    nodes: Sequence[Sequence[int]], group: RankGroup, device: torch.device
 ) -> list[Copying | None]:
     """Of every rank; None where a backend carries messages.
 
@@ -196,53 +198,53 @@ def _copying(
     a core takes as many times as long: not for a moment after a pause, in which it goes
     first, but in steps that never rest.
     """
-    (own,) = (ranks for ranks in nodes if team.rank in ranks)
+    (own,) = (ranks for ranks in nodes if group.rank in ranks)
     copies = (
         device.type == "cpu"
         and len(own) > 1
-        and {*own} - {team.rank} <= near(team).keys()
+        and {*own} - {group.rank} <= shared_memory_channels(group).keys()
     )
-    if not any(objects_of_all(team, copies)):
-        return [None] * team.size
+    if not any(all_gather_object(group, copies)):
+        return [None] * group.size
     others = max(map(len, nodes)) - 1
     parts = [max(size // others // ROW, 1) * ROW for size in COPIES]
     sent, joined, added = ({part: list[float]() for part in parts} for _ in range(3))
     starts = {
-        (part, sums): _gather(nodes, team, part, device, sums)
+        (part, sums): _gather(nodes, group, part, device, sums)
         for sums in (False, True)
         for part in parts
     }
     for _, ((part, sums), start) in product(range(VISITS), starts.items()):
         for repeat in range(_repeats(part)):
-            sending, arrived = _timed(team, start, device)
-            receiving, _ = _timed(team, arrived, device)
+            sending, arrived = _timed(group, start, device)
+            receiving, _ = _timed(group, arrived, device)
             if repeat > 0:
                 sent[part].append(sending)
                 (added if sums else joined)[part].append(receiving)
-    of_core, n = parts_of_core(team).together, len(own)
+    of_core, n = parts_of_core(group).together, len(own)
     pieces = ((sent, n - 1), (joined, n), (added, n - 1)) if copies else ()
     per_byte = [
         fit.line({part * k: of[part] for part in parts})[1] / of_core
         for of, k in pieces
     ]
-    return objects_of_all(team, Copying(*per_byte) if copies else None)
+    return all_gather_object(group, Copying(*per_byte) if copies else None)
 
 
 def _timed(
-    team: Team, action: Callable[[], T], device: torch.device
+    group: RankGroup, action: Callable[[], T], device: torch.device
 ) -> tuple[float, T]:
     """For how many seconds this rank is at work for an action that all begin together,
     and what it gave.
     """
     given: list[T] = []
-    meet(team)
+    meet(group)
     seconds = timed(lambda: given.append(action()), device, time.thread_time)
     return seconds, given[0]
 
 
 def _gather(
     nodes: Sequence[Sequence[int]],
-    team: Team,
+    group: RankGroup,
     part: int,
     device: torch.device,
     sums: bool = False,
@@ -255,7 +257,7 @@ def _gather(
     images = Box.whole(
         (len(nodes), max(map(len, nodes)) * CHANNELS, part // ROW, WIDTH)
     )
-    parts, wholes = [images] * team.size, [images] * team.size
+    parts, wholes = [images] * group.size, [images] * group.size
     for n, ranks in enumerate(nodes):
         for k, rank in enumerate(ranks):
             own = images.along(0, n, n + 1)
@@ -264,34 +266,34 @@ def _gather(
     held, wanted = (
         tuple(boxes) for boxes in ((wholes, parts) if sums else (parts, wholes))
     )
-    local = torch.zeros(held[team.rank].shape, device=device).contiguous(
+    local = torch.zeros(held[group.rank].shape, device=device).contiguous(
         memory_format=torch.channels_last
     )
-    return partial(start_sum, team, local, held, wanted)
+    return partial(start_sum, group, local, held, wanted)
 
 
 def _cards(
-    profile: ClusterProfile, team: Team, device: torch.device
+    profile: ClusterProfile, group: RankGroup, device: torch.device
 ) -> list[SharedWire]:
     """Every rank sends to, and receives from, every rank of another host."""
     nodes, found = profile.nodes, []
     if len(nodes) < 2:
         return []
-    own = next(ranks for ranks in nodes if team.rank in ranks)
-    others = [rank for rank in range(team.size) if rank not in own]
+    own = next(ranks for ranks in nodes if group.rank in ranks)
+    others = [rank for rank in range(group.size) if rank not in own]
 
     def exchange(part: int) -> Callable[[], Any]:
         message = torch.zeros(part // 4, device=device)
-        return lambda: Round(
-            team,
+        return lambda: PendingExchange(
+            group,
             message,
             dict.fromkeys(others, message),
             dict.fromkeys(others, (part // 4,)),
         ).wait()
 
-    times = _at_once(team, {part: exchange(part) for part in PARTS}, device)
+    times = _at_once(group, {part: exchange(part) for part in PARTS}, device)
     for ranks in nodes:
-        out = tuple((a, b) for a in ranks for b in range(team.size) if b not in ranks)
+        out = tuple((a, b) for a in ranks for b in range(group.size) if b not in ranks)
         of_card = {
             part * len(out): _slowest(repeats, ranks) for part, repeats in times.items()
         }
@@ -303,14 +305,14 @@ def _cards(
     return found
 
 
-def _sum(team: Team, size: int, device: torch.device) -> Callable[[], Any]:
+def _sum(group: RankGroup, size: int, device: torch.device) -> Callable[[], Any]:
     """Of the gradients of a parameter, as at the end of a step."""
     weight = torch.zeros((size // ROW, CHANNELS, 1, WIDTH), device=device)
     parameter = weight.contiguous(memory_format=torch.channels_last).requires_grad_()
     gradient = torch.ones_like(parameter)
 
     def summed() -> Any:
-        scope = Scope(team, [parameter], {}, {id(parameter)})
+        scope = GradientSync(group, [parameter], {}, {id(parameter)})
         return torch.autograd.grad(scope.alias(parameter), parameter, gradient)
 
     return summed
@@ -327,17 +329,17 @@ def _matters(wire: SharedWire, links_alone: Network) -> bool:
 
 
 def _at_once(
-    team: Team, actions: Mapping[int, Callable[[], Any]], device: torch.device
+    group: RankGroup, actions: Mapping[int, Callable[[], Any]], device: torch.device
 ) -> dict[int, list[Repeat]]:
     """Of the action of so many bytes every repeat, which all ranks begin together."""
     mine: dict[int, list[float]] = {size: [] for size in actions}
     for _, (size, action) in product(range(VISITS), actions.items()):
         for repeat in range(_repeats(size)):
-            meet(team)
+            meet(group)
             seconds = timed(action, device)
             if repeat > 0:
                 mine[size].append(seconds)
-    of_all = objects_of_all(team, mine)
+    of_all = all_gather_object(group, mine)
     return {
         size: [*zip(*(of_rank[size] for of_rank in of_all), strict=True)]
         for size in actions

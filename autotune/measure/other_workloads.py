@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.autotune.launch.throttle import stretched
-from hetconv.comm.rank_group import Team, team_of
-from hetconv.ops.conv import convolution, way_of
+from hetconv.comm.rank_group import RankGroup, rank_group_of
+from hetconv.ops.conv import conv_case, convolution
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Split
@@ -198,8 +198,8 @@ def computed(compute: Callable[[], Any], device: torch.device, alone: bool) -> A
 
 def _on_a_part(op: Conv, x: Tensor, w: Tensor) -> Callable[[], Tensor]:
     given = held_alone(x, 0)
-    way = way_of(op, given.placement, Split("sample", (len(x),)), given.team)
-    return lambda: local(convolution(given, w, None, way, given.team))
+    way = conv_case(op, given.placement, Split("sample", (len(x),)), given.group)
+    return lambda: local(convolution(given, w, None, way, given.group))
 
 
 def local(y: Tensor) -> Tensor:
@@ -218,8 +218,8 @@ def held_alone(x: Tensor, dim: int) -> HetTensor:
 
 
 @cache
-def _team_of_one(world: dist.ProcessGroup) -> Team:
+def _team_of_one(world: dist.ProcessGroup) -> RankGroup:
     """Of this rank, among the ranks of ``world``."""
-    return team_of(
+    return rank_group_of(
         dist.new_group([dist.get_rank(world)], use_local_synchronization=True)
     )

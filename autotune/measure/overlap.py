@@ -14,21 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetconv.autotune.launch.progress import Reporter
-from hetconv.comm.rank_group import in_turn, team_of
-from hetconv.comm.redistribute import start_round
+from hetconv.comm.rank_group import blocking, rank_group_of
+from hetconv.comm.redistribute import start_exchange
 from hetconv.cost.network import Network
 from hetconv.cost.operator_cost import Operators
-from hetconv.cost.propagate import walk
+from hetconv.cost.propagate import propagate
 from hetconv.nn.parallelize import parallelize
 from hetconv.operators.layers import CONVS
-from hetconv.ops.conv import convolution, way_of
+from hetconv.ops.conv import conv_case, convolution
 from hetconv.planner.candidates import Candidates
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import LayerPlan, Mode, Plan
 from hetconv.schemas.tuning_results import TunedChunks
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import SPACE, Conv, Split
+from hetconv.sharding.layer_rules import SPATIAL_KINDS, Conv, Split
 from hetconv.sharding.layout import Layout, apportion
 from hetconv.tracing.graph import Graph
 
@@ -75,11 +75,11 @@ def haloed_layer(
         Operators(graph, profile.devices),
     )
     found: list[tuple[float, ConvSpec, Split]] = []
-    for kind in SPACE:
-        for a in walk(graph, ways.balanced(kind), profile.world, "infer")[0]:
-            if a.hides and a.forward and isinstance(a.node.op, Conv):
+    for kind in SPATIAL_KINDS:
+        for a in propagate(graph, ways.balanced(kind), profile.world, "infer")[0]:
+            if a.overlaps_halos and a.forward and isinstance(a.node.op, Conv):
                 computing = float(
-                    operators.seconds(a.node, a.split, a.step, False).max()
+                    operators.seconds(a.node, a.split, a.sharding, False).max()
                 )
                 moving = sum(network.rounds_s(*t) for t in a.forward)
                 found.append((min(computing, moving), a.node.op.spec, a.split))
@@ -116,26 +116,29 @@ def haloed(
     """Collective: seconds of a convolution on own rows, with halos under way and waited
     for, and of these alone.
     """
-    op, team = Conv(spec), team_of()
+    op, group = Conv(spec), rank_group_of()
     dim = op.dim(split.kind)
     assert dim is not None
     src = Layout.sharded(spec.x_shape, dim, apportion(spec.x_shape[dim], split.sizes))
-    way, (need,) = way_of(op, src, split, team), op.step((src,), split).reads
+    way, (need,) = (
+        conv_case(op, src, split, group),
+        op.sharding((src,), split).input_layouts,
+    )
     dtype = getattr(torch, spec.dtype)
-    held = src.boxes[team.rank], way.held["weight"].boxes[team.rank]
+    held = src.boxes[group.rank], way.held["weight"].boxes[group.rank]
     x, w = (random_input(box.shape, 0).to(device, dtype) for box in held)
-    parts = HetTensor.wrap(x, src, team)
+    parts = HetTensor.wrap(x, src, group)
 
     def step() -> None:
         with torch.no_grad():
-            convolution(parts, w, None, way, team)
+            convolution(parts, w, None, way, group)
 
     def waiting() -> None:
-        with in_turn():
+        with blocking():
             step()
 
     def halos() -> None:
-        start_round(team, x, src.boxes, need.boxes).wait()
+        start_exchange(group, x, src.boxes, need.boxes).wait()
 
     return paired(
         {"on": step, "in turn": waiting, "halos": halos}, FINAL_ROUNDS, device, HALOS_S

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hetconv.autotune.launch import throttle
-from hetconv.comm.rank_group import Team, objects_of_all, team_of
+from hetconv.comm.rank_group import RankGroup, all_gather_object, rank_group_of
 
 from .barrier import meet
 from .timer import WARM_S, pulse, timed
@@ -65,7 +65,7 @@ def paced_rounds(
         len(found) < most
         and sum(step.seconds for one in found for step in one.values()) < longest
     ):  # alike on all ranks
-        found.append(one_round(steps, len(found), device, team_of(), pulses))
+        found.append(one_round(steps, len(found), device, rank_group_of(), pulses))
     return found
 
 
@@ -73,7 +73,7 @@ def one_round(
     steps: Mapping[str, Step],
     turn: int,
     device: torch.device,
-    team: Team,
+    group: RankGroup,
     pulses: bool = True,
 ) -> Round:
     """Every step once, one after the other; what it says is the same on every rank.
@@ -82,8 +82,8 @@ def one_round(
     follows the same one.
     """
     order = random.Random(turn).sample([*steps], len(steps))
-    own = {name: _timed(steps[name], device, team, pulses) for name in order}
-    each = objects_of_all(team, own)
+    own = {name: _timed(steps[name], device, group, pulses) for name in order}
+    each = all_gather_object(group, own)
     return {name: _of_all([of_rank[name] for of_rank in each]) for name in steps}
 
 
@@ -94,16 +94,18 @@ def pulses_of(steps: Sequence[Paced]) -> tuple[float, ...]:
     )
 
 
-def until_all_are_done(step: Step, device: torch.device, team: Team) -> float:
+def until_all_are_done(sharding: Step, device: torch.device, group: RankGroup) -> float:
     """Seconds of a step that all ranks begin together."""
 
-    # Between hosts, and by NCCL, who waits gives up when the team's own connections do.
+    # Between hosts, and by NCCL, who waits gives up when the group's own connections do.
     all_here = (
-        partial(meet, team) if team.one_host else partial(dist.barrier, team.group)
+        partial(meet, group)
+        if group.one_host
+        else partial(dist.barrier, group.process_group)
     )
 
     def together() -> None:
-        timed(step, device)
+        timed(sharding, device)
         all_here()
 
     all_here()
@@ -120,13 +122,15 @@ class _Timed(NamedTuple):
     pulse_s: tuple[float, ...]
 
 
-def _timed(step: Step, device: torch.device, team: Team, pulses: bool) -> _Timed:
+def _timed(
+    sharding: Step, device: torch.device, group: RankGroup, pulses: bool
+) -> _Timed:
     if not pulses:
-        return _Timed(until_all_are_done(step, device, team), 0.0, ())
+        return _Timed(until_all_are_done(sharding, device, group), 0.0, ())
     beat = pulse(device)
     before = [beat() for _ in range(BEATS)]
     with _Pulses.within(device) as own:
-        seconds = until_all_are_done(step, device, team)
+        seconds = until_all_are_done(sharding, device, group)
     return _Timed(
         seconds,
         own.took_s,

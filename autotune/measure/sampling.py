@@ -94,7 +94,7 @@ class Steps(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Two calls to be timed. ``both``: the second one runs the first one's work too.
+    """Two calls to be timed. ``overlapped_s``: the second one runs the first one's work too.
     ``whole``: of all of a layer.
     """
 

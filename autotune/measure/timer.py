@@ -20,7 +20,7 @@ from hetconv.autotune.launch.throttle import (
     tells_turns,
     work_clock,
 )
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.torch_internals import gpu_sleep
 
 from .barrier import meet, parts_of_core
@@ -170,7 +170,7 @@ def resting(device: torch.device) -> float:
 
     The median of many turns that follow closely on each other, for which the device has one speed.
     """
-    beat, team, found = pulse(device), team_of(), []
+    beat, group, found = pulse(device), rank_group_of(), []
 
     def now(seconds: float) -> float:
         end, beats = time.perf_counter() + seconds, [beat()]
@@ -179,13 +179,13 @@ def resting(device: torch.device) -> float:
         return median(beats)
 
     for _ in range(TURNS):
-        meet(team)
+        meet(group)
         together = now(TURN_S)
-        for rank in range(team.size):
-            meet(team)
-            if rank == team.rank:
+        for rank in range(group.size):
+            meet(group)
+            if rank == group.rank:
                 found.append(now(TURN_S) / together)
-    meet(team)
+    meet(group)
     return median(found)
 
 
@@ -263,7 +263,7 @@ def _together(
     """
     last: list[Run] = []
     clock, longer = _clock(
-        device, isinstance(subject, Other), parts_of_core(team_of()).together
+        device, isinstance(subject, Other), parts_of_core(rank_group_of()).together
     )
 
     def passes(run: Run) -> Passes:
@@ -271,7 +271,7 @@ def _together(
         return _passes(run, device, backward(run), clock).times(longer)
 
     found = _fitting(lambda: subject.samples(passes, device, known))
-    others = dist.barrier(group=team_of().control, async_op=True)
+    others = dist.barrier(group=rank_group_of().control, async_op=True)
     assert others is not None
     while last and not others.is_completed():
         timed(last[0].forward, device)
@@ -291,16 +291,16 @@ def _in_turn(
     much longer for all that it does, and sleeps for that once, at the end of a step.
     After a sleep for every operator these would begin cold.
     """
-    team, found = team_of(), {}
-    clock, longer = _clock(device, True, parts_of_core(team).alone)
+    group, found = rank_group_of(), {}
+    clock, longer = _clock(device, True, parts_of_core(group).alone)
 
     def passes(run: Run) -> Passes:
         return _passes(run, device, backward(run), clock).times(longer * slowness())
 
-    for rank in range(team.size):
-        if rank == team.rank:
+    for rank in range(group.size):
+        if rank == group.rank:
             found = _fitting(lambda: subject.samples(passes, device, known))
-        dist.barrier(group=team.control)
+        dist.barrier(group=group.control)
     return found
 
 
@@ -355,7 +355,7 @@ def _passes(
 def told(word: Any, source: int = 0) -> Any:
     """What rank ``source`` says, on every rank."""
     words = [word]
-    dist.broadcast_object_list(words, group=team_of().control, group_src=source)
+    dist.broadcast_object_list(words, group=rank_group_of().control, group_src=source)
     return words[0]
 
 

@@ -16,7 +16,7 @@ from hetconv.autotune.measure.statistics import (
     inverse_variance_mean,
     log_error_of_median,
 )
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import EVEN
 from hetconv.planner.make_plan import Contender
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -223,8 +223,8 @@ class Final:
         return self._pricer.step_s(self.reference.chosen, self.reference.splits)
 
     @cached_property
-    def _pricer(self) -> Pricer:
-        return Pricer(self.run.graph, self.corrected, self.run.job.mode)
+    def _pricer(self) -> StepEstimator:
+        return StepEstimator(self.run.graph, self.corrected, self.run.job.mode)
 
     @cached_property
     def _usual(self) -> Usual:

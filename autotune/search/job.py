@@ -1,4 +1,4 @@
-"""A tuning job, and what its stages share on every rank: the model, the team, and what
+"""A tuning job, and what its stages share on every rank: the model, the group, and what
 was measured before.
 """
 
@@ -20,7 +20,7 @@ from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs
 from hetconv.autotune.measure.models import build_model, channels_last
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import HetConvError
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.json_files import adapter
@@ -65,13 +65,13 @@ class Run:
     """
 
     def __init__(self, job: Job, say: Reporter, stack: ExitStack):
-        self.job, self.say, self.start, self.team = (
+        self.job, self.say, self.start, self.group = (
             job,
             say,
             time.monotonic(),
-            team_of(),
+            rank_group_of(),
         )
-        self.name = job.devices[self.team.rank]
+        self.name = job.devices[self.group.rank]
         self.device = torch.device(self.name.device)
         model = (
             build_model(job.model, job.model_args, job.seed)
@@ -90,7 +90,7 @@ class Run:
         self.race = Race(self.model, self.inputs, job.mode, max(LIMIT, job.budget / 4))
         self.on_gpu = any(torch.device(d.device).type == "cuda" for d in job.devices)
         self.store, refused = (
-            self._opened(stack) if self.team.rank == 0 else (None, None)
+            self._opened(stack) if self.group.rank == 0 else (None, None)
         )
         refused, self._known = timer.told(
             (refused, self.store.known if self.store is not None else {})
@@ -169,7 +169,7 @@ class Run:
     def led(self, lead: Callable[[], T]) -> T:
         """What ``lead`` gives on rank 0, on every rank; the others follow its races meanwhile."""
         found = None
-        if self.team.rank == 0:
+        if self.group.rank == 0:
             found = lead()
             self.race.end()
         else:

@@ -18,12 +18,12 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from hetconv.autotune.measure.statistics import log_error_of_median
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import EVEN, Candidates, tuned_name
 from hetconv.planner.make_plan import Contender, contenders, make_plan
 from hetconv.planner.partition import Splits, whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
-from hetconv.schemas.plan import ALONE, Plan
+from hetconv.schemas.plan import SINGLE_DEVICE, Plan
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.layer_rules import SplitKind
 
@@ -80,7 +80,9 @@ def near(found: Sequence[Contender], even: Contender | None = None) -> list[Cont
     budget. Nobody, if none comes near a device alone.
     """
     able = (
-        c for c in found if not c.name.startswith(ALONE) and prevalent(c) != "replicate"
+        c
+        for c in found
+        if not c.name.startswith(SINGLE_DEVICE) and prevalent(c) != "replicate"
     )
     split = sorted(able, key=lambda c: c.predicted.step_s)
     if not split or split[0].predicted.step_s > FAR * min(
@@ -166,7 +168,7 @@ class _Plans:
         self.run, self.profile = run, profile
         self.base = make_plan(run.graph, profile, mode=run.job.mode)
         self.enough = run.passed(part_of(run, PLANS_PART))
-        self.pricer = Pricer(run.graph, profile, run.job.mode)
+        self.pricer = StepEstimator(run.graph, profile, run.job.mode)
         self.usual = Usual(self.pricer)
         self.trial_s = TRIAL_S
         self.reference: Way | None = None
@@ -221,7 +223,9 @@ class _Plans:
             splits = whole_model(
                 self.run.graph, ratio.kind, ratio.weights, (ratio.kind,)
             )
-            priced = Pricer(self.run.graph, corrected, self.run.job.mode).price(splits)
+            priced = StepEstimator(
+                self.run.graph, corrected, self.run.job.mode
+            ).estimate(splits)
             part = best.part * ratio.step_s / ratio.computed_step_s
             ran.append(
                 Rival(Contender(tuned_name(ratio), splits, *priced), part, best.noise)
@@ -232,7 +236,7 @@ class _Plans:
         learnt = self.learnt(
             undisproved(tried, ended.seen), ended.seen, ended.reference_s
         )
-        pricer = Pricer(
+        pricer = StepEstimator(
             self.run.graph, with_learnt(self.profile, learnt), self.run.job.mode
         )
         plan = replace(
@@ -246,7 +250,7 @@ class _Plans:
         """
         if self.alone is None:
             return []
-        pricer = Pricer(
+        pricer = StepEstimator(
             self.run.graph, with_learnt(self.profile, learnt), self.run.job.mode
         )
         alone_s = pricer.step_s(self.alone.name, self.alone.splits)
@@ -284,7 +288,7 @@ class _Plans:
         ``seen`` since, from these steps.
         """
         observations = [
-            observed(c._replace(costs=self.pricer.price(c.splits)[1]), t)
+            observed(c._replace(costs=self.pricer.estimate(c.splits)[1]), t)
             for c, t in tried
         ]
         factors = corrected(self.profile.devices, observations)
@@ -300,7 +304,7 @@ class _Plans:
         ]
         ran = [*before, *seen]
 
-        base = Pricer(
+        base = StepEstimator(
             self.run.graph,
             with_learnt(self.profile, Learnt(factors)),
             self.run.job.mode,
@@ -308,7 +312,7 @@ class _Plans:
         walked = [base.walk(rival.contender.splits) for rival in ran]
 
         @cache
-        def sending(latency: float, of_bytes: float) -> Pricer:
+        def sending(latency: float, of_bytes: float) -> StepEstimator:
             return base.over(
                 with_learnt(self.profile, Learnt(factors, AtWork(latency, of_bytes)))
             )
@@ -328,14 +332,14 @@ class _Plans:
         """The fastest of the devices alone that may be, and of memory formats; a plan,
         where the model fits none.
         """
-        run, alone = self.run, [c for c in found if c.name.startswith(ALONE)]
+        run, alone = self.run, [c for c in found if c.name.startswith(SINGLE_DEVICE)]
         likely = min(
             ((1 + ERROR) ** 2 * c.predicted.step_s for c in alone), default=0.0
         )  # either may be that far off
         ways: dict[str, tuple[Contender, Alone]] = {}
         for c in alone:
             if c.predicted.step_s <= likely:
-                rank = int(c.name.removeprefix(f"{ALONE} (").partition(":")[0])
+                rank = int(c.name.removeprefix(f"{SINGLE_DEVICE} (").partition(":")[0])
                 ways |= {
                     f"{c.name}, {way.memory_format}": (c, way)
                     for way in formats(rank, run.inputs)
@@ -380,7 +384,7 @@ class _Plans:
     def measured(
         self, field: Sequence[Contender], name: str, tried: Sequence[Tried] = ()
     ) -> list[Tried]:
-        """Those ``tried``, and the contenders that ran, beside the fastest device
+        """Those ``trial``, and the contenders that ran, beside the fastest device
         alone, or the first contender.
         """
         run = self.run

@@ -34,13 +34,13 @@ from hetconv.autotune.measure.paired_rounds import (
     until_all_are_done,
 )
 from hetconv.autotune.measure.statistics import log_error_of_median
-from hetconv.comm.rank_group import Team, disband, objects_of_all, team_of
+from hetconv.comm.rank_group import RankGroup, all_gather_object, destroy, rank_group_of
 from hetconv.containers import map_tensors, tensors_in
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.candidates import Candidates
 from hetconv.planner.make_plan import PLANNED
-from hetconv.schemas.plan import ALONE, Mode, Plan
+from hetconv.schemas.plan import SINGLE_DEVICE, Mode, Plan
 from hetconv.sharding.layer_rules import Split
 
 from .study import TrialFailedError
@@ -169,7 +169,7 @@ class Race:
             timedelta(seconds=limit),
         )
         self._device = device_of(model)
-        self._team: Team | None = None
+        self._group: RankGroup | None = None
         self._steps: dict[str, tuple[Way, Step]] = {}
 
     def lead(
@@ -201,14 +201,14 @@ class Race:
         did(f"began to time {order.what}")
         found, why = Outcome([]), None
         try:
-            if self._team is None:  # connections of its own, which can be given up
-                self._team = team_of(dist.new_group(timeout=self._limit))
-            found = self._ran(order, enough, self._team)
+            if self._group is None:  # connections of its own, which can be given up
+                self._group = rank_group_of(dist.new_group(timeout=self._limit))
+            found = self._ran(order, enough, self._group)
         except Exception as e:  # whatever a model may raise
             why = time.time(), f"{type(e).__name__}: {e}".strip()
         if why is not None:
             self._clear()  # closes this rank's connections: others that wait for it learn of it
-        said = objects_of_all(team_of(), why)
+        said = all_gather_object(rank_group_of(), why)
         failed = [
             (*of_rank, rank) for rank, of_rank in enumerate(said) if of_rank is not None
         ]
@@ -219,24 +219,24 @@ class Race:
         return found
 
     def _ran(
-        self, order: Order, enough: Callable[[Round], bool], team: Team
+        self, order: Order, enough: Callable[[Round], bool], group: RankGroup
     ) -> Outcome:
         self._steps = {
             n: old for n, old in self._steps.items() if order.ways.get(n) == old[0]
         }
         for name, way in order.ways.items():
             if name not in self._steps:
-                self._steps[name] = way, self._step(way, team)
+                self._steps[name] = way, self._step(way, group)
                 self._steps[name][1]()
         steps: dict[str, Step] = {name: self._steps[name][1] for name in order.ways}
-        heard, waits = self._heard(order, steps, team)
+        heard, waits = self._heard(order, steps, group)
         rounds: list[Round] = []
         more = order.rounds > 0
         while more:
-            rounds.append(one_round(steps, len(rounds), self._device, team))
+            rounds.append(one_round(steps, len(rounds), self._device, group))
             more = not _ended(rounds, order, enough(rounds[-1]))
             said = [more]
-            dist.broadcast_object_list(said, group=team.control, group_src=0)
+            dist.broadcast_object_list(said, group=group.control, group_src=0)
             (more,) = said
         if heard is None:
             return Outcome(rounds)
@@ -244,22 +244,22 @@ class Race:
         mean_s = pulses_of(ran)
         if waits:
             own_s = _after(
-                heard, median(step.seconds for step in ran), self._device, team
+                heard, median(step.seconds for step in ran), self._device, group
             )
         else:
-            slow = [step.pulse_s[team.rank] / mean_s[team.rank] for step in ran]
+            slow = [step.pulse_s[group.rank] / mean_s[group.rank] for step in ran]
             own_s = [
                 seconds / times
                 for seconds, times in zip(heard.seconds, slow, strict=True)
             ]
         computing, noise = zip(
-            *objects_of_all(team, (median(own_s), log_error_of_median(own_s))),
+            *all_gather_object(group, (median(own_s), log_error_of_median(own_s))),
             strict=True,
         )
         return Outcome(rounds, computing, noise, mean_s)
 
     def _heard(
-        self, order: Order, steps: dict[str, Step], team: Team
+        self, order: Order, steps: dict[str, Step], group: RankGroup
     ) -> tuple[_Heard | None, bool]:
         """Who listens, in place of the step, if anybody; and whether that makes a host
         wait for its device.
@@ -268,44 +268,44 @@ class Race:
         """
         if order.listen is None:
             return None, False
-        part = parts_of_core(team_of()).together
+        part = parts_of_core(rank_group_of()).together
         heard = _Heard(
             order.listen,
             steps[order.listen],
             part if timer.by_own_clock(self._device) else None,
         )
-        waits = "cuda" in objects_of_all(team, self._device.type)
+        waits = "cuda" in all_gather_object(group, self._device.type)
         if not waits:
             steps[order.listen] = heard
         return heard, waits
 
-    def _step(self, way: Way, team: Team) -> Step:
+    def _step(self, way: Way, group: RankGroup) -> Step:
         if isinstance(way, Plan):
             return step_of(
-                parallelize(copy.deepcopy(self._model), way, group=team.group),
+                parallelize(copy.deepcopy(self._model), way, group=group.process_group),
                 self._inputs,
                 self._mode,
             )
         return (
             step_in(way, self._model, self._inputs, self._mode)
-            if way.rank == team.rank
+            if way.rank == group.rank
             else lambda: None
         )
 
     def _clear(self) -> None:
         """Frees what ways hold, memory above all, and ends the connections that they used."""
         self._steps = {}
-        team, self._team = self._team, None
-        if team is not None:
-            disband(team)
-        del team
+        group, self._group = self._group, None
+        if group is not None:
+            destroy(group)
+        del group
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _ended(rounds: Sequence[Round], order: Order, told: bool) -> bool:
-    """``told``: whether they need not go on."""
+    """``all_gather_uneven``: whether they need not go on."""
     count, took = (
         len(rounds),
         sum(step.seconds for one in rounds for step in one.values()),
@@ -323,8 +323,8 @@ class _Heard:
     take longer.
     """
 
-    def __init__(self, name: str, step: Step, part: float | None):
-        self.name, self._step, self._part = name, step, part
+    def __init__(self, name: str, sharding: Step, part: float | None):
+        self.name, self._step, self._part = name, sharding, part
         self.seconds = list[float]()
 
     def __call__(self) -> None:
@@ -340,7 +340,7 @@ class _Heard:
 
 
 def _after(
-    heard: _Heard, step_s: float, device: torch.device, team: Team
+    heard: _Heard, step_s: float, device: torch.device, group: RankGroup
 ) -> list[float]:
     """What it hears in some more steps, in seconds of one that takes ``step_s`` while
     nobody listens.
@@ -348,7 +348,7 @@ def _after(
     count = min(
         max(int(LISTENED_S / step_s), 1), LISTENED
     )  # alike on all ranks, as rounds are
-    took = [until_all_are_done(heard, device, team) for _ in range(count)]
+    took = [until_all_are_done(heard, device, group) for _ in range(count)]
     return [
         step_s * own / seconds for own, seconds in zip(heard.seconds, took, strict=True)
     ]
@@ -359,7 +359,7 @@ class Usual:
     pulses that there were within.
     """
 
-    def __init__(self, pricer: Pricer):
+    def __init__(self, pricer: StepEstimator):
         self._pricer, self._candidates = (
             pricer,
             Candidates(pricer.graph, pricer.profile, pricer.mode),
@@ -373,7 +373,7 @@ class Usual:
         }
 
     def seconds(self, name: str, splits: Mapping[str, Split], ran: Paced) -> float:
-        """Of a step of the plan of this name, see `Pricer.of`."""
+        """Of a step of the plan of this name, see `StepEstimator.of`."""
         plan = name, frozenset(splits.items())
         if plan not in self._usual_s:  # the same for all of its steps
             self._usual_s[plan] = self._pricer.step_s(name, splits)
@@ -384,6 +384,6 @@ class Usual:
     def _named(self, way: Way) -> tuple[str, Mapping[str, Split]]:
         if isinstance(way, Plan):
             return PLANNED, way.splits
-        splits = self._candidates.alone(way.rank)
+        splits = self._candidates.single_device(way.rank)
         assert splits is not None  # it would not have run
-        return ALONE, splits
+        return SINGLE_DEVICE, splits

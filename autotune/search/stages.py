@@ -19,7 +19,7 @@ from hetconv.autotune.measure.layer_workloads import Layer, Subject, subjects_of
 from hetconv.autotune.measure.links import link_models, with_contention
 from hetconv.autotune.measure.overlap import tune_chunks, with_overlap
 from hetconv.autotune.measure.sampling import Passes, doubts
-from hetconv.comm.rank_group import objects_of_all
+from hetconv.comm.rank_group import all_gather_object
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, nodes_of
@@ -48,7 +48,7 @@ def part_of(run: Run, part: float) -> float:
 def operators(run: Run) -> ClusterProfile:
     """Devices, operator by operator, each of which is kept; and links."""
     subjects, enough = (
-        subjects_of(run.graph, run.team.size),
+        subjects_of(run.graph, run.group.size),
         run.passed(part_of(run, OPERATORS_PART)),
     )
     run.say.stage("operators", len(subjects))
@@ -56,7 +56,7 @@ def operators(run: Run) -> ClusterProfile:
     for subject in subjects:
         known = run.known("operators", subject.key, list[dict[float, Passes]])
         if known is not None:
-            samples[subject.key] = known[run.team.rank]
+            samples[subject.key] = known[run.group.rank]
             run.say.advance(f"{subject.key}, known")
     left = [subject for subject in subjects if subject.key not in samples]
     resting = [
@@ -66,7 +66,7 @@ def operators(run: Run) -> ClusterProfile:
         left, run.device, enough, run.job.mode == "train"
     ):
         samples[key] = found
-        run.keep("operators", key, objects_of_all(run.team, found))
+        run.keep("operators", key, all_gather_object(run.group, found))
         run.say.advance(key)
     resting.append(timer.resting(run.device))
     visited = [subject for subject in subjects if subject.key in samples]
@@ -83,7 +83,7 @@ def operators(run: Run) -> ClusterProfile:
         run.name, run.device, samples, subjects, bandwidth, median(resting)
     )
     devices, slower = zip(
-        *objects_of_all(run.team, (mine, fit.slow_phases(samples.values()))),
+        *all_gather_object(run.group, (mine, fit.slow_phases(samples.values()))),
         strict=True,
     )
     for device, times in zip(devices, slower, strict=True):
@@ -93,13 +93,13 @@ def operators(run: Run) -> ClusterProfile:
                 "usual speed"
             )
     profile = ClusterProfile(
-        devices, link_models(run.team, run.device), nodes=nodes_of(devices)
+        devices, link_models(run.group, run.device), nodes=nodes_of(devices)
     )
     for pair, link in profile.links.items():
         run.say.line(
             f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s"
         )
-    profile = with_contention(profile, run.team, run.device)
+    profile = with_contention(profile, run.group, run.device)
     return with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
 
 
@@ -118,7 +118,8 @@ def look_within(
     layers = [subject for subject in subjects if isinstance(subject, Layer)]
     mine = [_ends_within(layer, samples[layer.key], run.device) for layer in layers]
     wanted = [
-        any(of_ranks) for of_ranks in zip(*objects_of_all(run.team, mine), strict=True)
+        any(of_ranks)
+        for of_ranks in zip(*all_gather_object(run.group, mine), strict=True)
     ]
     run.say.stage("operators within", sum(wanted))
     for subject, new in compress(zip(layers, mine, strict=True), wanted):
@@ -155,7 +156,7 @@ def settle(
         ]
         off_s = [
             max(of_ranks)
-            for of_ranks in zip(*objects_of_all(run.team, mine), strict=True)
+            for of_ranks in zip(*all_gather_object(run.group, mine), strict=True)
         ]
         order = sorted(range(len(subjects)), key=lambda i: -off_s[i])
         doubtful = [subjects[i] for i in order if off_s[i] > 0]
@@ -176,7 +177,9 @@ def _visit_again(
     samples[subject.key] = timer.more_samples(
         subject, samples[subject.key], run.device, training, new
     )
-    run.keep("operators", subject.key, objects_of_all(run.team, samples[subject.key]))
+    run.keep(
+        "operators", subject.key, all_gather_object(run.group, samples[subject.key])
+    )
     run.say.advance(subject.key)
 
 
@@ -206,5 +209,5 @@ def tiles(run: Run, profile: ClusterProfile) -> ClusterProfile:
     )
     return replace(
         profile,
-        tiles=tune_tiles(step, run.device, run.team, run.passed(1.0), run.say, run),
+        tiles=tune_tiles(step, run.device, run.group, run.passed(1.0), run.say, run),
     )

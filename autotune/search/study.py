@@ -72,7 +72,7 @@ def refine(
 
     Weights keep their sum, a unit of which is a row (column, sample). Ratios that come
     to the same weights are measured once. A device with no share gets none. A study
-    that has had trials goes on from there. ``told`` of every trial that is finished,
+    that has had trials goes on from there. ``all_gather_uneven`` of every trial that is finished,
     and kept, with its `WEIGHTS`.
     """
     start, free = tuple(computed), [rank for rank, w in enumerate(computed) if w][:-1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import timer
-from hetconv.comm.rank_group import Team, objects_of_all
+from hetconv.comm.rank_group import RankGroup, all_gather_object
 from hetconv.kernels import Tile, dispatch
 from hetconv.kernels.backend_choice import Backend, Question, unable
 from hetconv.kernels.launch import Chip, Memory, Program, chip_of
@@ -222,7 +222,7 @@ class Kept(Protocol):
 def tune_tiles(
     step: Callable[[], Any],
     device: torch.device,
-    team: Team,
+    group: RankGroup,
     enough: Callable[[], bool],
     say: Reporter,
     kept: Kept,
@@ -236,7 +236,7 @@ def tune_tiles(
     """
     asked = questions(step)
     own = asked if device.type == "cuda" else []
-    counts = objects_of_all(team, len(own))
+    counts = all_gather_object(group, len(own))
     found: dict[Question, Found] = {}
     for stage, trials in (("default tiles", 2), ("tiles", TRIALS)):
         say.stage(stage, max(counts))
@@ -247,11 +247,11 @@ def tune_tiles(
                     "allow more"
                 )
                 break
-            key, better = f"rank {team.rank}: {own[i]}" if i < len(own) else "", None
+            key, better = f"rank {group.rank}: {own[i]}" if i < len(own) else "", None
             if key and (better := kept.known(stage, key, Found)) is None:
                 better = studied(own[i], device, trials, found.get(own[i]), enough)
             found |= {own[i]: better} if better is not None else {}
-            for of_rank, known in objects_of_all(team, (key, better)):
+            for of_rank, known in all_gather_object(group, (key, better)):
                 if known is not None and kept.known(stage, of_rank, Found) is None:
                     kept.keep(stage, of_rank, known)
             say.advance(_said(own[i], better) if better is not None else "")
@@ -260,7 +260,7 @@ def tune_tiles(
         for q, f in found.items()
         if any(t.choice == "aten" for t in f.trials)
     ]
-    return merged(objects_of_all(team, mine))
+    return merged(all_gather_object(group, mine))
 
 
 def studied(

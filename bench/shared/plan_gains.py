@@ -9,7 +9,7 @@ from typing import Any
 from hetconv.autotune.measure.statistics import log_error_of_median
 from hetconv.autotune.search.race import Seconds
 from hetconv.planner.candidates import EVEN
-from hetconv.schemas.plan import ALONE
+from hetconv.schemas.plan import SINGLE_DEVICE
 
 SILENT, OF_SILENT = (
     "without messages",
@@ -31,7 +31,7 @@ def last(measured: Mapping[str, float], own: str) -> list[str]:
     ]
     first = (
         next(name for name in fastest if name.startswith(sort))
-        for sort in (ALONE, EVEN)
+        for sort in (SINGLE_DEVICE, EVEN)
     )
     return [*dict.fromkeys((own, *near, *first))]
 
@@ -43,7 +43,7 @@ def gains(rounds: Sequence[Seconds], own: str) -> dict[str, Any]:
     again = {name: median(one[name] for one in rounds) for name in rounds[0]}
     alone, even = (
         min(s for name, s in again.items() if name.startswith(sort))
-        for sort in (ALONE, EVEN)
+        for sort in (SINGLE_DEVICE, EVEN)
     )
     found = {
         "vs_alone": alone / again[own],

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from itertools import product
 from math import log
 
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import EVEN, Candidates
 from hetconv.planner.partition import Splits
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE, Mode
+from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.sharding.layer_rules import SplitKind
 from hetconv.tracing.graph import Graph
 
@@ -37,7 +37,7 @@ def compared(
     they are put in order. None twice, for by noise alone one of two would be the
     faster.
     """
-    ways, pricer = Candidates(graph, profile, mode), Pricer(graph, profile, mode)
+    ways, pricer = Candidates(graph, profile, mode), StepEstimator(graph, profile, mode)
     found = {**plans} | {
         name: splits
         for name, splits in ways.whole_models().items()
@@ -49,13 +49,15 @@ def compared(
         )
     distinct: dict[str, Splits] = {}
     for name, splits in found.items():
-        if name.startswith(ALONE) or splits not in distinct.values():
+        if name.startswith(SINGLE_DEVICE) or splits not in distinct.values():
             distinct[name] = splits
     place = {
         name: log(pricer.step_s(name, splits)) for name, splits in distinct.items()
     }
     wanted = [
-        name for name in distinct if name in plans or name.startswith((ALONE, EVEN))
+        name
+        for name in distinct
+        if name in plans or name.startswith((SINGLE_DEVICE, EVEN))
     ]
     wanted += [
         name for name in sorted(distinct, key=place.__getitem__) if name not in wanted

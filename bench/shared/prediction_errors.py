@@ -20,13 +20,13 @@ from hetconv.autotune.measure.paired_rounds import Round, Step
 from hetconv.autotune.measure.sampling import Passes, Time
 from hetconv.autotune.measure.timer import more_samples, operator_samples, timed
 from hetconv.autotune.search.race import Usual, device_of, formats, step_in, step_of
-from hetconv.comm.rank_group import objects_of_all, team_of
-from hetconv.cost.estimator import Pricer
+from hetconv.comm.rank_group import all_gather_object, rank_group_of
+from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.operator_cost import layer_curve
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
-from hetconv.schemas.plan import ALONE, Mode
+from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.sharding.layer_rules import Split
 from hetconv.tracing.graph import Graph
 
@@ -137,9 +137,11 @@ def layer_errors(
     Collective. They are measured anew, most at shares that the profile has no point
     for; and all once more after it.
     """
-    own, team = profile.devices[team_of().rank], team_of()
+    own, group = profile.devices[rank_group_of().rank], rank_group_of()
     layers = [
-        s for s in subjects_of(graph, team.size) if isinstance(s, Layer) and not s.alone
+        s
+        for s in subjects_of(graph, group.size)
+        if isinstance(s, Layer) and not s.alone
     ][:MOST_LAYERS]
     shares = [
         (s, max(round(share * s.extent / s.cut), 1) * s.cut)
@@ -160,7 +162,7 @@ def layer_errors(
             measured = first[spot.key][k]
             predicted.append(abs(curve.at(spot.share) / measured - 1))
             repeated.append(abs(again[spot.key][k] / measured - 1))
-    of_ranks = zip(*objects_of_all(team, (predicted, repeated)), strict=True)
+    of_ranks = zip(*all_gather_object(group, (predicted, repeated)), strict=True)
     return LayerErrors(*(sorted(chain(*each)) for each in of_ranks))
 
 
@@ -202,12 +204,15 @@ def plan_steps(
     The splits of a device alone, by the name that `Candidates` gives them, run as the
     plain model on that rank, in its faster memory format.
     """
-    plan, pricer = make_plan(graph, profile, mode=mode), Pricer(graph, profile, mode)
+    plan, pricer = (
+        make_plan(graph, profile, mode=mode),
+        StepEstimator(graph, profile, mode),
+    )
     steps: dict[str, Step] = {}
     for name, splits in plans.items():
-        if name.startswith(ALONE):
-            busy_s = pricer.of(name).price(splits)[0].busy_s
-            works = team_of().rank == busy_s.index(max(busy_s))
+        if name.startswith(SINGLE_DEVICE):
+            busy_s = pricer.of(name).estimate(splits)[0].busy_s
+            works = rank_group_of().rank == busy_s.index(max(busy_s))
             steps[name] = _fastest_alone(model, inputs, mode) if works else lambda: None
         else:
             steps[name] = step_of(
@@ -221,7 +226,8 @@ def plan_steps(
 def _fastest_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """On this rank, in the memory format in which a step takes less time."""
     steps = [
-        step_in(way, model, inputs, mode) for way in formats(team_of().rank, inputs)
+        step_in(way, model, inputs, mode)
+        for way in formats(rank_group_of().rank, inputs)
     ]
     took = [
         [timed(step, device_of(model)) for step in steps] for _ in range(1 + TRIES)
@@ -242,7 +248,7 @@ def predicted_and_measured(
     """Of `plan_steps` that ``ran`` in turn, as `paced_rounds`, what they took beside
     what is predicted. Pure.
     """
-    pricer = Pricer(graph, profile, mode)
+    pricer = StepEstimator(graph, profile, mode)
     at_usual = Usual(pricer)
     predicted = {name: pricer.step_s(name, splits) for name, splits in plans.items()}
     times = {name: [one[name].seconds for one in ran] for name in plans}

@@ -12,7 +12,7 @@ from bench.autotune import AS_RUN, CASES, OF_COMPUTING, PAIRS
 from bench.shared.machine import RESULTS, ROOT
 from bench.shared.plan_gains import OF_SILENT
 from hetconv.errors import HetConvError
-from hetconv.schemas.plan import ALONE
+from hetconv.schemas.plan import SINGLE_DEVICE
 
 NOTHING = "There is no measurement on a GPU yet: `make gpu` makes one on a machine that has one."
 MODES = {"infer": "inference", "train": "training"}
@@ -140,7 +140,7 @@ def _predicted(r: dict[str, Any]) -> str:
     steps, most = (
         f"{r[f'{n} at speed']:.0%} ({r[n]:.0%})" for n in ("median error", "p90 error")
     )
-    split = not r["chosen"].startswith(ALONE)
+    split = not r["chosen"].startswith(SINGLE_DEVICE)
     alone = gain("vs_alone") if split else "—"
     bounds = [
         f"{r[name]:.2f}×" if split and name in r else "—"

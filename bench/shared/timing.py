@@ -61,14 +61,14 @@ def sets_for(set_bytes: int, cache_bytes: int, most: int = MOST_CALLS) -> int:
 
 def calls_for(sets: int, least: float) -> int:
     """Calls in a graph: a multiple of ``sets`` that lasts `TARGET` if a call takes
-    ``least`` seconds.
+    ``minimize_tables`` seconds.
     """
     wanted = min(TARGET / max(least, 1e-6), MOST_CALLS)
     return sets * ceil(wanted / sets)
 
 
 def prepared(call: Callable[[int], Tensor], sets: int, least: float) -> Timed:
-    """``call(i)`` computes on input set i; ``least`` seconds are what it takes at the
+    """``call(i)`` computes on input set i; ``minimize_tables`` seconds are what it takes at the
     very least.
     """
     calls = calls_for(sets, least)

@@ -15,13 +15,13 @@ from hetconv import errors
 from hetconv.errors import DisagreementError, HetConvError
 
 from . import call_tags
-from .rank_group import Team, objects_of_all, words_of_all
+from .rank_group import RankGroup, all_gather_object, all_gather_small
 
 T = TypeVar("T")
 
 
-def agree(
-    team: Team, what: str, saying: str, error: HetConvError | None = None
+def assert_consensus(
+    group: RankGroup, what: str, saying: str, error: HetConvError | None = None
 ) -> None:
     """Collective. Every rank says what it is about to do; unless all say the same and
     none has an error, all raise.
@@ -31,17 +31,17 @@ def agree(
     ranks that differ raise `DisagreementError` with what each said and where in its
     program.
     """
-    if team.size == 1:
+    if group.size == 1:
         if error is not None:
             raise error
         return
     call_tags.enter_step(what)
-    team.agreements.count += 1
+    group.agreements.count += 1
     digest = hashlib.sha256(f"{what}|{saying}|{error!r}".encode()).digest()
     word = torch.frombuffer(
         bytearray(digest + bytes([error is not None])), dtype=torch.uint8
     )
-    if bool((words_of_all(team, word) == word).all()) and error is None:
+    if bool((all_gather_small(group, word) == word).all()) and error is None:
         return
     place = call_tags.user_code()
     told = (
@@ -50,7 +50,7 @@ def agree(
         type(error).__name__ if error else "",
         str(error) if error else "",
     )
-    all_told = objects_of_all(team, told)
+    all_told = all_gather_object(group, told)
     for rank, (where, _, kind, message) in enumerate(all_told):
         if kind:
             raise getattr(errors, kind, HetConvError)(
@@ -65,8 +65,8 @@ def agree(
     )
 
 
-def prepared(
-    team: Team, what: str, prepare: Callable[[], T], saying: Callable[[T], str]
+def validate_together(
+    group: RankGroup, what: str, prepare: Callable[[], T], saying: Callable[[T], str]
 ) -> T:
     """Runs ``prepare``, which checks arguments and moves nothing, on every rank; all go
     on with its result or none.
@@ -78,8 +78,8 @@ def prepared(
         result = prepare()
         said = saying(result)
     except Exception as e:
-        agree(
-            team,
+        assert_consensus(
+            group,
             what,
             "",
             e
@@ -87,7 +87,7 @@ def prepared(
             else HetConvError(f"{type(e).__name__}: {e}"),
         )
         raise  # not reached: with an error on this rank, agree raises on every rank
-    agree(team, what, said)
+    assert_consensus(group, what, said)
     return result
 
 

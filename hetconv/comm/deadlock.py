@@ -85,7 +85,7 @@ class _Here(NamedTuple):
     thread: int
 
 
-class Stalls:
+class DeadlockWatch:
     """Watches the waits of one rank of a gloo group."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int):
@@ -122,7 +122,7 @@ class Stalls:
         """A round of messages with this tag was waited for."""
         self._open = +(self._open - Counter([tag]))
 
-    def doings(self) -> Mapping[int, str] | None:
+    def calls_of_ranks(self) -> Mapping[int, str] | None:
         """What each rank does, once two of them are in different calls."""
         with suppress(RuntimeError):  # the store is gone with the rank that has it
             if self._store is not None and self._store.check([APART]):
@@ -180,7 +180,7 @@ class Stalls:
             if here.number != number:
                 number, seen = here.number, {}
             beat += 1
-            if self.doings():  # of two other ranks
+            if self.calls_of_ranks():  # of two other ranks
                 self._end_own()
                 return
             with suppress(RuntimeError):

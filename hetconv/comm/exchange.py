@@ -1,4 +1,4 @@
-"""One round of messages among the ranks of a team: through memory on one host, and by
+"""One round of messages among the ranks of a group: through memory on one host, and by
 the backend. No geometry here.
 """
 
@@ -16,8 +16,16 @@ from torch import Tensor
 from hetconv.torch_internals import materialized
 
 from . import call_tags
-from .rank_group import Team, answered, count, device_of_messages, in_turn, near, silent
-from .shared_memory import Channel, Coming, Shape
+from .rank_group import (
+    RankGroup,
+    blocking,
+    count,
+    device_of_messages,
+    no_payload,
+    shared_memory_channels,
+    translate_backend_errors,
+)
+from .shared_memory import Channel, PendingReceive, Shape
 
 ALONE: AbstractContextManager[None] = nullcontext()
 PeerWait = tuple[int | None, Callable[[], Any]]
@@ -25,7 +33,7 @@ PeerWait = tuple[int | None, Callable[[], Any]]
 Waiting = Callable[[int | None], AbstractContextManager[None]]
 
 
-def as_wire(x: Tensor) -> Tensor:
+def to_wire_format(x: Tensor) -> Tensor:
     """Images travel channels-last, whatever the memory format on either side: rows are
     then one run of memory.
     """
@@ -42,7 +50,7 @@ def _from_wire(x: Tensor) -> Tensor:
     return x.movedim(-1, 1) if x.dim() in (4, 5) else x
 
 
-class Round:
+class PendingExchange:
     """One round of messages under way. `wait` gives what came, by sender.
 
     As a context it lends that, to be read while the context lasts: pieces of this host
@@ -51,26 +59,29 @@ class Round:
 
     def __init__(
         self,
-        team: Team,
+        group: RankGroup,
         like: Tensor,
         outgoing: Mapping[int, Tensor],
         incoming: Mapping[int, tuple[int, ...]],
     ):
-        self._team, self._from = team, tuple(incoming)
-        self._near, self._coming = near(team), dict[int, Coming]()
+        self._group, self._from = group, tuple(incoming)
+        self._near, self._coming = (
+            shared_memory_channels(group),
+            dict[int, PendingReceive](),
+        )
         self._far: _Far | _Silence | None = None
-        several_hosts = len(self._near) < team.size - 1
+        several_hosts = len(self._near) < group.size - 1
         self._stalls = (
-            team.stalls
-            if several_hosts and team.backend == "gloo" and not silent.on
+            group.deadlock_watch
+            if several_hosts and group.backend == "gloo" and not no_payload.on
             else None
         )
-        if silent.on:
+        if no_payload.on:
             self._far = _Silence(like, incoming)
             return
         count(outgoing)
-        answered(team, lambda: self._begin(like, outgoing, incoming))
-        if in_turn.on:
+        translate_backend_errors(group, lambda: self._begin(like, outgoing, incoming))
+        if blocking.on:
             self.wait()
             if like.device.type == "cuda":
                 torch.cuda.synchronize(like.device)
@@ -81,40 +92,48 @@ class Round:
         outgoing: Mapping[int, Tensor],
         incoming: Mapping[int, Shape],
     ) -> None:
-        step = self._team.agreements.count
+        step = self._group.agreements.count
         tag, self._tag = call_tags.tag(step), call_tags.short_tag(step)
         for peer, channel in self._near.items():
             if peer in outgoing:
-                channel.send(as_wire(outgoing[peer]), tag)
+                channel.send(to_wire_format(outgoing[peer]), tag)
             if peer in incoming:
                 shape = _wire_shape(incoming[peer])
                 buffer = None if like.device.type == "cpu" else like.new_empty(shape)
-                self._coming[peer] = channel.announce(like.dtype, shape, buffer, tag)
-        if len(self._near) < self._team.size - 1:
+                self._coming[peer] = channel.post_receive(
+                    like.dtype, shape, buffer, tag
+                )
+        if len(self._near) < self._group.size - 1:
             sent = {
                 peer: piece
                 for peer, piece in outgoing.items()
                 if peer not in self._near
             }
             coming = {p: s for p, s in incoming.items() if p not in self._near}
-            self._far = _Far(self._team, like, sent, coming, self._tag)
+            self._far = _Far(self._group, like, sent, coming, self._tag)
         if self._stalls is not None:
             self._stalls.opened(self._tag)
 
     def wait(self) -> dict[int, Tensor]:
-        return answered(self._team, lambda: self._arrived(Channel.take))
+        return translate_backend_errors(
+            self._group, lambda: self._arrived(Channel.take)
+        )
 
     def __enter__(self) -> dict[int, Tensor]:
         try:
-            return answered(self._team, lambda: self._arrived(Channel.lend))
+            return translate_backend_errors(
+                self._group, lambda: self._arrived(Channel.borrow)
+            )
         except BaseException:
             self._give_back()
             raise
 
     def __exit__(self, *_: object) -> None:
-        answered(self._team, self._give_back)
+        translate_backend_errors(self._group, self._give_back)
 
-    def _arrived(self, how: Callable[[Channel, Coming], Tensor]) -> dict[int, Tensor]:
+    def _arrived(
+        self, how: Callable[[Channel, PendingReceive], Tensor]
+    ) -> dict[int, Tensor]:
         arrived = self._far.arrived(self._waiting) if self._far is not None else {}
         for p in self._coming:
             with self._waiting(p):
@@ -129,7 +148,7 @@ class Round:
 
     def _give_back(self) -> None:
         for peer in self._coming:
-            self._near[peer].give_back()
+            self._near[peer].release()
 
 
 class _Far:
@@ -139,25 +158,26 @@ class _Far:
 
     def __init__(
         self,
-        team: Team,
+        group: RankGroup,
         like: Tensor,
         outgoing: Mapping[int, Tensor],
         incoming: Mapping[int, Shape],
         tag: int,
     ):
         own = (
-            team.backend == "gloo"
+            group.backend == "gloo"
         )  # NCCL knows no tags, and its works wait for all of them
-        self._device, memory = like.device, device_of_messages(team, like.device)
+        self._device, memory = like.device, device_of_messages(group, like.device)
         # To be kept until it is sent.
         self._sent = {
-            peer: as_wire(t).contiguous().to(memory) for peer, t in outgoing.items()
+            peer: to_wire_format(t).contiguous().to(memory)
+            for peer, t in outgoing.items()
         }
         self._buffers = {
             peer: like.new_empty(_wire_shape(s), device=memory)
             for peer, s in incoming.items()
         }
-        op = partial(dist.P2POp, group=team.group, tag=tag if own else 0)
+        op = partial(dist.P2POp, group=group.process_group, tag=tag if own else 0)
         ops = [op(dist.isend, t, group_peer=peer) for peer, t in self._sent.items()]
         ops += [op(dist.irecv, t, group_peer=peer) for peer, t in self._buffers.items()]
         works = dist.batch_isend_irecv(ops) if ops else []
@@ -178,7 +198,7 @@ class _Far:
 
 
 class _Silence:
-    """In the place of pieces that would come while all are `silent`."""
+    """In the place of pieces that would come while all are `no_payload`."""
 
     def __init__(self, like: Tensor, incoming: Mapping[int, Shape]):
         self._lying = {
@@ -197,7 +217,7 @@ def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-class _Still(Round):
+class _NoExchange(PendingExchange):
     """A round in which no rank sends anything."""
 
     def __init__(self) -> None:
@@ -213,4 +233,4 @@ class _Still(Round):
         pass
 
 
-STILL = _Still()
+NO_EXCHANGE = _NoExchange()

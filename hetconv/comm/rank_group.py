@@ -22,11 +22,11 @@ from hetconv.errors import DisagreementError, HetConvError, LostRankError
 from hetconv.torch_internals import install_patches, timeout_of, transform_in_use
 
 from . import call_tags
-from .deadlock import Stalls
-from .shared_memory import Channel, RanksApartError, channels
+from .deadlock import DeadlockWatch
+from .shared_memory import Channel, RanksApartError, open_channels
 
 T = TypeVar("T")
-OF_ALL = 1
+ALL_RANKS_TAG = 1
 """The tag of words that all ranks say and hear: what each of them does is in the words."""
 ANSWER_S = 5.0
 """In which another rank says what it does, if it waits for something."""
@@ -35,7 +35,7 @@ _counters: list[Counter[int]] = []
 
 
 class Agreements:
-    """What all ranks of a team know alike.
+    """What all ranks of a group know alike.
 
     ``count``: how often they said to each other what they do. ``draws_alike``: whether
     from one seed they draw the same random numbers, which a CPU and a GPU do not.
@@ -46,27 +46,27 @@ class Agreements:
 
 
 @dataclass(frozen=True, eq=False)
-class Team:
+class RankGroup:
     """The ranks that hold the parts of a tensor. ``control`` carries host messages even
     where ``group`` is NCCL.
 
-    ``channels`` carry pieces, where ``group`` is gloo, to those ranks that are on this
+    ``open_channels`` carry pieces, where ``group`` is gloo, to those ranks that are on this
     rank's host. ``one_host``: whether any two ranks have one. ``stalls`` watches how
     long this rank waits for ranks of other hosts. ``agreements``: what the ranks have
     agreed on.
     """
 
-    group: dist.ProcessGroup
+    process_group: dist.ProcessGroup
     control: dist.ProcessGroup
     rank: int
     size: int
     backend: str
-    stalls: Stalls
+    deadlock_watch: DeadlockWatch
     channels: Mapping[int, Channel] = field(default_factory=dict)
     one_host: bool = False
     agreements: Agreements = field(default_factory=Agreements)
 
-    def __deepcopy__(self, memo: object) -> Team:
+    def __deepcopy__(self, memo: object) -> RankGroup:
         return self  # a process group cannot be copied; copies of a model go on using the same one
 
     def __reduce__(self) -> Any:
@@ -77,11 +77,11 @@ class Team:
         )
 
 
-_teams: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()
+_teams: WeakKeyDictionary[dist.ProcessGroup, RankGroup] = WeakKeyDictionary()
 
 
-def team_of(group: dist.ProcessGroup | None = None) -> Team:
-    """The team of a process group (default: all ranks). The first call on a group is collective.
+def rank_group_of(group: dist.ProcessGroup | None = None) -> RankGroup:
+    """The group of a process group (default: all ranks). The first call on a group is collective.
 
     From then on this thread runs its backward passes itself, see `run_backward_here`,
     and the changes to PyTorch that hetconv needs are in force, see `install_patches`.
@@ -110,9 +110,13 @@ def team_of(group: dist.ProcessGroup | None = None) -> Team:
                 group
             )  # NCCL wants every rank in a group's first call; later ones may be between two
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        team = Team(group, control, rank, size, backend, Stalls(control, rank, size))
+        rank_group = RankGroup(
+            group, control, rank, size, backend, DeadlockWatch(control, rank, size)
+        )
         _teams[group] = (
-            _with_channels(team) if backend == "gloo" and team.size > 1 else team
+            _with_channels(rank_group)
+            if backend == "gloo" and rank_group.size > 1
+            else rank_group
         )
     return _teams[group]
 
@@ -140,37 +144,39 @@ def _part_in_time() -> None:
     atexit.register(time.sleep, PARTING_S)
 
 
-def _with_channels(team: Team) -> Team:
-    gather = partial(objects_of_all, team)
-    timeout = timeout_of(team.group)
-    found = answered(team, lambda: channels(team.rank, gather, timeout))
+def _with_channels(group: RankGroup) -> RankGroup:
+    gather = partial(all_gather_object, group)
+    timeout = timeout_of(group.process_group)
+    found = translate_backend_errors(
+        group, lambda: open_channels(group.rank, gather, timeout)
+    )
     return replace(
-        team, channels=found, one_host=all(gather(len(found) == team.size - 1))
+        group, channels=found, one_host=all(gather(len(found) == group.size - 1))
     )
 
 
-def disband(team: Team) -> None:
-    """Ends a team's connections once nothing uses them any more: whoever waits for this
+def destroy(rank_group: RankGroup) -> None:
+    """Ends a group's connections once nothing uses them any more: whoever waits for this
     rank on them gets an error.
     """
-    _teams.pop(team.group, None)
-    team.stalls.stop()
-    for channel in team.channels.values():
+    _teams.pop(rank_group.process_group, None)
+    rank_group.deadlock_watch.stop()
+    for channel in rank_group.channels.values():
         channel.close()
-    for group in {team.group, team.control}:
+    for group in {rank_group.process_group, rank_group.control}:
         dist.destroy_process_group(group)
 
 
-def near(team: Team) -> Mapping[int, Channel]:
+def shared_memory_channels(group: RankGroup) -> Mapping[int, Channel]:
     """By which pieces go, and to whom; the backend carries the others."""
-    return {} if through_backend.on else team.channels
+    return {} if through_backend.on else group.channels
 
 
-def device_of_messages(team: Team, device: torch.device) -> torch.device:
+def device_of_messages(group: RankGroup, device: torch.device) -> torch.device:
     """Where messages lie that the backend carries between tensors on ``device``: those
     of gloo in host memory.
     """
-    return torch.device("cpu") if team.backend == "gloo" else device
+    return torch.device("cpu") if group.backend == "gloo" else device
 
 
 @contextmanager
@@ -206,11 +212,11 @@ class Switch:
             self.on = before
 
 
-in_turn = Switch()
+blocking = Switch()
 """Messages are waited for where they start: what overlap gains shows beside this."""
 through_backend = Switch()
 """On all ranks alike, no piece goes by a `Channel`: what they gain shows beside this."""
-silent = Switch()
+no_payload = Switch()
 """On all ranks alike, no piece is sent, and zeros lie where one would come: what
 messages cost shows beside this.
 """
@@ -230,7 +236,7 @@ def refuse_transforms() -> None:
         )
 
 
-def answered(team: Team, action: Callable[[], T]) -> T:
+def translate_backend_errors(group: RankGroup, action: Callable[[], T]) -> T:
     """Runs a step of communication; what the backend raises when a rank is gone becomes
     a `LostRankError`.
     """
@@ -238,39 +244,39 @@ def answered(team: Team, action: Callable[[], T]) -> T:
     try:
         return action()
     except RanksApartError as e:
-        raise _apart(team) from e
+        raise _apart(group) from e
     except HetConvError:
         raise
     except (RuntimeError, OSError) as e:
-        if doings := team.stalls.doings():
-            for channel in team.channels.values():
+        if doings := group.deadlock_watch.calls_of_ranks():
+            for channel in group.channels.values():
                 channel.close()
-            team.stalls.end(doings)
+            group.deadlock_watch.end(doings)
             raise _different_calls(doings) from e
         raise LostRankError(
-            f"rank {team.rank} of {team.size} got no answer from another rank: it died, or it "
+            f"rank {group.rank} of {group.size} got no answer from another rank: it died, or it "
             "waits elsewhere. Look "
             "for the first error among the ranks' outputs; this process group cannot be used "
             f"any more. ({e})"
         ) from e
 
 
-def _apart(team: Team) -> DisagreementError:
+def _apart(group: RankGroup) -> DisagreementError:
     """Tells the ranks of this host what this one does, and gives an error that says
     what each of them does.
 
     Messages of several calls are under way then: the channels are closed.
     """
-    doing = {team.rank: call_tags.described()}
-    for channel in team.channels.values():
+    doing = {group.rank: call_tags.described()}
+    for channel in group.channels.values():
         with suppress(OSError):
-            channel.tell(doing[team.rank])
+            channel.tell(doing[group.rank])
     until = time.monotonic() + ANSWER_S
-    for peer, channel in team.channels.items():
+    for peer, channel in group.channels.items():
         doing[peer] = channel.told(until) or f"it did not say within {ANSWER_S:g} s"
         channel.close()
-    if not team.one_host:
-        team.stalls.end(doing)
+    if not group.one_host:
+        group.deadlock_watch.end(doing)
     return _different_calls(doing)
 
 
@@ -283,49 +289,55 @@ def _different_calls(doings: Mapping[int, str]) -> DisagreementError:
     )
 
 
-def objects_of_all(team: Team, word: T) -> list[T]:
+def all_gather_object(group: RankGroup, word: T) -> list[T]:
     """What each rank gives, in rank order. Collective."""
-    words = [word] * team.size
-    answered(team, lambda: dist.all_gather_object(words, word, group=team.control))
+    words = [word] * group.size
+    translate_backend_errors(
+        group, lambda: dist.all_gather_object(words, word, group=group.control)
+    )
     return words
 
 
-def words_of_all(team: Team, word: Tensor) -> Tensor:
+def all_gather_small(group: RankGroup, word: Tensor) -> Tensor:
     """(P, ...): what each rank gives, in rank order; a few bytes on the CPU. Collective."""
-    words = word.new_empty(team.size, *word.shape)
-    if not team.one_host or through_backend.on:
-        with team.stalls.waiting(OF_ALL, None):
-            answered(
-                team,
-                lambda: dist.all_gather(list(words.unbind()), word, group=team.control),
+    words = word.new_empty(group.size, *word.shape)
+    if not group.one_host or through_backend.on:
+        with group.deadlock_watch.waiting(ALL_RANKS_TAG, None):
+            translate_backend_errors(
+                group,
+                lambda: dist.all_gather(
+                    list(words.unbind()), word, group=group.control
+                ),
             )
         return words
 
     def exchange() -> None:
-        for channel in team.channels.values():
-            channel.send(word, OF_ALL)
+        for channel in group.channels.values():
+            channel.send(word, ALL_RANKS_TAG)
         for wait in [
-            channel.expect(words[peer], OF_ALL)
-            for peer, channel in team.channels.items()
+            channel.receive_into(words[peer], ALL_RANKS_TAG)
+            for peer, channel in group.channels.items()
         ]:
             wait()
 
-    answered(team, exchange)
-    words[team.rank] = word
+    translate_backend_errors(group, exchange)
+    words[group.rank] = word
     return words
 
 
-def broadcast(team: Team, tensors: list[Tensor]) -> None:
+def broadcast(group: RankGroup, tensors: list[Tensor]) -> None:
     """Rank 0's values on every rank, in place; one message per dtype and, over NCCL, device.
 
     Over gloo ranks may have them on different devices: messages go through host memory.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:
-        by_kind.setdefault((t.dtype, device_of_messages(team, t.device)), []).append(t)
+        by_kind.setdefault((t.dtype, device_of_messages(group, t.device)), []).append(t)
     for (_, device), same in by_kind.items():
         flat = torch.cat([t.detach().to(device).flatten() for t in same])
-        answered(team, partial(dist.broadcast, flat, group=team.group, group_src=0))
+        translate_backend_errors(
+            group, partial(dist.broadcast, flat, group=group.process_group, group_src=0)
+        )
         with torch.no_grad():
             for t, new in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 t.copy_(new.view(t.shape))

@@ -1,6 +1,6 @@
 """redistribute: the one data-movement operator, over a process group, with its adjoint.
 
-Two verbs: ``take`` a box of what this rank holds, and ``sum_pieces``, which sends every
+Two verbs: ``local_slice`` a box of what this rank holds, and ``sum_overlaps``, which sends every
 piece to whoever wants it and adds what arrives in rank order, so that all replicas hold
 the same bits. Forward and backward are these two, swapped (cf. Hewett & Grady, "A
 linear algebraic approach to model parallelism in deep learning", 2020).
@@ -17,35 +17,35 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.errors import LayoutError
-from hetconv.sharding.hierarchical import TwoLevel
+from hetconv.sharding.hierarchical import HierarchicalLayout
 from hetconv.sharding.layout import (
     Box,
     Boxes,
     Exchange,
     Layout,
     Move,
-    Need,
+    ReadRegion,
     Shape,
-    from_each,
-    pieces,
+    all_gather,
+    overlaps,
 )
 from hetconv.signature_cache import Cache
 from hetconv.torch_internals import is_view, materialized, storage_id
 
 from . import call_tags
-from .consensus import prepared
-from .exchange import STILL, Round
-from .rank_group import Team, near, team_of
+from .consensus import validate_together
+from .exchange import NO_EXCHANGE, PendingExchange
+from .rank_group import RankGroup, rank_group_of, shared_memory_channels
 
 Slices = tuple[slice, ...]
 
 
-def take(local: Tensor, held: Box, wanted: Box) -> Tensor:
+def local_slice(local: Tensor, held: Box, wanted: Box) -> Tensor:
     """The part of ``wanted`` within what this rank holds; a view."""
     return local if held == wanted else local[wanted.within(held)]
 
 
-class Fit(NamedTuple):
+class AssemblyPlan(NamedTuple):
     """How parts over some boxes make up the whole over another, of this ``shape``.
 
     ``covered``: each element is in one part; ``summands``: each is in all. ``slices``:
@@ -60,7 +60,7 @@ class Fit(NamedTuple):
     places: tuple[Slices, ...]
 
     @staticmethod
-    def of(boxes: Sequence[Box], whole: Box) -> Fit:
+    def to_fill(boxes: Sequence[Box], whole: Box) -> AssemblyPlan:
         covered = sum(box.numel for box in boxes) == whole.numel and disjoint(boxes)
         image = len(whole.shape) == 4 and all(
             b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes
@@ -71,7 +71,7 @@ class Fit(NamedTuple):
             else ()
         )
         summands = bool(boxes) and all(box == whole for box in boxes)
-        return Fit(
+        return AssemblyPlan(
             whole.shape,
             covered,
             summands,
@@ -80,7 +80,7 @@ class Fit(NamedTuple):
         )
 
 
-class Side(NamedTuple):
+class ExchangePlan(NamedTuple):
     """A round as one rank sees it; reading it from the boxes of all takes longer than a
     small message does.
 
@@ -95,15 +95,15 @@ class Side(NamedTuple):
     comes: Mapping[int, Shape]
     parts: tuple[int, ...]
     own: Slices | None
-    fit: Fit
+    fit: AssemblyPlan
     moves: bool
 
 
 _moves: Cache[tuple[int, int], Move] = Cache()
-_sides: Cache[tuple[int, int, int], Side] = Cache()
+_sides: Cache[tuple[int, int, int], ExchangePlan] = Cache()
 
 
-def move_of(src: Layout, dst: Layout | Need) -> Move:
+def move_of(src: Layout, dst: Layout | ReadRegion) -> Move:
     """Looked up by identity, as layouts are long to compare; who is known keeps its
     own, so that ids stay theirs.
     """
@@ -111,61 +111,65 @@ def move_of(src: Layout, dst: Layout | Need) -> Move:
     return _moves.current.get(key) or _moves.add(key, Move(src, dst))
 
 
-def side_of(held: Boxes, wanted: Boxes, me: int) -> Side:
+def exchange_plan(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
     """Looked up as `move_of`."""
     key = (id(held), id(wanted), me)
     return _sides.current.get(key) or _sides.add(key, _side(held, wanted, me))
 
 
-def _side(held: Boxes, wanted: Boxes, me: int) -> Side:
+def _side(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
     def of_own(box: Box) -> Slices | None:
         return None if box == held[me] else box.within(held[me])
 
-    every = pieces(held, wanted)
+    every = overlaps(held, wanted)
     sends = tuple((r, of_own(box)) for s, r, box in every if s == me != r)
     parts = [(s, box) for s, r, box in every if r == me]
     comes = {s: box.shape for s, box in parts if s != me}
     own = next((of_own(box) for s, box in parts if s == me), None)
     fit, moves = (
-        Fit.of([box for _, box in parts], wanted[me]),
+        AssemblyPlan.to_fill([box for _, box in parts], wanted[me]),
         any(s != r for s, r, _ in every),
     )
-    return Side(
+    return ExchangePlan(
         (held, wanted), sends, comes, tuple(s for s, _ in parts), own, fit, moves
     )
 
 
-def start_round(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Round:
-    """Sends this rank's pieces of one round on their way; `Round.wait` gives the others' pieces."""
-    return _started(team, local, side_of(held, wanted, team.rank))
+def start_exchange(
+    group: RankGroup, local: Tensor, held: Boxes, wanted: Boxes
+) -> PendingExchange:
+    """Sends this rank's pieces of one round on their way; `PendingExchange.wait` gives
+    the others' pieces.
+    """
+    return _started(group, local, exchange_plan(held, wanted, group.rank))
 
 
-def _started(team: Team, local: Tensor, side: Side) -> Round:
+def _started(group: RankGroup, local: Tensor, side: ExchangePlan) -> PendingExchange:
     if not side.moves:
-        return STILL
+        return NO_EXCHANGE
     outgoing = {r: local if at is None else local[at] for r, at in side.sends}
     in_place = (
-        {} if local.is_cuda else near(team)
+        {} if local.is_cuda else shared_memory_channels(group)
     )  # a channel takes pieces of a CPU from where they lie
     if local.dim() == 4 and (strewn := [r for r in outgoing if r not in in_place]):
-        # All in one launch; `Round` then finds them as they travel.
+        # All in one launch; `PendingExchange` then finds them as they travel.
         packed = kernels.pack([outgoing[r] for r in strewn])
         outgoing |= {r: t.movedim(-1, 1) for r, t in zip(strewn, packed, strict=True)}
-    return Round(team, local, outgoing, side.comes)
+    return PendingExchange(group, local, outgoing, side.comes)
 
 
-def sum_pieces(team: Team, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
+def sum_overlaps(group: RankGroup, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
     """The sum, over all ranks that hold it, of every element that this rank wants."""
-    return start_sum(team, local, held, wanted)()
+    return start_sum(group, local, held, wanted)()
 
 
 def start_sum(
-    team: Team, local: Tensor, held: Boxes, wanted: Boxes
+    group: RankGroup, local: Tensor, held: Boxes, wanted: Boxes
 ) -> Callable[[], Tensor]:
-    """`sum_pieces` under way: what is returned waits for it."""
-    me, side = team.rank, side_of(held, wanted, team.rank)
+    """`sum_overlaps` under way: what is returned waits for it."""
+    me, side = group.rank, exchange_plan(held, wanted, group.rank)
     local = materialized(local)
-    under_way, parts, own = _started(team, local, side), side.parts, side.own
+    under_way, parts, own = _started(group, local, side), side.parts, side.own
 
     def arrived() -> Tensor:
         mine = local if own is None else local[own]
@@ -180,11 +184,11 @@ def start_sum(
     return arrived
 
 
-class Sum:
+class PendingSum:
     """Rounds under way, of which the first starts at once."""
 
-    def __init__(self, team: Team, local: Tensor, rounds: tuple[Exchange, ...]):
-        self._team, self._rounds = team, rounds
+    def __init__(self, group: RankGroup, local: Tensor, rounds: tuple[Exchange, ...]):
+        self._group, self._rounds = group, rounds
         self._arrived: Callable[[], Tensor] = lambda: local
         self.advance()
 
@@ -193,7 +197,7 @@ class Sum:
         if self._rounds:
             (held, wanted), *rest = self._rounds
             self._rounds = tuple(rest)
-            self._arrived = start_sum(self._team, self._arrived(), held, wanted)
+            self._arrived = start_sum(self._group, self._arrived(), held, wanted)
 
     def result(self) -> Tensor:
         while self._rounds:
@@ -201,7 +205,7 @@ class Sum:
         return self._arrived()
 
 
-def assemble(parts: Sequence[Tensor], fit: Fit, like: Tensor) -> Tensor:
+def assemble(parts: Sequence[Tensor], fit: AssemblyPlan, like: Tensor) -> Tensor:
     """Adds the parts, in order, into a tensor that they ``fit``; zero where there is
     none. Images are channels-last.
     """
@@ -231,22 +235,26 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     return not any(a.intersect(b).numel for i, a in enumerate(boxes) for b in boxes[:i])
 
 
-def perform(
-    team: Team, local: Tensor, rounds: tuple[Exchange, ...], held: Box, wanted: Box
+def run_rounds(
+    group: RankGroup,
+    local: Tensor,
+    rounds: tuple[Exchange, ...],
+    held: Box,
+    wanted: Box,
 ) -> Tensor:
     """All rounds in turn; with none, this rank takes its box of what it holds."""
     for sources, targets in rounds:
-        local = sum_pieces(team, local, sources, targets)
-    return local if rounds else take(local, held, wanted)
+        local = sum_overlaps(group, local, sources, targets)
+    return local if rounds else local_slice(local, held, wanted)
 
 
-def embed(team: Team, local: Tensor, src: Layout) -> Tensor:
+def embed(group: RankGroup, local: Tensor, src: Layout) -> Tensor:
     """This rank's summand of a value: what it holds in zeros, a replicated value on
     rank 0 alone.
     """
     out = local.new_zeros(src.shape)
-    if src.kind != "replicated" or team.rank == 0:
-        out[src.boxes[team.rank].within(Box.whole(src.shape))] = local
+    if src.kind != "replicated" or group.rank == 0:
+        out[src.boxes[group.rank].within(Box.whole(src.shape))] = local
     return out
 
 
@@ -256,18 +264,22 @@ def embed(team: Team, local: Tensor, src: Layout) -> Tensor:
 _SAVED = torch.empty(0, device="cpu")
 
 
-def _forward(local: Tensor, move: Move, team: Team) -> Tensor:
+def _forward(local: Tensor, move: Move, group: RankGroup) -> Tensor:
     if move.embeds:
-        return embed(team, local, move.src)
-    return perform(
-        team, local, move.forward, move.src.boxes[team.rank], move.dst.boxes[team.rank]
+        return embed(group, local, move.src)
+    return run_rounds(
+        group,
+        local,
+        move.forward,
+        move.src.boxes[group.rank],
+        move.dst.boxes[group.rank],
     )
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, move: Move, team: Team) -> Tensor:
-        ctx.move, ctx.team, ctx.call = move, team, call_tags.forward_call()
+    def forward(ctx: Any, local: Tensor, move: Move, group: RankGroup) -> Tensor:
+        ctx.move, ctx.group, ctx.call = move, group, call_tags.forward_call()
         # The gradient of a plain tensor goes on to PyTorch's operators, some of which
         # take channels-last gradients of contiguous tensors wrongly (instance norm,
         # PyTorch 2.13).
@@ -275,14 +287,14 @@ class _Moved(torch.autograd.Function):
         ctx.save_for_backward(_SAVED)
         # A view of it is no way out: torch does not take the strides of such a view of
         # one image for channels-last.
-        return function_result(_forward(local, move, team), local)
+        return function_result(_forward(local, move, group), local)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _ = ctx.saved_tensors
         call_tags.enter_backward(ctx.call)
         back = _MovedBack.apply if torch.is_grad_enabled() else _adjoint
-        g = back(grad, ctx.move, ctx.team)
+        g = back(grad, ctx.move, ctx.group)
         return g.contiguous() if ctx.contiguous else g, None, None
 
 
@@ -295,14 +307,14 @@ class _MovedBack(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, move: Move, team: Team) -> Tensor:
-        ctx.move, ctx.team, ctx.call = move, team, call_tags.forward_call()
-        return function_result(_adjoint(grad, move, team), grad)
+    def forward(ctx: Any, grad: Tensor, move: Move, group: RankGroup) -> Tensor:
+        ctx.move, ctx.group, ctx.call = move, group, call_tags.forward_call()
+        return function_result(_adjoint(grad, move, group), grad)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         call_tags.enter_backward(ctx.call)
-        return _Moved.apply(g, ctx.move, ctx.team), None, None
+        return _Moved.apply(g, ctx.move, ctx.group), None, None
 
 
 def function_result(result: Tensor, given: Tensor) -> Tensor:
@@ -319,13 +331,19 @@ def function_result(result: Tensor, given: Tensor) -> Tensor:
     return result
 
 
-def _adjoint(grad: Tensor, move: Move, team: Team) -> Tensor:
-    return perform(
-        team, grad, move.adjoint, move.dst.boxes[team.rank], move.src.boxes[team.rank]
+def _adjoint(grad: Tensor, move: Move, group: RankGroup) -> Tensor:
+    return run_rounds(
+        group,
+        grad,
+        move.adjoint,
+        move.dst.boxes[group.rank],
+        move.src.boxes[group.rank],
     )
 
 
-def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
+def redistribute_local(
+    group: RankGroup, local: Tensor, src: Layout, dst: Layout | ReadRegion
+) -> Tensor:
     """`redistribute` without its checks, for callers that agree already. May return a
     view of ``local``.
     """
@@ -336,24 +354,24 @@ def moved(team: Team, local: Tensor, src: Layout, dst: Layout | Need) -> Tensor:
         return local
     move = move_of(src, dst)
     return (
-        _Moved.apply(local, move, team)
+        _Moved.apply(local, move, group)
         if torch.is_grad_enabled()
-        else _forward(local, move, team)
+        else _forward(local, move, group)
     )
 
 
-def from_every_rank(team: Team, x: Tensor) -> Tensor:
+def all_gather_tensors(group: RankGroup, x: Tensor) -> Tensor:
     """(P, ...): what each rank gives, in rank order, on every rank; without autograd,
     collective.
     """
-    move = from_each(tuple(x.shape), team.size)
-    return sum_pieces(team, x.detach()[None], move.src.boxes, move.dst.boxes)
+    move = all_gather(tuple(x.shape), group.size)
+    return sum_overlaps(group, x.detach()[None], move.src.boxes, move.dst.boxes)
 
 
 def redistribute(
     local: Tensor,
     src: Layout,
-    dst: Layout | Need,
+    dst: Layout | ReadRegion,
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -366,20 +384,20 @@ def redistribute(
     exchange are cases of it. Raises `LayoutError` (bad arguments on any rank) or
     `DisagreementError` (different ones) on every rank before anything moves.
     """
-    team = team_of(group)
+    rank_group = rank_group_of(group)
 
     def check() -> None:
-        if src.world != team.size or dst.world != team.size:
+        if src.world != rank_group.size or dst.world != rank_group.size:
             raise LayoutError(
                 f"layouts for {src.world} and {dst.world} ranks were given to a group of "
-                f"{team.size}"
+                f"{rank_group.size}"
             )
         if src.shape != dst.shape:
             raise LayoutError(
                 f"a value of shape {src.shape} cannot be moved to a layout of shape {dst.shape}"
             )
         if (
-            isinstance(dst, TwoLevel)
+            isinstance(dst, HierarchicalLayout)
             and dst.kind == "partial"
             and (src.kind, src.boxes) != (dst.kind, dst.boxes)
         ):
@@ -387,24 +405,25 @@ def redistribute(
                 f"a value cannot be moved to summands in each of nodes {dst.nodes}; give a "
                 "sharded one"
             )
-        if tuple(local.shape) != src.boxes[team.rank].shape:
+        if tuple(local.shape) != src.boxes[rank_group.rank].shape:
             raise LayoutError(
-                f"the local tensor has shape {tuple(local.shape)}, but rank {team.rank}'s box "
+                f"the local tensor has shape {tuple(local.shape)}, but rank "
+                f"{rank_group.rank}'s box "
                 "in the source layout has "
-                f"{src.boxes[team.rank].shape}; pass the local part"
+                f"{src.boxes[rank_group.rank].shape}; pass the local part"
             )
 
-    prepared(
-        team,
+    validate_together(
+        rank_group,
         "redistribute",
         check,
         lambda _: f"{local.dtype} {local.requires_grad} {src} -> {dst}",
     )
     local = materialized(local)
-    return unshared(moved(team, local, src, dst), local)
+    return clone_if_aliased(redistribute_local(rank_group, local, src, dst), local)
 
 
-def unshared(result: Tensor, *sources: Tensor) -> Tensor:
+def clone_if_aliased(result: Tensor, *sources: Tensor) -> Tensor:
     """A copy if ``result`` is (a view of) one of ``sources``: what a caller gets may be
     written to.
     """

@@ -18,7 +18,7 @@ Gather = Callable[[Any], list[Any]]
 """What every rank gives, in rank order; collective."""
 
 
-def connected(rank: int, gather: Gather) -> dict[int, socket.socket]:
+def connect(rank: int, gather: Gather) -> dict[int, socket.socket]:
     """To every rank that this one can reach on its host, as both of the two know; collective."""
     if not hasattr(os, "memfd_create"):  # not Linux
         gather(None)

@@ -35,7 +35,7 @@ from torch import Tensor
 from hetconv.errors import DisagreementError
 
 from .cpu_time import OwnCore
-from .rendezvous import Gather, connected
+from .rendezvous import Gather, connect
 
 FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
 ALIGN = 64  # bytes, a cache line
@@ -53,7 +53,7 @@ _own_core = OwnCore()
 Shape = tuple[int, ...]
 
 
-class What(IntEnum):
+class PacketKind(IntEnum):
     """Of a packet. It says where, in bytes, how many of the oldest messages were taken
     since the last, and a tag.
     """
@@ -68,7 +68,7 @@ class RanksApartError(DisagreementError):
     """The two ranks of a channel are in different calls."""
 
 
-class Place(NamedTuple):
+class Region(NamedTuple):
     start: int
     stop: int
 
@@ -82,7 +82,7 @@ class Message(NamedTuple):
     tag: int
 
 
-class Coming:
+class PendingReceive:
     """A message that was announced, as which of all, and what it is to be; once it was
     taken, it is in the buffer.
     """
@@ -124,12 +124,12 @@ class Channel:
         self._arrivals.register(to_peer, select.POLLIN)
         self._out: Memory = bytearray()
         self._in: Memory = bytearray()
-        self._places: deque[Place] = (
+        self._places: deque[Region] = (
             deque()
         )  # in `_out`, of messages that were not taken yet
         self._elsewhere = 0  # messages not taken yet that lie in memory from before
         self._came: deque[Message] = deque()
-        self._announced: deque[Coming] = deque()
+        self._announced: deque[PendingReceive] = deque()
         self._asked = self._got = 0
         self._lent: Message | None = None
         self._told: str | None = None  # what the other does, if the two are apart
@@ -139,30 +139,31 @@ class Channel:
         """When this returns the piece may be written to, whatever the receiver does meanwhile."""
         start = self._room(piece.nbytes)
         _piece(self._out, start, piece.dtype, piece.shape).copy_(piece)
-        self._ring(What.MESSAGE, start, start + piece.nbytes, tag)
+        self._ring(PacketKind.MESSAGE, start, start + piece.nbytes, tag)
 
-    def announce(
+    def post_receive(
         self,
         dtype: torch.dtype,
         shape: Shape,
         buffer: Tensor | None = None,
         tag: int = 0,
-    ) -> Coming:
-        """The next message is of this dtype, shape and tag: either `take` or `lend` waits for it.
+    ) -> PendingReceive:
+        """The next message is of this dtype, shape and tag: either `local_slice` or
+        `lend` waits for it.
 
         If it is taken, then into the ``buffer``, or a new one.
         """
         self._asked += 1
-        coming = Coming(self._asked, dtype, shape, buffer, tag)
+        coming = PendingReceive(self._asked, dtype, shape, buffer, tag)
         self._announced.append(coming)
         return coming
 
-    def expect(self, buffer: Tensor, tag: int = 0) -> Callable[[], Tensor]:
+    def receive_into(self, buffer: Tensor, tag: int = 0) -> Callable[[], Tensor]:
         """The next message comes into ``buffer``, of its dtype and shape; what is
         returned waits for it.
         """
         return partial(
-            self.take, self.announce(buffer.dtype, tuple(buffer.shape), buffer, tag)
+            self.take, self.post_receive(buffer.dtype, tuple(buffer.shape), buffer, tag)
         )
 
     def _receive(self, number: int) -> None:
@@ -173,13 +174,13 @@ class Channel:
             else:
                 self._await()
 
-    def take(self, coming: Coming) -> Tensor:
+    def take(self, coming: PendingReceive) -> Tensor:
         """In memory of its own."""
         self._receive(coming.number)
         assert coming.buffer is not None
         return coming.buffer
 
-    def lend(self, coming: Coming) -> Tensor:
+    def borrow(self, coming: PendingReceive) -> Tensor:
         """Where it lies, to be read until `give_back`; nothing else may be received before that.
 
         In memory of its own, if it was announced with a buffer, or taken before, by who
@@ -193,7 +194,7 @@ class Channel:
         self._lent, coming = self._next()
         return _piece(self._lent.memory, self._lent.start, coming.dtype, coming.shape)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """What was lent, if anything was."""
         if self._lent is not None:
             message, self._lent = self._lent, None
@@ -206,7 +207,7 @@ class Channel:
         text = torch.frombuffer(bytearray(doing.encode()), dtype=torch.uint8)
         start = self._room(text.nbytes)
         _piece(self._out, start, text.dtype, text.shape).copy_(text)
-        self._ring(What.APART, start, start + text.nbytes)
+        self._ring(PacketKind.APART, start, start + text.nbytes)
 
     def told(self, until: float) -> str | None:
         """What the other rank does, if it says so before the clock of `time.monotonic`
@@ -234,7 +235,7 @@ class Channel:
         coming.buffer.copy_(piece)
         self._was_taken(message)
 
-    def _next(self) -> tuple[Message, Coming]:
+    def _next(self) -> tuple[Message, PendingReceive]:
         assert self._lent is None  # what is told is how many of the oldest were taken
         message, coming = self._came.popleft(), self._announced.popleft()
         came, wanted = (
@@ -257,7 +258,7 @@ class Channel:
             with suppress(
                 ConnectionError
             ):  # of one that has ended and wants nothing any more
-                self._ring(What.TAKEN)
+                self._ring(PacketKind.TAKEN)
 
     def _room(self, size: int) -> int:
         """Where so many bytes fit beside what was not taken yet, as far as is known; in
@@ -271,7 +272,7 @@ class Channel:
         if start is None:
             self._grow(max(FIRST, 2 * len(self._out), 1 << (2 * size - 1).bit_length()))
             start = 0
-        self._places.append(Place(start, start + size))
+        self._places.append(Region(start, start + size))
         return start
 
     def _gap(self, size: int) -> int | None:
@@ -290,14 +291,19 @@ class Channel:
         try:
             os.ftruncate(memory, size)
             self._out = mmap.mmap(memory, size)
-            self._ring(What.MEMORY, 0, size, 0, memory)
+            self._ring(PacketKind.MEMORY, 0, size, 0, memory)
         finally:
             os.close(memory)
         self._elsewhere += len(self._places)
         self._places.clear()
 
     def _ring(
-        self, what: What, start: int = 0, stop: int = 0, tag: int = 0, *memory: int
+        self,
+        what: PacketKind,
+        start: int = 0,
+        stop: int = 0,
+        tag: int = 0,
+        *memory: int,
     ) -> None:
         packet = PACKET.pack(what, start, stop, self._untold, tag)
         self._untold = self._untold_bytes = 0
@@ -368,12 +374,12 @@ class Channel:
         self._elsewhere -= elsewhere
         for _ in range(taken - elsewhere):
             self._places.popleft()
-        if what == What.MEMORY:
+        if what == PacketKind.MEMORY:
             self._in = mmap.mmap(memory, stop)
             os.close(memory)
-        elif what == What.MESSAGE:
+        elif what == PacketKind.MESSAGE:
             self._came.append(Message(self._in, start, stop, tag))
-        elif what == What.APART:
+        elif what == PacketKind.APART:
             self._told = bytes(self._in[start:stop]).decode()
 
 
@@ -390,6 +396,6 @@ def _piece(memory: Memory, start: int, dtype: torch.dtype, shape: Shape) -> Tens
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start).view(shape)
 
 
-def channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:
+def open_channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:
     """To every rank that this one can reach on its host, as both of the two know; collective."""
-    return {peer: Channel(to, timeout) for peer, to in connected(rank, gather).items()}
+    return {peer: Channel(to, timeout) for peer, to in connect(rank, gather).items()}

@@ -14,22 +14,22 @@ import numpy as np
 
 from hetconv.errors import PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE, Gathered, Mode, Prediction
+from hetconv.schemas.plan import SINGLE_DEVICE, Gathered, Mode, Prediction
 from hetconv.sharding.layer_rules import Split
-from hetconv.sharding.layout import traffic
+from hetconv.sharding.layout import bytes_per_pair
 from hetconv.tracing.graph import Graph
 
 from .memory import (
-    Footprint,
-    copied,
+    MemoryUse,
     last_readers,
     memory_bytes,
-    most_passing,
+    peak_transient_bytes,
+    receive_buffer_bytes,
     result_bytes,
 )
-from .network import Array, Messages, Network, both
+from .network import Array, Messages, Network, overlapped_s
 from .operator_cost import Operators
-from .propagate import Applied, Transfers, Walk, Walked, walk
+from .propagate import Propagator, Schedule, ScheduledOp, Transfers, propagate
 from .timeline import Clocks, Listener, Pass
 
 
@@ -48,7 +48,7 @@ class _Known:
     all rounds. What steps alone do not need is found when it is asked for.
     """
 
-    applied: Applied
+    applied: ScheduledOp
     passes: tuple[Pass, ...]
     layer_s: tuple[Array, ...]
     messages: tuple[tuple[Messages, ...], ...]
@@ -70,40 +70,46 @@ class _Known:
         found = []
         for one, transfers in zip(self.passes, (a.forward, a.backward), strict=False):
             moving = (
-                sum(network.rounds_s(*t, apart=a.hides) for t in transfers)
-                if not a.of_all
+                sum(network.rounds_s(*t, apart=a.overlaps_halos) for t in transfers)
+                if not a.is_stats_exchange
                 else 0.0
             )
             found.append(
-                both(
+                overlapped_s(
                     float(one.seconds.max()),
                     moving,
-                    network.overlap if a.hides else 0.0,
+                    network.overlap if a.overlaps_halos else 0.0,
                 )
             )
         return tuple(found)
 
     @cached_property
-    def footprint(self) -> Footprint:
+    def footprint(self) -> MemoryUse:
         a, world = self.applied, self.network.world
         copies = passing = np.zeros(world)
-        sides = ((a.forward, a.step.forward), (a.backward, a.step.backward))
+        sides = (
+            (a.forward, a.sharding.forward_moves),
+            (a.backward, a.sharding.backward_moves),
+        )
         for backward, ((transfers, statistics), messages) in enumerate(
             zip(sides, self.messages, strict=False)
         ):
             own = transfers[
                 : len(transfers) - len(statistics)
             ]  # statistics come last, and stay with nobody
-            made = copied(own, messages, world, apart=a.hides)
+            made = receive_buffer_bytes(own, messages, world, apart=a.overlaps_halos)
             copies = copies if backward else made
             passing = np.maximum(
-                passing, most_passing(messages, world) + (made if backward else 0.0)
+                passing,
+                peak_transient_bytes(messages, world) + (made if backward else 0.0),
             )
-        result = np.array(result_bytes(self.graph, a.node, a.step), dtype=np.float64)
-        return Footprint(result, copies, passing)
+        result = np.array(
+            result_bytes(self.graph, a.node, a.sharding), dtype=np.float64
+        )
+        return MemoryUse(result, copies, passing)
 
 
-class Pricer:
+class StepEstimator:
     """Prices many plans of one model on one cluster; what an operator takes is
     remembered from plan to plan.
     """
@@ -112,14 +118,14 @@ class Pricer:
         self.graph, self.profile, self.mode = graph, profile, mode
         self.network = Network.of(profile)
         self.operators = Operators(graph, profile.devices)
-        self.walk = Walk(graph, profile.world, mode)
+        self.walk = Propagator(graph, profile.world, mode)
         self._known: dict[int, _Known] = {}
         self._computing: dict[tuple[int, bool], tuple[Array, Array]] = {}
         self._last = last_readers(graph)
         self._relieves = any(device.relief < 1 for device in profile.devices)
-        self._lone: Pricer | None = None
+        self._lone: StepEstimator | None = None
 
-    def price(
+    def estimate(
         self, splits: Mapping[str, Split], listener: Listener | None = None
     ) -> tuple[Prediction, dict[str, LayerCost]]:
         """The predicted step under ``splits``, and the cost of every layer that a plan names.
@@ -166,17 +172,17 @@ class Pricer:
             moving,
         ), layers
 
-    def of(self, name: str) -> Pricer:
+    def of(self, name: str) -> StepEstimator:
         """Who prices a plan of this name: a device alone runs as it does without
         hetconv, and tells nobody.
         """
-        if not name.startswith(ALONE):
+        if not name.startswith(SINGLE_DEVICE):
             return self
         if self._lone is None:
-            self._lone = Pricer(self.graph, self.profile.alone(), self.mode)
+            self._lone = StepEstimator(self.graph, self.profile.alone(), self.mode)
         return self._lone
 
-    def over(self, profile: ClusterProfile) -> Pricer:
+    def over(self, profile: ClusterProfile) -> StepEstimator:
         """Who prices plans on these devices with the links of ``profile``; what the
         devices compute is remembered.
         """
@@ -200,7 +206,7 @@ class Pricer:
 
     def walked_s(
         self,
-        walked: Walked,
+        walked: Schedule,
         slowness: Sequence[float] = (),
         overlap: float | None = None,
     ) -> float:
@@ -249,7 +255,7 @@ class Pricer:
         ]
 
     def memory(self, splits: Mapping[str, Split]) -> tuple[int, ...]:
-        """Bytes on each device, as `price` predicts them, without the seconds."""
+        """Bytes on each device, as `estimate` predicts them, without the seconds."""
         applied, sums = self.walk(splits)
         return self._memory(splits, [self._of(a) for a in applied], sums)
 
@@ -260,44 +266,50 @@ class Pricer:
         passing = nothing
         for rounds, itemsize in sums:  # one bucket after the other
             messages = [self.network.messages(one, itemsize) for one in rounds]
-            bucket = copied(((rounds, itemsize),), messages, world, apart=False)
-            passing = np.maximum(passing, bucket + most_passing(messages, world))
-        held = [*(k.footprint for k in known), Footprint(nothing, nothing, passing)]
+            bucket = receive_buffer_bytes(
+                ((rounds, itemsize),), messages, world, apart=False
+            )
+            passing = np.maximum(
+                passing, bucket + peak_transient_bytes(messages, world)
+            )
+        held = [*(k.footprint for k in known), MemoryUse(nothing, nothing, passing)]
         return memory_bytes(self.graph, held, splits, world, self.mode, self._last)
 
-    def _of(self, applied: Applied) -> _Known:
-        """By identity: `Walk` gives the same object again."""
+    def _of(self, applied: ScheduledOp) -> _Known:
+        """By identity: `Propagator` gives the same object again."""
         if id(applied) not in self._known:
             self._known[id(applied)] = self._priced(applied)
         return self._known[id(applied)]
 
-    def _priced(self, a: Applied) -> _Known:
+    def _priced(self, a: ScheduledOp) -> _Known:
         passes, own, sent = [], [], []
         for transfers, backward in ((a.forward, False), (a.backward, True))[
             : 1 + (self.mode == "train")
         ]:
             messages = tuple(
-                self.network.messages(one, itemsize, a.hides)
+                self.network.messages(one, itemsize, a.overlaps_halos)
                 for rounds, itemsize in transfers
                 for one in rounds
             )
             layer_s, seconds = self._computed(a, backward)
             own.append(layer_s)
             waited = tuple(m for m in messages if m.pairs.any())
-            passes.append(Pass(a.node.name, backward, seconds, waited, a.hides))
+            passes.append(
+                Pass(a.node.name, backward, seconds, waited, a.overlaps_halos)
+            )
             sent.append(messages)
         return _Known(
             a, tuple(passes), tuple(own), tuple(sent), self.network, self.graph
         )
 
-    def _computed(self, a: Applied, backward: bool) -> tuple[Array, Array]:
+    def _computed(self, a: ScheduledOp, backward: bool) -> tuple[Array, Array]:
         """Of the operator, and with the gradients that are added up for it."""
         key = id(a), backward
         if key not in self._computing:
-            layer_s = self.operators.seconds(a.node, a.split, a.step, backward)
+            layer_s = self.operators.seconds(a.node, a.split, a.sharding, backward)
             self._computing[key] = (
                 layer_s,
-                layer_s + self.operators.forks(a.node, (a.step,), backward)[0],
+                layer_s + self.operators.forks(a.node, (a.sharding,), backward)[0],
             )
         return self._computing[key]
 
@@ -338,11 +350,11 @@ def _in_order(known: Sequence[_Known]) -> Iterator[Pass]:
     return chain((k.passes[0] for k in known), *(k.passes[1:] for k in reversed(known)))
 
 
-def price(
+def estimate(
     graph: Graph, profile: ClusterProfile, splits: Mapping[str, Split], mode: Mode
 ) -> tuple[Prediction, dict[str, LayerCost]]:
-    """`Pricer.price`, of one plan."""
-    return Pricer(graph, profile, mode).price(splits)
+    """`StepEstimator.estimate`, of one plan."""
+    return StepEstimator(graph, profile, mode).estimate(splits)
 
 
 def gathers(
@@ -352,14 +364,14 @@ def gathers(
     those that send most first.
     """
     found = []
-    for a in walk(graph, splits, world, mode)[0]:
+    for a in propagate(graph, splits, world, mode)[0]:
         if (
             a.node.layer is None
             and a.node.outputs
-            and a.step.output.kind == "replicated"
+            and a.sharding.output.kind == "replicated"
         ):
             sent = sum(
-                sum(traffic(rounds, itemsize).values())
+                sum(bytes_per_pair(rounds, itemsize).values())
                 for rounds, itemsize in a.forward + a.backward
             )
             known = (

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import REPLICATE, Split, Step
+from hetconv.sharding.layer_rules import REPLICATE, OpSharding, Split
 from hetconv.sharding.layout import Boxes
 from hetconv.tracing.graph import Graph, Node
 
 from .network import Array, Messages
 from .propagate import Transfers
-from .redistribution import Moved, received_bytes
+from .redistribution import MovedValue, received_bytes
 
 
-class Footprint(NamedTuple):
+class MemoryUse(NamedTuple):
     """(P,) bytes of one operator under a plan: its result, copies that are made of what
     arrives for it, and messages.
 
@@ -29,16 +29,17 @@ class Footprint(NamedTuple):
     """
 
     result: Array
-    copies: Array
-    passing: Array
+    receive_buffers: Array
+    transient: Array
 
 
-def result_bytes(graph: Graph, node: Node, step: Step) -> list[int]:
+def result_bytes(graph: Graph, node: Node, sharding: OpSharding) -> list[int]:
     """Bytes of what an operator leaves in memory on each rank; a view leaves nothing."""
     if not _leaves(node):
-        return [0] * step.output.world
+        return [0] * sharding.output.world
     return [
-        box.numel * graph.values[node.outputs[0]].itemsize for box in step.output.boxes
+        box.numel * graph.values[node.outputs[0]].itemsize
+        for box in sharding.output.boxes
     ]
 
 
@@ -46,7 +47,7 @@ def _leaves(node: Node) -> bool:
     return bool(node.outputs) and not node.views
 
 
-def copied(
+def receive_buffer_bytes(
     transfers: Transfers, messages: Sequence[Messages], world: int, *, apart: bool
 ) -> Array:
     """(P,) bytes of the tensors that are made of what arrives; ``apart``: see `Network.messages`.
@@ -69,7 +70,7 @@ def copied(
     return found
 
 
-def most_passing(messages: Sequence[Messages], world: int) -> Array:
+def peak_transient_bytes(messages: Sequence[Messages], world: int) -> Array:
     """(P,) bytes that arrive in the round in which most does."""
     most: Array = (
         np.max([m.sent_bytes.sum(0) for m in messages], axis=0, initial=0.0)
@@ -79,9 +80,9 @@ def most_passing(messages: Sequence[Messages], world: int) -> Array:
     return most
 
 
-def copied_between(moved: Moved) -> Array:
-    """(sources, reads, P): `copied` of a value that is brought from each layout to each
-    of the reads.
+def receive_buffer_table(moved: MovedValue) -> Array:
+    """(sources, reads, P): `receive_buffer_bytes` of a value that is brought from each
+    layout to each of the reads.
     """
     arriving = received_bytes(moved)
     whole = np.array([_bytes(read.boxes, moved.itemsize) for read in moved.reads])
@@ -106,7 +107,11 @@ def parameter_bytes(
     In training each counts four times: with its gradient and two moments of an optimizer.
     """
     op = graph.layers.get(layer) if layer is not None else None
-    held = op.held(splits.get(str(layer), REPLICATE), world) if op is not None else {}
+    held = (
+        op.param_shards(splits.get(str(layer), REPLICATE), world)
+        if op is not None
+        else {}
+    )
     found = [0.0] * world
     for name, size in graph.owned.get(layer, {}).items():
         parts = (
@@ -144,7 +149,7 @@ def last_readers(graph: Graph) -> list[int]:
     ]
 
 
-def alive(results: Array, last: Sequence[int]) -> Array:
+def live_bytes(results: Array, last: Sequence[int]) -> Array:
     """(operators, P) bytes: of all results, those that are there when each operator has run."""
     changes = np.zeros((len(results) + 2, *results.shape[1:]))
     changes[: len(last)] += results[: len(last)]
@@ -153,7 +158,7 @@ def alive(results: Array, last: Sequence[int]) -> Array:
     return total
 
 
-def kept(graph: Graph, mode: Mode) -> set[Node]:
+def kept_results(graph: Graph, mode: Mode) -> set[Node]:
     """The operators whose results stay: in training all; in inference those that are
     there when most is.
     """
@@ -163,7 +168,7 @@ def kept(graph: Graph, mode: Mode) -> set[Node]:
         last_readers(graph),
         np.array([_whole_bytes(graph, node) for node in graph.nodes], dtype=float),
     )
-    peak = int(alive(sizes[:, None], last)[:, 0].argmax())
+    peak = int(live_bytes(sizes[:, None], last)[:, 0].argmax())
     return {node for k, node in enumerate(graph.nodes) if k <= peak <= last[k]}
 
 
@@ -176,7 +181,7 @@ def _whole_bytes(graph: Graph, node: Node) -> int:
 
 def memory_bytes(
     graph: Graph,
-    known: Sequence[Footprint],
+    known: Sequence[MemoryUse],
     splits: Mapping[str, Split],
     world: int,
     mode: Mode,
@@ -198,6 +203,6 @@ def memory_bytes(
         most = (results + copies).sum(0) + passing.max(0)
     else:
         most = (
-            alive(results, last) - results + copies + np.maximum(results, passing)
+            live_bytes(results, last) - results + copies + np.maximum(results, passing)
         ).max(0)
     return tuple(int(n) for n in (held + most).tolist())

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
 from hetconv.sharding.layout import Boxes, Exchange
-from hetconv.sharding.param_shards import Ranks, summed_among
+from hetconv.sharding.param_shards import Ranks, all_reduce_among
 
 Array = npt.NDArray[np.float64]
 SUMMED_BYTES = 4 << 20  # of a large sum
@@ -194,7 +194,9 @@ class Network:
         sent = common * (1.0 - np.eye(self.world))
         pairs = sent > 0
         sending, receiving = self._sides(
-            sent, added(common, wanted_bytes), sent.sum(0) if apart else wanted_bytes
+            sent,
+            elements_to_add(common, wanted_bytes),
+            sent.sum(0) if apart else wanted_bytes,
         )
         for wire, load in (
             zip(self.shared, sent.reshape(-1) @ self._loads, strict=True)
@@ -220,7 +222,7 @@ class Network:
         """
         if holders not in self._per_byte:
             moving = self.rounds_s(
-                summed_among(holders, SUMMED_BYTES // 4, self.world), 4
+                all_reduce_among(holders, SUMMED_BYTES // 4, self.world), 4
             )
             self._per_byte[holders] = moving / SUMMED_BYTES + (
                 self.sum_s_per_byte if len(holders) > 1 else 0.0
@@ -238,7 +240,7 @@ class Network:
         return total * self.sum_s_per_byte
 
 
-def added(common: Array, wanted: Array) -> Array:
+def elements_to_add(common: Array, wanted: Array) -> Array:
     """(..., P, P), (..., P) -> (..., P): what each receiver adds, of all that senders,
     itself among them, have of it.
 
@@ -270,7 +272,7 @@ def _adding(device: DeviceModel) -> float:
 
 def _common(held: Boxes, wanted: Boxes) -> Array:
     """(P, P): elements that each rank's held box and each rank's wanted one have in
-    common, as `layout.pieces` does.
+    common, as `layout.overlaps` does.
     """
     common = np.ones((len(held), len(wanted)))
     corners = (
@@ -285,6 +287,6 @@ def _common(held: Boxes, wanted: Boxes) -> Array:
     return common
 
 
-def both(computing: float, moving: float, overlap: float) -> float:
+def overlapped_s(computing: float, moving: float, overlap: float) -> float:
     """Seconds of both, where this part of the shorter one takes no time of its own."""
     return max(computing, moving) + (1 - overlap) * min(computing, moving)

@@ -13,17 +13,17 @@ from hetconv.operators.einsum import Contraction
 from hetconv.operators.norms import BatchNorm, GroupNorm
 from hetconv.operators.pooling import AdaptivePool, Pool
 from hetconv.operators.resampling import Interpolate
-from hetconv.operators.views import Pieces, View
+from hetconv.operators.views import SplitView, View
 from hetconv.schemas.cluster_profile import Axis, Curve, DeviceModel
 from hetconv.sharding.layer_rules import (
-    SPACE,
+    SPATIAL_KINDS,
     Conv,
     Linear,
-    Op,
+    Operator,
+    OpSharding,
     Split,
     SplitKind,
-    Step,
-    joins_halos,
+    concatenates_halos,
 )
 from hetconv.sharding.layout import Boxes
 from hetconv.tracing.graph import Graph, Node
@@ -39,7 +39,7 @@ LIKENESS: dict[Axis, int] = {"pixels": 0, "filters": 2, "channels": 3}
 COPIED, COPIED_BACKWARD = 2, 5
 
 
-def operator_key(op: Op, axis: Axis, dtype: str) -> str:
+def operator_key(op: Operator, axis: Axis, dtype: str) -> str:
     """What a profile calls an operator measured along an axis. ``dtype`` is that of its result."""
     if isinstance(op, Conv):
         s = op.spec
@@ -53,12 +53,12 @@ def operator_key(op: Op, axis: Axis, dtype: str) -> str:
     return f"linear {'x'.join(map(str, op.x_shape))} k{op.features} {dtype} by {axis}"
 
 
-def kind_of(op: Op) -> str | None:
+def kind_of(op: Operator) -> str | None:
     """What is measured in place of an operator that is no layer: one that takes as long
     for as many bytes.
     """
     match op:
-        case Conv() | Linear() | ConvTranspose() | Contraction() | Pieces() | View():
+        case Conv() | Linear() | ConvTranspose() | Contraction() | SplitView() | View():
             return None
         case BatchNorm():
             return "batch norm in training" if op.training else "batch norm"
@@ -73,7 +73,7 @@ def kind_of(op: Op) -> str | None:
     return "elementwise"
 
 
-def arithmetic(op: Op, dtype: str) -> str:
+def arithmetic(op: Operator, dtype: str) -> str:
     """The dtype by whose rate an operator runs: torch computes convolutions of float32,
     no linears, in TF32.
     """
@@ -115,9 +115,9 @@ def axis_of(kind: SplitKind) -> Axis:
     return {"filter": "filters", "channel": "channels"}.get(kind, "pixels")  # type: ignore[return-value]
 
 
-def shares_of(split: Split, step: Step) -> list[float]:
+def shares_of(split: Split, sharding: OpSharding) -> list[float]:
     """The shares of a layer's work that the ranks have under its split."""
-    out = step.output
+    out = sharding.output
     if out.kind == "partial":
         return [*split.shares]
     return [box.numel / max(prod(out.shape), 1) for box in out.boxes]
@@ -132,19 +132,23 @@ class Seam(NamedTuple):
     taps: float
 
 
-def seams_of(op: Conv | Linear, split: Split, step: Step) -> list[list[Seam]] | None:
+def seams_of(
+    op: Conv | Linear, split: Split, sharding: OpSharding
+) -> list[list[Seam]] | None:
     """By rank, what halos add to: each is a call of its own, see `ops.halo`.
 
     None without halos, and where they are joined to own rows. An input that is not cut
     as the layer is has none either, which is not asked here: they are counted all the
     same.
     """
-    dim = op.dim(split.kind) if split.kind in SPACE else None
-    if dim is None or not isinstance(op, Conv) or joins_halos(op, split.kind):
+    dim = op.dim(split.kind) if split.kind in SPATIAL_KINDS else None
+    if dim is None or not isinstance(op, Conv) or concatenates_halos(op, split.kind):
         return None
     n, m, window = op.spec.x_shape[dim], op.spec.y_shape[dim], op.spec.windows[dim - 2]
     found = []
-    for read, out in zip(step.reads[0].boxes, step.output.boxes, strict=True):
+    for read, out in zip(
+        sharding.input_layouts[0].boxes, sharding.output.boxes, strict=True
+    ):
         rows, mine = (read.lo[dim], read.hi[dim]), (out.lo[dim], out.hi[dim])
         own = (
             mine[0] * n // m,
@@ -183,7 +187,7 @@ class Operators:
             rank for rank, device in enumerate(devices) if device.measured is not None
         ]
         self._layers: dict[
-            tuple[Op, Axis, bool, str], list[Callable[[float], float]]
+            tuple[Operator, Axis, bool, str], list[Callable[[float], float]]
         ] = {}
         self._bytes_per_s, self._ratio = np.array(
             [(d.bytes_per_s, d.backward_ratio) for d in devices]
@@ -194,21 +198,27 @@ class Operators:
             for backward in (False, True)
         ]
 
-    def seconds(self, node: Node, split: Split, step: Step, backward: bool) -> Array:
+    def seconds(
+        self, node: Node, split: Split, sharding: OpSharding, backward: bool
+    ) -> Array:
         """(P,): measured, or by the roofline, for which nearly all but layers are bound by memory.
 
         Backward is of what has a gradient.
         """
-        found: Array = self.table(node, (split,), (step,), backward)[0]
+        found: Array = self.table(node, (split,), (sharding,), backward)[0]
         return found
 
     def table(
-        self, node: Node, splits: Sequence[Split], steps: Sequence[Step], backward: bool
+        self,
+        node: Node,
+        splits: Sequence[Split],
+        steps: Sequence[OpSharding],
+        backward: bool,
     ) -> Array:
         """(steps, P): `seconds` of many ways to run an operator."""
         nothing = np.zeros((len(steps), len(self.devices)))
         if not node.outputs or isinstance(
-            node.op, Pieces | View
+            node.op, SplitView | View
         ):  # nothing is computed
             return nothing
         value = self.graph.values[node.outputs[0]]
@@ -223,11 +233,11 @@ class Operators:
             isinstance(node.op, BatchNorm) and node.op.training
         )
         moved = numels([s.output.boxes for s in steps])
-        for k in range(len(steps[0].reads)):
-            moved = moved + numels([s.reads[k].boxes for s in steps])
+        for k in range(len(steps[0].input_layouts)):
+            moved = moved + numels([s.input_layouts[k].boxes for s in steps])
         flops = nothing
         if isinstance(node.op, ConvTranspose):
-            flops = node.op.flops(1) * numels([s.reads[0].boxes for s in steps])
+            flops = node.op.flops(1) * numels([s.input_layouts[0].boxes for s in steps])
         moved = moved * value.itemsize
         by_roofline = self._roofline(
             flops, moved * (1 + twice), arithmetic(node.op, value.dtype), backward
@@ -236,7 +246,7 @@ class Operators:
             f"{kind_of(node.op)} {value.dtype}", moved, backward, by_roofline
         )
 
-    def forks(self, node: Node, steps: Sequence[Step], backward: bool) -> Array:
+    def forks(self, node: Node, steps: Sequence[OpSharding], backward: bool) -> Array:
         """(steps, P): of adding up, in backward, the gradients of a result that several
         operators read.
         """
@@ -259,7 +269,7 @@ class Operators:
     def _other_s(
         self, kind: str, moved: Array, backward: bool, seconds: Array
     ) -> Array:
-        """(n, P) ``seconds`` of ``moved`` bytes, but what was measured of this kind on
+        """(n, P) ``seconds`` of ``redistribute_local`` bytes, but what was measured of this kind on
         devices where it was.
         """
         for rank, device in enumerate(self.devices):
@@ -269,15 +279,20 @@ class Operators:
         return seconds
 
     def _layer_s(
-        self, op: Conv | Linear, split: Split, step: Step, backward: bool, dtype: str
+        self,
+        op: Conv | Linear,
+        split: Split,
+        sharding: OpSharding,
+        backward: bool,
+        dtype: str,
     ) -> list[float]:
         """By rank. Data sheets know no seams, only what was measured does."""
         by_share = self.layer(op, axis_of(split.kind), backward, dtype)
         found = [
             seconds(share)
-            for seconds, share in zip(by_share, shares_of(split, step), strict=True)
+            for seconds, share in zip(by_share, shares_of(split, sharding), strict=True)
         ]
-        if self._measured and (seams := seams_of(op, split, step)) is not None:
+        if self._measured and (seams := seams_of(op, split, sharding)) is not None:
             assert isinstance(op, Conv)
             copied = (
                 (COPIED_BACKWARD if backward else COPIED)

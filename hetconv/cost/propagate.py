@@ -9,21 +9,40 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
 
-from hetconv.operators.views import Pieces
+from hetconv.operators.views import SplitView
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step, halos_travel
-from hetconv.sharding.layout import Box, Exchange, Layout, Move, Shape, buckets, told
-from hetconv.sharding.param_shards import Atom, Held, Ranks, summed_among
+from hetconv.sharding.layer_rules import (
+    REPLICATE,
+    Gather,
+    OpSharding,
+    Split,
+    exchanges_halos,
+)
+from hetconv.sharding.layout import (
+    Box,
+    Exchange,
+    Layout,
+    Move,
+    Shape,
+    all_gather_uneven,
+    buckets,
+)
+from hetconv.sharding.param_shards import (
+    OverlapCell,
+    ParamShards,
+    Ranks,
+    all_reduce_among,
+)
 from hetconv.tracing.graph import Graph, Memory, Node
 
 T = TypeVar("T")
 Rounds = tuple[Exchange, ...]
 Transfers = tuple[tuple[Rounds, int], ...]  # (rounds, bytes per element)
-TOLD = "running statistics"
+RUNNING_STATS_EXCHANGE = "running statistics"
 
 
 @dataclass(frozen=True, eq=False)
-class Applied:
+class ScheduledOp:
     """One operator under a plan: how it runs and what moves for it. ``hides``: halos
     travel while it computes.
 
@@ -33,18 +52,18 @@ class Applied:
 
     node: Node
     split: Split
-    step: Step
+    sharding: OpSharding
     forward: Transfers
     backward: Transfers
-    hides: bool
-    of_all: bool = False
+    overlaps_halos: bool
+    is_stats_exchange: bool = False
 
 
-Walked = tuple[list[Applied], Transfers]
+Schedule = tuple[list[ScheduledOp], Transfers]
 """Every operator in order, and the sums of parameter gradients."""
 
 
-class Walk:
+class Propagator:
     """Walks of one model, one after another: how an operator runs on inputs that lie
     alike is the same object in all.
 
@@ -56,7 +75,7 @@ class Walk:
         self.graph, self.world, self.mode = graph, world, mode
         self._known: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, splits: Mapping[str, Split]) -> Walked:
+    def __call__(self, splits: Mapping[str, Split]) -> Schedule:
         """Every operator under ``splits`` in order, and the sums of parameter
         gradients, as the runtime does them.
 
@@ -66,7 +85,7 @@ class Walk:
         """
         graph = self.graph
         placed = {i: self._whole(i) for i in range(len(graph.values))}
-        applied: list[Applied] = []
+        applied: list[ScheduledOp] = []
         contributed: set[int] = set()
         tells: dict[
             int, tuple[int, ...]
@@ -107,19 +126,21 @@ class Walk:
                     *(x for _, x in shared),
                 )
             )
-            if step.contributes:
+            if step.partial_grads:
                 contributed |= {
                     i
                     for i in (*node.params, *node.inputs)
                     if graph.values[i].param is not None
                 }
-            if step.tells:
+            if step.shared_stats:
                 exact = _exact(graph, node)
                 tells[exact] = tuple(
                     map(
                         sum,
                         zip(
-                            tells.get(exact, (0,) * self.world), step.tells, strict=True
+                            tells.get(exact, (0,) * self.world),
+                            step.shared_stats,
+                            strict=True,
                         ),
                     )
                 )
@@ -134,7 +155,7 @@ class Walk:
         """What was made of these."""
         key = (
             make.__name__,
-            *(id(x) if isinstance(x, Node | Layout | Step) else x for x in given),
+            *(id(x) if isinstance(x, Node | Layout | OpSharding) else x for x in given),
         )
         if key not in self._known:
             self._known[key] = make(*given), given
@@ -146,57 +167,68 @@ class Walk:
 
     def _step(
         self, node: Node, split: Split, *inputs: Layout
-    ) -> tuple[Step, list[Layout]]:
+    ) -> tuple[OpSharding, list[Layout]]:
         """How an operator runs, and how its further outputs lie."""
-        step = node.op.step(inputs or (Layout.replicated((), self.world),), split)
+        sharding = node.op.sharding(
+            inputs or (Layout.replicated((), self.world),), split
+        )
         others = (
-            [s.output for s in node.op.steps(inputs)[1:]]
-            if isinstance(node.op, Pieces)
+            [s.output for s in node.op.shardings(inputs)[1:]]
+            if isinstance(node.op, SplitView)
             else []
         )
-        return step, others or [step.output] * (len(node.outputs) - 1)
+        return sharding, others or [sharding.output] * (len(node.outputs) - 1)
 
     def _gathered(
         self, node: Node, shape: Shape, *inputs: Layout
-    ) -> tuple[Step, list[Layout]]:
-        return Gather(shape).step(inputs or (Layout.replicated((), self.world),)), []
+    ) -> tuple[OpSharding, list[Layout]]:
+        return Gather(shape).sharding(
+            inputs or (Layout.replicated((), self.world),)
+        ), []
 
     def _applied(
-        self, node: Node, split: Split, roots: tuple[int, ...], step: Step, *lay: Layout
-    ) -> Applied:
+        self,
+        node: Node,
+        split: Split,
+        roots: tuple[int, ...],
+        sharding: OpSharding,
+        *lay: Layout,
+    ) -> ScheduledOp:
         """``lay``: how the inputs lie, and how ``roots`` did, which are gathered first."""
         inputs, lay_before = lay[: len(node.inputs)], lay[len(node.inputs) :]
-        now = _applied(self.graph, node, split, step, inputs, self.mode)
+        now = _applied(self.graph, node, split, sharding, inputs, self.mode)
         return replace(now, forward=(*self._gathers(roots, lay_before), *now.forward))
 
-    def _outputs(self, *lay: Layout) -> Applied:
+    def _outputs(self, *lay: Layout) -> ScheduledOp:
         node, nowhere = (
             Node("output", _NOTHING, self.graph.outputs, ()),
             Layout.replicated((), self.world),
         )
-        return Applied(
+        return ScheduledOp(
             node,
             REPLICATE,
-            Step((), nowhere),
+            OpSharding((), nowhere),
             self._gathers(self.graph.outputs, lay),
             (),
             False,
         )
 
-    def _told(self, tells: tuple[tuple[int, tuple[int, ...]], ...]) -> Applied:
-        moves = tuple(told(counts) for _, counts in tells)
-        step = Step((), Layout.replicated((), self.world), forward=moves)
+    def _told(self, tells: tuple[tuple[int, tuple[int, ...]], ...]) -> ScheduledOp:
+        moves = tuple(all_gather_uneven(counts) for _, counts in tells)
+        sharding = OpSharding(
+            (), Layout.replicated((), self.world), forward_moves=moves
+        )
         forward = tuple(
             (move.forward, exact) for move, (exact, _) in zip(moves, tells, strict=True)
         )
-        return Applied(
-            Node(TOLD, _NOTHING, (), ()),
+        return ScheduledOp(
+            Node(RUNNING_STATS_EXCHANGE, _NOTHING, (), ()),
             REPLICATE,
-            step,
+            sharding,
             forward,
             (),
             False,
-            of_all=True,
+            is_stats_exchange=True,
         )
 
     def _gathers(self, values: Sequence[int], lay: Sequence[Layout]) -> Transfers:
@@ -207,17 +239,19 @@ class Walk:
         )
 
 
-def walk(
+def propagate(
     graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode
-) -> tuple[list[Applied], Transfers]:
-    """`Walk`, of one plan."""
-    return Walk(graph, world, mode)(splits)
+) -> tuple[list[ScheduledOp], Transfers]:
+    """`Propagator`, of one plan."""
+    return Propagator(graph, world, mode)(splits)
 
 
 @dataclass(frozen=True)
 class _Nothing:
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        return Step((), Layout.replicated((), 1))
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        return OpSharding((), Layout.replicated((), 1))
 
 
 _NOTHING = _Nothing()
@@ -227,16 +261,16 @@ def _applied(
     graph: Graph,
     node: Node,
     split: Split,
-    step: Step,
+    sharding: OpSharding,
     inputs: tuple[Layout, ...],
     mode: Mode,
-) -> Applied:
+) -> ScheduledOp:
     forward: list[tuple[Rounds, int]] = []
     backward: list[tuple[Rounds, int]] = []
     differentiable = mode == "train" and any(
         graph.values[i].requires_grad for i in node.outputs
     )
-    for i, src, read in zip(node.inputs, inputs, step.reads, strict=False):
+    for i, src, read in zip(node.inputs, inputs, sharding.input_layouts, strict=False):
         value = graph.values[i]
         if (
             isinstance(read, Layout)
@@ -249,11 +283,11 @@ def _applied(
             backward.append((move.adjoint, value.itemsize))
     if node.outputs:
         out, exact = graph.values[node.outputs[0]], _exact(graph, node)
-        forward += [(move.forward, exact) for move in step.forward]
+        forward += [(move.forward, exact) for move in sharding.forward_moves]
         if out.requires_grad and mode == "train":
-            backward += [(move.forward, exact) for move in step.backward]
-    hides = bool(inputs) and halos_travel(node.op, inputs[0], split)
-    return Applied(node, split, step, tuple(forward), tuple(backward), hides)
+            backward += [(move.forward, exact) for move in sharding.backward_moves]
+    hides = bool(inputs) and exchanges_halos(node.op, inputs[0], split)
+    return ScheduledOp(node, split, sharding, tuple(forward), tuple(backward), hides)
 
 
 def _exact(graph: Graph, node: Node) -> int:
@@ -270,27 +304,27 @@ def _gradient_sums(
     found = {
         i: held
         for i in graph.params
-        if (held := held_of(graph, i, splits, world)) is not None
+        if (held := param_shards_of(graph, i, splits, world)) is not None
     }
     trained = [
         i
         for i in graph.params
-        if graph.values[i].requires_grad and (i not in found or found[i].repeated)
+        if graph.values[i].requires_grad and (i not in found or found[i].has_overlap)
     ]
     kinds = [
-        (graph.values[i].dtype, found[i].sharing if i in found else None)
+        (graph.values[i].dtype, found[i].cell_holders if i in found else None)
         for i in trained
     ]
     sums: list[tuple[Rounds, int]] = []
     for bucket in buckets([prod(graph.values[i].shape) for i in trained], kinds=kinds):
         numels: dict[Ranks, int] = {}
         for i in (trained[k] for k in bucket if trained[k] in used):
-            whole = Atom(Box.whole(graph.values[i].shape), tuple(range(world)))
-            for box, holders in found[i].atoms if i in found else (whole,):
+            whole = OverlapCell(Box.whole(graph.values[i].shape), tuple(range(world)))
+            for box, holders in found[i].cells if i in found else (whole,):
                 numels[holders] = numels.get(holders, 0) + box.numel
         itemsize = graph.values[trained[bucket[0]]].itemsize
         rounds = (
-            summed_among(holders, numel, world)
+            all_reduce_among(holders, numel, world)
             for holders, numel in numels.items()
             if numel
         )
@@ -298,14 +332,14 @@ def _gradient_sums(
     return tuple(sums)
 
 
-def held_of(
+def param_shards_of(
     graph: Graph, param: int, splits: Mapping[str, Split], world: int
-) -> Held | None:
+) -> ParamShards | None:
     """Who holds what of a parameter, by its index among the values; None if every rank
     holds the whole.
     """
     layer, _, name = str(graph.values[param].param).rpartition(".")
     if layer not in splits or layer not in graph.layers:
         return None
-    held = graph.layers[layer].held(splits[layer], world).get(name)
-    return held if held is not None and not held.everywhere else None
+    held = graph.layers[layer].param_shards(splits[layer], world).get(name)
+    return held if held is not None and not held.is_replicated else None

@@ -2,7 +2,7 @@
 `layout` on arrays. Pure.
 
 The planner compares thousands of redistributions of a value; here one costs
-microseconds. Tests hold each entry equal to what `Move` and `traffic` say of its pair.
+microseconds. Tests hold each entry equal to what `Move` and `bytes_per_pair` say of its pair.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hetconv.errors import LayoutError
-from hetconv.sharding.layout import Boxes, Layout, Need, exchanges
+from hetconv.sharding.layout import Boxes, Layout, ReadRegion, exchanges
 
-from .network import Array, Network, added
+from .network import Array, Network, elements_to_add
 
 # Numbers of an intermediate result: 120 KB stay in a core's cache. Above 128 KB malloc
 # may hand pages back to the system and take fresh ones at every step, which takes
 # longer than filling them.
 BLOCK = 15_000
 APART = 1 << 7  # beside the bytes of an element, of which no dtype has so many
-MOST_BOXES = (
-    1 << 24
-)  # whose pairs, with the bytes of an element, are counted in 64 bits
+MAX_BOXES = 1 << 24  # whose pairs, with the bytes of an element, are counted in 64 bits
 
 Ints = npt.NDArray[np.intp]
 # Of the bytes that ranks send each other in a round, that each adds, and that each has
@@ -36,7 +34,7 @@ Measure = Callable[
 ]  # (n, P, P), (n, P), (n, P) -> (n, ...)
 
 
-class Moved(NamedTuple):
+class MovedValue(NamedTuple):
     """A value that is moved from each of these layouts to each of these reads,
     ``itemsize`` bytes per element.
 
@@ -45,13 +43,13 @@ class Moved(NamedTuple):
     """
 
     sources: Sequence[Layout]
-    reads: Sequence[Layout | Need]
+    reads: Sequence[Layout | ReadRegion]
     itemsize: int
     adjoint: bool
     apart: npt.NDArray[np.bool_] | None = None
 
 
-def movements(values: Sequence[Moved], network: Network) -> list[Array]:
+def movement_tables(values: Sequence[MovedValue], network: Network) -> list[Array]:
     """(sources, reads) of each value: seconds of moving it, round after round. What
     values share is computed once.
 
@@ -67,40 +65,41 @@ def movements(values: Sequence[Moved], network: Network) -> list[Array]:
     return _tables(values, network.seconds)
 
 
-def movement(
+def movement_table(
     sources: Sequence[Layout],
-    reads: Sequence[Layout | Need],
+    reads: Sequence[Layout | ReadRegion],
     itemsize: int,
     network: Network,
     adjoint: bool,
 ) -> Array:
-    """`movements` of one value."""
-    return movements([Moved(sources, reads, itemsize, adjoint)], network)[0]
+    """`movement_tables` of one value."""
+    return movement_tables([MovedValue(sources, reads, itemsize, adjoint)], network)[0]
 
 
 def sent_bytes(
     sources: Sequence[Layout],
-    reads: Sequence[Layout | Need],
+    reads: Sequence[Layout | ReadRegion],
     itemsize: int,
     adjoint: bool,
 ) -> Array:
-    """(sources, reads): bytes that all ranks send together for what `movement` has the
+    """(sources, reads): bytes that all ranks send together for what `movement_table` has the
     seconds of. Raises alike.
     """
     return _tables(
-        [Moved(sources, reads, itemsize, adjoint)], lambda sent, *_: sent.sum((-2, -1))
+        [MovedValue(sources, reads, itemsize, adjoint)],
+        lambda sent, *_: sent.sum((-2, -1)),
     )[0]
 
 
-def received_bytes(one: Moved) -> Array:
-    """(sources, reads, P): bytes that arrive at each rank for what `movement` has the
+def received_bytes(one: MovedValue) -> Array:
+    """(sources, reads, P): bytes that arrive at each rank for what `movement_table` has the
     seconds of. Raises alike.
     """
     return _tables([one], lambda sent, *_: sent.sum(-2), (one.sources[0].world,))[0]
 
 
 def _tables(
-    values: Sequence[Moved], measure: Measure, each: tuple[int, ...] = ()
+    values: Sequence[MovedValue], measure: Measure, each: tuple[int, ...] = ()
 ) -> list[Array]:
     """(sources, reads, *each) of each value, where ``measure`` gives so many numbers of a round."""
     boxes = _Numbered()
@@ -114,7 +113,7 @@ def _tables(
     ends, sorts = np.divmod(moving, 1 << 8)
     took = np.zeros((len(codes), *each))
     took[codes >= 0] = _exchanged(
-        boxes.given, *np.divmod(ends, MOST_BOXES), sorts, measure, each
+        boxes.given, *np.divmod(ends, MAX_BOXES), sorts, measure, each
     )
     parts = np.split(took[at], np.cumsum([code.size for code in coded])[:-1])
     return [
@@ -133,7 +132,7 @@ class _Numbered:
         self._equal: dict[Boxes, int] = {}
         self._same: dict[int, int] = {}
 
-    def of(self, values: Iterable[Layout | Need]) -> Ints:
+    def of(self, values: Iterable[Layout | ReadRegion]) -> Ints:
         return np.array([self._number(x.boxes) for x in values], dtype=np.intp)
 
     def _number(self, boxes: Boxes) -> int:
@@ -147,7 +146,7 @@ class _Numbered:
         return found
 
 
-def _coded(one: Moved, boxes: _Numbered) -> Ints:
+def _coded(one: MovedValue, boxes: _Numbered) -> Ints:
     """(sources, reads): which boxes are exchanged, whether `APART`, and the bytes of an
     element, in one number.
 
@@ -167,11 +166,11 @@ def _coded(one: Moved, boxes: _Numbered) -> Ints:
     if one.adjoint:
         held, wanted = wanted, held
     sort = one.itemsize if one.apart is None else one.itemsize | APART * one.apart
-    codes: Ints = np.where(_moves(one), (held * MOST_BOXES + wanted) << 8 | sort, -1)
+    codes: Ints = np.where(_moves(one), (held * MAX_BOXES + wanted) << 8 | sort, -1)
     return codes
 
 
-def _moves(one: Moved) -> npt.NDArray[np.bool_]:
+def _moves(one: MovedValue) -> npt.NDArray[np.bool_]:
     """(sources, reads): where `Move` has rounds. What counts once stays, and what
     becomes partial is embedded.
     """
@@ -250,7 +249,7 @@ def _in_one_round(
                 common * to_others * itemsize[..., None],
                 numel[wanted[block]] * itemsize,
             )
-            sums = added(common, numel[wanted[block]]) * itemsize
+            sums = elements_to_add(common, numel[wanted[block]]) * itemsize
             result[block] = measure(sent, sums, np.where(apart, sent.sum(-2), whole))
     return result
 

@@ -51,7 +51,7 @@ class Pass(NamedTuple):
     backward: bool
     seconds: Array
     rounds: Sequence[Messages]
-    hides: bool = False
+    overlaps_halos: bool = False
 
 
 class Clocks:
@@ -75,7 +75,7 @@ class Clocks:
         shorter one as is not hidden.
         """
         starts = leaves = self.now
-        if one.hides and self.overlap < 1:
+        if one.overlaps_halos and self.overlap < 1:
             travels = sum(
                 (messages.together for messages in one.rounds), np.zeros(len(starts))
             )
@@ -85,9 +85,11 @@ class Clocks:
         computed = starts + one.seconds
         if one.rounds:
             arrived = self._arrivals(
-                one, leaves, (starts, computed) if one.hides else (starts, starts)
+                one,
+                leaves,
+                (starts, computed) if one.overlaps_halos else (starts, starts),
             )
-            if not one.hides:
+            if not one.overlaps_halos:
                 starts, computed = arrived, arrived + one.seconds
             self.now = np.maximum(computed, arrived)
         else:
@@ -95,7 +97,7 @@ class Clocks:
         self.busy = self.busy + one.seconds
         if self.listener is not None:
             self._tell("compute", one, False, starts, computed)
-            if one.hides:
+            if one.overlaps_halos:
                 self._tell("compute", one, True, computed, self.now)
 
     def _arrivals(self, one: Pass, now: Array, computing: tuple[Array, Array]) -> Array:
@@ -143,7 +145,7 @@ def _tid(rank: int, thread: Thread) -> int:
     return 1000 * _pid(rank) + THREADS.index(thread)
 
 
-def document(devices: Sequence[str], events: Iterable[Event]) -> dict[str, Any]:
+def chrome_trace(devices: Sequence[str], events: Iterable[Event]) -> dict[str, Any]:
     """A process for each device, with a thread that computes and one that transfers,
     and every event as it was told.
 

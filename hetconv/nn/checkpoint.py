@@ -34,19 +34,19 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from hetconv.comm.rank_group import Team, answered
+from hetconv.comm.rank_group import RankGroup, translate_backend_errors
 from hetconv.errors import HetConvError
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.torch_internals import tree_map_only, unflatten_state_dict
 
-from .optimizer_state import own_optim_state, sharded_optim_state_dict
+from .optimizer_state import local_optim_state, sharded_optim_state_dict
 from .parameters import team_of_model
 from .state_dict import (
     Slice,
     State,
     agreed,
     check_fit,
-    own_state,
+    local_state,
     sharded_state_dict,
     shares,
     signature,
@@ -81,7 +81,7 @@ def save_checkpoint(
     Raises `HetConvError` on every rank if writing fails on one, or if something else is
     at ``path``.
     """
-    team, path = team_of_model(model), Path(path).resolve()
+    group, path = team_of_model(model), Path(path).resolve()
 
     def prepare() -> State:
         if (
@@ -111,9 +111,9 @@ def save_checkpoint(
         state["extra"] = (
             extra,
         )  # DCP keeps a tuple as it is, and turns the keys of a dictionary into strings
-    new, leads = _sibling(path, team), team is None or team.rank == 0
+    new, leads = _sibling(path, group), group is None or group.rank == 0
     try:
-        _by_dcp(team, f"saving {path}", lambda: _write(state, new, team))
+        _by_dcp(group, f"saving {path}", lambda: _write(state, new, group))
         agreed(
             model,
             "save_checkpoint",
@@ -139,7 +139,7 @@ def load_checkpoint(
     Raises `HetConvError` on every rank, before anything changes, if the checkpoint
     cannot be read or does not fit.
     """
-    team, path = team_of_model(model), _readable(Path(path).resolve())
+    group, path = team_of_model(model), _readable(Path(path).resolve())
 
     def prepare() -> tuple[Metadata, State]:
         metadata = _metadata(path)
@@ -151,14 +151,14 @@ def load_checkpoint(
         prepare,
         lambda found: f"{path}, {signature(found[1])}",
     )
-    _by_dcp(team, f"loading {path}", lambda: _read(flat, path, team))
+    _by_dcp(group, f"loading {path}", lambda: _read(flat, path, group))
     state = {"model": {}} | unflatten_state_dict(
         flat, metadata.planner_data
     )  # DCP drops what is empty
 
     def parts() -> tuple[State, State]:
-        own = own_state(model, state["model"])
-        return own, {} if optimizer is None else own_optim_state(
+        own = local_state(model, state["model"])
+        return own, {} if optimizer is None else local_optim_state(
             model, optimizer, {"state": {}} | state["optimizer"]
         )
 
@@ -198,30 +198,32 @@ class _Slice(Slice):
 
 
 def _own_slice(x: HetTensor) -> _Slice:
-    return _Slice.of(x.local, x.placement.boxes[x.team.rank], x.placement.shape)
+    return _Slice.of(x.local, x.placement.boxes[x.group.rank], x.placement.shape)
 
 
-def _write(state: State, path: Path, team: Team | None) -> None:
+def _write(state: State, path: Path, group: RankGroup | None) -> None:
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    save(state, storage_writer=FileSystemWriter(path), planner=planner, **_among(team))
+    save(state, storage_writer=FileSystemWriter(path), planner=planner, **_among(group))
 
 
-def _read(state: State, path: Path, team: Team | None) -> None:
-    load(state, storage_reader=FileSystemReader(path), **_among(team))
+def _read(state: State, path: Path, group: RankGroup | None) -> None:
+    load(state, storage_reader=FileSystemReader(path), **_among(group))
 
 
-def _among(team: Team | None) -> dict[str, Any]:
-    return {"process_group": team.control} if team is not None else {"no_dist": True}
+def _among(group: RankGroup | None) -> dict[str, Any]:
+    return {"process_group": group.control} if group is not None else {"no_dist": True}
 
 
-def _by_dcp(team: Team | None, what: str, action: Callable[[], T]) -> T:
+def _by_dcp(group: RankGroup | None, what: str, action: Callable[[], T]) -> T:
     """What DCP raises on all ranks, because one failed, as a `HetConvError`."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", "torch.distributed is disabled", UserWarning
-            )  # so it is, without a team
-            return action() if team is None else answered(team, action)
+            )  # so it is, without a group
+            return (
+                action() if group is None else translate_backend_errors(group, action)
+            )
     except CheckpointException as e:
         told = "; ".join(
             f"on rank {rank}: {type(x).__name__}: {x}"
@@ -230,13 +232,13 @@ def _by_dcp(team: Team | None, what: str, action: Callable[[], T]) -> T:
         raise HetConvError(f"{what} failed {told}") from e
 
 
-def _sibling(path: Path, team: Team | None) -> Path:
+def _sibling(path: Path, group: RankGroup | None) -> Path:
     """A name that no other save uses, the same on every rank."""
     name = [f".{path.name}.{uuid4().hex[:8]}"]
-    if team is not None:
-        answered(
-            team,
-            lambda: dist.broadcast_object_list(name, group=team.control, group_src=0),
+    if group is not None:
+        translate_backend_errors(
+            group,
+            lambda: dist.broadcast_object_list(name, group=group.control, group_src=0),
         )
     return path.with_name(name[0])
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from hetconv.comm import call_tags
-from hetconv.comm.redistribute import moved
-from hetconv.operators.base import on_parts
+from hetconv.comm.redistribute import redistribute_local
+from hetconv.operators.base import reduce_scattered
 from hetconv.ops.batch_norm import Norm, on_own_channels
-from hetconv.runtime.gradient_sync import running_of
+from hetconv.runtime.gradient_sync import running_stats_of
 from hetconv.runtime.het_tensor import HetTensor, gather
 
 ELEMENTWISE: tuple[type[nn.Module], ...] = (
@@ -40,7 +40,7 @@ BATCH_NORMS: tuple[type[nn.Module], ...] = (
 )
 
 
-class OnOwnPart:
+class LocalForward:
     """A module's forward, to stand in its place. A copy of the module gets one of its own."""
 
     def __init__(self, module: nn.Module):
@@ -48,28 +48,28 @@ class OnOwnPart:
         self._normalizes = type(module) in BATCH_NORMS
 
     def __call__(self, x: Any) -> Any:
-        if x.__class__ is HetTensor and x.later is None:
+        if x.__class__ is HetTensor and x.pending is None:
             if x.placement.kind == "partial":
                 x = self._summed(x)
             if x.__class__ is HetTensor and x.placement.kind == "sharded":
                 if not self._normalizes:
-                    return HetTensor.made(self._forward(x._local), x.placement, x.team)
+                    return HetTensor.made(self._forward(x._local), x.placement, x.group)
                 if self._is_on_own_channels(x):
-                    return HetTensor.made(self._normalized(x), x.placement, x.team)
+                    return HetTensor.made(self._normalized(x), x.placement, x.group)
         if self._normalizes and x.__class__ is not HetTensor:
-            running, mean = running_of(None), self._module.running_mean
+            running, mean = running_stats_of(None), self._module.running_mean
             if running is not None and isinstance(mean, Tensor):
-                running.settle(mean)
+                running.ensure_synced(mean)
         return self._forward(x)
 
     def _summed(self, x: HetTensor) -> Tensor:
         """As a consumer of the sum wants it: whole, or own channels of it."""
         call_tags.enter(type(self._module).__name__)
-        wanted = on_parts(x.placement)
+        wanted = reduce_scattered(x.placement)
         if wanted.kind == "replicated":
             return gather(x, images=self._normalizes)
         return HetTensor.made(
-            moved(x.team, x._local, x.placement, wanted), wanted, x.team
+            redistribute_local(x.group, x._local, x.placement, wanted), wanted, x.group
         )
 
     def _is_on_own_channels(self, x: HetTensor) -> bool:
@@ -96,10 +96,10 @@ class OnOwnPart:
         of_all = Norm(
             norm.weight, norm.bias, mean, var, norm.training, momentum or 0.0, norm.eps
         )
-        return on_own_channels(x._local, of_all, x.placement, x.team)
+        return on_own_channels(x._local, of_all, x.placement, x.group)
 
 
-def run_on_own_parts(model: nn.Module) -> None:
+def use_local_forwards(model: nn.Module) -> None:
     """Leaves every module that is not exactly torch's own as it is, and those that
     write in place.
     """
@@ -110,4 +110,4 @@ def run_on_own_parts(model: nn.Module) -> None:
             and "forward" not in vars(module)
             and not getattr(module, "inplace", False)
         ):
-            module.forward = OnOwnPart(module)
+            module.forward = LocalForward(module)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hetconv.comm import call_tags
-from hetconv.comm.consensus import prepared
-from hetconv.comm.redistribute import from_every_rank, take
+from hetconv.comm.consensus import validate_together
+from hetconv.comm.redistribute import all_gather_tensors, local_slice
 from hetconv.errors import HetConvError
-from hetconv.sharding.param_shards import Held
+from hetconv.sharding.param_shards import ParamShards
 
-from .parameters import shared_out, team_of_model
+from .parameters import sharded_parameters, team_of_model
 
 
 def clip_grad_norm_(
@@ -32,20 +32,22 @@ def clip_grad_norm_(
     on every rank for a norm that is not finite if ``error_if_nonfinite``, before
     anything is clipped.
     """
-    team = team_of_model(model)
-    if team is None:
+    group = team_of_model(model)
+    if group is None:
         whole: Tensor = nn.utils.clip_grad_norm_(
             model.parameters(), max_norm, norm_type, error_if_nonfinite
         )
         return whole
     said = f"max_norm {max_norm}, norm_type {norm_type}"
-    prepared(team, "clip_grad_norm_", lambda: _check(norm_type), lambda _: said)
-    held = shared_out(model)
+    validate_together(
+        group, "clip_grad_norm_", lambda: _check(norm_type), lambda _: said
+    )
+    held = sharded_parameters(model)
     with torch.no_grad():
         own = [p for p in model.parameters() if p.grad is not None]
         device = next(model.parameters()).device
-        owned = (_owned(p.grad, held[id(p)], team.rank) for p in own if id(p) in held)
-        slices = from_every_rank(team, _norm(owned, norm_type, device))
+        owned = (_owned(p.grad, held[id(p)], group.rank) for p in own if id(p) in held)
+        slices = all_gather_tensors(group, _norm(owned, norm_type, device))
         replicas = _norm((p.grad for p in own if id(p) not in held), norm_type, device)
         total: Tensor = torch.linalg.vector_norm(
             torch.cat([slices, replicas[None]]), norm_type
@@ -69,10 +71,10 @@ def _check(norm_type: float) -> None:
         )
 
 
-def _owned(gradient: Tensor | None, held: Held, rank: int) -> Tensor | None:
+def _owned(gradient: Tensor | None, held: ParamShards, rank: int) -> Tensor | None:
     """What of this rank's gradient it counts, so that every element is counted once."""
     return (
-        take(gradient, held.boxes[rank], held.owners.boxes[rank])
+        local_slice(gradient, held.boxes[rank], held.primary.boxes[rank])
         if gradient is not None
         else None
     )
@@ -105,12 +107,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(self, model: nn.Module, device: str = "cuda", **options: Any):
         super().__init__(device, **options)
-        self._team = team_of_model(model)
+        self._group = team_of_model(model)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)
-        if self._team is not None:
+        if self._group is not None:
             call_tags.enter("GradScaler")
             for t in found.values():
-                t.copy_(from_every_rank(self._team, t).amax(0))
+                t.copy_(all_gather_tensors(self._group, t).amax(0))
         return found

@@ -15,23 +15,23 @@ from torch import Tensor, nn
 
 from hetconv import kernels
 from hetconv.comm import call_tags
-from hetconv.comm.consensus import agree, prepared
-from hetconv.comm.rank_group import Team, broadcast, team_of
+from hetconv.comm.consensus import assert_consensus, validate_together
+from hetconv.comm.rank_group import RankGroup, broadcast, rank_group_of
 from hetconv.errors import HetConvError
 from hetconv.operators.layers import CONVS, conv_spec, is_plain
-from hetconv.ops.conv import Way, convolution, linear, way_of
-from hetconv.runtime.gradient_sync import SCOPE
+from hetconv.ops.conv import ConvCase, conv_case, convolution, linear
+from hetconv.runtime.gradient_sync import ACTIVE_SYNC
 from hetconv.runtime.het_tensor import HetTensor, gather
-from hetconv.runtime.inputs import placement_of
+from hetconv.runtime.inputs import layout_of
 from hetconv.sharding.layer_rules import Conv, Linear, Split
 from hetconv.sharding.layout import Layout, Shape
-from hetconv.sharding.param_shards import Held
+from hetconv.sharding.param_shards import ParamShards
 
 from .sharded_module import ShardedModule
 
 Output = Literal["replicated", "split"]
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-MOST_LAYOUTS = 256  # of inputs for which a layer remembers how it runs
+MAX_LAYOUTS = 256  # of inputs for which a layer remembers how it runs
 CONV_ATTRIBUTES = (
     "in_channels",
     "out_channels",
@@ -44,7 +44,7 @@ CONV_ATTRIBUTES = (
 )
 
 
-class CutLayer(ShardedModule):
+class SplitLayer(ShardedModule):
     """A layer that a split cuts among ranks. Subclasses say which operator it is and
     how it runs.
     """
@@ -61,7 +61,7 @@ class CutLayer(ShardedModule):
     """What messages of it say that they are of."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if SCOPE.get() is None:
+        if ACTIVE_SYNC.get() is None:
             if self.context is None:
                 self._agree_on_input(x)
             elif self.context.is_entry(self):
@@ -82,14 +82,14 @@ class CutLayer(ShardedModule):
         )
 
     def _allocate(
-        self, held: Mapping[str, Held], bias: bool, options: dict[str, Any]
+        self, held: Mapping[str, ParamShards], bias: bool, options: dict[str, Any]
     ) -> None:
         self._adopt_shards(
             {name: of for name, of in held.items() if name == "weight" or bias}
         )
         for name, of in held.items():
             local = (
-                nn.Parameter(torch.empty(of.boxes[self.team.rank].shape, **options))
+                nn.Parameter(torch.empty(of.boxes[self.group.rank].shape, **options))
                 if name in self.held
                 else None
             )
@@ -103,16 +103,16 @@ class CutLayer(ShardedModule):
         that the ranks call alike.
         """
         said = f"x {tuple(x.shape)} {x.dtype}, {self.split}, gradients {torch.is_grad_enabled()}"
-        agree(self.team, type(self).__name__, said, self.misfit())
+        assert_consensus(self.group, type(self).__name__, said, self.misfit())
 
 
-class HetConv(CutLayer):
+class HetConv(SplitLayer):
     """A convolution cut among ranks: what `HetConv1d`, `HetConv2d` and `HetConv3d` are,
     each of its own rank.
     """
 
     spatial_dims: ClassVar[int]
-    followers: tuple[str, ...] = ()
+    fusible: tuple[str, ...] = ()
     """The functions that without autograd are computed as the result is stored, if they
     alone consume it.
     """
@@ -140,7 +140,7 @@ class HetConv(CutLayer):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.team = team_of(group)
+        self.group = rank_group_of(group)
         args = (
             in_channels,
             out_channels,
@@ -159,16 +159,16 @@ class HetConv(CutLayer):
             except (ValueError, TypeError, RuntimeError) as e:
                 raise HetConvError(str(e)) from e
             _check_output(output)
-            least_op(plain).check(split, self.team.size)
+            minimal_op(plain).check(split, self.group.size)
             return plain
 
-        plain = prepared(
-            self.team,
+        plain = validate_together(
+            self.group,
             type(self).__name__,
             check,
             lambda _: f"{args} {split} {output} {dtype}",
         )
-        broadcast(self.team, [p.data for p in plain.parameters()])
+        broadcast(self.group, [p.data for p in plain.parameters()])
         self._adopt(plain, split, output)
 
     @classmethod
@@ -183,7 +183,7 @@ class HetConv(CutLayer):
         """A convolution cut up; rank 0's weights are the truth. Collective; ``conv``
         itself is left as it is.
         """
-        team = team_of(group)
+        rank_group = rank_group_of(group)
 
         def check() -> None:
             plain = CONVS[cls.spatial_dims - 1]
@@ -197,30 +197,32 @@ class HetConv(CutLayer):
                     f"the {type(conv).__name__} computes or keeps its weight in a way of its own"
                 )
             _check_output(output)
-            least_op(conv).check(split, team.size)
+            minimal_op(conv).check(split, rank_group.size)
 
-        prepared(
-            team,
+        validate_together(
+            rank_group,
             f"{cls.__name__}.from_conv",
             check,
             lambda _: (
-                f"{conv} {split} {output} {conv.weight.dtype} {lies_as_wired(conv.weight)}"
+                f"{conv} {split} {output} {conv.weight.dtype} {has_wire_format(conv.weight)}"
             ),
         )
-        made = cls._local(conv, split, team, output)
+        made = cls._local(conv, split, rank_group, output)
         full = {name: p.detach().clone() for name, p in conv.named_parameters()}
-        broadcast(team, list(full.values()))
+        broadcast(rank_group, list(full.values()))
         made.load_full(full)
         return made
 
     @classmethod
-    def _local(cls, conv: PlainConv, split: Split, team: Team, output: Output) -> Self:
+    def _local(
+        cls, conv: PlainConv, split: Split, group: RankGroup, output: Output
+    ) -> Self:
         """Without a word to the other ranks: arguments are checked and weights are rank
         0's already.
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made.team = team
+        made.group = group
         made._adopt(conv, split, output)
         return made
 
@@ -229,8 +231,8 @@ class HetConv(CutLayer):
             setattr(self, name, getattr(conv, name))
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
-        self._ways: dict[int, Way] = {}  # by the id of the input's layout
-        _inherit(self, conv, least_op(conv).held(split, self.team.size))
+        self._ways: dict[int, ConvCase] = {}  # by the id of the input's layout
+        _inherit(self, conv, minimal_op(conv).param_shards(split, self.group.size))
 
     def _plain(self) -> nn.Module:
         options: Any = {name: getattr(self, name) for name in CONV_ATTRIBUTES}
@@ -249,14 +251,14 @@ class HetConv(CutLayer):
         if self.padding_mode != "zeros":
             self._check(tuple(x.shape))
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
-        src = x.placement if isinstance(x, HetTensor) else placement_of(x, self.team)
+        src = x.placement if isinstance(x, HetTensor) else layout_of(x, self.group)
         way = self._ways.get(id(src))
         if (
             way is None or way.src is not src
         ):  # a copy of this layer has the ids of another one's layouts
             way = self._way_of(src)
         w, b = self._slice("weight"), self._parameters["bias"]
-        y = convolution(x, w, b, way, self.team, self.followers, self.chunks)
+        y = convolution(x, w, b, way, self.group, self.fusible, self.chunks)
         return y if self.output == "split" else self._result(y)
 
     def _check(self, x_shape: Shape) -> None:
@@ -268,16 +270,16 @@ class HetConv(CutLayer):
                 f"{type(self).__name__} expects ({expected}), but was given {x_shape}"
             )
 
-    def _way_of(self, src: Layout) -> Way:
+    def _way_of(self, src: Layout) -> ConvCase:
         self._check(src.shape)
         op = conv_op(self, src.shape, self._slice("weight").dtype)
         if min(op.spec.y_shape[2:]) < 1:
             raise HetConvError(
                 f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}"
             )
-        if len(self._ways) >= MOST_LAYOUTS:
+        if len(self._ways) >= MAX_LAYOUTS:
             del self._ways[next(iter(self._ways))]
-        self._ways[id(src)] = way = way_of(op, src, self.split, self.team)
+        self._ways[id(src)] = way = conv_case(op, src, self.split, self.group)
         return way
 
     def extra_repr(self) -> str:
@@ -318,19 +320,25 @@ HET_CONVS: tuple[type[HetConv], ...] = (HetConv1d, HetConv2d, HetConv3d)
 """By spatial dimensions, from one on."""
 
 
-class HetLinear(CutLayer):
+class HetLinear(SplitLayer):
     """A linear layer cut among ranks: made by `parallelize` from a `torch.nn.Linear`."""
 
     def __init__(
-        self, linear: nn.Linear, split: Split, team: Team, output: Output = "split"
+        self,
+        linear: nn.Linear,
+        split: Split,
+        group: RankGroup,
+        output: Output = "split",
     ):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.team, self.split, self.output = team, split, output
+        self.group, self.split, self.output = group, split, output
         _inherit(
             self,
             linear,
-            Linear((1, self.in_features), self.out_features).held(split, team.size),
+            Linear((1, self.in_features), self.out_features).param_shards(
+                split, group.size
+            ),
         )
 
     def _plain(self) -> nn.Module:
@@ -345,13 +353,13 @@ class HetLinear(CutLayer):
             )
         op = Linear(tuple(x.shape), self.out_features)
         w, b = self._slice("weight"), self._parameters["bias"]
-        return self._result(linear(x, w, b, op, self.split, self.team))
+        return self._result(linear(x, w, b, op, self.split, self.group))
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, split={self.split}"
 
 
-def lies_as_wired(weight: Tensor) -> bool:
+def has_wire_format(weight: Tensor) -> bool:
     """Whether filters are channels-last, by strides: these tell even of 1x1 kernels,
     which are contiguous in both.
     """
@@ -370,7 +378,7 @@ def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
     )
 
 
-def least_op(conv: PlainConv) -> Conv:
+def minimal_op(conv: PlainConv) -> Conv:
     """The operator on an input of one pixel, which knows as much of splits as that on any input."""
     return conv_op(
         conv, (1, conv.in_channels, *(1,) * len(conv.kernel_size)), conv.weight.dtype
@@ -385,7 +393,7 @@ def _check_output(output: str) -> None:
 
 
 def _inherit(
-    made: CutLayer, plain: PlainConv | nn.Linear, held: Mapping[str, Held]
+    made: SplitLayer, plain: PlainConv | nn.Linear, held: Mapping[str, ParamShards]
 ) -> None:
     """Parameters of the right local shapes with the plain layer's values, trainability,
     memory format and mode.
@@ -394,7 +402,7 @@ def _inherit(
     made._allocate(
         held, plain.bias is not None, {"device": weight.device, "dtype": weight.dtype}
     )
-    made.as_wired = lies_as_wired(weight)
+    made.as_wired = has_wire_format(weight)
     if made.as_wired:
         made.weight.data = made.weight.data.to(
             memory_format=kernels.CHANNELS_LAST[weight.dim()]

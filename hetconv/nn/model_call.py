@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from hetconv.comm import call_tags
-from hetconv.comm.consensus import agree, checksum
-from hetconv.comm.rank_group import Team, refuse_transforms, run_backward_here
+from hetconv.comm.consensus import assert_consensus, checksum
+from hetconv.comm.rank_group import RankGroup, refuse_transforms, run_backward_here
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.errors import HetConvError
 from hetconv.kernels import CHANNELS_LAST
-from hetconv.runtime.gradient_sync import SCOPE, Scope, computed_again
+from hetconv.runtime.gradient_sync import ACTIVE_SYNC, GradientSync, in_recomputation
 from hetconv.runtime.het_tensor import (
     HetTensor,
-    compute_waiting,
-    discard_waiting,
+    compute_deferred,
+    discard_deferred,
     gather,
 )
-from hetconv.runtime.running_stats import Running
-from hetconv.signature_cache import SignatureCaches, kept_current
+from hetconv.runtime.running_stats import RunningStats
+from hetconv.signature_cache import SignatureCaches, preserve_current
 from hetconv.torch_internals import disable_dynamo, dynamo_is_loaded, tracer_in_use
 
-from .layers import CutLayer
+from .layers import SplitLayer
 from .parameters import Parameters, parameters_of
 from .replica_sync import sync_replicated
 
@@ -59,26 +59,28 @@ class ModelContext:
 
     Args:
         model: the root.
-        team: the ranks that it is parallelized over.
+        group: the ranks that it is parallelized over.
         sync_every: forwards in training after which replicas are compared; 0 for never.
         signatures: of how many signatures of the inputs it remembers how operators run.
     """
 
-    def __init__(self, model: nn.Module, team: Team, sync_every: int, signatures: int):
-        self._model, self._team, self._sync_every = model, team, sync_every
-        self._trained, self._running = 0, Running(team)
+    def __init__(
+        self, model: nn.Module, group: RankGroup, sync_every: int, signatures: int
+    ):
+        self._model, self._group, self._sync_every = model, group, sync_every
+        self._trained, self._running = 0, RunningStats(group)
         self._caches = SignatureCaches(signatures)
-        self._cut: list[CutLayer] = []
+        self._cut: list[SplitLayer] = []
         self._entered: set[int] = set()  # ids of modules that were called from outside
 
     def attach(self) -> None:
         """Makes the model and each of its modules that contains a split layer an entry."""
         for name, module in self._model.named_modules():
-            if isinstance(module, CutLayer):
+            if isinstance(module, SplitLayer):
                 module.context, module.called = self, f"layer {name!r}"
                 self._cut.append(module)
             elif module is self._model or any(
-                isinstance(m, CutLayer) for m in module.modules()
+                isinstance(m, SplitLayer) for m in module.modules()
             ):
                 module.forward = EntryForward(module, self)
 
@@ -88,10 +90,10 @@ class ModelContext:
         A checkpoint that runs a region again in the backward pass repeats the calls of
         the forward pass: what was called from outside then is so again.
         """
-        scope = SCOPE.get()
+        scope = ACTIVE_SYNC.get()
         if scope is not None and scope.owner is self:
             return False
-        if not computed_again():
+        if not in_recomputation():
             self._entered.add(id(module))
         return id(module) in self._entered
 
@@ -117,27 +119,29 @@ class ModelContext:
         run_backward_here()
         tensors = tensors_in((args, kwargs), opaque=True)
         self._agree(module, tensors, name)
-        self._running.tell()
+        self._running.sync()
         if (
             module.training
             and torch.is_grad_enabled()
             and self._sync_every
-            and not computed_again()
+            and not in_recomputation()
         ):
             self._trained += 1
             if self._trained % self._sync_every == 0:
                 sync_replicated(self._model)
-        token = SCOPE.set(self._scope(module, any(map(_is_channels_last, tensors))))
+        token = ACTIVE_SYNC.set(
+            self._scope(module, any(map(_is_channels_last, tensors)))
+        )
         try:
             result = forward(*args, **kwargs)
             call_tags.enter("the result of the forward")
             whole = _plain(result)
-            compute_waiting()  # what is left would read parameters and inputs as they are later
-            self._running.tell()
+            compute_deferred()  # what is left would read parameters and inputs as they are later
+            self._running.sync()
             return whole
         finally:
-            discard_waiting()
-            SCOPE.reset(token)
+            discard_deferred()
+            ACTIVE_SYNC.reset(token)
 
     def _agree(
         self, module: nn.Module, tensors: list[Tensor], name: str | None
@@ -152,9 +156,9 @@ class ModelContext:
             f"{torch.is_grad_enabled()}"
         )
         said += f"; autocast {_autocast(self._model)}"
-        if self._running.untold:  # of a forward that raised an error
+        if self._running.pending:  # of a forward that raised an error
             said += (
-                f"; running statistics of {self._running.untold} norms, not told yet"
+                f"; running statistics of {self._running.pending} norms, not told yet"
             )
         if name is None:
             name = f"forward of {self._name_of(module)}".removesuffix(" of ")
@@ -170,7 +174,7 @@ class ModelContext:
             (error for layer in self._cut if (error := layer.misfit()) is not None),
             None,
         )
-        agree(self._team, name, said + values, misfit)
+        assert_consensus(self._group, name, said + values, misfit)
         self._caches.use(seen)
 
     def _name_of(self, module: nn.Module) -> str:
@@ -182,21 +186,21 @@ class ModelContext:
             type(module).__name__,
         )
 
-    def _scope(self, module: nn.Module, channels_last: bool) -> Scope:
+    def _scope(self, module: nn.Module, channels_last: bool) -> GradientSync:
         """Of the parameters of which several ranks hold the same elements; without
         autograd it needs none.
         """
-        grad = torch.is_grad_enabled() and self._team.size > 1
+        grad = torch.is_grad_enabled() and self._group.size > 1
         found = parameters_of(module) if grad else Parameters([], {}, set())
         shared = [
             p
             for p in found.every
-            if id(p) not in found.held or found.held[id(p)].repeated
+            if id(p) not in found.shards or found.shards[id(p)].has_overlap
         ]
-        return Scope(
-            self._team,
+        return GradientSync(
+            self._group,
             shared,
-            found.held,
+            found.shards,
             found.as_wired,
             channels_last=channels_last,
             running=self._running,
@@ -224,8 +228,8 @@ class EntryForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._context.is_entry(self._module):
             return self._forward(*args, **kwargs)
-        within_another = SCOPE.get() is not None
-        with kept_current() if within_another else nullcontext():
+        within_another = ACTIVE_SYNC.get() is not None
+        with preserve_current() if within_another else nullcontext():
             return self._context.call(self._module, self._forward, args, kwargs)
 
 
@@ -256,7 +260,7 @@ def call_with_whole_weights(
         (
             m.context
             for m in model.modules()
-            if isinstance(m, CutLayer) and m.context is not None
+            if isinstance(m, SplitLayer) and m.context is not None
         ),
         None,
     )

@@ -53,7 +53,7 @@ def load_full_optim_state_dict(
         agreed(
             model,
             what,
-            lambda: own_optim_state(model, optimizer, state),
+            lambda: local_optim_state(model, optimizer, state),
             lambda _: values(state),
         )
     )
@@ -91,7 +91,7 @@ def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
     }
 
 
-def own_optim_state(
+def local_optim_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> State:
     """What this rank's optimizer takes of a state of whole tensors, or of slices (`Slice`)."""

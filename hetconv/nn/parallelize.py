@@ -11,18 +11,24 @@ import torch.distributed as dist
 from torch import nn
 
 from hetconv import kernels
-from hetconv.comm.consensus import prepared
-from hetconv.comm.rank_group import Team, answered, broadcast, objects_of_all, team_of
+from hetconv.comm.consensus import validate_together
+from hetconv.comm.rank_group import (
+    RankGroup,
+    all_gather_object,
+    broadcast,
+    rank_group_of,
+    translate_backend_errors,
+)
 from hetconv.errors import HetConvError, PlanError
 from hetconv.operators.layers import is_plain
-from hetconv.ops.deferred import folding_pays
+from hetconv.ops.deferred import fusion_pays
 from hetconv.schemas.plan import LayerPlan, Plan
 from hetconv.schemas.tuning_results import TunedTile
 from hetconv.sharding.layer_rules import Linear, Split
 from hetconv.torch_internals import move_hooks
 
-from .fast_modules import run_on_own_parts
-from .layers import HET_CONVS, HetLinear, PlainConv, least_op, lies_as_wired
+from .fast_modules import use_local_forwards
+from .layers import HET_CONVS, HetLinear, PlainConv, has_wire_format, minimal_op
 from .model_call import ModelContext
 
 Tiles = dict[
@@ -70,24 +76,24 @@ def parallelize(
         the model or the number of ranks. DisagreementError: on every rank, if ranks
         have different plans, models or options.
     """
-    team = team_of(group)
+    rank_group = rank_group_of(group)
 
     options = f"fuse {fuse}, sync_every {sync_every}, signatures {signatures}"
-    found, tiles = prepared(
-        team,
+    found, tiles = validate_together(
+        rank_group,
         "parallelize",
-        lambda: _checked(model, plan, team.size, signatures),
+        lambda: _checked(model, plan, rank_group.size, signatures),
         lambda _: f"plan {plan.digest}, {options}, model {_signature(model)}",
     )
     devices = {p.device for p in model.parameters()}
     for device in devices:
         _install(tiles, device)
-    fuse = fuse and folding_pays(team)
-    broadcast(team, [t.data for t in (*model.parameters(), *model.buffers())])
-    _share_random_state(team, model)
-    model = _swap(model, found, plan, team, fuse)
-    run_on_own_parts(model)
-    ModelContext(model, team, sync_every, signatures).attach()
+    fuse = fuse and fusion_pays(rank_group)
+    broadcast(rank_group, [t.data for t in (*model.parameters(), *model.buffers())])
+    _share_random_state(rank_group, model)
+    model = _swap(model, found, plan, rank_group, fuse)
+    use_local_forwards(model)
+    ModelContext(model, rank_group, sync_every, signatures).attach()
     return model
 
 
@@ -114,7 +120,11 @@ def _checked(
 
 
 def _swap(
-    model: nn.Module, found: Mapping[str, nn.Module], plan: Plan, team: Team, fuse: bool
+    model: nn.Module,
+    found: Mapping[str, nn.Module],
+    plan: Plan,
+    group: RankGroup,
+    fuse: bool,
 ) -> nn.Module:
     """Puts split layers in the place of those that were found, and returns the model,
     which may be one of them.
@@ -122,7 +132,7 @@ def _swap(
     swapped: dict[int, nn.Module] = {}
     for name, layer in found.items():
         if id(layer) not in swapped:
-            swapped[id(layer)] = _swapped(layer, plan.layers[name], team, fuse)
+            swapped[id(layer)] = _swapped(layer, plan.layers[name], group, fuse)
             move_hooks(layer, swapped[id(layer)])
     for path, layer in list(model.named_modules(remove_duplicate=False)):
         parent, _, child = path.rpartition(".")
@@ -164,7 +174,7 @@ def _checked_layer(
             f"leave it out of the plan"
         )
     if isinstance(layer, PlainConv):
-        least_op(layer).check(split, world)
+        minimal_op(layer).check(split, world)
     elif isinstance(layer, nn.Linear):
         Linear((1, 1, 1, 1, layer.in_features), layer.out_features).check(split, world)
     else:
@@ -206,41 +216,45 @@ def _check_sharing(
 def _signature(model: nn.Module) -> str:
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = ", ".join(
-        f"{k}{tuple(v.shape)}{v.dtype}{' channels-last' * lies_as_wired(v)}"
+        f"{k}{tuple(v.shape)}{v.dtype}{' channels-last' * has_wire_format(v)}"
         for k, v in tensors
     )
     return f"{type(model).__name__}({shapes})"
 
 
-def _swapped(layer: nn.Module, planned: LayerPlan, team: Team, fuse: bool) -> nn.Module:
+def _swapped(
+    layer: nn.Module, planned: LayerPlan, group: RankGroup, fuse: bool
+) -> nn.Module:
     if isinstance(layer, PlainConv):
         made = HET_CONVS[len(layer.kernel_size) - 1]._local(
-            layer, planned.split, team, "split"
+            layer, planned.split, group, "split"
         )
-        made.followers, made.chunks = planned.followers if fuse else (), planned.chunks
+        made.fusible, made.chunks = planned.fusible if fuse else (), planned.chunks
         return made
     assert isinstance(layer, nn.Linear)
-    return HetLinear(layer, planned.split, team)
+    return HetLinear(layer, planned.split, group)
 
 
-def _share_random_state(team: Team, model: nn.Module) -> None:
+def _share_random_state(group: RankGroup, model: nn.Module) -> None:
     """Random operators on replicated values must draw alike: every rank goes on from
     the first one's generators.
     """
     state = torch.get_rng_state()
-    answered(team, partial(dist.broadcast, state, group=team.control, group_src=0))
+    translate_backend_errors(
+        group, partial(dist.broadcast, state, group=group.control, group_src=0)
+    )
     torch.set_rng_state(state)
     on_cuda = sorted(
         {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     )
-    states = objects_of_all(
-        team, [torch.cuda.get_rng_state(index) for index in on_cuda]
+    states = all_gather_object(
+        group, [torch.cuda.get_rng_state(index) for index in on_cuda]
     )
     first = next((of_rank[0] for of_rank in states if of_rank), None)
     for index in on_cuda:
         assert first is not None
         torch.cuda.set_rng_state(first, index)
-    team.agreements.draws_alike = first is None or all(states)
+    group.agreements.draws_alike = first is None or all(states)
 
 
 def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:

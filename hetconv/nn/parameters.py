@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hetconv.comm.rank_group import Team
+from hetconv.comm.rank_group import RankGroup
 from hetconv.errors import HetConvError
-from hetconv.sharding.param_shards import Held
+from hetconv.sharding.param_shards import ParamShards
 
-from .layers import CutLayer
-
-
-def cut_layers(model: nn.Module) -> list[CutLayer]:
-    return [layer for layer in model.modules() if isinstance(layer, CutLayer)]
+from .layers import SplitLayer
 
 
-def shared_out(model: nn.Module) -> dict[int, Held]:
+def split_layers(model: nn.Module) -> list[SplitLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, SplitLayer)]
+
+
+def sharded_parameters(model: nn.Module) -> dict[int, ParamShards]:
     """The parameters that are not whole on every rank, by id."""
-    return parameters_of(model).held
+    return parameters_of(model).shards
 
 
 class Parameters(NamedTuple):
@@ -28,33 +28,33 @@ class Parameters(NamedTuple):
     """
 
     every: list[nn.Parameter]
-    held: dict[int, Held]
+    shards: dict[int, ParamShards]
     as_wired: set[int]
 
 
 def parameters_of(model: nn.Module) -> Parameters:
     params: dict[int, nn.Parameter] = {}
-    held: dict[int, Held] = {}
+    held: dict[int, ParamShards] = {}
     as_wired: set[int] = set()
     for module in model.modules():
         # Slices, also while a checkpoint computes a region again, to which they would
         # be given whole.
         params |= {id(p): p for p in dict.values(module._parameters) if p is not None}
-        if isinstance(module, CutLayer):
+        if isinstance(module, SplitLayer):
             held |= {
                 id(module._parameters[name]): of
                 for name, of in module.held.items()
-                if not of.everywhere
+                if not of.is_replicated
             }
             as_wired |= {id(module._parameters["weight"])} if module.as_wired else set()
     return Parameters([*params.values()], held, as_wired)
 
 
-def team_of_model(model: nn.Module) -> Team | None:
+def team_of_model(model: nn.Module) -> RankGroup | None:
     """The ranks that a model is parallelized over, or None. Raises `HetConvError` if
     its layers name several groups.
     """
-    teams = {layer.team for layer in cut_layers(model)}
+    teams = {layer.group for layer in split_layers(model)}
     if len(teams) > 1:
         raise HetConvError(
             "the layers of this model are cut over several process groups; call this for each "

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from hetconv.comm import call_tags
 from hetconv.comm.consensus import checksum
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import from_every_rank, perform, take
-from hetconv.sharding.param_shards import Held, Ranks, summed_among
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import all_gather_tensors, local_slice, run_rounds
+from hetconv.sharding.param_shards import ParamShards, Ranks, all_reduce_among
 
-from .parameters import shared_out, team_of_model
+from .parameters import sharded_parameters, team_of_model
 
 log = logging.getLogger("hetconv")
 
@@ -31,16 +31,18 @@ def sync_replicated(model: nn.Module) -> float:
     and logs it on rank 0 unless it is zero. Where all hold the same bytes, which is
     compared first, nothing moves and nothing is written to.
     """
-    team = team_of_model(model)
-    if team is None or team.size == 1:
+    group = team_of_model(model)
+    if group is None or group.size == 1:
         return 0.0
     call_tags.enter("sync_replicated")
-    copies = replicated(model, team)
+    copies = replicas(model, group)
     sums = torch.tensor(
         [checksum(c.local) for c in copies], dtype=torch.int64, device="cpu"
     )
     every = (
-        from_every_rank(team, sums.to(copies[0].local.device)) if copies else sums[None]
+        all_gather_tensors(group, sums.to(copies[0].local.device))
+        if copies
+        else sums[None]
     )
     apart = [
         c
@@ -50,15 +52,15 @@ def sync_replicated(model: nn.Module) -> float:
     if not apart:
         return 0.0
     before = [c.local.clone() for c in apart]
-    alike: dict[tuple[Ranks, torch.dtype, torch.device], list[Copy]] = {}
+    alike: dict[tuple[Ranks, torch.dtype, torch.device], list[Replica]] = {}
     for c in apart:
         alike.setdefault((c.holders, c.local.dtype, c.local.device), []).append(c)
     for same in alike.values():
-        _spread(team, same)
+        _spread(group, same)
     drift = _largest(
-        team, [(c.local - old).abs() for c, old in zip(apart, before, strict=True)]
+        group, [(c.local - old).abs() for c, old in zip(apart, before, strict=True)]
     )
-    if team.rank == 0:
+    if group.rank == 0:
         log.info(
             "replicas had drifted by up to %.3g in %d tensors; all are the first rank's again",
             drift,
@@ -67,7 +69,7 @@ def sync_replicated(model: nn.Module) -> float:
     return drift
 
 
-class Copy(NamedTuple):
+class Replica(NamedTuple):
     """A tensor of so many numbers that each of these ranks holds, the first of them
     first; on others it is empty.
     """
@@ -77,43 +79,47 @@ class Copy(NamedTuple):
     numel: int
 
 
-def replicated(model: nn.Module, team: Team) -> list[Copy]:
+def replicas(model: nn.Module, group: RankGroup) -> list[Replica]:
     """What several ranks hold of parameters and buffers; views, without autograd or a
     count of their versions.
     """
-    shared, everyone, found = shared_out(model), tuple(range(team.size)), []
+    shared, everyone, found = sharded_parameters(model), tuple(range(group.size)), []
     for t in (*model.parameters(), *model.buffers()):
         held = shared.get(id(t))
         if held is None:
-            found += [Copy(t.data, everyone, t.numel())] if t.numel() else []
+            found += [Replica(t.data, everyone, t.numel())] if t.numel() else []
             continue
-        own = held.boxes[team.rank]
-        for box, holders in held.atoms:
+        own = held.boxes[group.rank]
+        for box, holders in held.cells:
             if len(holders) > 1:
                 found.append(
-                    Copy(take(t.data, own, own.intersect(box)), holders, box.numel)
+                    Replica(
+                        local_slice(t.data, own, own.intersect(box)), holders, box.numel
+                    )
                 )
     return found
 
 
-def _spread(team: Team, same: Sequence[Copy]) -> None:
+def _spread(group: RankGroup, same: Sequence[Replica]) -> None:
     """Tensors that the same ranks hold, from the first of these to all of them."""
     holders, numel = same[0].holders, sum(c.numel for c in same)
-    rounds = summed_among(holders, numel, team.size)
-    first = Held.by((numel,), [rank == holders[0] for rank in range(team.size)]).boxes
+    rounds = all_reduce_among(holders, numel, group.size)
+    first = ParamShards.on_ranks(
+        (numel,), [rank == holders[0] for rank in range(group.size)]
+    ).boxes
     rounds = (
         (first, rounds[0][1]),
         *rounds[1:],
     )  # as in a sum to which that one alone gives
-    flat = torch.cat([c.local.flatten() for c in same])[: first[team.rank].numel]
-    new = perform(team, flat, rounds, first[team.rank], rounds[-1][1][team.rank])
-    if team.rank in holders:
+    flat = torch.cat([c.local.flatten() for c in same])[: first[group.rank].numel]
+    new = run_rounds(group, flat, rounds, first[group.rank], rounds[-1][1][group.rank])
+    if group.rank in holders:
         for c, values in zip(same, new.split([c.numel for c in same]), strict=True):
             c.local.copy_(values.view(c.local.shape))
 
 
-def _largest(team: Team, differences: Sequence[Tensor]) -> float:
+def _largest(group: RankGroup, differences: Sequence[Tensor]) -> float:
     worst = torch.stack(
         [d.max().double() if d.numel() else d.sum().double() for d in differences]
     ).max()
-    return float(from_every_rank(team, worst).max())
+    return float(all_gather_tensors(group, worst).max())

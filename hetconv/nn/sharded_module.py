@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hetconv.comm.consensus import agree, prepared
-from hetconv.comm.rank_group import Team, broadcast
-from hetconv.comm.redistribute import take
+from hetconv.comm.consensus import assert_consensus, validate_together
+from hetconv.comm.rank_group import RankGroup, broadcast
+from hetconv.comm.redistribute import local_slice
 from hetconv.errors import HetConvError
-from hetconv.runtime.gradient_sync import SCOPE, computed_again, contributed
+from hetconv.runtime.gradient_sync import ACTIVE_SYNC, in_recomputation, synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.sharding.layout import Box, Shape
-from hetconv.sharding.param_shards import Held
+from hetconv.sharding.param_shards import ParamShards
 from hetconv.torch_internals import (
     check_before_clipping,
     check_before_unscaling,
@@ -63,8 +63,8 @@ class ShardedModule(nn.Module, ABC):
     optimizer's.
     """
 
-    team: Team
-    held: dict[str, Held]
+    group: RankGroup
+    held: dict[str, ParamShards]
     """Which ranks hold what of each parameter."""
     context: Any = None
     """What the calls of the parallelized model share that this is a layer of, see
@@ -72,12 +72,12 @@ class ShardedModule(nn.Module, ABC):
     """
     _shapes: tuple[tuple[str, Shape], ...]  # of the slices that this rank holds
 
-    def _adopt_shards(self, held: Mapping[str, Held]) -> None:
+    def _adopt_shards(self, held: Mapping[str, ParamShards]) -> None:
         """Says which ranks hold what of this module's parameters."""
         self.held = dict(held)
         self.__dict__["_parameters"] = _Parameters(self)
         self._shapes = tuple(
-            (name, of.boxes[self.team.rank].shape) for name, of in held.items()
+            (name, of.boxes[self.group.rank].shape) for name, of in held.items()
         )
         _sharded.add(self)
 
@@ -112,9 +112,9 @@ class ShardedModule(nn.Module, ABC):
         """Whether a call of the model is under way, or a region of one that a
         checkpoint computes again.
         """
-        scope, context = SCOPE.get(), self.context
+        scope, context = ACTIVE_SYNC.get(), self.context
         return context is not None and (
-            scope.owner is context if scope is not None else computed_again()
+            scope.owner is context if scope is not None else in_recomputation()
         )
 
     def _read(self, name: str) -> Tensor | None:
@@ -122,13 +122,13 @@ class ShardedModule(nn.Module, ABC):
         if in parts.
         """
         own, of = self._parameters.get(name), self.held.get(name)
-        if own is None or of is None or of.everywhere:
+        if own is None or of is None or of.is_replicated:
             return own
-        rank = self.team.rank
-        owned = take(
-            contributed(self.team, own, of), of.boxes[rank], of.owners.boxes[rank]
+        rank = self.group.rank
+        owned = local_slice(
+            synced_grad(self.group, own, of), of.boxes[rank], of.primary.boxes[rank]
         )
-        return HetTensor.wrap(owned, of.owners, self.team)
+        return HetTensor.wrap(owned, of.primary, self.group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy's parameters are slices too."""
@@ -144,7 +144,7 @@ class ShardedModule(nn.Module, ABC):
         """Takes what this rank holds of the whole parameters; local."""
         for name, of in self.held.items():
             self._slice(name).copy_(
-                full[name][of.boxes[self.team.rank].within(Box.whole(of.shape))]
+                full[name][of.boxes[self.group.rank].within(Box.whole(of.shape))]
             )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
@@ -158,7 +158,7 @@ class ShardedModule(nn.Module, ABC):
             parameters, or parameters of other
                 shapes; on every rank.
         """
-        agree(self.team, f"apply to a {type(self).__name__}", repr(self))
+        assert_consensus(self.group, f"apply to a {type(self).__name__}", repr(self))
         plain = self._whole()
         attributes, before = dict(vars(plain)), _writes(plain)
 
@@ -171,10 +171,10 @@ class ShardedModule(nn.Module, ABC):
                 )
             return [name for name, now in _writes(plain).items() if now != before[name]]
 
-        changed = prepared(self.team, "apply", written, str)
+        changed = validate_together(self.group, "apply", written, str)
         own = dict(plain.named_parameters())
         if changed:
-            broadcast(self.team, [own[name].data for name in changed])
+            broadcast(self.group, [own[name].data for name in changed])
             self.load_full({name: p.detach() for name, p in own.items()})
         for name, p in own.items():
             self._slice(name).requires_grad_(p.requires_grad)
@@ -220,12 +220,12 @@ class ShardedModule(nn.Module, ABC):
     ) -> None:
         """Takes own slices of tensors that are whole, as a plain model's state has them."""
         for name, of in self.held.items():
-            given, box = state_dict.get(prefix + name), of.boxes[self.team.rank]
+            given, box = state_dict.get(prefix + name), of.boxes[self.group.rank]
             if (
                 isinstance(given, Tensor)
                 and tuple(given.shape) == of.shape != box.shape
             ):
-                state_dict[prefix + name] = take(
+                state_dict[prefix + name] = local_slice(
                     given, Box.whole(of.shape), box
                 ).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -234,14 +234,14 @@ class ShardedModule(nn.Module, ABC):
         """The module before it was cut, with the values of now and the hooks of this
         one; collective.
         """
-        plain, rank = self._plain(), self.team.rank
+        plain, rank = self._plain(), self.group.rank
         for name, of in self.held.items():
             own = self._slice(name)
-            owned = take(own.detach(), of.boxes[rank], of.owners.boxes[rank])
+            owned = local_slice(own.detach(), of.boxes[rank], of.primary.boxes[rank])
             whole = (
                 own
-                if of.everywhere
-                else gather(HetTensor.made(owned, of.owners, self.team))
+                if of.is_replicated
+                else gather(HetTensor.made(owned, of.primary, self.group))
             )
             plain.register_parameter(
                 name,
@@ -269,7 +269,7 @@ def _slice_in(params: Iterable[Tensor]) -> str | None:
     own = {id(p) for p in params}
     for module in _sharded:
         for name, of in module.held.items():
-            if not of.everywhere and id(module._parameters.get(name)) in own:
+            if not of.is_replicated and id(module._parameters.get(name)) in own:
                 kind = type(module).__name__
                 return (
                     f"was given the {name} of a {kind}({module.extra_repr()}), of which "

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hetconv.comm.consensus import checksum, prepared
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import take
+from hetconv.comm.consensus import checksum, validate_together
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import local_slice
 from hetconv.errors import HetConvError
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.sharding.layout import Box, Shape
-from hetconv.sharding.param_shards import Held
+from hetconv.sharding.param_shards import ParamShards
 from hetconv.torch_internals import (
     keystr,
     make_wrapper,
@@ -23,8 +23,8 @@ from hetconv.torch_internals import (
     tree_map_only,
 )
 
-from .layers import CutLayer
-from .parameters import cut_layers
+from .layers import SplitLayer
+from .parameters import split_layers
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -50,7 +50,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         agreed(
             model,
             "load_full_state_dict",
-            lambda: own_state(model, state),
+            lambda: local_state(model, state),
             lambda _: values(state),
         )
     )
@@ -66,7 +66,7 @@ def sharded_state_dict(model: nn.Module) -> State:
     }
 
 
-def own_state(model: nn.Module, state: Mapping[str, Any]) -> State:
+def local_state(model: nn.Module, state: Mapping[str, Any]) -> State:
     """What this rank's model takes of a state of whole tensors, or of slices (`Slice`)."""
     check_fit(model, {k: shape_of(v) for k, v in state.items()})
     found = shares(model)
@@ -118,47 +118,49 @@ class Slice(Tensor):
 class Share(NamedTuple):
     """How a tensor that is not whole on every rank is held, and among whom."""
 
-    held: Held
-    team: Team
+    held: ParamShards
+    group: RankGroup
 
     @property
     def box(self) -> Box:
         """What this rank holds."""
-        return self.held.boxes[self.team.rank]
+        return self.held.boxes[self.group.rank]
 
     def owned(self, local: Tensor) -> HetTensor:
         """Of what this rank holds the part that is its to give, so that every element
         is given once; a view.
         """
-        own = self.held.owners.boxes[self.team.rank]
-        return HetTensor.wrap(take(local, self.box, own), self.held.owners, self.team)
+        own = self.held.primary.boxes[self.group.rank]
+        return HetTensor.wrap(
+            local_slice(local, self.box, own), self.held.primary, self.group
+        )
 
     def of(self, x: Tensor) -> Tensor:
         """What this rank holds of a whole tensor; a view."""
         return (
             x.local
             if isinstance(x, Slice)
-            else take(x, Box.whole(self.held.shape), self.box)
+            else local_slice(x, Box.whole(self.held.shape), self.box)
         )
 
 
 def shares(model: nn.Module) -> dict[str, Share]:
     """The parameters that are not whole on every rank, by their keys in the state."""
     return {
-        f"{path}.{name}" if path else name: Share(held, layer.team)
+        f"{path}.{name}" if path else name: Share(held, layer.group)
         for path, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, CutLayer)
+        if isinstance(layer, SplitLayer)
         for name, held in layer.held.items()
-        if not held.everywhere
+        if not held.is_replicated
     }
 
 
 def agreed(
     model: nn.Module, what: str, prepare: Callable[[], T], saying: Callable[[T], str]
 ) -> T:
-    """`prepared` among the ranks that the model is cut over, if it is."""
-    teams = dict.fromkeys(layer.team for layer in cut_layers(model))
-    results = [prepared(team, what, prepare, saying) for team in teams]
+    """`validate_together` among the ranks that the model is cut over, if it is."""
+    teams = dict.fromkeys(layer.group for layer in split_layers(model))
+    results = [validate_together(group, what, prepare, saying) for group in teams]
     return results[0] if results else prepare()
 
 

@@ -27,7 +27,7 @@ from . import (
 )
 from .base import Args, Call, Kwargs, Reader, name_of, writes_in_place
 
-VIEWS = (views.Pieces, shapes.Reshape, views.View)
+VIEWS = (views.SplitView, shapes.Reshape, views.View)
 """Operators whose results share memory with their input, a `Reshape`'s where the memory
 order allows it.
 """

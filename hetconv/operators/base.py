@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.hierarchical import TwoLevel, in_nodes
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Op, Split, Step
-from hetconv.sharding.layout import Box, Layout, Need, Shape, apportion
+from hetconv.sharding.hierarchical import HierarchicalLayout, sharding_within_nodes
+from hetconv.sharding.layer_rules import REPLICATE, Gather, Operator, OpSharding, Split
+from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape, apportion
 
-Rule = Callable[..., Step]  # of (operator, inputs, split)
+Rule = Callable[..., OpSharding]  # of (operator, inputs, split)
 Counted = Callable[[Any, tuple[Layout, ...]], Sequence[bool] | None]
 
 
@@ -22,7 +22,7 @@ def every_input(op: Any, inputs: tuple[Layout, ...]) -> Sequence[bool] | None:
     return (True,) * len(inputs)
 
 
-def unless(what: Callable[[Any], bool]) -> Counted:
+def inputs_unless(what: Callable[[Any], bool]) -> Counted:
     """Every input, but for operators of which this is true."""
     return lambda op, inputs: None if what(op) else every_input(op, inputs)
 
@@ -37,8 +37,10 @@ def per_sample(counted: Counted = every_input) -> Callable[[Rule], Rule]:
 
     def lifted(rule: Rule) -> Rule:
         @wraps(rule)
-        def step(op: Any, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-            if not any(isinstance(x, TwoLevel) for x in inputs):
+        def step(
+            op: Any, inputs: tuple[Layout, ...], split: Split = REPLICATE
+        ) -> OpSharding:
+            if not any(isinstance(x, HierarchicalLayout) for x in inputs):
                 return rule(op, inputs, split)
             ways = (
                 _led(op, rule, counted, inputs, k)
@@ -47,7 +49,7 @@ def per_sample(counted: Counted = every_input) -> Callable[[Rule], Rule]:
             )
             return next((way for way in ways if way is not None), None) or Gather(
                 op.shape
-            ).step(inputs)
+            ).sharding(inputs)
 
         return step
 
@@ -56,15 +58,15 @@ def per_sample(counted: Counted = every_input) -> Callable[[Rule], Rule]:
 
 def _led(
     op: Any, rule: Rule, counted: Counted, inputs: tuple[Layout, ...], lead: int
-) -> Step | None:
+) -> OpSharding | None:
     """The step if input ``lead`` says how to run; None if it does not."""
 
-    def follow(x: Layout) -> Step:
+    def follow(x: Layout) -> OpSharding:
         others = [Layout.replicated(other.shape, x.world) for other in inputs]
         return rule(op, (*others[:lead], x, *others[lead + 1 :]), REPLICATE)
 
     x = inputs[lead]
-    if not isinstance(x, TwoLevel):
+    if not isinstance(x, HierarchicalLayout):
         step = follow(x)
         return step if step.output.kind != "replicated" else None
     of_samples = counted(op, inputs)
@@ -72,30 +74,32 @@ def _led(
         return None
     once = {part: follow(part) for part in dict.fromkeys(x.parts)}
     steps = [once[part] for part in x.parts]
-    if any(step.forward or step.backward or step.tells for step in steps):
+    if any(
+        step.forward_moves or step.backward_moves or step.shared_stats for step in steps
+    ):
         return None
-    reads = list(zip(*(step.reads for step in steps), strict=True))
-    found = in_nodes(
+    reads = list(zip(*(step.input_layouts for step in steps), strict=True))
+    found = sharding_within_nodes(
         x.nodes, x.samples, reads, [step.output for step in steps], of_samples
     )
     return (
-        Step(*found, contributes=any(step.contributes for step in steps))
+        OpSharding(*found, partial_grads=any(step.partial_grads for step in steps))
         if found is not None
         else None
     )
 
 
-def on_parts(x: Layout) -> Layout:
+def reduce_scattered(x: Layout) -> Layout:
     """A partial sum as its consumers on parts want it: scattered over channels in the
     proportions of its shares.
 
     Whole, if it has none.
     """
-    if isinstance(x, TwoLevel) and x.kind == "partial":
-        parts = [on_parts(part) for part in x.parts]
+    if isinstance(x, HierarchicalLayout) and x.kind == "partial":
+        parts = [reduce_scattered(part) for part in x.parts]
         scattered = parts[0].kind == "sharded"
         return (
-            TwoLevel.of(x.nodes, x.samples, parts)
+            HierarchicalLayout.of(x.nodes, x.samples, parts)
             if scattered
             else Layout.replicated(x.shape, x.world)
         )
@@ -106,7 +110,7 @@ def on_parts(x: Layout) -> Layout:
     return Layout.sharded(x.shape, 1, apportion(x.shape[1], x.shares))
 
 
-def recut(x: Layout, shape: Shape, dim: int, sizes: Sequence[int]) -> Layout:
+def resharded(x: Layout, shape: Shape, dim: int, sizes: Sequence[int]) -> Layout:
     """The layout of an output of ``shape`` that is cut along ``dim`` as ``x`` is cut
     along its own dimension.
     """
@@ -117,7 +121,7 @@ def recut(x: Layout, shape: Shape, dim: int, sizes: Sequence[int]) -> Layout:
     )
 
 
-def cut_dims(x: Layout) -> set[int]:
+def sharded_dims(x: Layout) -> set[int]:
     """The dimensions that some rank does not hold whole."""
     return {
         d
@@ -126,16 +130,18 @@ def cut_dims(x: Layout) -> set[int]:
     }
 
 
-def slabs(shape: Shape, dim: int, spans: Iterable[Span]) -> Need:
+def slab_reads(shape: Shape, dim: int, spans: Iterable[Span]) -> ReadRegion:
     """A range along ``dim`` for each rank, and everything of all other dimensions."""
-    return Need(shape, tuple(Box.whole(shape).along(dim, lo, hi) for lo, hi in spans))
+    return ReadRegion(
+        shape, tuple(Box.whole(shape).along(dim, lo, hi) for lo, hi in spans)
+    )
 
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 Reader = Callable[[str, Args, Kwargs], "Call | None"]
 
-JOINS = frozenset(
+N_ARY = frozenset(
     """
     add addcdiv addcmul and atan2 bitwise_and bitwise_or bitwise_xor copysign div eq
     float_power floor_divide floordiv fmax fmin fmod ge gt hypot isclose le lerp
@@ -167,7 +173,7 @@ class Call:
     first one is written to.
     """
 
-    op: Op
+    op: Operator
     inputs: tuple[Tensor, ...]
     in_place: bool = False
 
@@ -188,7 +194,7 @@ def name_of(func: Callable[..., Any]) -> str:
     if name in ("__bool__", "__float__", "__int__"):  # of one number, into Python's own
         return name
     bare = name.strip("_")
-    if name.startswith("__") and bare[:1] in "ir" and bare[1:] in JOINS | {"truediv"}:
+    if name.startswith("__") and bare[:1] in "ir" and bare[1:] in N_ARY | {"truediv"}:
         bare = bare[1:] if bare[0] == "i" or bare[1:] in ("add", "mul") else bare
     return {
         "truediv": "div",

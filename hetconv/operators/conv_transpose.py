@@ -9,10 +9,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
-from hetconv.sharding.layout import Box, Layout, Need, Shape, apportion
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
+from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape, apportion
 
-from .base import Args, Call, Kwargs, Reader, arg, on_parts, per_dim, per_sample, recut
+from .base import (
+    Args,
+    Call,
+    Kwargs,
+    Reader,
+    arg,
+    per_dim,
+    per_sample,
+    reduce_scattered,
+    resharded,
+)
 
 
 class TransposedWindow(NamedTuple):
@@ -67,19 +77,23 @@ class ConvTranspose:
         )
 
     @per_sample()
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
         if x.kind != "sharded" or x.dim is None or x.dim == 1:
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         if x.dim == 0:
-            return Step((x,), recut(x, self.shape, 0, x.sizes), contributes=True)
+            return OpSharding(
+                (x,), resharded(x, self.shape, 0, x.sizes), partial_grads=True
+            )
         window, size, extent = (
             self.windows[x.dim - 2],
             x.shape[x.dim],
             self.shape[x.dim],
         )
         whole = extent == size * window.stride
-        y = recut(
+        y = resharded(
             x,
             self.shape,
             x.dim,
@@ -89,7 +103,7 @@ class ConvTranspose:
         )
         reads = (window.reads((b.lo[x.dim], b.hi[x.dim]), size) for b in y.boxes)
         need = tuple(Box.whole(x.shape).along(x.dim, lo, hi) for lo, hi in reads)
-        return Step((Need(x.shape, need),), y, contributes=True)
+        return OpSharding((ReadRegion(x.shape, need),), y, partial_grads=True)
 
 
 @dataclass(frozen=True)

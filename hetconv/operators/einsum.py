@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
-from hetconv.sharding.layout import Layout, Need, Shape
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
+from hetconv.sharding.layout import Layout, ReadRegion, Shape
 
-from .base import Args, Call, Kwargs, Reader, arg, on_parts, per_sample
+from .base import Args, Call, Kwargs, Reader, arg, per_sample, reduce_scattered
 
 Labels = tuple[str | None, ...]
 
@@ -36,34 +36,38 @@ class Contraction:
     result: Labels
 
     @per_sample(_by_label)
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        parts = zip(map(on_parts, inputs), self.labels, strict=True)
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        parts = zip(map(reduce_scattered, inputs), self.labels, strict=True)
         cuts = ((named[x.dim], x.sizes) for x, named in parts if x.dim is not None)
         label, sizes = next(
             ((label, sizes) for label, sizes in cuts if label is not None), (None, ())
         )
         if label is None:
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         reads = tuple(
             self._read(x, named, label, sizes)
             for x, named in zip(inputs, self.labels, strict=True)
         )
         if label in self.result:
-            return Step(
+            return OpSharding(
                 reads,
                 Layout.sharded(self.shape, self.result.index(label), sizes),
-                contributes=True,
+                partial_grads=True,
             )
-        return Step(
-            reads, Layout.partial(self.shape, inputs[0].world, sizes), contributes=True
+        return OpSharding(
+            reads,
+            Layout.partial(self.shape, inputs[0].world, sizes),
+            partial_grads=True,
         )
 
     def _read(
         self, x: Layout, named: Labels, label: str, sizes: tuple[int, ...]
-    ) -> Layout | Need:
+    ) -> Layout | ReadRegion:
         if label in named:
             return Layout.sharded(x.shape, named.index(label), sizes)
-        return Need.everything(x.shape, x.world)
+        return ReadRegion.everything(x.shape, x.world)
 
 
 def _contraction(

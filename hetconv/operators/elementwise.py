@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
-from hetconv.sharding.layout import Box, Layout, Need, Shape
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
+from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape
 
-from .base import JOINS, Args, Call, Kwargs, Reader, arg, cut_dims, on_parts
+from .base import N_ARY, Args, Call, Kwargs, Reader, arg, reduce_scattered, sharded_dims
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "leaky_relu", "silu", "gelu")
 """Elementwise functions that the kernels compute as they store a result; of hardtanh
@@ -24,16 +24,18 @@ class PRelu:
 
     shape: Shape
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x, slopes = on_parts(inputs[0]), inputs[1]
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x, slopes = reduce_scattered(inputs[0]), inputs[1]
         if x.kind != "sharded":
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         by_channel = slopes.shape != (1,)
         own = tuple(
             Box((b.lo[1],), (b.hi[1],)) if by_channel else Box.whole(slopes.shape)
             for b in x.boxes
         )
-        return Step((x, Need(slopes.shape, own)), x, contributes=True)
+        return OpSharding((x, ReadRegion(slopes.shape, own)), x, partial_grads=True)
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,17 @@ class Pointwise:
 
     shape: Shape
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         lead = next(
-            (y for x in inputs if (y := self._lifted(on_parts(x))) is not None), None
+            (y for x in inputs if (y := self._lifted(reduce_scattered(x))) is not None),
+            None,
         )
         if lead is None:
-            return Gather(self.shape).step(inputs)
-        return Step(
-            tuple(self._read(x.shape, lead) for x in inputs), lead, contributes=True
+            return Gather(self.shape).sharding(inputs)
+        return OpSharding(
+            tuple(self._read(x.shape, lead) for x in inputs), lead, partial_grads=True
         )
 
     def _lifted(self, x: Layout) -> Layout | None:
@@ -60,7 +65,7 @@ class Pointwise:
         """
         if x.kind != "sharded" or x.shape == self.shape:
             return x if x.kind == "sharded" else None
-        skip, cut = len(self.shape) - len(x.shape), cut_dims(x)
+        skip, cut = len(self.shape) - len(x.shape), sharded_dims(x)
         if any(self.shape[skip + d] != x.shape[d] for d in cut):
             return None
         boxes = [Box.whole(self.shape)] * x.world
@@ -73,12 +78,12 @@ class Pointwise:
             return Layout(self.shape, "sharded", tuple(boxes))
         return replace(x, shape=self.shape, boxes=tuple(boxes))
 
-    def _read(self, shape: Shape, lead: Layout) -> Layout | Need:
+    def _read(self, shape: Shape, lead: Layout) -> Layout | ReadRegion:
         if shape == self.shape:
             return lead
         skip = len(self.shape) - len(shape)
         own = (Box(b.lo[skip:], b.hi[skip:]) for b in lead.boxes)
-        return Need(
+        return ReadRegion(
             shape,
             tuple(
                 Box(tuple(map(_first, b.lo, b.hi, shape)), tuple(map(min, b.hi, shape)))
@@ -153,6 +158,6 @@ def _prelu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(UNARY | JOINS, elementwise),
+    **dict.fromkeys(UNARY | N_ARY, elementwise),
     "prelu": _prelu,
 }

@@ -8,10 +8,18 @@ from math import prod
 
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
-from hetconv.sharding.layout import Box, Layout, Move, Need, Shape, from_each, summed
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
+from hetconv.sharding.layout import (
+    Box,
+    Layout,
+    Move,
+    ReadRegion,
+    Shape,
+    all_gather,
+    all_reduce,
+)
 
-from .base import Args, Call, Kwargs, Reader, arg, cut_dims, on_parts
+from .base import Args, Call, Kwargs, Reader, arg, reduce_scattered, sharded_dims
 
 
 @dataclass(frozen=True)
@@ -24,27 +32,29 @@ class BatchNorm:
 
     shape: Shape
     training: bool
-    tracks: bool
+    tracks_stats: bool
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
-        if x.kind != "sharded" or x.inner is None:
-            return Gather(self.shape).step(inputs)
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
+        if x.kind != "sharded" or x.inner_dim is None:
+            return Gather(self.shape).sharding(inputs)
         channels, world = self.shape[1], x.world
         if not self.training:
-            return Step((x,), x, contributes=True)
+            return OpSharding((x,), x, partial_grads=True)
         if x.dim == 1:
-            return Step(
+            return OpSharding(
                 (x,),
                 x,
-                contributes=True,
-                tells=tuple(2 * n for n in x.sizes) if self.tracks else (),
+                partial_grads=True,
+                shared_stats=tuple(2 * n for n in x.sizes) if self.tracks_stats else (),
             )
-        return Step(
+        return OpSharding(
             (x,),
             x,
-            forward=(from_each((2, channels), world),),
-            backward=(summed((2, channels), world),),
+            forward_moves=(all_gather((2, channels), world),),
+            backward_moves=(all_reduce((2, channels), world),),
         )
 
 
@@ -62,22 +72,24 @@ class GroupNorm:
         """The channels of a group."""
         return self.shape[1] // self.groups
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
-        if x.kind != "sharded" or x.inner is None:
-            return Gather(self.shape).step(inputs)
-        if x.inner == 0 or (
-            x.inner == 1 and not any(b.lo[1] % self.channels for b in x.boxes)
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
+        if x.kind != "sharded" or x.inner_dim is None:
+            return Gather(self.shape).sharding(inputs)
+        if x.inner_dim == 0 or (
+            x.inner_dim == 1 and not any(b.lo[1] % self.channels for b in x.boxes)
         ):
-            return Step((x,), x, contributes=True)
+            return OpSharding((x,), x, partial_grads=True)
         if len(self.shape) == 2:
-            return Gather(self.shape).step(inputs)
-        return Step(
+            return Gather(self.shape).sharding(inputs)
+        return OpSharding(
             (x,),
             x,
-            contributes=True,
-            forward=(self._from_mates(x),),
-            backward=(self._summed(x),),
+            partial_grads=True,
+            forward_moves=(self._from_mates(x),),
+            backward_moves=(self._summed(x),),
         )
 
     def _from_mates(self, x: Layout) -> Move:
@@ -89,12 +101,12 @@ class GroupNorm:
             [self._spans(b) for b in x.boxes],
         )
         given = tuple(Box((r, 0, lo), (r + 1, 2, hi)) for r, (lo, hi) in enumerate(own))
-        mates = [x.mates(rank) for rank in range(x.world)]
+        mates = [x.peers(rank) for rank in range(x.world)]
         asked = tuple(
             Box((m.start, 0, lo), (m.stop, 2, hi))
             for m, (lo, hi) in zip(mates, own, strict=True)
         )
-        return Move(Layout(shape, "sharded", given), Need(shape, asked))
+        return Move(Layout(shape, "sharded", given), ReadRegion(shape, asked))
 
     def _summed(self, x: Layout) -> Move:
         """The sum of two numbers of each sample and group over the ranks that have
@@ -102,7 +114,7 @@ class GroupNorm:
         """
         shape = (2, self.shape[0] * self.groups)
         boxes = tuple(Box((0, lo), (2, hi)) for lo, hi in map(self._spans, x.boxes))
-        return Move(Layout(shape, "partial", boxes), Need(shape, boxes))
+        return Move(Layout(shape, "partial", boxes), ReadRegion(shape, boxes))
 
     def _spans(self, box: Box) -> tuple[int, int]:
         """Which of all groups of all samples those of a box are."""
@@ -126,7 +138,7 @@ class GroupNorm:
 
 
 @dataclass(frozen=True)
-class OwnNorm:
+class LocalNorm:
     """A normalization over whole ``dims``, such as layer norm: as called, where the cut
     is along another one.
     """
@@ -134,11 +146,13 @@ class OwnNorm:
     shape: Shape
     dims: tuple[int, ...]
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
-        if x.kind != "sharded" or cut_dims(x) & set(self.dims):
-            return Gather(self.shape).step(inputs)
-        return Step((x,), x, contributes=True)
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
+        if x.kind != "sharded" or sharded_dims(x) & set(self.dims):
+            return Gather(self.shape).sharding(inputs)
+        return OpSharding((x,), x, partial_grads=True)
 
 
 @dataclass(frozen=True)
@@ -226,14 +240,16 @@ def _last_dims(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     over = tuple(over)
     if not over or tuple(x.shape[-len(over) :]) != over or not x.numel():
         return None
-    op = OwnNorm(tuple(x.shape), tuple(range(x.dim() - len(over), x.dim())))
+    op = LocalNorm(tuple(x.shape), tuple(range(x.dim() - len(over), x.dim())))
     return NormCall(op, (x,), False, weight, bias)
 
 
 def _local_response(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x = arg(args, kwargs, 0, "input")
     return (
-        Call(OwnNorm(tuple(x.shape), (1,)), (x,)) if x.dim() > 2 and x.numel() else None
+        Call(LocalNorm(tuple(x.shape), (1,)), (x,))
+        if x.dim() > 2 and x.numel()
+        else None
     )
 
 

@@ -9,7 +9,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span, Window
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step, window_need
+from hetconv.sharding.layer_rules import (
+    REPLICATE,
+    Gather,
+    OpSharding,
+    Split,
+    window_reads,
+)
 from hetconv.sharding.layout import Layout, Shape, apportion
 
 from .base import (
@@ -18,11 +24,11 @@ from .base import (
     Kwargs,
     Reader,
     arg,
-    on_parts,
     per_dim,
     per_sample,
-    recut,
-    slabs,
+    reduce_scattered,
+    resharded,
+    slab_reads,
 )
 
 
@@ -41,14 +47,18 @@ class Pool:
     count_padding: bool = True
 
     @per_sample()
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
         if x.kind != "sharded" or x.dim is None or (x.dim > 1 and not self.windows):
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         if x.dim < 2:
-            return Step((x,), recut(x, self.shape, x.dim, x.sizes))
-        y = recut(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
-        return Step((window_need(x.shape, y, x.dim, self.windows[x.dim - 2]),), y)
+            return OpSharding((x,), resharded(x, self.shape, x.dim, x.sizes))
+        y = resharded(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
+        return OpSharding(
+            (window_reads(x.shape, y, x.dim, self.windows[x.dim - 2]),), y
+        )
 
 
 @dataclass(frozen=True)
@@ -61,18 +71,20 @@ class AdaptivePool:
     shape: Shape
 
     @per_sample()
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
         if x.kind != "sharded" or x.dim is None:
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         if x.dim < 2:
-            return Step((x,), recut(x, self.shape, x.dim, x.sizes))
-        y = recut(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
+            return OpSharding((x,), resharded(x, self.shape, x.dim, x.sizes))
+        y = resharded(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
         reads = [
             self.reads(x.dim, x.shape[x.dim], (b.lo[x.dim], b.hi[x.dim]))
             for b in y.boxes
         ]
-        return Step((slabs(x.shape, x.dim, reads),), y)
+        return OpSharding((slab_reads(x.shape, x.dim, reads),), y)
 
     def reads(self, dim: int, n: int, out: Span) -> Span:
         """The inputs, of ``n`` along ``dim``, that the outputs ``out`` pool."""
@@ -87,15 +99,17 @@ class GlobalAveragePool:
     shape: Shape
 
     @per_sample()
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         x = inputs[0]
         if x.kind == "partial":
-            return Step((x,), Layout.partial(self.shape, x.world, x.shares))
+            return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
         if x.kind != "sharded" or x.dim is None:
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         if x.dim < 2:
-            return Step((x,), recut(x, self.shape, x.dim, x.sizes))
-        return Step((x,), Layout.partial(self.shape, x.world, x.sizes))
+            return OpSharding((x,), resharded(x, self.shape, x.dim, x.sizes))
+        return OpSharding((x,), Layout.partial(self.shape, x.world, x.sizes))
 
 
 def _pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:

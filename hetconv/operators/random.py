@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
 from hetconv.sharding.layout import Layout, Shape
 
-from .base import Args, Call, Kwargs, Reader, arg, on_parts
+from .base import Args, Call, Kwargs, Reader, arg, reduce_scattered
 from .elementwise import elementwise
 from .shapes import sizes_of
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Dropout:
     """Elementwise, with a random number for each entry of the first ``dims`` dimensions
     and all that lies in it.
 
@@ -25,18 +25,20 @@ class Drawn:
     shape: Shape
     dims: int
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
-        if x.kind != "sharded" or x.inner is None:
-            return Gather(self.shape).step(inputs)
-        return Step((x,), x)
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
+        if x.kind != "sharded" or x.inner_dim is None:
+            return Gather(self.shape).sharding(inputs)
+        return OpSharding((x,), x)
 
-    def drawn_by(self, x: Layout, rank: int) -> int:
+    def seed_rank(self, x: Layout, rank: int) -> int:
         """The first of the ranks whose parts have the same numbers as this one's:
         itself where each needs its own.
         """
-        apart = x.inner is not None and x.inner < self.dims
-        return rank if apart else x.mates(rank).start
+        apart = x.inner_dim is not None and x.inner_dim < self.dims
+        return rank if apart else x.peers(rank).start
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,14 @@ class Like:
 
     shape: Shape
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
         return (
-            Step(inputs, x) if x.kind == "sharded" else Gather(self.shape).step(inputs)
+            OpSharding(inputs, x)
+            if x.kind == "sharded"
+            else Gather(self.shape).sharding(inputs)
         )
 
 
@@ -80,7 +86,7 @@ def _dropout(name: str, args: Args, kwargs: Kwargs) -> Call | None:
         features and (x.dim() < 2 or x.dim() != (FEATURES[name] or x.dim()))
     ):
         return None  # torch refuses it, or takes the first dimension for the channels: let it
-    return Call(Drawn(tuple(x.shape), 2 if features else x.dim()), (x,))
+    return Call(Dropout(tuple(x.shape), 2 if features else x.dim()), (x,))
 
 
 def _rrelu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
@@ -97,7 +103,7 @@ def _noise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if kwargs.get("generator") is not None or len(tensors) != 1 or tensors[0] is not x:
         return None
-    return Call(Drawn(tuple(x.shape), x.dim()), (x,))
+    return Call(Dropout(tuple(x.shape), x.dim()), (x,))
 
 
 def _noise_like(name: str, args: Args, kwargs: Kwargs) -> Call | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
 from hetconv.sharding.layout import Layout, Shape
 
 from .base import (
@@ -19,17 +19,17 @@ from .base import (
     arg,
     dim_of,
     dims_of,
-    on_parts,
+    inputs_unless,
     per_sample,
-    recut,
-    unless,
+    reduce_scattered,
+    resharded,
 )
 from .elementwise import elementwise
 
 
 def _cut_elsewhere(inputs: tuple[Layout, ...], dims: tuple[int, ...]) -> Layout | None:
     """The layout of the first input that is cut, unless along one of ``dims``."""
-    lead = next((x for x in map(on_parts, inputs) if x.kind == "sharded"), None)
+    lead = next((x for x in map(reduce_scattered, inputs) if x.kind == "sharded"), None)
     return (
         lead
         if lead is not None and lead.dim is not None and lead.dim not in dims
@@ -51,26 +51,30 @@ class Reduction:
     keepdim: bool
     linear: bool
 
-    @per_sample(unless(lambda op: 0 in op.dims))
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    @per_sample(inputs_unless(lambda op: 0 in op.dims))
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         x = inputs[0]
         if self.linear and x.kind == "partial":
-            return Step((x,), Layout.partial(self.shape, x.world, x.shares))
+            return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
         if self.linear and x.dim is not None and x.dim in self.dims:
-            return Step((x,), Layout.partial(self.shape, x.world, x.sizes))
+            return OpSharding((x,), Layout.partial(self.shape, x.world, x.sizes))
         lead = _cut_elsewhere(inputs, self.dims)
         if lead is None or lead.dim is None:
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         d = (
             lead.dim
             if self.keepdim
             else lead.dim - sum(r < lead.dim for r in self.dims)
         )
-        return Step((lead,) * len(inputs), recut(lead, self.shape, d, lead.sizes))
+        return OpSharding(
+            (lead,) * len(inputs), resharded(lead, self.shape, d, lead.sizes)
+        )
 
 
 @dataclass(frozen=True)
-class Along:
+class AlongDim:
     """Results along ``dims`` depend on all entries there, and may be more or fewer:
     softmax, a running sum, sorting.
     """
@@ -78,13 +82,15 @@ class Along:
     shape: Shape
     dims: tuple[int, ...]
 
-    @per_sample(unless(lambda op: 0 in op.dims))
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    @per_sample(inputs_unless(lambda op: 0 in op.dims))
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         lead = _cut_elsewhere(inputs, self.dims)
         if lead is None or lead.dim is None:
-            return Gather(self.shape).step(inputs)
-        return Step(
-            (lead,) * len(inputs), recut(lead, self.shape, lead.dim, lead.sizes)
+            return Gather(self.shape).sharding(inputs)
+        return OpSharding(
+            (lead,) * len(inputs), resharded(lead, self.shape, lead.dim, lead.sizes)
         )
 
 
@@ -212,7 +218,7 @@ def _along(name: str, args: Args, kwargs: Kwargs) -> Call | None:
         if isinstance(x, Tensor)
         else None
     )
-    return Call(Along(tuple(x.shape), (dim,)), (x,)) if dim is not None else None
+    return Call(AlongDim(tuple(x.shape), (dim,)), (x,)) if dim is not None else None
 
 
 def _resized(x: Any, dim: Any, size: Any) -> Call | None:
@@ -220,7 +226,7 @@ def _resized(x: Any, dim: Any, size: Any) -> Call | None:
     dim = dim_of(dim, x.dim()) if isinstance(x, Tensor) else None
     if dim is None or type(size) is not int or size < 0:
         return None
-    return Call(Along((*x.shape[:dim], size, *x.shape[dim + 1 :]), (dim,)), (x,))
+    return Call(AlongDim((*x.shape[:dim], size, *x.shape[dim + 1 :]), (dim,)), (x,))
 
 
 def _glu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
@@ -246,7 +252,7 @@ def _moved_along(name: str, args: Args, kwargs: Kwargs) -> Call | None:
         else arg(args, kwargs, 1 if name == "flip" else 2, "dims")
     )
     dims = dims_of(tuple(given) if isinstance(given, Sequence) else given, x.dim())
-    return Call(Along(tuple(x.shape), tuple(dims)), (x,)) if dims else None
+    return Call(AlongDim(tuple(x.shape), tuple(dims)), (x,)) if dims else None
 
 
 READERS: dict[str, Reader] = {

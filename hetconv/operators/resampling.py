@@ -12,7 +12,7 @@ from struct import pack, unpack
 from typing import Any, Literal
 
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
 from hetconv.sharding.layout import Layout, Shape, apportion, spans
 
 from .base import (
@@ -21,11 +21,11 @@ from .base import (
     Kwargs,
     Reader,
     arg,
-    on_parts,
+    inputs_unless,
     per_sample,
-    recut,
-    slabs,
-    unless,
+    reduce_scattered,
+    resharded,
+    slab_reads,
 )
 from .pooling import adaptive_pool
 
@@ -54,23 +54,25 @@ class Interpolate:
     scales: tuple[float | None, ...]
 
     @per_sample()
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
         if x.kind != "sharded" or x.dim is None or (x.dim > 1 and self.filter is None):
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         dim, n = x.dim, x.shape[x.dim]
         if dim < 2:
-            return Step((x,), recut(x, self.shape, dim, x.sizes))
+            return OpSharding((x,), resharded(x, self.shape, dim, x.sizes))
         if not all(self._settled(d, x.shape[d]) for d in range(2, len(x.shape))):
-            return Gather(self.shape).step(inputs)
-        y = recut(x, self.shape, dim, apportion(self.shape[dim], x.sizes))
+            return Gather(self.shape).sharding(inputs)
+        y = resharded(x, self.shape, dim, apportion(self.shape[dim], x.sizes))
         reads = [self.reads(dim, n, (b.lo[dim], b.hi[dim])) for b in y.boxes]
-        need = slabs(x.shape, dim, reads)
+        need = slab_reads(x.shape, dim, reads)
         own = all(
             a == b or not (a.numel or b.numel)
             for a, b in zip(need.boxes, x.boxes, strict=True)
         )
-        return Step((x if own else need,), y)
+        return OpSharding((x if own else need,), y)
 
     def ratio(self, dim: int, n: int) -> float:
         """Inputs per output along ``dim``, as torch computes it."""
@@ -153,28 +155,30 @@ class Pad:
     pads: tuple[Span, ...]
     mode: PadMode
 
-    @per_sample(unless(lambda op: op.pads[0] != (0, 0)))
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        x = on_parts(inputs[0])
+    @per_sample(inputs_unless(lambda op: op.pads[0] != (0, 0)))
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        x = reduce_scattered(inputs[0])
         sizes = self._sizes(x) if x.kind == "sharded" and x.dim is not None else None
         if sizes is None or x.dim is None:
-            return Gather(self.shape).step(inputs)
-        y = recut(x, self.shape, x.dim, sizes)
+            return Gather(self.shape).sharding(inputs)
+        y = resharded(x, self.shape, x.dim, sizes)
         if self.mode != "reflect" or self.pads[x.dim] == (0, 0):
-            return Step((x,), y)
+            return OpSharding((x,), y)
         reads = [_mirrored(a, b, x.shape[x.dim]) for a, b in self.sources(y)]
         beyond = any(
             lo < a or hi > b
             for (lo, hi), (a, b) in zip(reads, spans(x.sizes), strict=True)
             if lo < hi
         )
-        return Step((slabs(x.shape, x.dim, reads) if beyond else x,), y)
+        return OpSharding((slab_reads(x.shape, x.dim, reads) if beyond else x,), y)
 
     def sources(self, y: Layout) -> list[Span]:
         """What each rank's part of the result shows along the cut, counted from the
         first entry of the input.
         """
-        dim = y.inner
+        dim = y.inner_dim
         assert dim is not None
         before = self.pads[dim][0]
         return [(b.lo[dim] - before, b.hi[dim] - before) for b in y.boxes]
@@ -214,20 +218,24 @@ class CircularPad(Pad):
     cut, torch does it.
     """
 
-    @per_sample(unless(lambda op: op.pads[0] != (0, 0)))
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        step, x = super().step(inputs[:1]), inputs[0]
-        if step.output.dim is not None and min(self.pads[step.output.dim]) < 0:
-            step = Gather(self.shape).step(inputs[:1])
-        y, nothing = step.output, slabs(x.shape, 0, [(0, 0)] * x.world)
+    @per_sample(inputs_unless(lambda op: op.pads[0] != (0, 0)))
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        sharding, x = super().sharding(inputs[:1]), inputs[0]
+        if sharding.output.dim is not None and min(self.pads[sharding.output.dim]) < 0:
+            sharding = Gather(self.shape).sharding(inputs[:1])
+        y, nothing = sharding.output, slab_reads(x.shape, 0, [(0, 0)] * x.world)
         if y.dim is None or self.pads[y.dim] == (0, 0):
-            return Step((*step.reads, nothing, nothing), y)
+            return OpSharding((*sharding.input_layouts, nothing, nothing), y)
         n, sources = x.shape[y.dim], self.sources(y)
         turns = (
             [(min(max(a + turn, 0), n), min(max(b + turn, 0), n)) for a, b in sources]
             for turn in (0, n, -n)
         )
-        return Step(tuple(slabs(x.shape, y.dim, reads) for reads in turns), y)
+        return OpSharding(
+            tuple(slab_reads(x.shape, y.dim, reads) for reads in turns), y
+        )
 
 
 @dataclass(frozen=True)
@@ -238,21 +246,25 @@ class PixelUnshuffle:
     factor: int
 
     @per_sample()
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         x, r = inputs[0], self.factor
         if x.kind == "partial":
-            return Step((x,), Layout.partial(self.shape, x.world, x.shares))
+            return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
         if x.kind != "sharded" or x.dim is None:
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         if x.dim < 2:
             scale = r * r if x.dim == 1 else 1
-            return Step((x,), recut(x, self.shape, x.dim, [s * scale for s in x.sizes]))
+            return OpSharding(
+                (x,), resharded(x, self.shape, x.dim, [s * scale for s in x.sizes])
+            )
         sizes = apportion(
             self.shape[x.dim], x.sizes
         )  # where a cut lies within a block of pixels, a few rows move
-        return Step(
+        return OpSharding(
             (Layout.sharded(x.shape, x.dim, [s * r for s in sizes]),),
-            recut(x, self.shape, x.dim, sizes),
+            resharded(x, self.shape, x.dim, sizes),
         )
 
 

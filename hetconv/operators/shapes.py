@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.sharding.hierarchical import TwoLevel
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
-from hetconv.sharding.layout import Layout, Need, Shape, apportion, spans
+from hetconv.sharding.hierarchical import HierarchicalLayout
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
+from hetconv.sharding.layout import Layout, ReadRegion, Shape, apportion, spans
 
 from .base import (
     Args,
@@ -20,11 +20,11 @@ from .base import (
     Reader,
     arg,
     dim_of,
-    on_parts,
+    inputs_unless,
     per_sample,
-    recut,
-    slabs,
-    unless,
+    reduce_scattered,
+    resharded,
+    slab_reads,
 )
 
 
@@ -36,20 +36,26 @@ class PixelShuffle:
     factor: int
 
     @per_sample()
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         x, r = inputs[0], self.factor
         if x.kind == "partial":
-            return Step((x,), Layout.partial(self.shape, x.world, x.shares))
+            return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
         if x.kind == "sharded" and x.dim in (0, 2, 3):
             scale = 1 if x.dim == 0 else r
-            return Step((x,), recut(x, self.shape, x.dim, [s * scale for s in x.sizes]))
+            return OpSharding(
+                (x,), resharded(x, self.shape, x.dim, [s * scale for s in x.sizes])
+            )
         if (
             x.kind == "sharded"
             and x.dim == 1
             and all(s % (r * r) == 0 for s in x.sizes)
         ):
-            return Step((x,), recut(x, self.shape, 1, [s // (r * r) for s in x.sizes]))
-        return Gather(self.shape).step(inputs)
+            return OpSharding(
+                (x,), resharded(x, self.shape, 1, [s // (r * r) for s in x.sizes])
+            )
+        return Gather(self.shape).sharding(inputs)
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,14 @@ class Reshape:
     shape: Shape
 
     @per_sample()
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         x = inputs[0]
         if x.kind == "partial":
-            return Step((x,), Layout.partial(self.shape, x.world, x.shares))
+            return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
         if x.kind != "sharded" or x.dim is None or not prod(x.shape):
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         before, after, n = (
             prod(x.shape[: x.dim]),
             prod(x.shape[x.dim + 1 :]),
@@ -76,13 +84,13 @@ class Reshape:
         for d in sorted(starts, key=lambda d: (self.shape[d] != n, -self.shape[d])):
             entry = prod(self.shape[d + 1 :])
             if all(size * after % entry == 0 for size in x.sizes):
-                return Step(
+                return OpSharding(
                     (x,),
-                    recut(
+                    resharded(
                         x, self.shape, d, [size * after // entry for size in x.sizes]
                     ),
                 )
-        return Gather(self.shape).step(inputs)
+        return Gather(self.shape).sharding(inputs)
 
 
 @dataclass(frozen=True)
@@ -92,22 +100,24 @@ class Stack:
     shape: Shape
     dim: int
 
-    @per_sample(unless(lambda op: op.dim == 0))
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    @per_sample(inputs_unless(lambda op: op.dim == 0))
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         lead = next(
             (
                 x
-                for x in map(on_parts, inputs)
+                for x in map(reduce_scattered, inputs)
                 if x.kind == "sharded" and x.dim is not None
             ),
             None,
         )
         if lead is None or lead.dim is None:
-            return Gather(self.shape).step(inputs)
+            return Gather(self.shape).sharding(inputs)
         reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
-        return Step(
+        return OpSharding(
             reads,
-            recut(lead, self.shape, lead.dim + (lead.dim >= self.dim), lead.sizes),
+            resharded(lead, self.shape, lead.dim + (lead.dim >= self.dim), lead.sizes),
         )
 
 
@@ -128,44 +138,53 @@ class Cat:
     shape: Shape
     dim: int
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         """By the first input that is cut otherwise; what inputs hold along ``dim``
         counts where there is none.
         """
-        one_level = tuple(_whole(x) if isinstance(x, TwoLevel) else x for x in inputs)
+        one_level = tuple(
+            _whole(x) if isinstance(x, HierarchicalLayout) else x for x in inputs
+        )
         if one_level != inputs:
-            step = self._step(
-                tuple(_whole(x) if on_parts(x).dim == self.dim else x for x in inputs),
+            sharding = self._sharding(
+                tuple(
+                    _whole(x) if reduce_scattered(x).dim == self.dim else x
+                    for x in inputs
+                ),
                 split,
             )
-            if step.output.kind != "replicated":
-                return step
-        return self._step(one_level, split)
+            if sharding.output.kind != "replicated":
+                return sharding
+        return self._sharding(one_level, split)
 
-    @per_sample(unless(lambda op: op.dim == 0))
-    def _step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
+    @per_sample(inputs_unless(lambda op: op.dim == 0))
+    def _sharding(self, inputs: tuple[Layout, ...], split: Split) -> OpSharding:
         parts = [
             x
-            for x in map(on_parts, inputs)
+            for x in map(reduce_scattered, inputs)
             if x.kind == "sharded" and x.dim is not None
         ]
         lead = next((x for x in parts if x.dim != self.dim), None)
         if lead is not None and lead.dim is not None:
             reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
-            return Step(reads, recut(lead, self.shape, lead.dim, lead.sizes))
+            return OpSharding(reads, resharded(lead, self.shape, lead.dim, lead.sizes))
         held = tuple(map(sum, zip(*(x.sizes for x in parts), strict=True)))
         if self.dim == 1 or not any(held):
-            return Gather(self.shape).step(inputs)
-        y = recut(parts[0], self.shape, self.dim, apportion(self.shape[self.dim], held))
-        return Step(tuple(self._needs(inputs, y)), y)
+            return Gather(self.shape).sharding(inputs)
+        y = resharded(
+            parts[0], self.shape, self.dim, apportion(self.shape[self.dim], held)
+        )
+        return OpSharding(tuple(self._needs(inputs, y)), y)
 
-    def _needs(self, inputs: tuple[Layout, ...], y: Layout) -> Iterator[Need]:
+    def _needs(self, inputs: tuple[Layout, ...], y: Layout) -> Iterator[ReadRegion]:
         """What each rank's part of the result holds of every input."""
         for x, (lo, hi) in zip(
             inputs, spans([x.shape[self.dim] for x in inputs]), strict=True
         ):
             own = ((b.lo[self.dim], b.hi[self.dim]) for b in y.boxes)
-            yield slabs(
+            yield slab_reads(
                 x.shape,
                 self.dim,
                 [(min(max(a, lo), hi) - lo, min(max(b, lo), hi) - lo) for a, b in own],

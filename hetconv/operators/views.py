@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, Step
+from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
 from hetconv.sharding.layout import Box, Layout, Shape, spans
 
 from .base import (
@@ -22,11 +22,11 @@ from .base import (
     Kwargs,
     Reader,
     arg,
-    cut_dims,
     dim_of,
     dims_of,
+    inputs_unless,
     per_sample,
-    unless,
+    sharded_dims,
 )
 from .shapes import sizes_of
 
@@ -44,18 +44,26 @@ class View:
     shape: Shape
     spans: tuple[Span, ...]
     dims: tuple[int | None, ...]
-    steps: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
 
-    @per_sample(unless(lambda op: op.dims[:1] != (0,)))
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    @per_sample(inputs_unless(lambda op: op.dims[:1] != (0,)))
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         x = inputs[0]
         if x.kind == "partial" and prod(self.shape) <= prod(
             x.shape
         ):  # else a sum of many more numbers would follow
-            return Step((x,), Layout.partial(self.shape, x.world, x.shares))
-        if x.kind != "sharded" or not cut_dims(x) <= set(self.dims) or 0 in self.shape:
-            return Gather(self.shape).step(inputs)
-        return Step((x,), Layout(self.shape, "sharded", tuple(map(self.seen, x.boxes))))
+            return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
+        if (
+            x.kind != "sharded"
+            or not sharded_dims(x) <= set(self.dims)
+            or 0 in self.shape
+        ):
+            return Gather(self.shape).sharding(inputs)
+        return OpSharding(
+            (x,), Layout(self.shape, "sharded", tuple(map(self.seen, x.boxes)))
+        )
 
     def seen(self, box: Box) -> Box:
         """Where what a box of the input shows lies in the output; what shows nothing
@@ -68,29 +76,31 @@ class View:
 
     def taken(self, d: int, held: Span) -> Span:
         """Where the entries of a range of input dimension ``d`` that are seen lie in the output."""
-        (lo, hi), step = self.spans[d], self.step_along(d)
+        (lo, hi), step = self.spans[d], self.stride_along(d)
         a, b = (-(-(min(max(end, lo), hi) - lo) // step) for end in held)
         return a, b
 
-    def step_along(self, d: int) -> int:
-        return self.steps[d] if self.steps else 1
+    def stride_along(self, d: int) -> int:
+        return self.strides[d] if self.strides else 1
 
 
 @dataclass(frozen=True)
-class Pieces:
+class SplitView:
     """Several views of one input, one after another along ``dim``."""
 
     views: tuple[View, ...]
     dim: int
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
-        return self.steps(inputs)[0]
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
+        return self.shardings(inputs)[0]
 
-    def steps(self, inputs: tuple[Layout, ...]) -> tuple[Step, ...]:
+    def shardings(self, inputs: tuple[Layout, ...]) -> tuple[OpSharding, ...]:
         """One for each view."""
-        if inputs[0].kind == "sharded" and self.dim in cut_dims(inputs[0]):
-            return tuple(Gather(view.shape).step(inputs) for view in self.views)
-        return tuple(view.step(inputs) for view in self.views)
+        if inputs[0].kind == "sharded" and self.dim in sharded_dims(inputs[0]):
+            return tuple(Gather(view.shape).sharding(inputs) for view in self.views)
+        return tuple(view.sharding(inputs) for view in self.views)
 
 
 def view_of(
@@ -274,7 +284,7 @@ def _pieces(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     if name == "unbind":
         kept = [d for d in range(x.dim()) if d != dim]
         views = tuple(view_of(x, kept, {dim: (i, i + 1)}) for i in range(x.shape[dim]))
-        return Call(Pieces(views, dim), (x,)) if views else None
+        return Call(SplitView(views, dim), (x,)) if views else None
     how = {
         "chunk": "chunks",
         "split": "split_size_or_sections",
@@ -286,7 +296,7 @@ def _pieces(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     if not sizes or min(sizes) < 0 or sum(sizes) != x.shape[dim]:
         return None
     return Call(
-        Pieces(
+        SplitView(
             tuple(view_of(x, range(x.dim()), {dim: span}) for span in spans(sizes)), dim
         ),
         (x,),

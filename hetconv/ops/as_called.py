@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.comm.rank_group import Team
+from hetconv.comm.rank_group import RankGroup
 from hetconv.operators.base import Call, name_of
 from hetconv.operators.einsum import Contraction
 from hetconv.operators.elementwise import Pointwise, PRelu
 from hetconv.operators.random import Like
-from hetconv.operators.reductions import Along, Reduction
+from hetconv.operators.reductions import AlongDim, Reduction
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import (
     Args,
@@ -22,46 +22,63 @@ from hetconv.runtime.inputs import (
     Kwargs,
     Runner,
     as_called,
-    bring,
     called_on,
+    to_layout,
 )
-from hetconv.sharding.layer_rules import Step
+from hetconv.sharding.layer_rules import OpSharding
 
 
 def pointwise(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     local = {
-        id(x): bring(x, r, team) for x, r in zip(call.inputs, step.reads, strict=True)
+        id(x): to_layout(x, r, group)
+        for x, r in zip(call.inputs, sharding.input_layouts, strict=True)
     }
-    return HetTensor.wrap(called_on(local, func, args, kwargs), step.output, team)
+    return HetTensor.wrap(called_on(local, func, args, kwargs), sharding.output, group)
 
 
 def contracted(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """As called, on own parts; one tensor may be two inputs, of which different parts are read."""
     parts = [
-        bring(x, read, team) for x, read in zip(call.inputs, step.reads, strict=True)
+        to_layout(x, read, group)
+        for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
     ]
     equation = args[:1] if args and isinstance(args[0], str) else ()
-    return HetTensor.wrap(func(*equation, *parts), step.output, team)
+    return HetTensor.wrap(func(*equation, *parts), sharding.output, group)
 
 
-OF_NONE = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
+NAN_IF_EMPTY = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
 """Of which torch warns, or gives NaN, where there are no numbers."""
 
 
-def along(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+def along_dim(
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Any:
     """As called, on the own part; over a cut a mean counts as the part's share of all entries."""
     local = {
-        id(x): bring(x, read, team)
-        for x, read in zip(call.inputs, step.reads, strict=True)
+        id(x): to_layout(x, read, group)
+        for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
     }
     (x, *_), op, name = local.values(), call.op, name_of(func)
-    if isinstance(op, Reduction) and name in OF_NONE and not x.numel():
+    if isinstance(op, Reduction) and name in NAN_IF_EMPTY and not x.numel():
         nothing = x.sum(
             op.dims, keepdim=op.keepdim, dtype=kwargs.get("dtype") or x.dtype
         )
@@ -71,7 +88,7 @@ def along(
         if (
             isinstance(op, Reduction)
             and name == "mean"
-            and step.output.kind == "partial"
+            and sharding.output.kind == "partial"
         ):
             own, whole = (
                 prod(t.shape[d] for d in op.dims) for t in (x, call.inputs[0])
@@ -80,34 +97,41 @@ def along(
                 own / whole
             )  # after it: a sum of half precision may be beyond its range
     if isinstance(y, Tensor):
-        return HetTensor.wrap(y, step.output, team)
+        return HetTensor.wrap(y, sharding.output, group)
     return type(y)(
-        tuple(HetTensor.wrap(each, step.output, team) for each in y)
+        tuple(HetTensor.wrap(each, sharding.output, group) for each in y)
     )  # a named tuple, as torch's
 
 
 def like(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     return HetTensor.wrap(
-        as_called(func, args, kwargs)(shown(call, step, team)), step.output, team
+        as_called(func, args, kwargs)(shown(call, sharding, group)),
+        sharding.output,
+        group,
     )
 
 
-def shown(call: Call, step: Step, team: Team) -> Tensor:
+def shown(call: Call, sharding: OpSharding, group: RankGroup) -> Tensor:
     """A tensor in the shape of this rank's part of the result, where it can be in the
     memory order of the input's.
     """
-    (x,), shape = call.inputs, step.output.boxes[team.rank].shape
+    (x,), shape = call.inputs, sharding.output.boxes[group.rank].shape
     assert isinstance(x, HetTensor)
     return x.local if x.local.shape == shape else x.local.new_empty(shape)
 
 
 RUN: dict[type[Any], Runner] = {
-    Along: along,
+    AlongDim: along_dim,
     Contraction: contracted,
     Like: like,
     Pointwise: pointwise,
     PRelu: pointwise,
-    Reduction: along,
+    Reduction: along_dim,
 }

@@ -13,17 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv.comm import call_tags
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import moved, perform
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import redistribute_local, run_rounds
 from hetconv.kernels.epilogue import per_channel
 from hetconv.operators.base import Call
 from hetconv.operators.norms import BatchNorm, BatchNormCall
-from hetconv.runtime.gradient_sync import contributed, running_of
+from hetconv.runtime.gradient_sync import running_stats_of, synced_grad
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import Args, Func, Kwargs, bring, differentiable_gradients
-from hetconv.runtime.running_stats import Running
-from hetconv.sharding.layer_rules import Step
-from hetconv.sharding.layout import Box, Layout, Need
+from hetconv.runtime.inputs import (
+    Args,
+    Func,
+    Kwargs,
+    differentiable_gradients,
+    to_layout,
+)
+from hetconv.runtime.running_stats import RunningStats
+from hetconv.sharding.layer_rules import OpSharding
+from hetconv.sharding.layout import Box, Layout, ReadRegion
 
 
 class Norm(NamedTuple):
@@ -60,40 +66,47 @@ def norm_of(call: BatchNormCall) -> Norm:
 
 
 def batch_norm(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """x of any rank >= 2, cut over channels alone (statistics are local) or in any
     other way (they are combined).
     """
     assert isinstance(call, BatchNormCall)
-    layout, norm = step.output, norm_of(call)
-    x = bring(call.inputs[0], step.reads[0], team)
-    if not norm.training or layout.dim == 1 or team.size == 1:
-        return HetTensor.wrap(on_own_channels(x, norm, layout, team), layout, team)
-    _settle(norm, (), team)
+    layout, norm = sharding.output, norm_of(call)
+    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
+    if not norm.training or layout.dim == 1 or group.size == 1:
+        return HetTensor.wrap(on_own_channels(x, norm, layout, group), layout, group)
+    _settle(norm, (), group)
     return HetTensor.wrap(
-        _SplitBatchNorm.apply(x, norm.weight, norm.bias, norm, step, team), layout, team
+        _SplitBatchNorm.apply(x, norm.weight, norm.bias, norm, sharding, group),
+        layout,
+        group,
     )
 
 
-def on_own_channels(x: Tensor, norm: Norm, layout: Layout, team: Team) -> Tensor:
+def on_own_channels(x: Tensor, norm: Norm, layout: Layout, group: RankGroup) -> Tensor:
     """Of this rank's part ``x``, where every statistic that it uses is its own:
     evaluation, or a cut over channels.
     """
     sizes = _told_sizes(layout)
-    running = _settle(norm, sizes, team)
-    own = _own_slice(layout, team)
+    running = _settle(norm, sizes, group)
+    own = _own_slice(layout, group)
     weight, bias, mean, var, training, momentum, eps = norm
     weight, bias = (
-        _sliced(contributed(team, p), own) if p is not None else None
+        _sliced(synced_grad(group, p), own) if p is not None else None
         for p in (weight, bias)
     )
-    if norm.tracks and team.size > 1:
-        mean, var, momentum = _tracked(x, norm, sizes, own, running, team)
+    if norm.tracks and group.size > 1:
+        mean, var, momentum = _tracked(x, norm, sizes, own, running, group)
     else:
         mean, var = _sliced(mean, own), _sliced(var, own)
-    if not x.numel() and team.size > 1:
-        return of_nothing(x, weight, bias)
+    if not x.numel() and group.size > 1:
+        return empty_result(x, weight, bias)
     return torch.batch_norm(
         x,
         weight,
@@ -108,13 +121,13 @@ def on_own_channels(x: Tensor, norm: Norm, layout: Layout, team: Team) -> Tensor
 
 
 def scale_and_shift(
-    norm: Norm, dtype: torch.dtype, layout: Layout, team: Team
+    norm: Norm, dtype: torch.dtype, layout: Layout, group: RankGroup
 ) -> tuple[Tensor, Tensor]:
     """What evaluation multiplies own channels by, and adds then, to a part of this
     ``dtype``; without autograd.
     """
-    _settle(norm, _told_sizes(layout), team)
-    own, exact = _own_slice(layout, team), torch.promote_types(dtype, torch.float32)
+    _settle(norm, _told_sizes(layout), group)
+    own, exact = _own_slice(layout, group), torch.promote_types(dtype, torch.float32)
     of_own = (_sliced(t, own) for t in (norm.mean, norm.var, norm.weight, norm.bias))
     mean, var, weight, bias = (t.to(exact) if t is not None else None for t in of_own)
     assert mean is not None
@@ -132,19 +145,21 @@ def _told_sizes(layout: Layout) -> tuple[int, ...]:
     return layout.sizes if layout.dim == 1 else ()
 
 
-def _settle(norm: Norm, sizes: tuple[int, ...], team: Team) -> Running | None:
+def _settle(
+    norm: Norm, sizes: tuple[int, ...], group: RankGroup
+) -> RunningStats | None:
     """All ranks use all channels' statistics now, or each its own of so many. Who is
     told later what they become.
     """
-    running = running_of(team)
+    running = running_stats_of(group)
     if running is not None and norm.mean is not None:
-        running.settle(norm.mean, sizes)
+        running.ensure_synced(norm.mean, sizes)
     return running
 
 
-def _own_slice(layout: Layout, team: Team) -> slice | None:
+def _own_slice(layout: Layout, group: RankGroup) -> slice | None:
     """This rank's channels, unless it has all."""
-    box = layout.boxes[team.rank]
+    box = layout.boxes[group.rank]
     lo, hi = box.lo[1], box.hi[1]
     return slice(lo, hi) if hi - lo < layout.shape[1] else None
 
@@ -158,8 +173,8 @@ def _tracked(
     norm: Norm,
     sizes: tuple[int, ...],
     own: slice | None,
-    later: Running | None,
-    team: Team,
+    later: RunningStats | None,
+    group: RankGroup,
 ) -> tuple[Tensor | None, Tensor | None, float]:
     """The running statistics of this rank's channels, and the momentum with which torch
     is to update them yet.
@@ -169,7 +184,7 @@ def _tracked(
     # Autograd keeps what torch is given, and would not let anybody write to the
     # statistics until the backward.
     mean, var = _sliced(norm.mean.data, own), _sliced(norm.var.data, own)
-    running = later if later is not None else Running(team)
+    running = later if later is not None else RunningStats(group)
     running.note((norm.mean, norm.var), sizes, exact_of(x))
     if later is not None:
         return mean, var, norm.momentum
@@ -178,7 +193,7 @@ def _tracked(
     ):  # before anything is saved: by that a checkpoint knows how far to compute again
         with torch.no_grad():
             torch.batch_norm_update_stats(x, mean, var, norm.momentum)
-    running.tell()
+    running.sync()
     return mean, var, 0.0
 
 
@@ -221,23 +236,23 @@ class _SplitBatchNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         norm: Norm,
-        step: Step,
-        team: Team,
+        sharding: OpSharding,
+        group: RankGroup,
     ) -> Tensor:
-        count = prod(step.output.shape) // step.output.shape[1]
+        count = prod(sharding.output.shape) // sharding.output.shape[1]
         exact = exact_of(x)
-        held = _own_slice(step.output, team)
-        own = _among_all(_moments(x, exact), held, step)
-        (move,) = step.forward
-        each = perform(
-            team,
+        held = _own_slice(sharding.output, group)
+        own = _among_all(_moments(x, exact), held, sharding)
+        (move,) = sharding.forward_moves
+        each = run_rounds(
+            group,
             own[None],
             move.forward,
-            move.src.boxes[team.rank],
-            move.dst.boxes[team.rank],
+            move.src.boxes[group.rank],
+            move.dst.boxes[group.rank],
         )
         variances, means = each.unbind(1)
-        share = _shares(step.output, exact, x.device)
+        share = _shares(sharding.output, exact, x.device)
         mean = (share * means).sum(0)
         apart = means - mean
         var = (share * torch.addcmul(variances, apart, apart)).sum(0)
@@ -263,9 +278,9 @@ class _SplitBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(
             x, weight, _sliced(mean, held), _sliced((var + norm.eps).rsqrt(), held)
         )
-        ctx.step, ctx.team, ctx.count, ctx.held, ctx.eps = (
-            step,
-            team,
+        ctx.sharding, ctx.group, ctx.count, ctx.held, ctx.eps = (
+            sharding,
+            group,
             count,
             held,
             norm.eps,
@@ -280,20 +295,20 @@ class _SplitBatchNorm(torch.autograd.Function):
         call_tags.enter_backward(ctx.call)
         if torch.is_grad_enabled():
             bias = x.new_zeros(
-                ctx.step.output.shape[1], dtype=ctx.bias_dtype or x.dtype
+                ctx.sharding.output.shape[1], dtype=ctx.bias_dtype or x.dtype
             )
             bias.requires_grad_(ctx.needs_input_grad[2])
-            again = partial(_differentiable, ctx.eps, ctx.step, ctx.team)
+            again = partial(_differentiable, ctx.eps, ctx.sharding, ctx.group)
             return (
                 *differentiable_gradients(again, (x, weight, bias), g),
                 None,
                 None,
                 None,
             )
-        held, (move,) = ctx.held, ctx.step.backward
-        own = _among_all(_sums(g, x, mean, invstd), held, ctx.step)
+        held, (move,) = ctx.held, ctx.sharding.backward_moves
+        own = _among_all(_sums(g, x, mean, invstd), held, ctx.sharding)
         whole = Box.whole(tuple(own.shape))
-        sums = perform(ctx.team, own, move.forward, whole, whole)
+        sums = run_rounds(ctx.group, own, move.forward, whole, whole)
         gx = None
         if ctx.needs_input_grad[0]:
             scale = invstd if weight is None else invstd * _sliced(weight, held)
@@ -311,10 +326,19 @@ class _SplitBatchNorm(torch.autograd.Function):
 
 
 def _differentiable(
-    eps: float, step: Step, team: Team, x: Tensor, weight: Tensor | None, bias: Tensor
+    eps: float,
+    sharding: OpSharding,
+    group: RankGroup,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor,
 ) -> Tensor:
     """`_SplitBatchNorm`, by operators that autograd knows."""
-    held, exact, (move,) = _own_slice(step.output, team), exact_of(x), step.forward
+    held, exact, (move,) = (
+        _own_slice(sharding.output, group),
+        exact_of(x),
+        sharding.forward_moves,
+    )
     if x.numel():
         var, mean = torch.var_mean(
             x.to(exact), [d for d in range(x.dim()) if d != 1], correction=0
@@ -324,19 +348,24 @@ def _differentiable(
         own = x.sum().to(exact).expand(2, x.shape[1]) * 0
     # Each rank uses all statistics, and the whole weight, for its own part: their
     # gradients are contributions.
-    each = moved(
-        team,
-        _among_all(own, held, step)[None],
+    each = redistribute_local(
+        group,
+        _among_all(own, held, sharding)[None],
         move.src,
-        Need(move.dst.shape, move.dst.boxes),
+        ReadRegion(move.dst.shape, move.dst.boxes),
     )
     variances, means = each.unbind(1)
-    share = _shares(step.output, exact, x.device)
+    share = _shares(sharding.output, exact, x.device)
     mean = (share * means).sum(0)
     invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
-    shape, world = (step.output.shape[1],), team.size
+    shape, world = (sharding.output.shape[1],), group.size
     gain, shift = (
-        moved(team, p, Layout.replicated(shape, world), Need.everything(shape, world))
+        redistribute_local(
+            group,
+            p,
+            Layout.replicated(shape, world),
+            ReadRegion.everything(shape, world),
+        )
         if p is not None
         else None
         for p in (weight, bias)
@@ -360,12 +389,12 @@ def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     return shares.to(device)
 
 
-def _among_all(own: Tensor, held: slice | None, step: Step) -> Tensor:
+def _among_all(own: Tensor, held: slice | None, sharding: OpSharding) -> Tensor:
     """(2, c) of own channels to (2, C) of all, zero of the others."""
     return (
         own
         if held is None
-        else F.pad(own, (held.start, step.output.shape[1] - held.stop))
+        else F.pad(own, (held.start, sharding.output.shape[1] - held.stop))
     )
 
 
@@ -391,7 +420,7 @@ def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
     return p.to(exact) if p is not None and x.dtype != exact else p
 
 
-def of_nothing(x: Tensor, *params: Tensor | None) -> Tensor:
+def empty_result(x: Tensor, *params: Tensor | None) -> Tensor:
     """An empty result where torch refuses an empty input; the graph still reaches every tensor."""
     # The product saves a tensor, as norms of other parts do: by these a checkpoint
     # knows how far to compute again.

@@ -16,10 +16,10 @@ from torch import Tensor
 from hetconv.operators.base import Call
 from hetconv.operators.elementwise import Pointwise
 from hetconv.operators.norms import BatchNorm
-from hetconv.runtime.het_tensor import HetTensor, compute_waiting
+from hetconv.runtime.het_tensor import HetTensor, compute_deferred
 from hetconv.runtime.inputs import Args, Func, Kwargs
-from hetconv.sharding.layer_rules import Step
-from hetconv.sharding.layout import Box, Layout, Need
+from hetconv.sharding.layer_rules import OpSharding
+from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.signature_cache import Cache
 
 from . import views
@@ -55,7 +55,7 @@ class _Known(NamedTuple):
 _known: Cache[tuple[Any, ...], _Known] = Cache()
 
 
-def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
+def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
     """The result of a call that is remembered; else what to remember it by, or None for
     one that never is.
     """
@@ -64,10 +64,10 @@ def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
     local = []
     for a in args:
         if a.__class__ is HetTensor:
-            if a.later is not None:
+            if a.pending is not None:
                 return None
             key.append(id(a.placement))
-            team, a = a.team, a._local
+            group, a = a.group, a._local
             key.append(a.dtype)
         elif a.__class__ in PLAIN:
             key.append((a,))
@@ -92,25 +92,26 @@ def again(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
     if target is not None:
         if not views.may_write(target, known.output):
             return None
-        compute_waiting()
+        compute_deferred()
     y = known.run(*local, **kwargs)
     if target is None:
-        return HetTensor.made(y, known.output, team)
+        return HetTensor.made(y, known.output, group)
     target.local = y
     return target
 
 
-def remember(key: Key, call: Call, step: Step, rank: int, args: Args) -> None:
+def store(key: Key, call: Call, sharding: OpSharding, rank: int, args: Args) -> None:
     """Notes a call that just ran on parts, if nothing moved for it and its own part is
     the same call on own parts.
     """
-    op, output = call.op, step.output
+    op, output = call.op, sharding.output
     given = [id(x) for x in args if isinstance(x, HetTensor)]
     lone = output.world == 1  # to whose part nobody contributes
     as_called = isinstance(op, Pointwise) or (
         isinstance(op, BatchNorm)
         and (
-            lone or (not op.training and output.inner != 1 and output.boxes[rank].numel)
+            lone
+            or (not op.training and output.inner_dim != 1 and output.boxes[rank].numel)
         )
     )
     placed = dict(
@@ -125,7 +126,7 @@ def remember(key: Key, call: Call, step: Step, rank: int, args: Args) -> None:
         return
     if all(
         _stays(x, placed.get(id(x)), read, lone)
-        for x, read in zip(call.inputs, step.reads, strict=True)
+        for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
     ):
         run = DIRECT.get(key.said[0], key.said[0])
         _known.add(key.said, _Known(run, output, call.in_place, key.held))
@@ -154,7 +155,9 @@ DIRECT: dict[Func, Func] = {F.batch_norm: _batch_norm}
 """What torch's Python functions come to, once it is known that the call is one of parts."""
 
 
-def _stays(x: Tensor, placed: Layout | None, read: Layout | Need, lone: bool) -> bool:
+def _stays(
+    x: Tensor, placed: Layout | None, read: Layout | ReadRegion, lone: bool
+) -> bool:
     if placed is not None:
         return placed == read
     return (lone or not _wants_gradient(x)) and all(

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.comm.rank_group import Team
+from hetconv.comm.rank_group import RankGroup
 from hetconv.kernels import call_layer
 from hetconv.kernels.aten import overruns
 from hetconv.kernels.epilogue import per_channel
 from hetconv.operators.base import Call
 from hetconv.operators.conv_transpose import ConvTranspose, ConvTransposeCall
-from hetconv.runtime.gradient_sync import contributed
+from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import (
     Args,
@@ -27,19 +27,25 @@ from hetconv.runtime.inputs import (
     Kwargs,
     Runner,
     autocast,
-    bring,
-    cached_step,
+    cached_sharding,
     cropped,
     empty_output,
-    placement_of,
+    layout_of,
+    to_layout,
     uncounted,
 )
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import Conv, Linear, Split, Step, halos_travel
+from hetconv.sharding.layer_rules import (
+    Conv,
+    Linear,
+    OpSharding,
+    Split,
+    exchanges_halos,
+)
 from hetconv.sharding.layout import Box, Layout
-from hetconv.sharding.param_shards import Held
+from hetconv.sharding.param_shards import ParamShards
 
-from .deferred import Waiting, may_wait, version
+from .deferred import DeferredConv, may_defer, version
 from .halo_exchange import (
     Geometry,
     LocalConv,
@@ -50,7 +56,7 @@ from .halo_exchange import (
 )
 
 
-class TorchsCall(NamedTuple):
+class TorchCall(NamedTuple):
     """A call of torch's own convolution: the function, and what it is given after
     input, weight and bias.
     """
@@ -60,7 +66,7 @@ class TorchsCall(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class ConvCase:
     """How a convolution runs on inputs that lie as ``src``.
 
     ``stays``: own parts are read as they lie, if with halos. There is no one ``geo``
@@ -70,32 +76,41 @@ class Way:
 
     src: Layout
     op: Conv
-    step: Step
-    held: Mapping[str, Held]
+    sharding: OpSharding
+    held: Mapping[str, ParamShards]
     geo: Geometry | None
-    stays: bool = False
-    torchs: TorchsCall | None = None
+    is_local: bool = False
+    torchs: TorchCall | None = None
 
 
-def way_of(op: Conv, src: Layout, split: Split, team: Team) -> Way:
+def conv_case(op: Conv, src: Layout, split: Split, group: RankGroup) -> ConvCase:
     """All that goes by where the input of a convolution under ``split`` lies."""
     split = op.canonical(split)
-    step, held = cached_step(op, (src,), split), op.held(split, team.size)
+    sharding, held = (
+        cached_sharding(op, (src,), split),
+        op.param_shards(split, group.size),
+    )
     if split.kind == "replicate":
         whole = Layout.replicated(op.spec.x_shape, 1)
         geo = slab_geometry(op, whole, Split("filter", (op.spec.K,)), 0)
-        return Way(src, op, step, held, geo, False, _torchs(geo, whole.boxes[0]))
+        return ConvCase(
+            src, op, sharding, held, geo, False, _torchs(geo, whole.boxes[0])
+        )
     if split.kind == "filter" and op.spec.groups > 1:
-        return Way(src, op, step, held, None)
-    if halos_travel(op, src, split):
-        geo = spatial_geometry(op, src, split, team.rank)
-        return Way(src, op, step, held, geo, True, _torchs(geo, src.boxes[team.rank]))
-    geo, (read,) = slab_geometry(op, src, split, team.rank), step.reads
+        return ConvCase(src, op, sharding, held, None)
+    if exchanges_halos(op, src, split):
+        geo = spatial_geometry(op, src, split, group.rank)
+        return ConvCase(
+            src, op, sharding, held, geo, True, _torchs(geo, src.boxes[group.rank])
+        )
+    geo, (read,) = slab_geometry(op, src, split, group.rank), sharding.input_layouts
     stays = src.kind == "sharded" and src.boxes == read.boxes
-    return Way(src, op, step, held, geo, stays, _torchs(geo, read.boxes[team.rank]))
+    return ConvCase(
+        src, op, sharding, held, geo, stays, _torchs(geo, read.boxes[group.rank])
+    )
 
 
-def _torchs(geo: Geometry, read: Box) -> TorchsCall | None:
+def _torchs(geo: Geometry, read: Box) -> TorchCall | None:
     """Not where something travels, is empty, or is padded on one side only, nor what
     `aten` computes in its own way.
     """
@@ -118,7 +133,7 @@ def _torchs(geo: Geometry, read: Box) -> TorchsCall | None:
     if overruns((geo.y_shape[1], read.shape[1] // geo.groups, *s.kernel), s.stride):
         return None
     conv = (torch.conv1d, torch.conv2d, torch.conv3d)[s.spatial_dims - 1]
-    return TorchsCall(
+    return TorchCall(
         conv, (s.stride, tuple(lo for lo, _ in padding), s.dilation, geo.groups)
     )
 
@@ -127,43 +142,45 @@ def convolution(
     x: Tensor,
     w: Tensor,
     b: Tensor | None,
-    way: Way,
-    team: Team,
+    way: ConvCase,
+    group: RankGroup,
     followers: tuple[str, ...] = (),
     chunks: int = 1,
 ) -> Tensor:
     """A convolution of any rank under a split. ``w`` and ``b`` are what this rank holds of them.
 
     Returns a HetTensor, or a plain tensor where every rank computed the whole.
-    ``followers``: the functions that alone will be called on the result; without
+    ``fusible_functions``: the functions that alone will be called on the result; without
     autograd it waits for them, to compute them as it is stored. ``chunks`` of the batch
     in which a result that is cut by filter is gathered, if it is asked for whole.
     """
-    step, geo = way.step, way.geo
+    step, geo = way.sharding, way.geo
     if step.output.kind == "replicated":
         assert geo is not None
-        return _apply(gather(x, images=True), w, b, geo, team, way.torchs)
-    if step.contributes and torch.is_grad_enabled():
-        w = contributed(team, w, way.held["weight"])
-        b = contributed(team, b, way.held["bias"]) if b is not None else None
+        return _apply(gather(x, images=True), w, b, geo, group, way.torchs)
+    if step.partial_grads and torch.is_grad_enabled():
+        w = synced_grad(group, w, way.held["weight"])
+        b = synced_grad(group, b, way.held["bias"]) if b is not None else None
     local = (
         x.local
-        if way.stays and isinstance(x, HetTensor)
-        else bring(x, step.reads[0], team)
+        if way.is_local and isinstance(x, HetTensor)
+        else to_layout(x, step.input_layouts[0], group)
     )
     if geo is None:
         return HetTensor.wrap(
-            _grouped(local, w, b, way.op, step.output, team), step.output, team
+            _grouped(local, w, b, way.op, step.output, group), step.output, group
         )
-    if (followers or chunks > 1) and step.output.kind == "sharded" and may_wait(x):
+    if (followers or chunks > 1) and step.output.kind == "sharded" and may_defer(x):
         local, w, b = autocast(local, w, b)
-        waiting = Waiting(
-            local, w, b, geo, step.output, team, followers, chunks, seen=version(local)
+        waiting = DeferredConv(
+            local, w, b, geo, step.output, group, followers, chunks, seen=version(local)
         )
-        return HetTensor.put_off(
-            waiting, step.output, waiting.x.dtype, waiting.x.device, team
+        return HetTensor.deferred(
+            waiting, step.output, waiting.x.dtype, waiting.x.device, group
         )
-    return HetTensor.made(_apply(local, w, b, geo, team, way.torchs), step.output, team)
+    return HetTensor.made(
+        _apply(local, w, b, geo, group, way.torchs), step.output, group
+    )
 
 
 def _apply(
@@ -171,8 +188,8 @@ def _apply(
     w: Tensor,
     b: Tensor | None,
     geo: Geometry,
-    team: Team,
-    torchs: TorchsCall | None,
+    group: RankGroup,
+    torchs: TorchCall | None,
 ) -> Tensor:
     if torchs is not None and kernels.only_aten():  # it brings its backward, and casts
         return kernels.call_layer(torchs.conv, x, w, b, *torchs.args)
@@ -180,20 +197,20 @@ def _apply(
     if torch.is_autocast_enabled(kind):
         x, w, b = autocast(x, w, b)
         with torch.autocast(kind, enabled=False):
-            return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
+            return LocalConv.apply(x, w, b, geo, group)  # type: ignore[no-any-return]
     if not torch.is_grad_enabled():
-        return computed(x, w, b, geo, team)[0]
-    return LocalConv.apply(x, w, b, geo, team)  # type: ignore[no-any-return]
+        return computed(x, w, b, geo, group)[0]
+    return LocalConv.apply(x, w, b, geo, group)  # type: ignore[no-any-return]
 
 
 def _grouped(
-    x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, team: Team
+    x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, group: RankGroup
 ) -> Tensor:
     """Own filters of a grouped convolution: part of a first group, whole groups, part
     of a last one.
     """
     s = op.spec
-    k_lo, k_hi = y.boxes[team.rank].lo[1], y.boxes[team.rank].hi[1]
+    k_lo, k_hi = y.boxes[group.rank].lo[1], y.boxes[group.rank].hi[1]
     per_k, per_c, first = (
         s.K // s.groups,
         s.C // s.groups,
@@ -217,7 +234,7 @@ def _grouped(
         geo = group_geometry(op, len(x), z - a, max(g1 - g0, 1))
         rows = slice(a - k_lo, z - k_lo)
         outs.append(
-            _apply(x_run, w[rows], b[rows] if b is not None else None, geo, team, None)
+            _apply(x_run, w[rows], b[rows] if b is not None else None, geo, group, None)
         )
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
@@ -240,25 +257,30 @@ class _GradientOnly(torch.autograd.Function):
 
 
 def linear(
-    x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, team: Team
+    x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, group: RankGroup
 ) -> Tensor:
     """A linear layer under a split: a HetTensor, or for ``replicate`` a plain tensor."""
     if split.kind == "replicate":
         return _linear(gather(x), w, b, op.features)
-    step, held = op.step((placement_of(x, team),), split), op.held(split, team.size)
-    if step.contributes:
-        w = contributed(team, w, held["weight"])
-        b = contributed(team, b, held["bias"]) if b is not None else None
-    elif step.output.kind == "replicated" and not held["weight"].everywhere:
+    sharding, held = (
+        op.sharding((layout_of(x, group),), split),
+        op.param_shards(split, group.size),
+    )
+    if sharding.partial_grads:
+        w = synced_grad(group, w, held["weight"])
+        b = synced_grad(group, b, held["bias"]) if b is not None else None
+    elif sharding.output.kind == "replicated" and not held["weight"].is_replicated:
         op.check(
-            split, team.size
+            split, group.size
         )  # refuses an input without the dimension that is cut: all would need the weight
     # Of a partial output one summand holds the bias; who has it computes its gradient:
     # all have the cotangent.
-    adds_bias = split.kind != "channel" or team.rank == split.mates(team.rank)[0]
-    features = step.output.boxes[team.rank].shape[-1]
-    y = _linear(bring(x, step.reads[0], team), w, b, features, adds_bias)
-    return HetTensor.wrap(y, step.output, team)
+    adds_bias = split.kind != "channel" or group.rank == split.peers(group.rank)[0]
+    features = sharding.output.boxes[group.rank].shape[-1]
+    y = _linear(
+        to_layout(x, sharding.input_layouts[0], group), w, b, features, adds_bias
+    )
+    return HetTensor.wrap(y, sharding.output, group)
 
 
 def _linear(
@@ -276,7 +298,12 @@ def _linear(
 
 
 def conv_transpose(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """Each rank computes its own outputs from all inputs that add to them, and cuts off
     what is others'.
@@ -285,18 +312,21 @@ def conv_transpose(
     op = call.op
     assert isinstance(op, ConvTranspose)
     assert call.weight is not None
-    x, own = bring(call.inputs[0], step.reads[0], team), step.output.boxes[team.rank]
-    w = contributed(team, gather(call.weight))
-    b = contributed(team, gather(call.bias)) if call.bias is not None else None
+    x, own = (
+        to_layout(call.inputs[0], sharding.input_layouts[0], group),
+        sharding.output.boxes[group.rank],
+    )
+    w = synced_grad(group, gather(call.weight))
+    b = synced_grad(group, gather(call.bias)) if call.bias is not None else None
     if not (x.numel() and own.numel):  # the graph still reaches every tensor
         y = ((x.sum() + w.sum()) * 0).to(x.dtype).expand(own.shape)
         return HetTensor.wrap(
-            y if b is None else y + per_channel(b, y), step.output, team
+            y if b is None else y + per_channel(b, y), sharding.output, group
         )
-    dim, need = step.output.inner, step.reads[0].boxes[team.rank]
+    dim, need = sharding.output.inner_dim, sharding.input_layouts[0].boxes[group.rank]
     assert dim is not None
     y = _own_outputs(op, func, x, w, b, dim, need.lo[dim], (own.lo[dim], own.hi[dim]))
-    return HetTensor.wrap(y, step.output, team)
+    return HetTensor.wrap(y, sharding.output, group)
 
 
 def _own_outputs(

@@ -17,29 +17,29 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.comm.exchange import Round
-from hetconv.comm.rank_group import Switch, Team, objects_of_all
-from hetconv.comm.redistribute import start_round
+from hetconv.comm.exchange import PendingExchange
+from hetconv.comm.rank_group import RankGroup, Switch, all_gather_object
+from hetconv.comm.redistribute import start_exchange
 from hetconv.errors import HetConvError
 from hetconv.operators import read_call
 from hetconv.operators.base import name_of, writes_in_place
 from hetconv.operators.elementwise import activation_of
 from hetconv.operators.norms import BatchNormCall
-from hetconv.runtime.gradient_sync import SCOPE
+from hetconv.runtime.gradient_sync import ACTIVE_SYNC
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import Args, Func, Kwargs, bring
+from hetconv.runtime.inputs import Args, Func, Kwargs, to_layout
 from hetconv.sharding.layout import Layout, apportion, spans
 from hetconv.torch_internals import write_count
 
 from . import views
 from .batch_norm import norm_of, scale_and_shift
-from .halo_exchange import ANY, NOTHING, After, Geometry, computed
+from .halo_exchange import ANY, IDENTITY, FusedEpilogue, Geometry, computed
 
-fold_anywhere = Switch()
+fuse_anywhere = Switch()
 """What is parallelized meanwhile folds also where that does not pay."""
 
 
-class Waiting(NamedTuple):
+class DeferredConv(NamedTuple):
     """This rank's part of a convolution, put off, with what was folded into it so far.
     A call computes it.
 
@@ -53,19 +53,19 @@ class Waiting(NamedTuple):
     b: Tensor | None
     geo: Geometry
     layout: Layout
-    team: Team
+    group: RankGroup
     expects: tuple[str, ...]
     chunks: int = 1
-    after: After = NOTHING
+    after: FusedEpilogue = IDENTITY
     seen: tuple[tuple[Tensor, int], ...] = ()
 
-    def with_residual(self, residual: Tensor) -> Waiting:
+    def with_residual(self, residual: Tensor) -> DeferredConv:
         after = self.after._replace(residual=residual)
         return self._replace(after=after, seen=self.seen + version(residual))
 
     def __call__(self) -> Tensor:
         with self._reading():
-            return computed(self.x, self.w, self.b, self.geo, self.team, self.after)[0]
+            return computed(self.x, self.w, self.b, self.geo, self.group, self.after)[0]
 
     def gathered(self) -> Tensor | None:
         if min(self.chunks, self.layout.shape[0]) < 2 or self.layout.dim != 1:
@@ -76,7 +76,7 @@ class Waiting(NamedTuple):
                 self.w,
                 self.b,
                 self.geo,
-                self.team,
+                self.group,
                 self.after,
                 self.layout,
                 self.chunks,
@@ -95,11 +95,11 @@ class Waiting(NamedTuple):
 
 
 def version(t: Tensor) -> tuple[tuple[Tensor, int], ...]:
-    """An entry of `Waiting.seen`; an inference tensor keeps no count."""
+    """An entry of `DeferredConv.seen`; an inference tensor keeps no count."""
     return () if t.is_inference() else ((t, write_count(t)),)
 
 
-def folding_pays(team: Team) -> bool:
+def fusion_pays(group: RankGroup) -> bool:
     """Whether a model folds on these ranks; alike on all of them, for when halos travel
     goes by it. Collective.
 
@@ -107,28 +107,28 @@ def folding_pays(team: Team) -> bool:
     own, and Python takes longer to fold it than the one pass takes that is saved: on an
     H100 with cuDNN 2.6 times as long as without.
     """
-    return any(objects_of_all(team, fold_anywhere.on or not kernels.only_aten()))
+    return any(all_gather_object(group, fuse_anywhere.on or not kernels.only_aten()))
 
 
-def may_wait(x: Tensor) -> bool:
+def may_defer(x: Tensor) -> bool:
     """Within a parallelized model's forward, without autograd, and not where writes to
     ``x`` would go unnoticed.
     """
-    if torch.is_grad_enabled() or SCOPE.get() is None:
+    if torch.is_grad_enabled() or ACTIVE_SYNC.get() is None:
         return False
     if isinstance(x, HetTensor):
         return x.placement.kind != "replicated" or not x.local.is_inference()
     return not x.is_inference()
 
 
-def fold(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
+def fuse(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
     """The result of a call on a convolution that waits for it, which goes on waiting;
     None if it is another call.
     """
     for i, x in enumerate(args[:2]):
-        if x.__class__ is not HetTensor or not isinstance(x.later, Waiting):
+        if x.__class__ is not HetTensor or not isinstance(x.pending, DeferredConv):
             continue
-        waiting, name = x.later, name_of(func)
+        waiting, name = x.pending, name_of(func)
         if (
             waiting.expects[:1] != (name,) or torch.is_grad_enabled()
         ):  # for autograd nothing waits
@@ -147,26 +147,26 @@ def fold(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
 
 
 def _further(
-    waiting: Waiting,
+    waiting: DeferredConv,
     x: HetTensor,
     i: int,
     name: str,
     func: Func,
     args: Args,
     kwargs: Kwargs,
-) -> Waiting | None:
+) -> DeferredConv | None:
     """With one more thing done after the convolution, if it can be: argument ``i`` of
     the call is what waits.
     """
     after = waiting.after
     if name == "batch_norm":
-        call = read_call(func, args, kwargs) if after is NOTHING else None
+        call = read_call(func, args, kwargs) if after is IDENTITY else None
         norm = norm_of(call) if isinstance(call, BatchNormCall) else None
         if norm is None or norm.training:
             return None
         return waiting._replace(
-            after=After(
-                *scale_and_shift(norm, waiting.x.dtype, x.placement, waiting.team)
+            after=FusedEpilogue(
+                *scale_and_shift(norm, waiting.x.dtype, x.placement, waiting.group)
             )
         )
     if after.activation is not None:
@@ -182,8 +182,8 @@ def _further(
 
 
 def _with_residual(
-    waiting: Waiting, x: HetTensor, i: int, args: Args, kwargs: Kwargs
-) -> Waiting | None:
+    waiting: DeferredConv, x: HetTensor, i: int, args: Args, kwargs: Kwargs
+) -> DeferredConv | None:
     """The sum lies as the first of both does; the other one is brought there."""
     if (
         waiting.after.residual is not None
@@ -200,9 +200,9 @@ def _with_residual(
     ):
         return None
     alike = isinstance(other, HetTensor) and other.placement == x.placement
-    if (i and not alike) or not may_wait(other):
+    if (i and not alike) or not may_defer(other):
         return None
-    return waiting.with_residual(bring(other, x.placement, waiting.team))
+    return waiting.with_residual(to_layout(other, x.placement, waiting.group))
 
 
 def gathered_in_chunks(
@@ -210,8 +210,8 @@ def gathered_in_chunks(
     w: Tensor,
     b: Tensor | None,
     geo: Geometry,
-    team: Team,
-    after: After,
+    group: RankGroup,
+    after: FusedEpilogue,
     layout: Layout,
     chunks: int,
 ) -> Tensor:
@@ -226,23 +226,23 @@ def gathered_in_chunks(
     if geo.own is not None and x.dim() == 4 and x.numel() and w.numel():
         geometry: Any = (s.stride, geo.padding(geo.own), s.dilation, geo.groups)
         route = kernels.route(x, w, *geometry)
-    under_way: list[tuple[int, int, Tensor, Round]] = []
+    under_way: list[tuple[int, int, Tensor, PendingExchange]] = []
     for lo, hi in spans(apportion(N, (1,) * min(chunks, N))):
         own = replace(geo, y_shape=(hi - lo, *geo.y_shape[1:]))
         residual = after.residual[lo:hi] if after.residual is not None else None
         part, _ = computed(
-            x[lo:hi], w, b, own, team, after._replace(residual=residual), route
+            x[lo:hi], w, b, own, group, after._replace(residual=residual), route
         )
         some = Layout.sharded((hi - lo, *image), 1, layout.sizes)
-        whole = Layout.replicated(some.shape, team.size)
+        whole = Layout.replicated(some.shape, group.size)
         under_way.append(
-            (lo, hi, part, start_round(team, part, some.boxes, whole.boxes))
+            (lo, hi, part, start_exchange(group, part, some.boxes, whole.boxes))
         )
     memory = kernels.CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
     y = torch.empty(layout.shape, dtype=x.dtype, device=x.device, memory_format=memory)
     for lo, hi, part, round_ in under_way:
         places = y[lo:hi].split(layout.sizes, 1)
         with round_ as came:
-            got = came | {team.rank: part}
+            got = came | {group.rank: part}
             kernels.unpack([*got.values()], [places[r] for r in got])
     return y

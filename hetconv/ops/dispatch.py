@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetconv.comm import call_tags
-from hetconv.comm.redistribute import unshared
+from hetconv.comm.redistribute import clone_if_aliased
 from hetconv.errors import HetConvError
 from hetconv.operators import read_call
 from hetconv.operators.base import Call, writes_in_place
@@ -20,21 +20,21 @@ from hetconv.operators.conv_transpose import ConvTranspose
 from hetconv.operators.elementwise import Pointwise
 from hetconv.operators.norms import BatchNorm, GroupNorm
 from hetconv.operators.pooling import AdaptivePool, Pool
-from hetconv.operators.random import Drawn, NoiseLike
+from hetconv.operators.random import Dropout, NoiseLike
 from hetconv.operators.resampling import Interpolate, Pad, PixelUnshuffle
 from hetconv.operators.shapes import Cat, PixelShuffle
 from hetconv.runtime import het_tensor
-from hetconv.runtime.het_tensor import HetTensor, compute_waiting, register_dispatcher
+from hetconv.runtime.het_tensor import HetTensor, compute_deferred, register_dispatcher
 from hetconv.runtime.inputs import (
     Args,
     Func,
     Kwargs,
     Runner,
-    cached_step,
+    cached_sharding,
     called_on,
-    placement_of,
+    layout_of,
 )
-from hetconv.sharding.layer_rules import Gather, Step
+from hetconv.sharding.layer_rules import Gather, OpSharding
 from hetconv.torch_internals import (
     Undo,
     checkpoint_saver,
@@ -56,9 +56,9 @@ from . import (
     resampling,
     views,
 )
-from .deferred import fold
+from .deferred import fuse
 from .random import check_draws
-from .trial_run import Verdict, tried
+from .trial_run import Verdict, trial
 
 
 def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
@@ -71,7 +71,7 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
             result = plain(*args, **kwargs)
         else:
             call_tags.enter(cls.__name__)
-            compute_waiting()  # it may write in place
+            compute_deferred()  # it may write in place
             result = on_gathered(plain, args, kwargs)
         if torch.is_grad_enabled() and HetTensor in map(
             type, result if isinstance(result, tuple) else (result,)
@@ -161,7 +161,7 @@ def dispatch(
     call_tags.enter(
         func
     )  # also of a call that is remembered here: another rank may not remember it
-    known = call_cache.again(func, args, kwargs)
+    known = call_cache.lookup(func, args, kwargs)
     if isinstance(known, HetTensor):
         return known
     with no_torch_function():
@@ -170,11 +170,11 @@ def dispatch(
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> Any:
     """``key``: what to remember the call by, if it turns out to move nothing."""
-    verdict, found = tried(func, args, kwargs)
+    verdict, found = trial(func, args, kwargs)
     if verdict.returns is not None:
         return found[verdict.returns]
     # An argument that waits leaves no key.
-    if key is None and (folded := fold(func, args, kwargs)) is not None:
+    if key is None and (folded := fuse(func, args, kwargs)) is not None:
         return folded
     call = read_call(func, args, kwargs)
     if (
@@ -191,23 +191,30 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> 
     ):
         call = None
     if call is not None:
-        team = (
-            next(x.team for x in call.inputs if isinstance(x, HetTensor))
+        group = (
+            next(x.group for x in call.inputs if isinstance(x, HetTensor))
             if _het(call.inputs)
             else None
         )
-        step = (
-            cached_step(call.op, tuple(placement_of(x, team) for x in call.inputs))
-            if team
+        sharding = (
+            cached_sharding(call.op, tuple(layout_of(x, group) for x in call.inputs))
+            if group
             else None
         )
-        fits = step is not None and _fits(
-            verdict, step, (*args, *kwargs.values()), found
+        fits = sharding is not None and _fits(
+            verdict, sharding, (*args, *kwargs.values()), found
         )
-        if team is not None and step is not None and fits and runs_on_parts(call, step):
+        if (
+            group is not None
+            and sharding is not None
+            and fits
+            and runs_sharded(call, sharding)
+        ):
             if call.in_place:
-                compute_waiting()
-            y = _finish(call, RUN[type(call.op)](call, step, team, func, args, kwargs))
+                compute_deferred()
+            y = _finish(
+                call, RUN[type(call.op)](call, sharding, group, func, args, kwargs)
+            )
             if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
                 views.link(
                     y,
@@ -219,14 +226,14 @@ def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> 
             elif verdict.by_order and isinstance(
                 y, HetTensor
             ):  # a copy, also where the part lies as it should
-                y.local = unshared(y.local, found[0].local)
+                y.local = clone_if_aliased(y.local, found[0].local)
             elif key is not None:
-                call_cache.remember(key, call, step, team.rank, args)
+                call_cache.store(key, call, sharding, group.rank, args)
             return y
-        if team is not None and isinstance(call.op, Drawn | NoiseLike):
-            check_draws(team, func, [0] * team.size)
+        if group is not None and isinstance(call.op, Dropout | NoiseLike):
+            check_draws(group, func, [0] * group.size)
     if written:
-        compute_waiting()
+        compute_deferred()
     return on_gathered(
         func,
         args,
@@ -262,14 +269,14 @@ def _het(tensors: Sequence[Tensor]) -> bool:
     return any(isinstance(x, HetTensor) for x in tensors)
 
 
-def runs_on_parts(call: Call, step: Step) -> bool:
+def runs_sharded(call: Call, sharding: OpSharding) -> bool:
     """Not where the result is replicated anyway, nor where more than this rank's part
     is to be written to.
     """
-    if step.output.kind == "replicated" or not call.in_place:
-        return step.output.kind != "replicated"
+    if sharding.output.kind == "replicated" or not call.in_place:
+        return sharding.output.kind != "replicated"
     target = call.inputs[0]
-    return isinstance(target, HetTensor) and views.may_write(target, step.output)
+    return isinstance(target, HetTensor) and views.may_write(target, sharding.output)
 
 
 def _writes_alone(call: Call, written: Sequence[HetTensor]) -> bool:
@@ -278,7 +285,10 @@ def _writes_alone(call: Call, written: Sequence[HetTensor]) -> bool:
 
 
 def _fits(
-    verdict: Verdict, step: Step, arguments: Iterable[Any], found: Sequence[HetTensor]
+    verdict: Verdict,
+    sharding: OpSharding,
+    arguments: Iterable[Any],
+    found: Sequence[HetTensor],
 ) -> bool:
     """Whether the rule gives what PyTorch does. A view of a tensor in a list is not
     taken of parts.
@@ -288,7 +298,7 @@ def _fits(
     return (
         verdict.shapes is None
         or len(verdict.shapes) != 1
-        or verdict.shapes[0] == step.output.shape
+        or verdict.shapes[0] == sharding.output.shape
     )
 
 

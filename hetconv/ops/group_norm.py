@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv.comm import call_tags
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import moved, perform
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import redistribute_local, run_rounds
 from hetconv.kernels.epilogue import per_channel
 from hetconv.operators.base import Call, name_of
-from hetconv.operators.norms import BatchNorm, GroupNorm, NormCall, OwnNorm
-from hetconv.runtime.gradient_sync import contributed
+from hetconv.operators.norms import BatchNorm, GroupNorm, LocalNorm, NormCall
+from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import (
     Args,
@@ -26,26 +26,31 @@ from hetconv.runtime.inputs import (
     Kwargs,
     Runner,
     as_called,
-    bring,
     called_on,
     differentiable_gradients,
+    to_layout,
 )
-from hetconv.sharding.layer_rules import Step
-from hetconv.sharding.layout import Box, Need
+from hetconv.sharding.layer_rules import OpSharding
+from hetconv.sharding.layout import Box, ReadRegion
 
-from .batch_norm import batch_norm, exact_of, of_nothing
+from .batch_norm import batch_norm, empty_result, exact_of
 
 
 def group_norm(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """x (N, C, ...), cut over samples or whole groups of channels (all is local) or
     else (moments are combined).
     """
     assert isinstance(call, NormCall)
     assert isinstance(call.op, GroupNorm)
-    op, box = call.op, step.output.boxes[team.rank]
-    x = bring(call.inputs[0], step.reads[0], team)
+    op, box = call.op, sharding.output.boxes[group.rank]
+    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     if (
         name_of(func) == "group_norm"
         and torch.is_autocast_enabled("cuda")
@@ -55,16 +60,16 @@ def group_norm(
         x = x.float()  # as torch's autocast does, though for instance norm it does not
     own = slice(box.lo[1], box.hi[1])
     weight, bias = (
-        contributed(team, gather(p))[own] if p is not None else None
+        synced_grad(group, gather(p))[own] if p is not None else None
         for p in (call.weight, call.bias)
     )
-    if step.forward:
-        y = _SplitGroupNorm.apply(x, weight, bias, call.eps, op, step, team)
+    if sharding.forward_moves:
+        y = _SplitGroupNorm.apply(x, weight, bias, call.eps, op, sharding, group)
     elif not x.numel():
-        y = of_nothing(x, weight, bias)
+        y = empty_result(x, weight, bias)
     else:  # torch.nn.functional's refuses a part of one element per group
         y = torch.group_norm(x, x.shape[1] // op.channels, weight, bias, call.eps)
-    return HetTensor.wrap(y, step.output, team)
+    return HetTensor.wrap(y, sharding.output, group)
 
 
 class _SplitGroupNorm(torch.autograd.Function):
@@ -81,22 +86,22 @@ class _SplitGroupNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         op: GroupNorm,
-        step: Step,
-        team: Team,
+        sharding: OpSharding,
+        group: RankGroup,
     ) -> Tensor:
         exact = exact_of(x)
-        layout, lo = step.output, step.output.boxes[team.rank].lo[1]
+        layout, lo = sharding.output, sharding.output.boxes[group.rank].lo[1]
         own = _group_moments(x.to(exact), op, lo)
-        (move,) = step.forward
-        each = perform(
-            team,
+        (move,) = sharding.forward_moves
+        each = run_rounds(
+            group,
             own[None],
             move.forward,
-            move.src.boxes[team.rank],
-            move.dst.boxes[team.rank],
+            move.src.boxes[group.rank],
+            move.dst.boxes[group.rank],
         )
         variances, means = each.view(len(each), 2, -1, op.groups).unbind(1)
-        mates = layout.mates(team.rank)
+        mates = layout.peers(group.rank)
         share = each.new_tensor(op.shares(layout)[mates.start : mates.stop])[:, None]
         mean = (share * means).sum(0)
         invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
@@ -108,7 +113,7 @@ class _SplitGroupNorm(torch.autograd.Function):
             else per_channel(bias.to(exact), x) - centre * scale
         )
         ctx.save_for_backward(x, weight, mean, invstd)
-        ctx.op, ctx.step, ctx.team, ctx.lo, ctx.eps = op, step, team, lo, eps
+        ctx.op, ctx.sharding, ctx.group, ctx.lo, ctx.eps = op, sharding, group, lo, eps
         ctx.bias_dtype = bias.dtype if bias is not None else None
         ctx.call = call_tags.forward_call()
         return torch.addcmul(shift, x.to(exact), scale).to(x.dtype)
@@ -121,7 +126,7 @@ class _SplitGroupNorm(torch.autograd.Function):
             bias = x.new_zeros(
                 x.shape[1], dtype=ctx.bias_dtype or x.dtype
             ).requires_grad_(ctx.needs_input_grad[2])
-            again = partial(_differentiable, ctx.eps, ctx.op, ctx.step, ctx.team)
+            again = partial(_differentiable, ctx.eps, ctx.op, ctx.sharding, ctx.group)
             return (
                 *differentiable_gradients(again, (x, weight, bias), g),
                 None,
@@ -138,9 +143,9 @@ class _SplitGroupNorm(torch.autograd.Function):
         own = torch.stack(
             [_to_groups(s * gains, op, lo).flatten() for s in (of_weight, of_bias)]
         )
-        (move,) = ctx.step.backward
+        (move,) = ctx.sharding.backward_moves
         whole = Box.whole(tuple(own.shape))
-        along, total = perform(ctx.team, own, move.forward, whole, whole).view(
+        along, total = run_rounds(ctx.group, own, move.forward, whole, whole).view(
             2, *mean.shape
         )
         gx = None
@@ -161,21 +166,23 @@ class _SplitGroupNorm(torch.autograd.Function):
 def _differentiable(
     eps: float,
     op: GroupNorm,
-    step: Step,
-    team: Team,
+    sharding: OpSharding,
+    group: RankGroup,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor,
 ) -> Tensor:
     """`_SplitGroupNorm`, by operators that autograd knows."""
-    layout, exact, (move,) = step.output, exact_of(x), step.forward
-    lo = layout.boxes[team.rank].lo[1]
+    layout, exact, (move,) = sharding.output, exact_of(x), sharding.forward_moves
+    lo = layout.boxes[group.rank].lo[1]
     own = (
         _group_moments(x.to(exact), op, lo) + x.sum().to(exact) * 0
     )  # also of an empty part
-    each = moved(team, own[None], move.src, Need(move.dst.shape, move.dst.boxes))
+    each = redistribute_local(
+        group, own[None], move.src, ReadRegion(move.dst.shape, move.dst.boxes)
+    )
     variances, means = each.view(len(each), 2, -1, op.groups).unbind(1)
-    mates = layout.mates(team.rank)
+    mates = layout.peers(group.rank)
     share = each.new_tensor(op.shares(layout)[mates.start : mates.stop])[:, None]
     mean = (share * means).sum(0)
     invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
@@ -216,24 +223,29 @@ def _to_channels(v: Tensor, op: GroupNorm, lo: int, like: Tensor) -> Tensor:
     return own.view(*own.shape, *[1] * (like.dim() - 2))
 
 
-def own_norm(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+def local_norm(
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """As called, on the own part."""
-    x = bring(call.inputs[0], step.reads[0], team)
+    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     if (
         name_of(func) == "local_response_norm" and not x.numel()
     ):  # torch returns x itself, not of autocast's dtype
         one = as_called(func, args, kwargs)(x.new_ones((1,) * x.dim()))
-        return HetTensor.wrap((x * 1).to(one.dtype), step.output, team)
+        return HetTensor.wrap((x * 1).to(one.dtype), sharding.output, group)
     local = {id(call.inputs[0]): x} | {
-        id(p): contributed(team, gather(p)) for p in call.params
+        id(p): synced_grad(group, gather(p)) for p in call.params
     }
-    return HetTensor.wrap(called_on(local, func, args, kwargs), step.output, team)
+    return HetTensor.wrap(called_on(local, func, args, kwargs), sharding.output, group)
 
 
 RUN: dict[type[Any], Runner] = {
     BatchNorm: batch_norm,
     GroupNorm: group_norm,
-    OwnNorm: own_norm,
+    LocalNorm: local_norm,
 }

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.comm import call_tags
-from hetconv.comm.exchange import Round
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import disjoint, side_of, start_round
+from hetconv.comm.exchange import PendingExchange
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import disjoint, exchange_plan, start_exchange
 from hetconv.kernels import Route, aten
 from hetconv.kernels.aten import summed_pixels
 from hetconv.kernels.epilogue import per_channel
-from hetconv.runtime.inputs import differentiable_gradients, tied, uncounted
+from hetconv.runtime.inputs import differentiable_gradients, tie_to_graph, uncounted
 from hetconv.sharding.conv_spec import Segment, Span
 from hetconv.sharding.layer_rules import Conv, Split
-from hetconv.sharding.layout import Boxes, Layout, pieces
+from hetconv.sharding.layout import Boxes, Layout, overlaps
 from hetconv.torch_internals import materialized
 
 
@@ -75,11 +75,11 @@ def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     """
     dim = op.dim(split.kind)
     assert dim is not None
-    step = op.step((x,), split)
-    window, (need,) = op.spec.windows[dim - 2], step.reads
-    out = step.output.boxes[rank]
+    sharding = op.sharding((x,), split)
+    window, (need,) = op.spec.windows[dim - 2], sharding.input_layouts
+    out = sharding.output.boxes[rank]
     span, mine = (out.lo[dim], out.hi[dim]), x.boxes[rank]
-    travels = [(s, r, box) for s, r, box in pieces(x.boxes, need.boxes) if s != r]
+    travels = [(s, r, box) for s, r, box in overlaps(x.boxes, need.boxes) if s != r]
     halos = tuple(
         (s, window.segment((box.lo[dim], box.hi[dim]), span), box.lo[dim])
         for s, r, box in travels
@@ -104,12 +104,12 @@ def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
 @lru_cache(maxsize=4096)
 def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
     """Where all that this rank reads lies in one slab."""
-    step = op.step((x,), split)
+    sharding = op.sharding((x,), split)
     dim = op.dim(split.kind) or 2
-    out, need = step.output.boxes[rank], step.reads[0].boxes[rank]
+    out, need = sharding.output.boxes[rank], sharding.input_layouts[0].boxes[rank]
     span = (out.lo[dim], out.hi[dim])
     own = op.spec.windows[dim - 2].segment((need.lo[dim], need.hi[dim]), span)
-    adds_bias = split.kind != "channel" or rank == split.mates(rank)[0]
+    adds_bias = split.kind != "channel" or rank == split.peers(rank)[0]
     return Geometry(
         op,
         dim,
@@ -132,7 +132,7 @@ def group_geometry(op: Conv, samples: int, filters: int, groups: int) -> Geometr
     return replace(whole, y_shape=(samples, filters, *s.y_shape[2:]), groups=groups)
 
 
-class After(NamedTuple):
+class FusedEpilogue(NamedTuple):
     """What is done to a convolution's sums: activation(scale * y + shift + residual),
     each as wanted.
 
@@ -147,7 +147,7 @@ class After(NamedTuple):
     slope: float = 0.0
 
 
-NOTHING, ANY = After(), Route()
+IDENTITY, ANY = FusedEpilogue(), Route()
 
 
 def computed(
@@ -155,8 +155,8 @@ def computed(
     w: Tensor,
     b: Tensor | None,
     geo: Geometry,
-    team: Team,
-    after: After = NOTHING,
+    group: RankGroup,
+    after: FusedEpilogue = IDENTITY,
     route: Route = ANY,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """This rank's part of the output, finished, and the halos that came for it, by
@@ -166,15 +166,15 @@ def computed(
     whole = geo.covers and bool(x.numel() and w.numel())
     if whole and not geo.held and geo.own is not None:
         return _run(geo, x, geo.own, geo.own_lo, w, bias, after, route), {}
-    under_way = start_round(team, x, geo.held, geo.wanted) if geo.held else None
-    scaled = After(
+    under_way = start_exchange(group, x, geo.held, geo.wanted) if geo.held else None
+    scaled = FusedEpilogue(
         scale=after.scale
     )  # what a part of the sums gets, when all of them are not there yet
     if whole:
         assert geo.own is not None
         first = (
             after._replace(residual=None, activation=None)
-            if geo.halos and after is not NOTHING
+            if geo.halos and after is not IDENTITY
             else after
         )
         y = _run(geo, x, geo.own, geo.own_lo, w, bias, first, route)
@@ -195,7 +195,7 @@ def computed(
     return y, got
 
 
-def _constant(y: Tensor, bias: Tensor | None, after: After) -> Tensor:
+def _constant(y: Tensor, bias: Tensor | None, after: FusedEpilogue) -> Tensor:
     """What a convolution of zeros gives, added to ``y``; a rank that has none of it
     need not hold the bias.
     """
@@ -211,11 +211,16 @@ def _constant(y: Tensor, bias: Tensor | None, after: After) -> Tensor:
 class LocalConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geo: Geometry, team: Team
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        geo: Geometry,
+        group: RankGroup,
     ) -> Tensor:
-        y, got = computed(x, w, b, geo, team)
+        y, got = computed(x, w, b, geo, group)
         ctx.save_for_backward(x, w, *(got[peer] for peer, _, _ in geo.halos))
-        ctx.geo, ctx.team, ctx.biases = geo, team, len(b) if b is not None else 0
+        ctx.geo, ctx.group, ctx.biases = geo, group, len(b) if b is not None else 0
         ctx.call = call_tags.forward_call()
         return y
 
@@ -223,16 +228,16 @@ class LocalConv(torch.autograd.Function):
     def backward(
         ctx: Any, g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        (x, w, *halos), geo, team, g = (
+        (x, w, *halos), geo, group, g = (
             ctx.saved_tensors,
             ctx.geo,
-            ctx.team,
+            ctx.group,
             materialized(g),
         )
         call_tags.enter_backward(ctx.call)
         if torch.is_grad_enabled():
             gx, gw = differentiable_gradients(
-                partial(_differentiable, geo, team), (x, w), g
+                partial(_differentiable, geo, group), (x, w), g
             )
             gb = summed_pixels(g)[: ctx.biases] if ctx.needs_input_grad[2] else None
             return (
@@ -253,7 +258,7 @@ class LocalConv(torch.autograd.Function):
                     home[peer] = _placed(gx, halo, geo, segment, lo)
                 if want_w:
                     partial_w.append((segment, gw))
-        under_way = _send_home(geo, team, x, home) if want_x and geo.held else None
+        under_way = _send_home(geo, group, x, home) if want_x and geo.held else None
         gx, gw, gb = None, None, None
         if geo.own is not None and x.numel() and w.numel():
             wants = (want_x, want_w, want_b and geo.covers and ctx.biases == len(w))
@@ -265,7 +270,7 @@ class LocalConv(torch.autograd.Function):
         gx = x.new_zeros(x.shape) if want_x and gx is None else gx
         if under_way is not None:
             with under_way as came:
-                _add_home(gx, came, geo, team)
+                _add_home(gx, came, geo, group)
         return (
             gx,
             _weight_gradient(partial_w, w, geo) if want_w else None,
@@ -275,12 +280,12 @@ class LocalConv(torch.autograd.Function):
         )
 
 
-def _differentiable(geo: Geometry, team: Team, x: Tensor, w: Tensor) -> Tensor:
+def _differentiable(geo: Geometry, group: RankGroup, x: Tensor, w: Tensor) -> Tensor:
     """`computed` without bias, by operators that autograd knows."""
     y, sources = x.new_zeros(geo.y_shape), [x, w]
     parts = [] if geo.own is None else [(x, geo.own, geo.own_lo)]
     if geo.held:
-        joined, *got = _FetchedHalos.apply(x, geo, team)
+        joined, *got = _FetchedHalos.apply(x, geo, group)
         y, sources = y + joined, [x, w, joined]
         parts += [
             (halo, s, lo)
@@ -297,7 +302,7 @@ def _differentiable(geo: Geometry, team: Team, x: Tensor, w: Tensor) -> Tensor:
             before = segment.out[0] - geo.first_out
             beyond = y.shape[geo.dim] - before - part.shape[geo.dim]
             y = y + F.pad(part, (*(0, 0) * (y.dim() - 1 - geo.dim), before, beyond))
-    return tied(y, *sources)
+    return tie_to_graph(y, *sources)
 
 
 class _FetchedHalos(torch.autograd.Function):
@@ -306,21 +311,23 @@ class _FetchedHalos(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, geo: Geometry, team: Team) -> tuple[Tensor, ...]:
-        ctx.geo, ctx.team, ctx.shape, ctx.call = (
+    def forward(
+        ctx: Any, x: Tensor, geo: Geometry, group: RankGroup
+    ) -> tuple[Tensor, ...]:
+        ctx.geo, ctx.group, ctx.shape, ctx.call = (
             geo,
-            team,
+            group,
             x.shape,
             call_tags.forward_call(),
         )
-        got = start_round(team, x, geo.held, geo.wanted).wait()
+        got = start_exchange(group, x, geo.held, geo.wanted).wait()
         return x.new_zeros(()), *(got[peer] for peer, _, _ in geo.halos)
 
     @staticmethod
     def backward(ctx: Any, joined: Tensor, *halos: Tensor) -> tuple[Tensor, None, None]:
         call_tags.enter_backward(ctx.call)
         return (
-            _HalosSentHome.apply(joined, ctx.shape, ctx.geo, ctx.team, *halos),
+            _HalosSentHome.apply(joined, ctx.shape, ctx.geo, ctx.group, *halos),
             None,
             None,
         )
@@ -335,35 +342,41 @@ class _HalosSentHome(torch.autograd.Function):
         joined: Tensor,
         shape: torch.Size,
         geo: Geometry,
-        team: Team,
+        group: RankGroup,
         *halos: Tensor,
     ) -> Tensor:
-        ctx.geo, ctx.team, ctx.call = geo, team, call_tags.forward_call()
+        ctx.geo, ctx.group, ctx.call = geo, group, call_tags.forward_call()
         gx = joined.new_zeros(shape)
         home = {peer: halo for (peer, _, _), halo in zip(geo.halos, halos, strict=True)}
-        with _send_home(geo, team, gx, home) as came:
-            _add_home(gx, came, geo, team)
+        with _send_home(geo, group, gx, home) as came:
+            _add_home(gx, came, geo, group)
         return gx
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         call_tags.enter_backward(ctx.call)
-        joined, *halos = _FetchedHalos.apply(g, ctx.geo, ctx.team)
+        joined, *halos = _FetchedHalos.apply(g, ctx.geo, ctx.group)
         return joined, None, None, None, *halos
 
 
-def _send_home(geo: Geometry, team: Team, x: Tensor, home: dict[int, Tensor]) -> Round:
+def _send_home(
+    geo: Geometry, group: RankGroup, x: Tensor, home: dict[int, Tensor]
+) -> PendingExchange:
     """Each halo's cotangent goes to the rank that lent it; from the others come those
     of this rank's rows.
     """
-    return Round(team, x, home, side_of(geo.wanted, geo.held, team.rank).comes)
+    return PendingExchange(
+        group, x, home, exchange_plan(geo.wanted, geo.held, group.rank).comes
+    )
 
 
-def _add_home(gx: Any, came: dict[int, Tensor], geo: Geometry, team: Team) -> None:
+def _add_home(
+    gx: Any, came: dict[int, Tensor], geo: Geometry, group: RankGroup
+) -> None:
     """Adds the cotangents of the rows that others read, in one pass unless several read
     the same.
     """
-    held = geo.held[team.rank]
+    held = geo.held[group.rank]
     boxes = [geo.wanted[peer].intersect(held) for peer in came]
     views = [gx[box.within(held)] for box in boxes]
     if disjoint(boxes):
@@ -394,14 +407,14 @@ def _run(
     lo: int,
     w: Tensor,
     b: Tensor | None,
-    after: After,
+    after: FusedEpilogue,
     route: Route,
 ) -> Tensor:
     """What the rows of ``segment`` in ``x`` (whose first row is ``lo``) add to the output."""
     s = geo.op.spec
     x, w = _cut(x, w, geo, segment, lo)
     args = (x, w, b, s.stride, geo.padding(segment), s.dilation, geo.groups)
-    if after is NOTHING:
+    if after is IDENTITY:
         return kernels.conv_forward(*args, route=route)
     return kernels.conv_forward(*args, **after._asdict(), route=route)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.comm.rank_group import Team
+from hetconv.comm.rank_group import RankGroup
 from hetconv.operators.base import Call
 from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
 from hetconv.runtime.het_tensor import HetTensor
@@ -20,11 +20,11 @@ from hetconv.runtime.inputs import (
     Kwargs,
     Runner,
     as_called,
-    bring,
     empty_output,
+    to_layout,
 )
 from hetconv.sharding.conv_spec import Span, Window
-from hetconv.sharding.layer_rules import Step
+from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Box
 
 MAX: dict[int, Callable[..., Tensor]] = {
@@ -53,7 +53,12 @@ ADAPTIVE: dict[str, dict[int, Callable[..., Tensor]]] = {
 
 
 def pool(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """Cut over samples or channels, as called; cut over space, on the slab that the own
     output reads.
@@ -69,13 +74,13 @@ def pool(
             op, x, dim, (box.lo[dim], box.hi[dim]), tuple(call.inputs[0].shape[2:])
         )
 
-    return own_outputs(call, step, team, func, args, kwargs, pooled)
+    return own_outputs(call, sharding, group, func, args, kwargs, pooled)
 
 
 def own_outputs(
     call: Call,
-    step: Step,
-    team: Team,
+    sharding: OpSharding,
+    group: RankGroup,
     func: Func,
     args: Args,
     kwargs: Kwargs,
@@ -87,16 +92,19 @@ def own_outputs(
     That is given this rank's slab of the input, the dimension of the cut, and its box
     of the output.
     """
-    layout = step.output
-    assert layout.inner is not None
-    x, box = bring(call.inputs[0], step.reads[0], team), layout.boxes[team.rank]
+    layout = sharding.output
+    assert layout.inner_dim is not None
+    x, box = (
+        to_layout(call.inputs[0], sharding.input_layouts[0], group),
+        layout.boxes[group.rank],
+    )
     if not box.numel:
         y = empty_part(x, call, box.shape, func, args, kwargs)
-    elif layout.inner < 2:
+    elif layout.inner_dim < 2:
         y = as_called(func, args, kwargs)(_differentiable(x, call.op))
     else:
-        y = over_space(x, layout.inner, box)
-    return HetTensor.wrap(y, layout, team)
+        y = over_space(x, layout.inner_dim, box)
+    return HetTensor.wrap(y, layout, group)
 
 
 def _differentiable(x: Tensor, op: object) -> Tensor:
@@ -182,7 +190,12 @@ def _counts(
 
 
 def adaptive_pool(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """Cut over space, each own output along the cut from the inputs that it pools."""
     op = call.op
@@ -190,7 +203,7 @@ def adaptive_pool(
 
     def pooled(x: Tensor, dim: int, box: Box) -> Tensor:
         first, n, size = (
-            step.reads[0].boxes[team.rank].lo[dim],
+            sharding.input_layouts[0].boxes[group.rank].lo[dim],
             call.inputs[0].shape[dim],
             list(box.shape[2:]),
         )
@@ -201,18 +214,23 @@ def adaptive_pool(
             [pooling(x.narrow(dim, lo - first, hi - lo), size) for lo, hi in reads], dim
         )
 
-    return own_outputs(call, step, team, func, args, kwargs, pooled)
+    return own_outputs(call, sharding, group, func, args, kwargs, pooled)
 
 
 def global_average_pool(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """Over a cut of space each rank's summand is its own sum over the whole count."""
     op = call.op
     assert isinstance(op, GlobalAveragePool)
-    x = bring(call.inputs[0], step.reads[0], team)
-    shape = step.output.boxes[team.rank].shape
-    if step.output.kind == "partial":
+    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
+    shape = sharding.output.boxes[group.rank].shape
+    if sharding.output.kind == "partial":
         y = x.sum(tuple(range(2, x.dim())), keepdim=True) / prod(
             call.inputs[0].shape[2:]
         )
@@ -220,7 +238,7 @@ def global_average_pool(
         y = as_called(func, args, kwargs)(x)
     else:
         y = empty_part(x, call, shape, func, args, kwargs)
-    return HetTensor.wrap(y, step.output, team)
+    return HetTensor.wrap(y, sharding.output, group)
 
 
 RUN: dict[type[Any], Runner] = {

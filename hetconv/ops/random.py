@@ -13,43 +13,55 @@ from typing import Any
 
 import torch
 
-from hetconv.comm.rank_group import Team
+from hetconv.comm.rank_group import RankGroup
 from hetconv.errors import HetConvError
 from hetconv.operators.base import Call
-from hetconv.operators.random import Drawn, NoiseLike
+from hetconv.operators.random import Dropout, NoiseLike
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring
-from hetconv.sharding.layer_rules import Step
+from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, to_layout
+from hetconv.sharding.layer_rules import OpSharding
 
 from .as_called import like
 
 
-def drawn(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+def dropout(
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
-    assert isinstance(call.op, Drawn)
-    x = bring(call.inputs[0], step.reads[0], team)
+    assert isinstance(call.op, Dropout)
+    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     check_draws(
-        team, func, (call.op.drawn_by(step.output, rank) for rank in range(team.size))
+        group,
+        func,
+        (call.op.seed_rank(sharding.output, rank) for rank in range(group.size)),
     )
-    with _seeded(x.device, team, call.op.drawn_by(step.output, team.rank)):
+    with _seeded(x.device, group, call.op.seed_rank(sharding.output, group.rank)):
         y = as_called(func, args, kwargs)(x)
-    return HetTensor.wrap(y, step.output, team)
+    return HetTensor.wrap(y, sharding.output, group)
 
 
 def noise_like(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
-    with _seeded(call.inputs[0].device, team, team.rank):
-        return like(call, step, team, func, args, kwargs)
+    with _seeded(call.inputs[0].device, group, group.rank):
+        return like(call, sharding, group, func, args, kwargs)
 
 
-def check_draws(team: Team, func: Func, drawn_by: Iterable[int]) -> None:
+def check_draws(group: RankGroup, func: Func, drawn_by: Iterable[int]) -> None:
     """Raises `HetConvError` where ranks that are to draw the same numbers would not.
 
     ``drawn_by``: for each rank, by whose seed it draws.
     """
-    if not team.agreements.draws_alike and [*drawn_by] != [*range(team.size)]:
+    if not group.agreements.draws_alike and [*drawn_by] != [*range(group.size)]:
         raise HetConvError(
             f"{func.__name__} draws random numbers for values that several ranks hold, and "
             "some compute on a CPU, "
@@ -60,9 +72,9 @@ def check_draws(team: Team, func: Func, drawn_by: Iterable[int]) -> None:
 
 
 @contextmanager
-def _seeded(device: torch.device, team: Team, by: int) -> Iterator[None]:
+def _seeded(device: torch.device, group: RankGroup, by: int) -> Iterator[None]:
     """While the context lasts, the device's generator draws by the seed of rank ``by``."""
-    seeds = torch.randint(2**62, (team.size,), device="cpu").tolist()
+    seeds = torch.randint(2**62, (group.size,), device="cpu").tolist()
     generator = (
         torch.cuda.default_generators[device.index]
         if device.type == "cuda"
@@ -76,4 +88,4 @@ def _seeded(device: torch.device, team: Team, by: int) -> Iterator[None]:
         generator.set_state(state)
 
 
-RUN: dict[type[Any], Runner] = {Drawn: drawn, NoiseLike: noise_like}
+RUN: dict[type[Any], Runner] = {Dropout: dropout, NoiseLike: noise_like}

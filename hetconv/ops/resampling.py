@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.comm.rank_group import Team
+from hetconv.comm.rank_group import RankGroup
 from hetconv.operators.base import Call
 from hetconv.operators.resampling import (
     TAPS,
@@ -18,9 +18,17 @@ from hetconv.operators.resampling import (
     PixelUnshuffle,
 )
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import Args, Func, Kwargs, Runner, as_called, bring, cropped
+from hetconv.runtime.inputs import (
+    Args,
+    Func,
+    Kwargs,
+    Runner,
+    as_called,
+    cropped,
+    to_layout,
+)
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import Step
+from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Box
 
 from .pooling import empty_part, own_outputs
@@ -34,7 +42,12 @@ MODES = {
 
 
 def interpolate(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """Cut over samples or channels, as called; over space, the own outputs from the
     slab that they read.
@@ -46,7 +59,7 @@ def interpolate(
         sizes, out = tuple(call.inputs[0].shape), (box.lo[dim], box.hi[dim])
         return _slab(op, x, dim, sizes, out, op.reads(dim, sizes[dim], out)[0])
 
-    return own_outputs(call, step, team, func, args, kwargs, resized)
+    return own_outputs(call, sharding, group, func, args, kwargs, resized)
 
 
 def _slab(
@@ -128,53 +141,63 @@ def _cubic(t: Tensor) -> tuple[Tensor, ...]:
 
 
 def pad(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """As called, but that a side of the cut dimension is padded, or cropped, by the
     rank that has it.
     """
-    op, layout = call.op, step.output
+    op, layout = call.op, sharding.output
     assert isinstance(op, Pad)
-    assert layout.inner is not None
+    assert layout.inner_dim is not None
     x, box, dim = (
-        bring(call.inputs[0], step.reads[0], team),
-        layout.boxes[team.rank],
-        layout.inner,
+        to_layout(call.inputs[0], sharding.input_layouts[0], group),
+        layout.boxes[group.rank],
+        layout.inner_dim,
     )
     pads, (a, b), held = (
         list(op.pads),
-        op.sources(layout)[team.rank],
-        step.reads[0].boxes[team.rank],
+        op.sources(layout)[group.rank],
+        sharding.input_layouts[0].boxes[group.rank],
     )
     if pads[dim] != (0, 0) and isinstance(op, CircularPad):
         before, after = (
-            bring(y, read, team)
-            for y, read in zip(call.inputs[1:], step.reads[1:], strict=True)
+            to_layout(y, read, group)
+            for y, read in zip(call.inputs[1:], sharding.input_layouts[1:], strict=True)
         )
         x, pads[dim] = torch.cat([before, x, after], dim), (0, 0)
     elif pads[dim] != (0, 0):
         pads[dim] = held.lo[dim] - a, b - held.hi[dim]
     if not box.numel:
         return HetTensor.wrap(
-            empty_part(x, call, box.shape, func, args, kwargs), layout, team
+            empty_part(x, call, box.shape, func, args, kwargs), layout, group
         )
     given = len(args[1] if len(args) > 1 else kwargs["pad"]) // 2
     flat = [n for side in reversed(pads[len(pads) - given :]) for n in side]
     rest = {k: v for k, v in kwargs.items() if k not in ("input", "pad")}
-    return HetTensor.wrap(func(x, flat, *args[2:], **rest), layout, team)
+    return HetTensor.wrap(func(x, flat, *args[2:], **rest), layout, group)
 
 
 def pixel_unshuffle(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
-    x = bring(call.inputs[0], step.reads[0], team)
-    shape = step.output.boxes[team.rank].shape
+    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
+    shape = sharding.output.boxes[group.rank].shape
     y = (
         as_called(func, args, kwargs)(x)
         if x.numel()
         else empty_part(x, call, shape, func, args, kwargs)
     )
-    return HetTensor.wrap(y, step.output, team)
+    return HetTensor.wrap(y, sharding.output, group)
 
 
 RUN: dict[type[Any], Runner] = {

@@ -95,7 +95,7 @@ REFUSED_BY_META = Verdict(
 _known: Cache[tuple[Any, ...], Verdict] = Cache()
 
 
-def tried(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTensor]]:
+def trial(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTensor]]:
     """What a call does on one device, and the HetTensors among its arguments, in order.
 
     Raises:

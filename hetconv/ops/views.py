@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hetconv.comm.rank_group import Team
+from hetconv.comm.rank_group import RankGroup
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.operators.base import Call
 from hetconv.operators.shapes import Cat, PixelShuffle, Reshape, Stack
-from hetconv.operators.views import Pieces, View
+from hetconv.operators.views import SplitView, View
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import (
     Args,
@@ -29,10 +29,10 @@ from hetconv.runtime.inputs import (
     Kwargs,
     Runner,
     as_called,
-    bring,
     empty_output,
+    to_layout,
 )
-from hetconv.sharding.layer_rules import Step
+from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Layout
 from hetconv.torch_internals import storage_id, tree_iter, tree_map
 
@@ -193,14 +193,14 @@ def may_be_refused(x: HetTensor) -> bool:
     return False
 
 
-def own_view(
+def local_view(
     op: View, local: Tensor, read: Layout, output: Layout, rank: int
 ) -> Tensor:
     """What this rank's part shows of a view; it shares the part's memory."""
     box, seen = read.boxes[rank], output.boxes[rank]
     index: list[slice | int] = []
     for d, (lo, hi) in enumerate(op.spans):
-        (first, last), step = op.taken(d, (box.lo[d], box.hi[d])), op.step_along(d)
+        (first, last), step = op.taken(d, (box.lo[d], box.hi[d])), op.stride_along(d)
         a, b = lo + first * step - box.lo[d], min(lo + last * step, hi) - box.lo[d]
         index.append(slice(a, b, step) if d in op.dims else lo - box.lo[d])
     if any(i != slice(0, n, 1) for i, n in zip(index, local.shape, strict=True)):
@@ -214,16 +214,26 @@ def own_view(
 
 
 def viewed(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     assert isinstance(call.op, View)
-    return _taken(call, call.op, step, team, as_called(func, args, kwargs))
+    return _taken(call, call.op, sharding, group, as_called(func, args, kwargs))
 
 
 def pieces(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> tuple[HetTensor, ...]:
-    assert isinstance(call.op, Pieces)
+    assert isinstance(call.op, SplitView)
     (x,) = call.inputs
     assert isinstance(x, HetTensor)
     again = as_called(func, args, kwargs)
@@ -231,61 +241,90 @@ def pieces(
     def piece(i: int) -> Retake:
         return lambda whole: again(whole)[i]
 
-    taken = enumerate(zip(call.op.views, call.op.steps((x.placement,)), strict=True))
+    taken = enumerate(
+        zip(call.op.views, call.op.shardings((x.placement,)), strict=True)
+    )
     return tuple(
-        _taken(call, op, own, team, piece(i), several=True) for i, (op, own) in taken
+        _taken(call, op, own, group, piece(i), several=True) for i, (op, own) in taken
     )
 
 
 def _taken(
-    call: Call, op: View, step: Step, team: Team, retake: Retake, several: bool = False
+    call: Call,
+    op: View,
+    sharding: OpSharding,
+    group: RankGroup,
+    retake: Retake,
+    several: bool = False,
 ) -> HetTensor:
-    (x,), read = call.inputs, step.reads[0]
+    (x,), read = call.inputs, sharding.input_layouts[0]
     assert isinstance(x, HetTensor)
     assert isinstance(read, Layout)
     view = HetTensor.wrap(
-        own_view(op, x.local, read, step.output, team.rank), step.output, team
+        local_view(op, x.local, read, sharding.output, group.rank),
+        sharding.output,
+        group,
     )
     return link(view, x, retake, read_only=several or view.numel() > x.numel())
 
 
 def cat(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """Concatenation, or along a new dimension."""
     assert isinstance(call.op, Cat | Stack)
-    parts = [bring(x, r, team) for x, r in zip(call.inputs, step.reads, strict=True)]
+    parts = [
+        to_layout(x, r, group)
+        for x, r in zip(call.inputs, sharding.input_layouts, strict=True)
+    ]
     join = torch.cat if isinstance(call.op, Cat) else torch.stack
-    return HetTensor.wrap(join(parts, call.op.dim), step.output, team)
+    return HetTensor.wrap(join(parts, call.op.dim), sharding.output, group)
 
 
 def reshaped(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """Operators whose local form is their own call on the part."""
-    x = bring(call.inputs[0], step.reads[0], team)
+    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     if not x.numel():  # torch's own backward gives an empty gradient of another shape
         return HetTensor.wrap(
-            empty_output(step.output.boxes[team.rank].shape, x), step.output, team
+            empty_output(sharding.output.boxes[group.rank].shape, x),
+            sharding.output,
+            group,
         )
-    return HetTensor.wrap(as_called(func, args, kwargs)(x), step.output, team)
+    return HetTensor.wrap(as_called(func, args, kwargs)(x), sharding.output, group)
 
 
 def regrouped(
-    call: Call, step: Step, team: Team, func: Func, args: Args, kwargs: Kwargs
+    call: Call,
+    sharding: OpSharding,
+    group: RankGroup,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
 ) -> HetTensor:
     """A view where the part lies in memory so that it can be one, else a copy: both
     count as views that are copies.
     """
-    (x,), shape = call.inputs, step.output.boxes[team.rank].shape
+    (x,), shape = call.inputs, sharding.output.boxes[group.rank].shape
     assert isinstance(x, HetTensor)
-    y = HetTensor.wrap(x.local.reshape(shape), step.output, team)
+    y = HetTensor.wrap(x.local.reshape(shape), sharding.output, group)
     return link(y, x, as_called(func, args, kwargs), copies=True)
 
 
 RUN: dict[type[Any], Runner] = {
     Cat: cat,
-    Pieces: pieces,
+    SplitView: pieces,
     PixelShuffle: reshaped,
     Reshape: regrouped,
     Stack: cat,

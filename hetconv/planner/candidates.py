@@ -12,18 +12,18 @@ from itertools import chain
 from hetconv.cost.operator_cost import axis_of, layer_curve
 from hetconv.errors import SplitError
 from hetconv.schemas.cluster_profile import Axis, ClusterProfile, Curve, TunedRatio
-from hetconv.schemas.plan import ALONE, Mode
+from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.layer_rules import (
     KINDS,
     REPLICATE,
-    SPACE,
+    SPATIAL_KINDS,
     Conv,
     Linear,
     Split,
     SplitKind,
 )
-from hetconv.sharding.split import INNER
+from hetconv.sharding.split import KINDS_WITHIN_NODES
 from hetconv.tracing.graph import Graph
 
 from .load_balance import added, balance, balanced_sizes
@@ -34,7 +34,7 @@ from .partition import (
     checked,
     extent_of,
     granularity,
-    is_there,
+    has_dimension,
     nodes_by,
     split_of,
     whole_model,
@@ -43,9 +43,9 @@ from .partition import (
 
 EVEN = "even split"
 TUNED = "tuned"
-PAIRS = "uneven filter and channel split"
+ALTERNATING = "uneven filter and channel split"
 CLEARLY = 1.1  # times as long as another device takes one that is of a slower kind
-LONE: tuple[SplitKind, ...] = (
+ALL_ON_ONE_DEVICE: tuple[SplitKind, ...] = (
     "sample",
     "depth",
     "height",
@@ -87,7 +87,7 @@ class Candidates:
         fit = in_order and len(nodes) > 1 and max(map(len, nodes)) > 1
         return (
             tuple(map(len, nodes))
-            if fit and "sample" in self.kinds and is_there(self.graph, "sample")
+            if fit and "sample" in self.kinds and has_dimension(self.graph, "sample")
             else ()
         )
 
@@ -96,8 +96,8 @@ class Candidates:
         """The kinds that a node may share its samples by."""
         return [
             kind
-            for kind in INNER
-            if self.ranks and kind in self.kinds and is_there(self.graph, kind)
+            for kind in KINDS_WITHIN_NODES
+            if self.ranks and kind in self.kinds and has_dimension(self.graph, kind)
         ]
 
     def curves(self, name: str, axis: Axis) -> list[Curve]:
@@ -125,7 +125,7 @@ class Candidates:
             for d in range(self.profile.world)
         ]
 
-    def pool(self, *, even: bool = False) -> list[Weights]:
+    def shared_proportions(self, *, even: bool = False) -> list[Weights]:
         """Proportions that all layers share, so that neighbours align: of groups of the
         fastest devices, and of all.
 
@@ -204,15 +204,15 @@ class Candidates:
         for rank, device in enumerate(self.profile.devices):
             if (
                 known.index(known[rank]) == rank
-                and (alone := self.alone(rank)) is not None
+                and (alone := self.single_device(rank)) is not None
             ):
-                found[f"{ALONE} ({rank}: {device.name})"] = alone
+                found[f"{SINGLE_DEVICE} ({rank}: {device.name})"] = alone
         for kind in self.kinds:
             if kind == "replicate":
                 found.setdefault(
                     "replicated", dict.fromkeys(self.graph.layers, REPLICATE)
                 )
-            elif is_there(self.graph, kind):
+            elif has_dimension(self.graph, kind):
                 found[f"{EVEN} by {kind}"] = self.whole(kind, (1.0,) * world)
                 found[f"uneven {kind} split"] = self.balanced(kind)
         for kind in self.inner:
@@ -223,22 +223,23 @@ class Candidates:
                 kind, self.balance(kind), self.ranks
             )
         if {"filter", "channel"} <= set(self.kinds):
-            found[PAIRS] = self._pairs()
+            found[ALTERNATING] = self._pairs()
         for tuned in self.tuned():
             found[tuned_name(tuned)] = self.whole(tuned.kind, tuned.weights)
         if (best := self.tuned_plan()) is not None:
             found[plan_name(best)] = dict(best.splits)
         return found or {"replicated": dict.fromkeys(self.graph.layers, REPLICATE)}
 
-    def alone(self, rank: int) -> Splits | None:
+    def single_device(self, rank: int) -> Splits | None:
         """All on one device, written as a cut into one part and nothing; none if no
         kind that may be has a place.
         """
         kind = next(
             (
                 k
-                for k in LONE
-                if k in self.kinds and (k not in SPACE or is_there(self.graph, k))
+                for k in ALL_ON_ONE_DEVICE
+                if k in self.kinds
+                and (k not in SPATIAL_KINDS or has_dimension(self.graph, k))
             ),
             None,
         )
@@ -358,4 +359,4 @@ def tuned_name(tuned: TunedRatio) -> str:
 
 
 def plan_name(tuned: TunedPlan) -> str:
-    return tuned.name if tuned.name.startswith(ALONE) else f"{TUNED} plan"
+    return tuned.name if tuned.name.startswith(SINGLE_DEVICE) else f"{TUNED} plan"

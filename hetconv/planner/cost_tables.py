@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hetconv.cost.network import Array, Network
-from hetconv.cost.propagate import held_of
-from hetconv.sharding.layer_rules import Split, Step
+from hetconv.cost.propagate import param_shards_of
+from hetconv.sharding.layer_rules import OpSharding, Split
 from hetconv.sharding.layout import Box
-from hetconv.sharding.param_shards import Atom
+from hetconv.sharding.param_shards import OverlapCell
 from hetconv.tracing.graph import Graph, Node
 
 Scope = tuple[str, ...]  # no node, one, or two in the order of their names
@@ -32,7 +32,7 @@ class Copies(NamedTuple):
 
 
 @dataclass
-class Tables:
+class CostTables:
     """Seconds over the choices of nodes. ``constant``: those that no choice changes.
 
     ``held``: (choices, P) bytes of what stays in memory on each device: inputs and
@@ -43,11 +43,11 @@ class Tables:
     constant: float = 0.0
     unary: dict[str, Array] = field(default_factory=dict)
     pairwise: dict[tuple[str, str], Array] = field(default_factory=dict)
-    held: dict[Scope, Array] = field(default_factory=dict)
+    bytes: dict[Scope, Array] = field(default_factory=dict)
     copies: list[Copies] = field(default_factory=list)
     computing: dict[str | None, Array] = field(default_factory=dict)
 
-    def charge(self, node: str | None, seconds: Array) -> None:
+    def add(self, node: str | None, seconds: Array) -> None:
         """(choices,) of a node, or one number that is the same whatever is chosen."""
         if node is None:
             self.constant += float(seconds[0])
@@ -56,30 +56,30 @@ class Tables:
                 self.unary[node] + seconds if node in self.unary else seconds
             )
 
-    def hold(self, node: str | None, held: Array) -> None:
+    def add_bytes(self, node: str | None, held: Array) -> None:
         """(choices, P) bytes."""
         scope = () if node is None else (node,)
-        _add(self.held, scope, held[0] if node is None else held)
+        _add(self.bytes, scope, held[0] if node is None else held)
 
-    def relate(self, u: str | None, v: str | None, seconds: Array) -> None:
+    def add_pair(self, u: str | None, v: str | None, seconds: Array) -> None:
         """(choices of u, choices of v); of no node there is one choice."""
-        scope, table = related(u, v, seconds)
+        scope, table = table_of_scope(u, v, seconds)
         if len(scope) == 2:
             _add(self.pairwise, scope, table)
         else:
-            self.charge(scope[0] if scope else None, np.atleast_1d(table))
+            self.add(scope[0] if scope else None, np.atleast_1d(table))
 
-    def all_held(self) -> dict[Scope, Array]:
+    def all_bytes(self) -> dict[Scope, Array]:
         """``held`` with ``copies``: (choices of each node of the scope, ..., P) bytes."""
-        found, known = dict(self.held), dict[int, Array]()
+        found, known = dict(self.bytes), dict[int, Array]()
         for node, reader, counted in self.copies:
             if id(counted) not in known:
                 known[id(counted)] = counted()
-            _add(found, *related(node, reader, known[id(counted)]))
+            _add(found, *table_of_scope(node, reader, known[id(counted)]))
         return found
 
 
-def related(u: str | None, v: str | None, table: Array) -> tuple[Scope, Array]:
+def table_of_scope(u: str | None, v: str | None, table: Array) -> tuple[Scope, Array]:
     """(choices of u, choices of v, ...) as a table of the nodes that there are, in order."""
     if u == v:
         return (() if u is None else (u,)), (
@@ -104,7 +104,7 @@ Mask = npt.NDArray[np.bool_]
 EARLIER, NOW, NEVER = np.eye(3, dtype=bool)  # when a parameter was first used on parts
 
 
-class Contributions:
+class GradientSumTables:
     """Which choices use which parameters on parts. A parameter's gradient is summed
     once, however many do.
     """
@@ -116,9 +116,9 @@ class Contributions:
         self._used: dict[int, dict[str | None, Mask]] = {}
         self._costs: dict[tuple[int, int, str], Array] = {}
 
-    def note(self, node: Node, name: str | None, steps: Sequence[Step]) -> None:
+    def note(self, node: Node, name: str | None, steps: Sequence[OpSharding]) -> None:
         """An operator runs in one of these ways by the choice of a node of the tables."""
-        contributes = np.array([s.contributes for s in steps])
+        contributes = np.array([s.partial_grads for s in steps])
         for i in (
             dict.fromkeys((*node.params, *node.inputs)) if contributes.any() else ()
         ):
@@ -131,28 +131,28 @@ class Contributions:
                     by_node.get(name, np.zeros_like(contributes)) | contributes
                 )
 
-    def charge(self, tables: Tables) -> None:
+    def charge(self, tables: CostTables) -> None:
         """Of a parameter that operators under different nodes use, more nodes say where
         it is used first.
         """
         for i, by_node in self._used.items():
             owner, cost = self._cost(i)
             (last, used), *others = by_node.items()
-            tables.relate(owner, last, np.outer(cost, used))
+            tables.add_pair(owner, last, np.outer(cost, used))
             for k, (name, uses) in enumerate(others, 1):
                 state = f"{self.graph.values[i].param}: {k}"
-                tables.charge(state, np.zeros(3))
-                tables.relate(
+                tables.add(state, np.zeros(3))
+                tables.add_pair(
                     last,
                     state,
                     _forbidden([EARLIER if u else NOW | NEVER for u in used]),
                 )
-                tables.relate(
+                tables.add_pair(
                     name,
                     state,
                     _forbidden([EARLIER | NOW if u else EARLIER | NEVER for u in uses]),
                 )
-                tables.relate(owner, state, np.outer(cost, NOW))
+                tables.add_pair(owner, state, np.outer(cost, NOW))
                 last, used = state, EARLIER | NOW
 
     def _cost(self, param: int) -> tuple[str | None, Array]:
@@ -173,11 +173,11 @@ class Contributions:
 
     def _seconds(self, param: int, splits: Mapping[str, Split], world: int) -> float:
         value = self.graph.values[param]
-        held = held_of(self.graph, param, splits, world)
+        held = param_shards_of(self.graph, param, splits, world)
         atoms = (
-            held.atoms
+            held.cells
             if held is not None
-            else (Atom(Box.whole(value.shape), tuple(range(world))),)
+            else (OverlapCell(Box.whole(value.shape), tuple(range(world))),)
         )
         return value.itemsize * sum(
             box.numel * self.network.s_per_summed_byte(holders)

@@ -13,48 +13,53 @@ from typing import NamedTuple
 import numpy as np
 
 from hetconv.cost.network import Array
-from hetconv.operators.base import on_parts
+from hetconv.operators.base import reduce_scattered
 from hetconv.operators.shapes import Cat
-from hetconv.operators.views import Pieces
-from hetconv.sharding.layer_rules import REPLICATE, Split, Step
-from hetconv.sharding.layout import Layout, Need
+from hetconv.operators.views import SplitView
+from hetconv.sharding.layer_rules import REPLICATE, OpSharding, Split
+from hetconv.sharding.layout import Layout, ReadRegion
 from hetconv.tracing.graph import Graph, Node
 
 # of a concatenation along its cut, where what inputs hold adds up in very many ways
-MOST_STATES = 1000
+MAX_JOIN_STATES = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class Ways:
+class Strategies:
     """How an operator may run, by a node's choice. ``reads`` of each input, and
     ``outputs``, by choice.
     """
 
     splits: tuple[Split, ...]
-    steps: tuple[Step, ...]
-    reads: tuple[tuple[Layout | Need, ...], ...]
+    shardings: tuple[OpSharding, ...]
+    input_layouts: tuple[tuple[Layout | ReadRegion, ...], ...]
     outputs: tuple[tuple[Layout, ...], ...]
 
     @staticmethod
-    def of(node: Node, splits: tuple[Split, ...], steps: tuple[Step, ...]) -> Ways:
-        reads = tuple(zip(*(s.reads for s in steps), strict=True))
+    def of(
+        node: Node, splits: tuple[Split, ...], steps: tuple[OpSharding, ...]
+    ) -> Strategies:
+        reads = tuple(zip(*(s.input_layouts for s in steps), strict=True))
         outputs = [tuple(s.output for s in steps)] * len(node.outputs)
-        if isinstance(node.op, Pieces):
+        if isinstance(node.op, SplitView):
             outputs = list(
                 zip(
-                    *([y.output for y in node.op.steps(s.reads)] for s in steps),  # type: ignore[arg-type]
+                    *(
+                        [y.output for y in node.op.shardings(s.input_layouts)]  # type: ignore[arg-type]
+                        for s in steps
+                    ),
                     strict=True,
                 )
             )
-        return Ways(splits, steps, reads, tuple(outputs))
+        return Strategies(splits, steps, reads, tuple(outputs))
 
     @staticmethod
-    def unsplit(node: Node, steps: Sequence[Step]) -> Ways:
+    def unsplit(node: Node, steps: Sequence[OpSharding]) -> Strategies:
         """Of an operator that a plan does not name."""
-        return Ways.of(node, (REPLICATE,) * len(steps), tuple(steps))
+        return Strategies.of(node, (REPLICATE,) * len(steps), tuple(steps))
 
 
-class Lies(NamedTuple):
+class PlacementByChoice(NamedTuple):
     """Where a value lies, by the choice of ``node``; what lies in one way whatever is
     chosen has no node.
     """
@@ -66,7 +71,9 @@ class Lies(NamedTuple):
 Link = tuple[Array, Array]
 
 
-def followed(node: Node, wholes: tuple[Layout, ...], inputs: Sequence[Lies]) -> Ways:
+def following_strategies(
+    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[PlacementByChoice]
+) -> Strategies:
     """Of an operator whose inputs lie by the choice of one node, if any. ``wholes``:
     the inputs, replicated.
     """
@@ -77,26 +84,26 @@ def followed(node: Node, wholes: tuple[Layout, ...], inputs: Sequence[Lies]) -> 
             strict=True,
         )
     )
-    return Ways.unsplit(
-        node, [node.op.step(row, REPLICATE) for row in rows or [wholes]]
+    return Strategies.unsplit(
+        node, [node.op.sharding(row, REPLICATE) for row in rows or [wholes]]
     )
 
 
-def leads(
-    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[Lies], k: int
-) -> list[Step | None]:
+def led_by(
+    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[PlacementByChoice], k: int
+) -> list[OpSharding | None]:
     """By how input ``k`` lies: how the operator runs if this input leads it, or None if
     it does not.
     """
     steps = (
-        node.op.step((*wholes[:k], x, *wholes[k + 1 :]), REPLICATE)
+        node.op.sharding((*wholes[:k], x, *wholes[k + 1 :]), REPLICATE)
         for x in inputs[k].layouts
     )
     return [s if s.output.kind != "replicated" else None for s in steps]
 
 
 @dataclass(frozen=True)
-class Said:
+class JoinState:
     """What inputs say of how the result lies: as one of them leads it, or nothing.
 
     A concatenation along its cut is cut by what each rank has ``held`` of all inputs,
@@ -104,72 +111,74 @@ class Said:
     ``lead`` its position.
     """
 
-    step: Step | None
+    sharding: OpSharding | None
     held: tuple[int, ...] = ()
     example: tuple[Layout, ...] = field(default=(), compare=False)
     lead: int = field(default=0, compare=False)
 
-    def then(self, other: Said) -> Said:
-        if self.step is not None or other.step is not None:
-            return self if self.step is not None else other
+    def then(self, other: JoinState) -> JoinState:
+        if self.sharding is not None or other.sharding is not None:
+            return self if self.sharding is not None else other
         held = (
             tuple(map(sum, zip(self.held, other.held, strict=True)))
             if self.held and other.held
             else ()
         )
-        return Said(None, held or self.held or other.held, self.example + other.example)
+        return JoinState(
+            None, held or self.held or other.held, self.example + other.example
+        )
 
 
-def retold(
-    states: Sequence[Said], node: Node, wholes: tuple[Layout, ...]
-) -> list[Said]:
+def rebased(
+    states: Sequence[JoinState], node: Node, wholes: tuple[Layout, ...]
+) -> list[JoinState]:
     """The same states, of another concatenation that begins with these inputs."""
-    steps: dict[Layout, Step] = {}  # by how the result of the one before lies
+    steps: dict[Layout, OpSharding] = {}  # by how the result of the one before lies
     found = []
     for said in states:
-        if said.step is None:
+        if said.sharding is None:
             found.append(said)
             continue
-        if said.step.output not in steps:
+        if said.sharding.output not in steps:
             inputs = (*wholes[: said.lead], *said.example, *wholes[said.lead + 1 :])
-            steps[said.step.output] = node.op.step(inputs, REPLICATE)
-        found.append(replace(said, step=steps[said.step.output]))
+            steps[said.sharding.output] = node.op.sharding(inputs, REPLICATE)
+        found.append(replace(said, sharding=steps[said.sharding.output]))
     return found
 
 
-def joined(
-    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[Lies]
-) -> tuple[list[Link], Ways]:
+def join_states(
+    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[PlacementByChoice]
+) -> tuple[list[Link], Strategies]:
     """A join has a state for each input after the first: what was said before, and what
     this input says, if it counts.
 
-    Gives `linked` for each of these inputs, and how the operator runs by the last state.
+    Gives `extend` for each of these inputs, and how the operator runs by the last state.
     """
     for adds in (True, False):
-        before, links = says(node, wholes, inputs, 0, adds), []
+        before, links = votes(node, wholes, inputs, 0, adds), []
         for k in range(1, len(inputs)):
-            link, before = linked(before, says(node, wholes, inputs, k, adds), before)
+            link, before = extend(before, votes(node, wholes, inputs, k, adds), before)
             links.append(link)
-            if adds and len(before) > MOST_STATES:
+            if adds and len(before) > MAX_JOIN_STATES:
                 break
         else:
             break
-    return links, ended(node, wholes, before)
+    return links, finalize(node, wholes, before)
 
 
-def linked(
-    before: Sequence[Said], own: Sequence[Said], marks: Sequence[Hashable]
-) -> tuple[Link, list[Said]]:
+def extend(
+    before: Sequence[JoinState], own: Sequence[JoinState], marks: Sequence[Hashable]
+) -> tuple[Link, list[JoinState]]:
     """(states before, states) and (ways in which an input lies, states): 0 where they
     fit, else inf; the states.
 
     A state goes on from those before that have the same of ``marks``.
     """
-    states: list[tuple[Hashable, Said, Said | None]] = []
+    states: list[tuple[Hashable, JoinState, JoinState | None]] = []
     for mark, said in dict(zip(marks, before, strict=True)).items():
         states += (
             [(mark, said, now) for now in dict.fromkeys(own)]
-            if said.step is None
+            if said.sharding is None
             else [(mark, said, None)]
         )
     goes_on = [[mark == m for mark, _, _ in states] for m in marks]
@@ -180,34 +189,44 @@ def linked(
     ]
 
 
-def ended(node: Node, wholes: tuple[Layout, ...], states: Sequence[Said]) -> Ways:
+def finalize(
+    node: Node, wholes: tuple[Layout, ...], states: Sequence[JoinState]
+) -> Strategies:
     """How the operator runs, by what all inputs together say."""
-    gathered = node.op.step(wholes, REPLICATE)
+    gathered = node.op.sharding(wholes, REPLICATE)
     steps = (
-        s.step or (node.op.step(s.example, REPLICATE) if s.held else gathered)
+        s.sharding or (node.op.sharding(s.example, REPLICATE) if s.held else gathered)
         for s in states
     )
-    return Ways.unsplit(node, list(steps))
+    return Strategies.unsplit(node, list(steps))
 
 
-def says(
-    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[Lies], k: int, adds: bool
-) -> list[Said]:
+def votes(
+    node: Node,
+    wholes: tuple[Layout, ...],
+    inputs: Sequence[PlacementByChoice],
+    k: int,
+    adds: bool,
+) -> list[JoinState]:
     """By how input ``k`` lies. ``adds``: whether a concatenation along the cut counts
     what each input holds.
     """
     found = []
-    for x, step in zip(inputs[k].layouts, leads(node, wholes, inputs, k), strict=True):
+    for x, step in zip(inputs[k].layouts, led_by(node, wholes, inputs, k), strict=True):
         along = (
-            adds and isinstance(node.op, Cat) and on_parts(x).dim == node.op.dim != 1
+            adds
+            and isinstance(node.op, Cat)
+            and reduce_scattered(x).dim == node.op.dim != 1
         )
         found.append(
-            Said(None, on_parts(x).sizes, (x,)) if along else Said(step, (), (x,), k)
+            JoinState(None, reduce_scattered(x).sizes, (x,))
+            if along
+            else JoinState(step, (), (x,), k)
         )
     return found
 
 
-def nested(graph: Graph) -> set[Node]:
+def nested_concats(graph: Graph) -> set[Node]:
     """The concatenations of channels whose inputs begin as another's do, or go on: the
     layers of a dense block.
     """

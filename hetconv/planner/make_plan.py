@@ -14,12 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hetconv.cost.estimator import LayerCost, Pricer, gathers
+from hetconv.cost.estimator import LayerCost, StepEstimator, gathers
 from hetconv.errors import PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE, Considered, LayerPlan, Mode, Plan, Prediction
+from hetconv.schemas.plan import (
+    SINGLE_DEVICE,
+    Alternative,
+    LayerPlan,
+    Mode,
+    Plan,
+    Prediction,
+)
 from hetconv.sharding.layer_rules import KINDS, Conv, Split, SplitKind
-from hetconv.tracing.fusion import followers
+from hetconv.tracing.fusion import fusible_functions
 from hetconv.tracing.graph import Graph
 
 from .candidates import EVEN, TUNED, Candidates, plan_name, tuned_name
@@ -28,7 +35,7 @@ from .partition import Splits, split_of, with_whole_sum
 from .search import Search
 
 PLANNED, EVEN_PLAN = "planned", "even split, planned"
-MOVES = 24  # tried at most when shares are refined
+MAX_MOVES = 24  # tried at most when shares are refined
 NUDGE = 1 / 32  # of a group's work, moved from the busiest device to the least busy one
 Price = tuple[Prediction, dict[str, LayerCost]]
 Priced = dict[str, Price]
@@ -55,7 +62,9 @@ def make_plan(
     prediction, costs = compared.priced[chosen]
     splits = compared.found[chosen]
     others = (
-        compared.search.considered(splits) if not chosen.startswith(ALONE) else {}
+        compared.search.alternatives(splits)
+        if not chosen.startswith(SINGLE_DEVICE)
+        else {}
     )  # alone, no layer has a say
     layers = _layers(graph, profile, splits, costs, others)
     return Plan(
@@ -126,18 +135,21 @@ class _Compared:
         limits = _limits(profile, memory_limit)
         ways, pricer = (
             Candidates(graph, profile, mode, allowed),
-            Pricer(graph, profile, mode),
+            StepEstimator(graph, profile, mode),
         )
         self.found = ways.whole_models(limits)
         self.priced: Priced = {
-            name: pricer.of(name).price(splits) for name, splits in self.found.items()
+            name: pricer.of(name).estimate(splits)
+            for name, splits in self.found.items()
         }
         self.search = Search.within(ways, pricer, limits)
-        even = Search(ways, pricer, ways.choices(ways.pool(even=True), own=False))
+        even = Search(
+            ways, pricer, ways.choices(ways.shared_proportions(even=True), own=False)
+        )
         for name, one in ((PLANNED, self.search), (EVEN_PLAN, even)):
             splits = one.best(limits)
             if splits is not None:
-                self.found[name], self.priced[name] = splits, pricer.price(splits)
+                self.found[name], self.priced[name] = splits, pricer.estimate(splits)
         _correct(self.priced, ways, pricer)
         if not self._fitting(limits):
             least, there = (
@@ -153,7 +165,7 @@ class _Compared:
     def _fitting(self, limits: Limits) -> dict[str, Prediction]:
         return {name: p for name, (p, _) in self.priced.items() if _fits(p, limits)}
 
-    def _choose(self, ways: Candidates, pricer: Pricer, limits: Limits) -> str:
+    def _choose(self, ways: Candidates, pricer: StepEstimator, limits: Limits) -> str:
         """What was measured to be the fastest; otherwise what is predicted to be, refined."""
         fitting, tuned = self._fitting(limits), ways.tuned_plan()
         if tuned is not None and plan_name(tuned) in fitting:
@@ -162,11 +174,11 @@ class _Compared:
             fitting,
             key=lambda n: (
                 fitting[n].step_s,
-                not n.startswith(ALONE),
+                not n.startswith(SINGLE_DEVICE),
                 not n.startswith(TUNED),
             ),
         )
-        if not chosen.startswith((ALONE, TUNED)):
+        if not chosen.startswith((SINGLE_DEVICE, TUNED)):
             refined, price = _refined(
                 ways, pricer, self.found[chosen], self.priced[chosen], limits
             )
@@ -179,7 +191,7 @@ class _Compared:
         return chosen
 
 
-def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
+def _correct(priced: Priced, ways: Candidates, pricer: StepEstimator) -> None:
     """A tuned ratio was measured beside the computed one: what it gained is believed; a
     worse one is not kept.
 
@@ -188,7 +200,7 @@ def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
     """
     for tuned in ways.tuned():
         prediction, costs = priced[tuned_name(tuned)]
-        computed, _ = pricer.price(ways.whole(tuned.kind, tuned.computed_weights))
+        computed, _ = pricer.estimate(ways.whole(tuned.kind, tuned.computed_weights))
         gain = min(tuned.step_s / tuned.computed_step_s, 1.0)
         priced[tuned_name(tuned)] = (
             replace(prediction, step_s=computed.step_s * gain),
@@ -207,7 +219,11 @@ def _correct(priced: Priced, ways: Candidates, pricer: Pricer) -> None:
 
 
 def _refined(
-    ways: Candidates, pricer: Pricer, splits: Splits, price: Price, limits: Limits
+    ways: Candidates,
+    pricer: StepEstimator,
+    splits: Splits,
+    price: Price,
+    limits: Limits,
 ) -> tuple[Splits, Price]:
     """Work is moved from the busiest device to the least busy one, as long as the step
     is predicted to be shorter.
@@ -216,7 +232,7 @@ def _refined(
     counts is their sum.
     """
     best, (prediction, costs) = splits, price
-    for _ in range(MOVES):
+    for _ in range(MAX_MOVES):
         busy = prediction.busy_s
         slowest, idlest = (
             max(range(len(busy)), key=busy.__getitem__),
@@ -228,7 +244,7 @@ def _refined(
                 split.sizes
                 and split.sizes[slowest]
                 and split.sizes[idlest]
-                and idlest in split.mates(slowest)
+                and idlest in split.peers(slowest)
             ):
                 weights[split] = weights.get(split, 0.0) + max(costs[name].forward_s)
         if not weights:
@@ -238,7 +254,7 @@ def _refined(
             key=lambda split: (weights[split], split.kind, split.sizes, split.nodes),
         )
         tried = _nudged(ways, best, group, slowest, idlest)
-        after, after_costs = pricer.price(tried)
+        after, after_costs = pricer.estimate(tried)
         if after.step_s >= prediction.step_s * (1 - 1e-4) or not _fits(after, limits):
             break
         best, prediction, costs = tried, after, after_costs
@@ -249,7 +265,7 @@ def _nudged(
     ways: Candidates, splits: Splits, group: Split, source: int, target: int
 ) -> Splits:
     weights = [float(size) for size in group.sizes]
-    moved = max(sum(weights[rank] for rank in group.mates(source)) * NUDGE, 1.0)
+    moved = max(sum(weights[rank] for rank in group.peers(source)) * NUDGE, 1.0)
     moved = min(moved, weights[source])
     weights[source] -= moved
     weights[target] += moved
@@ -275,10 +291,10 @@ def _layers(
     profile: ClusterProfile,
     splits: Splits,
     costs: Mapping[str, LayerCost],
-    others: Mapping[str, tuple[Considered, ...]],
+    others: Mapping[str, tuple[Alternative, ...]],
 ) -> dict[str, LayerPlan]:
     """What the plan says of every layer."""
-    following, layers = followers(graph), {}
+    following, layers = fusible_functions(graph), {}
     for name, op in graph.layers.items():
         split, cost = splits[name], costs[name]
         chunks = (
@@ -321,6 +337,6 @@ def _alternatives(priced: Mapping[str, Prediction]) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name, prediction in priced.items():
-        short = next((s for s in (ALONE, EVEN) if name.startswith(s)), name)
+        short = next((s for s in (SINGLE_DEVICE, EVEN) if name.startswith(s)), name)
         found[short] = min(prediction.step_s, found.get(short, float("inf")))
     return found

@@ -15,20 +15,20 @@ from hetconv.cost.network import Array
 from hetconv.errors import PlanError
 from hetconv.solver import milp
 from hetconv.solver.elimination import solve
-from hetconv.solver.factor_graph import Potentials
+from hetconv.solver.factor_graph import FactorGraph
 
-from .cost_tables import Scope, Tables
+from .cost_tables import CostTables, Scope
 
 Limits = tuple[float, ...]
 Choice = dict[str, int]
 Memory = Callable[[Choice], Sequence[float]]  # bytes that a choice takes on each device
-Held = Mapping[Scope, Array]  # as `Tables.all_held`
+Held = Mapping[Scope, Array]  # as `CostTables.all_bytes`
 ROUNDS = 40
 GAP = 0.01  # of the least cost, for which it is worth asking HiGHS
 MOST_ENTRIES = 100_000  # of tables that HiGHS is given
 
 
-def solve_within(tables: Tables, limits: Limits, memory: Memory) -> Choice | None:
+def solve_within(tables: CostTables, limits: Limits, memory: Memory) -> Choice | None:
     """The cheapest choice that was found to fit, or None. Deterministic, unless HiGHS
     runs out of time.
     """
@@ -37,7 +37,7 @@ def solve_within(tables: Tables, limits: Limits, memory: Memory) -> Choice | Non
         np.array(limits),
         np.zeros(len(limits)),
         -np.inf,
-        tables.all_held(),
+        tables.all_bytes(),
     )
     for turn in range(ROUNDS):
         choice, cost, over = _priced(tables, held, caps, prices, memory)
@@ -64,7 +64,9 @@ def solve_within(tables: Tables, limits: Limits, memory: Memory) -> Choice | Non
     return best[1] if best is not None else None
 
 
-def least_memory(tables: Tables, limits: Limits, memory: Memory) -> tuple[float, ...]:
+def least_memory(
+    tables: CostTables, limits: Limits, memory: Memory
+) -> tuple[float, ...]:
     """Bytes on each device of the choice, of those that were found, that exceeds the
     limits by the least factor.
     """
@@ -73,11 +75,11 @@ def least_memory(tables: Tables, limits: Limits, memory: Memory) -> tuple[float,
 
 
 def _lean(
-    tables: Tables, limits: Limits, memory: Memory
+    tables: CostTables, limits: Limits, memory: Memory
 ) -> list[tuple[Choice, tuple[float, ...]]]:
     """Choices of little memory, whatever they cost, and the bytes of each."""
-    caps, prices, held = np.array(limits), 1 / np.array(limits), tables.all_held()
-    free = Tables(unary={v: np.zeros_like(t) for v, t in tables.unary.items()})
+    caps, prices, held = np.array(limits), 1 / np.array(limits), tables.all_bytes()
+    free = CostTables(unary={v: np.zeros_like(t) for v, t in tables.unary.items()})
     free.pairwise = {
         pair: np.where(np.isinf(t), np.inf, 0.0) for pair, t in tables.pairwise.items()
     }
@@ -94,7 +96,7 @@ def _lean(
 
 
 def _priced(
-    tables: Tables, held: Held, caps: Array, prices: Array, memory: Memory
+    tables: CostTables, held: Held, caps: Array, prices: Array, memory: Memory
 ) -> tuple[Choice, float, Array]:
     """The optimum at these seconds per byte, its seconds without them, and by what part
     it exceeds each cap.
@@ -110,7 +112,7 @@ def _priced(
     return choice, _cost(tables, choice), np.array(memory(choice)) / caps - 1
 
 
-def _cost(tables: Tables, choice: Mapping[str, int]) -> float:
+def _cost(tables: CostTables, choice: Mapping[str, int]) -> float:
     own = sum(float(t[choice[v]]) for v, t in tables.unary.items())
     return own + sum(
         float(t[choice[u], choice[v]]) for (u, v), t in tables.pairwise.items()
@@ -118,11 +120,11 @@ def _cost(tables: Tables, choice: Mapping[str, int]) -> float:
 
 
 def _by_highs(
-    tables: Tables, held: Held, caps: Array, memory: Memory
+    tables: CostTables, held: Held, caps: Array, memory: Memory
 ) -> tuple[float, Choice] | None:
     if sum(t.size for t in tables.pairwise.values()) > MOST_ENTRIES:
         return None
-    potentials = Potentials.of(tables.unary, tables.pairwise)
+    potentials = FactorGraph.of(tables.unary, tables.pairwise)
     index = {name: v for v, name in enumerate(potentials.names)}
     used = {
         tuple(index[name] for name in scope): table
@@ -130,7 +132,7 @@ def _by_highs(
         if scope
     }
     try:
-        found, _ = milp.least(
+        found, _ = milp.minimize_tables(
             potentials.tables, milp.TIME_LIMIT, (used, caps - held.get((), 0.0))
         )
     except PlanError:  # nothing fits, or nothing was found in time

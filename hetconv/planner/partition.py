@@ -11,7 +11,7 @@ from itertools import chain
 from hetconv.errors import SplitError
 from hetconv.sharding.layer_rules import (
     REPLICATE,
-    SPACE,
+    SPATIAL_KINDS,
     Conv,
     Linear,
     Split,
@@ -27,14 +27,14 @@ Nodes = tuple[
 ]  # how many ranks each has, and its proportion of the samples
 
 
-def is_there(graph: Graph, kind: SplitKind) -> bool:
+def has_dimension(graph: Graph, kind: SplitKind) -> bool:
     """Whether there is more than one sample; whether any layer has this spatial dimension."""
     ops = graph.layers.values()
     if kind == "sample":
         return (
             min(op.spec.N if isinstance(op, Conv) else op.x_shape[0] for op in ops) > 1
         )
-    return kind not in SPACE or any(op.dim(kind) is not None for op in ops)
+    return kind not in SPATIAL_KINDS or any(op.dim(kind) is not None for op in ops)
 
 
 def whole_model(
@@ -71,7 +71,7 @@ def aligned(
         return tuple(
             chain(*(aligned(graph, kind, weights[a:b]) for a, b in spans(ranks)))
         )
-    if kind not in SPACE or min(weights) <= 0:
+    if kind not in SPATIAL_KINDS or min(weights) <= 0:
         return weights
     return tuple(map(float, apportion(_grid(graph, kind), weights)))
 
@@ -101,7 +101,7 @@ def split_of(
         return _in_nodes(op, kind, weights, nodes)
     world = len(weights)
     lone = sum(w > 0 for w in weights) == 1
-    if kind in SPACE and op.dim(kind) is None and lone and "sample" in kinds:
+    if kind in SPATIAL_KINDS and op.dim(kind) is None and lone and "sample" in kinds:
         kind = "sample"  # the device that works alone goes on alone
     extent = extent_of(op, kind)
     if extent is None or extent < 1:

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.network import Array
-from hetconv.schemas.plan import Considered
-from hetconv.sharding.layer_rules import SPACE, Split
+from hetconv.schemas.plan import Alternative
+from hetconv.sharding.layer_rules import SPATIAL_KINDS, Split
 from hetconv.solver.elimination import solve
 
 from .candidates import Candidates
-from .cost_tables import Tables
+from .cost_tables import CostTables
 from .memory_limits import Choice, Limits, solve_within
-from .partition import Splits, Weights, is_there
-from .table_builder import tables
+from .partition import Splits, Weights, has_dimension
+from .table_builder import build_tables
 
 TURNS = 24  # of taking from who has too little memory, until all have enough
 Choices = Mapping[str, tuple[Split, ...]]
@@ -30,19 +30,19 @@ Choices = Mapping[str, tuple[Split, ...]]
 class Search:
     """The layers' choices, what they cost, and what they mean."""
 
-    def __init__(self, ways: Candidates, pricer: Pricer, choices: Choices):
+    def __init__(self, ways: Candidates, pricer: StepEstimator, choices: Choices):
         self.ways, self.pricer, self.choices = ways, pricer, choices
-        self.tables = tables(ways.graph, ways.profile, choices, ways.mode)
+        self.tables = build_tables(ways.graph, ways.profile, choices, ways.mode)
         self.roomy: list[
             Splits
         ] = []  # whole models that fit, where what is fastest does not
 
     @classmethod
-    def within(cls, ways: Candidates, pricer: Pricer, limits: Limits) -> Search:
+    def within(cls, ways: Candidates, pricer: StepEstimator, limits: Limits) -> Search:
         """With proportions for which there is room among the choices, where what would
         be fastest does not fit.
         """
-        pool = ways.pool()
+        pool = ways.shared_proportions()
         search = cls(ways, pricer, ways.choices(pool))
         if search.fits(search.fastest, limits):
             return search
@@ -76,10 +76,12 @@ class Search:
         within = solve_within(self.tables, limits, self.memory)
         found = [*self.roomy, *([self.splits(within)] if within is not None else [])]
         return min(
-            found, default=None, key=lambda splits: self.pricer.price(splits)[0].step_s
+            found,
+            default=None,
+            key=lambda splits: self.pricer.estimate(splits)[0].step_s,
         )
 
-    def considered(self, chosen: Splits) -> dict[str, tuple[Considered, ...]]:
+    def alternatives(self, chosen: Splits) -> dict[str, tuple[Alternative, ...]]:
         """Of each layer, all its choices beside the chosen one, with the other layers as chosen."""
         if any(chosen[name] not in of_layer for name, of_layer in self.choices.items()):
             more: dict[
@@ -93,8 +95,8 @@ class Search:
                 self.ways,
                 self.pricer,
                 {n: more.setdefault(c, c) for n, c in added.items()},
-            ).considered(chosen)
-        return considered(
+            ).alternatives(chosen)
+        return alternatives(
             self.tables,
             self.choices,
             {n: c.index(chosen[n]) for n, c in self.choices.items()},
@@ -102,7 +104,7 @@ class Search:
 
 
 def _with_room(
-    ways: Candidates, pricer: Pricer, limits: Limits
+    ways: Candidates, pricer: StepEstimator, limits: Limits
 ) -> list[tuple[Weights, Splits]]:
     """Whole models, each cut in one way, that fit: in proportions as near to the
     balanced ones as that goes.
@@ -110,8 +112,8 @@ def _with_room(
     found = []
     for kind in (
         kind
-        for kind in (*SPACE, "sample")
-        if kind in ways.kinds and is_there(ways.graph, kind)
+        for kind in (*SPATIAL_KINDS, "sample")
+        if kind in ways.kinds and has_dimension(ways.graph, kind)
     ):
         weights = ways.balance(kind)
         for _ in range(TURNS):
@@ -131,9 +133,11 @@ Ints = npt.NDArray[np.intp]
 DIGITS = 4  # significant ones, that a plan keeps
 
 
-def considered(
-    tables: Tables, choices: Mapping[str, tuple[Split, ...]], chosen: Mapping[str, int]
-) -> dict[str, tuple[Considered, ...]]:
+def alternatives(
+    tables: CostTables,
+    choices: Mapping[str, tuple[Split, ...]],
+    chosen: Mapping[str, int],
+) -> dict[str, tuple[Alternative, ...]]:
     """Of each layer of ``choices``, every choice that the tables do not forbid, the
     least costly first.
 
@@ -150,7 +154,7 @@ def considered(
 
 def _listed(
     total: Array, computing: Array, splits: tuple[Split, ...], chosen: int
-) -> tuple[Considered, ...]:
+) -> tuple[Alternative, ...]:
     slower = total - total[chosen]
     slower[np.abs(slower) < 1e-12 * total[chosen]] = 0.0  # left over from rounding
     order = sorted(
@@ -159,7 +163,7 @@ def _listed(
     )
     seconds = np.stack([computing, total - computing, slower], 1)
     return tuple(
-        Considered(splits[k], *(float(f"{s:.{DIGITS}g}") for s in seconds[k]))
+        Alternative(splits[k], *(float(f"{s:.{DIGITS}g}") for s in seconds[k]))
         for k in order
     )
 
@@ -168,7 +172,7 @@ class _Around:
     """The tables by node: what is between it and each neighbour, with its own choices first."""
 
     def __init__(
-        self, tables: Tables, layers: Mapping[str, Any], chosen: Mapping[str, int]
+        self, tables: CostTables, layers: Mapping[str, Any], chosen: Mapping[str, int]
     ):
         self.tables = tables
         self.edges: dict[str, dict[str, Array]] = {node: {} for node in tables.unary}

@@ -2,7 +2,7 @@
 two: what `elimination` takes.
 
 Where a tensor lies follows from the choice of one node: of a layer that a plan names,
-or of a join of tensors that follow different layers. The tables hold what `Pricer` adds
+or of a join of tensors that follow different layers. The tables hold what `StepEstimator` adds
 up as ``summed_s``, operator by operator. Pure.
 """
 
@@ -17,36 +17,36 @@ import numpy as np
 import numpy.typing as npt
 
 from hetconv.cost.memory import (
-    copied_between,
     input_bytes,
-    kept,
+    kept_results,
     parameter_bytes,
+    receive_buffer_table,
     result_bytes,
 )
 from hetconv.cost.network import Array, Network
 from hetconv.cost.operator_cost import Operators
-from hetconv.cost.redistribution import Moved, movements
+from hetconv.cost.redistribution import MovedValue, movement_tables
 from hetconv.operators.shapes import Reshape
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, halos_travel
-from hetconv.sharding.layout import Layout, Need, Shape
+from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, exchanges_halos
+from hetconv.sharding.layout import Layout, ReadRegion, Shape
 from hetconv.tracing.graph import Graph, Memory, Node
 
-from .cost_tables import Contributions, Copies, Tables
+from .cost_tables import Copies, CostTables, GradientSumTables
 from .joins import (
-    Lies,
+    JoinState,
     Link,
-    Said,
-    Ways,
-    ended,
-    followed,
-    joined,
-    leads,
-    linked,
-    nested,
-    retold,
-    says,
+    PlacementByChoice,
+    Strategies,
+    extend,
+    finalize,
+    following_strategies,
+    join_states,
+    led_by,
+    nested_concats,
+    rebased,
+    votes,
 )
 
 T = TypeVar("T")
@@ -60,16 +60,16 @@ class _Movement(NamedTuple):
 
     node: str | None
     reader: str | None
-    moved: Moved
+    moved: MovedValue
     hidden: tuple[Mask, Array] | None
 
 
-def tables(
+def build_tables(
     graph: Graph,
     profile: ClusterProfile,
     choices: Mapping[str, tuple[Split, ...]],
     mode: Mode,
-) -> Tables:
+) -> CostTables:
     """Of a model whose layers may be split in these ways; a layer without choices is replicated.
 
     ``choices`` of equal operators should be the same object: what they have in common
@@ -85,11 +85,11 @@ def tables(
         held = np.array(
             [parameter_bytes(graph, cut, profile.world, mode, name) for cut in cuts]
         )
-        builder.tables.hold(name if choices.get(name) else None, held)
+        builder.tables.add_bytes(name if choices.get(name) else None, held)
     always = np.array(
         parameter_bytes(graph, {}, profile.world, mode, None)
     ) + input_bytes(graph)
-    builder.tables.hold(None, always[None])
+    builder.tables.add_bytes(None, always[None])
     builder.charge_moves()
     builder.contributions.charge(builder.tables)
     return builder.tables
@@ -115,8 +115,8 @@ class _Builder:
         )
         self.passes = (False, True) if mode == "train" else (False,)
         self.tables, self.contributions = (
-            Tables(),
-            Contributions(graph, self.network, choices),
+            CostTables(),
+            GradientSumTables(graph, self.network, choices),
         )
         self._wholes: dict[Shape, tuple[Layout, ...]] = {}
         self._once: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
@@ -125,23 +125,27 @@ class _Builder:
         ] = {}  # an object for all equal ones
         self._movements: list[_Movement] = []
         self._statistics: list[
-            tuple[str | None, list[list[Moved]]]
+            tuple[str | None, list[list[MovedValue]]]
         ] = []  # by choice of a node
-        self.lies = {i: Lies(None, (self.whole(i),)) for i in range(len(graph.values))}
+        self.placements = {
+            i: PlacementByChoice(None, (self.whole(i),))
+            for i in range(len(graph.values))
+        }
         self.memory = Memory({})  # families of all that may be views on parts
-        self._nested = nested(graph)
+        self._nested = nested_concats(graph)
         self._begun: dict[
-            Hashable, tuple[str, list[Said]]
+            Hashable, tuple[str, list[JoinState]]
         ] = {}  # by values and how they lie
         self._copies: set[int] = set()  # what may be a copy of what it is a view of
-        self._stays = kept(graph, mode)
+        self._stays = kept_results(graph, mode)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What was made for an equal key. Layouts, and tuples of them, count as equal
         if they are the same object.
         """
         said = tuple(
-            id(k) if isinstance(k, tuple | Ways | Layout | Need) else k for k in key
+            id(k) if isinstance(k, tuple | Strategies | Layout | ReadRegion) else k
+            for k in key
         )
         if said not in self._once:
             self._once[said] = (
@@ -158,7 +162,7 @@ class _Builder:
         return self._wholes.setdefault(shape, (Layout.replicated(shape, self.world),))
 
     def add(self, node: Node) -> None:
-        inputs = [self.lies[i] for i in node.inputs]
+        inputs = [self.placements[i] for i in node.inputs]
         free = list(dict.fromkeys(x.node for x in inputs if x.node is not None))
         if node.layer is not None and self.choices.get(node.layer):
             self._add_layer(node, node.layer)
@@ -166,7 +170,9 @@ class _Builder:
             self._add_ways(
                 node,
                 None,
-                Ways.unsplit(node, [node.op.step(self._wholes_of(node), REPLICATE)]),
+                Strategies.unsplit(
+                    node, [node.op.sharding(self._wholes_of(node), REPLICATE)]
+                ),
             )
         elif len(free) > 1 and not node.writes:
             self._add_join(node, inputs)
@@ -175,28 +181,28 @@ class _Builder:
             self._gather_families(
                 node,
                 inputs[0].node,
-                [s.output.kind == "replicated" for s in ways.steps],
+                [s.output.kind == "replicated" for s in ways.shardings],
             )
             self._add_ways(node, inputs[0].node, ways)
         else:
             wholes = self._wholes_of(node)
             ways = self.once(
                 (node.op, *(x.layouts for x in inputs)),
-                lambda: followed(node, wholes, inputs),
+                lambda: following_strategies(node, wholes, inputs),
             )
             self._add_ways(node, free[0] if free else None, ways)
 
     def _wholes_of(self, node: Node) -> tuple[Layout, ...]:
         return tuple(map(self.whole, node.inputs)) or self._whole(())
 
-    def _written(self, node: Node, inputs: Sequence[Lies]) -> Ways:
+    def _written(self, node: Node, inputs: Sequence[PlacementByChoice]) -> Strategies:
         """A call in place runs on parts where what it writes to lies on parts, and lies
         as that; see `Memory`.
         """
         wholes, (i, *_) = self._wholes_of(node), node.views
-        gathered, steps = node.op.step(wholes, REPLICATE), []
+        gathered, steps = node.op.sharding(wholes, REPLICATE), []
         for k, (x, step) in enumerate(
-            zip(inputs[0].layouts, leads(node, wholes, inputs, 0), strict=True)
+            zip(inputs[0].layouts, led_by(node, wholes, inputs, 0), strict=True)
         ):
             family = self._family(i, k)
             alike = (
@@ -207,29 +213,29 @@ class _Builder:
             steps.append(
                 step if step is not None and (alike or not family) else gathered
             )
-        return Ways.unsplit(node, steps)
+        return Strategies.unsplit(node, steps)
 
     def _add_layer(self, node: Node, name: str) -> None:
         """What a layer reads and how its result lies goes by its split alone."""
         splits, i = self.choices[name], node.inputs[0]
         ways = self.once(
             (node.op, splits),
-            lambda: Ways.of(
+            lambda: Strategies.of(
                 node,
                 splits,
-                tuple(node.op.step((self.whole(i),), split) for split in splits),
+                tuple(node.op.sharding((self.whole(i),), split) for split in splits),
             ),
         )
         hides = np.array(
             [
-                [halos_travel(node.op, x, split) for split in splits]
-                for x in self.lies[i].layouts
+                [exchanges_halos(node.op, x, split) for split in splits]
+                for x in self.placements[i].layouts
             ]
         )
         computing = self._own(node, name, ways)
         self.move(
             i,
-            ways.reads[0],
+            ways.input_layouts[0],
             name,
             hides=hides,
             computing=computing,
@@ -239,19 +245,19 @@ class _Builder:
     def _differentiable(self, node: Node) -> bool:
         return any(self.graph.values[i].requires_grad for i in node.outputs)
 
-    def _add_ways(self, node: Node, name: str | None, ways: Ways) -> None:
+    def _add_ways(self, node: Node, name: str | None, ways: Strategies) -> None:
         """An operator that runs in one of these ways by the choice of a node."""
         self._own(node, name, ways)
-        for i, reads in zip(node.inputs, ways.reads, strict=False):
+        for i, reads in zip(node.inputs, ways.input_layouts, strict=False):
             if self.graph.values[i].param is None:
                 self.move(i, reads, name, gradient=self._differentiable(node))
-        whole = [s.output.kind == "replicated" for s in ways.steps]
+        whole = [s.output.kind == "replicated" for s in ways.shardings]
         self._share(node, name, whole)
         if not all(whole):
             self.memory.join(node)
             self._copies |= set(node.outputs) if isinstance(node.op, Reshape) else set()
 
-    def _add_join(self, node: Node, inputs: Sequence[Lies]) -> None:
+    def _add_join(self, node: Node, inputs: Sequence[PlacementByChoice]) -> None:
         """The result lies as the first input suggests that is cut so that the operator
         can follow it.
 
@@ -264,7 +270,7 @@ class _Builder:
             return
         wholes, layouts = self._wholes_of(node), [x.layouts for x in inputs]
         links, ways = self.once(
-            (node.op, "joins", *layouts), lambda: joined(node, wholes, inputs)
+            (node.op, "joins", *layouts), lambda: join_states(node, wholes, inputs)
         )
         last = inputs[0].node
         for k, link in enumerate(links, 1):
@@ -273,39 +279,39 @@ class _Builder:
             )
         self._add_ways(node, last, ways)
 
-    def _add_nested(self, node: Node, inputs: Sequence[Lies]) -> None:
+    def _add_nested(self, node: Node, inputs: Sequence[PlacementByChoice]) -> None:
         """Concatenations that begin alike share nodes, each state of which says from
         which one it goes on.
         """
         wholes = self._wholes_of(node)
-        last, before = inputs[0].node, says(node, wholes, inputs, 0, False)
+        last, before = inputs[0].node, votes(node, wholes, inputs, 0, False)
         marks: Sequence[Hashable] = before
         for k in range(1, len(inputs)):
             begun = tuple(
                 zip(node.inputs, (id(x.layouts) for x in inputs[: k + 1]), strict=False)
             )
             if begun not in self._begun:
-                link, before = linked(
-                    before, says(node, wholes, inputs, k, False), marks
+                link, before = extend(
+                    before, votes(node, wholes, inputs, k, False), marks
                 )
                 last = self._link(
                     f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link
                 )
                 self._begun[begun] = last, before
             last, known = self._begun[begun]
-            before = retold(known, node, wholes)
+            before = rebased(known, node, wholes)
             marks = range(len(before))
-        self._add_ways(node, last, ended(node, wholes, before))
+        self._add_ways(node, last, finalize(node, wholes, before))
 
     def _link(self, name: str, last: str | None, other: str | None, link: Link) -> str:
         """A state of a join, by the one before and by how another input lies."""
         goes_on, agrees = link
-        self.tables.charge(name, np.zeros(goes_on.shape[1]))
-        self.tables.relate(last, name, goes_on)
-        self.tables.relate(other, name, agrees)
+        self.tables.add(name, np.zeros(goes_on.shape[1]))
+        self.tables.add_pair(last, name, goes_on)
+        self.tables.add_pair(other, name, agrees)
         return name
 
-    def _own(self, node: Node, name: str | None, ways: Ways) -> tuple[Array, ...]:
+    def _own(self, node: Node, name: str | None, ways: Strategies) -> tuple[Array, ...]:
         """Charges what does not depend on how the inputs lie; places the results.
         Seconds of each pass, (choices,).
         """
@@ -320,27 +326,30 @@ class _Builder:
             self.once((ways, str(asked), b), partial(self._seconds, node, ways, b))
             for b in self.passes
         )
-        cost = sum(computing, np.zeros(len(ways.steps)))
+        cost = sum(computing, np.zeros(len(ways.shardings)))
         self.tables.computing[name] = self.tables.computing.get(name, 0.0) + cost
-        if out is not None and any(s.forward or s.backward for s in ways.steps):
+        if out is not None and any(
+            s.forward_moves or s.backward_moves for s in ways.shardings
+        ):
             back = train and out.requires_grad
             further = self.once(
                 (ways, out.itemsize, back),
                 lambda: self._further(ways, out.itemsize, back),
             )
             self._statistics.append((name, further))
-        self.tables.charge(name, cost)
+        self.tables.add(name, cost)
         if train:
-            self.contributions.note(node, name, ways.steps)
+            self.contributions.note(node, name, ways.shardings)
         if node in self._stays:
-            self.tables.hold(
+            self.tables.add_bytes(
                 name,
                 np.array(
-                    [result_bytes(self.graph, node, s) for s in ways.steps], dtype=float
+                    [result_bytes(self.graph, node, s) for s in ways.shardings],
+                    dtype=float,
                 ),
             )
         for i, outputs in zip(node.outputs, ways.outputs, strict=False):
-            self.lies[i] = Lies(
+            self.placements[i] = PlacementByChoice(
                 name,
                 self.once(
                     (outputs,), partial(self._equal.setdefault, outputs, outputs)
@@ -348,19 +357,24 @@ class _Builder:
             )
         return computing
 
-    def _seconds(self, node: Node, ways: Ways, backward: bool) -> Array:
+    def _seconds(self, node: Node, ways: Strategies, backward: bool) -> Array:
         """(choices,): of the slowest device."""
-        seconds = self.operators.table(node, ways.splits, ways.steps, backward)
+        seconds = self.operators.table(node, ways.splits, ways.shardings, backward)
         slowest: Array = (
-            seconds + self.operators.forks(node, ways.steps, backward)
+            seconds + self.operators.forks(node, ways.shardings, backward)
         ).max(-1)
         return slowest
 
-    def _further(self, ways: Ways, itemsize: int, backward: bool) -> list[list[Moved]]:
+    def _further(
+        self, ways: Strategies, itemsize: int, backward: bool
+    ) -> list[list[MovedValue]]:
         """By choice, the further movements of an operator, such as sums of statistics."""
         exact = max(itemsize, 4)
-        moves = [(*s.forward, *(s.backward if backward else ())) for s in ways.steps]
-        own = partial(Moved, itemsize=exact, adjoint=False)
+        moves = [
+            (*s.forward_moves, *(s.backward_moves if backward else ()))
+            for s in ways.shardings
+        ]
+        own = partial(MovedValue, itemsize=exact, adjoint=False)
         return [
             [
                 self.once((m.src, m.dst, exact), partial(own, (m.src,), (m.dst,)))
@@ -376,8 +390,10 @@ class _Builder:
         self._gather_families(node, name, whole)
         for i in node.views:
             if all(whole):
-                self.lies[i] = Lies(None, self._whole(self.graph.values[i].shape))
-            elif self.lies[i].node == name:
+                self.placements[i] = PlacementByChoice(
+                    None, self._whole(self.graph.values[i].shape)
+                )
+            elif self.placements[i].node == name:
                 self._make_whole(i, whole)
 
     def _gather_families(
@@ -387,14 +403,14 @@ class _Builder:
         gathered, and all views with it.
         """
         for i in node.views:
-            by, layouts = self.lies[i]
+            by, layouts = self.placements[i]
             if by is None or (by != name and not all(whole)):
                 continue
             chosen = whole if by == name else [True] * len(layouts)
             families = [self._family(i, k) if w else [] for k, w in enumerate(chosen)]
             if any(families):
                 first = self.memory.family[i][0]
-                lay = zip(families, self.lies[first].layouts, strict=True)
+                lay = zip(families, self.placements[first].layouts, strict=True)
                 self.move(
                     first,
                     tuple(self.whole(first) if f else x for f, x in lay),
@@ -408,8 +424,8 @@ class _Builder:
         """By a choice of the node that it lies by: what is on parts and shares memory
         with a value, itself included.
         """
-        by = self.lies[value].node
-        lie = ((j, self.lies[j]) for j in self.memory.family.get(value, ()))
+        by = self.placements[value].node
+        lie = ((j, self.placements[j]) for j in self.memory.family.get(value, ()))
         family = [
             j
             for j, (node, layouts) in lie
@@ -418,16 +434,18 @@ class _Builder:
         return family if value in family and len(family) > 1 else []
 
     def _make_whole(self, value: int, where: Sequence[bool]) -> None:
-        node, layouts = self.lies[value]
+        node, layouts = self.placements[value]
         now = tuple(
             self.whole(value) if w else x for w, x in zip(where, layouts, strict=True)
         )
-        self.lies[value] = Lies(node, self._equal.setdefault(now, now))
+        self.placements[value] = PlacementByChoice(
+            node, self._equal.setdefault(now, now)
+        )
 
     def move(
         self,
         value: int,
-        reads: tuple[Layout | Need, ...],
+        reads: tuple[Layout | ReadRegion, ...],
         reader: str | None,
         *,
         hides: Mask | None = None,
@@ -437,7 +455,7 @@ class _Builder:
         """Notes bringing a value to the reads, by the reader's choice, and its gradient
         back; see `charge_moves`.
         """
-        (node, layouts), known = self.lies[value], self.graph.values[value]
+        (node, layouts), known = self.placements[value], self.graph.values[value]
         if node == reader and all(x is r for x, r in zip(layouts, reads, strict=True)):
             return
         for k, backward in enumerate(
@@ -447,13 +465,13 @@ class _Builder:
             key = layouts, reads, known.itemsize, backward
             moved = self.once(
                 (*key, apart.tobytes() if apart is not None else b""),
-                partial(Moved, *key, apart),
+                partial(MovedValue, *key, apart),
             )
             hidden = (apart, computing[k]) if apart is not None else None
             self._movements.append(_Movement(node, reader, moved, hidden))
             if not backward and True in self.passes:
                 counted = self.once(
-                    ("copies", moved), partial(partial, copied_between, moved)
+                    ("copies", moved), partial(partial, receive_buffer_table, moved)
                 )
                 self.tables.copies.append(Copies(node, reader, counted))
 
@@ -469,14 +487,14 @@ class _Builder:
             }.values()
         )
         seconds = dict(
-            zip(map(id, values), movements(values, self.network), strict=True)
+            zip(map(id, values), movement_tables(values, self.network), strict=True)
         )
         for name, by_choice in self._statistics:
             each = (
                 sum(float(seconds[id(moved)][0, 0]) for moved in some)
                 for some in by_choice
             )
-            self.tables.charge(name, np.array([*each]))
+            self.tables.add(name, np.array([*each]))
         for node, reader, moved, hidden in self._movements:
             moving = seconds[id(moved)]
             if hidden is not None:
@@ -484,4 +502,4 @@ class _Builder:
                 moving = moving - self.network.overlap * where * np.minimum(
                     moving, computing
                 )
-            self.tables.relate(node, reader, moving)
+            self.tables.add_pair(node, reader, moving)

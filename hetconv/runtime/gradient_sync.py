@@ -5,10 +5,10 @@ Each sum runs among the ranks that hold the same elements; all others have nothi
 it, and call it all the same.
 
 While a model's forward runs, every such use takes an alias of the parameter from the
-scope. A bucket's aliases come through two autograd nodes. `_Start` is made where the
+scope. A bucket's aliases come through two autograd nodes. `_StartReduce` is made where the
 first of them is used: backward, which of those nodes that are ready runs the latest,
 comes to it as soon as the last contribution is there, and it sends the bucket on its
-way. `_End` is made before the forward, so that backward comes to it last, and waits for
+way. `_FinishReduce` is made before the forward, so that backward comes to it last, and waits for
 the sums. Because these are nodes of the graph, accumulation, hooks and
 ``torch.autograd.grad`` see only whole gradients.
 """
@@ -23,14 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from hetconv.comm import call_tags
-from hetconv.comm.exchange import as_wire
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import Sum, function_result, sum_pieces, take
+from hetconv.comm.exchange import to_wire_format
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import (
+    PendingSum,
+    function_result,
+    local_slice,
+    sum_overlaps,
+)
 from hetconv.sharding.layout import Box, buckets
-from hetconv.sharding.param_shards import Atom, Held, Ranks, summed_among
+from hetconv.sharding.param_shards import (
+    OverlapCell,
+    ParamShards,
+    Ranks,
+    all_reduce_among,
+)
 from hetconv.torch_internals import graph_task_id
 
-from .running_stats import Running
+from .running_stats import RunningStats
 
 Grads = tuple[Tensor | None, ...]
 
@@ -51,21 +61,21 @@ class _Bucket:
 
     def __init__(
         self,
-        team: Team,
+        group: RankGroup,
         params: Sequence[Tensor],
-        held: Sequence[Held | None],
+        held: Sequence[ParamShards | None],
         as_wired: Sequence[bool],
         before: Sequence[_Bucket] = (),
     ):
-        self._team, self._before, self._held, self._as_wired = (
-            team,
+        self._group, self._before, self._held, self._as_wired = (
+            group,
             tuple(before),
             held,
             as_wired,
         )
         self._formats = [(tuple(p.shape), p.stride()) for p in params]
         self._found: list[Tensor | None] = []
-        self._sums: list[tuple[Ranks, list[tuple[int, Box]], Sum]] = []
+        self._sums: list[tuple[Ranks, list[tuple[int, Box]], PendingSum]] = []
 
     def start(self, grads: Grads) -> None:
         call_tags.enter(GRADIENTS)
@@ -81,24 +91,27 @@ class _Bucket:
             for box, holders in self._atoms(i):
                 cuts.setdefault(holders, []).append((i, box))
         for holders, cut in cuts.items():
-            if self._team.rank in holders:
+            if self._group.rank in holders:
                 # A copy also of a single one, which autograd may have given to others too.
                 own = torch.cat(
-                    [self._flat(take(given[i], self._own(i), box), i) for i, box in cut]
+                    [
+                        self._flat(local_slice(given[i], self._own(i), box), i)
+                        for i, box in cut
+                    ]
                 )
             else:
                 own = given[cut[0][0]].new_empty(0)
-            rounds = summed_among(
-                holders, sum(box.numel for _, box in cut), self._team.size
+            rounds = all_reduce_among(
+                holders, sum(box.numel for _, box in cut), self._group.size
             )
-            self._sums.append((holders, cut, Sum(self._team, own, rounds)))
+            self._sums.append((holders, cut, PendingSum(self._group, own, rounds)))
 
     def end(self) -> Grads:
         call_tags.enter(GRADIENTS)
         found = self._found or [None] * len(self._formats)
         for holders, cut, under_way in self._sums:
             total = under_way.result()
-            if self._team.rank in holders:
+            if self._group.rank in holders:
                 for (i, box), part in zip(
                     cut, total.split([box.numel for _, box in cut]), strict=True
                 ):
@@ -111,7 +124,7 @@ class _Bucket:
     def differentiable_sums(self, grads: Grads) -> Grads:
         """The sum of each gradient; None where no rank has one."""
         call_tags.enter(GRADIENTS)
-        everyone = range(self._team.size)
+        everyone = range(self._group.size)
         found: list[Tensor | None] = []
         for i, g in enumerate(grads):
             held = self._held[i]
@@ -121,7 +134,7 @@ class _Bucket:
                 else tuple(self._own(i) for _ in everyone)
             )
             found.append(
-                _SumAmongHolders.apply(g, boxes, self._team) if g is not None else None
+                _SumAmongHolders.apply(g, boxes, self._group) if g is not None else None
             )
         return tuple(found)
 
@@ -129,7 +142,7 @@ class _Bucket:
         """In the order in which it travels: that of its memory, if the filters lie as
         when the model was cut.
         """
-        return (as_wire(gradient) if self._as_wired[i] else gradient).flatten()
+        return (to_wire_format(gradient) if self._as_wired[i] else gradient).flatten()
 
     def _shaped(self, flat: Tensor, i: int, box: Box) -> Tensor:
         if not self._as_wired[i]:
@@ -147,23 +160,23 @@ class _Bucket:
             found = torch.empty_strided(
                 shape, stride, dtype=part.dtype, device=part.device
             )
-        take(found, own, box).copy_(part)
+        local_slice(found, own, box).copy_(part)
         return found
 
     def _own(self, i: int) -> Box:
         held = self._held[i]
         return (
-            held.boxes[self._team.rank]
+            held.boxes[self._group.rank]
             if held is not None
             else Box.whole(self._formats[i][0])
         )
 
-    def _atoms(self, i: int) -> tuple[Atom, ...]:
+    def _atoms(self, i: int) -> tuple[OverlapCell, ...]:
         held = self._held[i]
         return (
-            held.atoms
+            held.cells
             if held is not None
-            else (Atom(self._own(i), tuple(range(self._team.size))),)
+            else (OverlapCell(self._own(i), tuple(range(self._group.size))),)
         )
 
 
@@ -177,7 +190,7 @@ class _Aliases(torch.autograd.Function):
         return tuple(p.view_as(p) for p in params)
 
 
-class _Start(_Aliases):
+class _StartReduce(_Aliases):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         if (
@@ -188,7 +201,7 @@ class _Start(_Aliases):
         return (None,) * (1 + len(grads))
 
 
-class _End(_Aliases):
+class _FinishReduce(_Aliases):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         if torch.is_grad_enabled():
@@ -202,15 +215,17 @@ class _SumAmongHolders(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, boxes: tuple[Box, ...], team: Team) -> Tensor:
-        return function_result(sum_pieces(team, g, boxes, boxes), g)
+    def forward(
+        ctx: Any, g: Tensor, boxes: tuple[Box, ...], group: RankGroup
+    ) -> Tensor:
+        return function_result(sum_overlaps(group, g, boxes, boxes), g)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         return g, None, None  # the sum is the same on all that hold it, and counts once
 
 
-class Scope:
+class GradientSync:
     """The aliases of a model's parameters, of which several ranks hold the same
     elements, during one forward pass.
 
@@ -222,17 +237,17 @@ class Scope:
 
     def __init__(
         self,
-        team: Team,
+        group: RankGroup,
         params: Iterable[Tensor],
-        held: Mapping[int, Held],
+        held: Mapping[int, ParamShards],
         as_wired: Container[int] = (),
         *,
         channels_last: bool = False,
-        running: Running | None = None,
+        running: RunningStats | None = None,
         owner: object = None,
     ):
-        self.team, self.channels_last, self.running, self.owner = (
-            team,
+        self.group, self.channels_last, self.running, self.owner = (
+            group,
             channels_last,
             running,
             owner,
@@ -246,14 +261,18 @@ class Scope:
             else []
         )
         sizes = [p.numel() if of is None else of.numel for p, of in trained]
-        kinds = [(p.dtype, of.sharing if of is not None else None) for p, of in trained]
+        kinds = [
+            (p.dtype, of.cell_holders if of is not None else None) for p, of in trained
+        ]
         for indices in buckets(sizes, kinds=kinds):
             own = [trained[i][0] for i in indices]
             wired = [id(p) in as_wired for p in own]
             made.append(
-                _Bucket(team, own, [trained[i][1] for i in indices], wired, made)
+                _Bucket(group, own, [trained[i][1] for i in indices], wired, made)
             )
-            ended = dict(zip(map(id, own), _End.apply(made[-1], *own), strict=True))
+            ended = dict(
+                zip(map(id, own), _FinishReduce.apply(made[-1], *own), strict=True)
+            )
             self._bucket_of |= dict.fromkeys(ended, (made[-1], ended))
 
     def holds(self, param: Tensor) -> bool:
@@ -263,50 +282,52 @@ class Scope:
         if id(param) not in self._aliases:
             bucket, ended = self._bucket_of[id(param)]
             self._aliases |= zip(
-                ended, _Start.apply(bucket, *ended.values()), strict=True
+                ended, _StartReduce.apply(bucket, *ended.values()), strict=True
             )
         return self._aliases[id(param)]
 
 
-SCOPE: ContextVar[Scope | None] = ContextVar("hetconv_scope", default=None)
+ACTIVE_SYNC: ContextVar[GradientSync | None] = ContextVar("hetconv_scope", default=None)
 
 
-def computed_again() -> bool:
+def in_recomputation() -> bool:
     """Whether this is in the middle of a backward, for a checkpoint."""
     return graph_task_id() != -1
 
 
-def running_of(team: Team | None) -> Running | None:
+def running_stats_of(group: RankGroup | None) -> RunningStats | None:
     """Of the model whose forward runs, at the end of which all ranks are told; none
     where nobody waits for that.
 
-    ``team``: of the tensor that is normalized, if it is in parts.
+    ``group``: of the tensor that is normalized, if it is in parts.
     """
-    scope = SCOPE.get()
+    scope = ACTIVE_SYNC.get()
     return (
         scope.running
-        if scope is not None and team in (scope.team, None) and not computed_again()
+        if scope is not None and group in (scope.group, None) and not in_recomputation()
         else None
     )
 
 
-def contributed(team: Team, param: Tensor, held: Held | None = None) -> Tensor:
+def synced_grad(
+    group: RankGroup, param: Tensor, held: ParamShards | None = None
+) -> Tensor:
     """``param`` for a use on own parts: this rank's gradient of it is a contribution.
 
     ``held``: who holds what of it; None: every rank the whole.
     """
     if not (param.requires_grad and torch.is_grad_enabled()) or (
-        held is not None and not held.repeated
+        held is not None and not held.has_overlap
     ):
         return param
-    if team.size == 1:  # its contribution is the sum
+    if group.size == 1:  # its contribution is the sum
         return param
-    scope = SCOPE.get()
-    if scope is None or scope.team is not team or not scope.holds(param):
-        scope = Scope(
-            team,
+    scope = ACTIVE_SYNC.get()
+    if scope is None or scope.group is not group or not scope.holds(param):
+        scope = GradientSync(
+            group,
             [param],
-            {id(param): held} if held is not None and not held.everywhere else {},
+            {id(param): held} if held is not None and not held.is_replicated else {},
         )
     return scope.alias(param)
 
@@ -315,5 +336,5 @@ def is_replica(x: Tensor) -> bool:
     """Whether ``x`` is a parameter of the model whose forward is running, or is
     computed again for a checkpoint.
     """
-    scope = SCOPE.get()
+    scope = ACTIVE_SYNC.get()
     return scope.holds(x) if scope is not None else isinstance(x, nn.Parameter)

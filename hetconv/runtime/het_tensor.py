@@ -13,17 +13,17 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import moved, take, unshared
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import clone_if_aliased, local_slice, redistribute_local
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.sharding.layout import Box, Layout
 from hetconv.torch_internals import make_wrapper, no_torch_function
 
-from .gradient_sync import SCOPE
+from .gradient_sync import ACTIVE_SYNC
 
 
-class Later(Protocol):
+class Deferred(Protocol):
     """A part that is put off. A call computes it, which is collective where halos are
     exchanged for it.
     """
@@ -51,79 +51,81 @@ class HetTensor(Tensor):
     Make one with `HetTensor.wrap`.
     """
 
-    later: Later | None
+    pending: Deferred | None
     """What computes the local part, where that was put off."""
     placement: Layout
-    team: Team
+    group: RankGroup
     _local: Tensor
 
     @staticmethod
-    def wrap(local: Tensor, layout: Layout, team: Team) -> HetTensor:
+    def wrap(local: Tensor, layout: Layout, group: RankGroup) -> HetTensor:
         """Raises `LayoutError` if the local part does not have the shape of its box."""
-        if local.shape != layout.boxes[team.rank].shape:
+        if local.shape != layout.boxes[group.rank].shape:
             raise LayoutError(
-                f"the local part has shape {tuple(local.shape)}, but rank {team.rank}'s box of "
+                f"the local part has shape {tuple(local.shape)}, but rank {group.rank}'s box of "
                 "the layout has "
-                f"{layout.boxes[team.rank].shape}"
+                f"{layout.boxes[group.rank].shape}"
             )
-        return HetTensor.made(local, layout, team)
+        return HetTensor.made(local, layout, group)
 
     @staticmethod
-    def made(local: Tensor, layout: Layout, team: Team) -> HetTensor:
+    def made(local: Tensor, layout: Layout, group: RankGroup) -> HetTensor:
         """`wrap` without its check, for a local part that is known to fit."""
         x: HetTensor = make_wrapper(
             HetTensor, layout.shape, dtype=local.dtype, device=local.device
         )
-        x.placement, x.team, x.later, x._local = layout, team, None, local
+        x.placement, x.group, x.pending, x._local = layout, group, None, local
         return x
 
     @staticmethod
-    def put_off(
-        later: Later,
+    def deferred(
+        later: Deferred,
         layout: Layout,
         dtype: torch.dtype,
         device: torch.device,
-        team: Team,
+        group: RankGroup,
     ) -> HetTensor:
         """One whose local part, of this dtype and on this device, ``later`` computes
         when it is first asked for.
         """
         x: HetTensor = make_wrapper(HetTensor, layout.shape, dtype=dtype, device=device)
-        x.placement, x.team, x.later = layout, team, later
+        x.placement, x.group, x.pending = layout, group, later
         _waiting[id(x)] = x
         return x
 
     @property
     def local(self) -> Tensor:
         """This rank's part."""
-        if self.later is not None:
-            self.local = self.later()
+        if self.pending is not None:
+            self.local = self.pending()
         return self._local
 
     @local.setter
     def local(self, part: Tensor) -> None:
-        self._local, self.later = part, None
+        self._local, self.pending = part, None
         _forget(self)
 
     def whole(self) -> Tensor:
         """The value on every rank; collective, differentiable."""
-        shape, team = self.placement.shape, self.team
-        if self.later is not None and (whole := self.later.gathered()) is not None:
-            self.local = take(whole, Box.whole(shape), self.placement.boxes[team.rank])
+        shape, group = self.placement.shape, self.group
+        if self.pending is not None and (whole := self.pending.gathered()) is not None:
+            self.local = local_slice(
+                whole, Box.whole(shape), self.placement.boxes[group.rank]
+            )
             return whole
-        return moved(
-            team, self.local, self.placement, Layout.replicated(shape, team.size)
+        return redistribute_local(
+            group, self.local, self.placement, Layout.replicated(shape, group.size)
         )
 
-    def superseded_by(self, later: Later) -> HetTensor:
+    def superseded_by(self, later: Deferred) -> HetTensor:
         """One like this, which was put off; this one is expected to be used no more,
         and still can be.
         """
-        assert self.later is not None
+        assert self.pending is not None
         _forget(self)
         _superseded[id(self)] = self
-        return HetTensor.put_off(
-            later, self.placement, self.dtype, self.device, self.team
+        return HetTensor.deferred(
+            later, self.placement, self.dtype, self.device, self.group
         )
 
     def become(self, other: HetTensor) -> None:
@@ -131,10 +133,10 @@ class HetTensor(Tensor):
         in place.
         """
         self.placement = other.placement
-        if other.later is None:
+        if other.pending is None:
             self.local = other.local
         else:
-            self.later = other.later
+            self.pending = other.pending
             _forget(self)
             _forget(other)
             _waiting[id(self)] = self
@@ -148,7 +150,7 @@ class HetTensor(Tensor):
                 self.data = make_wrapper(
                     HetTensor, shape, dtype=self.dtype, device=self.device
                 )
-        self.local, self.placement = whole, Layout.replicated(shape, self.team.size)
+        self.local, self.placement = whole, Layout.replicated(shape, self.group.size)
 
     # What models ask for most; through __torch_function__ each takes some microseconds.
 
@@ -184,7 +186,7 @@ class HetTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with no_torch_function():
-            own = self.placement.boxes[self.team.rank].shape
+            own = self.placement.boxes[self.group.rank].shape
             return f"HetTensor(shape={self.placement.shape}, {self.placement.kind}, local={own})"
 
 
@@ -201,7 +203,7 @@ def _forget(x: HetTensor) -> None:
     _superseded.pop(id(x), None)
 
 
-def compute_waiting() -> None:
+def compute_deferred() -> None:
     """Computes every part that was put off, before something is written that it may
     read; collective.
     """
@@ -210,11 +212,11 @@ def compute_waiting() -> None:
     for x in list(_waiting.values()):
         _ = x.local
     for x in list(_superseded.values()):
-        x.later = _TooLate()
-    discard_waiting()
+        x.pending = _TooLate()
+    discard_deferred()
 
 
-def discard_waiting() -> None:
+def discard_deferred() -> None:
     """Forgets every part that was put off."""
     _waiting.clear()
     _superseded.clear()
@@ -243,7 +245,7 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
         return x
     if x.placement.kind == "replicated":
         return x.local
-    whole, scope, lies = x.whole(), SCOPE.get(), torch.contiguous_format
+    whole, scope, lies = x.whole(), ACTIVE_SYNC.get(), torch.contiguous_format
     if images and scope is not None and scope.channels_last:
         lies = CHANNELS_LAST.get(whole.dim(), lies)
-    return unshared(whole.contiguous(memory_format=lies), x.local)
+    return clone_if_aliased(whole.contiguous(memory_format=lies), x.local)

@@ -12,42 +12,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import moved, take
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import local_slice, redistribute_local
 from hetconv.operators.base import Call
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import REPLICATE, Op, Split, Step
-from hetconv.sharding.layout import Box, Layout, Need, Shape
+from hetconv.sharding.layer_rules import REPLICATE, Operator, OpSharding, Split
+from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape
 from hetconv.signature_cache import Cache
 
-from .gradient_sync import contributed, is_replica
+from .gradient_sync import is_replica, synced_grad
 from .het_tensor import HetTensor
 
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 Runner = Callable[
-    [Call, Step, Team, Func, Args, Kwargs], HetTensor | tuple[HetTensor, ...]
+    [Call, OpSharding, RankGroup, Func, Args, Kwargs], HetTensor | tuple[HetTensor, ...]
 ]
 """Runs a call on parts as its step says; ``func``, ``args`` and ``kwargs`` are the call
 as it was made.
 """
 
 
-_steps: Cache[tuple[Op, tuple[Layout, ...], Split], Step] = Cache()
+_steps: Cache[tuple[Operator, tuple[Layout, ...], Split], OpSharding] = Cache()
 
 
-def cached_step(op: Op, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+def cached_sharding(
+    op: Operator, inputs: tuple[Layout, ...], split: Split = REPLICATE
+) -> OpSharding:
     key = (op, inputs, split)
-    return _steps.current.get(key) or _steps.add(key, op.step(inputs, split))
+    return _steps.current.get(key) or _steps.add(key, op.sharding(inputs, split))
 
 
-def placement_of(x: Tensor, team: Team) -> Layout:
+def layout_of(x: Tensor, group: RankGroup) -> Layout:
     """A plain tensor inside a parallelized model is a replicated value."""
     return (
         x.placement
         if isinstance(x, HetTensor)
-        else _replicated(tuple(x.shape), team.size)
+        else _replicated(tuple(x.shape), group.size)
     )
 
 
@@ -56,23 +58,25 @@ def _replicated(shape: Shape, world: int) -> Layout:
     return Layout.replicated(shape, world)
 
 
-def bring(x: Tensor, read: Layout | Need, team: Team) -> Tensor:
+def to_layout(x: Tensor, read: Layout | ReadRegion, group: RankGroup) -> Tensor:
     """This rank's part of ``x`` as an operator reads it."""
     if isinstance(x, HetTensor):
         if x.placement is read:
             return x.local
-        if x.later is not None and all(
+        if x.pending is not None and all(
             box == Box.whole(read.shape) for box in read.boxes
         ):
             return x.whole()  # without autograd, for which a need and a replica differ
-        return moved(team, x.local, x.placement, read)
+        return redistribute_local(group, x.local, x.placement, read)
     if isinstance(read, Layout) and read.kind == "replicated":
         return x
     if is_replica(x):
-        return take(
-            contributed(team, x), Box.whole(tuple(x.shape)), read.boxes[team.rank]
+        return local_slice(
+            synced_grad(group, x), Box.whole(tuple(x.shape)), read.boxes[group.rank]
         )
-    return moved(team, x, Layout.replicated(tuple(x.shape), team.size), read)
+    return redistribute_local(
+        group, x, Layout.replicated(tuple(x.shape), group.size), read
+    )
 
 
 def empty_output(shape: tuple[int, ...], *sources: Tensor | None) -> Tensor:
@@ -137,17 +141,17 @@ class _Uncounted(torch.autograd.Function):
         return torch.zeros_like(g)
 
 
-def tied(y: Tensor, *sources: Tensor) -> Tensor:
+def tie_to_graph(y: Tensor, *sources: Tensor) -> Tensor:
     """``y``, of which the gradients of all ``sources`` are part of the graph, if only as zeros.
 
     Ranks hold different parts, some of them empty. Where gradients are differentiated
     again, every rank must come to the same exchanges: a gradient that one rank leaves
     out would cut them off there.
     """
-    return _Tied.apply(y, *sources)  # type: ignore[no-any-return]
+    return _TieToGraph.apply(y, *sources)  # type: ignore[no-any-return]
 
 
-class _Tied(torch.autograd.Function):
+class _TieToGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, *sources: Tensor) -> Tensor:
         ctx.save_for_backward(*sources)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from hetconv.comm import call_tags
-from hetconv.comm.rank_group import Team
-from hetconv.comm.redistribute import perform
-from hetconv.sharding.layout import told
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import run_rounds
+from hetconv.sharding.layout import all_gather_uneven
 from hetconv.torch_internals import foreach_copy_
 
 Sizes = tuple[int, ...]  # by rank, how many channels are its own
 
 
-class _Untold(NamedTuple):
+class _Pending(NamedTuple):
     """``stats`` (C,), of which every rank has updated its own channels; they travel in
     a dtype that is ``exact``.
     """
@@ -34,19 +34,19 @@ class _Untold(NamedTuple):
     exact: torch.dtype
 
 
-class Running:
+class RunningStats:
     """The running statistics of a model, of which ranks know more than the others until
     they tell them.
     """
 
-    def __init__(self, team: Team):
-        self._team = team
+    def __init__(self, group: RankGroup):
+        self._group = group
         self._untold: dict[
-            int, _Untold
+            int, _Pending
         ] = {}  # by the id of the first of its statistics
 
     @property
-    def untold(self) -> int:
+    def pending(self) -> int:
         """Of how many norms; the same on every rank."""
         return len(self._untold)
 
@@ -57,15 +57,15 @@ class Running:
         before = self._untold.get(id(stats[0]))
         if before is not None:  # a norm that is called twice
             exact = torch.promote_types(exact, before.exact)
-        self._untold[id(stats[0])] = _Untold(stats, sizes, exact)
+        self._untold[id(stats[0])] = _Pending(stats, sizes, exact)
 
-    def settle(self, stat: Tensor, sizes: Sizes = ()) -> None:
+    def ensure_synced(self, stat: Tensor, sizes: Sizes = ()) -> None:
         """Before ``stat`` is used in other ranges than those in which ranks know it. Collective."""
         untold = self._untold.get(id(stat))
         if untold is not None and untold.sizes != sizes:
-            self.tell()
+            self.sync()
 
-    def tell(self) -> None:
+    def sync(self) -> None:
         """All ranks have all channels then, each as the rank says whose own it is. Collective."""
         untold, self._untold = [*self._untold.values()], {}
         if untold:
@@ -74,19 +74,19 @@ class Running:
             for dtype in dict.fromkeys(one.exact for one in untold):
                 self._tell([one for one in untold if one.exact == dtype], dtype)
 
-    def _tell(self, untold: Sequence[_Untold], dtype: torch.dtype) -> None:
+    def _tell(self, untold: Sequence[_Pending], dtype: torch.dtype) -> None:
         stats = [stat for one in untold for stat in one.stats]
         cuts = tuple(one.sizes for one in untold for _ in one.stats)
-        me = self._team.rank
+        me = self._group.rank
         own = torch.cat(
             [
                 stat.split(sizes)[me].to(dtype)
                 for stat, sizes in zip(stats, cuts, strict=True)
             ]
         )
-        move = told(tuple(map(sum, zip(*cuts, strict=True))))
-        by_rank = perform(
-            self._team, own, move.forward, move.src.boxes[me], move.dst.boxes[me]
+        move = all_gather_uneven(tuple(map(sum, zip(*cuts, strict=True))))
+        by_rank = run_rounds(
+            self._group, own, move.forward, move.src.boxes[me], move.dst.boxes[me]
         )
         by_stat = by_rank[_in_order(cuts, own.device)]
         # Autograd may keep some of them: their own channels stay as they are, and a

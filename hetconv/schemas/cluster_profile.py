@@ -26,7 +26,7 @@ from .device_model import (
     SharedWire,
 )
 from .json_files import STRICT, AtLeastZero, Fraction, Positive
-from .provenance import Conditions
+from .provenance import MeasurementConditions
 from .tuning_results import TunedChunks, TunedPlan, TunedTile
 
 __all__ = [
@@ -64,7 +64,7 @@ class TunedRatio:
     computed_weights: tuple[int, ...]
     computed_step_s: Positive
     trials: int
-    measured: Conditions | None = None
+    measured: MeasurementConditions | None = None
     __pydantic_config__ = STRICT
 
 

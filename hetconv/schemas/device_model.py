@@ -15,7 +15,7 @@ from pydantic import Field
 from hetconv.errors import ProfileError
 
 from .json_files import STRICT, AtLeastZero, Positive
-from .provenance import Conditions, Identity
+from .provenance import DeviceIdentity, MeasurementConditions
 
 Axis = Literal[
     "pixels", "filters", "channels"
@@ -72,7 +72,7 @@ class OperatorModel:
 
     forward: Curve
     backward: Curve
-    measured: Conditions | None = None
+    measured: MeasurementConditions | None = None
     __pydantic_config__ = STRICT
 
     def times(self, factor: float) -> OperatorModel:
@@ -162,8 +162,8 @@ class DeviceModel:
     backward_ratio: AtLeastZero = 2.0
     emulated: bool = False
     operators: Mapping[str, OperatorModel] = field(default_factory=dict)
-    identity: Identity | None = None
-    measured: Conditions | None = None
+    identity: DeviceIdentity | None = None
+    measured: MeasurementConditions | None = None
     backward_overhead_s: AtLeastZero | None = None
     others: Mapping[str, OperatorModel] = field(default_factory=dict)
     alone: Alone | None = None
@@ -290,7 +290,7 @@ class LinkModel:
 
     latency_s: AtLeastZero
     s_per_byte: AtLeastZero
-    measured: Conditions | None = None
+    measured: MeasurementConditions | None = None
     back_s_per_byte: AtLeastZero | None = None
     __pydantic_config__ = STRICT
 
@@ -314,5 +314,5 @@ class SharedWire:
     name: str
     pairs: tuple[tuple[int, int], ...]
     s_per_byte: AtLeastZero
-    measured: Conditions | None = None
+    measured: MeasurementConditions | None = None
     __pydantic_config__ = STRICT

@@ -19,12 +19,13 @@ from .json_files import STRICT
 from .tuning_results import TunedTile
 
 VERSION = 1
-ALONE = "fastest device alone"  # so begins the name of a plan that leaves the model as it is
+# so begins the name of a plan that leaves the model as it is
+SINGLE_DEVICE = "fastest device alone"
 Mode = Literal["train", "infer"]
 
 
 @dataclass(frozen=True)
-class Considered:
+class Alternative:
     """A split that a layer could have had, all others as planned, and seconds as
     ``summed_s`` of `Prediction` has them.
 
@@ -45,9 +46,9 @@ class LayerPlan:
     """One layer: the operator, its split, and predicted seconds per device and bytes
     sent (all ranks together).
 
-    ``followers``: the functions that alone consume its result, which may be computed as
+    ``fusible_functions``: the functions that alone consume its result, which may be computed as
     that is stored (see `fusing`). ``chunks`` of the batch, in which a filter split is
-    gathered in inference, each while the next is computed. ``considered``: the splits
+    gathered in inference, each while the next is computed. ``alternatives``: the splits
     that the planner chose among.
     """
 
@@ -56,9 +57,9 @@ class LayerPlan:
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
     sent_bytes: int = 0
-    followers: tuple[str, ...] = ()
+    fusible: tuple[str, ...] = ()
     chunks: int = 1
-    considered: tuple[Considered, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     __pydantic_config__ = STRICT
 
 
@@ -175,8 +176,7 @@ class Plan:
         that decides what moves when.
         """
         layers = (
-            (n, x.split, (x.followers, x.chunks))
-            for n, x in sorted(self.layers.items())
+            (n, x.split, (x.fusible, x.chunks)) for n, x in sorted(self.layers.items())
         )
         said = [str(self.world), *(f"{n}={s}{rest}" for n, s, rest in layers)]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
@@ -194,7 +194,7 @@ class Plan:
                 f"the plan has no layer {', '.join(map(repr, unknown))}; it has {few(self.layers)}"
             )
         layers = {
-            n: LayerPlan(x.op, splits.get(n, x.split), followers=x.followers)
+            n: LayerPlan(x.op, splits.get(n, x.split), fusible=x.fusible)
             for n, x in self.layers.items()
         }
         return replace(

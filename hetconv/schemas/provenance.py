@@ -11,7 +11,7 @@ from .json_files import STRICT
 
 
 @dataclass(frozen=True)
-class Identity:
+class DeviceIdentity:
     """A device that several profiles may have measured.
 
     ``hardware``: its maker's name for it. ``unit``: a GPU's UUID; of a CPU, the threads
@@ -31,7 +31,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Conditions:
+class MeasurementConditions:
     """When something was measured, in UTC, and with what. Empty: not known, or, of
     triton and driver, not there.
     """

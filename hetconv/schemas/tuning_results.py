@@ -12,7 +12,7 @@ from hetconv.sharding.conv_spec import Conv2dSpec, ConvSpec
 from hetconv.sharding.split import Split
 
 from .json_files import STRICT, Positive
-from .provenance import Conditions
+from .provenance import MeasurementConditions
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class TunedChunks:
     chunks: int
     seconds: float
     unchunked_s: float
-    measured: Conditions | None = None
+    measured: MeasurementConditions | None = None
     __pydantic_config__ = STRICT
 
 
@@ -77,7 +77,7 @@ class TunedPlan:
     trials: int
     alone: str | None = None
     alone_s: Positive | None = None
-    measured: Conditions | None = None
+    measured: MeasurementConditions | None = None
     even: str | None = None
     even_s: Positive | None = None
     __pydantic_config__ = STRICT

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from .layout import Boxes, Layout, Need, spans
+from .layout import Boxes, Layout, ReadRegion, spans
 
 
 @dataclass(frozen=True)
-class TwoLevel(Layout):
+class HierarchicalLayout(Layout):
     """A layout whose first ``nodes[0]`` ranks are one node, the next ``nodes[1]`` the
     second, and so on.
 
@@ -27,7 +27,7 @@ class TwoLevel(Layout):
     @staticmethod
     def of(
         nodes: Sequence[int], samples: Sequence[int], parts: Sequence[Layout]
-    ) -> TwoLevel:
+    ) -> HierarchicalLayout:
         """Each node has this many ranks and samples, and shares these as its part says
         of all samples; see `parts`.
         """
@@ -35,8 +35,8 @@ class TwoLevel(Layout):
             *((p.boxes[:n], p.shares[:n]) for p, n in zip(parts, nodes, strict=True)),
             strict=True,
         )
-        own = boxes_of_nodes(samples, boxes)
-        return TwoLevel(
+        own = boxes_within_nodes(samples, boxes)
+        return HierarchicalLayout(
             parts[0].shape, parts[0].kind, own, tuple(chain(*shares)), tuple(nodes)
         )
 
@@ -45,7 +45,7 @@ class TwoLevel(Layout):
         """The ranks of each node."""
         return tuple(range(a, b) for a, b in spans(self.nodes))
 
-    def mates(self, rank: int) -> range:
+    def peers(self, rank: int) -> range:
         """The ranks of the node that a rank is in."""
         return next(ranks for ranks in self.members if rank in ranks)
 
@@ -85,12 +85,12 @@ class TwoLevel(Layout):
         """There is no one dimension."""
 
     @cached_property
-    def inner(self) -> int | None:
+    def inner_dim(self) -> int | None:
         dims = {part.dim for part in self.parts}
         return dims.pop() if len(dims) == 1 else None
 
 
-def boxes_of_nodes(samples: Sequence[int], boxes: Sequence[Boxes]) -> Boxes:
+def boxes_within_nodes(samples: Sequence[int], boxes: Sequence[Boxes]) -> Boxes:
     """Of the boxes of each node's ranks what is of the node's samples, node after node."""
     own = []
     for (first, end), of_node in zip(spans(samples), boxes, strict=True):
@@ -100,13 +100,13 @@ def boxes_of_nodes(samples: Sequence[int], boxes: Sequence[Boxes]) -> Boxes:
     return tuple(own)
 
 
-def in_nodes(
+def sharding_within_nodes(
     nodes: Sequence[int],
     samples: Sequence[int],
-    reads: Sequence[Sequence[Layout | Need]],
+    reads: Sequence[Sequence[Layout | ReadRegion]],
     outputs: Sequence[Layout],
     counted: Sequence[bool],
-) -> tuple[tuple[Layout | Need, ...], TwoLevel] | None:
+) -> tuple[tuple[Layout | ReadRegion, ...], HierarchicalLayout] | None:
     """What all ranks read and yield where each node does with its own samples what it
     would do with all of them.
 
@@ -125,7 +125,7 @@ def in_nodes(
     )
     whole = tuple(read for read in found if read is not None)
     return (
-        (whole, TwoLevel.of(nodes, samples, outputs))
+        (whole, HierarchicalLayout.of(nodes, samples, outputs))
         if len(whole) == len(found)
         else None
     )
@@ -134,9 +134,9 @@ def in_nodes(
 def _read(
     nodes: Sequence[int],
     samples: Sequence[int],
-    reads: Sequence[Layout | Need],
+    reads: Sequence[Layout | ReadRegion],
     counted: bool,
-) -> Layout | Need | None:
+) -> Layout | ReadRegion | None:
     layouts, shape = (
         [read for read in reads if isinstance(read, Layout)],
         reads[0].shape,
@@ -152,8 +152,8 @@ def _read(
     ):
         return None
     if laid_out:
-        return TwoLevel.of(nodes, samples, layouts)
+        return HierarchicalLayout.of(nodes, samples, layouts)
     boxes = [read.boxes[:ranks] for read, ranks in zip(reads, nodes, strict=True)]
-    return Need(
-        shape, boxes_of_nodes(samples, boxes) if counted else tuple(chain(*boxes))
+    return ReadRegion(
+        shape, boxes_within_nodes(samples, boxes) if counted else tuple(chain(*boxes))
     )

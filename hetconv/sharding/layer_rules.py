@@ -17,35 +17,35 @@ from typing import Protocol
 from hetconv.errors import SplitError
 
 from .conv_spec import ConvSpec, Window
-from .hierarchical import TwoLevel, in_nodes
-from .layout import Box, Layout, Move, Need, Shape, apportion, spans
-from .param_shards import Held
-from .split import KINDS, REPLICATE, SPACE, Split, SplitKind
+from .hierarchical import HierarchicalLayout, sharding_within_nodes
+from .layout import Box, Layout, Move, ReadRegion, Shape, apportion, spans
+from .param_shards import ParamShards
+from .split import KINDS, REPLICATE, SPATIAL_KINDS, Split, SplitKind
 
 __all__ = [
     "KINDS",
     "REPLICATE",
-    "SPACE",
+    "SPATIAL_KINDS",
     "Conv",
     "Gather",
     "Linear",
-    "Op",
+    "OpSharding",
+    "Operator",
     "Split",
     "SplitKind",
-    "Step",
+    "concatenates_halos",
     "cut_dim",
-    "halos_travel",
-    "joins_halos",
-    "window_need",
+    "exchanges_halos",
+    "window_reads",
 ]
 
 # times as many numbers in the filters as in the input, from which on halos are joined
 # to own rows
-JOINED = 1.0
+MAX_INPUT_TO_FILTER_RATIO = 1.0
 
 
 @dataclass(frozen=True)
-class Step:
+class OpSharding:
     """How one operator runs on parts: each input is brought to ``reads``, the local
     result has the layout ``output``.
 
@@ -56,20 +56,20 @@ class Step:
     forward ends.
     """
 
-    reads: tuple[Layout | Need, ...]
+    input_layouts: tuple[Layout | ReadRegion, ...]
     output: Layout
-    contributes: bool = False
-    forward: tuple[Move, ...] = ()
-    backward: tuple[Move, ...] = ()
-    tells: tuple[int, ...] = ()
+    partial_grads: bool = False
+    forward_moves: tuple[Move, ...] = ()
+    backward_moves: tuple[Move, ...] = ()
+    shared_stats: tuple[int, ...] = ()
 
 
-class Op(Hashable, Protocol):
+class Operator(Hashable, Protocol):
     """An operator. ``split`` is given to those that a plan names; the others follow
     their inputs.
     """
 
-    def step(self, inputs: tuple[Layout, ...], split: Split) -> Step: ...
+    def sharding(self, inputs: tuple[Layout, ...], split: Split) -> OpSharding: ...
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,12 @@ class Gather:
 
     shape: Shape
 
-    def step(self, inputs: tuple[Layout, ...], split: Split = REPLICATE) -> Step:
+    def sharding(
+        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
+    ) -> OpSharding:
         world = inputs[0].world
         whole = tuple(Layout.replicated(x.shape, world) for x in inputs)
-        return Step(whole, Layout.replicated(self.shape, world))
+        return OpSharding(whole, Layout.replicated(self.shape, world))
 
 
 def cut_dim(kind: SplitKind, space: range) -> int | None:
@@ -90,7 +92,7 @@ def cut_dim(kind: SplitKind, space: range) -> int | None:
     """
     if kind == "sample":
         return 0
-    back = SPACE.get(kind, 0)
+    back = SPATIAL_KINDS.get(kind, 0)
     return space[-back] if 0 < back <= len(space) else None
 
 
@@ -98,7 +100,7 @@ def _check_fit(op: Conv | Linear, split: Split, world: int, said: str) -> None:
     """What both layers refuse: a kind for which there is no dimension, another number
     of sizes than ranks.
     """
-    where: tuple[SplitKind, ...] = ("sample", *SPACE)
+    where: tuple[SplitKind, ...] = ("sample", *SPATIAL_KINDS)
     kinds: tuple[SplitKind, ...] = (
         ("sample", split.kind) if split.nodes else (split.kind,)
     )
@@ -129,21 +131,23 @@ def _other_sum(split: Split, extent: int) -> str | None:
     )
 
 
-def _in_nodes(op: Conv | Linear, shape: Shape, x: Layout, split: Split) -> Step:
+def _in_nodes(op: Conv | Linear, shape: Shape, x: Layout, split: Split) -> OpSharding:
     """Each node's step, on its own samples, with a result of ``shape``."""
     steps = [
-        op.step((Layout.replicated(x.shape, len(part.sizes)),), part)
+        op.sharding((Layout.replicated(x.shape, len(part.sizes)),), part)
         for part in split.parts
     ]
     reads, outputs = (
-        [[step.reads[0] for step in steps]],
+        [[step.input_layouts[0] for step in steps]],
         [step.output for step in steps],
     )
-    found = in_nodes(split.ranks, split.samples(x.shape[0]), reads, outputs, (True,))
+    found = sharding_within_nodes(
+        split.ranks, split.samples(x.shape[0]), reads, outputs, (True,)
+    )
     return (
-        Step(*found, contributes=True)
+        OpSharding(*found, partial_grads=True)
         if found is not None
-        else Gather(shape).step((x,))
+        else Gather(shape).sharding((x,))
     )
 
 
@@ -152,7 +156,7 @@ def _summands(shape: Shape, split: Split) -> Layout:
     return Layout.partial(shape, len(split.sizes), () if split.whole else split.sizes)
 
 
-def halos_travel(op: Op, x: Layout, split: Split) -> bool:
+def exchanges_halos(op: Operator, x: Layout, split: Split) -> bool:
     """Whether a convolution's input is cut as a spatial split cuts it, so that own rows
     stay and halos come to them.
 
@@ -160,29 +164,29 @@ def halos_travel(op: Op, x: Layout, split: Split) -> bool:
     """
     if (
         not isinstance(op, Conv)
-        or split.kind not in SPACE
+        or split.kind not in SPATIAL_KINDS
         or x.kind != "sharded"
-        or x.inner != op.dim(split.kind)
+        or x.inner_dim != op.dim(split.kind)
     ):
         return False
-    if joins_halos(op, split.kind):
+    if concatenates_halos(op, split.kind):
         return False
-    levels = (x.nodes, x.samples) if isinstance(x, TwoLevel) else ()
+    levels = (x.nodes, x.samples) if isinstance(x, HierarchicalLayout) else ()
     return levels == ((split.ranks, split.samples(x.shape[0])) if split.nodes else ())
 
 
-def joins_halos(op: Conv, kind: SplitKind) -> bool:
+def concatenates_halos(op: Conv, kind: SplitKind) -> bool:
     """Whether halos are joined to own rows, and both convolved at once: of small maps
     with many channels, where to read the filters once more, for a halo alone, takes
     longer than to copy own rows.
     """
     dim, s = op.dim(kind), op.spec
     has_halos = dim is not None and s.kernel[dim - 2] > 1
-    return has_halos and prod(s.w_shape) > JOINED * prod(s.x_shape)
+    return has_halos and prod(s.w_shape) > MAX_INPUT_TO_FILTER_RATIO * prod(s.x_shape)
 
 
 @lru_cache(maxsize=4096)
-def _held(shape: Shape, split: Split, world: int) -> Mapping[str, Held]:
+def _held(shape: Shape, split: Split, world: int) -> Mapping[str, ParamShards]:
     """Of a weight of this shape and its bias: own slices of what is cut, of the rest
     the whole where there is work.
     """
@@ -194,19 +198,22 @@ def _held(shape: Shape, split: Split, world: int) -> Mapping[str, Held]:
         }
     if split.kind == "filter":
         return {
-            "weight": Held.cut(shape, 0, split.sizes),
-            "bias": Held.cut(bias, 0, split.sizes),
+            "weight": ParamShards.sharded(shape, 0, split.sizes),
+            "bias": ParamShards.sharded(bias, 0, split.sizes),
         }
     if split.kind == "channel":
         return {
-            "weight": Held.cut(shape, 1, split.sizes),
-            "bias": Held.by(bias, everyone),
+            "weight": ParamShards.sharded(shape, 1, split.sizes),
+            "bias": ParamShards.on_ranks(bias, everyone),
         }
     shares = split.sizes or everyone
-    return {"weight": Held.by(shape, shares), "bias": Held.by(bias, shares)}
+    return {
+        "weight": ParamShards.on_ranks(shape, shares),
+        "bias": ParamShards.on_ranks(bias, shares),
+    }
 
 
-def _held_in_nodes(shape: Shape, split: Split) -> Held:
+def _held_in_nodes(shape: Shape, split: Split) -> ParamShards:
     """Cut by filter or channel in every node that has samples, or the whole on every
     rank that has work.
     """
@@ -215,12 +222,14 @@ def _held_in_nodes(shape: Shape, split: Split) -> Held:
     nothing = Box.whole(shape).along(dim if dim < len(shape) else 0, 0, 0)
     for (ranks, samples), part in zip(split.nodes, split.parts, strict=True):
         if dim < len(shape):
-            cut = Held.cut(shape, dim, part.sizes)
+            cut = ParamShards.sharded(shape, dim, part.sizes)
         else:  # one rank of a node adds the bias to what it makes of its channels
             first = (1, *(0,) * (len(part.sizes) - 1))
-            cut = Held.by(shape, first if split.kind == "channel" else part.sizes)
+            cut = ParamShards.on_ranks(
+                shape, first if split.kind == "channel" else part.sizes
+            )
         boxes += cut.boxes[:ranks] if samples else (nothing,) * ranks
-    return Held(shape, tuple(boxes))
+    return ParamShards(shape, tuple(boxes))
 
 
 @dataclass(frozen=True)
@@ -272,7 +281,7 @@ class Conv:
             "filter", tuple(size * s.K // s.C for size in split.sizes), split.nodes
         )
 
-    def held(self, split: Split, world: int) -> Mapping[str, Held]:
+    def param_shards(self, split: Split, world: int) -> Mapping[str, ParamShards]:
         """Which ranks hold what of the parameters."""
         return _held(self.spec.w_shape, self.canonical(split), world)
 
@@ -285,14 +294,14 @@ class Conv:
             else (0, 0)
         )
 
-    def step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
+    def sharding(self, inputs: tuple[Layout, ...], split: Split) -> OpSharding:
         (x,), s, split = inputs, self.spec, self.canonical(split)
         if split.nodes:
             return _in_nodes(self, s.y_shape, x, split)
         if split.kind == "replicate":
-            return Gather(s.y_shape).step(inputs)
+            return Gather(s.y_shape).sharding(inputs)
         if split.kind == "channel":
-            return Step(
+            return OpSharding(
                 (Layout.sharded(s.x_shape, 1, split.sizes),),
                 _summands(s.y_shape, split),
             )
@@ -300,28 +309,30 @@ class Conv:
             per_group = s.C // s.groups
             groups = [self.group_span(f) for f in spans(split.sizes)]
             whole = Box.whole(s.x_shape)
-            need = Need(
+            need = ReadRegion(
                 s.x_shape,
                 tuple(whole.along(1, a * per_group, b * per_group) for a, b in groups),
             )
-            return Step((need,), Layout.sharded(s.y_shape, 1, split.sizes))
+            return OpSharding((need,), Layout.sharded(s.y_shape, 1, split.sizes))
         dim = self.dim(split.kind)
         assert dim is not None, f"{split} of {s}, which `check` refuses"
         y = Layout.sharded(s.y_shape, dim, apportion(s.y_shape[dim], split.sizes))
         if dim == 0:
-            return Step((Layout.sharded(s.x_shape, 0, y.sizes),), y, contributes=True)
-        return Step(
-            (window_need(x.shape, y, dim, s.windows[dim - 2]),), y, contributes=True
+            return OpSharding(
+                (Layout.sharded(s.x_shape, 0, y.sizes),), y, partial_grads=True
+            )
+        return OpSharding(
+            (window_reads(x.shape, y, dim, s.windows[dim - 2]),), y, partial_grads=True
         )
 
 
-def window_need(shape: Shape, y: Layout, dim: int, window: Window) -> Need:
+def window_reads(shape: Shape, y: Layout, dim: int, window: Window) -> ReadRegion:
     """What each rank reads of an input of ``shape`` to compute its part of ``y``, which
     is cut along ``dim``.
     """
     reads = [window.reads((b.lo[dim], b.hi[dim]), shape[dim]) for b in y.boxes]
     whole = Box.whole(shape)
-    return Need(shape, tuple(whole.along(dim, lo, hi) for lo, hi in reads))
+    return ReadRegion(shape, tuple(whole.along(dim, lo, hi) for lo, hi in reads))
 
 
 @dataclass(frozen=True)
@@ -351,7 +362,7 @@ class Linear:
                 f"{split} adds up to {found}, but the linear layer has {extent} features there"
             )
 
-    def held(self, split: Split, world: int) -> Mapping[str, Held]:
+    def param_shards(self, split: Split, world: int) -> Mapping[str, ParamShards]:
         """Which ranks hold what of the parameters."""
         return _held((self.features, self.x_shape[-1]), split, world)
 
@@ -362,25 +373,25 @@ class Linear:
             return None
         return cut_dim(kind, range(1, rank - 1) if rank >= 4 else range(0))
 
-    def step(self, inputs: tuple[Layout, ...], split: Split) -> Step:
+    def sharding(self, inputs: tuple[Layout, ...], split: Split) -> OpSharding:
         (x,) = inputs
         if split.nodes:
             return _in_nodes(self, self.y_shape, x, split)
         last = len(x.shape) - 1
         if split.kind == "filter":
-            return Step(
-                (Need.everything(x.shape, x.world),),
+            return OpSharding(
+                (ReadRegion.everything(x.shape, x.world),),
                 Layout.sharded(self.y_shape, last, split.sizes),
             )
         if split.kind == "channel":
-            return Step(
+            return OpSharding(
                 (Layout.sharded(x.shape, last, split.sizes),),
                 _summands(self.y_shape, split),
             )
         if (dim := self.dim(split.kind)) is not None:
             sizes = apportion(x.shape[dim], split.sizes)
             cut = Layout.sharded(x.shape, dim, sizes)
-            return Step(
-                (cut,), Layout.sharded(self.y_shape, dim, sizes), contributes=True
+            return OpSharding(
+                (cut,), Layout.sharded(self.y_shape, dim, sizes), partial_grads=True
             )
-        return Gather(self.y_shape).step(inputs)
+        return Gather(self.y_shape).sharding(inputs)

@@ -60,7 +60,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Need:
+class ReadRegion:
     """What each rank reads of a tensor of global ``shape``: one box per rank,
     overlapping as they like.
     """
@@ -69,8 +69,8 @@ class Need:
     boxes: Boxes
 
     @staticmethod
-    def everything(shape: Shape, world: int) -> Need:
-        return Need(shape, (Box.whole(shape),) * world)
+    def everything(shape: Shape, world: int) -> ReadRegion:
+        return ReadRegion(shape, (Box.whole(shape),) * world)
 
     @property
     def world(self) -> int:
@@ -81,7 +81,7 @@ class Need:
 class Layout:
     """A global shape, one box per rank, and what the local values mean.
 
-    ``replicated``: every rank holds the whole. ``sharded``: the boxes are disjoint and
+    ``replicas``: every rank holds the whole. ``sharded``: the boxes are disjoint and
     cover the tensor; empty ones are allowed. ``partial``: every rank holds a summand of
     the whole; ``shares`` are the proportions in which a consumer that works on parts
     sums it, and without any it takes the whole.
@@ -138,13 +138,13 @@ class Layout:
         )
 
     @property
-    def inner(self) -> int | None:
+    def inner_dim(self) -> int | None:
         """The dimension along which `mates` are cut in order: `dim`, where there is one level."""
         return self.dim
 
-    def mates(self, rank: int) -> range:
+    def peers(self, rank: int) -> range:
         """The ranks with parts of the same samples as this one: all, where there is one
-        level; see `TwoLevel`.
+        level; see `HierarchicalLayout`.
         """
         return range(self.world)
 
@@ -193,7 +193,7 @@ def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def apportion(
     total: int, weights: tuple[float, ...], granularity: int = 1
 ) -> tuple[int, ...]:
-    """``total`` units in proportion to ``weights`` by largest remainder; a zero weight
+    """``total_cost`` units in proportion to ``weights`` by largest remainder; a zero weight
     gets nothing.
 
     Cuts lie on multiples of ``granularity``; what whole multiples leave over goes to
@@ -252,7 +252,7 @@ class Move:
     """
 
     src: Layout
-    dst: Layout | Need
+    dst: Layout | ReadRegion
 
     @cached_property
     def forward(self) -> tuple[Exchange, ...]:
@@ -280,13 +280,13 @@ class Move:
 
 
 @lru_cache(maxsize=1024)
-def summed(shape: Shape, world: int) -> Move:
+def all_reduce(shape: Shape, world: int) -> Move:
     """A summand on every rank becomes the sum on every rank (all-reduce)."""
     return Move(Layout.partial(shape, world), Layout.replicated(shape, world))
 
 
 @lru_cache(maxsize=1024)
-def from_each(shape: Shape, world: int) -> Move:
+def all_gather(shape: Shape, world: int) -> Move:
     """A tensor of each rank becomes all of them, in rank order, on every rank
     (all-gather): (P, *shape).
     """
@@ -295,14 +295,14 @@ def from_each(shape: Shape, world: int) -> Move:
 
 
 @lru_cache(maxsize=1024)
-def told(counts: tuple[int, ...]) -> Move:
+def all_gather_uneven(counts: tuple[int, ...]) -> Move:
     """So many numbers of each rank, one rank after the other, go to every rank."""
     own = Layout.sharded((sum(counts),), 0, counts)
     return Move(own, Layout.replicated(own.shape, own.world))
 
 
 @lru_cache(maxsize=4096)
-def pieces(held: Boxes, wanted: Boxes) -> tuple[tuple[int, int, Box], ...]:
+def overlaps(held: Boxes, wanted: Boxes) -> tuple[tuple[int, int, Box], ...]:
     """Every non-empty (sender, receiver, box) of one round, in rank order; a rank's own
     piece included.
     """
@@ -312,13 +312,15 @@ def pieces(held: Boxes, wanted: Boxes) -> tuple[tuple[int, int, Box], ...]:
     return tuple(p for p in found if p[2].numel)
 
 
-def traffic(rounds: tuple[Exchange, ...], itemsize: int) -> dict[tuple[int, int], int]:
+def bytes_per_pair(
+    rounds: tuple[Exchange, ...], itemsize: int
+) -> dict[tuple[int, int], int]:
     """Bytes that each (sender, receiver) pair moves in these rounds; a rank's own
     pieces do not move.
     """
     total: dict[tuple[int, int], int] = {}
     for held, wanted in rounds:
-        for s, r, box in pieces(held, wanted):
+        for s, r, box in overlaps(held, wanted):
             if s != r:
                 total[s, r] = total.get((s, r), 0) + box.numel * itemsize
     return total

@@ -16,7 +16,7 @@ from .layout import Box, Boxes, Exchange, Layout, Shape, exchanges
 Ranks = tuple[int, ...]
 
 
-class Atom(NamedTuple):
+class OverlapCell(NamedTuple):
     """A slice of a parameter, and the ranks that hold it, in ascending order."""
 
     box: Box
@@ -24,7 +24,7 @@ class Atom(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Held:
+class ParamShards:
     """Which ranks hold what of a parameter of global ``shape``: one box each.
 
     Boxes may overlap, be the whole, or be empty. They differ in one dimension alone,
@@ -35,35 +35,35 @@ class Held:
     boxes: Boxes
 
     @staticmethod
-    def by(shape: Sequence[int], shares: Sequence[int]) -> Held:
+    def on_ranks(shape: Sequence[int], shares: Sequence[int]) -> ParamShards:
         """The whole on every rank with a share, nothing on the others."""
         whole = Box.whole(tuple(shape))
-        return Held(
+        return ParamShards(
             whole.hi,
             tuple(whole if share else whole.along(0, 0, 0) for share in shares),
         )
 
     @staticmethod
-    def cut(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Held:
+    def sharded(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> ParamShards:
         """A slice per rank. Raises `LayoutError` if the sizes do not add up to the extent."""
-        return Held(tuple(shape), Layout.sharded(shape, dim, sizes).boxes)
+        return ParamShards(tuple(shape), Layout.sharded(shape, dim, sizes).boxes)
 
     @cached_property
-    def everywhere(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every rank holds the whole."""
         return all(box == Box.whole(self.shape) for box in self.boxes)
 
     @cached_property
-    def repeated(self) -> bool:
+    def has_overlap(self) -> bool:
         """Whether several ranks hold the same elements."""
-        return any(len(holders) > 1 for holders in self.sharing)
+        return any(len(holders) > 1 for holders in self.cell_holders)
 
     @cached_property
-    def sharing(self) -> tuple[Ranks, ...]:
+    def cell_holders(self) -> tuple[Ranks, ...]:
         """The holders of each atom: gradients of parameters that are shared alike are
         summed together.
         """
-        return tuple(atom.holders for atom in self.atoms)
+        return tuple(atom.holders for atom in self.cells)
 
     @cached_property
     def numel(self) -> int:
@@ -81,7 +81,7 @@ class Held:
         return next(cut, 0)
 
     @cached_property
-    def atoms(self) -> tuple[Atom, ...]:
+    def cells(self) -> tuple[OverlapCell, ...]:
         """The parameter cut wherever a rank's box begins or ends."""
         dim, held = self._dim, {r: box for r, box in enumerate(self.boxes) if box.numel}
         edges = sorted(
@@ -91,12 +91,12 @@ class Held:
             Box.whole(self.shape).along(dim, lo, hi) for lo, hi in pairwise(edges)
         )
         return tuple(
-            Atom(s, tuple(r for r, box in held.items() if box.intersect(s) == s))
+            OverlapCell(s, tuple(r for r, box in held.items() if box.intersect(s) == s))
             for s in slices
         )
 
     @cached_property
-    def owners(self) -> Layout:
+    def primary(self) -> Layout:
         """Every element once: from the first element on, each run is the first rank's
         that holds it, to its box's end.
 
@@ -122,11 +122,13 @@ class Held:
 
 
 @lru_cache(maxsize=4096)
-def summed_among(holders: Ranks, numel: int, world: int) -> tuple[Exchange, ...]:
+def all_reduce_among(holders: Ranks, numel: int, world: int) -> tuple[Exchange, ...]:
     """The rounds in which so many numbers on each of these ranks become their sum on
     each of them.
     """
     if len(holders) < 2:
         return ()
-    flat = Held.by((numel,), [rank in holders for rank in range(world)]).boxes
+    flat = ParamShards.on_ranks(
+        (numel,), [rank in holders for rank in range(world)]
+    ).boxes
     return exchanges(flat, flat)

@@ -22,11 +22,11 @@ KINDS: tuple[SplitKind, ...] = (
     "height",
     "width",
 )
-SPACE: dict[SplitKind, int] = {"depth": 3, "height": 2, "width": 1}
+SPATIAL_KINDS: dict[SplitKind, int] = {"depth": 3, "height": 2, "width": 1}
 """The spatial kinds, and which of a layer's spatial dimensions each cuts, counted from
 the last one.
 """
-INNER: tuple[SplitKind, ...] = ("filter", "channel", *SPACE)
+KINDS_WITHIN_NODES: tuple[SplitKind, ...] = ("filter", "channel", *SPATIAL_KINDS)
 """The kinds that each node may share its samples by."""
 
 
@@ -75,9 +75,10 @@ class Split:
             self._check_nodes()
 
     def _check_nodes(self) -> None:
-        if self.kind not in INNER:
+        if self.kind not in KINDS_WITHIN_NODES:
             raise SplitError(
-                f"{self} shares samples within nodes by {self.kind}; use {', '.join(INNER)}, "
+                f"{self} shares samples within nodes by {self.kind}; use "
+                f"{', '.join(KINDS_WITHIN_NODES)}, "
                 "or leave out nodes"
             )
         fits = all(
@@ -139,7 +140,7 @@ class Split:
             ]
         return tuple(found)
 
-    def mates(self, rank: int) -> range:
+    def peers(self, rank: int) -> range:
         """The ranks that share samples with this one: all, or those of its node."""
         nodes = (range(a, b) for a, b in spans(self.ranks or (len(self.sizes),)))
         return next(node for node in nodes if rank in node)

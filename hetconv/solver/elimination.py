@@ -21,8 +21,8 @@ import numpy.typing as npt
 from hetconv.errors import PlanError
 
 from . import milp
-from .factor_graph import Array, Indices, Potentials, Scope, total
-from .presolve import Contraction, contracted, pruned
+from .factor_graph import Array, FactorGraph, Indices, Scope, total_cost
+from .presolve import Contraction, contract, prune
 
 MEMORY_BYTES = 1 << 28
 MAX_NEIGHBOURS = 30  # dimensions of a table, which numpy limits to 32 in some functions
@@ -44,7 +44,7 @@ class Solution:
     how: Literal["elimination", "milp"]
 
 
-class Step(NamedTuple):
+class EliminationStep(NamedTuple):
     """A node to eliminate, its neighbours by then, ascending, and the bytes of the
     table over them.
     """
@@ -60,7 +60,7 @@ def minimize(
     """The choice of each node for which all unary[v][c_v] and pairwise[u, v][c_u, c_v]
     add up to the least; that cost.
 
-    Exact for any graph, up to rounding. Shapes and what is refused: `Potentials.of`.
+    Exact for any graph, up to rounding. Shapes and what is refused: `FactorGraph.of`.
     Neither depends on the order of the mappings, nor the cost on the names; which one
     of several equally good choices is found goes by sorted names.
 
@@ -68,8 +68,8 @@ def minimize(
     ``memory_bytes`` would have to be made, with the width: the most neighbours that a
     node has when it is eliminated. Time and memory are exponential in it.
     """
-    potentials = Potentials.of(unary, pairwise)
-    small, kept = pruned(potentials)
+    potentials = FactorGraph.of(unary, pairwise)
+    small, kept = prune(potentials)
     narrow, steps = _narrow(small, memory_bytes)
     if not _fit(steps, memory_bytes):
         raise PlanError(_too_wide(narrow.potentials, steps, memory_bytes))
@@ -87,8 +87,8 @@ def solve(
     """As `minimize`; where that refuses the width, by HiGHS within ``time_limit``
     seconds, and with its gap.
     """
-    potentials = Potentials.of(unary, pairwise)
-    small, kept = pruned(potentials)
+    potentials = FactorGraph.of(unary, pairwise)
+    small, kept = prune(potentials)
     narrow, steps = _narrow(small, memory_bytes)
     exact = _fit(steps, memory_bytes)
     if not exact:  # what can be eliminated without making more of it
@@ -102,19 +102,19 @@ def solve(
 
 
 def _narrow(
-    potentials: Potentials, memory_bytes: int
-) -> tuple[Contraction, list[Step]]:
+    potentials: FactorGraph, memory_bytes: int
+) -> tuple[Contraction, list[EliminationStep]]:
     """What to eliminate, in order: with nodes merged only where that is too wide without."""
     as_given = Contraction(potentials, tuple(range(len(potentials.names))), ())
     steps = elimination_order(potentials)
     if _fit(steps, memory_bytes):
         return as_given, steps
-    merged = contracted(potentials)
+    merged = contract(potentials)
     fewer = elimination_order(merged.potentials)
     return (merged, fewer) if _bytes(fewer) < _bytes(steps) else (as_given, steps)
 
 
-def elimination_order(potentials: Potentials) -> list[Step]:
+def elimination_order(potentials: FactorGraph) -> list[EliminationStep]:
     """Always the node that leaves the smallest table, the first by name of several."""
     sizes, steps = potentials.sizes, []
     around = {v: set(neighbours) for v, neighbours in enumerate(potentials.neighbours)}
@@ -124,24 +124,26 @@ def elimination_order(potentials: Potentials) -> list[Step]:
     while around:
         v = min(around, key=lambda v: (table_bytes[v], v))
         neighbours = around.pop(v)
-        steps.append(Step(v, tuple(sorted(neighbours)), table_bytes[v]))
+        steps.append(EliminationStep(v, tuple(sorted(neighbours)), table_bytes[v]))
         for u in neighbours:
             around[u] = (around[u] | neighbours) - {u, v}
             table_bytes[u] = 8 * prod(sizes[w] for w in around[u])
     return steps
 
 
-def _fit(steps: Sequence[Step], memory_bytes: int) -> bool:
+def _fit(steps: Sequence[EliminationStep], memory_bytes: int) -> bool:
     return _bytes(steps) <= memory_bytes and all(
         len(step.neighbours) <= MAX_NEIGHBOURS for step in steps
     )
 
 
-def _bytes(steps: Sequence[Step]) -> int:
+def _bytes(steps: Sequence[EliminationStep]) -> int:
     return sum(step.table_bytes for step in steps)
 
 
-def _too_wide(potentials: Potentials, steps: Sequence[Step], memory_bytes: int) -> str:
+def _too_wide(
+    potentials: FactorGraph, steps: Sequence[EliminationStep], memory_bytes: int
+) -> str:
     """What is refused, by the step that makes the largest table."""
     names, worst = potentials.names, max(steps, key=lambda step: step.table_bytes)
     return (
@@ -162,14 +164,16 @@ def _listed(names: Sequence[str], nodes: Scope) -> str:
 
 
 def _least(
-    potentials: Potentials, steps: Sequence[Step], time_limit: float = milp.TIME_LIMIT
+    potentials: FactorGraph,
+    steps: Sequence[EliminationStep],
+    time_limit: float = milp.TIME_LIMIT,
 ) -> tuple[dict[int, int], float]:
     """A choice for each node, and by how much its cost may exceed the least. HiGHS gets
     what ``steps`` leave.
     """
     tables = dict(potentials.tables)
     taken = [_eliminate(tables, step, potentials.names) for step in steps]
-    choice, slack = milp.least(tables, time_limit)
+    choice, slack = milp.minimize_tables(tables, time_limit)
     for step, summands in zip(reversed(steps), reversed(taken), strict=True):
         at: tuple[slice | int, ...] = (
             slice(None),
@@ -182,15 +186,15 @@ def _least(
 
 
 def _eliminate(
-    tables: dict[Scope, Array], step: Step, names: Sequence[str]
+    tables: dict[Scope, Array], sharding: EliminationStep, names: Sequence[str]
 ) -> list[Array]:
     """Takes out the tables that the node is in, puts in the least of their sum, and returns them.
 
     All have a dimension for the node, then one for each neighbour: of its choices, or 1
     where the table is not over it.
     """
-    target = (step.node, *step.neighbours)
-    own = [scope for scope in tables if step.node in scope]
+    target = (sharding.node, *sharding.neighbours)
+    own = [scope for scope in tables if sharding.node in scope]
     summands = sorted(
         (_spread(tables.pop(scope), scope, target) for scope in own),
         key=lambda table: table.size,
@@ -198,15 +202,17 @@ def _eliminate(
     least = np.empty(np.broadcast_shapes(*(table.shape for table in summands))[1:])
     min_plus(summands, least)
     if np.isposinf(least).all():
-        beside = _listed(names, step.neighbours) or "the nodes it is tied to"
+        beside = _listed(names, sharding.neighbours) or "the nodes it is tied to"
         raise PlanError(
-            f"every choice of {names[step.node]!r} is forbidden beside every choice of "
+            f"every choice of {names[sharding.node]!r} is forbidden beside every choice of "
             f"{beside}, by their tables or by "
             f"those of nodes between them; give a finite cost to one"
         )
-    if step.neighbours:
-        tables[step.neighbours] = (
-            least + tables[step.neighbours] if step.neighbours in tables else least
+    if sharding.neighbours:
+        tables[sharding.neighbours] = (
+            least + tables[sharding.neighbours]
+            if sharding.neighbours in tables
+            else least
         )
     return summands
 
@@ -248,10 +254,10 @@ def min_plus(summands: Sequence[Array], out: Array) -> None:
 
 
 def _as_given(
-    potentials: Potentials, kept: Sequence[Indices], found: Mapping[int, int]
+    potentials: FactorGraph, kept: Sequence[Indices], found: Mapping[int, int]
 ) -> tuple[dict[str, int], float]:
     """Names and choices as they were before some were left out, and what they cost."""
     choice = {v: int(left[found[v]]) for v, left in enumerate(kept)}
-    return {name: choice[v] for v, name in enumerate(potentials.names)}, total(
+    return {name: choice[v] for v, name in enumerate(potentials.names)}, total_cost(
         potentials.tables, choice
     )

@@ -25,8 +25,8 @@ Scope = tuple[
 
 
 @dataclass(frozen=True)
-class Potentials:
-    """``names`` of the nodes, sorted, and ``tables`` by scope: one for each node, at
+class FactorGraph:
+    """``names`` of the nodes, sorted, and ``build_tables`` by scope: one for each node, at
     most one for a pair.
     """
 
@@ -38,7 +38,7 @@ class Potentials:
         cls,
         unary: Mapping[str, npt.ArrayLike],
         pairwise: Mapping[tuple[str, str], npt.ArrayLike],
-    ) -> Potentials:
+    ) -> FactorGraph:
         """``unary[v]``: (choices of v,); ``pairwise[u, v]``: (choices of u, choices of
         v). +inf forbids a choice.
 
@@ -91,7 +91,7 @@ class Potentials:
         return tuple(tuple(sorted(nodes)) for nodes in found)
 
 
-def total(tables: Mapping[Scope, Array], choice: Mapping[int, int]) -> float:
+def total_cost(tables: Mapping[Scope, Array], choice: Mapping[int, int]) -> float:
     """What the tables say of one choice for each node; rounded once, so that no order
     of adding shows in it.
     """

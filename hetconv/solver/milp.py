@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hetconv.errors import PlanError
 
-from .factor_graph import Array, Indices, Potentials, Scope, total
+from .factor_graph import Array, FactorGraph, Indices, Scope, total_cost
 
 FORBIDDEN = "every choice is forbidden; give a finite cost to one"
 INFEASIBLE = 2  # scipy's status
@@ -38,11 +38,11 @@ def minimize_milp(
     as a fraction of it.
 
     Where HiGHS finds no choice within ``time_limit`` seconds, it is that of
-    `descended`. Raises `PlanError` where all is forbidden, or nothing else was found.
+    `coordinate_descent`. Raises `PlanError` where all is forbidden, or nothing else was found.
     """
-    potentials = Potentials.of(unary, pairwise)
-    found, slack = least(potentials.tables, time_limit)
-    cost = total(potentials.tables, found)
+    potentials = FactorGraph.of(unary, pairwise)
+    found, slack = minimize_tables(potentials.tables, time_limit)
+    cost = total_cost(potentials.tables, found)
     return (
         {name: found[v] for v, name in enumerate(potentials.names)},
         cost,
@@ -55,7 +55,7 @@ def gap(slack: float, cost: float) -> float:
     return slack / abs(cost) if cost else (np.inf if slack else 0.0)
 
 
-def least(
+def minimize_tables(
     tables: Mapping[Scope, Array],
     time_limit: float,
     caps: tuple[Mapping[Scope, Array], Array] | None = None,
@@ -63,7 +63,7 @@ def least(
     """A choice for each node, and by how much the sum of the tables may exceed its
     least. Raises as `minimize_milp`.
 
-    ``tables``: one for each node, and any over several of them. ``caps``: what choices use,
+    ``build_tables``: one for each node, and any over several of them. ``caps``: what choices use,
     as tables of (..., P), and how much of each of P resources there is.
     """
     if not tables:
@@ -105,8 +105,8 @@ def least(
         options={"time_limit": time_limit, "mip_rel_gap": 0.0},
     )
     if result.x is None and result.status != INFEASIBLE and caps is None:
-        choice = descended(tables)
-        if np.isfinite(cost := total(tables, choice)):
+        choice = coordinate_descent(tables)
+        if np.isfinite(cost := total_cost(tables, choice)):
             return choice, cost - float(sum(lowest))
     if result.x is None:
         message = (
@@ -119,10 +119,10 @@ def least(
         v: int(allowed[v,][0][x.argmax()]) for v, x in zip(nodes, values, strict=False)
     }
     bound = float(result.mip_dual_bound * scale + sum(lowest))
-    return choice, max(total(tables, choice) - bound, 0.0)
+    return choice, max(total_cost(tables, choice) - bound, 0.0)
 
 
-def descended(tables: Mapping[Scope, Array]) -> dict[int, int]:
+def coordinate_descent(tables: Mapping[Scope, Array]) -> dict[int, int]:
     """A choice for each node that no change of a single one makes cheaper: of several
     descents the cheapest.
 
@@ -148,7 +148,7 @@ def descended(tables: Mapping[Scope, Array]) -> dict[int, int]:
                 )
                 if costs[best := int(costs.argmin())] < costs[choice[v]]:
                     choice[v], changed = best, True
-    return min(starts, key=lambda choice: total(tables, choice))
+    return min(starts, key=lambda choice: total_cost(tables, choice))
 
 
 def _along(table: Array, scope: Scope, v: int, choice: Mapping[int, int]) -> Array:

@@ -10,10 +10,10 @@ import numpy as np
 
 from hetconv.errors import PlanError
 
-from .factor_graph import Array, Indices, Potentials, Scope
+from .factor_graph import Array, FactorGraph, Indices, Scope
 
 
-def pruned(potentials: Potentials) -> tuple[Potentials, list[Indices]]:
+def prune(potentials: FactorGraph) -> tuple[FactorGraph, list[Indices]]:
     """Without choices that are forbidden or dominated, to a fixed point; and for each
     node the choices that are left.
 
@@ -50,7 +50,7 @@ def pruned(potentials: Potentials) -> tuple[Potentials, list[Indices]]:
                 around[u].discard(v)
             queue |= dict.fromkeys(sorted(around[v]))
             around[v].clear()
-    return Potentials(potentials.names, tables), kept
+    return FactorGraph(potentials.names, tables), kept
 
 
 def undominated(own: Array, beside: Sequence[Array]) -> Indices:
@@ -127,7 +127,7 @@ class Merge(NamedTuple):
 class Contraction:
     """What is left, the numbers that its nodes had, and what was merged, in order."""
 
-    potentials: Potentials
+    potentials: FactorGraph
     left: tuple[int, ...]
     merges: tuple[Merge, ...]
 
@@ -139,7 +139,7 @@ class Contraction:
         return choice
 
 
-def contracted(potentials: Potentials) -> Contraction:
+def contract(potentials: FactorGraph) -> Contraction:
     """To a fixed point; the least sum stays."""
     merging = _Merging(potentials)
     queue = dict.fromkeys(range(len(potentials.names)))
@@ -160,11 +160,11 @@ def contracted(potentials: Potentials) -> Contraction:
         tuple(index[v] for v in scope): table for scope, table in merging.tables.items()
     }
     names = tuple(potentials.names[v] for v in left)
-    return Contraction(Potentials(names, tables), left, tuple(merging.merges))
+    return Contraction(FactorGraph(names, tables), left, tuple(merging.merges))
 
 
 class _Merging:
-    def __init__(self, potentials: Potentials):
+    def __init__(self, potentials: FactorGraph):
         self.tables: dict[Scope, Array] = dict(potentials.tables)
         self.around = {
             v: set(neighbours) for v, neighbours in enumerate(potentials.neighbours)

@@ -10,10 +10,10 @@ from hetconv.sharding.layer_rules import Conv
 
 from .graph import Graph, Node
 
-Followers = tuple[str, ...]
+Fusible = tuple[str, ...]
 
 
-def followers(graph: Graph) -> dict[str, Followers]:
+def fusible_functions(graph: Graph) -> dict[str, Fusible]:
     """By layer, the functions in order that alone consume a convolution: batch_norm,
     then add, then an activation.
 
@@ -21,7 +21,7 @@ def followers(graph: Graph) -> dict[str, Followers]:
     once has what all runs have.
     """
     readers = _readers(graph)
-    found: dict[str, Followers] = {}
+    found: dict[str, Fusible] = {}
     for i, node in enumerate(graph.nodes):
         if node.layer is not None and isinstance(node.op, Conv):
             chain = _chain(graph, readers, i)
@@ -40,8 +40,8 @@ def _readers(graph: Graph) -> dict[int, list[int]]:
     return readers
 
 
-def _chain(graph: Graph, readers: dict[int, list[int]], start: int) -> Followers:
-    chain: Followers = ()
+def _chain(graph: Graph, readers: dict[int, list[int]], start: int) -> Fusible:
+    chain: Fusible = ()
     at, source = start, graph.nodes[start].inputs[0]
     while True:
         node = graph.nodes[at]
@@ -57,7 +57,7 @@ def _chain(graph: Graph, readers: dict[int, list[int]], start: int) -> Followers
         chain, at = (*chain, following.function), reading[0]
 
 
-def _follows(graph: Graph, node: Node, chain: Followers) -> bool:
+def _follows(graph: Graph, node: Node, chain: Fusible) -> bool:
     """Whether a node can be folded after ``chain``."""
     if len(node.outputs) != 1 or any(f in ACTIVATIONS for f in chain):
         return False
@@ -71,7 +71,7 @@ def _follows(graph: Graph, node: Node, chain: Followers) -> bool:
     return node.function in ACTIVATIONS
 
 
-def _common(a: Followers, b: Followers) -> Followers:
+def _common(a: Fusible, b: Fusible) -> Fusible:
     """The longest beginning of both."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:

@@ -11,7 +11,7 @@ from math import prod
 
 from hetconv.operators import VIEWS
 from hetconv.operators.shapes import Reshape
-from hetconv.sharding.layer_rules import Conv, Linear, Op
+from hetconv.sharding.layer_rules import Conv, Linear, Operator
 from hetconv.sharding.layout import Layout, Shape
 
 
@@ -36,7 +36,7 @@ class Node:
     """
 
     name: str
-    op: Op
+    op: Operator
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     params: tuple[int, ...] = ()

@@ -21,15 +21,15 @@ from bench.shared.models import stack
 from bench.shared.plan_sample import PLANS, compared
 from bench.shared.prediction_errors import Check
 from hetconv.autotune.measure.paired_rounds import Paced, Round
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import Candidates
 from hetconv.planner.make_plan import PLANNED
-from hetconv.schemas.plan import ALONE
+from hetconv.schemas.plan import SINGLE_DEVICE
 from tests.nets import Chain
 
 STEPS = {
-    f"{ALONE} (0: cpu)": (3.0, 3.0),
-    f"{ALONE} (1: cpu@0.5)": (6.0, 6.0),
+    f"{SINGLE_DEVICE} (0: cpu)": (3.0, 3.0),
+    f"{SINGLE_DEVICE} (1: cpu@0.5)": (6.0, 6.0),
     "even split by height": (2.0, 4.0),
     "uneven height split": (2.0, 2.0),
     PLANNED: (2.0, 2.5),
@@ -53,7 +53,7 @@ def test_the_plan_is_compared_with_what_ran_again_beside_it() -> None:
     assert found["measured again ms"] == {
         name: 1e3 * seconds for name, seconds in AGAIN.items()
     }
-    assert plan_gains.gains([AGAIN] * 4, f"{ALONE} (0: cpu)")["vs_alone"] == 1.0
+    assert plan_gains.gains([AGAIN] * 4, f"{SINGLE_DEVICE} (0: cpu)")["vs_alone"] == 1.0
 
 
 def test_a_split_is_no_slower_than_its_own_step_without_messages() -> None:
@@ -175,9 +175,11 @@ def test_plans_are_compared_once() -> None:
     again = compared(graph, profile, "infer", {PLANNED: first["uneven height split"]})
     assert "uneven height split" in first
     assert "uneven height split" not in again
-    split = [splits for name, splits in first.items() if not name.startswith(ALONE)]
+    split = [
+        splits for name, splits in first.items() if not name.startswith(SINGLE_DEVICE)
+    ]
     assert all(a != b for a, b in combinations(split, 2))
-    assert sum(name.startswith(ALONE) for name in again) == 2
+    assert sum(name.startswith(SINGLE_DEVICE) for name in again) == 2
     assert len(first) == PLANS
 
 
@@ -185,15 +187,15 @@ def test_plans_are_spread_from_the_fastest_to_the_slowest() -> None:
     graph = hetconv.capture(stack(2, 48), torch.zeros(1, 3, 256, 256))
     profile = hetconv.ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
     pricer, found = (
-        Pricer(graph, profile, "infer"),
+        StepEstimator(graph, profile, "infer"),
         compared(graph, profile, "infer", {}),
     )
     ways = Candidates(graph, profile, "infer").whole_models()
     step_s = sorted(
-        pricer.of(name).price(splits)[0].step_s for name, splits in found.items()
+        pricer.of(name).estimate(splits)[0].step_s for name, splits in found.items()
     )
     known = [
-        pricer.of(name).price(splits)[0].step_s
+        pricer.of(name).estimate(splits)[0].step_s
         for name, splits in ways.items()
         if "replicated" not in name
     ]

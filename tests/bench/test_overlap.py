@@ -12,7 +12,7 @@ from bench import __main__ as bench
 from bench import overlap
 from bench.shared.models import Stack
 from hetconv.autotune.launch.throttle import DeviceName
-from hetconv.comm.exchange import Round
+from hetconv.comm.exchange import PendingExchange
 from tests.spawn import spawn
 
 PAIR = (DeviceName("cpu"), DeviceName("cpu", 0.5))
@@ -27,13 +27,13 @@ def measured() -> tuple[dict[str, Any], list[dict[str, Any]], set[tuple[bool, bo
     from hetconv.comm import rank_group
 
     seen: set[tuple[bool, bool]] = set()
-    start = Round.__init__
+    start = PendingExchange.__init__
 
-    def noted(self: Round, *args: Any) -> None:
-        seen.add((rank_group.in_turn.on, rank_group.through_backend.on))
+    def noted(self: PendingExchange, *args: Any) -> None:
+        seen.add((rank_group.blocking.on, rank_group.through_backend.on))
         start(self, *args)
 
-    Round.__init__ = noted  # type: ignore[method-assign]
+    PendingExchange.__init__ = noted  # type: ignore[method-assign]
     return *overlap.measure(PAIR, True), seen
 
 

@@ -15,10 +15,10 @@ from bench.shared.prediction_errors import (
 )
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import paced_rounds
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.planner.candidates import Candidates
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE, Mode
+from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from tests.nets import Chain
 from tests.spawn import on_ranks
 
@@ -102,9 +102,11 @@ def checked() -> tuple[Check, dict[str, float]]:
     )
     predicted = {}
     for name, splits in plans.items():
-        prediction, _ = price(graph, profile, splits, "train")
+        prediction, _ = estimate(graph, profile, splits, "train")
         predicted[name] = (
-            max(prediction.busy_s) if name.startswith(ALONE) else prediction.step_s
+            max(prediction.busy_s)
+            if name.startswith(SINGLE_DEVICE)
+            else prediction.step_s
         )
     return found, predicted
 
@@ -117,5 +119,5 @@ def test_every_plan_is_predicted_and_runs() -> None:
     assert check.usual == check.rounds  # of the catalogue's devices no pulse is known
     assert all(seconds > 0 for _, seconds in steps.values())
     assert second[0] == check  # every rank knows when the last one was done
-    assert any(name.startswith(ALONE) for name in steps)
-    assert any(not name.startswith(ALONE) for name in steps)
+    assert any(name.startswith(SINGLE_DEVICE) for name in steps)
+    assert any(not name.startswith(SINGLE_DEVICE) for name in steps)

@@ -19,7 +19,7 @@ from hetconv.schemas.cluster_profile import (
     LinkModel,
     SharedWire,
 )
-from hetconv.schemas.provenance import Conditions, Identity
+from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 from hetconv.schemas.tuning_results import TunedChunks, TunedPlan, TunedTile
 from hetconv.sharding.conv_spec import Conv2dSpec, ConvSpec
 from hetconv.sharding.split import Split
@@ -144,7 +144,7 @@ def test_a_hosts_card_is_one_wire_whatever_profile_speaks_of_it_and_carries_no_m
 
 def test_of_a_wire_the_newest_measurement_counts() -> None:
     def sharing(
-        at: Conditions, s_per_byte: float, measured: bool = True
+        at: MeasurementConditions, s_per_byte: float, measured: bool = True
     ) -> ClusterProfile:
         return replace(
             profile([A0, A1], at),
@@ -195,7 +195,7 @@ def test_what_was_tuned_holds_for_all_devices_in_their_order_or_is_left_out_by_n
     spec = ConvSpec(2, 3, (8,), 4, (3,), (1,), ((1, 1),), (1,))
 
     def with_tuned(
-        identities: list[Identity], at: Conditions, n: int
+        identities: list[DeviceIdentity], at: MeasurementConditions, n: int
     ) -> ClusterProfile:
         plan = TunedPlan(
             "g",
@@ -298,7 +298,9 @@ def test_a_link_between_the_same_two_is_turned_to_the_order_of_the_first_profile
     assert merged.links == {"0-1": LinkModel(1e-6, 3e-9, NEW, 1e-9)}
 
 
-def with_alone(at: Conditions, others: float, **operators: float) -> ClusterProfile:
+def with_alone(
+    at: MeasurementConditions, others: float, **operators: float
+) -> ClusterProfile:
     """What a device takes alone, and for operators beside layers, one of which has the
     name of the time.
     """
@@ -354,7 +356,7 @@ def test_what_a_device_takes_alone_is_merged_if_it_was_measured_under_the_newest
 def test_what_copies_take_is_the_newest_that_was_measured_with_others_on_the_host() -> (
     None
 ):
-    def copying(at: Conditions, seconds: float | None) -> ClusterProfile:
+    def copying(at: MeasurementConditions, seconds: float | None) -> ClusterProfile:
         made = profile([A0], at)
         known = Copying(seconds, seconds, seconds) if seconds is not None else None
         return replace(made, devices=(replace(made.devices[0], copying=known),))
@@ -378,7 +380,9 @@ def test_what_was_measured_is_brought_to_the_newest_speed() -> None:
     versions may multiply otherwise.
     """
 
-    def at_pulse(pulse_s: float, at: Conditions, *keys: str) -> ClusterProfile:
+    def at_pulse(
+        pulse_s: float, at: MeasurementConditions, *keys: str
+    ) -> ClusterProfile:
         made = profile([A0], at)
         (device,) = made.devices
         operators = {key: took(1.0) for key in keys}
@@ -470,9 +474,12 @@ def test_of_the_same_tile_the_newest_profiles_counts() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
-    first: list[Identity], second: list[Identity], between: str | None, said: str
+    first: list[DeviceIdentity],
+    second: list[DeviceIdentity],
+    between: str | None,
+    said: str,
 ) -> None:
-    def cpu_or_gpu(identities: list[Identity]) -> ClusterProfile:
+    def cpu_or_gpu(identities: list[DeviceIdentity]) -> ClusterProfile:
         p = profile(identities, OLD)
         devices = (
             replace(d, kind="cpu") if "threads" in str(d.identity) else d

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hetconv.autotune.cli.merge import merge
 from hetconv.autotune.cli.outdated import stale
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.provenance import Conditions
+from hetconv.schemas.provenance import MeasurementConditions
 from hetconv.schemas.tuning_results import TunedTile
 from hetconv.sharding.conv_spec import Conv2dSpec
 from tests.profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, tuned
@@ -81,7 +81,7 @@ def test_hosts_have_builds_and_drivers_of_their_own_but_one_version() -> None:
 def test_a_file_that_does_not_tell_its_versions_is_named_and_so_are_tiles() -> None:
     kernel = Conv2dSpec(1, 8, 8, 8, 8, 3, 3)
     tile = TunedTile("A100", "2.11.0", "3.7.1", "forward", kernel, "tf32", "aten", 1.0)
-    of = replace(profile([A0], Conditions("", "")), tiles=(tile,))
+    of = replace(profile([A0], MeasurementConditions("", "")), tiles=(tile,))
     assert [line.partition("; ")[0] for line in stale(of, ("a", NEW))] == [
         "rank 0, cuda:0: rates: measured with versions that the file does not tell",
         "tiles of A100: forward of 1x8x8x8: measured with torch 2.11.0 (now 2.13.0)",

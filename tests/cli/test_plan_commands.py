@@ -11,7 +11,7 @@ import pytest
 
 import hetconv
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import Considered
+from hetconv.schemas.plan import Alternative
 from hetconv.sharding.layer_rules import REPLICATE, Split
 
 from .test_commands import NET
@@ -65,7 +65,7 @@ def test_what_was_considered_is_shown(files: Path, command: Command) -> None:
     whole = replace(
         plan().layers["one"],
         split=REPLICATE,
-        considered=(Considered(REPLICATE, 1, 0, 0),),
+        considered=(Alternative(REPLICATE, 1, 0, 0),),
     )
     replace(plan(), layers={"": whole}).save(
         files / "root.json"

@@ -17,7 +17,7 @@ from hetconv.autotune.cli.picture import NAME, draw, shortened
 from hetconv.autotune.cli.show import show_layer, show_profile
 from hetconv.errors import HetConvError, PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile, Copying
-from hetconv.schemas.plan import Considered, LayerPlan, Plan, Prediction
+from hetconv.schemas.plan import Alternative, LayerPlan, Plan, Prediction
 from hetconv.sharding.layer_rules import REPLICATE, Split
 from tests.nets import Chain, plan_of, splits_of
 
@@ -27,17 +27,17 @@ ROWS, CHANNELS = Split("height", (3, 1)), Split("filter", (4, 2))
 def plan() -> Plan:
     bare = plan_of(Chain(), splits_of(Chain(), ("filter", "height"), (3, 1)), 2)
     considered = (
-        Considered(ROWS, 1e-3, 2e-3, 0.0),
-        Considered(Split("width", (3, 1)), 1e-3, 2e-3, 0.0),
-        Considered(REPLICATE, 4e-3, 0.5e-3, 1.5e-3),
-        Considered(CHANNELS, 2e-3, 7e-3, 6e-3),
-        Considered(Split("height", (1, 1)), 9e-3, 2e-3, 8e-3),
+        Alternative(ROWS, 1e-3, 2e-3, 0.0),
+        Alternative(Split("width", (3, 1)), 1e-3, 2e-3, 0.0),
+        Alternative(REPLICATE, 4e-3, 0.5e-3, 1.5e-3),
+        Alternative(CHANNELS, 2e-3, 7e-3, 6e-3),
+        Alternative(Split("height", (1, 1)), 9e-3, 2e-3, 8e-3),
     )
     layers = {
         n: LayerPlan(x.op, x.split, (0.1, 0.2), (0.3, 0.4), 5_000_000)
         for n, x in bare.layers.items()
     }
-    layers["two"] = replace(layers["two"], split=ROWS, considered=considered)
+    layers["two"] = replace(layers["two"], split=ROWS, alternatives=considered)
     prediction = Prediction(
         1.0,
         0.25,
@@ -153,7 +153,7 @@ def test_plans_differ(other: Plan, words: list[str]) -> None:
 
 def test_plans_that_do_not_differ() -> None:
     assert "no difference" in said(lambda console: show_diff(plan(), plan(), console))
-    assert not show_diff(plan(), changed(considered=()), Console(quiet=True))
+    assert not show_diff(plan(), changed(alternatives=()), Console(quiet=True))
 
 
 def texts(path: Path) -> set[str]:

@@ -28,7 +28,7 @@ from hetconv.autotune.search.journal import Record, Store, Study, Trial
 from hetconv.planner.candidates import EVEN
 from hetconv.planner.make_plan import contenders, make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
-from hetconv.schemas.plan import ALONE
+from hetconv.schemas.plan import SINGLE_DEVICE
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
@@ -38,7 +38,7 @@ from tests.nets import Chain, splits_of
 from .test_commands import NET
 
 PAIR = ("cpu", "cpu@0.5")
-ON_0 = f"{ALONE} (0: cpu)"
+ON_0 = f"{SINGLE_DEVICE} (0: cpu)"
 TALK = "a model that talks"
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import HetConvError, LostRankError
 from hetconv.nn.layers import HetConv2d
 from hetconv.schemas.plan import Plan
@@ -348,4 +348,4 @@ def test_one_rank_alone_is_told_as_well() -> None:
 
 def test_without_a_process_group_the_error_says_what_to_do() -> None:
     with pytest.raises(HetConvError, match="torchrun"):
-        team_of()
+        rank_group_of()

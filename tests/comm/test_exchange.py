@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 import hetconv
-from hetconv.comm.rank_group import count_sent, silent, team_of, through_backend
-from hetconv.comm.redistribute import moved
+from hetconv.comm.rank_group import (
+    count_sent,
+    no_payload,
+    rank_group_of,
+    through_backend,
+)
+from hetconv.comm.redistribute import redistribute_local
 from hetconv.sharding.layer_rules import SplitKind
 from hetconv.sharding.layout import Layout
 from tests.nets import Block, plan_of, splits_of
@@ -20,21 +25,23 @@ from tests.spawn import on_ranks
 
 def nobody_answers(by_backend: bool) -> tuple[Tensor, Tensor] | None:
     """Rank 0 alone gathers halves of threes, and halves of a sum of them."""
-    team = team_of()
-    if team.rank:
+    group = rank_group_of()
+    if group.rank:
         return None
     halves, summands = (
         Layout.sharded((1, 4, 2, 2), 1, (2, 2)),
         Layout.partial((1, 4, 2, 2), 2),
     )
-    with silent(), through_backend() if by_backend else nullcontext():
-        gathered = moved(
-            team,
+    with no_payload(), through_backend() if by_backend else nullcontext():
+        gathered = redistribute_local(
+            group,
             torch.full((1, 2, 2, 2), 3.0),
             halves,
             Layout.replicated((1, 4, 2, 2), 2),
         )
-        summed = moved(team, torch.full((1, 4, 2, 2), 3.0), summands, halves)
+        summed = redistribute_local(
+            group, torch.full((1, 4, 2, 2), 3.0), summands, halves
+        )
     return gathered, summed
 
 
@@ -65,7 +72,7 @@ def steps(kind: SplitKind) -> tuple[list[int], list[int], bool]:
             p.grad.clone() for p in split.parameters() if p.grad is not None
         ]
 
-    with silent():
+    with no_payload():
         sent_in_silence, zeroed = step()
     (sent, first), (again, second) = step(), step()
     shapes = [g.shape for g in zeroed] == [g.shape for g in first]

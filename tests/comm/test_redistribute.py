@@ -22,15 +22,15 @@ from torch import Tensor
 
 import hetconv
 from hetconv.comm import rank_group
-from hetconv.comm.rank_group import count_sent, team_of, through_backend
+from hetconv.comm.rank_group import count_sent, rank_group_of, through_backend
 from hetconv.comm.redistribute import redistribute
 from hetconv.errors import HetConvError, LayoutError
-from hetconv.sharding.hierarchical import TwoLevel
-from hetconv.sharding.layout import Box, Layout, Move, Need, traffic
+from hetconv.sharding.hierarchical import HierarchicalLayout
+from hetconv.sharding.layout import Box, Layout, Move, ReadRegion, bytes_per_pair
 from tests.spawn import on_ranks
 from tests.strategies import layouts, needs, shapes, sharded, worlds
 
-Place = Layout | Need
+Place = Layout | ReadRegion
 Case = tuple[Layout, Place]
 
 
@@ -105,17 +105,19 @@ def rank_on_two_hosts(
     src: Layout, dst: Place, x: list[Tensor], y: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The same as if even ranks were on one host, and odd ones on another."""
-    team = team_of()
+    group = rank_group_of()
     near = {
         peer: channel
-        for peer, channel in team.channels.items()
-        if peer % 2 == team.rank % 2
+        for peer, channel in group.channels.items()
+        if peer % 2 == group.rank % 2
     }
-    rank_group._teams[team.group] = replace(team, channels=near, one_host=False)
+    rank_group._teams[group.process_group] = replace(
+        group, channels=near, one_host=False
+    )
     try:
         return forward_and_back(src, dst, x, y)[:2]
     finally:
-        rank_group._teams[team.group] = team
+        rank_group._teams[group.process_group] = group
 
 
 def places(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Place]:
@@ -133,7 +135,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def _in_nodes(dst: Place) -> bool:
     """Whether it is summands in each node, which nothing can be moved to."""
-    return isinstance(dst, TwoLevel) and dst.kind == "partial"
+    return isinstance(dst, HierarchicalLayout) and dst.kind == "partial"
 
 
 @st.composite
@@ -236,7 +238,7 @@ def test_replicas_hold_the_same_bits(case: Case) -> None:
 @pytest.mark.parametrize("world", [3, 4])
 def test_overlapping_contributions_are_summed_in_one_order(world: int) -> None:
     whole = Box.whole((7, 101))
-    need = Need(whole.hi, (whole,) * (world - 1) + (whole.along(1, 0, 90),))
+    need = ReadRegion(whole.hi, (whole,) * (world - 1) + (whole.along(1, 0, 90),))
     *_, found = both((Layout.replicated(whole.hi, world), need))
     assert all(torch.equal(g, found[0][1]) for _, g, *_ in found)
 
@@ -246,7 +248,7 @@ def test_sent_bytes_are_those_of_the_geometry(case: Case) -> None:
     src, dst = case
     move = Move(src, dst)
     same = isinstance(dst, Layout) and (src.kind, src.boxes) == (dst.kind, dst.boxes)
-    forward, adjoint = traffic(move.forward, 8), traffic(move.adjoint, 8)
+    forward, adjoint = bytes_per_pair(move.forward, 8), bytes_per_pair(move.adjoint, 8)
     *_, found = both(case)
     sent = {
         (r, peer): n

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetconv.comm.rendezvous import VISIT, connected
+from hetconv.comm.rendezvous import VISIT, connect
 
 
 def said(by: socket.socket, to: socket.socket, word: bytes) -> bytes:
@@ -50,7 +50,7 @@ class Hosts:
         self, gather: Callable[[int, Any], list[Any]]
     ) -> list[dict[int, socket.socket]]:
         def rank(r: int) -> None:
-            self.found[r] = connected(r, lambda word: gather(r, word))
+            self.found[r] = connect(r, lambda word: gather(r, word))
 
         threads = [threading.Thread(target=rank, args=(r,)) for r in range(self.world)]
         for t in threads:

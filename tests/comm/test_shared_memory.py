@@ -42,7 +42,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 def passed(sender: Channel, receiver: Channel, piece: Tensor) -> Tensor:
     sender.send(piece)
     buffer = torch.empty_like(piece, memory_format=torch.contiguous_format)
-    receiver.expect(buffer)()
+    receiver.receive_into(buffer)()
     return buffer
 
 
@@ -70,7 +70,7 @@ def test_what_is_sent_may_be_written_to_at_once(ends: tuple[Channel, Channel]) -
     piece, buffer = torch.ones(10), torch.zeros(10)
     here.send(piece)
     piece.zero_()
-    there.expect(buffer)()
+    there.receive_into(buffer)()
     assert bool((buffer == 1).all())
 
 
@@ -79,13 +79,13 @@ def test_messages_come_in_order_whichever_is_waited_for_first(
 ) -> None:
     here, there = ends
     buffers = [torch.zeros(3) for _ in range(4)]
-    first, second = there.expect(buffers[0]), there.expect(buffers[1])
+    first, second = there.receive_into(buffers[0]), there.receive_into(buffers[1])
     for k in range(4):
         here.send(torch.full((3,), float(k + 1)))
     second()
     assert [float(b[0]) for b in buffers] == [1, 2, 0, 0]
     first()
-    third, fourth = there.expect(buffers[2]), there.expect(buffers[3])
+    third, fourth = there.receive_into(buffers[2]), there.receive_into(buffers[3])
     fourth()
     third()
     assert [float(b[0]) for b in buffers] == [1, 2, 3, 4]
@@ -100,12 +100,12 @@ def test_what_is_lent_stays_where_it_lies_until_it_is_given_back(
     lent = []
     for k in range(3):
         here.send(torch.full((32,), float(k)))
-        lent.append(there.lend(there.announce(torch.float32, (32,))))
+        lent.append(there.borrow(there.post_receive(torch.float32, (32,))))
         here.send(torch.full((32,), 9.0))
         assert lent[k].tolist() == [k] * 32
-        there.give_back()
+        there.release()
         passed(there, here, torch.zeros(1))
-        there.take(there.announce(torch.float32, (32,)))
+        there.take(there.post_receive(torch.float32, (32,)))
     assert lent[0].data_ptr() == lent[2].data_ptr()  # not a copy
 
 
@@ -113,12 +113,12 @@ def test_what_is_to_be_lent_was_taken_by_who_waited_for_more(
     ends: tuple[Channel, Channel],
 ) -> None:
     here, there = ends
-    first, second = (there.announce(torch.float32, (3,)) for _ in range(2))
+    first, second = (there.post_receive(torch.float32, (3,)) for _ in range(2))
     for k in range(2):
         here.send(torch.full((3,), float(k)))
     assert there.take(second).tolist() == [1.0] * 3
-    assert there.lend(first).tolist() == [0.0] * 3
-    there.give_back()  # of nothing
+    assert there.borrow(first).tolist() == [0.0] * 3
+    there.release()  # of nothing
     assert torch.equal(passed(here, there, torch.ones(2)), torch.ones(2))
 
 
@@ -131,7 +131,7 @@ def test_a_message_of_another_length_is_not_taken_for_the_expected_one(
         DisagreementError,
         match=r"12 bytes came where one of 8 was expected.* call the same on every",
     ):
-        there.expect(torch.zeros(2))()
+        there.receive_into(torch.zeros(2))()
 
 
 class Ends:
@@ -150,7 +150,9 @@ class Ends:
         if self.on_its_way:
             piece = self.on_its_way.popleft()
             assert torch.equal(
-                self.there.take(self.there.announce(piece.dtype, tuple(piece.shape))),
+                self.there.take(
+                    self.there.post_receive(piece.dtype, tuple(piece.shape))
+                ),
                 piece,
             )
 
@@ -158,10 +160,12 @@ class Ends:
         """While another message is sent."""
         if self.on_its_way:
             piece = self.on_its_way.popleft()
-            lent = self.there.lend(self.there.announce(piece.dtype, tuple(piece.shape)))
+            lent = self.there.borrow(
+                self.there.post_receive(piece.dtype, tuple(piece.shape))
+            )
             self.send(size)
             assert torch.equal(lent, piece)
-            self.there.give_back()
+            self.there.release()
 
 
 DO = [Ends.send, Ends.send, Ends.take, Ends.borrow]
@@ -229,7 +233,7 @@ def test_more_packets_than_a_socket_holds_wait_until_they_are_read(
 
     sender = threading.Thread(target=send)
     sender.start()
-    waits = [there.expect(b) for b in buffers]
+    waits = [there.receive_into(b) for b in buffers]
     waits[-1]()
     sender.join()
     assert [int(b) for b in buffers] == list(range(len(buffers)))
@@ -242,10 +246,10 @@ def test_what_came_before_the_other_ended_can_be_read_and_no_more() -> None:
     there.send(torch.ones(1))
     here.close()
     buffer = torch.zeros(1)
-    there.expect(buffer)()
+    there.receive_into(buffer)()
     assert buffer == 1
     with pytest.raises(ConnectionError, match="closed"):
-        there.expect(buffer)()
+        there.receive_into(buffer)()
     with pytest.raises(ConnectionError):
         there.send(buffer)
 
@@ -256,7 +260,7 @@ def test_waiting_ends(what: str) -> None:
 
     def wait() -> None:
         if what == "message":
-            here.expect(torch.empty(1))()
+            here.receive_into(torch.empty(1))()
         while True:
             here.send(torch.empty(1))
 
@@ -278,7 +282,7 @@ def test_a_receiver_sleeps_at_once_but_on_a_core_of_its_own(
         "_wait",
         lambda poll, wait_ms: (slept.append(wait_ms), poll.poll(wait_ms)),
     )
-    wait = there.expect(torch.zeros(1))
+    wait = there.receive_into(torch.zeros(1))
     sender = threading.Timer(0.05, here.send, [torch.ones(1)])
     sender.start()
     assert wait() == 1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.cost.estimator import Pricer, price
+from hetconv.cost.estimator import StepEstimator, estimate
 from hetconv.cost.operator_cost import operator_key
 from hetconv.schemas.device_model import Alone
 from hetconv.sharding.layer_rules import Split
@@ -39,11 +39,11 @@ def test_a_device_is_faster_for_as_long_as_the_others_rest() -> None:
         ((12, 0), (6.0, 0.0), 1.0),
     ):
         splits = {"": Split("height", sizes)}
-        prediction, layers = price(graph, shared, splits, "infer")
+        prediction, layers = estimate(graph, shared, splits, "infer")
         expected = beside[0] * (1 - rests / 2), beside[1]
         assert layers[""].forward_s == prediction.busy_s == pytest.approx(expected)
         assert (
             prediction.step_s
-            == Pricer(graph, shared, "infer").step_s("", splits)
+            == StepEstimator(graph, shared, "infer").step_s("", splits)
             == pytest.approx(max(expected))
         )

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.cost.estimator import price
-from hetconv.cost.memory import alive, input_bytes, kept, last_readers, parameter_bytes
+from hetconv.cost.estimator import estimate
+from hetconv.cost.memory import (
+    input_bytes,
+    kept_results,
+    last_readers,
+    live_bytes,
+    parameter_bytes,
+)
 from hetconv.planner.partition import whole_model
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -64,10 +70,13 @@ def test_a_result_lives_until_the_last_reader_of_it_or_of_its_views() -> None:
     assert last_readers(graph) == [3, 4, 4, 4, 5]
     plane = 4 * 4 * 4
     own = torch.tensor(sizes(graph), dtype=torch.float64).numpy()[:, None]
-    assert alive(own, last_readers(graph))[:, 0].tolist() == [
+    assert live_bytes(own, last_readers(graph))[:, 0].tolist() == [
         n * plane for n in (2, 10, 10, 12, 12)
     ]
-    assert {node.function for node in kept(graph, "infer")} == {"conv2d", "getitem"}
+    assert {node.function for node in kept_results(graph, "infer")} == {
+        "conv2d",
+        "getitem",
+    }
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -88,7 +97,7 @@ def test_what_lives_together_as_a_run_would_free_it(net: str) -> None:
         needed = set().union(*(of.get(i, set()) for i in later)) | {k}
         most = max(most, sum(own[j] for j in needed if j <= k))
     splits = dict.fromkeys(graph.layers, hetconv.Split("replicate"))
-    predicted = price(graph, PROFILE, splits, "infer")[0].memory_bytes
+    predicted = estimate(graph, PROFILE, splits, "infer")[0].memory_bytes
     parameters = sum(
         parameter_bytes(graph, splits, 2, "infer", layer)[0]
         for layer in (None, *graph.layers)
@@ -117,7 +126,7 @@ def saved(kind: SplitKind) -> tuple[float, float, float]:
         for layer in (None, *graph.layers)
     )
     predicted = (
-        price(graph, PROFILE, splits, "train")[0].memory_bytes[rank]
+        estimate(graph, PROFILE, splits, "train")[0].memory_bytes[rank]
         - held
         - input_bytes(graph)
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.cost.network import Network
 from hetconv.cost.timeline import Clocks, Pass
 from hetconv.schemas.cluster_profile import (
@@ -25,8 +25,8 @@ from hetconv.schemas.cluster_profile import (
     SharedWire,
 )
 from hetconv.sharding.layer_rules import Split
-from hetconv.sharding.layout import Layout, exchanges, traffic
-from hetconv.sharding.param_shards import summed_among
+from hetconv.sharding.layout import Layout, bytes_per_pair, exchanges
+from hetconv.sharding.param_shards import all_reduce_among
 from tests.strategies import layouts, needs, shapes
 
 DEVICE = DeviceModel("cpu", "cpu", 8e9, {"float32": 1e11}, 1e10)
@@ -65,7 +65,7 @@ def test_a_round_takes_what_clocks_that_start_together_say(
     ends = st.one_of(layouts(shape, world), needs(shape, world))
     one = exchanges(data.draw(ends).boxes, data.draw(ends).boxes)[:1]
     sent = np.zeros((world, world))
-    for pair, size in traffic(one, itemsize).items():
+    for pair, size in bytes_per_pair(one, itemsize).items():
         sent[pair] = size
     clocks, rounds = (
         Clocks(world),
@@ -162,8 +162,8 @@ def test_sums_of_gradients_take_their_holders_more_than_messages() -> None:
     assert slow.s_per_summed_byte((0, 1)) == net.s_per_summed_byte((0, 1)) + 7
     assert slow.s_per_summed_byte((1,)) == net.s_per_summed_byte((1,)) == 0
     sums = [
-        (summed_among((0, 2), 5, 3), 4),
-        (summed_among((0, 1, 2), 2, 3), 8),
+        (all_reduce_among((0, 2), 5, 3), 4),
+        (all_reduce_among((0, 1, 2), 2, 3), 8),
         ((), 4),
     ]
     assert slow.summing(sums).tolist() == [7 * (20 + 16), 7 * 16, 7 * (20 + 16)]
@@ -204,7 +204,7 @@ def test_a_step_counts_what_sums_take_beside_their_messages() -> None:
     graph = hetconv.capture(nn.Conv2d(2, 4, 3, bias=False), torch.zeros(2, 2, 5, 5))
     profile = ClusterProfile((DEVICE,) * 2, {"0-1": LinkModel(0.0, 0.0)})
     first, second = (
-        price(
+        estimate(
             graph,
             replace(profile, sum_s_per_byte=s),
             {"": Split("sample", (1, 1))},

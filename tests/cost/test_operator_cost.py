@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.cost.operator_cost import Operators, layer_curve, operator_key, seams_of
-from hetconv.cost.propagate import walk
+from hetconv.cost.propagate import propagate
 from hetconv.ops.halo_exchange import spatial_geometry
 from hetconv.planner.partition import whole_model, with_whole_sum
 from hetconv.schemas.cluster_profile import (
@@ -28,7 +28,7 @@ from hetconv.schemas.cluster_profile import (
     OperatorModel,
 )
 from hetconv.schemas.plan import Mode
-from hetconv.schemas.provenance import Conditions
+from hetconv.schemas.provenance import MeasurementConditions
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import (
     KINDS,
@@ -80,7 +80,7 @@ def sent_and_predicted(
         if whole
         else splits
     )
-    predicted, _ = price(
+    predicted, _ = estimate(
         graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), splits, mode
     )
     model = hetconv.parallelize(model, plan_of(model, splits, world))
@@ -145,7 +145,7 @@ def test_a_step_takes_as_long_as_its_slowest_share() -> None:
         ((12, 0), 6.0),
         ((0, 12), 12.0),
     ):
-        prediction, layers = price(
+        prediction, layers = estimate(
             graph, profile, {"": Split("height", sizes)}, "infer"
         )
         assert prediction.step_s == pytest.approx(expected)
@@ -218,7 +218,7 @@ def test_convolutions_of_float32_run_in_tf32_where_a_device_does_that_faster() -
         1.0
     ) == pytest.approx(2 * 3 * 4 * 5)
     up = hetconv.capture(nn.ConvTranspose2d(2, 3, 2), torch.zeros(1, 2, 4, 4))
-    whole = up.nodes[0].op.step((Layout.replicated((1, 2, 4, 4), 1),), REPLICATE)
+    whole = up.nodes[0].op.sharding((Layout.replicated((1, 2, 4, 4), 1),), REPLICATE)
     seconds = Operators(up, [device]).seconds(up.nodes[0], REPLICATE, whole, False)
     assert seconds == pytest.approx([2 * 32 * 3 * 4 / 8])
 
@@ -242,14 +242,14 @@ def test_a_transposed_convolution_costs_its_products(
     device = DeviceModel("d", "cpu", 1e9, {"float32": flops / 6.0}, 1e30)
     operators = Operators(graph, [device] * 2)
     whole, parts = (
-        node.op.step((x,), REPLICATE) for x in (Layout.replicated(shape, 2), x)
+        node.op.sharding((x,), REPLICATE) for x in (Layout.replicated(shape, 2), x)
     )
     assert operators.seconds(node, REPLICATE, whole, False).tolist() == pytest.approx(
         [6.0, 6.0]
     )
     for seconds, read in zip(
         operators.seconds(node, REPLICATE, parts, False),
-        parts.reads[0].boxes,
+        parts.input_layouts[0].boxes,
         strict=True,
     ):
         expected = 6.0 * read.numel / prod(shape)
@@ -292,7 +292,7 @@ def test_seams_are_what_halos_add_to(cut: tuple[Conv, Split]) -> None:
     s, world = op.spec, len(split.sizes)
     assume(s.y_shape[2] == sum(split.sizes))
     x = Layout.sharded(s.x_shape, 2, [n * s.stride[0] for n in split.sizes])
-    found = seams_of(op, split, op.step((x,), split)) or [[] for _ in range(world)]
+    found = seams_of(op, split, op.sharding((x,), split)) or [[] for _ in range(world)]
     for rank, seams in enumerate(found):
         halos = [
             segment
@@ -312,29 +312,33 @@ def test_only_cuts_of_space_have_seams_and_only_what_was_measured_pays_for_them(
 ):
     graph = hetconv.capture(nn.Conv2d(3, 8, 3, padding=1), torch.randn(1, 3, 12, 12))
     (op,), height = graph.layers.values(), Split("height", (8, 4))
-    step = op.step((Layout.replicated((1, 3, 12, 12), 2),), height)
-    assert seams_of(op, height, step) == [[(1 / 12, 1 / 3)]] * 2
+    sharding = op.sharding((Layout.replicated((1, 3, 12, 12), 2),), height)
+    assert seams_of(op, height, sharding) == [[(1 / 12, 1 / 3)]] * 2
     for split in (Split("filter", (6, 2)), Split("width", (12, 0))):
         assert (
-            seams_of(op, split, op.step((Layout.replicated((1, 3, 12, 12), 2),), split))
+            seams_of(
+                op, split, op.sharding((Layout.replicated((1, 3, 12, 12), 2),), split)
+            )
             is None
         )
     profile = toy((1.0, 0.5), 6.0, op)
     measured = replace(
         profile,
-        devices=tuple(replace(d, measured=Conditions("", "")) for d in profile.devices),
+        devices=tuple(
+            replace(d, measured=MeasurementConditions("", "")) for d in profile.devices
+        ),
     )
-    assert price(graph, profile, {"": height}, "infer")[0].busy_s == pytest.approx(
+    assert estimate(graph, profile, {"": height}, "infer")[0].busy_s == pytest.approx(
         (4.0, 4.0)
     )
-    assert price(graph, measured, {"": height}, "infer")[0].busy_s == pytest.approx(
+    assert estimate(graph, measured, {"": height}, "infer")[0].busy_s == pytest.approx(
         (4 + 0.5 / 3, 4 + 1 / 3)
     )
     slow = replace(
         measured,
         devices=tuple(replace(d, bytes_per_s=8 * 27 * 4.0) for d in measured.devices),
     )
-    busy_s = price(graph, slow, {"": height}, "infer")[
+    busy_s = estimate(graph, slow, {"": height}, "infer")[
         0
     ].busy_s  # where the weights of a tap are copied in 2/3 s
     assert busy_s == pytest.approx((4 + 2.5 / 3, 5.0))
@@ -366,7 +370,7 @@ def test_other_operators_take_what_their_kind_was_measured_to_take() -> None:
 
     def seconds(node: Node, shape: tuple[int, ...], backward: bool) -> float:
         (found,) = operators.seconds(
-            node, REPLICATE, node.op.step((whole(shape, 1),), REPLICATE), backward
+            node, REPLICATE, node.op.sharding((whole(shape, 1),), REPLICATE), backward
         )
         return float(found)
 
@@ -403,10 +407,10 @@ def test_gradients_of_what_is_read_twice_are_added_up() -> None:
     measured = replace(
         device, others={"elementwise float32": OperatorModel(line, line.times(7.0))}
     )
-    step = relu.op.step((Layout.sharded((1, 2, 3, 4), 2, (2, 1)),), REPLICATE)
+    sharding = relu.op.sharding((Layout.sharded((1, 2, 3, 4), 2, (2, 1)),), REPLICATE)
     operators = Operators(graph, [device, measured])
     for node, times in ((tanh, 2), (relu, 1), (last, 0)):
-        assert operators.forks(node, (step,), True).tolist() == [
+        assert operators.forks(node, (sharding,), True).tolist() == [
             [times * 3 * 4 * 16, times * 3 * 4 * 8]
         ]
 
@@ -432,7 +436,7 @@ def test_sums_of_gradients_delay_training_but_are_no_layer_s() -> None:
         {"conv": REPLICATE},
     )
     (with_sum, layers), (without, same) = (
-        price(g, profile, splits, "train") for g in (forked, single)
+        estimate(g, profile, splits, "train") for g in (forked, single)
     )
     assert layers == same
     assert with_sum.step_s - without.step_s == pytest.approx(3 * 4 * 32)
@@ -450,15 +454,15 @@ def test_what_training_adds_to_a_call_is_the_first_pass_s_ratio_unless_it_is_kno
 
 
 @pytest.mark.parametrize(
-    ("second", "hides"), [("depth", True), ("height", False), ("filter", False)]
+    ("second", "overlaps"), [("depth", True), ("height", False), ("filter", False)]
 )
-def test_halos_hide_where_the_cut_goes_on(second: SplitKind, hides: bool) -> None:
+def test_halos_overlap_where_the_cut_goes_on(second: SplitKind, overlaps: bool) -> None:
     model = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1))
     graph = hetconv.capture(model, torch.zeros(1, 2, 6, 6, 6))
-    applied, _ = walk(
+    applied, _ = propagate(
         graph, {"0": Split("depth", (3, 3)), "1": Split(second, (2, 2))}, 2, "train"
     )
-    assert [a.hides for a in applied[:2]] == [False, hides]
+    assert [a.overlaps_halos for a in applied[:2]] == [False, overlaps]
 
 
 def test_a_split_of_another_world_is_refused_by_name() -> None:
@@ -466,7 +470,7 @@ def test_a_split_of_another_world_is_refused_by_name() -> None:
         nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 12, 12)
     )
     with pytest.raises(hetconv.PlanError, match="'0' is split into 3 parts"):
-        price(
+        estimate(
             graph,
             ClusterProfile.from_devices(["T4", "T4"]),
             {"0": Split("height", (4, 4, 2))},

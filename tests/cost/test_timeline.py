@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.cost.estimator import Pricer
-from hetconv.cost.network import Messages, Network, both
-from hetconv.cost.propagate import TOLD
-from hetconv.cost.timeline import Clocks, Event, Pass, document
+from hetconv.cost.estimator import StepEstimator
+from hetconv.cost.network import Messages, Network, overlapped_s
+from hetconv.cost.propagate import RUNNING_STATS_EXCHANGE
+from hetconv.cost.timeline import Clocks, Event, Pass, chrome_trace
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Prediction
 from hetconv.sharding.layout import Layout, exchanges
@@ -41,7 +41,7 @@ def simulated(
         graph = hetconv.capture(model, torch.zeros(shape))
     events: list[Event] = []
     cluster = replace(CLUSTER, overlap=overlap)
-    prediction, _ = Pricer(graph, cluster, mode).price(
+    prediction, _ = StepEstimator(graph, cluster, mode).estimate(
         splits_of(model, kinds, (4, 2, 1)), events.append
     )
     return prediction, events
@@ -94,7 +94,7 @@ def test_a_step_takes_no_longer_than_its_operators_one_by_one(
     """But for the sums of gradients, whose latency the sum leaves out, and running statistics."""
     p, events = simulated(net, kinds, mode, overlap)
     before = max(e.end_s for e in events if e.name != "sums of gradients")
-    told = [e for e in events if e.name == TOLD]
+    told = [e for e in events if e.name == RUNNING_STATS_EXCHANGE]
     telling = max((e.end_s for e in told), default=0.0) - min(
         (e.start_s for e in told if not e.waits), default=0.0
     )
@@ -119,10 +119,10 @@ def test_of_halos_and_computing_a_part_of_the_shorter_one_is_hidden(
 ) -> None:
     """8 seconds of messages beside 3 and 10 of computing."""
     clocks, (there, _) = Clocks(2, overlap=overlap), eight_bytes()
-    clocks.step(Pass("", False, np.array([3.0, 10.0]), there, hides=True))
+    clocks.step(Pass("", False, np.array([3.0, 10.0]), there, overlaps_halos=True))
     assert clocks.now.tolist() == done
     assert clocks.moving.tolist() == moving
-    assert max(done) == both(10, 8, overlap)
+    assert max(done) == overlapped_s(10, 8, overlap)
 
 
 def test_halos_travel_while_devices_compute_and_late_senders_are_waited_for() -> None:
@@ -131,7 +131,7 @@ def test_halos_travel_while_devices_compute_and_late_senders_are_waited_for() ->
     """
     events: list[Event] = []
     clocks, there, back = Clocks(2, events.append), *eight_bytes()
-    clocks.step(Pass("first", False, np.array([3.0, 10.0]), there, hides=True))
+    clocks.step(Pass("first", False, np.array([3.0, 10.0]), there, overlaps_halos=True))
     clocks.step(Pass("second", True, np.ones(2), back))
     told = [(e.device, e.thread, e.name, e.waits, e.start_s, e.end_s) for e in events]
     assert sorted(told) == [
@@ -153,7 +153,7 @@ def test_halos_travel_while_devices_compute_and_late_senders_are_waited_for() ->
 
 def test_a_trace_has_a_process_per_device_and_every_event() -> None:
     prediction, events = simulated("resnet", ("height",), "train")
-    found = json.loads(json.dumps(document(("a", "b", "b"), events)))["traceEvents"]
+    found = json.loads(json.dumps(chrome_trace(("a", "b", "b"), events)))["traceEvents"]
     named = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
     threads = {
         (e["pid"], e["tid"]): e["args"]["name"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.comm.redistribute import Fit, assemble
+from hetconv.comm.redistribute import AssemblyPlan, assemble
 from hetconv.errors import KernelError
 from hetconv.kernels import concat
 from hetconv.sharding.layout import Box
@@ -274,7 +274,7 @@ def test_slices_of_channels_that_arrive_are_joined(
     whole = torch.randn(2, K, 3, 4, device=DEVICE)
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     boxes = [Box((0, first + a, 2, 0), (2, first + b, 5, 4)) for a, b in pairwise(ends)]
-    fit = Fit.of(boxes[::-1], Box((0, first, 2, 0), (2, first + K, 5, 4)))
+    fit = AssemblyPlan.to_fill(boxes[::-1], Box((0, first, 2, 0), (2, first + K, 5, 4)))
     found = assemble([whole[:, a:b] for a, b in pairwise(ends)][::-1], fit, whole)
     assert found.equal(whole)
     assert found.is_contiguous(memory_format=torch.channels_last)

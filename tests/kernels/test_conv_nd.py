@@ -13,7 +13,7 @@ from hetconv.autotune.measure import overlap
 from hetconv.errors import HetConvError, PlanError, SplitError
 from hetconv.nn.layers import HET_CONVS, HetConv1d, HetConv2d, HetConv3d
 from hetconv.operators.layers import CONVS
-from hetconv.ops.deferred import fold_anywhere
+from hetconv.ops.deferred import fuse_anywhere
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.conv_spec import ConvSpec
@@ -70,9 +70,9 @@ def inferred(net: str, kind: SplitKind, ratio: tuple[int, ...]) -> Differences:
     plan = hetconv.make_plan(
         graph, hetconv.ClusterProfile.from_devices(["cpu"] * len(ratio)), mode="infer"
     )
-    assert any(layer.followers for layer in plan.layers.values())
+    assert any(layer.fusible for layer in plan.layers.values())
     plan = plan.with_splits(splits_of(serial, (kind,), ratio))
-    with fold_anywhere():
+    with fuse_anywhere():
         cut = hetconv.parallelize(cut, plan, fuse=True)
     for layer in cut.modules():
         if isinstance(layer, HET_CONVS):

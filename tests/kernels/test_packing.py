@@ -24,7 +24,14 @@ from hetconv.comm.rank_group import count_sent, through_backend
 from hetconv.comm.redistribute import redistribute
 from hetconv.errors import KernelError
 from hetconv.kernels.launch import Recipe
-from hetconv.sharding.layout import Box, Layout, Move, Need, pieces, traffic
+from hetconv.sharding.layout import (
+    Box,
+    Layout,
+    Move,
+    ReadRegion,
+    bytes_per_pair,
+    overlaps,
+)
 from tests import ROOT
 from tests.interpreter import DEVICE, ON_GPU
 from tests.spawn import spawn
@@ -282,15 +289,15 @@ def test_triton_is_not_loaded_before_it_is_used() -> None:
     )
 
 
-Place = Layout | Need
+Place = Layout | ReadRegion
 
 
 def halos(
     shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], reach: int = 1
-) -> Need:
+) -> ReadRegion:
     """Each slice along ``dim`` with ``reach`` rows (columns) more on either side."""
     whole, ends = Box.whole(shape), [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return Need(
+    return ReadRegion(
         shape,
         tuple(
             whole.along(dim, max(a - reach, 0), min(b + reach, shape[dim]))
@@ -346,7 +353,7 @@ def expected_launches(src: Layout, dst: Place, x: Tensor, rank: int) -> list[int
     """One of all pieces that do not lie as they travel; one of all that arrives, with
     what this rank has itself.
     """
-    moving, mine = pieces(src.boxes, dst.boxes), src.boxes[rank]
+    moving, mine = overlaps(src.boxes, dst.boxes), src.boxes[rank]
     local = x[mine.within(Box.whole(src.shape))].clone(
         memory_format=torch.channels_last
     )
@@ -374,7 +381,7 @@ def test_ranks_exchange_slabs_in_one_launch(sizes: tuple[int, ...]) -> None:
         cases += [(src, dst, x, g) for dst in places]
     found = spawn(len(sizes), rank_moving, cases)
     for i, (src, dst, x, _) in enumerate(cases):
-        sends = traffic(Move(src, dst).forward, x.element_size())
+        sends = bytes_per_pair(Move(src, dst).forward, x.element_size())
         assert {
             (r, peer): n for r, of in enumerate(found) for peer, n in of[i].sent.items()
         } == sends

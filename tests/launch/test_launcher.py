@@ -25,7 +25,7 @@ from hetconv.autotune.launch.launcher import (
     parse_devices,
     run_on,
 )
-from hetconv.comm.rank_group import objects_of_all, team_of
+from hetconv.comm.rank_group import all_gather_object, rank_group_of
 from tests import ROOT
 
 PAIR = parse_devices("cpu,cpu@0.5")
@@ -55,8 +55,8 @@ def test_rank_0_s_result_comes_back() -> None:
 
 def much_said() -> int:
     """Of what gloo's threads have let nothing go when the program ends."""
-    team = team_of()
-    return sum(sum(objects_of_all(team, 1)) for _ in range(20))
+    group = rank_group_of()
+    return sum(sum(all_gather_object(group, 1)) for _ in range(20))
 
 
 def test_ranks_end_in_order_right_after_a_message() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import hetconv
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.layout import Layout
 from tests.placed import full_gradient, placed, summands, value
@@ -315,10 +315,10 @@ def _argument(
     if split and layout is not None:
         _, local = placed(whole, layout)
         if not x.requires_grad:
-            return HetTensor.wrap(local.detach(), layout, team_of()), None
+            return HetTensor.wrap(local.detach(), layout, rank_group_of()), None
         if not local.requires_grad:  # complex
             local.requires_grad_()
-        return HetTensor.wrap(local * 1, layout, team_of()), local
+        return HetTensor.wrap(local * 1, layout, rank_group_of()), local
     leaf = whole.clone()
     if not x.requires_grad:
         return leaf, None
@@ -361,7 +361,7 @@ def _with_out(
             layout = Layout.sharded(
                 out.shape,
                 out.dim() - 1,
-                (n - n // 3, *(0,) * (args[0].team.size - 2), n // 3),
+                (n - n // 3, *(0,) * (args[0].group.size - 2), n // 3),
             )
             out = placed(out, layout)[0].detach()
         return [function(*args, **kwargs, out=out), out]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import SplitError
 from hetconv.nn.layers import HET_CONVS, HetConv2d
 from hetconv.nn.state_dict import shares
@@ -301,7 +301,9 @@ def run(case: Case) -> Differences:
             "ignore"
         )  # torch warns that it copies for padding "same" of even kernels
         expected = plain(x_plain)
-    y = cut(local if case.held is None else HetTensor.wrap(local, layout, team_of()))
+    y = cut(
+        local if case.held is None else HetTensor.wrap(local, layout, rank_group_of())
+    )
     whole = hetconv.gather(y)
     g = torch.randn(expected.shape)
     whole.backward(g)

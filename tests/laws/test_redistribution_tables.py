@@ -10,17 +10,22 @@ from hypothesis import strategies as st
 from hetconv import LayoutError
 from hetconv.cost import redistribution
 from hetconv.cost.network import Network
-from hetconv.cost.redistribution import Moved, movement, movements, sent_bytes
-from hetconv.sharding.layer_rules import window_need
+from hetconv.cost.redistribution import (
+    MovedValue,
+    movement_table,
+    movement_tables,
+    sent_bytes,
+)
+from hetconv.sharding.layer_rules import window_reads
 from hetconv.sharding.layout import (
     Box,
     Exchange,
     Layout,
     Move,
-    Need,
+    ReadRegion,
     Shape,
     apportion,
-    traffic,
+    bytes_per_pair,
 )
 from tests.cost.test_network import rates
 from tests.strategies import boxes, layouts, needs, weights, windows
@@ -29,11 +34,11 @@ extents = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
 @st.composite
-def halos(draw: st.DrawFn, shape: Shape, world: int) -> Need:
+def halos(draw: st.DrawFn, shape: Shape, world: int) -> ReadRegion:
     """What a sliding window reads to compute slices of its output."""
     dim, window = draw(st.integers(0, len(shape) - 1)), draw(windows)
     out = tuple(window.out_size(n) if d == dim else n for d, n in enumerate(shape))
-    return window_need(
+    return window_reads(
         shape,
         Layout.sharded(out, dim, apportion(out[dim], draw(weights(world)))),
         dim,
@@ -42,14 +47,14 @@ def halos(draw: st.DrawFn, shape: Shape, world: int) -> Need:
 
 
 @st.composite
-def grouped(draw: st.DrawFn, shape: Shape, world: int) -> Need:
+def grouped(draw: st.DrawFn, shape: Shape, world: int) -> ReadRegion:
     """Groups of ranks that read the same, all of one group among them."""
     few = draw(
         st.lists(
             st.one_of(boxes(shape), st.just(Box.whole(shape))), min_size=1, max_size=2
         )
     )
-    return Need(shape, tuple(draw(st.sampled_from(few)) for _ in range(world)))
+    return ReadRegion(shape, tuple(draw(st.sampled_from(few)) for _ in range(world)))
 
 
 def sources(shape: Shape, world: int) -> st.SearchStrategy[Layout]:
@@ -59,11 +64,11 @@ def sources(shape: Shape, world: int) -> st.SearchStrategy[Layout]:
     return layouts(shape, world) if shape else whole
 
 
-def reads(shape: Shape, world: int) -> st.SearchStrategy[Layout | Need]:
+def reads(shape: Shape, world: int) -> st.SearchStrategy[Layout | ReadRegion]:
     kinds = [sources(shape, world), needs(shape, world), grouped(shape, world)]
     return st.one_of(
         *kinds,
-        st.just(Need.everything(shape, world)),
+        st.just(ReadRegion.everything(shape, world)),
         *([halos(shape, world)] if shape else []),
     )
 
@@ -120,7 +125,7 @@ def seconds(
             for n, s in zip(more, network.adding, strict=True)
         ]
         out, into, first, last = ([0.0] * network.world for _ in range(4))
-        sent, got = traffic((one,), itemsize), set[int]()
+        sent, got = bytes_per_pair((one,), itemsize), set[int]()
         for (s, r), size in sent.items():
             if by_memory[s, r]:
                 first[s] += network.latency_s[s, r] / 2 + size * sends[s]
@@ -185,7 +190,7 @@ def test_every_entry_is_that_of_its_move(
     ).reshape(len(S), len(R))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redistribution, "BLOCK", block)
-        (took,) = movements([Moved(S, R, itemsize, adjoint, apart)], network)
+        (took,) = movement_tables([MovedValue(S, R, itemsize, adjoint, apart)], network)
         sent = sent_bytes(S, R, itemsize, adjoint)
     assert took.shape == sent.shape == (len(S), len(R))
     for i, row in enumerate(rounds):
@@ -193,7 +198,7 @@ def test_every_entry_is_that_of_its_move(
             assert took[i, j] == pytest.approx(
                 seconds(network, one, itemsize, bool(apart[i, j])), rel=1e-12, abs=0
             )
-            assert sent[i, j] == sum(traffic(one, itemsize).values())
+            assert sent[i, j] == sum(bytes_per_pair(one, itemsize).values())
 
 
 @pytest.mark.parametrize("adjoint", [False, True])
@@ -210,14 +215,14 @@ def test_large_values_are_counted_exactly(shape: Shape, adjoint: bool) -> None:
     S = [Layout.replicated(shape, world), Layout.partial(shape, world), *cuts, *cuts]
     R = [
         *S,
-        Need.everything(shape, world),
-        *(Need(shape, cut.boxes[::-1]) for cut in cuts),
+        ReadRegion.everything(shape, world),
+        *(ReadRegion(shape, cut.boxes[::-1]) for cut in cuts),
     ]
     found = sent_bytes(S, R, 8, adjoint)
     for i, s in enumerate(S):
         for j, r in enumerate(R):
             assert found[i, j] == sum(
-                traffic(
+                bytes_per_pair(
                     Move(s, r).adjoint if adjoint else Move(s, r).forward, 8
                 ).values()
             )
@@ -228,7 +233,7 @@ def test_shared_wires_count_in_each_round() -> None:
     everyone = tuple((s, r) for s in range(3) for r in range(3) if s != r)
     network = Network(np.zeros((3, 3)), np.zeros((3, 3)), ((everyone, 1.0),))
     partial, whole = Layout.partial((3,), 3), Layout.replicated((3,), 3)
-    assert movement([partial], [whole], 4, network, False) == [[2 * 6 * 4]]
+    assert movement_table([partial], [whole], 4, network, False) == [[2 * 6 * 4]]
 
 
 def test_what_is_not_of_one_value_is_refused() -> None:
@@ -237,8 +242,8 @@ def test_what_is_not_of_one_value_is_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"for \[1\] ranks were given for a network of 2"
     ):
-        movement([two], [Layout.partial((4,), 1)], 4, network, False)
+        movement_table([two], [Layout.partial((4,), 1)], 4, network, False)
     with pytest.raises(LayoutError, match=r"shapes \[\(4,\), \(5,\)\]"):
-        movement([two], [Layout.partial((5,), 2)], 4, network, False)
+        movement_table([two], [Layout.partial((5,), 2)], 4, network, False)
     with pytest.raises(LayoutError, match=r"for \[2, 3\] ranks"):
         sent_bytes([two], [Layout.partial((4,), 3)], 4, False)

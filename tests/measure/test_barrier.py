@@ -16,7 +16,7 @@ from hetconv.autotune.measure import barrier, timer
 from hetconv.autotune.measure.barrier import Parts
 from hetconv.autotune.measure.other_workloads import Other
 from hetconv.autotune.measure.sampling import Passes, Run, Time
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def parts_on_one_core() -> Parts:
     os.sched_setaffinity(0, {min(before)})
     try:
         barrier.parts_of_core.cache_clear()
-        return barrier.parts_of_core(team_of())
+        return barrier.parts_of_core(rank_group_of())
     finally:
         os.sched_setaffinity(0, before)
         barrier.parts_of_core.cache_clear()

@@ -16,7 +16,7 @@ from hetconv.autotune.measure import fit, timer
 from hetconv.autotune.measure.layer_workloads import AXES, Layer
 from hetconv.autotune.measure.other_workloads import Call, Other
 from hetconv.autotune.measure.sampling import Passes
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.operator_cost import operator_key
 from hetconv.schemas.cluster_profile import ClusterProfile, LinkModel
 from hetconv.sharding.conv_spec import ConvSpec
@@ -150,8 +150,8 @@ def test_what_was_measured_is_what_is_predicted() -> None:
     profile = ClusterProfile((model, model), {"0-1": LinkModel(0.0, 0.0)})
     moved = 2 * 4 * 2 * 8 * 9 * 8  # bytes that relu reads and writes
     busy = (
-        Pricer(graph, profile, "train")
-        .price({"conv": Split("filter", (8, 0))})[0]
+        StepEstimator(graph, profile, "train")
+        .estimate({"conv": Split("filter", (8, 0))})[0]
         .busy_s
     )
     assert model.relief == (0.625 + 1.75) / (1.25 + 2.75)
@@ -160,8 +160,8 @@ def test_what_was_measured_is_what_is_predicted() -> None:
         0.0,
     )  # the other one rests
     alone = (
-        Pricer(graph, profile.alone(), "train")
-        .price({"conv": Split("filter", (8, 0))})[0]
+        StepEstimator(graph, profile.alone(), "train")
+        .estimate({"conv": Split("filter", (8, 0))})[0]
         .busy_s
     )
     assert alone == (pytest.approx(0.625 + 1.75 + 3e-7 * moved), 0.0)
@@ -182,8 +182,8 @@ def test_a_device_alone_is_as_slow_as_whole_steps_were(measured: bool) -> None:
         slow = replace(model, alone=replace(model.alone, slowness=slowness))
         profile = ClusterProfile((slow, slow), {"0-1": LinkModel(0.0, 0.0)})
         return max(
-            Pricer(graph, profile.alone(), "train")
-            .price({"conv": Split("filter", (8, 0))})[0]
+            StepEstimator(graph, profile.alone(), "train")
+            .estimate({"conv": Split("filter", (8, 0))})[0]
             .busy_s
         )
 

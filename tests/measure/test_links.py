@@ -18,7 +18,12 @@ import torch
 from hetconv.autotune.measure import links
 from hetconv.autotune.measure.barrier import Parts
 from hetconv.comm import call_tags
-from hetconv.comm.rank_group import Team, count_sent, team_of, through_backend
+from hetconv.comm.rank_group import (
+    RankGroup,
+    count_sent,
+    rank_group_of,
+    through_backend,
+)
 from hetconv.cost.network import Network
 from hetconv.schemas.cluster_profile import (
     ClusterProfile,
@@ -27,7 +32,7 @@ from hetconv.schemas.cluster_profile import (
     LinkModel,
     SharedWire,
 )
-from hetconv.schemas.provenance import Identity
+from hetconv.schemas.provenance import DeviceIdentity
 from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
@@ -38,7 +43,8 @@ KILOBYTE = 1 << 10
 def cluster(hosts: str, s_per_byte: float = 1e-9) -> ClusterProfile:
     """A rank per letter, which names its host."""
     devices = tuple(
-        replace(DEVICE, identity=Identity(host, "cpu", "1 thread")) for host in hosts
+        replace(DEVICE, identity=DeviceIdentity(host, "cpu", "1 thread"))
+        for host in hosts
     )
     nodes = tuple(
         tuple(r for r, at in enumerate(hosts) if at == host)
@@ -53,10 +59,10 @@ def cluster(hosts: str, s_per_byte: float = 1e-9) -> ClusterProfile:
 
 
 def every_link(sizes: tuple[int, ...]) -> tuple[dict[str, LinkModel], dict[int, int]]:
-    team = team_of()
-    call_tags.enter(f"the last call on rank {team.rank}")
+    group = rank_group_of()
+    call_tags.enter(f"the last call on rank {group.rank}")
     with count_sent() as sent:
-        found = links.link_models(team, CPU, sizes)
+        found = links.link_models(group, CPU, sizes)
     return found, dict(sent)
 
 
@@ -90,7 +96,7 @@ def lopsided() -> LinkModel:
                 100.0 + (2 + sender) * (size - links.TINY)
             ],
         )
-        return links.link_models(team_of(), CPU, (100, 1000))["0-1"]
+        return links.link_models(rank_group_of(), CPU, (100, 1000))["0-1"]
 
 
 def test_each_way_is_the_sender_s() -> None:
@@ -115,7 +121,7 @@ def at_once(hosts: str, slow: bool, by_backend: bool = True) -> ClusterProfile:
         patch.setattr(links, "PARTS", (KILOBYTE, 64 * KILOBYTE))
         patch.setattr(links, "SUMS", (KILOBYTE, 64 * KILOBYTE))
         return links.with_contention(
-            cluster(hosts, 1.0 if slow else 1e-15), team_of(), CPU
+            cluster(hosts, 1.0 if slow else 1e-15), rank_group_of(), CPU
         )
 
 
@@ -180,10 +186,10 @@ def told_to_copy(part: float) -> list[Copying | None]:
     """Rank 0 sends a byte in 2 seconds, joins in 3 and adds in 7, rank 1 twice as
     slowly; calls take both a second.
     """
-    rank, step = team_of().rank, count()
+    rank, step = rank_group_of().rank, count()
 
     def timed(
-        team: Team, action: Callable[[], Any], device: torch.device
+        group: RankGroup, action: Callable[[], Any], device: torch.device
     ) -> tuple[float, Any]:
         given = action()
         if callable(given):
@@ -202,7 +208,7 @@ def told_to_copy(part: float) -> list[Copying | None]:
         sizes = visit * links.VISITS
         patch.setattr(links, "_timed", timed)
         patch.setattr(links, "parts_of_core", lambda _: Parts(part, 1.0))
-        return links._copying([(0, 1)], team_of(), CPU)
+        return links._copying([(0, 1)], rank_group_of(), CPU)
 
 
 @pytest.mark.parametrize("part", [1.0, 0.5])
@@ -221,7 +227,7 @@ def test_what_copies_take_is_told_by_the_byte_and_longer_on_part_of_a_core(
 def gathered(hosts: str) -> tuple[tuple[int, ...], dict[int, int]]:
     profile = cluster(hosts)
     with count_sent() as sent:
-        whole = links._gather(profile.nodes, team_of(), 2 * links.ROW, CPU)()()
+        whole = links._gather(profile.nodes, rank_group_of(), 2 * links.ROW, CPU)()()
     return tuple(whole.shape), dict(sent)
 
 
@@ -235,7 +241,7 @@ def test_every_host_gathers_an_image_of_its_own() -> None:
 
 def summed() -> int:
     with count_sent() as sent:
-        (gradient,) = links._sum(team_of(), 8 * links.ROW, CPU)()
+        (gradient,) = links._sum(rank_group_of(), 8 * links.ROW, CPU)()
     assert gradient.is_contiguous(memory_format=torch.channels_last)
     assert set(gradient.flatten().tolist()) == {2.0}
     return sum(sent.values())
@@ -253,7 +259,7 @@ def test_what_sums_take_beside_their_messages_is_kept(
     """
 
     def told(
-        team: Any, actions: dict[int, str], device: Any
+        group: Any, actions: dict[int, str], device: Any
     ) -> dict[int, list[tuple[float, ...]]]:
         return {
             size: [(seconds[action] + size * per_byte[action],) * 2] * 3

@@ -19,7 +19,7 @@ from hetconv.autotune.measure import sampling, timer
 from hetconv.autotune.measure.layer_workloads import Layer
 from hetconv.autotune.measure.sampling import Passes, Run, Time
 from hetconv.autotune.search import stages
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv
 from tests.spawn import on_ranks
@@ -179,7 +179,7 @@ def looked_within(enough: bool) -> tuple[list[str], list[list[int]]]:
     kept: list[str] = []
     run: Any = SimpleNamespace(
         job=SimpleNamespace(mode="train"),
-        team=team_of(),
+        group=rank_group_of(),
         device=CPU,
         keep=lambda stage, key, value: kept.append(key),
         say=SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None),
@@ -226,7 +226,7 @@ def settled(mode: str, enough_after: int) -> tuple[list[str], list[str], timer.S
     order: list[str] = []
     run: Any = SimpleNamespace(
         job=SimpleNamespace(mode=mode),
-        team=team_of(),
+        group=rank_group_of(),
         device=CPU,
         keep=lambda stage, key, value: order.append(key),
         say=SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None),

@@ -17,7 +17,7 @@ from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import overlap
 from hetconv.autotune.measure.overlap import haloed, haloed_layer, hidden, with_overlap
 from hetconv.comm.rank_group import count_sent
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Split
@@ -145,7 +145,7 @@ def test_what_is_not_hidden_makes_a_step_longer() -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="host")
     splits = dict.fromkeys(graph.layers, Split("height", (32, 32)))
     steps = [
-        price(graph, replace(profile, overlap=part), splits, "infer")[0]
+        estimate(graph, replace(profile, overlap=part), splits, "infer")[0]
         for part in (1.0, 0.5, 0.0)
     ]
     assert steps[0].step_s < steps[1].step_s < steps[2].step_s

@@ -30,13 +30,13 @@ from hetconv.autotune.measure.paired_rounds import (
 )
 from hetconv.autotune.measure.timer import WARM_S
 from hetconv.autotune.search.race import Alone, Usual, step_alone
-from hetconv.comm.rank_group import team_of
-from hetconv.cost.estimator import Pricer
+from hetconv.comm.rank_group import rank_group_of
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import Candidates
 from hetconv.planner.make_plan import PLANNED, make_plan
 from hetconv.schemas.cluster_profile import Alone as Rested
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE, Mode
+from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.tracing.tracer import capture
 from tests.nets import Chain, splits_of
 from tests.spawn import on_ranks
@@ -223,7 +223,7 @@ def chain() -> tuple[Any, ClusterProfile]:
 def test_a_step_on_slow_devices_would_have_taken_less_on_the_usual_ones() -> None:
     graph, profile = chain()
     usual, plan = (
-        Usual(Pricer(graph, profile, "infer")),
+        Usual(StepEstimator(graph, profile, "infer")),
         make_plan(graph, profile, mode="infer"),
     )
     ways: Any = {
@@ -244,10 +244,10 @@ def test_a_step_on_slow_devices_would_have_taken_less_on_the_usual_ones() -> Non
 def test_steps_are_predicted_for_the_speed_that_pulses_tell() -> None:
     graph, profile = chain()
     pricer, splits = (
-        Pricer(graph, profile, "train"),
+        StepEstimator(graph, profile, "train"),
         splits_of(Chain(), ("height",), (3, 1)),
     )
-    slow = Pricer(
+    slow = StepEstimator(
         graph,
         replace(profile, devices=tuple(d.at_pulse(3e-3) for d in profile.devices)),
         "train",
@@ -255,11 +255,11 @@ def test_steps_are_predicted_for_the_speed_that_pulses_tell() -> None:
     assert pricer.step_s(PLANNED, splits, (3e-3, 3e-3)) == pytest.approx(
         slow.step_s(PLANNED, splits)
     )
-    assert pricer.step_s(PLANNED, splits) == pricer.price(splits)[0].step_s
-    alone = Candidates(graph, profile, "train").alone(1)
+    assert pricer.step_s(PLANNED, splits) == pricer.estimate(splits)[0].step_s
+    alone = Candidates(graph, profile, "train").single_device(1)
     assert alone is not None
-    assert pricer.step_s(ALONE, alone, (9.9, 1e-3)) == pytest.approx(
-        2 * pricer.step_s(ALONE, alone)
+    assert pricer.step_s(SINGLE_DEVICE, alone, (9.9, 1e-3)) == pytest.approx(
+        2 * pricer.step_s(SINGLE_DEVICE, alone)
     )
 
 
@@ -267,7 +267,7 @@ def test_steps_are_predicted_for_the_speed_that_pulses_tell() -> None:
 def test_short_steps_run_in_more_rounds_but_not_in_too_many(
     longest: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paired_rounds, "team_of", lambda: None)
+    monkeypatch.setattr(paired_rounds, "rank_group_of", lambda: None)
     monkeypatch.setattr(
         paired_rounds,
         "one_round",
@@ -287,7 +287,7 @@ def a_step() -> tuple[float, float, float, float]:
     """When this rank came to it, began it, was done and had seen all done; rank 1 comes
     late and takes long.
     """
-    team, late = team_of(), 0.2 * dist.get_rank()
+    group, late = rank_group_of(), 0.2 * dist.get_rank()
     times = list[float]()
 
     def step() -> None:
@@ -301,7 +301,7 @@ def a_step() -> tuple[float, float, float, float]:
         )  # its threads wait for the system's next turn where a core is full
         time.sleep(late)
         came = time.monotonic()
-        until_all_are_done(step, CPU, team)
+        until_all_are_done(step, CPU, group)
     return came, *times, time.monotonic()
 
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetconv
-from hetconv.cost.estimator import price
-from hetconv.ops.deferred import fold_anywhere
+from hetconv.cost.estimator import estimate
+from hetconv.ops.deferred import fuse_anywhere
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import LayerPlan, Mode, Plan
 from hetconv.sharding.layer_rules import KINDS, Conv, Linear, Split, SplitKind
 from hetconv.sharding.layout import spans
-from hetconv.tracing.fusion import followers
+from hetconv.tracing.fusion import fusible_functions
 from tests.equivalence import (
     Differences,
     apart,
@@ -172,11 +172,11 @@ def fused(kinds: tuple[SplitKind, ...], cluster: str) -> Differences:
     torch.manual_seed(0)
     serial, x = make().eval(), torch.randn(shape)
     with torch.no_grad():
-        following = followers(hetconv.capture(serial, x))
+        following = fusible_functions(hetconv.capture(serial, x))
         plan = plan_of(
             serial, splits_of(serial, kinds, CLUSTERS[cluster]), 4, following
         )
-        with fold_anywhere():
+        with fuse_anywhere():
             cut = hetconv.parallelize(copy.deepcopy(serial), plan, fuse=True)
         return {"output": apart(cut(x), serial(x)), "again": apart(cut(x), serial(x))}
 
@@ -271,7 +271,7 @@ def sent_and_planned(
     x = torch.randn(shape, requires_grad=True)
     splits = splits_of(model, kinds, CLUSTERS[cluster])
     graph = captured(make, shape, mode, input_gradient=True)
-    predicted, _ = price(
+    predicted, _ = estimate(
         graph, ClusterProfile.from_devices(["cpu"] * 4, link="host"), splits, mode
     )
     model = hetconv.parallelize(model, plan_of(model, splits, 4))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.sharding.layer_rules import KINDS, SplitKind
@@ -49,7 +49,7 @@ def step_in_parts(
     x = torch.randn(2, 3, 20, 18, dtype=torch.float64)
     graph = hetconv.capture(Resampling().double(), x.requires_grad_())
     splits = dict(whole_model(graph, kind, weights, KINDS).items())
-    predicted, _ = price(
+    predicted, _ = estimate(
         graph,
         ClusterProfile.from_devices(["cpu"] * world, link="host"),
         splits,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.sharding.layer_rules import Split
 from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of
@@ -163,7 +163,7 @@ def planned_and_sent(
     bytes_: list[tuple[Sent, Sent]] = []
     found: Differences = {}
     for mode, graph in graphs.items():
-        prediction, _ = price(
+        prediction, _ = estimate(
             graph,
             ClusterProfile.from_devices(["cpu"] * WORLD, link="host"),
             splits,

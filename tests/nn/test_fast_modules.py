@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.nn.fast_modules import ELEMENTWISE, OnOwnPart, run_on_own_parts
+from hetconv.nn.fast_modules import ELEMENTWISE, LocalForward, use_local_forwards
 from hetconv.ops import call_cache
 from tests.equivalence import Differences, assert_same
 from tests.placed import PLACEMENTS, WORLD, on_parts, placed
@@ -52,7 +52,7 @@ MODULES = {
 
 def ready(name: str) -> nn.Module:
     module = nn.Sequential(MODULES[name]())
-    run_on_own_parts(module)
+    use_local_forwards(module)
     return module
 
 
@@ -76,18 +76,18 @@ def dispatched(name: str, placement: str) -> list[str]:
     """The torch functions of a module that were looked at, of which some may be remembered."""
     layout, seen, module = PLACEMENTS[placement], [], ready(name)
     x, _ = placed(torch.ones(layout.shape, dtype=torch.float64), layout)
-    again = call_cache.again
+    again = call_cache.lookup
 
     def watching(func: Any, *args: Any) -> Any:
         seen.append(func.__name__)
         return again(func, *args)
 
-    call_cache.again = watching  # type: ignore[assignment]
+    call_cache.lookup = watching  # type: ignore[assignment]
     try:
         with torch.no_grad():
             hetconv.gather(module(x))
     finally:
-        call_cache.again = again
+        call_cache.lookup = again
     return seen
 
 
@@ -117,7 +117,7 @@ def test_only_what_needs_nothing_of_others_skips_the_dispatch(
 
 def refused(norm: nn.Module, placement: str) -> bool:
     layout, module = PLACEMENTS[placement], nn.Sequential(norm.double().eval())
-    run_on_own_parts(module)
+    use_local_forwards(module)
     x, _ = placed(torch.ones(layout.shape, dtype=torch.float64), layout)
     with (
         torch.no_grad(),
@@ -140,13 +140,13 @@ def test_a_norm_refuses_parts_of_what_it_is_not_for(
 
 def test_a_copy_runs_its_own_module() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2).eval())
-    run_on_own_parts(model)
+    use_local_forwards(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin[0].weight.fill_(3)
         x = torch.ones(1, 2, 1, 1)
         assert not torch.equal(twin(x), model(x))
-    assert isinstance(twin[0].forward, OnOwnPart)
+    assert isinstance(twin[0].forward, LocalForward)
 
 
 class Louder(nn.ReLU):
@@ -159,5 +159,5 @@ def test_modules_of_others_are_left_alone() -> None:
     patched.forward = lambda x: x  # type: ignore[method-assign]
     model = nn.Sequential(Louder(), patched, nn.ReLU(inplace=True), nn.Dropout())
     before = [vars(m).get("forward") for m in model]
-    run_on_own_parts(model)
+    use_local_forwards(model)
     assert [vars(m).get("forward") for m in model] == before

@@ -13,9 +13,9 @@ from torch import nn
 
 import hetconv
 from hetconv import kernels
-from hetconv.comm.rank_group import team_of
-from hetconv.comm.redistribute import from_every_rank
-from hetconv.nn.replica_sync import replicated
+from hetconv.comm.rank_group import rank_group_of
+from hetconv.comm.redistribute import all_gather_tensors
+from hetconv.nn.replica_sync import replicas
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks
 
@@ -25,8 +25,8 @@ STEPS = 200
 def spread(model: nn.Module) -> float:
     """The largest difference of any replicated number from rank 0's."""
     worst = 0.0
-    for t, *_ in replicated(model, team_of()):
-        every = from_every_rank(team_of(), t)
+    for t, *_ in replicas(model, rank_group_of()):
+        every = all_gather_tensors(rank_group_of(), t)
         worst = max(worst, float((every - every[0]).abs().max()))
     return worst
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetconv.operators import READERS, einsum, random, reductions, shapes, views
-from hetconv.operators.base import JOINS
+from hetconv.operators.base import N_ARY
 from hetconv.operators.elementwise import UNARY
 from tests.equivalence import Differences
 from tests.placed import PLACEMENTS, WORLD, Fn, check, on_parts
@@ -79,7 +79,7 @@ def wrote(x: Tensor, change: Any) -> Tensor:
 
 
 FUNCTIONS: dict[str, Fn] = {name: unary(name) for name in sorted(UNARY)} | {
-    name: join(name) for name in sorted(JOINS)
+    name: join(name) for name in sorted(N_ARY)
 }
 FUNCTIONS |= {
     "x + number": lambda x, z, p: x + 2,
@@ -340,6 +340,6 @@ def test_every_operator_with_a_rule_is_tested() -> None:
     named |= {f"{kind}_pool{n}d" for kind in POOLS for n in (1, 2, 3)}
     named |= {"interpolate", "pad", "pixel_shuffle", "pixel_unshuffle"}
     families = (einsum, random, reductions, shapes, views)
-    assert READERS.keys() == UNARY | JOINS | named.union(
+    assert READERS.keys() == UNARY | N_ARY | named.union(
         *(family.READERS for family in families)
     )

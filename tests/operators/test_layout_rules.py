@@ -9,25 +9,25 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hetconv.operators.base import on_parts
+from hetconv.operators.base import reduce_scattered
 from hetconv.operators.einsum import Contraction
 from hetconv.operators.elementwise import Pointwise
-from hetconv.operators.norms import BatchNorm, GroupNorm, OwnNorm
+from hetconv.operators.norms import BatchNorm, GroupNorm, LocalNorm
 from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
-from hetconv.operators.random import Drawn, Like, NoiseLike
-from hetconv.operators.reductions import Along, Reduction
+from hetconv.operators.random import Dropout, Like, NoiseLike
+from hetconv.operators.reductions import AlongDim, Reduction
 from hetconv.operators.resampling import CircularPad, Interpolate, Pad, PixelUnshuffle
 from hetconv.operators.shapes import Cat, PixelShuffle, Reshape, Stack
-from hetconv.operators.views import Pieces, View
+from hetconv.operators.views import SplitView, View
 from hetconv.sharding.conv_spec import Window
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Op
-from hetconv.sharding.layout import Box, Layout, Need, apportion
+from hetconv.sharding.layer_rules import REPLICATE, Gather, Operator
+from hetconv.sharding.layout import Box, Layout, ReadRegion, apportion
 from tests.sharding.test_layer_rules import assert_fits
 from tests.strategies import layouts, worlds
 
 IMAGE = (3, 8, 6, 5)
 
-OPERATORS: list[tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
+OPERATORS: list[tuple[Operator, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
     (Pointwise(IMAGE), (IMAGE,), IMAGE),
     (Pointwise(IMAGE), (IMAGE, IMAGE), IMAGE),
     (Pointwise(IMAGE), (IMAGE, (8, 1, 1)), IMAGE),
@@ -100,7 +100,7 @@ OPERATORS: list[tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
         (2, 8, 3, 2),
     ),
     (
-        Pieces(
+        SplitView(
             (View((3, 8, 2, 5), ((0, 3), (0, 8), (0, 2), (0, 5)), (0, 1, 2, 3)),), 2
         ),
         (IMAGE,),
@@ -109,11 +109,11 @@ OPERATORS: list[tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
     (Stack((3, 8, 2, 6, 5), 2), (IMAGE, IMAGE), (3, 8, 2, 6, 5)),
     (Reduction((3, 8), (2, 3), False, True), (IMAGE,), (3, 8)),
     (Reduction((3, 1, 6, 5), (1,), True, False), (IMAGE,), (3, 1, 6, 5)),
-    (Along(IMAGE, (1,)), (IMAGE,), IMAGE),
+    (AlongDim(IMAGE, (1,)), (IMAGE,), IMAGE),
     (Cat((3, 16, 6, 5), 1), (IMAGE, IMAGE), (3, 16, 6, 5)),
     (Cat((3, 8, 6, 7), 3), ((3, 8, 6, 2), IMAGE), (3, 8, 6, 7)),
     (Cat((3, 8, 14, 5), 2), (IMAGE, (3, 8, 2, 5), IMAGE), (3, 8, 14, 5)),
-    (Drawn(IMAGE, 2), (IMAGE,), IMAGE),
+    (Dropout(IMAGE, 2), (IMAGE,), IMAGE),
     (Like(IMAGE), (IMAGE,), IMAGE),
     (NoiseLike(IMAGE), (IMAGE,), IMAGE),
     (
@@ -129,14 +129,14 @@ OPERATORS: list[tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]]] = [
     "case", OPERATORS, ids=lambda c: f"{type(c[0]).__name__}{len(c[1])}"
 )
 def test_an_operator_yields_every_element_once(
-    case: tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]],
+    case: tuple[Operator, tuple[tuple[int, ...], ...], tuple[int, ...]],
 ) -> None:
     op, shapes, shape = case
 
     @given(st.data(), worlds)
     def law(data: st.DataObject, world: int) -> None:
         inputs = tuple(data.draw(layouts(s, world)) for s in shapes)
-        assert_fits(op.step(inputs, REPLICATE), inputs, shape)
+        assert_fits(op.sharding(inputs, REPLICATE), inputs, shape)
 
     law()
 
@@ -145,21 +145,21 @@ def test_an_operator_yields_every_element_once(
     "case", OPERATORS, ids=lambda c: f"{type(c[0]).__name__}{len(c[1])}"
 )
 def test_replicated_inputs_give_a_replicated_output(
-    case: tuple[Op, tuple[tuple[int, ...], ...], tuple[int, ...]],
+    case: tuple[Operator, tuple[tuple[int, ...], ...], tuple[int, ...]],
 ) -> None:
     op, shapes, shape = case
     inputs = tuple(Layout.replicated(s, 3) for s in shapes)
-    assert op.step(inputs, REPLICATE).output == Layout.replicated(shape, 3)
+    assert op.sharding(inputs, REPLICATE).output == Layout.replicated(shape, 3)
 
 
 def test_a_partial_sum_is_scattered_over_channels_in_its_shares() -> None:
-    assert on_parts(Layout.partial((3, 8, 2, 2), 2, (3, 1))) == Layout.sharded(
+    assert reduce_scattered(Layout.partial((3, 8, 2, 2), 2, (3, 1))) == Layout.sharded(
         (3, 8, 2, 2), 1, (6, 2)
     )
 
 
 def test_a_partial_vector_has_no_channels_to_scatter() -> None:
-    assert on_parts(Layout.partial((8,), 2)) == Layout.replicated((8,), 2)
+    assert reduce_scattered(Layout.partial((8,), 2)) == Layout.replicated((8,), 2)
 
 
 @pytest.mark.parametrize(
@@ -169,18 +169,31 @@ def test_batch_norm_moves_statistics_in_training_alone(
     dim: int, forward: int, backward: int
 ) -> None:
     x = Layout.sharded(IMAGE, dim, apportion(IMAGE[dim], (3, 1)))
-    step = BatchNorm(IMAGE, True, True).step((x,))
-    assert (len(step.forward), len(step.backward)) == (forward, backward)
-    assert step.tells == (
+    sharding = BatchNorm(IMAGE, True, True).sharding((x,))
+    assert (len(sharding.forward_moves), len(sharding.backward_moves)) == (
+        forward,
+        backward,
+    )
+    assert sharding.shared_stats == (
         (2 * 6, 2 * 2) if dim == 1 else ()
     )  # at the end of the forward
-    evaluating = BatchNorm(IMAGE, False, False).step((x,))
-    assert (evaluating.forward, evaluating.backward, evaluating.tells) == ((), (), ())
+    evaluating = BatchNorm(IMAGE, False, False).sharding((x,))
+    assert (
+        evaluating.forward_moves,
+        evaluating.backward_moves,
+        evaluating.shared_stats,
+    ) == ((), (), ())
 
 
 def test_own_channels_without_running_statistics_move_nothing() -> None:
-    step = BatchNorm(IMAGE, True, False).step((Layout.sharded(IMAGE, 1, (5, 3)),))
-    assert (step.forward, step.backward, step.tells) == ((), (), ())
+    sharding = BatchNorm(IMAGE, True, False).sharding(
+        (Layout.sharded(IMAGE, 1, (5, 3)),)
+    )
+    assert (sharding.forward_moves, sharding.backward_moves, sharding.shared_stats) == (
+        (),
+        (),
+        (),
+    )
 
 
 @given(st.data(), worlds, st.lists(st.integers(1, 4), min_size=2, max_size=5))
@@ -192,9 +205,11 @@ def test_flattened_parts_are_parts_of_the_flattened(
     end = data.draw(st.integers(start + 1, len(shape) - 1))
     x = data.draw(layouts(shape, world))
     flat = (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :])
-    step = Reshape(flat).step((x,))
+    sharding = Reshape(flat).sharding((x,))
     numbers = np.arange(prod(shape))
-    for read, out in zip(step.reads[0].boxes, step.output.boxes, strict=True):
+    for read, out in zip(
+        sharding.input_layouts[0].boxes, sharding.output.boxes, strict=True
+    ):
         part = numbers.reshape(shape)[read.within(Box.whole(shape))]
         assert (
             part.reshape(out.shape)
@@ -211,11 +226,11 @@ def test_a_join_reads_what_broadcasting_pairs(
     data: st.DataObject, world: int, shapes: list[tuple[int, ...]]
 ) -> None:
     inputs = tuple(data.draw(layouts(shape, world)) for shape in shapes)
-    step = Pointwise(IMAGE).step(inputs)
-    assume(step.output.kind == "sharded")
+    sharding = Pointwise(IMAGE).sharding(inputs)
+    assume(sharding.output.kind == "sharded")
     index = np.arange(prod(IMAGE)).reshape(IMAGE)
-    for rank, out in enumerate(step.output.boxes):
-        for read, shape in zip(step.reads, shapes, strict=True):
+    for rank, out in enumerate(sharding.output.boxes):
+        for read, shape in zip(sharding.input_layouts, shapes, strict=True):
             source = np.arange(prod(shape)).reshape(shape)
             expected = np.broadcast_to(source, IMAGE)[out.within(Box.whole(IMAGE))]
             part = source[read.boxes[rank].within(Box.whole(shape))]
@@ -228,20 +243,20 @@ def test_a_join_reads_what_broadcasting_pairs(
 def test_a_join_follows_its_first_input_that_is_cut() -> None:
     rows, columns = Layout.sharded(IMAGE, 2, (4, 2)), Layout.sharded(IMAGE, 3, (4, 1))
     assert (
-        Pointwise(IMAGE).step((Layout.replicated(IMAGE, 2), columns, rows)).output
+        Pointwise(IMAGE).sharding((Layout.replicated(IMAGE, 2), columns, rows)).output
         == columns
     )
 
 
 def test_a_cut_where_the_input_is_broadcast_is_not_followed() -> None:
     stretched = Layout.sharded((3, 1, 1, 1), 1, (1, 0))
-    assert Pointwise(IMAGE).step((stretched,)).output == Layout.replicated(IMAGE, 2)
+    assert Pointwise(IMAGE).sharding((stretched,)).output == Layout.replicated(IMAGE, 2)
 
 
 def test_a_pool_over_rows_reads_a_halo() -> None:
     pool = Pool("average", (1, 1, 8, 4), (Window(3, 1, 1, 1, 1),) * 2)
-    (need,) = pool.step((Layout.sharded((1, 1, 8, 4), 2, (6, 2)),)).reads
-    assert isinstance(need, Need)
+    (need,) = pool.sharding((Layout.sharded((1, 1, 8, 4), 2, (6, 2)),)).input_layouts
+    assert isinstance(need, ReadRegion)
     assert [(b.lo[2], b.hi[2]) for b in need.boxes] == [(0, 7), (5, 8)]
 
 
@@ -250,16 +265,18 @@ def test_shares_of_groups_are_counts_of_their_elements(
     data: st.DataObject, world: int, groups: int
 ) -> None:
     op, x = GroupNorm((3, 8, 6, 5), groups), data.draw(layouts((3, 8, 6, 5), world))
-    step = op.step((x,))
-    assert step.output.kind == "replicated" or step.reads == (step.output,)
-    if not step.forward:
+    sharding = op.sharding((x,))
+    assert sharding.output.kind == "replicated" or sharding.input_layouts == (
+        sharding.output,
+    )
+    if not sharding.forward_moves:
         return
     owner = np.full(op.shape, -1)
-    for rank, box in enumerate(step.output.boxes):
+    for rank, box in enumerate(sharding.output.boxes):
         owner[box.within(Box.whole(op.shape))] = rank
     of_a_group = owner.reshape(3, groups, -1)
-    for rank, shares in enumerate(op.shares(step.output)):
-        box = step.output.boxes[rank]
+    for rank, shares in enumerate(op.shares(sharding.output)):
+        box = sharding.output.boxes[rank]
         for group, share in enumerate(shares):
             held = {
                 int((of_a_group[n, group] == rank).sum())
@@ -284,10 +301,16 @@ def test_ranks_that_share_a_group_exchange_two_numbers_of_it(
     dim: int, sizes: tuple[int, int], messages: int
 ) -> None:
     shape = (3, 8, 6, 5)
-    step = GroupNorm(shape, 2).step((Layout.sharded(shape, dim, sizes),))
-    assert (len(step.forward), len(step.backward)) == (messages, messages)
-    assert step.contributes
-    assert all(move.src.shape[-1] == 3 * 2 for move in (*step.forward, *step.backward))
+    sharding = GroupNorm(shape, 2).sharding((Layout.sharded(shape, dim, sizes),))
+    assert (len(sharding.forward_moves), len(sharding.backward_moves)) == (
+        messages,
+        messages,
+    )
+    assert sharding.partial_grads
+    assert all(
+        move.src.shape[-1] == 3 * 2
+        for move in (*sharding.forward_moves, *sharding.backward_moves)
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,6 +319,6 @@ def test_ranks_that_share_a_group_exchange_two_numbers_of_it(
 def test_a_norm_over_whole_dimensions_stays_where_it_is(dim: int, local: bool) -> None:
     shape = (3, 8, 6, 5)
     x = Layout.sharded(shape, dim, (shape[dim], 0))
-    assert OwnNorm(shape, (2, 3)).step((x,)).output == (
+    assert LocalNorm(shape, (2, 3)).sharding((x,)).output == (
         x if local else Layout.replicated(shape, 2)
     )

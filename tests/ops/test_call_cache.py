@@ -121,7 +121,7 @@ def after_partial() -> list[float]:
     for _ in range(3):
         x, _ = placed(WHOLE, PLACEMENTS["partial"])
         with torch.no_grad():
-            y = HetTensor.wrap(x.local.detach().clone(), x.placement, x.team).relu_()
+            y = HetTensor.wrap(x.local.detach().clone(), x.placement, x.group).relu_()
             found.append((hetconv.gather(y) - WHOLE.relu()).abs().max().item())
     return found
 

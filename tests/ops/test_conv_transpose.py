@@ -152,9 +152,9 @@ def test_what_a_span_of_outputs_reads(
 def test_a_cut_by_rows_stays_aligned_where_the_factor_is_whole() -> None:
     x = Layout.sharded((1, 8, 12, 5), 2, (7, 0, 5))
     window = TransposedWindow(4, 2, 1, 1)
-    step = ConvTranspose((1, 4, 24, 10), (window, window)).step((x,))
-    assert step.output.sizes == (14, 0, 10)
-    assert [(b.lo[2], b.hi[2]) for b in step.reads[0].boxes] == [
+    sharding = ConvTranspose((1, 4, 24, 10), (window, window)).sharding((x,))
+    assert sharding.output.sizes == (14, 0, 10)
+    assert [(b.lo[2], b.hi[2]) for b in sharding.input_layouts[0].boxes] == [
         (0, 8),
         (0, 0),
         (6, 12),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hetconv.operators.einsum import Contraction
-from hetconv.sharding.layout import Box, Layout, Need
+from hetconv.sharding.layout import Box, Layout, ReadRegion
 from tests.equivalence import Differences, assert_same, train
 from tests.nets import splits_of
 from tests.placed import SHAPE, WORLD, Fn, check, gathered, in_every_placement
@@ -94,14 +94,17 @@ def test_a_product_of_parts_is_a_part_of_the_product(
 ) -> None:
     inputs = tuple(data.draw(layouts(shape, world)) for shape in SHAPES)
     a, b = (torch.arange(float(Box.whole(shape).numel)).view(shape) for shape in SHAPES)
-    step, total = MATMUL.step(inputs), torch.zeros(MATMUL.shape)
-    for rank, box in enumerate(step.output.boxes):
-        own = (read.boxes[rank].within(Box.whole(read.shape)) for read in step.reads)
+    sharding, total = MATMUL.sharding(inputs), torch.zeros(MATMUL.shape)
+    for rank, box in enumerate(sharding.output.boxes):
+        own = (
+            read.boxes[rank].within(Box.whole(read.shape))
+            for read in sharding.input_layouts
+        )
         part = a[next(own)] @ b[next(own)]
         assert part.shape == box.shape
         total[box.within(Box.whole(MATMUL.shape))] += part
     assert torch.equal(
-        total, a @ b * (world if step.output.kind == "replicated" else 1)
+        total, a @ b * (world if sharding.output.kind == "replicated" else 1)
     )
 
 
@@ -112,10 +115,14 @@ def test_the_first_input_that_is_cut_says_how(
     dim: int, kind: str, cut: int | None
 ) -> None:
     x = Layout.sharded(SHAPES[0], dim, (SHAPES[0][dim] - 1, 1))
-    step = MATMUL.step((x, Layout.replicated(SHAPES[1], 2)))
-    assert (step.output.kind, step.output.dim, step.contributes) == (kind, cut, True)
-    assert step.reads[0] == x
-    assert isinstance(step.reads[1], Need) is (dim == 1)
+    sharding = MATMUL.sharding((x, Layout.replicated(SHAPES[1], 2)))
+    assert (sharding.output.kind, sharding.output.dim, sharding.partial_grads) == (
+        kind,
+        cut,
+        True,
+    )
+    assert sharding.input_layouts[0] == x
+    assert isinstance(sharding.input_layouts[1], ReadRegion) is (dim == 1)
 
 
 def found() -> set[tuple[str, str]]:

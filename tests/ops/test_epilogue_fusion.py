@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import kernels
-from hetconv.ops.deferred import fold_anywhere
+from hetconv.ops.deferred import fuse_anywhere
 from hetconv.sharding.layer_rules import SplitKind
-from hetconv.tracing.fusion import followers
+from hetconv.tracing.fusion import fusible_functions
 from tests import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
 from tests.equivalence import Differences, apart, assert_same, leaves, relative
 from tests.nets import IMAGE_KINDS, NETS, Block, plan_of, splits_of
@@ -126,9 +126,9 @@ def fused(
 ) -> nn.Module:
     x = torch.zeros(shape, dtype=next(model.parameters()).dtype)
     with torch.no_grad():
-        following = followers(hetconv.capture(model, x))
+        following = fusible_functions(hetconv.capture(model, x))
     cut = copy.deepcopy(model)
-    with fold_anywhere():
+    with fuse_anywhere():
         plan = plan_of(cut, splits_of(cut, kinds, ratio, whole), len(ratio), following)
         return hetconv.parallelize(cut, plan, fuse=True)
 

@@ -19,14 +19,14 @@ import hetconv
 from hetconv import kernels
 from hetconv.autotune.launch import throttle
 from hetconv.autotune.measure import overlap
-from hetconv.comm.exchange import Round
-from hetconv.comm.rank_group import count_sent, in_turn
-from hetconv.ops.deferred import fold_anywhere
+from hetconv.comm.exchange import PendingExchange
+from hetconv.comm.rank_group import blocking, count_sent
+from hetconv.ops.deferred import fuse_anywhere
 from hetconv.schemas.plan import Plan
 from hetconv.schemas.tuning_results import TunedChunks
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Split, SplitKind
-from hetconv.tracing.fusion import followers
+from hetconv.tracing.fusion import fusible_functions
 from tests import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
 from tests.equivalence import relative
 from tests.nets import operator_of, plan_of, splits_of
@@ -61,10 +61,10 @@ def cut(
     kind: SplitKind = "filter",
 ) -> nn.Module:
     with torch.no_grad():
-        following = followers(hetconv.capture(model, x))
+        following = fusible_functions(hetconv.capture(model, x))
     plan = plan_of(model, splits_of(model, (kind,), ratio), len(ratio), following)
     layers = {n: replace(layer, chunks=chunks) for n, layer in plan.layers.items()}
-    with fold_anywhere():
+    with fuse_anywhere():
         return hetconv.parallelize(
             copy.deepcopy(model), replace(plan, layers=layers), fuse=True
         )
@@ -90,7 +90,7 @@ def outputs(
                 expected = whole(x)
             with count_sent() as sent_in_chunks:
                 found = split(x)
-            with in_turn():
+            with blocking():
                 in_order = split(x)
             serial = copy.deepcopy(model).double()(x.double())
     finally:
@@ -126,7 +126,7 @@ def events(chunks: int) -> list[str]:
     model, x = nn.Conv2d(4, 8, 3), torch.randn(4, 4, 6, 6)
     split = cut(model, (1, 1), chunks, x)
     said: list[str] = []
-    start, arrived = Round.__init__, Round._arrived
+    start, arrived = PendingExchange.__init__, PendingExchange._arrived
 
     def noted(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -135,12 +135,15 @@ def events(chunks: int) -> list[str]:
 
         return call
 
-    Round.__init__, Round._arrived = noted("send", start), noted("wait", arrived)  # type: ignore[method-assign]
+    PendingExchange.__init__, PendingExchange._arrived = (
+        noted("send", start),
+        noted("wait", arrived),
+    )  # type: ignore[method-assign]
     try:
         with torch.no_grad(), throttle.listening(lambda _: said.append("compute")):
             split(x)
     finally:
-        Round.__init__, Round._arrived = start, arrived  # type: ignore[method-assign]
+        PendingExchange.__init__, PendingExchange._arrived = start, arrived  # type: ignore[method-assign]
     return said
 
 
@@ -162,7 +165,7 @@ def trained() -> list[Tensor]:
             plan_of(model, splits_of(model, ("height",), (2, 1)), 2),
         )
         if wait:
-            with in_turn():
+            with blocking():
                 split(x).square().sum().backward()
         else:
             split(x).square().sum().backward()

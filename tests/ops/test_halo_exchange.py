@@ -19,8 +19,8 @@ from hetconv.sharding.layer_rules import (
     Conv,
     Split,
     SplitKind,
-    halos_travel,
-    joins_halos,
+    concatenates_halos,
+    exchanges_halos,
 )
 from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, assert_same, one_step
@@ -43,17 +43,17 @@ def test_small_maps_of_many_channels_join(
 ) -> None:
     op, split = conv(channels, rows), Split("height", (rows - 2, 2))
     x = Layout.sharded(op.spec.x_shape, 2, split.sizes)
-    assert joins_halos(op, "height") is joined
-    assert halos_travel(op, x, split) is not joined
-    assert (seams_of(op, split, op.step((x,), split)) is None) is joined
+    assert concatenates_halos(op, "height") is joined
+    assert exchanges_halos(op, x, split) is not joined
+    assert (seams_of(op, split, op.sharding((x,), split)) is None) is joined
 
 
 def test_what_has_no_halos_joins_none() -> None:
-    assert not joins_halos(conv(512, 7, (1, 1)), "height")
+    assert not concatenates_halos(conv(512, 7, (1, 1)), "height")
     op = conv(512, 7, (1, 3))
-    assert not joins_halos(op, "height")
-    assert joins_halos(op, "width")
-    assert not joins_halos(op, "filter")
+    assert not concatenates_halos(op, "height")
+    assert concatenates_halos(op, "width")
+    assert not concatenates_halos(op, "filter")
 
 
 class Net(nn.Module):
@@ -85,7 +85,10 @@ def stepped(
     serial, x = Net().double(), torch.randn(2, 3, 18, 15, dtype=torch.float64)
     if last:
         serial, x = (t.to(memory_format=torch.channels_last) for t in (serial, x))  # type: ignore[call-overload]
-    was, layer_rules.JOINED = layer_rules.JOINED, joined
+    was, layer_rules.MAX_INPUT_TO_FILTER_RATIO = (
+        layer_rules.MAX_INPUT_TO_FILTER_RATIO,
+        joined,
+    )
     try:
         cut = copy.deepcopy(serial)
         cut = hetconv.parallelize(
@@ -93,7 +96,7 @@ def stepped(
         )
         return one_step(serial, cut, x)
     finally:
-        layer_rules.JOINED = was
+        layer_rules.MAX_INPUT_TO_FILTER_RATIO = was
 
 
 @pytest.mark.parametrize("last", [False, True])

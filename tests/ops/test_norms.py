@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.operators.norms import GroupNorm
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.sharding.layer_rules import Gather, SplitKind
@@ -299,7 +299,9 @@ def sent_and_predicted(
     with torch.set_grad_enabled(training):
         graph = hetconv.capture(model, x)
         profile = ClusterProfile.from_devices(["cpu"] * world, link="host")
-        predicted, _ = price(graph, profile, splits, "train" if training else "infer")
+        predicted, _ = estimate(
+            graph, profile, splits, "train" if training else "infer"
+        )
         model = hetconv.parallelize(model, plan_of(model, splits, world))
         with hetconv.count_sent() as sent:
             y = model(x)
@@ -328,7 +330,8 @@ def test_group_norm_reads_its_input_twice() -> None:
     for norm in (nn.GroupNorm(2, 8), nn.LayerNorm(5)):
         graph = hetconv.capture(norm, torch.randn(4, 8, 6, 5))
         seconds.append(
-            price(graph, profile, {}, "infer")[0].step_s - profile.devices[0].overhead_s
+            estimate(graph, profile, {}, "infer")[0].step_s
+            - profile.devices[0].overhead_s
         )
     assert seconds[0] == pytest.approx(2 * seconds[1])
 
@@ -337,8 +340,12 @@ def test_a_decoder_by_height_gathers_nothing() -> None:
     graph = hetconv.capture(NETS["decoder"](), torch.randn(SHAPE_IN))
     assert not [node for node in graph.nodes if isinstance(node.op, Gather)]
     (norm,) = (node.op for node in graph.nodes if isinstance(node.op, GroupNorm))
-    step = norm.step((Layout.sharded(norm.shape, 2, (6, 3)),))
-    assert step.reads[0] == step.output == Layout.sharded(norm.shape, 2, (6, 3))
+    sharding = norm.sharding((Layout.sharded(norm.shape, 2, (6, 3)),))
+    assert (
+        sharding.input_layouts[0]
+        == sharding.output
+        == Layout.sharded(norm.shape, 2, (6, 3))
+    )
 
 
 def evaluated(kind: SplitKind, fuse: bool) -> Differences:

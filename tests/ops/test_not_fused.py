@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.tracing.fusion import followers
+from hetconv.tracing.fusion import fusible_functions
 from tests.equivalence import Differences, apart, assert_same, one_step
 from tests.nets import NETS, plan_of, splits_of
 from tests.spawn import on_ranks
@@ -93,7 +93,7 @@ def test_training_is_as_without() -> None:
 def not_folded() -> dict[str, int]:
     serial, shape = ready(lambda: Activated("relu")), (2, 4, 9, 7)
     with torch.no_grad():
-        following = followers(
+        following = fusible_functions(
             hetconv.capture(serial, torch.zeros(shape, dtype=torch.float64))
         )
     plan = plan_of(serial, splits_of(serial, ("height",), (2, 1)), 2, following)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetconv
-from hetconv.comm.rank_group import team_of
-from hetconv.cost.estimator import price
+from hetconv.comm.rank_group import rank_group_of
+from hetconv.cost.estimator import estimate
 from hetconv.nn import parallelize
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -60,7 +60,7 @@ def dropped(name: str, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shared generator after it.
     """
     local = torch.ones(layout.boxes[dist.get_rank()].shape, requires_grad=True)
-    y = DROPOUTS[name](HetTensor.wrap(local, layout, team_of()), RATE)
+    y = DROPOUTS[name](HetTensor.wrap(local, layout, rank_group_of()), RATE)
     assert isinstance(y, HetTensor)
     assert y.placement == layout
     g = torch.rand_like(y.local) + 1
@@ -225,7 +225,7 @@ NOISE: dict[str, Callable[[Tensor], Tensor]] = {
 def noise(name: str) -> tuple[Tensor, Tensor, Tensor, int]:
     """Twice from one seed, the generator's state, and bytes sent."""
     box = CUTS[3].boxes[dist.get_rank()]
-    x = HetTensor.wrap(torch.full(box.shape, 0.5), CUTS[3], team_of())
+    x = HetTensor.wrap(torch.full(box.shape, 0.5), CUTS[3], rank_group_of())
     made = []
     with hetconv.count_sent() as sent:
         for _ in range(2):
@@ -249,7 +249,7 @@ def test_noise_is_each_rank_s_own(name: str) -> None:
 
 def from_a_generator() -> list[Tensor]:
     x = HetTensor.wrap(
-        torch.full(CUTS[3].boxes[dist.get_rank()].shape, 0.5), CUTS[3], team_of()
+        torch.full(CUTS[3].boxes[dist.get_rank()].shape, 0.5), CUTS[3], rank_group_of()
     )
     own = torch.Generator().manual_seed(3)
     return [
@@ -287,7 +287,7 @@ def sent_and_planned(kind: SplitKind) -> tuple[dict[int, int], dict[int, int]]:
     model, x = Dropping(), torch.randn(2, 3, 9, 6)
     splits = splits_of(model, (kind,), (2, 1, 1))
     graph = hetconv.capture(model, x)
-    planned, _ = price(
+    planned, _ = estimate(
         graph,
         ClusterProfile.from_devices(["cpu"] * WORLD, link="host"),
         splits,
@@ -311,8 +311,8 @@ def drawn_on_unlike_devices() -> list[str]:
     """What is said of random functions as where one rank computes on a CPU and another
     one on a GPU.
     """
-    team, said = team_of(), []
-    team.agreements.draws_alike = False
+    group, said = rank_group_of(), []
+    group.agreements.draws_alike = False
     try:
         x = placed(torch.ones(SHAPE), CUTS[2])[0]
         F.dropout(x, RATE)  # each rank draws its own
@@ -326,7 +326,7 @@ def drawn_on_unlike_devices() -> list[str]:
                 function()
             said.append(str(e.value))
     finally:
-        team.agreements.draws_alike = True
+        group.agreements.draws_alike = True
     return said
 
 
@@ -360,9 +360,9 @@ def states_shared(on_cuda: bool) -> tuple[bool, list[Tensor]]:
         patch.setattr(
             torch.cuda, "set_rng_state", lambda state, index: found.append(state)
         )
-        parallelize._share_random_state(team_of(), model)
-    alike = team_of().agreements.draws_alike
-    team_of().agreements.draws_alike = True
+        parallelize._share_random_state(rank_group_of(), model)
+    alike = rank_group_of().agreements.draws_alike
+    rank_group_of().agreements.draws_alike = True
     return alike, found
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from hetconv.operators import read_call
 from hetconv.operators.resampling import Interpolate
-from hetconv.sharding.layer_rules import REPLICATE, Step
-from hetconv.sharding.layout import Layout, Move, traffic
+from hetconv.sharding.layer_rules import REPLICATE, OpSharding
+from hetconv.sharding.layout import Layout, Move, bytes_per_pair
 from tests.equivalence import Differences
 from tests.placed import (
     PLACEMENTS,
@@ -182,16 +182,16 @@ def test_everything_else_runs_on_parts() -> None:
     assert all(names == expected for names in on_ranks(WORLD, found))
 
 
-def step_of(layout: Layout, func: Any, *args: Any, **kwargs: Any) -> Step:
+def step_of(layout: Layout, func: Any, *args: Any, **kwargs: Any) -> OpSharding:
     call = read_call(func, (torch.empty(layout.shape, device="meta"), *args), kwargs)
     assert call is not None
-    return call.op.step((layout,), REPLICATE)
+    return call.op.sharding((layout,), REPLICATE)
 
 
-def moved(layout: Layout, step: Step) -> int:
-    (source,) = step.reads
+def moved(layout: Layout, sharding: OpSharding) -> int:
+    (source,) = sharding.input_layouts
     return (
-        sum(traffic(Move(layout, source).forward, 1).values())
+        sum(bytes_per_pair(Move(layout, source).forward, 1).values())
         if source != layout
         else 0
     )
@@ -227,7 +227,7 @@ def test_a_linear_interpolation_reads_one_row_beyond_each_cut_and_a_cubic_one_tw
 ):
     rows = Layout.sharded((1, 1, 12, 4), 2, (4, 0, 5, 3))
     for mode, beyond in (("bilinear", 1), ("bicubic", 2)):
-        (need,) = step_of(rows, F.interpolate, scale_factor=2, mode=mode).reads
+        (need,) = step_of(rows, F.interpolate, scale_factor=2, mode=mode).input_layouts
         spans = [(0, 4 + beyond), (0, 0), (4 - beyond, 9 + beyond), (9 - beyond, 12)]
         assert [(b.lo[2], b.hi[2]) for b in need.boxes] == spans
 
@@ -238,8 +238,8 @@ def test_what_is_padded_comes_from_where_it_is() -> None:
     assert (moved(rows, far), far.output.sizes) == (2 + 2, (0, 5, 9, 3))
     around = step_of(rows, F.pad, (0, 0, 3, 2), "circular")
     assert [
-        sum(traffic(Move(rows, read_call).forward, 1).values())
-        for read_call in around.reads
+        sum(bytes_per_pair(Move(rows, read_call).forward, 1).values())
+        for read_call in around.input_layouts
     ] == [0, 3, 2]
 
 
@@ -247,14 +247,14 @@ def test_what_is_padded_comes_from_where_it_is() -> None:
 def test_padding_needs_no_message(mode: str) -> None:
     rows = Layout.sharded((1, 1, 12, 4), 2, (0, 4, 5, 3, 0))
     step = step_of(rows, F.pad, (1, 1, 3, 2), mode)
-    assert (step.reads, step.output.sizes) == ((rows,), (0, 7, 5, 5, 0))
+    assert (step.input_layouts, step.output.sizes) == ((rows,), (0, 7, 5, 5, 0))
 
 
 def test_pixels_fold_where_they_lie_if_no_cut_divides_them() -> None:
     aligned, across = (
         Layout.sharded((1, 1, 12, 4), 2, sizes) for sizes in ((8, 4), (7, 5))
     )
-    assert step_of(aligned, F.pixel_unshuffle, 2).reads == (aligned,)
+    assert step_of(aligned, F.pixel_unshuffle, 2).input_layouts == (aligned,)
     assert moved(across, step_of(across, F.pixel_unshuffle, 2)) == 4
 
 
@@ -289,10 +289,10 @@ def test_an_interpolation_reads_all_that_torch_reads(
     )
     assert call is not None
     assert isinstance(call.op, Interpolate)
-    step = call.op.step(
+    sharding = call.op.sharding(
         (Layout.sharded((1, n, n, 1), 2, (n, 0)),)
     )  # by two ranks: whether it runs on parts
-    assume(call.op.filter is not None and step.output.kind == "sharded")
+    assume(call.op.filter is not None and sharding.output.kind == "sharded")
     weights = F.interpolate(torch.eye(n, dtype=dtype).view(1, n, n, 1), **options)[
         0, :, :, 0
     ]

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.comm.rank_group import team_of
-from hetconv.operators.reductions import Along, Reduction
+from hetconv.comm.rank_group import rank_group_of
+from hetconv.operators.reductions import AlongDim, Reduction
 from hetconv.operators.shapes import Reshape, Stack
-from hetconv.operators.views import Pieces, View
+from hetconv.operators.views import SplitView, View
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.sharding.layer_rules import Op, Split
+from hetconv.sharding.layer_rules import Operator, Split
 from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, apart, assert_same
 from tests.placed import PLACEMENTS, SHAPE, WORLD, Fn, gathered, on_parts
@@ -278,7 +278,7 @@ def test_everything_else_runs_on_parts() -> None:
     assert all(names == expected for names in on_ranks(WORLD, found))
 
 
-STAYS: dict[str, tuple[Op, Layout]] = {
+STAYS: dict[str, tuple[Operator, Layout]] = {
     "permute": (
         View((4, 6, 5, 8), tuple((0, n) for n in SHAPE), (0, 2, 3, 1)),
         Layout.sharded((4, 6, 5, 8), 1, (1, 2, 3)),
@@ -299,7 +299,7 @@ STAYS: dict[str, tuple[Op, Layout]] = {
         Reduction((4, 6, 5), (1,), False, False),
         Layout.sharded((4, 6, 5), 1, (1, 2, 3)),
     ),
-    "softmax": (Along(SHAPE, (1,)), PLACEMENTS["rows"]),
+    "softmax": (AlongDim(SHAPE, (1,)), PLACEMENTS["rows"]),
     "stack": (Stack((2, *SHAPE), 0), Layout.sharded((2, *SHAPE), 3, (1, 2, 3))),
 }
 
@@ -308,8 +308,8 @@ STAYS: dict[str, tuple[Op, Layout]] = {
 def test_a_height_cut_stays_and_moves_nothing(name: str) -> None:
     op, output = STAYS[name]
     x = PLACEMENTS["rows"]
-    step = op.step((x,), Split("replicate"))
-    assert (step.reads, step.output) == ((x,), output)
+    sharding = op.sharding((x,), Split("replicate"))
+    assert (sharding.input_layouts, sharding.output) == ((x,), output)
 
 
 def test_pieces_along_the_cut_are_gathered() -> None:
@@ -319,7 +319,7 @@ def test_pieces_along_the_cut_are_gathered() -> None:
     )
     assert all(
         s.output.kind == "replicated"
-        for s in Pieces(halves, 2).steps((PLACEMENTS["rows"],))
+        for s in SplitView(halves, 2).shardings((PLACEMENTS["rows"],))
     )
 
 
@@ -330,7 +330,7 @@ def flat_after_a_write() -> Differences:
     part = whole[..., box.lo[3] : box.hi[3]].contiguous(
         memory_format=torch.channels_last
     )
-    x = HetTensor.wrap(part, layout, team_of())
+    x = HetTensor.wrap(part, layout, rank_group_of())
     flat = x.flatten(1, 2)
     x.mul_(2)
     return {

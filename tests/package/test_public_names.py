@@ -79,10 +79,10 @@ def test_importing_hetconv_imports_little() -> None:
 def test_a_het_tensor_works_in_a_process_that_imports_nothing_else() -> None:
     run("""
 import torch, torch.distributed as dist, hetconv
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 layout = hetconv.Layout.replicated((2, 3), 1)
-x = hetconv.HetTensor.wrap(torch.ones(2, 3), layout, team_of())
+x = hetconv.HetTensor.wrap(torch.ones(2, 3), layout, rank_group_of())
 assert (x + 1).sum() == 12
 dist.destroy_process_group()
 """)

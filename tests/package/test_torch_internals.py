@@ -91,11 +91,11 @@ def _replaced() -> tuple[object, ...]:
 
 
 def _before_with_and_without_a_group() -> tuple[bool, bool, bool]:
-    from hetconv.comm.rank_group import team_of
+    from hetconv.comm.rank_group import rank_group_of
 
     torch_internals.remove_patches()
     before = _replaced()
-    team_of()
+    rank_group_of()
     with_group = _replaced()
     torch_internals.remove_patches()
     after = _replaced()

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.cost.estimator import Pricer
-from hetconv.planner.cost_tables import Tables
-from hetconv.planner.search import considered
-from hetconv.planner.table_builder import tables
+from hetconv.cost.estimator import StepEstimator
+from hetconv.planner.cost_tables import CostTables
+from hetconv.planner.search import alternatives
+from hetconv.planner.table_builder import build_tables
 from hetconv.schemas.cluster_profile import ClusterProfile, LinkModel
-from hetconv.schemas.plan import Considered, Mode
+from hetconv.schemas.plan import Alternative, Mode
 from hetconv.sharding.layer_rules import KINDS, REPLICATE, Conv, Linear, Split
 from hetconv.tracing.graph import Graph
 from tests.nets import NETS, OTHER_RANKS, split_of
@@ -63,12 +63,12 @@ def splits_of_layer(op: Conv | Linear) -> tuple[Split, ...]:
     )
 
 
-def problem(name: str, mode: Mode) -> tuple[Graph, Choices, Tables]:
+def problem(name: str, mode: Mode) -> tuple[Graph, Choices, CostTables]:
     make, shape = MODELS[name]
     with torch.set_grad_enabled(mode == "train"):
         graph = hetconv.capture(make().train(mode == "train"), torch.zeros(shape))
     choices = {layer: splits_of_layer(op) for layer, op in graph.layers.items()}
-    return graph, choices, tables(graph, CLUSTER, choices, mode)
+    return graph, choices, build_tables(graph, CLUSTER, choices, mode)
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
@@ -76,8 +76,8 @@ def problem(name: str, mode: Mode) -> tuple[Graph, Choices, Tables]:
 def test_each_is_slower_by_what_the_whole_plan_is(name: str, mode: Mode) -> None:
     graph, choices, told = problem(name, mode)
     pricer, free, draw = (
-        Pricer(graph, CLUSTER, mode),
-        Pricer(graph, FREE, mode),
+        StepEstimator(graph, CLUSTER, mode),
+        StepEstimator(graph, FREE, mode),
         random.Random(0),
     )
     for _ in range(3):
@@ -85,8 +85,8 @@ def test_each_is_slower_by_what_the_whole_plan_is(name: str, mode: Mode) -> None
             layer: draw.randrange(len(splits)) for layer, splits in choices.items()
         }
         plan = {layer: splits[chosen[layer]] for layer, splits in choices.items()}
-        planned, computing = (p.price(plan)[0].summed_s for p in (pricer, free))
-        for layer, found in considered(told, choices, chosen).items():
+        planned, computing = (p.estimate(plan)[0].summed_s for p in (pricer, free))
+        for layer, found in alternatives(told, choices, chosen).items():
             assert {c.split for c in found} == set(choices[layer])
             assert [c.slower_by_s for c in found] == sorted(
                 c.slower_by_s for c in found
@@ -94,11 +94,11 @@ def test_each_is_slower_by_what_the_whole_plan_is(name: str, mode: Mode) -> None
             own = next(c for c in found if c.split == plan[layer])
             assert own.slower_by_s == 0
             for c in draw.sample(found, 5):
-                slower = pricer.price({**plan, layer: c.split})[0].summed_s - planned
+                slower = pricer.estimate({**plan, layer: c.split})[0].summed_s - planned
                 assert c.slower_by_s == pytest.approx(
                     slower, rel=1e-3, abs=1e-9 * planned
                 )
-                longer = free.price({**plan, layer: c.split})[0].summed_s - computing
+                longer = free.estimate({**plan, layer: c.split})[0].summed_s - computing
                 assert c.compute_s - own.compute_s == pytest.approx(
                     longer, abs=1e-3 * c.compute_s
                 )
@@ -112,9 +112,13 @@ def test_a_layer_alone_computes_as_its_slowest_device_and_moves_its_result() -> 
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1)).eval()
     graph = hetconv.capture(model, torch.zeros(1, 64, 64, 64))
     choices = {"0": (REPLICATE, Split("height", (2, 1, 1)))}
-    found = considered(tables(graph, CLUSTER, choices, "infer"), choices, {"0": 0})["0"]
+    found = alternatives(
+        build_tables(graph, CLUSTER, choices, "infer"), choices, {"0": 0}
+    )["0"]
     for c in found:
-        prediction, layers = Pricer(graph, CLUSTER, "infer").price({"0": c.split})
+        prediction, layers = StepEstimator(graph, CLUSTER, "infer").estimate(
+            {"0": c.split}
+        )
         assert c.compute_s == pytest.approx(max(layers["0"].forward_s), rel=1e-3)
         assert c.compute_s + c.movement_s == pytest.approx(
             prediction.summed_s, rel=1e-3
@@ -126,12 +130,12 @@ def test_what_is_forbidden_is_left_out_and_what_is_equal_comes_after_what_was_ch
     None
 ):
     splits = tuple(Split("height", (n, 1)) for n in range(4))
-    told = Tables(
+    told = CostTables(
         unary={"a": np.array([0.6, 0.1 + 0.2, np.inf, 0.3])},
         computing={"a": np.array([0.2, 0.1, 0, 0.25])},
     )
-    assert considered(told, {"a": splits}, {"a": 3})["a"] == (
-        Considered(splits[3], 0.25, 0.05, 0.0),
-        Considered(splits[1], 0.1, 0.2, 0.0),
-        Considered(splits[0], 0.2, 0.4, 0.3),
+    assert alternatives(told, {"a": splits}, {"a": 3})["a"] == (
+        Alternative(splits[3], 0.25, 0.05, 0.0),
+        Alternative(splits[1], 0.1, 0.2, 0.0),
+        Alternative(splits[0], 0.2, 0.4, 0.3),
     )

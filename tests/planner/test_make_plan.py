@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.cost.operator_cost import layer_curve, operator_key
 from hetconv.planner.candidates import Candidates, group_sizes
 from hetconv.planner.make_plan import contenders
@@ -22,7 +22,7 @@ from hetconv.schemas.cluster_profile import (
     DeviceModel,
     TunedRatio,
 )
-from hetconv.schemas.plan import ALONE
+from hetconv.schemas.plan import SINGLE_DEVICE
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.layer_rules import Linear, Split, SplitKind
 from tests.nets import IMAGE_KINDS, MobileBlock, ResNet, UNet
@@ -109,7 +109,7 @@ def test_the_chosen_candidate_is_the_fastest_that_fits() -> None:
     assert plan.alternatives is not None
     assert plan.predicted.step_s <= min(plan.alternatives.values())
     assert plan.predicted.step_s <= min(
-        price(graph, profile, s, "train")[0].step_s for s in found.values()
+        estimate(graph, profile, s, "train")[0].step_s for s in found.values()
     )
 
 
@@ -119,7 +119,7 @@ def test_a_device_alone_takes_what_it_was_measured_to_take_alone() -> None:
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
     before = hetconv.make_plan(graph, profile)
     assert before.alternatives is not None
-    assert not before.chosen.startswith(ALONE)
+    assert not before.chosen.startswith(SINGLE_DEVICE)
 
     def faster(device: DeviceModel) -> Alone:
         seconds = {}
@@ -134,8 +134,8 @@ def test_a_device_alone_takes_what_it_was_measured_to_take_alone() -> None:
     devices = tuple(replace(device, alone=faster(device)) for device in profile.devices)
     after = hetconv.make_plan(graph, replace(profile, devices=devices))
     assert after.alternatives is not None
-    assert after.alternatives[ALONE] < 0.7 * before.alternatives[ALONE]
-    assert after.chosen.startswith(ALONE)
+    assert after.alternatives[SINGLE_DEVICE] < 0.7 * before.alternatives[SINGLE_DEVICE]
+    assert after.chosen.startswith(SINGLE_DEVICE)
 
 
 def test_memory_limits_hold_or_are_refused() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import hetconv
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.planner import memory_limits
 from hetconv.planner.candidates import Candidates
-from hetconv.planner.cost_tables import Copies, Tables
+from hetconv.planner.cost_tables import Copies, CostTables
 from hetconv.planner.memory_limits import Memory, least_memory, solve_within
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
@@ -48,7 +48,7 @@ def test_a_cap_that_only_an_uneven_plan_meets_is_met() -> None:
     ways = Candidates(graph, PROFILE, "train")
     for name, splits in ways.whole_models().items():
         if name.startswith(("even split", "fastest device alone", "replicated")):
-            used = price(graph, PROFILE, splits, "train")[0].memory_bytes
+            used = estimate(graph, PROFILE, splits, "train")[0].memory_bytes
             assert any(m > c for m, c in zip(used, caps, strict=True)), name
 
 
@@ -81,14 +81,14 @@ def test_less_memory_never_makes_a_step_faster() -> None:
 
 def built(
     held: Mapping[str, Sequence[Sequence[float]]], slower_s: Sequence[float]
-) -> tuple[Tables, Memory]:
+) -> tuple[CostTables, Memory]:
     """Operators of two choices each on two devices. ``held``: by choice; the second one
     takes as much longer.
     """
-    tables = Tables()
+    tables = CostTables()
     for (name, sizes), more in zip(held.items(), slower_s, strict=True):
-        tables.charge(name, np.array([1.0, 1.0 + more]))
-        tables.hold(name, np.array(sizes, dtype=float))
+        tables.add(name, np.array([1.0, 1.0 + more]))
+        tables.add_bytes(name, np.array(sizes, dtype=float))
 
     def used(choice: Mapping[str, int]) -> tuple[float, ...]:
         return tuple(
@@ -99,7 +99,7 @@ def built(
     return tables, used
 
 
-def plain() -> tuple[Tables, Memory]:
+def plain() -> tuple[CostTables, Memory]:
     """The faster choice takes 4 bytes of one device, the slower one a byte."""
     return built(
         {"a": [(4, 1), (1, 1)], "b": [(4, 1), (1, 1)], "c": [(1, 4), (1, 1)]},
@@ -150,10 +150,10 @@ def test_copies_between_two_operators_count(
     """Where two choose differently the second one gets a copy, for which there is no room."""
     if not asks_highs:
         monkeypatch.setattr(memory_limits, "_by_highs", lambda *_: None)
-    tables = Tables()
-    tables.charge("a", np.array([1.0, 2.0]))
-    tables.charge("b", np.array([2.0, 1.5]))
-    tables.relate("b", "a", np.zeros((2, 2)))
+    tables = CostTables()
+    tables.add("a", np.array([1.0, 2.0]))
+    tables.add("b", np.array([2.0, 1.5]))
+    tables.add_pair("b", "a", np.zeros((2, 2)))
     copied = np.array(
         [[[0.0], [5.0]], [[7.0], [0.0]]]
     )  # (choices of b, choices of a, devices)
@@ -172,5 +172,5 @@ def test_a_layer_that_gathers_counts_what_it_gathers() -> None:
     used = {}
     for kind in ("height", "filter"):
         splits = Candidates(graph, PROFILE, "train").whole(kind, (1.0, 1.0, 1.0))
-        used[kind] = max(price(graph, PROFILE, splits, "train")[0].memory_bytes)
+        used[kind] = max(estimate(graph, PROFILE, splits, "train")[0].memory_bytes)
     assert used["filter"] > 1.5 * used["height"]

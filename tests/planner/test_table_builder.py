@@ -1,4 +1,4 @@
-"""Tables add up to what `Pricer` says of the same splits: exactly, for any choice of
+"""Tables add up to what `StepEstimator` says of the same splits: exactly, for any choice of
 every layer.
 """
 
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.cost import estimator
-from hetconv.cost.estimator import Pricer
-from hetconv.cost.memory import Footprint, memory_bytes
-from hetconv.planner.cost_tables import Tables
+from hetconv.cost.estimator import StepEstimator
+from hetconv.cost.memory import MemoryUse, memory_bytes
+from hetconv.planner.cost_tables import CostTables
 from hetconv.planner.partition import aligned, split_of, with_whole_sum
-from hetconv.planner.table_builder import tables
+from hetconv.planner.table_builder import build_tables
 from hetconv.schemas.cluster_profile import ClusterProfile, Curve, OperatorModel
 from hetconv.schemas.plan import Mode
-from hetconv.schemas.provenance import Conditions
+from hetconv.schemas.provenance import MeasurementConditions
 from hetconv.sharding.layer_rules import KINDS, REPLICATE, Conv, Linear, Split
-from hetconv.sharding.split import INNER
+from hetconv.sharding.split import KINDS_WITHIN_NODES
 from hetconv.solver.elimination import minimize, solve
 from hetconv.solver.milp import minimize_milp
 from hetconv.tracing.graph import Graph
@@ -41,7 +41,7 @@ RELU = {
 }
 FIRST, *REST = SHEETS.devices
 MEASURED = replace(
-    FIRST, measured=Conditions("", ""), backward_overhead_s=1e-4, others=RELU
+    FIRST, measured=MeasurementConditions("", ""), backward_overhead_s=1e-4, others=RELU
 )
 PROFILE = replace(SHEETS, devices=(MEASURED, *REST), overlap=0.7, sum_s_per_byte=1e-11)
 RATIOS = (1.0, 1.0, 1.0), (5.0, 2.0, 1.0), (0.0, 1.0, 3.0), (1.0, 0.0, 0.0)
@@ -193,7 +193,7 @@ def choices_of(graph: Graph) -> dict[str, tuple[Split, ...]]:
             splits = [split_of(op, kind, grid, KINDS) for kind, grid in grids]
             splits += [
                 split_of(op, kind, RATIOS[1], KINDS, nodes)
-                for kind in INNER
+                for kind in KINDS_WITHIN_NODES
                 for nodes in NODES
             ]
             known[op] = tuple(
@@ -202,7 +202,7 @@ def choices_of(graph: Graph) -> dict[str, tuple[Split, ...]]:
     return {name: known[op] for name, op in graph.layers.items()}
 
 
-def least(known: Tables, picked: Mapping[str, int]) -> tuple[dict[str, int], float]:
+def least(known: CostTables, picked: Mapping[str, int]) -> tuple[dict[str, int], float]:
     """The states of joins, and the seconds, where the layers' choices are ``picked``."""
 
     def at(name: str) -> slice:
@@ -220,12 +220,14 @@ def test_tables_add_up_to_the_priced_sum(net: str, mode: Mode) -> None:
     make, shape = NETS[net]
     with torch.set_grad_enabled(mode == "train"):
         graph = hetconv.capture(make().train(mode == "train"), torch.randn(shape))
-    choices, pricer = choices_of(graph), Pricer(graph, PROFILE, mode)
-    known = tables(graph, PROFILE, choices, mode)
+    choices, pricer = choices_of(graph), StepEstimator(graph, PROFILE, mode)
+    known = build_tables(graph, PROFILE, choices, mode)
     draw = random.Random(0)
     for _ in range(12):
         picked = {name: draw.randrange(len(splits)) for name, splits in choices.items()}
-        priced, _ = pricer.price({name: choices[name][k] for name, k in picked.items()})
+        priced, _ = pricer.estimate(
+            {name: choices[name][k] for name, k in picked.items()}
+        )
         assert least(known, picked)[1] == pytest.approx(priced.summed_s, rel=1e-9)
         if mode == "infer":  # gradients' sums may take longer than they count
             assert priced.step_s <= priced.summed_s * (1 + 1e-9)
@@ -238,28 +240,28 @@ def test_tables_hold_the_priced_bytes_of_training(
     """All but what passes."""
 
     def staying(
-        graph: Graph, known: Sequence[Footprint], *rest: Any
+        graph: Graph, known: Sequence[MemoryUse], *rest: Any
     ) -> tuple[int, ...]:
         return memory_bytes(
-            graph, [one._replace(passing=0 * one.passing) for one in known], *rest
+            graph, [one._replace(transient=0 * one.transient) for one in known], *rest
         )
 
     monkeypatch.setattr(estimator, "memory_bytes", staying)
     make, shape = NETS[net]
     graph = hetconv.capture(make(), torch.randn(shape))
-    choices, pricer = choices_of(graph), Pricer(graph, PROFILE, "train")
-    known = tables(graph, PROFILE, choices, "train")
+    choices, pricer = choices_of(graph), StepEstimator(graph, PROFILE, "train")
+    known = build_tables(graph, PROFILE, choices, "train")
     draw = random.Random(1)
     for _ in range(4):
         picked = {name: draw.randrange(len(splits)) for name, splits in choices.items()}
         states, _ = least(known, picked)
         held = sum(
             table[tuple(states[name] for name in scope)]
-            for scope, table in known.all_held().items()
+            for scope, table in known.all_bytes().items()
         )
-        memory = pricer.price({name: choices[name][k] for name, k in picked.items()})[
-            0
-        ].memory_bytes
+        memory = pricer.estimate(
+            {name: choices[name][k] for name, k in picked.items()}
+        )[0].memory_bytes
         assert held == pytest.approx(memory, abs=1)
 
 
@@ -292,7 +294,7 @@ def dense_block(depth: int) -> tuple[Graph, dict[str, tuple[Split, ...]]]:
 def test_a_dense_block_is_planned_as_by_highs() -> None:
     graph, choices = dense_block(3)
     few = {name: splits[:: 1 + len(splits) // 5] for name, splits in choices.items()}
-    known = tables(graph, PROFILE, few, "train")
+    known = build_tables(graph, PROFILE, few, "train")
     _, cost, _ = minimize_milp(known.unary, known.pairwise)
     assert solve(
         known.unary, known.pairwise, memory_bytes=100_000
@@ -301,10 +303,10 @@ def test_a_dense_block_is_planned_as_by_highs() -> None:
 
 def test_deep_dense_blocks_are_eliminated_and_add_up() -> None:
     graph, choices = dense_block(14)
-    known = tables(graph, PROFILE, choices, "train")
+    known = build_tables(graph, PROFILE, choices, "train")
     found = solve(known.unary, known.pairwise)
     assert found.how == "elimination"
-    priced, _ = Pricer(graph, PROFILE, "train").price(
+    priced, _ = StepEstimator(graph, PROFILE, "train").estimate(
         {name: choices[name][found.choice[name]] for name in choices}
     )
     assert known.constant + found.cost == pytest.approx(priced.summed_s, rel=1e-9)
@@ -312,8 +314,8 @@ def test_deep_dense_blocks_are_eliminated_and_add_up() -> None:
 
 def test_layers_without_choices_are_replicated() -> None:
     graph = hetconv.capture(Dense(), torch.randn(4, 3, 16, 16))
-    known = tables(graph, PROFILE, {}, "train")
+    known = build_tables(graph, PROFILE, {}, "train")
     assert known.constant == pytest.approx(
-        Pricer(graph, PROFILE, "train").price({})[0].summed_s, rel=1e-9
+        StepEstimator(graph, PROFILE, "train").estimate({})[0].summed_s, rel=1e-9
     )
     assert not known.unary

@@ -12,9 +12,9 @@ from torch import nn
 
 import hetconv
 from hetconv.autotune.cli.show import split_text
-from hetconv.cost.estimator import price
+from hetconv.cost.estimator import estimate
 from hetconv.errors import SplitError
-from hetconv.operators.base import on_parts
+from hetconv.operators.base import reduce_scattered
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel, LinkModel
 from hetconv.schemas.plan import Mode
@@ -86,7 +86,7 @@ def test_bytes_are_as_many_in_fewer_messages() -> None:
     with torch.no_grad():
         graph = hetconv.capture(model, torch.zeros(1, 32, 8, 8))
     sums, scattered = (
-        price(
+        estimate(
             graph,
             seconds_of_messages(),
             splits_of(model, ("filter", "channel"), (1, 1), whole),
@@ -109,7 +109,7 @@ def test_a_plan_has_them_where_messages_are_what_counts() -> None:
 
 
 def test_a_partial_sum_without_shares_is_wanted_whole() -> None:
-    assert on_parts(Layout.partial((3, 8, 2, 2), 2, ())) == Layout.replicated(
+    assert reduce_scattered(Layout.partial((3, 8, 2, 2), 2, ())) == Layout.replicated(
         (3, 8, 2, 2), 2
     )
 

@@ -135,14 +135,14 @@ def said(
 def on_hosts(hosts: tuple[int, ...]) -> dist.ProcessGroup:
     """A process group of which the messages between ranks of different hosts go by its backend."""
     group = dist.new_group()
-    team = rank_group.team_of(group)
+    ranks = rank_group.rank_group_of(group)
     near = {
         peer: channel
-        for peer, channel in team.channels.items()
-        if hosts[peer] == hosts[team.rank]
+        for peer, channel in ranks.channels.items()
+        if hosts[peer] == hosts[ranks.rank]
     }
     rank_group._teams[group] = replace(
-        team, channels=near, one_host=len(set(hosts)) == 1
+        ranks, channels=near, one_host=len(set(hosts)) == 1
     )
     return group
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.nn.layers import HetConv2d
-from hetconv.ops.conv import way_of
+from hetconv.ops.conv import conv_case
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Split
@@ -20,12 +20,14 @@ def with_the_ways_of_another() -> float:
     of a layer may.
     """
     torch.manual_seed(0)
-    team, x = team_of(), torch.randn(2, 4, 8, 6)
+    group, x = rank_group_of(), torch.randn(2, 4, 8, 6)
     conv = HetConv2d.from_conv(nn.Conv2d(4, 4, 3, padding=1), Split("height", (1, 1)))
     cuts = [Layout.sharded(x.shape, 2, sizes) for sizes in ((6, 2), (4, 4))]
     parts = [
         HetTensor.made(
-            x[:, :, slice(c.boxes[team.rank].lo[2], c.boxes[team.rank].hi[2])], c, team
+            x[:, :, slice(c.boxes[group.rank].lo[2], c.boxes[group.rank].hi[2])],
+            c,
+            group,
         )
         for c in cuts
     ]
@@ -45,7 +47,7 @@ def ways(
     """(nothing is brought, nothing travels, one call of torch's own convolution) of a
     layer with the input cut so.
     """
-    team = team_of()
+    group = rank_group_of()
     one, pad = (1, 1), (kernel // 2,) * 2
     op = Conv(ConvSpec(4, 4, (8, 8), 4, (kernel, kernel), one, (pad, pad), one, 1))
     shape = op.spec.x_shape
@@ -54,9 +56,9 @@ def ways(
         if dim is None
         else Layout.sharded(shape, dim, (3 * shape[dim] // 4, shape[dim] // 4))
     )
-    way = way_of(op, src, Split(kind, sizes), team)  # type: ignore[arg-type]
+    way = conv_case(op, src, Split(kind, sizes), group)  # type: ignore[arg-type]
     assert way.geo is not None
-    return way.stays, not way.geo.held, way.torchs is not None
+    return way.is_local, not way.geo.held, way.torchs is not None
 
 
 def test_what_moves_nothing_is_one_call_of_torchs() -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.autotune.launch import throttle
-from hetconv.comm.rank_group import count_sent, team_of
+from hetconv.comm.rank_group import count_sent, rank_group_of
 from hetconv.runtime import gradient_sync
-from hetconv.runtime.gradient_sync import contributed
+from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.sharding.layer_rules import SplitKind
-from hetconv.sharding.layout import buckets, summed, traffic
+from hetconv.sharding.layout import all_reduce, buckets, bytes_per_pair
 from tests.equivalence import (
     Differences,
     apart,
@@ -276,7 +276,7 @@ def sum_of_contributions() -> tuple[Tensor, Counter[int]]:
     p = torch.zeros(1001, requires_grad=True)
     with count_sent() as sent:
         (g,) = torch.autograd.grad(
-            contributed(team_of(), p), p, contribution(dist.get_rank())
+            synced_grad(rank_group_of(), p), p, contribution(dist.get_rank())
         )
     return g, sent
 
@@ -296,4 +296,4 @@ def test_contributions_send_the_bytes_of_their_move(world: int) -> None:
         for r, (_, counts) in enumerate(found)
         for peer, n in counts.items()
     }
-    assert sent == traffic(summed((1001,), world).forward, 4)
+    assert sent == bytes_per_pair(all_reduce((1001,), world).forward, 4)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.comm.rank_group import count_sent, team_of
+from hetconv.comm.rank_group import count_sent, rank_group_of
 from hetconv.errors import HetConvError, LayoutError
-from hetconv.operators.base import JOINS
+from hetconv.operators.base import N_ARY
 from hetconv.operators.elementwise import UNARY
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.layout import Layout
@@ -26,12 +26,12 @@ WHOLE = torch.arange(float(torch.Size(SHAPE).numel())).reshape(SHAPE)
 
 def rows(name: str = "rows") -> HetTensor:
     x, local = placed(WHOLE, PLACEMENTS[name])
-    return HetTensor.wrap(local.detach(), x.placement, x.team)
+    return HetTensor.wrap(local.detach(), x.placement, x.group)
 
 
 def questions() -> list[Any]:
     """Asked on one rank alone, so that an answer that needs the others would never come."""
-    team_of()  # whose first call on a group is collective
+    rank_group_of()  # whose first call on a group is collective
     if dist.get_rank() != 1:
         return []
     x = rows()
@@ -121,7 +121,7 @@ def test_operators_with_a_rule_stay_on_parts() -> None:
         "zeros_like",
         "type_as",
         "masked",
-        *sorted(UNARY | JOINS),
+        *sorted(UNARY | N_ARY),
     ]
     assert on_ranks(WORLD, kept_on_parts, names) == [[]] * WORLD
 
@@ -278,7 +278,9 @@ def test_what_asks_for_the_gradient_of_parts_is_refused(how: str) -> None:
 
 def wrong_part() -> str:
     try:
-        HetTensor.wrap(torch.zeros(2, 2), Layout.sharded((4, 2), 0, (3, 1)), team_of())
+        HetTensor.wrap(
+            torch.zeros(2, 2), Layout.sharded((4, 2), 0, (3, 1)), rank_group_of()
+        )
     except LayoutError as e:
         return str(e)
     return ""

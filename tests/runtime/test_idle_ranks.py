@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.comm.rank_group import Team, team_of
-from hetconv.comm.redistribute import Sum
+from hetconv.comm.rank_group import RankGroup, rank_group_of
+from hetconv.comm.redistribute import PendingSum
 from hetconv.cost import propagate as walking
 from hetconv.cost.memory import parameter_bytes
 from hetconv.nn.layers import HetLinear
@@ -48,17 +48,17 @@ def sums_run_and_planned(
     _, cut = pair(make, splits, 3)
     ran: list[Any] = []
 
-    class Noting(Sum):
-        def __init__(self, team: Team, local: Tensor, rounds: Any):
-            super().__init__(team, local, rounds)
+    class Noting(PendingSum):
+        def __init__(self, group: RankGroup, local: Tensor, rounds: Any):
+            super().__init__(group, local, rounds)
             ran.append((rounds, local.element_size()))
 
     with pytest.MonkeyPatch.context() as patch:
         for room in (gradient_sync, walking):
             patch.setattr(room, "buckets", partial(buckets, limit=limit))
-        patch.setattr(gradient_sync, "Sum", Noting)
+        patch.setattr(gradient_sync, "PendingSum", Noting)
         loss_of(cut(torch.randn(shape))).backward()
-        _, planned = walking.walk(graph, splits, 3, "train")
+        _, planned = walking.propagate(graph, splits, 3, "train")
     return ran, list(planned)
 
 
@@ -156,7 +156,9 @@ def linear_by_rows(shape: Shape) -> Differences | str:
     torch.set_default_dtype(torch.float64)
     plain = nn.Linear(4, 5)
     try:
-        cut = HetLinear(plain, Split("height", (2, 0, 1)), team_of(), "replicated")
+        cut = HetLinear(
+            plain, Split("height", (2, 0, 1)), rank_group_of(), "replicated"
+        )
         return one_step(plain, cut, torch.randn(shape))
     except hetconv.HetConvError as e:
         return f"{type(e).__name__}: {e}"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.comm import redistribute
-from hetconv.comm.rank_group import team_of
-from hetconv.runtime.running_stats import Running
+from hetconv.comm.rank_group import rank_group_of
+from hetconv.runtime.running_stats import RunningStats
 from hetconv.sharding.layout import Layout
 from tests.equivalence import Differences, apart, assert_same, pair, same_state
 from tests.nets import splits_of
@@ -46,13 +46,13 @@ def told(wanted: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Differences
     """Statistics of some norms, with these cuts and dtypes, of which each rank knows
     its own channels; rounds of it.
     """
-    team, norms = team_of(), []
-    running = Running(team)
+    group, norms = rank_group_of(), []
+    running = RunningStats(group)
     for k, (sizes, dtype) in enumerate(wanted):
         whole = torch.arange(2.0 * sum(sizes), dtype=dtype).view(2, -1) + 100 * k
         mine = (
             Layout.sharded(whole.shape, 1, sizes)
-            .boxes[team.rank]
+            .boxes[group.rank]
             .within(Layout.replicated(whole.shape, 3).boxes[0])
         )
         known = torch.full_like(whole, -1)
@@ -65,8 +65,8 @@ def told(wanted: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Differences
         )
         norms.append((mean, var, whole))
     with rounds_counted() as counted:
-        running.tell()
-        running.tell()  # there is nothing left to tell
+        running.sync()
+        running.sync()  # there is nothing left to tell
     of_norms = enumerate(norms)
     return {
         f"{k}": apart(torch.stack((mean, var)), whole)

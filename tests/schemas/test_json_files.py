@@ -20,7 +20,7 @@ from hetconv.schemas.cluster_profile import VERSION as PROFILE_VERSION
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import VERSION as PLAN_VERSION
 from hetconv.schemas.plan import Plan
-from hetconv.schemas.provenance import Conditions, Identity
+from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 from tests import ROOT
 
 DATA, DOCS = ROOT / "tests" / "data", ROOT / "docs"
@@ -42,10 +42,10 @@ def measured() -> ClusterProfile:
     """All that a profile of this version can say."""
     sample = ClusterProfile.load(DATA / "profile.json")
     identities = (
-        Identity("a", "NVIDIA A100-SXM4-80GB", "GPU-1"),
-        Identity("a", "AMD EPYC", "2 threads", 0.5),
+        DeviceIdentity("a", "NVIDIA A100-SXM4-80GB", "GPU-1"),
+        DeviceIdentity("a", "AMD EPYC", "2 threads", 0.5),
     )
-    now = Conditions("2026-11-21T20:00:00Z", "2.13.0", "3.7.1", "580.65")
+    now = MeasurementConditions("2026-11-21T20:00:00Z", "2.13.0", "3.7.1", "580.65")
     devices = tuple(
         replace(d, identity=i, measured=now)
         for d, i in zip(sample.devices, identities, strict=True)

@@ -26,7 +26,7 @@ from hetconv.autotune.search.calibrate import (
     corrected,
 )
 from hetconv.autotune.search.plan_search import observed
-from hetconv.cost.estimator import LayerCost, price
+from hetconv.cost.estimator import LayerCost, estimate
 from hetconv.planner.candidates import Candidates
 from hetconv.planner.make_plan import Contender, contenders
 from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
@@ -187,7 +187,9 @@ def test_a_corrected_profile_predicts_what_was_measured(mode: Mode) -> None:
     assert [[d.corrections[kind] for kind in kinds] for d in devices] == [
         [near(f)] * len(kinds) for f in factors
     ]
-    _, costs = price(graph, replace(profile, devices=tuple(devices)), plan.splits, mode)
+    _, costs = estimate(
+        graph, replace(profile, devices=tuple(devices)), plan.splits, mode
+    )
     after = [sum(s for c in costs.values() for s in _of(c, rank)) for rank in world]
     assert after == [near(before[rank] * factors[rank]) for rank in world]
 
@@ -230,7 +232,7 @@ def steps_with(profile: ClusterProfile, way: AtWork) -> list[float]:
     working = calibrate.with_learnt(
         profile, calibrate.Learnt([{}] * profile.world, way)
     )
-    return [price(graph, working, splits, "infer")[0].step_s for splits in cut]
+    return [estimate(graph, working, splits, "infer")[0].step_s for splits in cut]
 
 
 @pytest.mark.parametrize(

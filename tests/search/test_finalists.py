@@ -24,7 +24,7 @@ from hetconv.autotune.search.finalists import (
 )
 from hetconv.autotune.search.race import Alone, Order, Outcome
 from hetconv.autotune.search.study import ROUNDS, TrialFailedError
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import EVEN
 from hetconv.planner.make_plan import Contender, contenders, make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -205,9 +205,9 @@ def test_what_is_kept_is_of_devices_as_fast_as_they_usually_are() -> None:
     assert found.even_s is not None
     assert 0.05 < found.step_s < 0.1  # messages are as fast as ever
     assert 0.5 * STEPS[EVEN] < found.even_s < STEPS[EVEN]
-    assert found.predicted_s == Pricer(of.run.graph, of.corrected, "train").step_s(
-        "p0", plans[0].splits
-    )
+    assert found.predicted_s == StepEstimator(
+        of.run.graph, of.corrected, "train"
+    ).step_s("p0", plans[0].splits)
 
 
 def test_who_is_far_off_is_not_raced_again() -> None:

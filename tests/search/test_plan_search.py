@@ -24,7 +24,7 @@ from hetconv.autotune.search.job import Run
 from hetconv.autotune.search.plan_search import digest, near, undisproved
 from hetconv.autotune.search.race import Alone, Order, Outcome, Race, formats
 from hetconv.autotune.search.study import TrialFailedError
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.make_plan import Contender, contenders
 from hetconv.schemas import device_model
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -202,7 +202,9 @@ def decided(folder: Path, faster: float | None) -> Decided:
         found = plans.plans(run, profile)
     slowness = [d.alone.slowness for d in found.devices if d.alone]
     (plan,) = found.plans
-    predicted_s = Pricer(run.graph, found, run.job.mode).step_s(plan.name, plan.splits)
+    predicted_s = StepEstimator(run.graph, found, run.job.mode).step_s(
+        plan.name, plan.splits
+    )
     return Decided(
         found.plans,
         len(raced),

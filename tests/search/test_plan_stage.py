@@ -19,11 +19,11 @@ from hetconv.autotune.search.journal import Store, Study, studies_of
 from hetconv.autotune.search.plan_search import _Plans, even_split
 from hetconv.autotune.search.race import Alone, Order, Outcome
 from hetconv.autotune.search.study import TrialFailedError
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import EVEN, Candidates
 from hetconv.planner.make_plan import contenders
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE
+from hetconv.schemas.plan import SINGLE_DEVICE
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.split import Split
 from tests.cli.test_summary import PAIR, captured
@@ -154,9 +154,12 @@ def test_an_even_split_that_fails_spoils_nothing(
 
 def test_a_plan_that_is_surprisingly_slow_is_measured_again(tmp_path: Path) -> None:
     """Something else ran while it did; all others take what is predicted."""
-    pricer = Pricer(captured(), ClusterProfile.from_devices(PAIR, link="host"), "train")
+    pricer = StepEstimator(
+        captured(), ClusterProfile.from_devices(PAIR, link="host"), "train"
+    )
     alone_s = pricer.step_s(
-        ALONE, Candidates(captured(), pricer.profile, "train").alone(0) or {}
+        SINGLE_DEVICE,
+        Candidates(captured(), pricer.profile, "train").single_device(0) or {},
     )
     disturbed = iter([9.0])
 
@@ -176,9 +179,12 @@ def test_a_plan_that_is_surprisingly_slow_is_measured_again(tmp_path: Path) -> N
 
 def test_a_plan_whose_steps_vary_is_measured_again(tmp_path: Path) -> None:
     """What was steady counts, though it was faster at first."""
-    pricer = Pricer(captured(), ClusterProfile.from_devices(PAIR, link="host"), "train")
+    pricer = StepEstimator(
+        captured(), ClusterProfile.from_devices(PAIR, link="host"), "train"
+    )
     alone_s = pricer.step_s(
-        ALONE, Candidates(captured(), pricer.profile, "train").alone(0) or {}
+        SINGLE_DEVICE,
+        Candidates(captured(), pricer.profile, "train").single_device(0) or {},
     )
     _, studies, _ = studied(
         tmp_path,

@@ -15,7 +15,7 @@ from hetconv.autotune.search.journal import Store
 from hetconv.autotune.search.race import Order, Outcome, Usual
 from hetconv.autotune.search.ratio_search import CLEAR, RatioStudy, ratio_of, tells
 from hetconv.autotune.search.study import TrialFailedError
-from hetconv.cost.estimator import Pricer
+from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
 from hetconv.schemas.plan import Plan
@@ -49,7 +49,10 @@ def study(
     """
     graph, lines = capture(Chain(), torch.zeros(2, 4, 16, 16)), list[str]()
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="host")
-    base, usual = make_plan(graph, profile), Usual(Pricer(graph, profile, "train"))
+    base, usual = (
+        make_plan(graph, profile),
+        Usual(StepEstimator(graph, profile, "train")),
+    )
 
     def lead(order: Order, enough: Callable[[Any], bool] = lambda _: False) -> Outcome:
         took: dict[str, Paced] = {}

@@ -25,7 +25,7 @@ from hetconv.autotune.search.tune import REFINING, Job, tune
 from hetconv.errors import HetConvError
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import ALONE
+from hetconv.schemas.plan import SINGLE_DEVICE
 from hetconv.tracing.tracer import capture
 from tests.spawn import on_ranks
 
@@ -189,13 +189,15 @@ def test_the_plan_is_what_was_measured_to_be_fastest(tmp_path: Path) -> None:
         )
     plan = make_plan(graph, profile)
     assert plan.splits == found.splits
-    assert plan.chosen == (found.name if found.name.startswith(ALONE) else "tuned plan")
+    assert plan.chosen == (
+        found.name if found.name.startswith(SINGLE_DEVICE) else "tuned plan"
+    )
     assert plan.predicted is not None
     assert plan.predicted.step_s == found.step_s
     assert found.alone is not None
     assert found.alone_s is not None
     assert found.trials or found.name.startswith(
-        ALONE
+        SINGLE_DEVICE
     )  # on a busy machine nothing may come near a device alone
     # Of whom a plan asks the most, something is learnt; the other may have had too
     # little work to tell.

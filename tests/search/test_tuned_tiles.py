@@ -23,7 +23,7 @@ from hetconv.autotune.measure import timer
 from hetconv.autotune.search import tile_stage
 from hetconv.autotune.search.tile_search import TRIALS, Found, Trial, WrongResultError
 from hetconv.autotune.search.tile_stage import Contest
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.kernels import Tile, dispatch, tiles
 from hetconv.kernels.backend_choice import Question
 from hetconv.kernels.triton import compile_report
@@ -209,7 +209,7 @@ def staged(
     entries, how often it was told).
     """
     kept = kept if kept is not None else Memory()
-    team, asked, rounds = team_of(), [], 0
+    group, asked, rounds = rank_group_of(), [], 0
 
     def step() -> None:
         for k in (16, 32, 48):
@@ -237,8 +237,8 @@ def staged(
 
     with pytest.MonkeyPatch.context() as patch, Reporter("test") as say:
         patch.setattr(tile_stage, "studied", studied)
-        device = torch.device("cuda" if team.rank == 0 else "cpu")
-        found = tile_stage.tune_tiles(step, device, team, enough, say, kept)
+        device = torch.device("cuda" if group.rank == 0 else "cpu")
+        found = tile_stage.tune_tiles(step, device, group, enough, say, kept)
     return asked, [t.spec.K for t in found], rounds
 
 

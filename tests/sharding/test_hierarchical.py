@@ -23,11 +23,11 @@ import hetconv
 from hetconv.autotune.cli.diff import show_diff
 from hetconv.autotune.cli.picture import draw
 from hetconv.autotune.cli.show import show_plan
-from hetconv.comm.rank_group import team_of
-from hetconv.cost.estimator import gathers, price
+from hetconv.comm.rank_group import rank_group_of
+from hetconv.cost.estimator import estimate, gathers
 from hetconv.cost.operator_cost import seams_of
 from hetconv.operators.einsum import Contraction
-from hetconv.operators.reductions import Along, Reduction
+from hetconv.operators.reductions import AlongDim, Reduction
 from hetconv.operators.resampling import Pad
 from hetconv.operators.shapes import Cat, Reshape, Stack
 from hetconv.operators.views import View
@@ -35,18 +35,18 @@ from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Plan
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.hierarchical import TwoLevel
+from hetconv.sharding.hierarchical import HierarchicalLayout
 from hetconv.sharding.layer_rules import (
     KINDS,
     Conv,
     Linear,
-    Op,
+    Operator,
     Split,
     SplitKind,
-    halos_travel,
+    exchanges_halos,
 )
 from hetconv.sharding.layout import Layout
-from hetconv.sharding.split import INNER
+from hetconv.sharding.split import KINDS_WITHIN_NODES
 from tests.models.test_hierarchical_models import CLUSTERS, Nodes, splits_of
 from tests.nets import NETS, ResNet, plan_of
 from tests.placed import PLACEMENTS, WORLD
@@ -79,7 +79,7 @@ def test_between_nodes_nothing_moves_but_statistics_outputs_and_gradients() -> N
     nodes = Nodes((2, 2), (3, 1), (5, 2, 1, 1))
     profile = ClusterProfile.from_devices(["cpu"] * 4, link="host")
     one, two = (
-        price(graph, profile, splits, "infer")[0].sent_bytes
+        estimate(graph, profile, splits, "infer")[0].sent_bytes
         for splits in (
             whole_model(graph, "height", nodes.within, KINDS),
             splits_of(model, ("height",), nodes),
@@ -95,37 +95,37 @@ def test_between_nodes_nothing_moves_but_statistics_outputs_and_gradients() -> N
 @given(st.data(), st.integers(3, 4))
 def test_parts_say_all_of_a_layout(data: st.DataObject, world: int) -> None:
     x = data.draw(two_level((4, 3, 5), world))
-    assert TwoLevel.of(x.nodes, x.samples, x.parts) == x
+    assert HierarchicalLayout.of(x.nodes, x.samples, x.parts) == x
     assert sum(x.samples) == 4
     assert x.dim is None
     for node, part in zip(x.members, x.parts, strict=True):
         assert part.world == max(len(node), 2)
-        assert x.inner == part.dim
+        assert x.inner_dim == part.dim
 
 
 def test_halos_travel_where_nodes_and_samples_are_the_same() -> None:
     op, split = Conv(SPEC), Split("height", (3, 6, 5, 4), ((2, 3), (2, 1)))
-    x = op.step(
+    x = op.sharding(
         (Layout.replicated(SPEC.x_shape, 4),), replace(split, sizes=(1, 2, 4, 5))
-    ).reads[0]
-    alike = TwoLevel.of(
+    ).input_layouts[0]
+    alike = HierarchicalLayout.of(
         (2, 2), (3, 1), [Layout.sharded(SPEC.x_shape, 2, (s, 9 - s)) for s in (2, 5)]
     )
     assert not isinstance(x, Layout)
-    assert halos_travel(op, alike, split)
-    assert not halos_travel(op, alike, Split("height", (3, 6, 5, 4)))
-    assert not halos_travel(op, alike, Split("width", (3, 6, 5, 4), split.nodes))
-    assert not halos_travel(op, alike, replace(split, nodes=((2, 1), (2, 1))))
-    assert not halos_travel(op, alike, replace(split, nodes=((1, 3), (3, 1))))
-    assert not halos_travel(op, Layout.sharded(SPEC.x_shape, 2, (3, 2, 2, 2)), split)
+    assert exchanges_halos(op, alike, split)
+    assert not exchanges_halos(op, alike, Split("height", (3, 6, 5, 4)))
+    assert not exchanges_halos(op, alike, Split("width", (3, 6, 5, 4), split.nodes))
+    assert not exchanges_halos(op, alike, replace(split, nodes=((2, 1), (2, 1))))
+    assert not exchanges_halos(op, alike, replace(split, nodes=((1, 3), (3, 1))))
+    assert not exchanges_halos(op, Layout.sharded(SPEC.x_shape, 2, (3, 2, 2, 2)), split)
 
 
 def test_seams_are_of_own_samples() -> None:
     op, x = Conv(SPEC), Layout.replicated(SPEC.x_shape, 2)
     one = Split("height", (4, 5))
     two = Split("height", (4, 5, 4, 5), ((2, 3), (2, 1)))
-    of_all = seams_of(op, one, op.step((x,), one))
-    of_own = seams_of(op, two, op.step((Layout.replicated(SPEC.x_shape, 4),), two))
+    of_all = seams_of(op, one, op.sharding((x,), one))
+    of_own = seams_of(op, two, op.sharding((Layout.replicated(SPEC.x_shape, 4),), two))
     taps = 1 / SPEC.kernel[0]
     assert of_all == [[(1 / 9, taps)], [(1 / 9, taps)]]
     assert of_own == [[(share / 9, taps)] for share in (0.75, 0.75, 0.25, 0.25)]
@@ -140,7 +140,7 @@ SQUARE = (4, 4, 4, 4)  # where samples are mistaken for something else, no shape
         (Stack((4, 4, 4, 4, 4), 0), 4),
         (Cat((8, 4, 4, 4), 0), 2),
         (Reduction((4, 4, 4), (0,), False, False), 1),
-        (Along(SQUARE, (0,)), 1),
+        (AlongDim(SQUARE, (0,)), 1),
         (View(SQUARE, ((0, 4),) * 4, (1, 0, 2, 3)), 1),
         (View(SQUARE, ((0, 4),) * 4, (None, 0, 1, 2)), 1),
         (Reshape((2, 2, 4, 4, 4)), 1),
@@ -150,14 +150,16 @@ SQUARE = (4, 4, 4, 4)  # where samples are mistaken for something else, no shape
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_not_computed_sample_by_sample_gathers(op: Op, inputs: int) -> None:
-    x = TwoLevel.of(
+def test_what_is_not_computed_sample_by_sample_gathers(
+    op: Operator, inputs: int
+) -> None:
+    x = HierarchicalLayout.of(
         (2, 1), (3, 1), [Layout.sharded(SQUARE, 2, sizes) for sizes in ((1, 3), (4, 0))]
     )
-    step = op.step((x,) * inputs, Split("replicate"))
+    sharding = op.sharding((x,) * inputs, Split("replicate"))
     assert {
-        step.output.kind,
-        *(read.kind for read in step.reads if isinstance(read, Layout)),
+        sharding.output.kind,
+        *(read.kind for read in sharding.input_layouts if isinstance(read, Layout)),
     } == {"replicated"}
 
 
@@ -167,7 +169,7 @@ def drops() -> tuple[torch.Tensor, torch.Tensor]:
     """
     layout = PLACEMENTS["rows in nodes"]
     box = layout.boxes[dist.get_rank()]
-    x = hetconv.HetTensor.wrap(torch.ones(box.shape), layout, team_of())
+    x = hetconv.HetTensor.wrap(torch.ones(box.shape), layout, rank_group_of())
     return hetconv.gather(F.dropout2d(x, 0.5)), hetconv.gather(F.dropout(x, 0.5))
 
 
@@ -308,7 +310,7 @@ def test_nothing_is_moved_to_summands_in_nodes() -> None:
 def test_a_linear_layer_without_samples_refuses_a_slice_of_its_weight() -> None:
     split = Split("filter", (4, 4, 8), ((2, 1), (1, 1)))
     x = Layout.replicated((6,), 3)
-    assert Linear((6,), 8).step((x,), split).output == Layout.replicated((8,), 3)
+    assert Linear((6,), 8).sharding((x,), split).output == Layout.replicated((8,), 3)
 
 
 def slow_wire(batch: int) -> tuple[Any, ClusterProfile]:
@@ -376,7 +378,7 @@ def test_kinds_say_what_nodes_may_do(kinds: tuple[SplitKind, ...]) -> None:
     found = set(plan.alternatives or {})
     named = {
         f"uneven sample x {kind} split"
-        for kind in INNER
+        for kind in KINDS_WITHIN_NODES
         if kind in kinds and "sample" in kinds
     }
     assert {name for name in found if " x " in name} == named

@@ -14,15 +14,15 @@ from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import (
     KINDS,
     REPLICATE,
-    SPACE,
+    SPATIAL_KINDS,
     Conv,
     Linear,
+    OpSharding,
     Split,
     SplitKind,
-    Step,
 )
 from hetconv.sharding.layout import Box, Layout, apportion, spans
-from hetconv.sharding.param_shards import Held
+from hetconv.sharding.param_shards import ParamShards
 from tests.nets import split_of
 from tests.strategies import layouts, sizes, weights, windows, worlds
 
@@ -39,14 +39,16 @@ def covers_once(layout: Layout) -> bool:
         own = box.within(Box.whole(layout.shape))
         count[own] += 1
         if layout.kind != "sharded":
-            holders[own] = len(layout.mates(rank))
+            holders[own] = len(layout.peers(rank))
     return bool((count == holders).all())
 
 
-def assert_fits(step: Step, inputs: tuple[Layout, ...], shape: tuple[int, ...]) -> None:
-    assert step.output.shape == shape
-    assert covers_once(step.output)
-    for read, x in zip(step.reads, inputs, strict=True):
+def assert_fits(
+    sharding: OpSharding, inputs: tuple[Layout, ...], shape: tuple[int, ...]
+) -> None:
+    assert sharding.output.shape == shape
+    assert covers_once(sharding.output)
+    for read, x in zip(sharding.input_layouts, inputs, strict=True):
         assert (read.shape, read.world) == (x.shape, x.world)
         assert all(
             box.intersect(Box.whole(x.shape)) == box for box in read.boxes if box.numel
@@ -86,25 +88,32 @@ def convolutions(draw: st.DrawFn) -> Conv:
 def test_a_convolution_under_any_split_yields_every_element_once(
     data: st.DataObject, op: Conv, kind: SplitKind, world: int
 ) -> None:
-    assume(kind not in SPACE or op.dim(kind) is not None)
+    assume(kind not in SPATIAL_KINDS or op.dim(kind) is not None)
     split = split_of(op, kind, data.draw(weights(world)))
     op.check(split, world)
     x = data.draw(layouts(op.spec.x_shape, world))
-    assert_fits(op.step((x,), split), (x,), op.spec.y_shape)
+    assert_fits(op.sharding((x,), split), (x,), op.spec.y_shape)
 
 
-@given(st.data(), convolutions(), st.sampled_from(list(SPACE)), worlds)
+@given(st.data(), convolutions(), st.sampled_from(list(SPATIAL_KINDS)), worlds)
 def test_rows_in_proportion_read_the_rows_of_their_windows(
     data: st.DataObject, op: Conv, kind: SplitKind, world: int
 ) -> None:
-    ratio, dim = data.draw(weights(world)), 2 + op.spec.spatial_dims - SPACE[kind]
+    ratio, dim = (
+        data.draw(weights(world)),
+        2 + op.spec.spatial_dims - SPATIAL_KINDS[kind],
+    )
     assume(dim >= 2)
-    step = op.step((Layout.replicated(op.spec.x_shape, world),), Split(kind, ratio))
-    assert tuple(box.shape[dim] for box in step.output.boxes) == apportion(
+    sharding = op.sharding(
+        (Layout.replicated(op.spec.x_shape, world),), Split(kind, ratio)
+    )
+    assert tuple(box.shape[dim] for box in sharding.output.boxes) == apportion(
         op.spec.y_shape[dim], ratio
     )
     window = op.spec.windows[dim - 2]
-    for read, out in zip(step.reads[0].boxes, step.output.boxes, strict=True):
+    for read, out in zip(
+        sharding.input_layouts[0].boxes, sharding.output.boxes, strict=True
+    ):
         reads = window.reads((out.lo[dim], out.hi[dim]), op.spec.x_shape[dim])
         assert (read.lo[dim], read.hi[dim]) == reads
 
@@ -114,7 +123,9 @@ def test_own_filters_read_the_channels_of_their_groups(
     data: st.DataObject, op: Conv, world: int
 ) -> None:
     split = Split("filter", data.draw(sizes(op.spec.K, world)))
-    (need,) = op.step((Layout.replicated(op.spec.x_shape, world),), split).reads
+    (need,) = op.sharding(
+        (Layout.replicated(op.spec.x_shape, world),), split
+    ).input_layouts
     C, K, groups = op.spec.C, op.spec.K, op.spec.groups
     for (a, b), box in zip(spans(split.sizes), need.boxes, strict=True):
         channels = {
@@ -134,11 +145,11 @@ def test_whole_groups_of_channels_are_cut_by_their_filters(
     groups = data.draw(sizes(3, world))
     split = Split("channel", tuple(2 * g for g in groups))
     assert op.canonical(split) == Split("filter", tuple(4 * g for g in groups))
-    assert op.held(split, world)["weight"] == Held.cut(
+    assert op.param_shards(split, world)["weight"] == ParamShards.sharded(
         op.spec.w_shape, 0, tuple(4 * g for g in groups)
     )
     assert (
-        op.step((Layout.replicated(op.spec.x_shape, world),), split).output.kind
+        op.sharding((Layout.replicated(op.spec.x_shape, world),), split).output.kind
         == "sharded"
     )
 
@@ -146,24 +157,43 @@ def test_whole_groups_of_channels_are_cut_by_their_filters(
 @pytest.mark.parametrize(
     ("kind", "weight", "bias"),
     [
-        ("filter", Held.cut((12, 12), 0, (9, 0, 3)), Held.cut((12,), 0, (9, 0, 3))),
-        ("channel", Held.cut((12, 12), 1, (9, 0, 3)), Held.by((12,), (1, 1, 1))),
-        ("replicate", Held.by((12, 12), (1, 1, 1)), Held.by((12,), (1, 1, 1))),
+        (
+            "filter",
+            ParamShards.sharded((12, 12), 0, (9, 0, 3)),
+            ParamShards.sharded((12,), 0, (9, 0, 3)),
+        ),
+        (
+            "channel",
+            ParamShards.sharded((12, 12), 1, (9, 0, 3)),
+            ParamShards.on_ranks((12,), (1, 1, 1)),
+        ),
+        (
+            "replicate",
+            ParamShards.on_ranks((12, 12), (1, 1, 1)),
+            ParamShards.on_ranks((12,), (1, 1, 1)),
+        ),
         *(
-            (kind, Held.by((12, 12), (9, 0, 3)), Held.by((12,), (9, 0, 3)))
-            for kind in ("sample", *SPACE)
+            (
+                kind,
+                ParamShards.on_ranks((12, 12), (9, 0, 3)),
+                ParamShards.on_ranks((12,), (9, 0, 3)),
+            )
+            for kind in ("sample", *SPATIAL_KINDS)
         ),
     ],
 )
 def test_ranks_hold_their_slices_of_what_is_cut_and_the_whole_where_they_work(
-    kind: SplitKind, weight: Held, bias: Held
+    kind: SplitKind, weight: ParamShards, bias: ParamShards
 ) -> None:
     split = Split(kind, () if kind == "replicate" else (9, 0, 3))
-    assert Linear((4, 12), 12).held(split, 3) == {"weight": weight, "bias": bias}
-    held = Conv(replace(SPEC, C=12)).held(split, 3)
+    assert Linear((4, 12), 12).param_shards(split, 3) == {
+        "weight": weight,
+        "bias": bias,
+    }
+    held = Conv(replace(SPEC, C=12)).param_shards(split, 3)
     of_conv = [Box((*box.lo, 0, 0), (*box.hi, *SPEC.kernel)) for box in weight.boxes]
     assert held == {
-        "weight": Held((12, 12, *SPEC.kernel), tuple(of_conv)),
+        "weight": ParamShards((12, 12, *SPEC.kernel), tuple(of_conv)),
         "bias": bias,
     }
 
@@ -240,7 +270,7 @@ def test_a_split_that_does_not_fit_its_operator_is_refused(
 def test_replicate_fits_any_number_of_ranks(op: Conv | Linear) -> None:
     op.check(REPLICATE, 7)
     x = Layout.replicated(SPEC.x_shape if isinstance(op, Conv) else op.x_shape, 7)
-    assert op.step((x,), REPLICATE).output.kind == "replicated"
+    assert op.sharding((x,), REPLICATE).output.kind == "replicated"
 
 
 @pytest.mark.parametrize(
@@ -254,10 +284,10 @@ def test_replicate_fits_any_number_of_ranks(op: Conv | Linear) -> None:
 def test_a_linear_layer_on_more_dimensions(
     kind: SplitKind, ratio: tuple[int, ...], output: Layout
 ) -> None:
-    step = Linear((5, 4, 6), 8).step(
+    sharding = Linear((5, 4, 6), 8).sharding(
         (Layout.replicated((5, 4, 6), 2),), Split(kind, ratio)
     )
-    assert step.output == output
+    assert sharding.output == output
 
 
 def test_filter_then_channel_needs_no_exchange_between() -> None:
@@ -266,7 +296,7 @@ def test_filter_then_channel_needs_no_exchange_between() -> None:
     """
     first = Conv(SPEC)
     second = Conv(ConvSpec(3, 12, (5, 7), 4, (1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1)))
-    made = first.step(
+    made = first.sharding(
         (Layout.replicated(SPEC.x_shape, 2),), Split("filter", (9, 3))
     ).output
-    assert second.step((made,), Split("channel", (9, 3))).reads == (made,)
+    assert second.sharding((made,), Split("channel", (9, 3))).input_layouts == (made,)

@@ -16,13 +16,13 @@ from hetconv.sharding.layout import (
     Exchange,
     Layout,
     Move,
-    Need,
+    ReadRegion,
     apportion,
     buckets,
+    bytes_per_pair,
     exchanges,
-    pieces,
+    overlaps,
     spans,
-    traffic,
 )
 from tests.strategies import (
     boxes,
@@ -53,7 +53,7 @@ def performed(
     """
     for held, wanted in rounds:
         new = [np.zeros(box.shape, dtype=int) for box in wanted]
-        for s, r, box in pieces(held, wanted):
+        for s, r, box in overlaps(held, wanted):
             new[r][box.within(wanted[r])] += local[s][box.within(held[s])]
         local = new
     return local
@@ -217,7 +217,7 @@ def test_pieces_of_a_sharded_value_cover_what_is_wanted_once(
     )
     for rank, box in enumerate(wanted):
         came = sum(
-            (mask(b, shape) for _, r, b in pieces(held, wanted) if r == rank),
+            (mask(b, shape) for _, r, b in overlaps(held, wanted) if r == rank),
             np.zeros(shape, dtype=int),
         )
         assert (came == mask(box, shape)).all()
@@ -232,7 +232,7 @@ def test_pieces_are_held_by_their_sender(
         data.draw(needs(shape, world)).boxes,
     )
     assert all(
-        b.intersect(held[s]) == b and b.numel for s, _, b in pieces(held, wanted)
+        b.intersect(held[s]) == b and b.numel for s, _, b in overlaps(held, wanted)
     )
 
 
@@ -256,7 +256,7 @@ def test_rounds_sum_what_is_held_into_what_is_wanted(
 @pytest.mark.parametrize("world", [3, 4, 7])
 def test_a_sum_of_wholes_moves_two_tensors_less_two_shares(world: int) -> None:
     whole: Boxes = (Box.whole((2, 420)),) * world
-    sent = traffic(exchanges(whole, whole), itemsize=4)
+    sent = bytes_per_pair(exchanges(whole, whole), itemsize=4)
     for rank in range(world):
         assert (
             sum(n for (s, _), n in sent.items() if s == rank)
@@ -272,7 +272,7 @@ def test_two_ranks_swap_their_summands_in_one_round() -> None:
 def test_traffic_counts_bytes_between_ranks_alone() -> None:
     held = Layout.sharded((10,), 0, (6, 4)).boxes
     wanted = (Box((0,), (7,)), Box((5,), (10,)))
-    assert traffic(((held, wanted),), itemsize=2) == {(1, 0): 2, (0, 1): 2}
+    assert bytes_per_pair(((held, wanted),), itemsize=2) == {(1, 0): 2, (0, 1): 2}
 
 
 @given(st.data(), shapes, worlds)
@@ -320,4 +320,6 @@ def test_a_bucket_is_of_one_kind_and_filled_as_if_there_were_no_other(
 
 
 def test_everything_is_needed_by_every_rank() -> None:
-    assert Need.everything((2, 3), 2) == Need((2, 3), (Box.whole((2, 3)),) * 2)
+    assert ReadRegion.everything((2, 3), 2) == ReadRegion(
+        (2, 3), (Box.whole((2, 3)),) * 2
+    )

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.comm.rank_group import team_of
+from hetconv.comm.rank_group import rank_group_of
 from hetconv.nn.layers import HetConv2d
-from hetconv.nn.parameters import cut_layers
+from hetconv.nn.parameters import split_layers
 from hetconv.runtime import gradient_sync
-from hetconv.runtime.gradient_sync import Scope
+from hetconv.runtime.gradient_sync import GradientSync
 from hetconv.sharding.layer_rules import Split
-from hetconv.sharding.layout import Box, Shape, buckets, traffic
-from hetconv.sharding.param_shards import Held, summed_among
+from hetconv.sharding.layout import Box, Shape, buckets, bytes_per_pair
+from hetconv.sharding.param_shards import ParamShards, all_reduce_among
 from tests.equivalence import (
     Differences,
     apart,
@@ -40,17 +40,17 @@ from .test_layout import mask, performed
 
 
 @st.composite
-def held(draw: st.DrawFn, shape: Shape, world: int) -> Held:
+def held(draw: st.DrawFn, shape: Shape, world: int) -> ParamShards:
     """A slice per rank of ``shape``: those of some ranks cover it, the others lie anywhere."""
     dim = draw(st.integers(0, len(shape) - 1))
     some = draw(st.integers(1, world))
-    cover = Held.cut(shape, dim, draw(sizes(shape[dim], some))).boxes
+    cover = ParamShards.sharded(shape, dim, draw(sizes(shape[dim], some))).boxes
     ends = (
         sorted(draw(st.tuples(*[st.integers(0, shape[dim])] * 2)))
         for _ in range(world - some)
     )
     rest = (Box.whole(shape).along(dim, lo, hi) for lo, hi in ends)
-    return Held(shape, tuple(draw(st.permutations([*cover, *rest]))))
+    return ParamShards(shape, tuple(draw(st.permutations([*cover, *rest]))))
 
 
 @given(st.data(), shapes, worlds)
@@ -58,16 +58,16 @@ def test_atoms_cover_a_parameter_once_and_tell_who_holds_each_element(
     data: st.DataObject, shape: Shape, world: int
 ) -> None:
     of = data.draw(held(shape, world))
-    assert (sum(mask(box, shape) for box, _ in of.atoms) == 1).all()
+    assert (sum(mask(box, shape) for box, _ in of.cells) == 1).all()
     for rank, own in enumerate(of.boxes):
         mine = sum(
-            (mask(box, shape) for box, holders in of.atoms if rank in holders),
+            (mask(box, shape) for box, holders in of.cells if rank in holders),
             np.zeros(shape, dtype=int),
         )
         assert (mine == mask(own, shape)).all()
-    assert all(a.holders != b.holders for a, b in pairwise(of.atoms))
-    assert of.repeated == bool((sum(mask(box, shape) for box in of.boxes) > 1).any())
-    assert of.everywhere == all((mask(box, shape) == 1).all() for box in of.boxes)
+    assert all(a.holders != b.holders for a, b in pairwise(of.cells))
+    assert of.has_overlap == bool((sum(mask(box, shape) for box in of.boxes) > 1).any())
+    assert of.is_replicated == all((mask(box, shape) == 1).all() for box in of.boxes)
 
 
 @given(st.data(), shapes, worlds)
@@ -75,8 +75,8 @@ def test_owners_hold_each_element_once(
     data: st.DataObject, shape: Shape, world: int
 ) -> None:
     of = data.draw(held(shape, world))
-    assert (sum(mask(box, shape) for box in of.owners.boxes) == 1).all()
-    for own, box in zip(of.owners.boxes, of.boxes, strict=True):
+    assert (sum(mask(box, shape) for box in of.primary.boxes) == 1).all()
+    for own, box in zip(of.primary.boxes, of.boxes, strict=True):
         assert (mask(own, shape) <= mask(box, shape)).all()
         assert len(own.shape) == len(shape)
 
@@ -84,14 +84,14 @@ def test_owners_hold_each_element_once(
 def test_owners_are_the_first_to_hold_an_element_and_lie_in_rank_order_if_they_may() -> (
     None
 ):
-    of_nodes = Held(
+    of_nodes = ParamShards(
         (256,),
         tuple(Box((a,), (b,)) for a, b in ((0, 96), (96, 256), (0, 128), (128, 256))),
     )
-    assert of_nodes.sharing == ((0, 2), (1, 2), (1, 3))
-    assert of_nodes.owners.sizes == (96, 160, 0, 0)
-    assert Held.by((4, 2), (0, 3, 1)).owners.sizes == (0, 4, 0)
-    assert Held.cut((4, 2), 1, (0, 2, 0)).owners.sizes == (0, 2, 0)
+    assert of_nodes.cell_holders == ((0, 2), (1, 2), (1, 3))
+    assert of_nodes.primary.sizes == (96, 160, 0, 0)
+    assert ParamShards.on_ranks((4, 2), (0, 3, 1)).primary.sizes == (0, 4, 0)
+    assert ParamShards.sharded((4, 2), 1, (0, 2, 0)).primary.sizes == (0, 2, 0)
 
 
 @given(st.integers(0, 40), st.sets(st.integers(0, 4), min_size=1))
@@ -101,29 +101,29 @@ def test_a_sum_among_some_ranks_is_theirs_alone(numel: int, ranks: set[int]) -> 
         np.arange(numel) * (rank + 1) if rank in ranks else np.zeros(0, dtype=int)
         for rank in range(5)
     ]
-    rounds = summed_among(holders, numel, 5)
+    rounds = all_reduce_among(holders, numel, 5)
     for rank, total in enumerate(performed(rounds, local)):
         expected = np.arange(numel) * sum(r + 1 for r in holders)
         assert (total == (expected if rank in ranks else local[rank])).all()
-    sent = traffic(rounds, 1)
+    sent = bytes_per_pair(rounds, 1)
     assert {rank for pair_ in sent for rank in pair_} <= ranks
     assert sum(sent.values()) == 2 * (len(holders) - 1) * numel
 
 
 OVERLAPS = {  # of four ranks
-    "of nodes": Held(
+    "of nodes": ParamShards(
         (8, 3), tuple(Box((a, 0), (b, 3)) for a, b in ((0, 3), (3, 8), (0, 5), (5, 8)))
     ),
-    "of nodes again": Held(
+    "of nodes again": ParamShards(
         (8,), tuple(Box((a,), (b,)) for a, b in ((0, 3), (3, 8), (0, 5), (5, 8)))
     ),
-    "along the second": Held(
+    "along the second": ParamShards(
         (2, 6), tuple(Box((0, a), (2, b)) for a, b in ((0, 0), (1, 6), (0, 4), (4, 4)))
     ),
-    "on two": Held.by((4, 2), (0, 1, 0, 1)),
-    "on three": Held.by((5,), (1, 1, 0, 1)),
-    "whole": Held.by((3, 2), (1, 1, 1, 1)),
-    "partly alone": Held(
+    "on two": ParamShards.on_ranks((4, 2), (0, 1, 0, 1)),
+    "on three": ParamShards.on_ranks((5,), (1, 1, 0, 1)),
+    "whole": ParamShards.on_ranks((3, 2), (1, 1, 1, 1)),
+    "partly alone": ParamShards(
         (6,), tuple(Box((a,), (b,)) for a, b in ((0, 4), (3, 6), (0, 0), (6, 6)))
     ),
 }
@@ -138,22 +138,24 @@ def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
     """Gradients of parameters that are held in any way, of which two uses of each
     contribute; what this rank sent.
     """
-    team, gradient_sync.buckets = team_of(), partial(buckets, limit=limit)
+    group, gradient_sync.buckets = rank_group_of(), partial(buckets, limit=limit)
     try:
-        own = {name: of.boxes[team.rank] for name, of in OVERLAPS.items()}
+        own = {name: of.boxes[group.rank] for name, of in OVERLAPS.items()}
         params = {
             name: torch.zeros(box.shape, dtype=torch.float64, requires_grad=True)
             for name, box in own.items()
         }
         of_id = {
-            id(params[name]): of for name, of in OVERLAPS.items() if not of.everywhere
+            id(params[name]): of
+            for name, of in OVERLAPS.items()
+            if not of.is_replicated
         }
-        scope = Scope(team, params.values(), of_id)
+        scope = GradientSync(group, params.values(), of_id)
         with hetconv.count_sent() as sent:
             loss = torch.zeros((), dtype=torch.float64)
             for use in range(2):
                 for seed, (name, of) in enumerate(OVERLAPS.items()):
-                    mine = contribution(of.shape, team.rank, seed)[
+                    mine = contribution(of.shape, group.rank, seed)[
                         own[name].within(Box.whole(of.shape))
                     ]
                     loss = loss + (scope.alias(params[name]) * mine).sum() * (use + 1)
@@ -169,7 +171,7 @@ def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
         found[name] = apart(
             params[name].grad, total[own[name].within(Box.whole(of.shape))]
         )
-    return found, [sent[rank] for rank in range(team.size)]
+    return found, [sent[rank] for rank in range(group.size)]
 
 
 @pytest.mark.parametrize("limit", [1, 10**6])
@@ -182,8 +184,10 @@ def test_gradients_are_summed_among_those_that_hold_the_same_elements(
         return
     expected = np.zeros((4, 4), dtype=int)  # a bucket for each parameter
     for of in OVERLAPS.values():
-        for box, holders in of.atoms:
-            for pair_, size in traffic(summed_among(holders, box.numel, 4), 8).items():
+        for box, holders in of.cells:
+            for pair_, size in bytes_per_pair(
+                all_reduce_among(holders, box.numel, 4), 8
+            ).items():
                 expected[pair_] += size
     assert [sent for _, sent in results] == expected.tolist()
 
@@ -196,7 +200,7 @@ def overlapping() -> tuple[nn.Sequential, nn.Module]:
     model = copy.deepcopy(plain)
     layer = HetConv2d.from_conv(model[0], Split("replicate"))
     bias = OVERLAPS["of nodes again"]
-    weight = Held(
+    weight = ParamShards(
         (8, 3, 3, 3),
         tuple(Box((*box.lo, 0, 0, 0), (*box.hi, 3, 3, 3)) for box in bias.boxes),
     )
@@ -208,7 +212,7 @@ def overlapping() -> tuple[nn.Sequential, nn.Module]:
 
 def own_parts(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     """What this rank holds of whole tensors, by the names of the model's parameters."""
-    (layer,) = cut_layers(model)
+    (layer,) = split_layers(model)
     rank = dist.get_rank()
     return {
         f"0.{k}": whole[f"0.{k}"][of.boxes[rank].within(Box.whole(of.shape))]

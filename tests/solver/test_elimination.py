@@ -23,9 +23,9 @@ from hetconv.solver.elimination import (
     minimize,
     solve,
 )
-from hetconv.solver.factor_graph import Potentials
+from hetconv.solver.factor_graph import FactorGraph
 from hetconv.solver.milp import minimize_milp
-from hetconv.solver.presolve import contracted, pruned, undominated
+from hetconv.solver.presolve import contract, prune, undominated
 from tests.random_tables import CLIQUE, KINDS, Array, brute, check, drawn, price, tables
 
 
@@ -88,8 +88,8 @@ def test_merging_what_another_node_decides_leaves_the_least(seed: int) -> None:
             for other in others
         }
         unary[name] = rng.random(choices)
-    potentials = Potentials.of(unary, pairs)
-    merged = contracted(potentials)
+    potentials = FactorGraph.of(unary, pairs)
+    merged = contract(potentials)
     assert {m.node for m in merged.merges} >= {
         v for v, name in enumerate(potentials.names) if name.startswith("w")
     }
@@ -172,7 +172,7 @@ def test_min_plus_by_its_definition(shape: tuple[int, ...]) -> None:
 
 def test_tables_larger_than_a_block_are_made_in_parts() -> None:
     clique = tables(np.random.default_rng(0), [34] * 4, combinations(range(4), 2))
-    small, _ = pruned(Potentials.of(*clique))
+    small, _ = prune(FactorGraph.of(*clique))
     assert max(step.table_bytes for step in elimination_order(small)) > 8 * BLOCK
     check(clique, brute(*clique))
 
@@ -249,7 +249,7 @@ def test_leaving_out_goes_on_until_nothing_changes() -> None:
     """c's second choice is forbidden, then b's first has nothing to win by, then a's second."""
     unary = {"a": [0.0, 1], "b": [5.0, 0], "c": [0, np.inf]}
     pairs = {("a", "b"): [[0.0, 0], [-3, 0]], ("b", "c"): [[0.0, -9], [0, 0]]}
-    _, kept = pruned(Potentials.of(unary, pairs))
+    _, kept = prune(FactorGraph.of(unary, pairs))
     assert [k.tolist() for k in kept] == [[0], [1], [0]]
 
 
@@ -284,7 +284,7 @@ def branching(blocks: int) -> list[tuple[str, str]]:
 def test_nets_of_blocks_are_two_wide(edges: list[tuple[str, str]]) -> None:
     unary = {v: np.zeros(3) for pair in edges for v in pair}
     steps = elimination_order(
-        Potentials.of(unary, dict.fromkeys(edges, np.zeros((3, 3))))
+        FactorGraph.of(unary, dict.fromkeys(edges, np.zeros((3, 3))))
     )
     assert len(steps) == len(unary)
     assert max(len(step.neighbours) for step in steps) == 2

@@ -11,8 +11,8 @@ import scipy.optimize
 
 from hetconv.errors import PlanError
 from hetconv.solver.elimination import Solution, minimize, solve
-from hetconv.solver.factor_graph import Potentials
-from hetconv.solver.milp import least, minimize_milp
+from hetconv.solver.factor_graph import FactorGraph
+from hetconv.solver.milp import minimize_milp, minimize_tables
 from tests.random_tables import (
     CLIQUE,
     Array,
@@ -67,7 +67,7 @@ def test_tables_over_three_nodes(seed: int) -> None:
     summands = {scope: forbidding(rng, shape) for scope, shape in shapes.items()}
     for table in summands.values():
         table.flat[0] = 3  # not all is forbidden
-    found, slack = least(
+    found, slack = minimize_tables(
         {scope: table.squeeze() for scope, table in summands.items()}, 60
     )
     joint = sum(summands.values())
@@ -145,4 +145,4 @@ def test_a_plan_is_found_where_highs_has_no_time() -> None:
 def test_highs_out_of_time_says_so_where_resources_are_short() -> None:
     cap = {(0,): np.arange(9.0)[:, None]}, np.array([1.5])
     with pytest.raises(PlanError, match=r"HiGHS found no choice within 0 s.*more time"):
-        least(Potentials.of(*CLIQUE).tables, 0, cap)
+        minimize_tables(FactorGraph.of(*CLIQUE).tables, 0, cap)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.schemas.plan import Plan
-from hetconv.tracing.fusion import followers
+from hetconv.tracing.fusion import fusible_functions
 from tests.nets import NETS
 
 
 def test_followers_of_a_resnet() -> None:
     model = NETS["resnet"][0]().eval()
-    found = followers(hetconv.capture(model, torch.zeros(NETS["resnet"][1])))
+    found = fusible_functions(hetconv.capture(model, torch.zeros(NETS["resnet"][1])))
     assert found == {
         "stem": ("batch_norm", "relu"),
         "blocks.0.conv1": ("batch_norm", "relu"),
@@ -63,7 +63,9 @@ def test_followers(
             return forward(self, x)
 
     assert (
-        followers(hetconv.capture(Net().eval(), torch.zeros(2, 4, 5, 5))).get("a", ())
+        fusible_functions(hetconv.capture(Net().eval(), torch.zeros(2, 4, 5, 5))).get(
+            "a", ()
+        )
         == expected
     )
 
@@ -80,7 +82,7 @@ def test_a_layer_does_not_wait_for_what_comes_after_a_write_to_its_input() -> No
             x.add_(1)
             return F.relu(y) + x
 
-    assert followers(hetconv.capture(Net(), torch.zeros(1, 4, 5, 5))) == {}
+    assert fusible_functions(hetconv.capture(Net(), torch.zeros(1, 4, 5, 5))) == {}
 
 
 def test_a_plan_keeps_them(tmp_path: Path) -> None:
@@ -92,5 +94,5 @@ def test_a_plan_keeps_them(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     for kept in (Plan.load(tmp_path / "plan.json"), plan.with_splits({})):
         assert {
-            n: x.followers for n, x in kept.layers.items() if x.followers
-        } == followers(graph)
+            n: x.fusible for n, x in kept.layers.items() if x.fusible
+        } == fusible_functions(graph)

@@ -65,7 +65,7 @@ def test_what_was_considered_is_shown(files: Path, command: Command) -> None:
     whole = replace(
         plan().layers["one"],
         split=REPLICATE,
-        considered=(Alternative(REPLICATE, 1, 0, 0),),
+        alternatives=(Alternative(REPLICATE, 1, 0, 0),),
     )
     replace(plan(), layers={"": whole}).save(
         files / "root.json"

@@ -1,21 +1,13 @@
-"""Two ranks that try a backend: they meet, sum, exchange and wait for each other. What
-hangs is ended.
-"""
+"""A test of a backend on two ranks: rendezvous, sum, exchange and barrier."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import tempfile
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,55 +15,44 @@ import torch.distributed as dist
 from hetconv.comm.exchange import PendingExchange
 from hetconv.comm.rank_group import rank_group_of
 
-START = 60.0  # seconds in which a process is there, and its device with it, on a busy machine
-STARTING = "starting"
-GRACE = 2.0  # seconds beyond its own timeout, for a backend to say what is wrong itself
-Say = Callable[[str], None]
-Probe = Callable[[int, str, str, Path, float, Say], None]
+from .supervisor import RankFailedError, log_last_action, run_ranks
+
+REPLY_MARGIN_S = 2.0  # beyond a backend's own timeout, to say what is wrong itself
+Probe = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``problem``: what went wrong, in words; None if all went well. ``seconds`` that
-    it took, from start to end.
+    """Result of a test.
+
+    Attributes:
+        problem: what went wrong, in words; None if all went well.
+        seconds: what the test took.
     """
 
     problem: str | None
     seconds: float
 
 
-def communicate(
-    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
-) -> None:
-    """What a split model needs of a backend, on rank 0 or 1. ``say`` names each
-    operation before it starts.
+def communicate(rank: int, device: str) -> None:
+    """Runs what a split model needs of a backend.
+
+    Args:
+        rank: 0 or 1.
+        device: Where its tensors are, as in ``cuda:0``.
+
+    Raises:
+        RuntimeError: A sum or a message has wrong values.
     """
-    where = torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    say("init_process_group")
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=2,
-        timeout=limit,
-    )
-    numbers = torch.full((1024,), float(rank + 1), device=where)
-    say("all_reduce")
+    numbers = torch.full((1024,), float(rank + 1), device=device)
+    log_last_action("all_reduce")
     dist.all_reduce(numbers)
     _expect(numbers, 3.0)
-    say("a point-to-point exchange")
-    mine = torch.full((1024,), float(rank), device=where)
-    got = PendingExchange(
-        rank_group_of(), mine, {1 - rank: mine}, {1 - rank: (1024,)}
-    ).wait()
-    _expect(got[1 - rank], float(1 - rank))
-    say("barrier")
-    dist.barrier()
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
+    log_last_action("a point-to-point exchange")
+    mine = torch.full((1024,), float(rank), device=device)
+    peer = 1 - rank
+    exchange = PendingExchange(rank_group_of(), mine, {peer: mine}, {peer: (1024,)})
+    _expect(exchange.wait()[peer], float(peer))
 
 
 def _expect(found: torch.Tensor, value: float) -> None:
@@ -81,128 +62,94 @@ def _expect(found: torch.Tensor, value: float) -> None:
 
 
 def try_pair(
-    devices: tuple[str, str], backend: str, timeout: float, probe: Probe = communicate
-) -> Outcome:
-    """Runs ``probe`` on a rank for each device, for ``timeout`` seconds an operation.
-    No process outlives the call.
-    """
-    method = (
-        "forkserver"
-        if "forkserver" in multiprocessing.get_all_start_methods()
-        else "spawn"
-    )
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(
-            [__name__]
-        )  # torch is imported once for all pairs
-    with tempfile.TemporaryDirectory() as folder:
-        ends, ranks = [], []
-        try:
-            for rank, device in enumerate(devices):
-                here, there = context.Pipe()
-                args = (probe, rank, device, backend, Path(folder), timeout, there)
-                ranks.append(context.Process(target=_rank, args=args, daemon=True))
-                ends.append(here)
-                ranks[-1].start()
-                there.close()
-            return _watch(ends, timeout, Path(folder))
-        finally:
-            for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
-            for end in ends:
-                end.close()
-
-
-def _rank(
-    probe: Probe,
-    rank: int,
-    device: str,
+    devices: tuple[str, str],
     backend: str,
-    folder: Path,
-    timeout: float,
-    to: Connection,
-) -> None:
-    with open(folder / f"rank{rank}", "wb") as log:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)  # what backends print beside what they raise
-    threading.Thread(target=_leave_with, args=(to,), daemon=True).start()
-    torch.set_num_threads(1)
-    try:
-        probe(
-            rank, device, backend, folder, timeout, lambda stage: to.send(("at", stage))
-        )
-        to.send(("done", ""))
-    except BaseException as e:
-        to.send(("failed", reason(e)))
-    threading.Event().wait()  # until it is ended: the other one may not have all its messages yet
+    timeout_s: float,
+    probe: Probe = communicate,
+) -> Outcome:
+    """Runs a test on a rank for each device.
 
+    Args:
+        devices: The two devices.
+        backend: A backend of torch.distributed.
+        timeout_s: Seconds that each operation may take.
+        probe: The test.
 
-def _leave_with(parent: Connection) -> None:
-    """Ends this process when the one that started it is gone."""
-    with suppress(EOFError, OSError):
-        parent.recv_bytes()
-    os._exit(1)
-
-
-def reason(error: BaseException) -> str:
-    """The line of an error that says most: NCCL puts it last, all others first."""
-    lines = [
-        line.strip()
-        for line in str(error).partition("Last error:")[2].splitlines()
-        if line.strip()
-    ]
-    lines += [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _watch(ends: list[Connection], timeout: float, folder: Path) -> Outcome:
-    """What two ranks say, until both are done, one fails or dies, or one says nothing
-    for too long.
+    Returns:
+        Whether it passed. No process is left when this function returns.
     """
-    begun = time.monotonic()
-    doing, limits, left = (
-        dict.fromkeys(ends, STARTING),
-        dict.fromkeys(ends, begun + START),
-        list(ends),
+    start = time.monotonic()
+    args = (devices, backend, timeout_s, probe)
+    try:
+        run_ranks(
+            devices,
+            _run_probe,
+            args,
+            start_method=_start_method(),
+            grace_s=0.0,
+            max_silence_s=timeout_s + REPLY_MARGIN_S,
+            keep_output=True,
+        )
+    except RankFailedError as e:
+        return Outcome(_problem(e, timeout_s), time.monotonic() - start)
+    return Outcome(None, time.monotonic() - start)
+
+
+def _start_method() -> Literal["spawn", "forkserver"]:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    # torch is imported once for all pairs.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    return "forkserver"
+
+
+def _run_probe(
+    rank: int,
+    rendezvous: str,
+    devices: tuple[str, str],
+    backend: str,
+    timeout_s: float,
+    probe: Probe,
+) -> None:
+    device = torch.device(devices[rank])
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    log_last_action("init_process_group")
+    dist.init_process_group(
+        backend,
+        init_method=rendezvous,
+        rank=rank,
+        world_size=len(devices),
+        timeout=timedelta(seconds=timeout_s),
     )
-
-    def ended(problem: str | None) -> Outcome:
-        return Outcome(problem, time.monotonic() - begun)
-
-    while left:
-        first = min(left, key=lambda end: limits[end])
-        ready = wait(left, max(limits[first] - time.monotonic(), 0.0))
-        if not ready:
-            return ended(
-                f"hangs in {doing[first]}: no answer for "
-                f"{START if doing[first] == STARTING else timeout:g} s"
-            )
-        for end in ready:
-            assert isinstance(end, Connection)
-            try:
-                what, said = end.recv()
-            except (EOFError, OSError):
-                rank = ends.index(end)
-                return ended(
-                    f"fails in {doing[end]}: rank {rank} died{_last_line(folder / f'rank{rank}')}"
-                )
-            if what == "failed":
-                return ended(f"fails in {doing[end]}: {said}")
-            if what == "done":
-                left.remove(end)
-            doing[end], limits[end] = said, time.monotonic() + timeout + GRACE
-    return ended(None)
+    probe(rank, devices[rank])
+    log_last_action("barrier")
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.destroy_process_group()
 
 
-def _last_line(log: Path) -> str:
-    """Of what a process printed before it died."""
-    lines = (
-        log.read_text(encoding="utf-8", errors="replace").split("\n")
-        if log.exists()
-        else []
-    )
-    said = [line.strip() for line in lines if line.strip()]
-    return f", having said: {said[-1]}" if said else ""
+def _problem(failure: RankFailedError, timeout_s: float) -> str:
+    if failure.kind == "hung":
+        return f"hangs in {failure.last_action}: no answer for {timeout_s:g} s"
+    if failure.kind == "raised":
+        return f"fails in {failure.last_action}: {main_reason(failure.detail)}"
+    output = f", having said: {failure.last_output}" if failure.last_output else ""
+    return f"fails in {failure.last_action}: rank {failure.rank} died{output}"
+
+
+def main_reason(error: str) -> str:
+    """Shortens the text of an error to its type and the line that says most.
+
+    NCCL puts that line last, other libraries first.
+
+    Args:
+        error: A text such as ``module.Error: message``, of one or more lines.
+    """
+    kind, _, message = error.partition(": ")
+    last = message.partition("Last error:")[2]
+    lines = [line.strip() for line in (last or message).splitlines() if line.strip()]
+    name = kind.strip().rpartition(".")[2]
+    return f"{name}: {lines[0]}" if lines else name

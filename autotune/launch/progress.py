@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from .launcher import did
+from .supervisor import log_last_action
 
 
 class Reporter:
@@ -67,7 +67,7 @@ class Reporter:
     def stage(self, name: str, total: int) -> None:
         """A new stage of ``total_cost`` steps."""
         self._stage, self._total, self._done, self._best = name, total, 0, float("inf")
-        did(f"began {name}")
+        log_last_action(f"began {name}")
         if self._bar is not None:
             for task in self._bar.task_ids:
                 self._bar.update(task, visible=False)
@@ -78,7 +78,7 @@ class Reporter:
         which the least so far is said.
         """
         self._done += 1
-        did(f"{self._stage} {self._done}/{self._total} {note}")
+        log_last_action(f"{self._stage} {self._done}/{self._total} {note}")
         self._best = min(self._best, value) if value is not None else self._best
         best = f"best {self._best:.3f}x" if self._best < float("inf") else ""
         if self._bar is not None:
@@ -90,7 +90,7 @@ class Reporter:
 
     def line(self, text: str) -> None:
         """A line of its own, on standard error."""
-        did(text)
+        log_last_action(text)
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self._speaks:

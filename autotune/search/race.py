@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv.autotune.launch import throttle
-from hetconv.autotune.launch.launcher import did
+from hetconv.autotune.launch.supervisor import log_last_action
 from hetconv.autotune.launch.throttle import Computation, stretched
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.barrier import parts_of_core
@@ -198,7 +198,7 @@ class Race:
         self._clear()
 
     def _run(self, order: Order, enough: Callable[[Round], bool]) -> Outcome:
-        did(f"began to time {order.what}")
+        log_last_action(f"began to time {order.what}")
         found, why = Outcome([]), None
         try:
             if self._group is None:  # connections of its own, which can be given up

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -25,18 +26,14 @@ from hetconv.autotune.cli.doctor import (
     show_report,
     try_pairs,
 )
-from hetconv.autotune.launch.probe import Outcome, Say, communicate, reason, try_pair
+from hetconv.autotune.launch.probe import Outcome, communicate, main_reason, try_pair
+from hetconv.autotune.launch.supervisor import log_last_action
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.errors import HetConvError
 from tests import ROOT
 
 CPUS = ("cpu", "cpu")
 SPENT = 20.0  # seconds that two processes need at most to start and to end, on a busy machine
-
-
-def remembered(folder: Path, rank: int) -> None:
-    """Where the test finds the process afterwards."""
-    (folder / f"pid{rank}").write_text(str(os.getpid()))
 
 
 def alive(pid: int) -> bool:
@@ -49,44 +46,33 @@ def alive(pid: int) -> bool:
     )
 
 
-def fails(
-    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
-) -> None:
-    say("all_reduce")
+def fails(rank: int, device: str) -> None:
+    log_last_action("all_reduce")
     if rank == 1:
-        raise RuntimeError(f"no {backend} on {device}\nlook elsewhere")
+        raise RuntimeError(f"no telex on {device}\nlook elsewhere")
     time.sleep(60)
 
 
-def dies(
-    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
-) -> None:
-    say("all_reduce")
+def dies(rank: int, device: str) -> None:
+    log_last_action("all_reduce")
     if rank == 1:
         print("cannot go on", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
-def hangs(
-    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
-) -> None:
-    remembered(Path(backend), rank)  # the folder of the test, in place of a backend
-    say("init_process_group")
-    say("barrier")
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # nor does a kernel that waits for another GPU listen
-    if rank == 0:
-        time.sleep(60)
+def hangs(folder: Path, rank: int, device: str) -> None:
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    log_last_action("barrier")
+    # A kernel that waits for another GPU does not heed the signal either.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
 
 
-def lies(
-    rank: int, device: str, backend: str, folder: Path, timeout: float, say: Say
-) -> None:
+def lies(rank: int, device: str) -> None:
     """Adds nothing up, and says that it has."""
     dist.all_reduce = lambda tensor: None
-    communicate(rank, device, backend, folder, timeout, say)
+    communicate(rank, device)
 
 
 def test_two_ranks_communicate_over_gloo() -> None:
@@ -102,7 +88,7 @@ def test_a_backend_that_is_not_there_fails_with_its_reason() -> None:
 
 
 def test_a_backend_that_raises_is_named_with_the_operation_and_the_reason() -> None:
-    outcome = try_pair(CPUS, "telex", 50, fails)
+    outcome = try_pair(CPUS, "gloo", 50, fails)
     assert outcome.problem == "fails in all_reduce: RuntimeError: no telex on cpu"
     assert outcome.seconds < SPENT  # the other rank is not waited for
 
@@ -123,7 +109,7 @@ def test_a_wrong_sum_is_a_failure() -> None:
 def test_a_pair_that_hangs_is_ended_in_time_and_leaves_no_process(
     tmp_path: Path,
 ) -> None:
-    outcome = try_pair(CPUS, str(tmp_path), 1, hangs)
+    outcome = try_pair(CPUS, "gloo", 1, partial(hangs, tmp_path))
     assert outcome.problem == "hangs in barrier: no answer for 1 s"
     assert 1 < outcome.seconds < SPENT
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["pid0", "pid1"]
@@ -131,10 +117,12 @@ def test_a_pair_that_hangs_is_ended_in_time_and_leaves_no_process(
 
 
 ORPHANS = """
+from functools import partial
+from pathlib import Path
 from hetconv.autotune.launch.probe import try_pair
 from tests.cli.test_doctor import hangs
 if __name__ == "__main__":
-    try_pair(("cpu", "cpu"), {folder!r}, 50, hangs)
+    try_pair(("cpu", "cpu"), "gloo", 50, partial(hangs, Path({folder!r})))
 """
 
 
@@ -172,8 +160,9 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     ],
 )
 def test_the_line_that_says_most_is_the_reason(message: str, said: str) -> None:
-    assert reason(RuntimeError(message)) == f"RuntimeError: {said}"
-    assert reason(KeyboardInterrupt()) == "KeyboardInterrupt"
+    error = f"torch.distributed.RuntimeError: {message}"
+    assert main_reason(error) == f"RuntimeError: {said}"
+    assert main_reason("KeyboardInterrupt") == "KeyboardInterrupt"
 
 
 CPU, ONE, TWO = (

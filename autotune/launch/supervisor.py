@@ -1,0 +1,237 @@
+"""Local rank processes, of which none outlives this process or a rank that failed."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.multiprocessing.spawn import start_processes
+
+from hetconv.errors import HetConvError, LostRankError
+
+GRACE_S = 5.0  # in which ranks may end by themselves once one of them has failed
+POLL_S = 0.1
+MAX_START_S = 60.0  # on a busy machine, until a process reports its first action
+NOT_STARTED = "start"
+_action_file: Path | None = None
+
+
+class RankFailedError(HetConvError):
+    """A local rank raised an error, died, or reported nothing for too long.
+
+    Attributes:
+        rank: its number.
+        kind: "raised", "died" or "hung".
+        detail: the error's text, how the process ended, or the limit in seconds.
+        last_action: what the rank reported last.
+        last_output: the last line that it printed, if its output was kept.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        name: str,
+        kind: Literal["raised", "died", "hung"],
+        detail: str,
+        last_action: str,
+        last_output: str = "",
+    ) -> None:
+        self.rank, self.kind, self.detail = rank, kind, detail
+        self.last_action, self.last_output = last_action, last_output
+        verb = "failed: " if kind == "raised" else ""
+        super().__init__(f"rank {rank} ({name}) {verb}{detail}{self._after()}")
+
+    def _after(self) -> str:
+        return f"; the last it did: {self.last_action}" if self.last_action else ""
+
+
+def log_last_action(action: str) -> None:
+    """Records what this rank is doing, for the report of its failure."""
+    if _action_file is not None:
+        _action_file.write_text(action, encoding="utf-8")
+
+
+def run_ranks(
+    names: Sequence[str],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    start_method: Literal["spawn", "forkserver"] = "spawn",
+    grace_s: float = GRACE_S,
+    max_silence_s: float | None = None,
+    keep_output: bool = False,
+) -> Any:
+    """Calls ``fn(rank, rendezvous, *args)`` in a new process for each name.
+
+    The processes end with this one, however it ends, and soon after the first of them
+    that fails.
+
+    Args:
+        names: What error messages call each rank.
+        fn: A picklable function. ``rendezvous`` is the ``file://`` address of a process
+            group.
+        args: Picklable arguments.
+        start_method: Of `multiprocessing`.
+        grace_s: Seconds in which the others may end after a failure.
+        max_silence_s: Seconds after which a rank that logs no action counts as hung;
+            None for never.
+        keep_output: Whether the ranks' output goes to files instead of this process's
+            output, for `RankFailedError.last_output`.
+
+    Returns:
+        The result of rank 0.
+
+    Raises:
+        RankFailedError: A rank failed; it names the first one.
+    """
+    with tempfile.TemporaryDirectory(prefix="hetconv-ranks-") as directory:
+        folder = Path(directory)
+        context = start_processes(
+            _run_rank,
+            (folder, keep_output, fn, args),
+            len(names),
+            join=False,
+            start_method=start_method,
+        )
+        assert context is not None
+        try:
+            _wait(context.processes, folder, names, grace_s, max_silence_s)
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+        return pickle.loads((folder / "result").read_bytes())
+
+
+def _wait(
+    processes: Sequence[BaseProcess],
+    folder: Path,
+    names: Sequence[str],
+    grace_s: float,
+    max_silence_s: float | None,
+) -> None:
+    start, deadline = time.time(), math.inf
+    ended: dict[int, int] = {}  # exit status by rank, in the order in which they ended
+    while len(ended) < len(processes) and time.monotonic() < deadline:
+        watched = max_silence_s is not None or deadline < math.inf
+        running = [p.sentinel for p in processes if p.exitcode is None]
+        connection.wait(running, POLL_S if watched else None)
+        for rank, process in enumerate(processes):
+            if process.exitcode is not None and rank not in ended:
+                ended[rank] = process.exitcode
+        if any(ended.values()):
+            deadline = min(deadline, time.monotonic() + grace_s)
+        elif max_silence_s is not None:
+            alive = [rank for rank in range(len(processes)) if rank not in ended]
+            _check_silence(alive, folder, names, start, max_silence_s)
+    if any(ended.values()):
+        raise _failure(folder, names, ended)
+
+
+def _check_silence(
+    alive: Sequence[int],
+    folder: Path,
+    names: Sequence[str],
+    start: float,
+    max_silence_s: float,
+) -> None:
+    for rank in alive:
+        file = folder / f"{rank}.action"
+        limit_s = max_silence_s if file.exists() else max(MAX_START_S, max_silence_s)
+        last = file.stat().st_mtime if file.exists() else start
+        if time.time() - last > limit_s:
+            action = _last_action(folder, rank)
+            detail = f"no answer for {limit_s:g} s"
+            raise RankFailedError(rank, names[rank], "hung", detail, action)
+
+
+def _failure(
+    folder: Path, names: Sequence[str], ended: Mapping[int, int]
+) -> RankFailedError:
+    """Error of the rank that failed first.
+
+    A rank that died without a word is the cause of the errors of the others.
+    """
+    errors = {
+        rank: folder / f"{rank}.error" for rank, status in ended.items() if status
+    }
+    died = [rank for rank, file in errors.items() if not file.exists()]
+    if not died:
+        rank = min(errors, key=lambda rank: errors[rank].stat().st_mtime_ns)
+        text, action = pickle.loads(errors[rank].read_bytes())
+        return RankFailedError(rank, names[rank], "raised", text, action)
+    rank = died[0]
+    status = ended[rank]
+    detail = (
+        f"was killed by {signal.Signals(-status).name}"
+        if status < 0
+        else f"ended with status {status}"
+    )
+    action, output = _last_action(folder, rank), _last_line(folder / f"{rank}.output")
+    return RankFailedError(rank, names[rank], "died", detail, action, output)
+
+
+def _last_action(folder: Path, rank: int) -> str:
+    file = folder / f"{rank}.action"
+    return file.read_text(encoding="utf-8") if file.exists() else NOT_STARTED
+
+
+def _last_line(file: Path) -> str:
+    if not file.exists():
+        return ""
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _run_rank(
+    rank: int, folder: Path, keep_output: bool, fn: Callable[..., Any], args: Any
+) -> None:
+    global _action_file
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    # A terminal sends Ctrl-C to all; the process that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if keep_output:
+        with open(folder / f"{rank}.output", "wb") as output:
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+    _action_file = folder / f"{rank}.action"
+    try:
+        result = fn(rank, f"file://{folder}/rendezvous", *args)
+        if rank == 0:
+            (folder / "result").write_bytes(pickle.dumps(result))
+    except BaseException as e:
+        # An error of hetconv's own says all that there is to say.
+        complete = isinstance(e, HetConvError) and not isinstance(e, LostRankError)
+        text = "".join(traceback.format_exception_only(e)).strip()
+        error = (str(e), "") if complete else (text, _last_action(folder, rank))
+        (folder / f"{rank}.error").write_bytes(pickle.dumps(error))
+        sys.stderr.flush()
+        # At once: open connections could keep this process, and so the others.
+        os._exit(1)
+
+
+def _end_with_parent(folder: Path) -> None:
+    """Ends this process when the one that started it has ended, and removes its folder.
+
+    The signal that torch sends a process at the death of its parent is not enough: it
+    is SIGINT, which a process that waits within a C++ library does not handle.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

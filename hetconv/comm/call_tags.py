@@ -1,8 +1,8 @@
-"""What this rank is doing, and where in the user's code.
+"""The call that this rank is in, and its line in the user's code.
 
-Every message between ranks carries a tag of it. Ranks that do different things notice
-by the tags, also where their messages are of the same size, and each tells the others
-what it does.
+Every message between ranks carries a tag of the call. Ranks in different calls notice it
+by the tags, even where their messages have the same size, and tell each other what
+they do.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ class _Backward(NamedTuple):
 
 
 class _Now:
-    """``call``: the one under way. ``last_layer`` and ``layers``: of the calls since
-    the ranks last agreed.
+    """State of the current call.
+
+    Attributes:
+        call: the current call.
+        last_layer: the last layer since the ranks last agreed.
+        layers: number of layers since then.
     """
 
     call: Call | _Backward = "nothing"
@@ -39,48 +43,52 @@ _now = _Now()
 
 
 def enter(call: Call) -> None:
-    """From now on messages belong to this call."""
+    """Begins a call: the messages that follow belong to it."""
     _now.call = call
 
 
 def enter_step(call: str) -> None:
-    """All ranks agree on this call. The layers that follow are counted from here."""
+    """Begins a call on which all ranks agree. Layers are counted from here."""
     _now.call, _now.last_layer, _now.layers = call, "", 0
 
 
 def enter_layer(layer: str) -> None:
-    """From now on messages belong to this layer, and those of what follows it come after it."""
+    """Begins a layer: the messages that follow belong to it."""
     _now.call = _now.last_layer = layer
     _now.layers = crc32(layer.encode(), _now.layers)
 
 
 def enter_backward(call: Call) -> None:
-    """From now on messages belong to the backward pass of this call, as `forward_call` gave it."""
+    """Begins the backward pass of a call, as `forward_call` returned it."""
     _now.call = _Backward(call)
 
 
 def forward_call() -> Call:
-    """The call that is under way, to be kept for its backward pass."""
+    """Returns the current call, to be kept for its backward pass."""
     call = _now.call
     return call.call if isinstance(call, _Backward) else call
 
 
 def tag(step: int) -> int:
-    """64 bits that two ranks have alike if they are in the same call of the same step,
-    after the same layers.
+    """Returns 64 bits that identify the step, the layers so far and the current call.
+
+    Args:
+        step: how often the ranks have agreed so far.
     """
     return (step & 0xFFFFFFFF) << 32 | _checksum(_now.call) ^ _now.layers
 
 
 def short_tag(step: int) -> int:
-    """31 bits of `tag`, as many as a message of gloo has."""
+    """Returns 31 bits of `tag`: as many as a message of gloo has."""
     whole = tag(step)
     return (whole ^ (whole >> 32) * 0x9E3779B1) & 0x7FFFFFFF
 
 
 def described(frame: FrameType | None = None) -> str:
-    """The call and where in the user's code it was made; ``frame``: of the thread that
-    does it, if it is another.
+    """Returns the current call and its line in the user's code.
+
+    Args:
+        frame: of the thread that makes the call, if it is another one.
     """
     name = _name(_now.call)
     after = f" after {_now.last_layer}" if _now.last_layer not in ("", name) else ""
@@ -88,8 +96,10 @@ def described(frame: FrameType | None = None) -> str:
 
 
 def user_code(frame: FrameType | None = None) -> str:
-    """The innermost line of the user's code that is under way, in this thread or in
-    that of ``frame``.
+    """Returns the innermost line of the user's code that is being executed.
+
+    Args:
+        frame: of the thread to look at; None for this thread.
     """
     frame = frame or sys._getframe(1)
     while (

@@ -1,6 +1,4 @@
-"""One word from every rank before anything moves: all go on, or all raise the same
-error. No rank is left waiting.
-"""
+"""Consensus of all ranks before anything is sent: all go on, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -23,13 +21,17 @@ T = TypeVar("T")
 def assert_consensus(
     group: RankGroup, what: str, saying: str, error: HetConvError | None = None
 ) -> None:
-    """Collective. Every rank says what it is about to do; unless all say the same and
-    none has an error, all raise.
+    """Raises the same error on all ranks unless all are about to do the same. Collective.
 
-    ``what`` names the operation, and messages belong to it from now on. With an error
-    on any rank, the first one is raised on every rank, with its rank named; otherwise
-    ranks that differ raise `DisagreementError` with what each said and where in its
-    program.
+    Args:
+        group: the ranks.
+        what: name of the operation. Messages that follow belong to it.
+        saying: what must be equal on all ranks, such as shapes and options.
+        error: an error of this rank, if its arguments are wrong.
+
+    Raises:
+        HetConvError: the error of the first rank that has one, with its rank.
+        DisagreementError: ranks differ; it has what each said, and its line of code.
     """
     if group.size == 1:
         if error is not None:
@@ -68,11 +70,20 @@ def assert_consensus(
 def validate_together(
     group: RankGroup, what: str, prepare: Callable[[], T], saying: Callable[[T], str]
 ) -> T:
-    """Runs ``prepare``, which checks arguments and moves nothing, on every rank; all go
-    on with its result or none.
+    """Checks arguments on every rank; all ranks go on, or all raise. Collective.
 
-    An error of any other kind, such as an argument of a wrong type, becomes a
-    `HetConvError` on every rank.
+    Args:
+        group: the ranks.
+        what: name of the operation.
+        prepare: checks arguments and sends nothing. An error of another kind than
+            `HetConvError` becomes one, on every rank.
+        saying: what must be equal on all ranks, from the result of ``prepare``.
+
+    Returns:
+        The result of ``prepare``.
+
+    Raises:
+        HetConvError: see `assert_consensus`.
     """
     try:
         result = prepare()
@@ -92,9 +103,7 @@ def validate_together(
 
 
 def checksum(x: Tensor) -> int:
-    """The sum of the bytes: exact, where a floating sum depends on the order that each
-    device adds in.
-    """
+    """Returns the sum of the bytes of a tensor, which is exact on every device."""
     return (
         int(x.detach().reshape(-1).view(torch.uint8).sum())
         if x.layout == torch.strided

@@ -1,4 +1,4 @@
-"""Whether a thread has its core to itself, as the system counts what it waited for it."""
+"""Whether a thread has a CPU core to itself, from the scheduler's statistics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ PERIOD_S = 0.02  # after which that is asked again: a few turns of the system's
 
 
 def waits_s() -> float:
-    """Seconds in which this thread waited for its core while it could have run; none
-    where the system does not tell.
+    """Returns the seconds for which this thread was ready but waited for a core.
+
+    It is 0 where the system keeps no such count.
     """
     try:
         told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -24,14 +25,16 @@ def waits_s() -> float:
 
 
 class OwnCore:
-    """Of a thread, called again and again: whether it had its core to itself of late.
-    False where nobody knows.
+    """Tells, when it is called, whether the calling thread had a core to itself lately.
+
+    It answers False where the system does not tell.
     """
 
     def __init__(self) -> None:
         self._since, self._waited, self._own = time.perf_counter(), waits_s(), False
 
     def __call__(self) -> bool:
+        """Returns whether the calling thread had a core to itself since the last calls."""
         now = time.perf_counter()
         if now > self._since + PERIOD_S:
             waited = waits_s()

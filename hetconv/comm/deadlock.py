@@ -1,11 +1,10 @@
-"""Finds ranks of different hosts that wait for each other in different calls, which
-would wait until the time-out.
+"""Finds ranks of different hosts that wait for each other in different calls.
 
-On one host every message carries a tag that its receiver compares. gloo keeps messages
-of different tags apart instead: they are never mixed up, and both ranks wait. A thread
-of each rank looks at waits that last long. It tells the other ranks, by the store of
-the process group, what this one waits for. Two ranks of which each waits for the other
-in another call are told apart there, and all waits of the group end.
+On one host, the receiver compares the tag of every message. gloo instead keeps messages
+with different tags apart, so that both ranks would wait until the timeout. A thread of
+each rank looks at waits that last long, and writes to the store of the process group
+what its rank waits for. Two ranks that wait for each other in different calls are found
+there, and all waits of the group end.
 """
 
 from __future__ import annotations
@@ -40,14 +39,17 @@ TAG_TO_END = 2**31 - 1
 
 
 class Wait(NamedTuple):
-    """A rank waits for another one.
+    """One rank that waits for another.
 
-    Args: number: of the wait, counted on its rank. beat: how often the wait was told. A
-        wait whose beat has grown since it was read is still under way. tag: of the
-        message that it waits for. peer: the other rank; None in a collective, where it
-        may be any. open: tags of the rounds of messages that this rank has started and
-        not waited for. collectives: that were completed before. doing: the call, and
-        where in the user's code it was made.
+    Attributes:
+        number: number of the wait, counted on its rank.
+        beat: how often the wait was reported. If it has grown since it was last read, the
+            wait still goes on.
+        tag: tag of the message that the rank waits for.
+        peer: the other rank; None in a collective, where it may be any.
+        open: tags of the exchanges that this rank has started and not finished.
+        collectives: number of collectives completed before.
+        doing: the call, and its line in the user's code.
     """
 
     number: int
@@ -60,11 +62,14 @@ class Wait(NamedTuple):
 
 
 def wait_for_ever(a: tuple[int, Wait], b: tuple[int, Wait]) -> bool:
-    """Whether two ranks that wait, each given with its wait, wait for each other in
-    different calls.
+    """Returns whether two ranks wait for each other in different calls.
 
-    A message that the other one has sent already is under way and comes, however slow
-    the network is.
+    A message that was sent already arrives, however slow the network is; such ranks do not
+    wait for ever.
+
+    Args:
+        a: a rank and its wait.
+        b: another rank and its wait.
     """
     (rank_a, x), (rank_b, y) = a, b
     mutual = x.peer in (None, rank_b) and y.peer in (None, rank_a)
@@ -86,7 +91,7 @@ class _Here(NamedTuple):
 
 
 class DeadlockWatch:
-    """Watches the waits of one rank of a gloo group."""
+    """Watches how long one rank of a gloo group waits."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int):
         self._group, self._rank, self._size = group, rank, size
@@ -99,8 +104,11 @@ class DeadlockWatch:
 
     @contextmanager
     def waiting(self, tag: int, peer: int | None) -> Iterator[None]:
-        """While the context lasts, this rank waits for a message with this tag from
-        ``peer``, or in a collective.
+        """Context in which this rank waits for a message, or in a collective.
+
+        Args:
+            tag: tag of the message.
+            peer: rank that sends it; None in a collective.
         """
         if self._thread is None and self._store is not None:
             self._start()
@@ -115,15 +123,15 @@ class DeadlockWatch:
         self._collectives += peer is None
 
     def opened(self, tag: int) -> None:
-        """A round of messages with this tag was started."""
+        """Notes that an exchange with this tag was started."""
         self._open[tag] += 1
 
     def closed(self, tag: int) -> None:
-        """A round of messages with this tag was waited for."""
+        """Notes that an exchange with this tag was finished."""
         self._open = +(self._open - Counter([tag]))
 
     def calls_of_ranks(self) -> Mapping[int, str] | None:
-        """What each rank does, once two of them are in different calls."""
+        """Returns what each rank does, once two of them are in different calls."""
         with suppress(RuntimeError):  # the store is gone with the rank that has it
             if self._store is not None and self._store.check([APART]):
                 return {
@@ -133,7 +141,11 @@ class DeadlockWatch:
         return None
 
     def end(self, doings: Mapping[int, str]) -> None:
-        """Ends all waits of the group: the ranks are in different calls, and each does this."""
+        """Ends all waits of the group, as its ranks are in different calls.
+
+        Args:
+            doings: what each rank does.
+        """
         if self._store is None:
             return
         with suppress(RuntimeError):
@@ -143,8 +155,9 @@ class DeadlockWatch:
         self.stop()
 
     def _end_own(self) -> None:
-        """Ends the waits of this rank. gloo closes all connections of a group where one
-        wait is too long.
+        """Ends the waits of this rank.
+
+        gloo closes all connections of a group as soon as one wait exceeds its timeout.
         """
         for peer in range(
             self._size
@@ -159,7 +172,7 @@ class DeadlockWatch:
                         message.wait(timedelta(milliseconds=1))
 
     def stop(self) -> None:
-        """Watches no longer."""
+        """Stops the thread that watches."""
         self._ended.set()
 
     def _start(self) -> None:
@@ -203,7 +216,7 @@ class DeadlockWatch:
                     return
 
     def _told(self, here: _Here, beat: int) -> Wait:
-        """Tells the other ranks what this one waits for."""
+        """Reports to the other ranks what this one waits for."""
         doing = call_tags.described(sys._current_frames().get(here.thread))
         own = Wait(
             here.number,
@@ -218,7 +231,7 @@ class DeadlockWatch:
         return own
 
     def _others(self, here: _Here) -> dict[int, Wait]:
-        """The last long wait of each rank that this one waits for. It may be over."""
+        """Returns the last long wait of each rank that this one waits for; it may be over."""
         found = {}
         for rank in range(self._size) if here.peer is None else [here.peer]:
             if rank != self._rank and self._store.check([str(rank)]):

@@ -1,5 +1,6 @@
-"""One round of messages among the ranks of a group: through memory on one host, and by
-the backend. No geometry here.
+"""One round of messages among the ranks of a group, by shared memory or by the backend.
+
+This module knows no geometry: pieces are tensors with a receiver.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ Waiting = Callable[[int | None], AbstractContextManager[None]]
 
 
 def to_wire_format(x: Tensor) -> Tensor:
-    """Images travel channels-last, whatever the memory format on either side: rows are
-    then one run of memory.
+    """Returns images in channels-last memory format, in which all images are sent.
+
+    Rows are then contiguous, whatever the memory format of sender and receiver.
     """
     x = materialized(x)
     return x.movedim(1, -1) if x.dim() in (4, 5) else x
 
 
 def _wire_shape(shape: Shape) -> Shape:
-    """Of what is to be of this shape, as it travels."""
+    """Returns the shape in memory order of a piece with this shape."""
     return (shape[0], *shape[2:], shape[1]) if len(shape) in (4, 5) else shape
 
 
@@ -51,10 +53,10 @@ def _from_wire(x: Tensor) -> Tensor:
 
 
 class PendingExchange:
-    """One round of messages under way. `wait` gives what came, by sender.
+    """A round of messages that was started. `wait` returns the pieces by sender.
 
-    As a context it lends that, to be read while the context lasts: pieces of this host
-    stay where they lie, if they are for a CPU.
+    As a context manager it lends the pieces for the duration of the context: those from
+    ranks of this host are read where the sender put them, on a CPU.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class PendingExchange:
             self._stalls.opened(self._tag)
 
     def wait(self) -> dict[int, Tensor]:
+        """Waits for all pieces and returns them by sender."""
         return translate_backend_errors(
             self._group, lambda: self._arrived(Channel.take)
         )
@@ -143,7 +146,7 @@ class PendingExchange:
         return {p: _from_wire(arrived[p]) for p in self._from}
 
     def _waiting(self, peer: int | None) -> AbstractContextManager[None]:
-        """While this rank waits for another one, or in a collective."""
+        """Context in which this rank waits for another one, or in a collective."""
         return ALONE if self._stalls is None else self._stalls.waiting(self._tag, peer)
 
     def _give_back(self) -> None:
@@ -152,9 +155,7 @@ class PendingExchange:
 
 
 class _Far:
-    """Those pieces of a round that the backend carries; gloo from and into the memory
-    of the host.
-    """
+    """The pieces of an exchange that the backend carries; gloo's are in host memory."""
 
     def __init__(
         self,
@@ -189,7 +190,7 @@ class _Far:
         ]
 
     def arrived(self, waiting: Waiting) -> dict[int, Tensor]:
-        """As it travelled, by sender."""
+        """Returns the pieces by sender, in wire format."""
         for peer, wait in self._waits:
             with waiting(peer):
                 wait()
@@ -198,7 +199,7 @@ class _Far:
 
 
 class _Silence:
-    """In the place of pieces that would come while all are `no_payload`."""
+    """Replaces the pieces that would arrive while all ranks are in `no_payload`."""
 
     def __init__(self, like: Tensor, incoming: Mapping[int, Shape]):
         self._lying = {
@@ -207,6 +208,7 @@ class _Silence:
         }
 
     def arrived(self, waiting: Waiting) -> dict[int, Tensor]:
+        """Returns zeros in the place of each piece."""
         return {
             p: zeros.data for p, zeros in self._lying.items()
         }  # by autograd's count of writes each is another one
@@ -218,12 +220,13 @@ def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class _NoExchange(PendingExchange):
-    """A round in which no rank sends anything."""
+    """An exchange in which no rank sends anything."""
 
     def __init__(self) -> None:
         pass
 
     def wait(self) -> dict[int, Tensor]:
+        """Returns no pieces."""
         return {}
 
     def __enter__(self) -> dict[int, Tensor]:

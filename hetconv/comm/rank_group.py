@@ -1,6 +1,4 @@
-"""The ranks of a process group: who they are, by which ways they reach each other, and
-words that all hear.
-"""
+"""Rank groups: the ranks of a process group, and all their ways to communicate."""
 
 from __future__ import annotations
 
@@ -37,8 +35,10 @@ _counters: list[Counter[int]] = []
 class Agreements:
     """What all ranks of a group know alike.
 
-    ``count``: how often they said to each other what they do. ``draws_alike``: whether
-    from one seed they draw the same random numbers, which a CPU and a GPU do not.
+    Attributes:
+        count: how often they have agreed on a call.
+        draws_alike: whether one seed gives all of them the same random numbers. A CPU and
+            a GPU draw different ones.
     """
 
     count = 0
@@ -47,13 +47,19 @@ class Agreements:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """The ranks that hold the parts of a tensor. ``control`` carries host messages even
-    where ``group`` is NCCL.
+    """The ranks that hold the shards of a tensor.
 
-    ``open_channels`` carry pieces, where ``group`` is gloo, to those ranks that are on this
-    rank's host. ``one_host``: whether any two ranks have one. ``stalls`` watches how
-    long this rank waits for ranks of other hosts. ``agreements``: what the ranks have
-    agreed on.
+    Attributes:
+        process_group: carries messages between the devices.
+        control: process group for messages in host memory, also where ``process_group`` is
+            NCCL.
+        rank: this rank.
+        size: number of ranks.
+        backend: of ``process_group``.
+        deadlock_watch: watches waits for ranks of other hosts.
+        channels: shared memory with ranks of this host, where the backend is gloo.
+        one_host: whether any two ranks have such a channel.
+        agreements: what the ranks have agreed on.
     """
 
     process_group: dist.ProcessGroup
@@ -81,10 +87,13 @@ _teams: WeakKeyDictionary[dist.ProcessGroup, RankGroup] = WeakKeyDictionary()
 
 
 def rank_group_of(group: dist.ProcessGroup | None = None) -> RankGroup:
-    """The group of a process group (default: all ranks). The first call on a group is collective.
+    """Returns the rank group of a process group. The first call for each is collective.
 
-    From then on this thread runs its backward passes itself, see `run_backward_here`,
-    and the changes to PyTorch that hetconv needs are in force, see `install_patches`.
+    From then on this thread runs its backward passes itself (see `run_backward_here`), and
+    the changes to PyTorch that hetconv needs are in force (see `install_patches`).
+
+    Args:
+        group: a process group; None for all ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise HetConvError(
@@ -122,24 +131,23 @@ def rank_group_of(group: dist.ProcessGroup | None = None) -> RankGroup:
 
 
 def run_backward_here() -> None:
-    """From now on the backward passes that this thread starts run in it, also those of
-    a GPU's operators.
+    """Makes this thread run its backward passes itself, also those of a GPU's operators.
 
-    PyTorch has a thread for each GPU, and numbers the nodes of graphs in each thread by
-    themselves. It runs what was made last first. Where nodes of both threads are in one
-    graph, as where a gradient is differentiated, what that is depends on how much each
-    thread has made before, and ranks would wait for each other in different nodes.
+    PyTorch has a thread for each GPU, numbers the nodes of graphs in each thread separately,
+    and runs the latest node first. A graph with nodes of both threads, as when a gradient
+    is differentiated, would run in an order that depends on how many nodes each thread has
+    made before. Ranks would then wait for each other in different nodes.
     """
     torch.autograd.set_multithreading_enabled(False)
 
 
 @cache
 def _part_in_time() -> None:
-    """At the end of the program gloo's threads drop the tensors of what they did last
-    while there is still a Python.
+    """Drops the last messages of gloo's threads before the interpreter ends.
 
-    A team keeps its process group, and these threads with it, for as long as there is a
-    model; one that drops a tensor later aborts the process (torch 2.13).
+    A rank group keeps its process group, and these threads, as long as there is a model. A
+    thread that frees a tensor after the end of the interpreter aborts the process (torch
+    2.13).
     """
     atexit.register(time.sleep, PARTING_S)
 
@@ -156,9 +164,7 @@ def _with_channels(group: RankGroup) -> RankGroup:
 
 
 def destroy(rank_group: RankGroup) -> None:
-    """Ends a group's connections once nothing uses them any more: whoever waits for this
-    rank on them gets an error.
-    """
+    """Closes the connections of a group. A rank that waits for this one gets an error."""
     _teams.pop(rank_group.process_group, None)
     rank_group.deadlock_watch.stop()
     for channel in rank_group.channels.values():
@@ -168,22 +174,21 @@ def destroy(rank_group: RankGroup) -> None:
 
 
 def shared_memory_channels(group: RankGroup) -> Mapping[int, Channel]:
-    """By which pieces go, and to whom; the backend carries the others."""
+    """Returns the channels by receiver; the backend carries the other messages."""
     return {} if through_backend.on else group.channels
 
 
 def device_of_messages(group: RankGroup, device: torch.device) -> torch.device:
-    """Where messages lie that the backend carries between tensors on ``device``: those
-    of gloo in host memory.
+    """Returns where the backend expects messages between tensors on a device.
+
+    gloo expects them in host memory.
     """
     return torch.device("cpu") if group.backend == "gloo" else device
 
 
 @contextmanager
 def count_sent() -> Iterator[Counter[int]]:
-    """Counts the payload bytes that this rank sends, per receiving rank, while the
-    context lasts.
-    """
+    """Context that counts the payload bytes that this rank sends, by receiver."""
     counts: Counter[int] = Counter()
     _counters.append(counts)
     try:
@@ -193,18 +198,19 @@ def count_sent() -> Iterator[Counter[int]]:
 
 
 def count(outgoing: Mapping[int, Tensor]) -> None:
-    """Notes for who counts that this rank sends these."""
+    """Adds the bytes of these messages to all active counters."""
     for counts in _counters:
         counts.update({peer: piece.nbytes for peer, piece in outgoing.items()})
 
 
 class Switch:
-    """Off, but while the context that it gives when it is called lasts."""
+    """A flag that is set for the duration of the context that it returns when called."""
 
     on = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
+        """Sets the flag for the duration of the context."""
         before, self.on = self.on, True
         try:
             yield
@@ -223,9 +229,7 @@ messages cost shows beside this.
 
 
 def refuse_transforms() -> None:
-    """Raises `HetConvError` where PyTorch transforms a function and cannot see its
-    messages to other ranks.
-    """
+    """Raises `HetConvError` within transforms of `torch.func`, which see no messages."""
     if transform_in_use():
         raise HetConvError(
             "a parallelized model runs under a transform of torch.func (grad, jvp, vmap, "
@@ -237,8 +241,18 @@ def refuse_transforms() -> None:
 
 
 def translate_backend_errors(group: RankGroup, action: Callable[[], T]) -> T:
-    """Runs a step of communication; what the backend raises when a rank is gone becomes
-    a `LostRankError`.
+    """Runs a step of communication and translates the backend's errors.
+
+    Args:
+        group: the ranks.
+        action: the step.
+
+    Returns:
+        The result of ``action``.
+
+    Raises:
+        LostRankError: another rank is gone.
+        DisagreementError: ranks are in different calls.
     """
     refuse_transforms()
     try:
@@ -262,10 +276,9 @@ def translate_backend_errors(group: RankGroup, action: Callable[[], T]) -> T:
 
 
 def _apart(group: RankGroup) -> DisagreementError:
-    """Tells the ranks of this host what this one does, and gives an error that says
-    what each of them does.
+    """Tells the ranks of this host what this one does, and returns the error for all.
 
-    Messages of several calls are under way then: the channels are closed.
+    Messages of several calls are then under way, so the channels are closed.
     """
     doing = {group.rank: call_tags.described()}
     for channel in group.channels.values():
@@ -290,7 +303,7 @@ def _different_calls(doings: Mapping[int, str]) -> DisagreementError:
 
 
 def all_gather_object(group: RankGroup, word: T) -> list[T]:
-    """What each rank gives, in rank order. Collective."""
+    """Returns a small picklable object of each rank, in rank order. Collective."""
     words = [word] * group.size
     translate_backend_errors(
         group, lambda: dist.all_gather_object(words, word, group=group.control)
@@ -299,7 +312,7 @@ def all_gather_object(group: RankGroup, word: T) -> list[T]:
 
 
 def all_gather_small(group: RankGroup, word: Tensor) -> Tensor:
-    """(P, ...): what each rank gives, in rank order; a few bytes on the CPU. Collective."""
+    """Returns a small CPU tensor of each rank, stacked as (P, ...). Collective."""
     words = word.new_empty(group.size, *word.shape)
     if not group.one_host or through_backend.on:
         with group.deadlock_watch.waiting(ALL_RANKS_TAG, None):
@@ -326,9 +339,14 @@ def all_gather_small(group: RankGroup, word: Tensor) -> Tensor:
 
 
 def broadcast(group: RankGroup, tensors: list[Tensor]) -> None:
-    """Rank 0's values on every rank, in place; one message per dtype and, over NCCL, device.
+    """Copies rank 0's values to every rank, in place. Collective.
 
-    Over gloo ranks may have them on different devices: messages go through host memory.
+    One message is sent per dtype and, over NCCL, device. Over gloo, ranks may have the
+    tensors on different devices.
+
+    Args:
+        group: the ranks.
+        tensors: tensors of the same shapes and dtypes on every rank.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:

@@ -1,9 +1,10 @@
-"""redistribute: the one data-movement operator, over a process group, with its adjoint.
+"""The data-movement operator, with its adjoint.
 
-Two verbs: ``local_slice`` a box of what this rank holds, and ``sum_overlaps``, which sends every
-piece to whoever wants it and adds what arrives in rank order, so that all replicas hold
-the same bits. Forward and backward are these two, swapped (cf. Hewett & Grady, "A
-linear algebraic approach to model parallelism in deep learning", 2020).
+It consists of two operations: `local_slice` takes a box of what this rank holds;
+`sum_overlaps` sends every piece to the ranks that want it, and adds what arrives in rank
+order, so that all replicas have the same bits. Forward and backward are these two,
+swapped (cf. Hewett & Grady, "A linear algebraic approach to model parallelism in deep
+learning", 2020).
 """
 
 from __future__ import annotations
@@ -41,16 +42,26 @@ Slices = tuple[slice, ...]
 
 
 def local_slice(local: Tensor, held: Box, wanted: Box) -> Tensor:
-    """The part of ``wanted`` within what this rank holds; a view."""
+    """Returns the part of a box within what this rank holds, as a view.
+
+    Args:
+        local: what this rank holds.
+        held: box of ``local`` in the global tensor.
+        wanted: a box within ``held``.
+    """
     return local if held == wanted else local[wanted.within(held)]
 
 
 class AssemblyPlan(NamedTuple):
-    """How parts over some boxes make up the whole over another, of this ``shape``.
+    """How pieces over some boxes are assembled over another box.
 
-    ``covered``: each element is in one part; ``summands``: each is in all. ``slices``:
-    in which order they are slices of an image along its channels, and nothing else.
-    ``places``: where each belongs.
+    Attributes:
+        shape: of the assembled tensor.
+        covered: whether each element is in exactly one piece.
+        summands: whether each piece covers the whole box.
+        slices: the order of the pieces where they are channel slices of an image; None
+            otherwise.
+        places: index of each piece in the assembled tensor.
     """
 
     shape: Shape
@@ -61,6 +72,7 @@ class AssemblyPlan(NamedTuple):
 
     @staticmethod
     def to_fill(boxes: Sequence[Box], whole: Box) -> AssemblyPlan:
+        """Returns the plan that assembles pieces over ``boxes`` into ``whole``."""
         covered = sum(box.numel for box in boxes) == whole.numel and disjoint(boxes)
         image = len(whole.shape) == 4 and all(
             b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes
@@ -81,13 +93,19 @@ class AssemblyPlan(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-    """A round as one rank sees it; reading it from the boxes of all takes longer than a
-    small message does.
+    """One exchange as one rank sees it.
 
-    ``sends``: to whom which part of what it holds; ``comes``: from whom pieces of which
-    shape. Of what it wants, ``parts`` says by whom they are held, ``own`` which of what
-    it holds itself is one, and ``fit`` how they make it up. ``moves``: whether anything
-    moves, between any ranks. There are no slices of what is all.
+    Reading it from the boxes of all ranks takes longer than a small message, so that plans
+    are cached.
+
+    Attributes:
+        exchange: what it was read from.
+        sends: by receiver, the slice of the local tensor.
+        comes: by sender, the shape of the piece.
+        parts: ranks that hold what this rank wants, in order.
+        own: slice of the local tensor that this rank itself wants.
+        fit: how the pieces are assembled.
+        moves: whether any two ranks exchange a piece.
     """
 
     exchange: Exchange
@@ -104,15 +122,23 @@ _sides: Cache[tuple[int, int, int], ExchangePlan] = Cache()
 
 
 def move_of(src: Layout, dst: Layout | ReadRegion) -> Move:
-    """Looked up by identity, as layouts are long to compare; who is known keeps its
-    own, so that ids stay theirs.
+    """Returns the cached move between two layouts.
+
+    It is looked up by identity, as layouts are slow to compare. Cached entries keep their
+    layouts, so that the ids stay valid.
     """
     key = (id(src), id(dst))
     return _moves.current.get(key) or _moves.add(key, Move(src, dst))
 
 
 def exchange_plan(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
-    """Looked up as `move_of`."""
+    """Returns the cached exchange plan of a rank.
+
+    Args:
+        held: box that each rank holds.
+        wanted: box that each rank wants.
+        me: this rank.
+    """
     key = (id(held), id(wanted), me)
     return _sides.current.get(key) or _sides.add(key, _side(held, wanted, me))
 
@@ -138,8 +164,13 @@ def _side(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
 def start_exchange(
     group: RankGroup, local: Tensor, held: Boxes, wanted: Boxes
 ) -> PendingExchange:
-    """Sends this rank's pieces of one round on their way; `PendingExchange.wait` gives
-    the others' pieces.
+    """Sends this rank's pieces; `PendingExchange.wait` returns those of the others.
+
+    Args:
+        group: the ranks.
+        local: what this rank holds.
+        held: box that each rank holds.
+        wanted: box that each rank wants.
     """
     return _started(group, local, exchange_plan(held, wanted, group.rank))
 
@@ -159,14 +190,21 @@ def _started(group: RankGroup, local: Tensor, side: ExchangePlan) -> PendingExch
 
 
 def sum_overlaps(group: RankGroup, local: Tensor, held: Boxes, wanted: Boxes) -> Tensor:
-    """The sum, over all ranks that hold it, of every element that this rank wants."""
+    """Returns, for each element that this rank wants, the sum over all ranks that hold it.
+
+    Args:
+        group: the ranks.
+        local: what this rank holds.
+        held: box that each rank holds.
+        wanted: box that each rank wants.
+    """
     return start_sum(group, local, held, wanted)()
 
 
 def start_sum(
     group: RankGroup, local: Tensor, held: Boxes, wanted: Boxes
 ) -> Callable[[], Tensor]:
-    """`sum_overlaps` under way: what is returned waits for it."""
+    """Starts `sum_overlaps`, and returns a function that waits for its result."""
     me, side = group.rank, exchange_plan(held, wanted, group.rank)
     local = materialized(local)
     under_way, parts, own = _started(group, local, side), side.parts, side.own
@@ -185,7 +223,7 @@ def start_sum(
 
 
 class PendingSum:
-    """Rounds under way, of which the first starts at once."""
+    """Exchanges that run one after the other, of which the first has started."""
 
     def __init__(self, group: RankGroup, local: Tensor, rounds: tuple[Exchange, ...]):
         self._group, self._rounds = group, rounds
@@ -193,21 +231,26 @@ class PendingSum:
         self.advance()
 
     def advance(self) -> None:
-        """Waits for the round under way and starts the next one, if there is one."""
+        """Waits for the current exchange and starts the next one, if there is one."""
         if self._rounds:
             (held, wanted), *rest = self._rounds
             self._rounds = tuple(rest)
             self._arrived = start_sum(self._group, self._arrived(), held, wanted)
 
     def result(self) -> Tensor:
+        """Waits for the remaining exchanges and returns the sum."""
         while self._rounds:
             self.advance()
         return self._arrived()
 
 
 def assemble(parts: Sequence[Tensor], fit: AssemblyPlan, like: Tensor) -> Tensor:
-    """Adds the parts, in order, into a tensor that they ``fit``; zero where there is
-    none. Images are channels-last.
+    """Adds pieces, in order, into a new tensor; elements without a piece are zero.
+
+    Args:
+        parts: the pieces. Images are channels-last.
+        fit: where they belong.
+        like: a tensor with the dtype and device of the result.
     """
     if fit.slices:
         return kernels.concat_channels([parts[k] for k in fit.slices])
@@ -232,6 +275,7 @@ def assemble(parts: Sequence[Tensor], fit: AssemblyPlan, like: Tensor) -> Tensor
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:
+    """Returns whether no two boxes overlap."""
     return not any(a.intersect(b).numel for i, a in enumerate(boxes) for b in boxes[:i])
 
 
@@ -242,15 +286,24 @@ def run_rounds(
     held: Box,
     wanted: Box,
 ) -> Tensor:
-    """All rounds in turn; with none, this rank takes its box of what it holds."""
+    """Runs all exchanges of a move.
+
+    Args:
+        group: the ranks.
+        local: what this rank holds.
+        rounds: the exchanges; if there are none, this rank takes its box of ``local``.
+        held: box of ``local``.
+        wanted: box of the result.
+    """
     for sources, targets in rounds:
         local = sum_overlaps(group, local, sources, targets)
     return local if rounds else local_slice(local, held, wanted)
 
 
 def embed(group: RankGroup, local: Tensor, src: Layout) -> Tensor:
-    """This rank's summand of a value: what it holds in zeros, a replicated value on
-    rank 0 alone.
+    """Returns this rank's summand of a value: its shard within zeros.
+
+    A replicated value is rank 0's summand; the other ranks' summands are zero.
     """
     out = local.new_zeros(src.shape)
     if src.kind != "replicated" or group.rank == 0:
@@ -299,11 +352,10 @@ class _Moved(torch.autograd.Function):
 
 
 class _MovedBack(torch.autograd.Function):
-    """The adjoint of a move, for a gradient that is differentiated itself. Its own
-    adjoint is the move.
+    """Adjoint of a move, for a gradient that is differentiated itself.
 
-    The cotangent of a cotangent lies as the value does: a summand for a partial one, a
-    contribution for a read region.
+    Its own adjoint is the move. The cotangent of a cotangent has the layout of the value: a
+    summand for a partial value, a contribution for a read region.
     """
 
     @staticmethod
@@ -318,11 +370,11 @@ class _MovedBack(torch.autograd.Function):
 
 
 def function_result(result: Tensor, given: Tensor) -> Tensor:
-    """What the forward of an autograd function returns, so that it may be written to in place.
+    """Returns a result of an autograd function that may be written to in place.
 
-    PyTorch refuses to write to a view that a function returned. Of new memory, such as
-    that of a message, nobody else has a view: an alias will do. A view of the memory of
-    ``given`` stays one, for writes to either to be seen.
+    PyTorch refuses writes to a view that a function returned. New memory, such as that of a
+    message, has no other view, so that an alias of it is returned. A view of ``given``
+    stays one, so that both see writes to either.
     """
     if result is given:
         return result.detach()
@@ -344,9 +396,7 @@ def _adjoint(grad: Tensor, move: Move, group: RankGroup) -> Tensor:
 def redistribute_local(
     group: RankGroup, local: Tensor, src: Layout, dst: Layout | ReadRegion
 ) -> Tensor:
-    """`redistribute` without its checks, for callers that agree already. May return a
-    view of ``local``.
-    """
+    """Redistributes without the checks of `redistribute`. May return a view of ``local``."""
     kind = (
         dst.kind if isinstance(dst, Layout) else "sharded"
     )  # a need of every rank's own box, and of nothing else
@@ -361,9 +411,7 @@ def redistribute_local(
 
 
 def all_gather_tensors(group: RankGroup, x: Tensor) -> Tensor:
-    """(P, ...): what each rank gives, in rank order, on every rank; without autograd,
-    collective.
-    """
+    """Returns a tensor of each rank, stacked as (P, ...). Collective, without autograd."""
     move = all_gather(tuple(x.shape), group.size)
     return sum_overlaps(group, x.detach()[None], move.src.boxes, move.dst.boxes)
 
@@ -375,14 +423,25 @@ def redistribute(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Takes a value from one layout to another layout or to a need; collective,
-    differentiable, exact adjoint backward.
+    """Moves a value from one layout to another. Collective and differentiable.
 
-    ``local`` is this rank's part: its shape is that of ``src.boxes[rank]``. The result
-    has that of ``dst.boxes[rank]`` and never shares memory with ``local``. Broadcast,
-    scatter, gather, all-gather, all-reduce, reduce-scatter, all-to-all and halo
-    exchange are cases of it. Raises `LayoutError` (bad arguments on any rank) or
-    `DisagreementError` (different ones) on every rank before anything moves.
+    Broadcast, scatter, gather, all-gather, all-reduce, reduce-scatter, all-to-all and halo
+    exchange are special cases. The backward pass is the exact adjoint.
+
+    Args:
+        local: this rank's part, with the shape of ``src.boxes[rank]``.
+        src: the layout of the value.
+        dst: the layout that it is moved to, or the region that each rank reads.
+        group: the ranks; None for all.
+
+    Returns:
+        This rank's part of the result, with the shape of ``dst.boxes[rank]``. It never
+        shares memory with ``local``.
+
+    Raises:
+        LayoutError: arguments are wrong on any rank. Raised on every rank before anything
+            is sent.
+        DisagreementError: arguments differ between ranks. Raised likewise.
     """
     rank_group = rank_group_of(group)
 
@@ -424,8 +483,9 @@ def redistribute(
 
 
 def clone_if_aliased(result: Tensor, *sources: Tensor) -> Tensor:
-    """A copy if ``result`` is (a view of) one of ``sources``: what a caller gets may be
-    written to.
+    """Returns a copy of ``result`` if it is one of ``sources`` or a view of one.
+
+    What a caller gets may then be written to.
     """
     memory = result.untyped_storage().data_ptr()
     shares = memory != 0 and any(

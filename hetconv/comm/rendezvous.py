@@ -1,5 +1,6 @@
-"""How ranks of one host find each other: each opens a door, and visits all that were
-there before it.
+"""Connections between the ranks of one host.
+
+Each rank listens on a socket, and connects to the ranks that listened before it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ Gather = Callable[[Any], list[Any]]
 
 
 def connect(rank: int, gather: Gather) -> dict[int, socket.socket]:
-    """To every rank that this one can reach on its host, as both of the two know; collective."""
+    """Returns a socket to each rank of this host that can be reached. Collective.
+
+    Args:
+        rank: this rank.
+        gather: returns an object of each rank, in rank order.
+    """
     if not hasattr(os, "memfd_create"):  # not Linux
         gather(None)
         gather(())
@@ -40,8 +46,9 @@ def connect(rank: int, gather: Gather) -> dict[int, socket.socket]:
 
 
 def _visited(rank: int, name: str, secret: bytes) -> socket.socket | None:
-    """A connection to the rank of this name; None if it is on another host, or in
-    another network namespace.
+    """Returns a connection to the rank with this name, or None.
+
+    It is None for a rank of another host, or in another network namespace.
     """
     to_peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     to_peer.settimeout(PATIENCE)
@@ -57,7 +64,7 @@ def _visited(rank: int, name: str, secret: bytes) -> socket.socket | None:
 def _let_in(
     door: socket.socket, visitors: set[int], secret: bytes
 ) -> dict[int, socket.socket]:
-    """All of these, who are waiting there by now; nobody else, whoever may knock."""
+    """Accepts the connections of these ranks, which wait already, and of nobody else."""
     found: dict[int, socket.socket] = {}
     door.settimeout(PATIENCE)
     while visitors - found.keys():

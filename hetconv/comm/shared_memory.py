@@ -1,15 +1,13 @@
-"""Messages between ranks of one host, through memory that both of them map; nobody but
-the two takes part.
+"""Messages between ranks of one host, through memory that both map.
 
-The sender copies a piece into memory of its own, and rings: a packet on a socket
-between the two says where it lies. The receiver reads it there, or copies it out, when
-it waits for it. That the place is free again it says when it next has something to
-send, or rings back once much is: every ring wakes the other one. A backend's threads,
-which carry pieces otherwise, wait for a core wherever all cores compute, for
-milliseconds at a time.
+The sender copies a piece into memory of its own, and sends a packet on a socket between
+the two that says where the piece is. The receiver reads it there, or copies it out, when
+it waits for it. It reports that the memory is free when it next sends something, or
+at once when much is free, since every packet wakes the other rank. A backend's
+threads would wait for a core, for milliseconds at a time, where all cores compute.
 
-Nothing has a name in the file system: what a rank that was killed leaves behind goes
-with its last process.
+Memory and sockets have no name in the file system: what a killed rank leaves behind
+goes with its last process.
 """
 
 from __future__ import annotations
@@ -54,8 +52,10 @@ Shape = tuple[int, ...]
 
 
 class PacketKind(IntEnum):
-    """Of a packet. It says where, in bytes, how many of the oldest messages were taken
-    since the last, and a tag.
+    """Kind of a packet.
+
+    A packet has the offset of a message in bytes, how many of the oldest messages were read
+    since the last packet, and a tag.
     """
 
     MEMORY = 0  # comes with it, for all messages from now on
@@ -69,12 +69,14 @@ class RanksApartError(DisagreementError):
 
 
 class Region(NamedTuple):
+    """Bytes from ``start`` to ``stop`` of a memory."""
+
     start: int
     stop: int
 
 
 class Message(NamedTuple):
-    """Where a message lies, and of which call it is."""
+    """Where a message is, and the tag of the call that it belongs to."""
 
     memory: Memory
     start: int
@@ -83,8 +85,14 @@ class Message(NamedTuple):
 
 
 class PendingReceive:
-    """A message that was announced, as which of all, and what it is to be; once it was
-    taken, it is in the buffer.
+    """A message that is expected.
+
+    Attributes:
+        number: counts all messages of the channel.
+        dtype: of the message.
+        shape: of the message.
+        buffer: the message, once it was read.
+        tag: of the call that the message must belong to.
     """
 
     __slots__ = ("buffer", "dtype", "number", "shape", "tag")
@@ -107,11 +115,11 @@ class PendingReceive:
 
 
 class Channel:
-    """Both ways between this rank and another. What is sent is taken in the same order.
+    """Both directions between this rank and another. Messages arrive in the order sent.
 
-    Raises `OSError` once the other has closed it, or lets this rank wait longer than
-    ``timeout``, and `RanksApartError` if a message has another tag or another size than
-    the one that was expected, or if the other rank met such a message.
+    Its methods raise `OSError` once the other rank has closed the channel or lets this one
+    wait longer than the timeout, and `RanksApartError` if a message has another tag or size
+    than expected, or if the other rank got such a message.
     """
 
     def __init__(self, to_peer: socket.socket, timeout: timedelta):
@@ -136,7 +144,7 @@ class Channel:
         self._untold = self._untold_bytes = 0  # that were taken
 
     def send(self, piece: Tensor, tag: int = 0) -> None:
-        """When this returns the piece may be written to, whatever the receiver does meanwhile."""
+        """Sends a piece. When this returns, the piece may be overwritten."""
         start = self._room(piece.nbytes)
         _piece(self._out, start, piece.dtype, piece.shape).copy_(piece)
         self._ring(PacketKind.MESSAGE, start, start + piece.nbytes, tag)
@@ -148,10 +156,13 @@ class Channel:
         buffer: Tensor | None = None,
         tag: int = 0,
     ) -> PendingReceive:
-        """The next message is of this dtype, shape and tag: either `local_slice` or
-        `lend` waits for it.
+        """Announces the next message, for `take` or `borrow`.
 
-        If it is taken, then into the ``buffer``, or a new one.
+        Args:
+            dtype: of the message.
+            shape: of the message.
+            buffer: where `take` puts it; None for new memory.
+            tag: of the call that it must belong to.
         """
         self._asked += 1
         coming = PendingReceive(self._asked, dtype, shape, buffer, tag)
@@ -159,15 +170,18 @@ class Channel:
         return coming
 
     def receive_into(self, buffer: Tensor, tag: int = 0) -> Callable[[], Tensor]:
-        """The next message comes into ``buffer``, of its dtype and shape; what is
-        returned waits for it.
+        """Announces the next message, and returns a function that waits for it.
+
+        Args:
+            buffer: where it goes; it has the dtype and shape of the message.
+            tag: of the call that it must belong to.
         """
         return partial(
             self.take, self.post_receive(buffer.dtype, tuple(buffer.shape), buffer, tag)
         )
 
     def _receive(self, number: int) -> None:
-        """Takes messages until there were so many."""
+        """Reads messages up to this number."""
         while self._got < number:
             if self._came:
                 self._take()
@@ -175,16 +189,16 @@ class Channel:
                 self._await()
 
     def take(self, coming: PendingReceive) -> Tensor:
-        """In memory of its own."""
+        """Waits for a message and returns it in memory of its own."""
         self._receive(coming.number)
         assert coming.buffer is not None
         return coming.buffer
 
     def borrow(self, coming: PendingReceive) -> Tensor:
-        """Where it lies, to be read until `give_back`; nothing else may be received before that.
+        """Waits for a message and returns it where the sender put it, until `release`.
 
-        In memory of its own, if it was announced with a buffer, or taken before, by who
-        waited for a later one.
+        Nothing else may be received before `release`. A message with a buffer, or one that was
+        read before, is in memory of its own.
         """
         if coming.buffer is not None:
             return self.take(coming)
@@ -195,14 +209,15 @@ class Channel:
         return _piece(self._lent.memory, self._lent.start, coming.dtype, coming.shape)
 
     def release(self) -> None:
-        """What was lent, if anything was."""
+        """Gives back what was borrowed, if anything was."""
         if self._lent is not None:
             message, self._lent = self._lent, None
             self._was_taken(message)
 
     def tell(self, doing: str) -> None:
-        """Says to the other rank what this one does, as the two are apart; it raises an
-        error when it next waits.
+        """Tells the other rank what this one does, as they are in different calls.
+
+        The other rank raises an error when it next waits.
         """
         text = torch.frombuffer(bytearray(doing.encode()), dtype=torch.uint8)
         start = self._room(text.nbytes)
@@ -210,8 +225,10 @@ class Channel:
         self._ring(PacketKind.APART, start, start + text.nbytes)
 
     def told(self, until: float) -> str | None:
-        """What the other rank does, if it says so before the clock of `time.monotonic`
-        shows ``until``.
+        """Returns what the other rank does, if it tells so in time.
+
+        Args:
+            until: latest time, by `time.monotonic`.
         """
         while self._told is None and (left := until - time.monotonic()) > 0:
             try:
@@ -221,13 +238,14 @@ class Channel:
         return self._told
 
     def close(self) -> None:
+        """Closes the channel."""
         self._socket.close()
 
     def __del__(self) -> None:
         self.close()
 
     def _take(self) -> None:
-        """The oldest message that lies there: into the buffer that was meant for it."""
+        """Reads the oldest message into the buffer that is meant for it."""
         message, coming = self._next()
         piece = _piece(message.memory, message.start, coming.dtype, coming.shape)
         if coming.buffer is None:
@@ -261,9 +279,7 @@ class Channel:
                 self._ring(PacketKind.TAKEN)
 
     def _room(self, size: int) -> int:
-        """Where so many bytes fit beside what was not taken yet, as far as is known; in
-        new memory, if nowhere.
-        """
+        """Returns the offset of free memory of this size; in new memory, if there is none."""
         size = max(-(-size // ALIGN), 1) * ALIGN
         start = self._gap(size)
         if start is None and self._places:
@@ -276,8 +292,9 @@ class Channel:
         return start
 
     def _gap(self, size: int) -> int | None:
-        """The first one that is long enough: what was used last is what both sides'
-        caches still hold.
+        """Returns the offset of the first free region that is long enough.
+
+        Memory that was used last is still in the caches of both ranks.
         """
         end = 0
         for place in sorted(self._places):
@@ -327,7 +344,7 @@ class Channel:
         self._listen(self._timeout_ms)
 
     def _listen(self, wait_ms: float = 0) -> None:
-        """Reads the packets that have come; or waits for one, and reads that."""
+        """Reads the packets that have arrived; waits for one if there is none."""
         while True:
             try:
                 packet, memory, *_ = self._socket.recvmsg(PACKET.size, BESIDE)
@@ -356,10 +373,9 @@ class Channel:
                 return
 
     def _looked(self) -> bool:
-        """Whether something came while this rank looked for it, if it has a core of its
-        own to do so on.
+        """Polls for a packet, if this rank has a core to itself, and returns whether one came.
 
-        Who sleeps wakes late, after 50 us, and it takes the sender 30 us to wake it.
+        A rank that sleeps wakes after 50 us, and the sender takes 30 us to wake it.
         """
         until = time.perf_counter() + LOOK_S if _own_core() else 0.0
         while time.perf_counter() < until:
@@ -389,7 +405,7 @@ def _wait(poll: select.poll, wait_ms: float) -> None:
 
 
 def _piece(memory: Memory, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    """What lies there."""
+    """Returns the tensor at an offset of a memory."""
     numel = prod(shape)
     if not numel:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -397,5 +413,11 @@ def _piece(memory: Memory, start: int, dtype: torch.dtype, shape: Shape) -> Tens
 
 
 def open_channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:
-    """To every rank that this one can reach on its host, as both of the two know; collective."""
+    """Returns a channel to each rank of this host that can be reached. Collective.
+
+    Args:
+        rank: this rank.
+        gather: returns an object of each rank, in rank order.
+        timeout: after which a wait for the other rank raises `OSError`.
+    """
     return {peer: Channel(to, timeout) for peer, to in connect(rank, gather).items()}

@@ -1,16 +1,15 @@
-"""Parameters that several ranks use on their own parts: their gradients are
-contributions, summed in buckets.
+"""Sums of the gradients of parameters that several ranks use on their own shards.
 
-Each sum runs among the ranks that hold the same elements; all others have nothing in
-it, and call it all the same.
+Each sum runs among the ranks that hold the same elements; all others take part with
+nothing.
 
-While a model's forward runs, every such use takes an alias of the parameter from the
-scope. A bucket's aliases come through two autograd nodes. `_StartReduce` is made where the
-first of them is used: backward, which of those nodes that are ready runs the latest,
-comes to it as soon as the last contribution is there, and it sends the bucket on its
-way. `_FinishReduce` is made before the forward, so that backward comes to it last, and waits for
-the sums. Because these are nodes of the graph, accumulation, hooks and
-``torch.autograd.grad`` see only whole gradients.
+During the forward pass, every such use takes an alias of the parameter from the active
+`GradientSync`. The aliases of a bucket pass through two autograd nodes. `_StartReduce` is
+created where the first of them is used. The backward pass runs the latest ready node
+first, so it reaches `_StartReduce` as soon as the last contribution is there, and sends
+the bucket. `_FinishReduce` is created before the forward pass, so the backward pass
+reaches it last, and waits for the sums. As these are nodes of the graph, accumulation,
+hooks and ``torch.autograd.grad`` see only whole gradients.
 """
 
 from __future__ import annotations
@@ -50,13 +49,16 @@ GRADIENTS = "the sum of gradients"
 
 
 class _Bucket:
-    """The sums of the gradients of some parameters; of these themselves it knows
-    shapes, strides and who holds what.
+    """Sums of the gradients of some parameters.
 
-    One sum for each set of ranks that hold the same slices: its message has their
-    contributions one after the other. ``held`` is None for a parameter that is whole on
-    every rank. ``as_wired``: of which the gradients travel channels-last. ``before``:
-    buckets that may be under way when this one starts.
+    There is one sum for each set of ranks that hold the same slices. Its message has their
+    contributions one after the other. The bucket knows of the parameters themselves only
+    shapes, strides and shards.
+
+    Args:
+        held: who holds what of each parameter; None for one that is whole on every rank.
+        as_wired: parameters whose gradients are sent channels-last.
+        before: buckets that may be under way when this one starts.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class _Bucket:
         self._sums: list[tuple[Ranks, list[tuple[int, Box]], PendingSum]] = []
 
     def start(self, grads: Grads) -> None:
+        """Starts the sums of these gradients."""
         call_tags.enter(GRADIENTS)
         for bucket in self._before:
             for _, _, under_way in bucket._sums:
@@ -107,6 +110,7 @@ class _Bucket:
             self._sums.append((holders, cut, PendingSum(self._group, own, rounds)))
 
     def end(self) -> Grads:
+        """Waits for the sums and returns them."""
         call_tags.enter(GRADIENTS)
         found = self._found or [None] * len(self._formats)
         for holders, cut, under_way in self._sums:
@@ -122,7 +126,7 @@ class _Bucket:
         return tuple(found)
 
     def differentiable_sums(self, grads: Grads) -> Grads:
-        """The sum of each gradient; None where no rank has one."""
+        """Returns the sum of each gradient; None where no rank has one."""
         call_tags.enter(GRADIENTS)
         everyone = range(self._group.size)
         found: list[Tensor | None] = []
@@ -139,8 +143,10 @@ class _Bucket:
         return tuple(found)
 
     def _flat(self, gradient: Tensor, i: int) -> Tensor:
-        """In the order in which it travels: that of its memory, if the filters lie as
-        when the model was cut.
+        """Returns a gradient as a vector in the order in which it is sent.
+
+        That is the order of its memory, if the filters have the memory format that they had
+        when the model was split.
         """
         return (to_wire_format(gradient) if self._as_wired[i] else gradient).flatten()
 
@@ -150,9 +156,7 @@ class _Bucket:
         return flat.view(box.shape[0], *box.shape[2:], box.shape[1]).movedim(-1, 1)
 
     def _filled(self, found: Tensor | None, i: int, box: Box, part: Tensor) -> Tensor:
-        """A parameter's gradient with a part of it, in memory as the parameter is,
-        which is how torch's own lie.
-        """
+        """Writes a part into a parameter's gradient, which has the parameter's strides."""
         (shape, stride), own = self._formats[i], self._own(i)
         if box == own and part.stride() == stride:
             return part
@@ -181,7 +185,7 @@ class _Bucket:
 
 
 class _Aliases(torch.autograd.Function):
-    """Aliases of a bucket's parameters; what their backward does is the subclasses' matter."""
+    """Aliases of a bucket's parameters. Subclasses define their backward."""
 
     @staticmethod
     def forward(ctx: Any, bucket: _Bucket, *params: Tensor) -> tuple[Tensor, ...]:
@@ -210,9 +214,7 @@ class _FinishReduce(_Aliases):
 
 
 class _SumAmongHolders(torch.autograd.Function):
-    """The sum of what several ranks contribute to the same elements, for a gradient
-    that is differentiated itself.
-    """
+    """Sum among the ranks that hold the same elements, for gradients of gradients."""
 
     @staticmethod
     def forward(
@@ -226,13 +228,14 @@ class _SumAmongHolders(torch.autograd.Function):
 
 
 class GradientSync:
-    """The aliases of a model's parameters, of which several ranks hold the same
-    elements, during one forward pass.
+    """Aliases of a model's shared parameters during one forward pass.
 
-    ``held``: by id, of those that are not whole on every rank. ``as_wired``: ids of
-    those that lie, on all ranks, as images travel. ``channels_last``: whether images
-    that went into the model do. ``running``: the model's statistics. ``owner``: what
-    opened the scope.
+    Args:
+        held: by id, the shards of parameters that are not whole on every rank.
+        as_wired: ids of parameters that are channels-last on all ranks.
+        channels_last: whether the images that entered the model are channels-last.
+        running: the running statistics of the model.
+        owner: what opened it.
     """
 
     def __init__(
@@ -276,9 +279,11 @@ class GradientSync:
             self._bucket_of |= dict.fromkeys(ended, (made[-1], ended))
 
     def holds(self, param: Tensor) -> bool:
+        """Returns whether a tensor is a parameter of the model."""
         return id(param) in self._bucket_of
 
     def alias(self, param: Tensor) -> Tensor:
+        """Returns the alias of a parameter in this forward pass."""
         if id(param) not in self._aliases:
             bucket, ended = self._bucket_of[id(param)]
             self._aliases |= zip(
@@ -291,15 +296,19 @@ ACTIVE_SYNC: ContextVar[GradientSync | None] = ContextVar("hetconv_scope", defau
 
 
 def in_recomputation() -> bool:
-    """Whether this is in the middle of a backward, for a checkpoint."""
+    """Returns whether a checkpoint recomputes a forward within a backward pass."""
     return graph_task_id() != -1
 
 
 def running_stats_of(group: RankGroup | None) -> RunningStats | None:
-    """Of the model whose forward runs, at the end of which all ranks are told; none
-    where nobody waits for that.
+    """Returns the running statistics that are synchronized at the end of the forward.
 
-    ``group``: of the tensor that is normalized, if it is in parts.
+    Args:
+        group: of the tensor that is normalized, if it is sharded.
+
+    Returns:
+        The statistics of the model whose forward runs; None where nothing synchronizes
+        them.
     """
     scope = ACTIVE_SYNC.get()
     return (
@@ -312,9 +321,12 @@ def running_stats_of(group: RankGroup | None) -> RunningStats | None:
 def synced_grad(
     group: RankGroup, param: Tensor, held: ParamShards | None = None
 ) -> Tensor:
-    """``param`` for a use on own parts: this rank's gradient of it is a contribution.
+    """Returns a parameter whose gradient here is one rank's contribution.
 
-    ``held``: who holds what of it; None: every rank the whole.
+    Args:
+        group: the ranks.
+        param: the parameter.
+        held: its shards; None if every rank has the whole.
     """
     if not (param.requires_grad and torch.is_grad_enabled()) or (
         held is not None and not held.has_overlap
@@ -333,8 +345,9 @@ def synced_grad(
 
 
 def is_replica(x: Tensor) -> bool:
-    """Whether ``x`` is a parameter of the model whose forward is running, or is
-    computed again for a checkpoint.
+    """Returns whether a tensor is a parameter of the model whose forward runs.
+
+    Within the recomputation of a checkpoint, that model's parameters count too.
     """
     scope = ACTIVE_SYNC.get()
     return scope.holds(x) if scope is not None else isinstance(x, nn.Parameter)

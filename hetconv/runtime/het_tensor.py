@@ -1,4 +1,4 @@
-"""HetTensor: this rank's part of a tensor and its layout, in the shape of an ordinary tensor.
+"""HetTensor: this rank's part of a tensor, with the interface of an ordinary tensor.
 
 It acts through ``__torch_function__``; `ops.dispatch` registers what it does there.
 Autograd runs on the local parts.
@@ -24,31 +24,37 @@ from .gradient_sync import ACTIVE_SYNC
 
 
 class Deferred(Protocol):
-    """A part that is put off. A call computes it, which is collective where halos are
-    exchanged for it.
+    """A local part that is computed when it is called.
+
+    The call is collective where halos are exchanged for it.
     """
 
     def __call__(self) -> Tensor: ...
 
     def gathered(self) -> Tensor | None:
-        """The whole on every rank, where that is not computed as this part first and
-        gathered then; collective.
-        """
+        """Returns the whole on every rank, or None to compute the local part first. Collective."""
 
 
 def register_dispatcher(dispatch: Callable[..., Any]) -> None:
-    """Registers what runs torch functions on HetTensors, in the place of
-    ``HetTensor.__torch_function__``.
+    """Registers the function that runs torch functions on HetTensors.
+
+    Args:
+        dispatch: has the arguments of ``__torch_function__``.
     """
     HetTensor.__torch_function__ = classmethod(dispatch)  # type: ignore[method-assign,assignment]
 
 
 class HetTensor(Tensor):
-    """A part per rank. ``shape`` is the global shape, ``local`` this rank's part, that
-    of ``placement.boxes[rank]``.
+    """A tensor of which every rank holds a part. Make one with `HetTensor.wrap`.
 
-    An operator with a rule runs on the parts; any other gathers its arguments first.
-    Make one with `HetTensor.wrap`.
+    An operator with a sharding rule runs on the parts; any other gathers its arguments
+    first.
+
+    Attributes:
+        shape: the global shape.
+        placement: the layout.
+        local: this rank's part, with the shape of ``placement.boxes[rank]``.
+        group: the ranks.
     """
 
     pending: Deferred | None
@@ -59,7 +65,16 @@ class HetTensor(Tensor):
 
     @staticmethod
     def wrap(local: Tensor, layout: Layout, group: RankGroup) -> HetTensor:
-        """Raises `LayoutError` if the local part does not have the shape of its box."""
+        """Makes a HetTensor of this rank's part.
+
+        Args:
+            local: this rank's part.
+            layout: the layout of the whole.
+            group: the ranks.
+
+        Raises:
+            LayoutError: ``local`` has not the shape of its box.
+        """
         if local.shape != layout.boxes[group.rank].shape:
             raise LayoutError(
                 f"the local part has shape {tuple(local.shape)}, but rank {group.rank}'s box of "
@@ -70,7 +85,7 @@ class HetTensor(Tensor):
 
     @staticmethod
     def made(local: Tensor, layout: Layout, group: RankGroup) -> HetTensor:
-        """`wrap` without its check, for a local part that is known to fit."""
+        """Makes a HetTensor as `wrap` does, without its check."""
         x: HetTensor = make_wrapper(
             HetTensor, layout.shape, dtype=local.dtype, device=local.device
         )
@@ -85,8 +100,14 @@ class HetTensor(Tensor):
         device: torch.device,
         group: RankGroup,
     ) -> HetTensor:
-        """One whose local part, of this dtype and on this device, ``later`` computes
-        when it is first asked for.
+        """Makes a HetTensor whose local part is computed when it is first used.
+
+        Args:
+            later: computes the local part.
+            layout: the layout of the whole.
+            dtype: of the local part.
+            device: of the local part.
+            group: the ranks.
         """
         x: HetTensor = make_wrapper(HetTensor, layout.shape, dtype=dtype, device=device)
         x.placement, x.group, x.pending = layout, group, later
@@ -106,7 +127,7 @@ class HetTensor(Tensor):
         _forget(self)
 
     def whole(self) -> Tensor:
-        """The value on every rank; collective, differentiable."""
+        """Returns the value on every rank. Collective and differentiable."""
         shape, group = self.placement.shape, self.group
         if self.pending is not None and (whole := self.pending.gathered()) is not None:
             self.local = local_slice(
@@ -118,8 +139,9 @@ class HetTensor(Tensor):
         )
 
     def superseded_by(self, later: Deferred) -> HetTensor:
-        """One like this, which was put off; this one is expected to be used no more,
-        and still can be.
+        """Returns a HetTensor with this layout and another deferred local part.
+
+        This one is expected to be used no more, but still can be.
         """
         assert self.pending is not None
         _forget(self)
@@ -129,8 +151,9 @@ class HetTensor(Tensor):
         )
 
     def become(self, other: HetTensor) -> None:
-        """Takes the value of another one, of the same dtype and device, as after a call
-        in place.
+        """Takes the value of another HetTensor, as after a call in place.
+
+        The other one has the same dtype and device.
         """
         self.placement = other.placement
         if other.pending is None:
@@ -142,9 +165,7 @@ class HetTensor(Tensor):
             _waiting[id(self)] = self
 
     def become_whole(self, whole: Tensor) -> None:
-        """Is replicated from now on, with this value on every rank; its shape may be
-        another one than before.
-        """
+        """Becomes replicated, with this value on every rank; the shape may change."""
         if (shape := tuple(whole.shape)) != self.placement.shape:
             with no_torch_function():
                 self.data = make_wrapper(
@@ -156,13 +177,16 @@ class HetTensor(Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
         return torch.Size(self.placement.shape)
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
+        """Number of dimensions."""
         return len(self.placement.shape)
 
     def dim(self) -> int:
+        """Returns the number of dimensions."""
         return len(self.placement.shape)
 
     @classmethod
@@ -204,9 +228,7 @@ def _forget(x: HetTensor) -> None:
 
 
 def compute_deferred() -> None:
-    """Computes every part that was put off, before something is written that it may
-    read; collective.
-    """
+    """Computes every deferred part, before a write that it must not see. Collective."""
     if not (_waiting or _superseded):
         return
     for x in list(_waiting.values()):
@@ -217,7 +239,7 @@ def compute_deferred() -> None:
 
 
 def discard_deferred() -> None:
-    """Forgets every part that was put off."""
+    """Drops every deferred part."""
     _waiting.clear()
     _superseded.clear()
 
@@ -234,12 +256,15 @@ class _TooLate:
 
 
 def gather(x: Tensor, *, images: bool = False) -> Tensor:
-    """The whole of a HetTensor, a plain tensor, on every rank; collective, differentiable.
+    """Returns a HetTensor's value on every rank. Collective and differentiable.
 
-    A plain tensor is returned as is. What travels is channels-last, but whoever takes
-    views of the whole, or draws random numbers over it, counts on the memory order that
-    a model on one device has: it is contiguous, unless these are known to be
-    ``images``, of a model whose inputs are channels-last.
+    A plain tensor is returned as it is.
+
+    Args:
+        x: a tensor.
+        images: whether ``x`` are images of a model whose inputs are channels-last. The
+            result then is channels-last too, as it is sent. Otherwise it is contiguous, as on
+            one device: views of it, and random numbers drawn over it, depend on that.
     """
     if not isinstance(x, HetTensor):
         return x

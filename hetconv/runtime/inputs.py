@@ -1,6 +1,4 @@
-"""What every family of operators needs: the layout of any tensor, and bringing it to
-where an operator reads it.
-"""
+"""Layouts of inputs, and bringing them to the layouts that an operator reads."""
 
 from __future__ import annotations
 
@@ -40,12 +38,13 @@ _steps: Cache[tuple[Operator, tuple[Layout, ...], Split], OpSharding] = Cache()
 def cached_sharding(
     op: Operator, inputs: tuple[Layout, ...], split: Split = REPLICATE
 ) -> OpSharding:
+    """Returns how an operator runs on inputs with these layouts, from a cache."""
     key = (op, inputs, split)
     return _steps.current.get(key) or _steps.add(key, op.sharding(inputs, split))
 
 
 def layout_of(x: Tensor, group: RankGroup) -> Layout:
-    """A plain tensor inside a parallelized model is a replicated value."""
+    """Returns the layout of a tensor. A plain tensor is a replicated value."""
     return (
         x.placement
         if isinstance(x, HetTensor)
@@ -59,7 +58,13 @@ def _replicated(shape: Shape, world: int) -> Layout:
 
 
 def to_layout(x: Tensor, read: Layout | ReadRegion, group: RankGroup) -> Tensor:
-    """This rank's part of ``x`` as an operator reads it."""
+    """Returns this rank's part of a tensor as an operator reads it.
+
+    Args:
+        x: a HetTensor, or a plain tensor that is replicated.
+        read: the layout or region that the operator reads.
+        group: the ranks.
+    """
     if isinstance(x, HetTensor):
         if x.placement is read:
             return x.local
@@ -80,10 +85,13 @@ def to_layout(x: Tensor, read: Layout | ReadRegion, group: RankGroup) -> Tensor:
 
 
 def empty_output(shape: tuple[int, ...], *sources: Tensor | None) -> Tensor:
-    """An empty part of the graph: its backward still reaches all ``sources``, so that
-    every rank joins every exchange.
+    """Returns an empty tensor whose backward reaches all sources.
 
-    The first of them gives the dtype.
+    Every rank thereby takes part in every exchange of the backward pass.
+
+    Args:
+        shape: of the result.
+        sources: tensors of the graph; the first one gives the dtype.
     """
     first, *rest = (x for x in sources if x is not None)
     reached = sum((x.sum() for x in rest), first.sum(dtype=first.dtype))
@@ -93,15 +101,15 @@ def empty_output(shape: tuple[int, ...], *sources: Tensor | None) -> Tensor:
 def differentiable_gradients(
     compute: Callable[..., Tensor], inputs: Sequence[Tensor | None], g: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of ``inputs``, as functions that autograd can differentiate again.
+    """Returns gradients as functions that autograd can differentiate again.
 
-    For a function of our own whose backward is asked for with ``create_graph=True``:
-    its result is computed once more by operators that autograd knows, and these are
-    differentiated.
+    An autograd function uses it in a backward with ``create_graph=True``: the result is
+    computed again by operators that autograd knows, and these are differentiated.
 
     Args:
-        compute: computes the result, given ``inputs``; all ranks call it alike.
-        inputs: as the backward returns gradients for; None, or without a gradient, gives None.
+        compute: computes the result from ``inputs``; all ranks call it alike.
+        inputs: what the backward returns gradients for; None, or a tensor without a
+            gradient, gives None.
         g: the gradient of the result.
     """
     with torch.enable_grad():
@@ -121,12 +129,11 @@ def differentiable_gradients(
 
 
 def uncounted(gradient: Tensor) -> Tensor:
-    """The gradient of a bias that another rank adds: the same as that rank's, whose
-    share in its own gradient counts.
+    """Returns the gradient of a bias that another rank adds.
 
-    The cotangent of a partial value is the same on every rank, and what ranks
-    contribute to the gradient of that cotangent adds up: one of them alone may
-    contribute what each has computed.
+    It has the value of that rank's gradient, but contributes nothing to the gradient of the
+    gradient: the cotangent of a partial value is the same on every rank, contributions to
+    its gradient add up, and so only one rank may contribute.
     """
     return _Uncounted.apply(gradient) if torch.is_grad_enabled() else gradient
 
@@ -142,11 +149,11 @@ class _Uncounted(torch.autograd.Function):
 
 
 def tie_to_graph(y: Tensor, *sources: Tensor) -> Tensor:
-    """``y``, of which the gradients of all ``sources`` are part of the graph, if only as zeros.
+    """Returns ``y``, with the gradients of all sources in its graph, if only as zeros.
 
-    Ranks hold different parts, some of them empty. Where gradients are differentiated
-    again, every rank must come to the same exchanges: a gradient that one rank leaves
-    out would cut them off there.
+    Ranks have different parts, some of them empty. Where gradients are differentiated
+    again, every rank must reach the same exchanges; a gradient that one rank leaves out
+    would cut them off.
     """
     return _TieToGraph.apply(y, *sources)  # type: ignore[no-any-return]
 
@@ -178,8 +185,9 @@ class _Zeros(torch.autograd.Function):
 
 
 class _Cropped(torch.autograd.Function):
-    """`torch.narrow`, but that the gradient of an image lies as the image does: torch's
-    own never is channels-last.
+    """`torch.narrow` whose gradient keeps the memory format of an image.
+
+    The gradient of torch's own is always contiguous.
     """
 
     @staticmethod
@@ -193,15 +201,16 @@ class _Cropped(torch.autograd.Function):
 
 
 def cropped(y: Tensor, dim: int, span: Span) -> Tensor:
-    """What lies within ``span`` along a dimension; a view."""
+    """Returns a view of what is within a span of one dimension."""
     return y if span == (0, y.shape[dim]) else _Cropped.apply(y, dim, span)
 
 
 def autocast(
     x: Tensor, w: Tensor, b: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A layer's input and parameters in autocast's dtype, where it is on; as in torch,
-    float64 stays.
+    """Returns a layer's input and parameters in the dtype of autocast, where that is on.
+
+    As in torch, float64 stays.
     """
     kind = w.device.type
     if not torch.is_autocast_enabled(kind) or w.dtype == torch.float64:
@@ -211,7 +220,7 @@ def autocast(
 
 
 def as_called(func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
-    """The same call on another input."""
+    """Returns a function that makes the same call on another input."""
     rest = {k: v for k, v in kwargs.items() if k != "input"}
     return lambda x: func(x, *args[1:], **rest)
 
@@ -219,7 +228,14 @@ def as_called(func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]
 def called_on(
     local: Mapping[int, Tensor], func: Func, args: Args, kwargs: Kwargs
 ) -> Any:
-    """The same call on this rank's parts of its tensors, by the ids of these."""
+    """Makes the same call on this rank's parts of its tensors.
+
+    Args:
+        local: this rank's parts, by the id of the tensor.
+        func: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
     return func(
         *(local.get(id(a), a) for a in args),
         **{k: local.get(id(v), v) for k, v in kwargs.items()},

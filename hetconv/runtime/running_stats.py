@@ -1,8 +1,7 @@
-"""Running statistics of batch norms that are cut over channels: a rank keeps those of
-its own, and tells the others.
+"""Running statistics of batch norms that are split over channels.
 
-It tells them of all norms at once, when the model's forward ends: a message for each
-takes longer than the norm does.
+A rank updates those of its own channels. All norms are synchronized at once, when the
+model's forward ends: a message for each would take longer than the norm.
 """
 
 from __future__ import annotations
@@ -25,8 +24,12 @@ Sizes = tuple[int, ...]  # by rank, how many channels are its own
 
 
 class _Pending(NamedTuple):
-    """``stats`` (C,), of which every rank has updated its own channels; they travel in
-    a dtype that is ``exact``.
+    """Statistics of which every rank has updated its own channels.
+
+    Attributes:
+        stats: tensors of shape (C,).
+        sizes: channels of each rank.
+        exact: dtype in which they are sent without rounding.
     """
 
     stats: tuple[Tensor, ...]
@@ -35,9 +38,7 @@ class _Pending(NamedTuple):
 
 
 class RunningStats:
-    """The running statistics of a model, of which ranks know more than the others until
-    they tell them.
-    """
+    """Running statistics of a model that ranks have updated, but not yet sent."""
 
     def __init__(self, group: RankGroup):
         self._group = group
@@ -47,12 +48,16 @@ class RunningStats:
 
     @property
     def pending(self) -> int:
-        """Of how many norms; the same on every rank."""
+        """Number of norms that are not synchronized; the same on every rank."""
         return len(self._untold)
 
     def note(self, stats: tuple[Tensor, ...], sizes: Sizes, exact: torch.dtype) -> None:
-        """Every rank has updated these (C,), or is about to, in its own of the ranges
-        of these ``sizes``.
+        """Notes that every rank updates the statistics of its own channels.
+
+        Args:
+            stats: tensors of shape (C,).
+            sizes: channels of each rank.
+            exact: dtype in which they are sent without rounding.
         """
         before = self._untold.get(id(stats[0]))
         if before is not None:  # a norm that is called twice
@@ -60,13 +65,18 @@ class RunningStats:
         self._untold[id(stats[0])] = _Pending(stats, sizes, exact)
 
     def ensure_synced(self, stat: Tensor, sizes: Sizes = ()) -> None:
-        """Before ``stat`` is used in other ranges than those in which ranks know it. Collective."""
+        """Synchronizes all statistics before one is used for other channels. Collective.
+
+        Args:
+            stat: the statistic.
+            sizes: channels of each rank in this use; empty for all channels on every rank.
+        """
         untold = self._untold.get(id(stat))
         if untold is not None and untold.sizes != sizes:
             self.sync()
 
     def sync(self) -> None:
-        """All ranks have all channels then, each as the rank says whose own it is. Collective."""
+        """Sends every rank the channels of the others. Collective."""
         untold, self._untold = [*self._untold.values()], {}
         if untold:
             call_tags.enter("running statistics")
@@ -96,9 +106,7 @@ class RunningStats:
 
 @lru_cache(maxsize=256)
 def _in_order(cuts: tuple[Sizes, ...], device: torch.device) -> Tensor:
-    """Where the channels of each statistic are among what the ranks have of all, one
-    rank after the other.
-    """
+    """Returns the position of each channel among the gathered channels of all ranks."""
     by_rank = [
         n for of_rank in zip(*cuts, strict=True) for n in of_rank
     ]  # rank by rank, of each statistic in turn

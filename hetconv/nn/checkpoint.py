@@ -1,5 +1,6 @@
-"""Checkpoints in the format of torch.distributed.checkpoint (DCP): each rank writes and
-reads its own slices.
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP).
+
+Each rank writes and reads its own slices.
 """
 
 from __future__ import annotations
@@ -65,21 +66,26 @@ def save_checkpoint(
     *,
     extra: Any = None,
 ) -> None:
-    """Writes model, optimizer and ``extra`` as the directory ``path``, which all ranks
-    see; collective.
+    """Writes model, optimizer and other objects as a directory. Collective.
 
-    Each rank writes its slices; what is replicated, and ``extra`` (any object that
-    `torch.save` takes), are rank 0's. Of data-parallel replicas of a split model one
-    saves. The format is that of ``torch.distributed.checkpoint.save({"model": ...,
-    "optimizer": ...})`` with the state dicts of the unsplit model, which loads it
-    without hetconv.
+    Each rank writes its slices; rank 0 writes what is replicated. The format is that of
+    ``torch.distributed.checkpoint.save({"model": ..., "optimizer": ...})`` with the state
+    dicts of the unsplit model, which loads it without hetconv. Among data-parallel replicas
+    of a split model, one saves.
 
-    A checkpoint at ``path`` is replaced once the new one is complete: after a crash
-    `load_checkpoint` finds the one or the other, and what was written of the new one, a
-    directory ``.NAME.*`` beside ``path``, can be deleted.
+    A checkpoint at ``path`` is replaced once the new one is complete. After a crash
+    `load_checkpoint` finds the one or the other; a directory ``.NAME.*`` beside ``path`` may
+    be deleted.
 
-    Raises `HetConvError` on every rank if writing fails on one, or if something else is
-    at ``path``.
+    Args:
+        path: a directory that all ranks see.
+        model: a model, parallelized or not.
+        optimizer: its optimizer, if any.
+        extra: any object that `torch.save` takes; rank 0's is written.
+
+    Raises:
+        HetConvError: writing failed on a rank, or something else is at ``path``; on every
+            rank.
     """
     group, path = team_of_model(model), Path(path).resolve()
 
@@ -129,15 +135,22 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
 ) -> Any:
-    """Loads what `save_checkpoint` wrote, under this or any other plan or none, and
-    returns its ``extra``; collective.
+    """Loads what `save_checkpoint` wrote, under any plan or none. Collective.
 
-    The optimizer may have made no step yet. What ``torch.distributed.checkpoint.save``
-    wrote of an unsplit model, as above, is loaded as well. Checkpoints are unpickled:
-    load none that you do not trust.
+    A checkpoint that ``torch.distributed.checkpoint.save`` wrote of an unsplit model is
+    loaded as well. Checkpoints are unpickled: load none that you do not trust.
 
-    Raises `HetConvError` on every rank, before anything changes, if the checkpoint
-    cannot be read or does not fit.
+    Args:
+        path: the directory.
+        model: a model, parallelized or not.
+        optimizer: its optimizer, if any; it may have made no step yet.
+
+    Returns:
+        What was saved as ``extra``.
+
+    Raises:
+        HetConvError: the checkpoint cannot be read or does not fit; on every rank, before
+            anything changes.
     """
     group, path = team_of_model(model), _readable(Path(path).resolve())
 
@@ -170,8 +183,9 @@ def load_checkpoint(
 
 
 class _Slice(Slice):
-    """As torch.distributed.checkpoint takes it (`_Checkpointable`): this rank writes or
-    reads its box.
+    """A tensor of which this rank writes or reads its box, as DCP takes it.
+
+    It has the methods of DCP's ``_Checkpointable``.
     """
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -215,7 +229,7 @@ def _among(group: RankGroup | None) -> dict[str, Any]:
 
 
 def _by_dcp(group: RankGroup | None, what: str, action: Callable[[], T]) -> T:
-    """What DCP raises on all ranks, because one failed, as a `HetConvError`."""
+    """Runs a function of DCP, and turns an error that it raises on all ranks into ours."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -233,7 +247,7 @@ def _by_dcp(group: RankGroup | None, what: str, action: Callable[[], T]) -> T:
 
 
 def _sibling(path: Path, group: RankGroup | None) -> Path:
-    """A name that no other save uses, the same on every rank."""
+    """Returns a path that no other save uses, the same on every rank."""
     name = [f".{path.name}.{uuid4().hex[:8]}"]
     if group is not None:
         translate_backend_errors(
@@ -244,7 +258,10 @@ def _sibling(path: Path, group: RankGroup | None) -> Path:
 
 
 def _put(new: Path, path: Path) -> None:
-    """``new`` at ``path``. Until it is there, what was there is there, or at `_aside`."""
+    """Moves ``new`` to ``path``.
+
+    Until it is there, the old directory is there, or at `_aside`.
+    """
     storage: dict[Any, Any] = _metadata(new).storage_data
     if lost := sorted(
         {
@@ -285,8 +302,10 @@ def _metadata(path: Path) -> Metadata:
 def _targets(
     metadata: Metadata, model: nn.Module, optimizer: Optimizer | None
 ) -> State:
-    """What is to be read, by key: empty tensors in host memory, slices where not all
-    have the whole, else None.
+    """Returns what is to be read, by key.
+
+    These are empty tensors in host memory, slices of tensors that are not whole on every
+    rank, and None for other objects.
     """
     entries = metadata.state_dict_metadata
     sizes = {

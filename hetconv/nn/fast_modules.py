@@ -1,8 +1,7 @@
-"""Modules of torch's own, on parts without a torch function between.
+"""Modules of torch's own that run on shards without a torch function.
 
-A norm or an activation comes to `ops.dispatch` through several functions of torch in
-Python, which on small parts take longer than it does. What is done here is what would
-be done there.
+A norm or an activation reaches `ops.dispatch` through several Python functions of torch,
+which take longer than a small operator. The result here is what it would be there.
 """
 
 from __future__ import annotations
@@ -41,13 +40,14 @@ BATCH_NORMS: tuple[type[nn.Module], ...] = (
 
 
 class LocalForward:
-    """A module's forward, to stand in its place. A copy of the module gets one of its own."""
+    """A replacement for a module's forward. A copy of the module gets its own."""
 
     def __init__(self, module: nn.Module):
         self._module, self._forward = module, module.forward
         self._normalizes = type(module) in BATCH_NORMS
 
     def __call__(self, x: Any) -> Any:
+        """Runs the module on a shard, or its own forward."""
         if x.__class__ is HetTensor and x.pending is None:
             if x.placement.kind == "partial":
                 x = self._summed(x)
@@ -63,7 +63,7 @@ class LocalForward:
         return self._forward(x)
 
     def _summed(self, x: HetTensor) -> Tensor:
-        """As a consumer of the sum wants it: whole, or own channels of it."""
+        """Returns a partial sum as its consumer wants it: whole, or this rank's channels."""
         call_tags.enter(type(self._module).__name__)
         wanted = reduce_scattered(x.placement)
         if wanted.kind == "replicated":
@@ -73,9 +73,7 @@ class LocalForward:
         )
 
     def _is_on_own_channels(self, x: HetTensor) -> bool:
-        """Whether each rank needs no statistics but those that it has, and torch would
-        take the whole.
-        """
+        """Returns whether each rank has all statistics that it needs."""
         norm: Any = self._module
         if x.shape[1:2] != (norm.num_features,):
             return False
@@ -100,8 +98,9 @@ class LocalForward:
 
 
 def use_local_forwards(model: nn.Module) -> None:
-    """Leaves every module that is not exactly torch's own as it is, and those that
-    write in place.
+    """Replaces the forward of torch's own activations and batch norms in a model.
+
+    Subclasses, and modules that write in place, stay as they are.
     """
     for module in model.modules():
         known = type(module) in ELEMENTWISE or type(module) in BATCH_NORMS

@@ -1,6 +1,4 @@
-"""What reads all gradients of a model at once, of which a rank has slices only:
-clipping by norm, loss scaling.
-"""
+"""Gradient clipping and loss scaling, for a model of which each rank has slices."""
 
 from __future__ import annotations
 
@@ -25,12 +23,21 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` of a parallelized model: by the norm of the
-    whole gradients; collective.
+    """Clips the gradients of a parallelized model by the norm of all of them. Collective.
 
-    Returns that norm, the same on every rank, as before clipping. Raises `HetConvError`
-    on every rank for a norm that is not finite if ``error_if_nonfinite``, before
-    anything is clipped.
+    It replaces `torch.nn.utils.clip_grad_norm_`.
+
+    Args:
+        model: a parallelized model.
+        max_norm: the largest norm.
+        norm_type: p of the p-norm; may be infinite.
+        error_if_nonfinite: whether a norm that is not finite raises an error.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+
+    Raises:
+        HetConvError: the norm is not finite; on every rank, before anything is clipped.
     """
     group = team_of_model(model)
     if group is None:
@@ -72,7 +79,7 @@ def _check(norm_type: float) -> None:
 
 
 def _owned(gradient: Tensor | None, held: ParamShards, rank: int) -> Tensor | None:
-    """What of this rank's gradient it counts, so that every element is counted once."""
+    """Returns the part of a gradient that this rank counts; every element counts once."""
     return (
         local_slice(gradient, held.boxes[rank], held.primary.boxes[rank])
         if gradient is not None
@@ -83,7 +90,7 @@ def _owned(gradient: Tensor | None, held: ParamShards, rank: int) -> Tensor | No
 def _norm(
     gradients: Iterable[Tensor | None], norm_type: float, device: torch.device
 ) -> Tensor:
-    """Of all of them together, in float32 at least; zero of none."""
+    """Returns the norm of all gradients together, in float32 at least; zero of none."""
     norms = [
         torch.linalg.vector_norm(
             g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)
@@ -97,10 +104,14 @@ def _norm(
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` of a parallelized model: if a slice overflows on one rank,
-    all ranks skip the step.
+    """`torch.amp.GradScaler` of a parallelized model.
 
-    ``options`` are torch's own. Every rank calls the same methods in the same order.
+    If a slice overflows on one rank, all ranks skip the step. Every rank calls the same
+    methods in the same order.
+
+    Args:
+        model: a parallelized model.
+        options: those of `torch.amp.GradScaler`.
     """
 
     asks_all_ranks = True  # torch's own is refused where ranks hold slices

@@ -1,6 +1,4 @@
-"""HetConv1d, HetConv2d, HetConv3d and HetLinear: layers cut among ranks, with their
-slices of the parameters.
-"""
+"""Layers that are split among ranks, with their slices of the parameters."""
 
 from __future__ import annotations
 
@@ -45,8 +43,13 @@ CONV_ATTRIBUTES = (
 
 
 class SplitLayer(ShardedModule):
-    """A layer that a split cuts among ranks. Subclasses say which operator it is and
-    how it runs.
+    """A layer that is split among ranks. Subclasses say which operator it is.
+
+    Attributes:
+        weight: this rank's slice.
+        bias: likewise, or None.
+        split: how the layer is split.
+        output: what `forward` returns: "replicated" (a plain tensor) or "split".
     """
 
     weight: nn.Parameter
@@ -61,6 +64,11 @@ class SplitLayer(ShardedModule):
     """What messages of it say that they are of."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Runs the layer.
+
+        Args:
+            x: the input, a plain tensor that is the same on every rank, or a HetTensor.
+        """
         if ACTIVE_SYNC.get() is None:
             if self.context is None:
                 self._agree_on_input(x)
@@ -71,7 +79,7 @@ class SplitLayer(ShardedModule):
 
     @abstractmethod
     def _run(self, x: Tensor) -> Tensor:
-        """The layer's result, of an input that all ranks agree on."""
+        """Returns the layer's result for an input that all ranks agree on."""
 
     def __prepare_scriptable__(self) -> Any:
         """`torch.jit.script` asks every module for what it compiles instead."""
@@ -99,17 +107,13 @@ class SplitLayer(ShardedModule):
         return gather(y) if self.output == "replicated" else y
 
     def _agree_on_input(self, x: Tensor) -> None:
-        """For outside a parallelized model's forward: then this layer checks for itself
-        that the ranks call alike.
-        """
+        """Checks that the ranks call alike, outside the forward of a parallelized model."""
         said = f"x {tuple(x.shape)} {x.dtype}, {self.split}, gradients {torch.is_grad_enabled()}"
         assert_consensus(self.group, type(self).__name__, said, self.misfit())
 
 
 class HetConv(SplitLayer):
-    """A convolution cut among ranks: what `HetConv1d`, `HetConv2d` and `HetConv3d` are,
-    each of its own rank.
-    """
+    """A split convolution of any rank. See `HetConv1d`, `HetConv2d` and `HetConv3d`."""
 
     spatial_dims: ClassVar[int]
     fusible: tuple[str, ...] = ()
@@ -180,8 +184,16 @@ class HetConv(SplitLayer):
         group: dist.ProcessGroup | None = None,
         output: Output = "replicated",
     ) -> Self:
-        """A convolution cut up; rank 0's weights are the truth. Collective; ``conv``
-        itself is left as it is.
+        """Splits a convolution. Collective.
+
+        Args:
+            conv: a plain convolution, which stays as it is. Rank 0's weights are used.
+            split: how it is split.
+            group: the ranks; None for all.
+            output: "replicated" for a plain tensor on every rank, "split" for a HetTensor.
+
+        Raises:
+            SplitError: the split does not fit; on every rank.
         """
         rank_group = rank_group_of(group)
 
@@ -217,9 +229,7 @@ class HetConv(SplitLayer):
     def _local(
         cls, conv: PlainConv, split: Split, group: RankGroup, output: Output
     ) -> Self:
-        """Without a word to the other ranks: arguments are checked and weights are rank
-        0's already.
-        """
+        """Splits a convolution whose arguments are checked and whose weights are rank 0's."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.group = group
@@ -283,6 +293,7 @@ class HetConv(SplitLayer):
         return way
 
     def extra_repr(self) -> str:
+        """Returns the options as they are printed."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
             f"split={self.split}"
@@ -290,28 +301,32 @@ class HetConv(SplitLayer):
 
 
 class HetConv1d(HetConv):
-    """As `HetConv2d`, of (N, C, W)."""
+    """A split 1-D convolution, of (N, C, W). See `HetConv2d`."""
 
     spatial_dims = 1
 
 
 class HetConv2d(HetConv):
-    """A 2-D convolution cut among the ranks of ``group`` as ``split`` says; otherwise
-    as `torch.nn.Conv2d`.
+    """A 2-D convolution that is split among ranks; otherwise `torch.nn.Conv2d`.
 
-    Input (N, C, H, W): a plain tensor, the same on every rank, or a HetTensor. Output
-    (N, K, P, Q): a plain tensor on every rank (``output="replicated"``) or a HetTensor
-    (``"split"``). ``weight`` is what this rank computes with: its slice under
-    ``filter`` and ``channel`` splits, nothing on a rank without a share. Constructing
-    it is collective: bad arguments on one rank raise `SplitError` on all; weights are
-    rank 0's.
+    The input (N, C, H, W) is a plain tensor, the same on every rank, or a HetTensor. The
+    output (N, K, P, Q) is a plain tensor on every rank (``output="replicated"``) or a
+    HetTensor (``"split"``). Constructing it is collective; rank 0's weights are used.
+
+    Attributes:
+        weight: what this rank computes with: its slice under ``filter`` and ``channel``
+            splits, else the whole, and nothing on a rank with size zero.
+        bias: likewise, or None.
+
+    Raises:
+        SplitError: arguments are wrong on a rank; on every rank.
     """
 
     spatial_dims = 2
 
 
 class HetConv3d(HetConv):
-    """As `HetConv2d`, of (N, C, D, H, W)."""
+    """A split 3-D convolution, of (N, C, D, H, W). See `HetConv2d`."""
 
     spatial_dims = 3
 
@@ -321,7 +336,7 @@ HET_CONVS: tuple[type[HetConv], ...] = (HetConv1d, HetConv2d, HetConv3d)
 
 
 class HetLinear(SplitLayer):
-    """A linear layer cut among ranks: made by `parallelize` from a `torch.nn.Linear`."""
+    """A split linear layer, which `parallelize` makes of a `torch.nn.Linear`."""
 
     def __init__(
         self,
@@ -356,12 +371,14 @@ class HetLinear(SplitLayer):
         return self._result(linear(x, w, b, op, self.split, self.group))
 
     def extra_repr(self) -> str:
+        """Returns the options as they are printed."""
         return f"{self.in_features}, {self.out_features}, split={self.split}"
 
 
 def has_wire_format(weight: Tensor) -> bool:
-    """Whether filters are channels-last, by strides: these tell even of 1x1 kernels,
-    which are contiguous in both.
+    """Returns whether filters are channels-last, by their strides.
+
+    Strides tell the formats apart even for 1x1 kernels, which are contiguous in both.
     """
     return weight.dim() in kernels.CHANNELS_LAST and weight.stride(
         1
@@ -369,6 +386,13 @@ def has_wire_format(weight: Tensor) -> bool:
 
 
 def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
+    """Returns the operator of a convolution on an input of this shape.
+
+    Args:
+        conv: a plain or split convolution.
+        x_shape: shape of the input.
+        dtype: of the input.
+    """
     w_shape = (conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size)
     padding = 0 if conv.padding_mode != "zeros" else conv.padding
     return Conv(
@@ -379,7 +403,10 @@ def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
 
 
 def minimal_op(conv: PlainConv) -> Conv:
-    """The operator on an input of one pixel, which knows as much of splits as that on any input."""
+    """Returns the operator on an input of one pixel.
+
+    Which splits fit does not depend on the size of the input.
+    """
     return conv_op(
         conv, (1, conv.in_channels, *(1,) * len(conv.kernel_size)), conv.weight.dtype
     )
@@ -395,9 +422,7 @@ def _check_output(output: str) -> None:
 def _inherit(
     made: SplitLayer, plain: PlainConv | nn.Linear, held: Mapping[str, ParamShards]
 ) -> None:
-    """Parameters of the right local shapes with the plain layer's values, trainability,
-    memory format and mode.
-    """
+    """Gives a split layer the plain layer's values, hooks and settings."""
     weight = plain.weight
     made._allocate(
         held, plain.bias is not None, {"device": weight.device, "dtype": weight.dtype}

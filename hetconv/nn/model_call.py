@@ -1,9 +1,8 @@
-"""Calls of a parallelized model from outside: of the model, of a module of it, or
-through a method such as decode.
+"""Calls of a parallelized model from outside.
 
-Whichever module at or above a split layer is called while no call of the model is open
-is the entry: all ranks agree before it, and what it returns holds plain tensors. Calls
-within it only run.
+They are calls of the model, of a module of it, or through a method such as decode. A
+module at or above a split layer that is called while no other call of the model is open
+is an entry: all ranks agree before it, and what it returns holds plain tensors only.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(fn: F) -> F:
-    """The same, with all that it calls, as one break of a compiled graph. Dynamo is
-    imported by who compiles only.
+    """Makes a function, with all that it calls, one graph break of a compiled graph.
+
+    Dynamo is imported only by programs that compile.
     """
     disabled = disable_dynamo(fn)
 
@@ -54,14 +54,14 @@ def eager(fn: F) -> F:
 
 
 class ModelContext:
-    """What the calls of one parallelized model share: its ranks, what they agreed on,
-    its running statistics.
+    """State that the calls of one parallelized model share.
 
     Args:
         model: the root.
-        group: the ranks that it is parallelized over.
-        sync_every: forwards in training after which replicas are compared; 0 for never.
-        signatures: of how many signatures of the inputs it remembers how operators run.
+        group: the ranks.
+        sync_every: number of forwards in training after which replicas are compared; 0 for
+            never.
+        signatures: number of input signatures for which call information is kept.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ModelContext:
                 module.forward = EntryForward(module, self)
 
     def is_entry(self, module: nn.Module) -> bool:
-        """Whether a call of ``module`` comes from outside.
+        """Returns whether a call of ``module`` comes from outside.
 
-        A checkpoint that runs a region again in the backward pass repeats the calls of
-        the forward pass: what was called from outside then is so again.
+        A checkpoint that recomputes a region in the backward pass repeats the calls of the
+        forward pass, and these are entries again.
         """
         scope = ACTIVE_SYNC.get()
         if scope is not None and scope.owner is self:
@@ -105,15 +105,23 @@ class ModelContext:
         kwargs: Any,
         name: str | None = None,
     ) -> Any:
-        """``forward(*args, **kwargs)`` of ``module``, with agreement before it and
-        plain tensors after it.
+        """Calls the forward of a module as an entry.
 
-        ``name``: what ranks agree to do; None for the forward of the module.
+        Args:
+            module: the module.
+            forward: its forward.
+            args: arguments of the forward.
+            kwargs: keyword arguments of the forward.
+            name: what the ranks agree to do; None for the forward of the module.
 
-        Raises: DisagreementError: ranks call differently; on all of them, before
-            anything moves. HetConvError: a parameter is not this rank's slice; or the
-            call is traced, exported or transformed by
-                `torch.func`, or returns what cannot be searched for tensors.
+        Returns:
+            What the forward returns, with plain tensors.
+
+        Raises:
+            DisagreementError: ranks make different calls; on all of them, before anything is
+                sent.
+            HetConvError: a parameter is not this rank's slice; or the call is traced, exported
+                or transformed by `torch.func`; or the result cannot be searched for tensors.
         """
         _refuse_tracers(module)
         run_backward_here()
@@ -146,7 +154,7 @@ class ModelContext:
     def _agree(
         self, module: nn.Module, tensors: list[Tensor], name: str | None
     ) -> None:
-        """Collective."""
+        """Checks that all ranks make the same call. Collective."""
         said = ", ".join(
             f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}"
             for x in tensors
@@ -178,7 +186,7 @@ class ModelContext:
         self._caches.use(seen)
 
     def _name_of(self, module: nn.Module) -> str:
-        """The module's name in the model; empty of the model itself."""
+        """Returns the module's name in the model; empty for the model itself."""
         if module is self._model:
             return ""
         return next(
@@ -187,9 +195,7 @@ class ModelContext:
         )
 
     def _scope(self, module: nn.Module, channels_last: bool) -> GradientSync:
-        """Of the parameters of which several ranks hold the same elements; without
-        autograd it needs none.
-        """
+        """Returns the gradient synchronization of a call; empty without autograd."""
         grad = torch.is_grad_enabled() and self._group.size > 1
         found = parameters_of(module) if grad else Parameters([], {}, set())
         shared = [
@@ -209,10 +215,9 @@ class ModelContext:
 
 
 class EntryForward:
-    """A module's forward, to stand in its place: a call from outside goes through its
-    model's context.
+    """A replacement for a module's forward, which makes calls from outside entries.
 
-    A copy of the module gets one of its own.
+    A copy of the module gets its own.
     """
 
     def __init__(self, module: nn.Module, context: ModelContext):
@@ -226,6 +231,7 @@ class EntryForward:
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward, as an entry if the call comes from outside."""
         if not self._context.is_entry(self._module):
             return self._forward(*args, **kwargs)
         within_another = ACTIVE_SYNC.get() is not None
@@ -236,25 +242,26 @@ class EntryForward:
 def call_with_whole_weights(
     model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function that reads weights of a parallelized model, such as a penalty in
-    a training loop; collective.
+    """Calls a function that reads weights of a parallelized model. Collective.
 
-    Outside of the model's forward a weight is this rank's slice. In the function it is
-    whole, as in the forward. What the function returns is a plain tensor, the same on
-    every rank, and its gradients reach the slices.
+    An example is a penalty in a training loop. Outside of the model's forward a weight is
+    this rank's slice. In the function it is whole, as in the forward. The gradients of the
+    result reach the slices.
 
     Args:
         model: a parallelized model.
-        function: what to call, on every rank alike.
-        args: of the function.
-        kwargs: of the function.
+        function: what to call, alike on every rank.
+        args: its arguments.
+        kwargs: its keyword arguments.
 
     Returns:
-        What the function returns, with plain tensors.
+        What the function returns, with plain tensors that are the same on every rank.
 
-    Raises: HetConvError: the model is not parallelized, or the function returns what
-        cannot be searched for tensors. DisagreementError: ranks call differently; on
-        all of them, before anything moves.
+    Raises:
+        HetConvError: the model is not parallelized, or the result cannot be searched for
+            tensors.
+        DisagreementError: ranks make different calls; on all of them, before anything is
+            sent.
     """
     context = next(
         (
@@ -273,7 +280,7 @@ def call_with_whole_weights(
 
 
 def _plain(result: Any) -> Any:
-    """The result with every HetTensor gathered; collective."""
+    """Returns a result with every HetTensor gathered. Collective."""
     if isinstance(result, Tensor):
         return gather(result, images=True)
     return map_tensors(functools.partial(gather, images=True), result)
@@ -295,7 +302,7 @@ def _autocast(model: nn.Module) -> torch.dtype | None:
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    """Whether it is a batch of images that lie so and no other way."""
+    """Returns whether a tensor is a batch of images in channels-last format only."""
     last = CHANNELS_LAST.get(x.dim())
     return (
         last is not None

@@ -1,6 +1,4 @@
-"""The state of an optimizer of a split model, under the names and in the shapes of the
-whole parameters.
-"""
+"""The state of an optimizer of a split model, with the names and shapes of the whole."""
 
 from __future__ import annotations
 
@@ -21,14 +19,20 @@ from .state_dict import State, agreed, shares, signature, values, whole
 
 
 def full_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
-    """The optimizer's state in the shapes of the whole parameters, on every rank; collective.
+    """Returns the optimizer's state in the shapes of whole parameters. Collective.
 
-    ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, as
-    `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict gives it of an
-    unsplit model, and `set_optimizer_state_dict` takes it.
+    Args:
+        model: a parallelized model.
+        optimizer: its optimizer.
 
-    Raises `HetConvError` on every rank if a parameter is not the model's, or if the
-    optimizer keeps of slices what is neither a number nor a slice.
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}`` on every
+        rank, as `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict returns
+        it for an unsplit model, and `set_optimizer_state_dict` takes it.
+
+    Raises:
+        HetConvError: a parameter is not the model's, or the optimizer keeps for slices what
+            is neither a number nor a slice; on every rank.
     """
     state = agreed(
         model,
@@ -42,11 +46,18 @@ def full_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
 def load_full_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Loads what `full_optim_state_dict`, or the ``state_dict`` of the unsplit model's
-    optimizer, gave; collective.
+    """Loads what `full_optim_state_dict` returned. Collective.
 
-    The optimizer may have made no step yet. Raises as `load_full_state_dict` does, also
-    for other groups of parameters.
+    The ``state_dict`` of an unsplit model's optimizer is loaded as well.
+
+    Args:
+        model: a parallelized model.
+        optimizer: its optimizer; it may have made no step yet.
+        state: the state.
+
+    Raises:
+        HetConvError: the state, or its parameter groups, do not fit; on every rank, before
+            anything changes.
     """
     what = "load_full_optim_state_dict"
     optimizer.load_state_dict(
@@ -60,8 +71,9 @@ def load_full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
-    """The state by names, with HetTensors as in `sharded_state_dict`; local, in the
-    optimizer's memory.
+    """Returns the state by names, with HetTensors as in `sharded_state_dict`.
+
+    This is local; tensors share the optimizer's memory.
     """
     params, cut, own = (
         _params_of(model, optimizer),
@@ -94,7 +106,13 @@ def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
 def local_optim_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> State:
-    """What this rank's optimizer takes of a state of whole tensors, or of slices (`Slice`)."""
+    """Returns what this rank's optimizer takes of a state.
+
+    Args:
+        model: a parallelized model.
+        optimizer: its optimizer.
+        state: a state of whole tensors, or of slices (`Slice`).
+    """
     params, cut = _params_of(model, optimizer), shares(model)
     names = dict(enumerate(params)) | {
         name: name for name in params
@@ -139,7 +157,7 @@ def local_optim_state(
 
 
 def _params_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by name, in its order."""
+    """Returns the optimizer's parameters by name, in its order."""
     names = {id(p): name for name, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if strange := [tuple(p.shape) for p in params if id(p) not in names]:
@@ -154,9 +172,7 @@ def _params_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter
 def _check(
     name: str, x: Tensor, shape: Shape, optimizer: Optimizer, sliced: bool
 ) -> None:
-    """Where there are slices, a tensor must be a number or of its parameter's shape: no
-    other is cut alike.
-    """
+    """Raises `HetConvError` for a state of slices that is no number and not of their shape."""
     if sliced and x.dim() and x.shape != shape:
         raise HetConvError(
             f"{type(optimizer).__name__} keeps a tensor of shape {tuple(x.shape)} for "

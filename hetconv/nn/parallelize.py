@@ -1,4 +1,4 @@
-"""parallelize: split layers swapped into an ordinary model, and what happens around its forward."""
+"""Replaces layers of a model by split layers."""
 
 from __future__ import annotations
 
@@ -46,35 +46,33 @@ def parallelize(
     sync_every: int = 100,
     signatures: int = 128,
 ) -> nn.Module:
-    """Swaps the layers that ``plan`` names for split ones, in place. Collective.
+    """Replaces the layers that a plan names by split layers, in place. Collective.
 
-    Parameter names stay. Rank 0's parameters and buffers are sent to all ranks.
-    Afterwards every rank calls the model with the same input, a plain tensor, and gets
-    the same plain output.
+    Parameter names stay. Rank 0's parameters and buffers are sent to all ranks. Afterwards
+    every rank calls the model with the same plain input, and gets the same plain output.
 
-    Args: model: the plain model, alike on every rank. plan: splits of its layers.
-        Kernels take the plan's tiles where these were tuned on a GPU of this rank's
-        name
-            with the versions in use; otherwise a warning says so, once. group: the
-        ranks; all of them by default. fuse: whether, without autograd, a cut
-        convolution computes the batch norm in evaluation, the residual and the
-            activation that follow it, as the plan lists them, while it stores its
-            result. Results are the same up to rounding. Convolutions that ATen computes
-            are not fused, because there it takes longer.
-        sync_every: forwards in training after which `sync_replicated` compares the
-            replicas, and makes them equal if unequal hardware has rounded them apart; 0
-            for never.
-        signatures: for how many sets of input shapes, dtypes and modes the model
-            remembers how its operators run on parts. The least recently used one is
-            forgotten, and found out anew if it comes again. A signature takes a few
-            tenths of a megabyte.
+    Args:
+        model: the plain model, alike on every rank.
+        plan: splits of its layers. Kernels use its tiles where these were tuned on a GPU of
+            this rank's name with the versions in use; otherwise a warning says so once.
+        group: the ranks; None for all.
+        fuse: whether, without autograd, a split convolution computes the batch norm in
+            evaluation, the residual and the activation that follow it in its epilogue. Results
+            are the same up to rounding. Convolutions that ATen computes are not fused, as
+            that would take longer.
+        sync_every: number of forwards in training after which `sync_replicated` compares the
+            replicas; 0 for never.
+        signatures: number of sets of input shapes, dtypes and modes for which the model
+            keeps how its operators run. The least recently used one is dropped. Each takes a
+            few tenths of a megabyte.
 
     Returns:
         The model, or the split layer if the model itself is one layer.
 
-    Raises: PlanError: on every rank, before anything changes, if the plan does not fit
-        the model or the number of ranks. DisagreementError: on every rank, if ranks
-        have different plans, models or options.
+    Raises:
+        PlanError: the plan does not fit the model or the number of ranks; on every rank,
+            before anything changes.
+        DisagreementError: ranks have different plans, models or options; on every rank.
     """
     rank_group = rank_group_of(group)
 
@@ -100,7 +98,7 @@ def parallelize(
 def _checked(
     model: nn.Module, plan: Plan, world: int, signatures: int
 ) -> tuple[dict[str, nn.Module], Tiles]:
-    """The layers and tiles that the plan names. Raises what `parallelize` raises on this rank."""
+    """Returns the layers and tiles that the plan names, or raises this rank's error."""
     if signatures < 1:
         raise HetConvError(
             f"signatures is {signatures}, but the current one must be remembered; give 1 or more"
@@ -126,9 +124,7 @@ def _swap(
     group: RankGroup,
     fuse: bool,
 ) -> nn.Module:
-    """Puts split layers in the place of those that were found, and returns the model,
-    which may be one of them.
-    """
+    """Puts split layers in the place of plain ones, and returns the model."""
     swapped: dict[int, nn.Module] = {}
     for name, layer in found.items():
         if id(layer) not in swapped:
@@ -191,9 +187,7 @@ def _check_sharing(
     found: Mapping[str, nn.Module],
     splits: Mapping[str, Split],
 ) -> None:
-    """A layer under two names has one split; a parameter of two layers cannot be in
-    both once one of them is cut.
-    """
+    """Refuses different splits of one layer, and split layers that share a parameter."""
     planned = {id(layer): name for name, layer in found.items()}
     for name, layer in found.items():
         first = planned[id(layer)]
@@ -236,9 +230,7 @@ def _swapped(
 
 
 def _share_random_state(group: RankGroup, model: nn.Module) -> None:
-    """Random operators on replicated values must draw alike: every rank goes on from
-    the first one's generators.
-    """
+    """Gives all ranks the random state of the first, for operators on replicated values."""
     state = torch.get_rng_state()
     translate_backend_errors(
         group, partial(dist.broadcast, state, group=group.control, group_src=0)
@@ -258,7 +250,7 @@ def _share_random_state(group: RankGroup, model: nn.Module) -> None:
 
 
 def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
-    """Raises `KernelError` for a choice that is neither a tile nor ATen."""
+    """Groups tiles by device and versions. Raises `KernelError` for an unknown tile."""
     found: Tiles = {}
     for t in tiles:
         choice: kernels.tiles.Entry = (
@@ -271,8 +263,9 @@ def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
 
 
 def _install(tiles: Tiles, device: torch.device) -> None:
-    """Hands a device the tiles that were tuned on its like; warns if there are others,
-    but none of these.
+    """Installs the tiles that were tuned on a device of this name.
+
+    Warns if there are others only.
     """
     if not tiles or kernels.dispatch.obstacle(device) is not None:
         return

@@ -1,4 +1,4 @@
-"""Which layers of a parallelized model are cut, and which ranks hold what of its parameters."""
+"""Split layers of a parallelized model, and shards of its parameters."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from .layers import SplitLayer
 
 
 def split_layers(model: nn.Module) -> list[SplitLayer]:
+    """Returns the split layers of a model."""
     return [layer for layer in model.modules() if isinstance(layer, SplitLayer)]
 
 
 def sharded_parameters(model: nn.Module) -> dict[int, ParamShards]:
-    """The parameters that are not whole on every rank, by id."""
+    """Returns, by id, the shards of the parameters that are not whole on every rank."""
     return parameters_of(model).shards
 
 
 class Parameters(NamedTuple):
-    """Every parameter once; by id, who holds what of those that are not whole on every
-    rank; ids of those as wired.
+    """Parameters of a parallelized model.
+
+    Attributes:
+        every: every parameter once.
+        shards: by id, those that are not whole on every rank.
+        as_wired: ids of those that are channels-last on all ranks.
     """
 
     every: list[nn.Parameter]
@@ -33,6 +38,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(model: nn.Module) -> Parameters:
+    """Returns the parameters of a parallelized model."""
     params: dict[int, nn.Parameter] = {}
     held: dict[int, ParamShards] = {}
     as_wired: set[int] = set()
@@ -51,8 +57,10 @@ def parameters_of(model: nn.Module) -> Parameters:
 
 
 def team_of_model(model: nn.Module) -> RankGroup | None:
-    """The ranks that a model is parallelized over, or None. Raises `HetConvError` if
-    its layers name several groups.
+    """Returns the ranks that a model is parallelized over, or None.
+
+    Raises:
+        HetConvError: its layers name several groups.
     """
     teams = {layer.group for layer in split_layers(model)}
     if len(teams) > 1:

@@ -1,6 +1,4 @@
-"""Replicas stay replicas: what unequal hardware rounds unequally is brought back to
-what the first rank holds.
-"""
+"""Keeps replicas equal that unequal hardware rounds differently."""
 
 from __future__ import annotations
 
@@ -24,12 +22,17 @@ log = logging.getLogger("hetconv")
 
 @torch.no_grad()
 def sync_replicated(model: nn.Module) -> float:
-    """Gives ranks that hold the same parameters or buffers the first one's values,
-    where they differ; collective.
+    """Makes parameters and buffers that several ranks hold equal. Collective.
 
-    Returns the largest difference of any number on any rank, the same on every rank,
-    and logs it on rank 0 unless it is zero. Where all hold the same bytes, which is
-    compared first, nothing moves and nothing is written to.
+    Ranks whose values differ get those of the first rank that holds them. Checksums are
+    compared first; where all are equal, nothing else is sent and nothing is written to.
+
+    Args:
+        model: a parallelized model.
+
+    Returns:
+        The largest difference of any number on any rank, the same on every rank. Rank 0
+        logs it unless it is zero.
     """
     group = team_of_model(model)
     if group is None or group.size == 1:
@@ -70,8 +73,12 @@ def sync_replicated(model: nn.Module) -> float:
 
 
 class Replica(NamedTuple):
-    """A tensor of so many numbers that each of these ranks holds, the first of them
-    first; on others it is empty.
+    """A tensor that several ranks hold.
+
+    Attributes:
+        local: the tensor; empty on other ranks.
+        holders: the ranks that hold it, the first of them first.
+        numel: number of elements.
     """
 
     local: Tensor
@@ -80,8 +87,9 @@ class Replica(NamedTuple):
 
 
 def replicas(model: nn.Module, group: RankGroup) -> list[Replica]:
-    """What several ranks hold of parameters and buffers; views, without autograd or a
-    count of their versions.
+    """Returns the parameters and buffers, or slices of them, that several ranks hold.
+
+    They are views, without autograd or version counts.
     """
     shared, everyone, found = sharded_parameters(model), tuple(range(group.size)), []
     for t in (*model.parameters(), *model.buffers()):
@@ -101,7 +109,7 @@ def replicas(model: nn.Module, group: RankGroup) -> list[Replica]:
 
 
 def _spread(group: RankGroup, same: Sequence[Replica]) -> None:
-    """Tensors that the same ranks hold, from the first of these to all of them."""
+    """Sends tensors that the same ranks hold from the first of these to all of them."""
     holders, numel = same[0].holders, sum(c.numel for c in same)
     rounds = all_reduce_among(holders, numel, group.size)
     first = ParamShards.on_ranks(

@@ -1,6 +1,4 @@
-"""What `torch.nn.Module` does with a module's parameters, for a module of which each
-rank holds slices.
-"""
+"""The interface of `torch.nn.Module` to parameters of which each rank holds slices."""
 
 from __future__ import annotations
 
@@ -37,30 +35,29 @@ Writes = dict[
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """The parameters of a sharded module: to who asks for all of them within a call of
-    the model, whole ones.
-    """
+    """The parameters of a sharded module; whole ones within a call of the model."""
 
     def __init__(self, module: ShardedModule):
         super().__init__(module._parameters)
         self._module = module
 
     def items(self) -> Any:
+        """Returns names and parameters."""
         if not self._module._within_call():
             return super().items()
         return {name: self._module._read(name) for name in self}.items()
 
     def values(self) -> Any:
+        """Returns the parameters."""
         return dict(self.items()).values()
 
 
 class ShardedModule(nn.Module, ABC):
-    """A module whose parameters are cut among ranks. What is called on it acts on whole
-    parameters, or is refused.
+    """A module whose parameters are split among ranks.
 
-    Within a call of the model a parameter that is read, as penalties and tied decoders
-    do, is whole, and so is its gradient. Outside of calls it is this rank's slice: an
-    optimizer's.
+    What is called on it acts on whole parameters, or is refused. Within a call of the model
+    a parameter that is read, as penalties and tied decoders do, is whole, and so is its
+    gradient. Outside of calls it is this rank's slice, as an optimizer needs it.
     """
 
     group: RankGroup
@@ -73,7 +70,7 @@ class ShardedModule(nn.Module, ABC):
     _shapes: tuple[tuple[str, Shape], ...]  # of the slices that this rank holds
 
     def _adopt_shards(self, held: Mapping[str, ParamShards]) -> None:
-        """Says which ranks hold what of this module's parameters."""
+        """Sets which ranks hold what of this module's parameters."""
         self.held = dict(held)
         self.__dict__["_parameters"] = _Parameters(self)
         self._shapes = tuple(
@@ -82,14 +79,15 @@ class ShardedModule(nn.Module, ABC):
         _sharded.add(self)
 
     def _slice(self, name: str) -> nn.Parameter:
-        """What this rank holds of a parameter."""
+        """Returns this rank's slice of a parameter."""
         own = self._parameters[name]
         assert own is not None
         return own
 
     def misfit(self) -> HetConvError | None:
-        """What is to be said where a parameter has not the shape of this rank's slice,
-        as `functional_call` may do.
+        """Returns the error for a parameter that has not the shape of this rank's slice.
+
+        `functional_call` may replace parameters by such ones.
         """
         for name, shape in self._shapes:
             given = self._parameters.get(name)
@@ -109,18 +107,14 @@ class ShardedModule(nn.Module, ABC):
         return super().__getattr__(name)
 
     def _within_call(self) -> bool:
-        """Whether a call of the model is under way, or a region of one that a
-        checkpoint computes again.
-        """
+        """Returns whether a call of the model is under way, or recomputed by a checkpoint."""
         scope, context = ACTIVE_SYNC.get(), self.context
         return context is not None and (
             scope.owner is context if scope is not None else in_recomputation()
         )
 
     def _read(self, name: str) -> Tensor | None:
-        """A parameter as the user's own code reads it, beside the layer's call: whole,
-        if in parts.
-        """
+        """Returns a parameter as the user's code reads it: whole, within a call."""
         own, of = self._parameters.get(name), self.held.get(name)
         if own is None or of is None or of.is_replicated:
             return own
@@ -137,26 +131,28 @@ class ShardedModule(nn.Module, ABC):
 
     @abstractmethod
     def _plain(self) -> nn.Module:
-        """The module as it was before it was cut, with parameters on the meta device."""
+        """Returns the plain module, with parameters on the meta device."""
 
     @torch.no_grad()
     def load_full(self, full: Mapping[str, Tensor]) -> None:
-        """Takes what this rank holds of the whole parameters; local."""
+        """Takes this rank's slices of whole parameters; local."""
         for name, of in self.held.items():
             self._slice(name).copy_(
                 full[name][of.boxes[self.group.rank].within(Box.whole(of.shape))]
             )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """`torch.nn.Module.apply`, where ``fn`` is given torch's own layer with the
-        whole parameters; collective.
+        """Applies a function to torch's own layer with the whole parameters. Collective.
 
-        What it writes to these is cut again, with rank 0's values as the truth.
-        Attributes, hooks, the mode and ``requires_grad`` become the module's too.
+        What it writes to these is split again, with rank 0's values. Attributes, hooks, the mode
+        and ``requires_grad`` become the module's too.
 
-        Raises: HetConvError: ``fn`` raised an error on a rank, or gave the layer other
-            parameters, or parameters of other
-                shapes; on every rank.
+        Args:
+            fn: a function of a module, as `torch.nn.Module.apply` takes it.
+
+        Raises:
+            HetConvError: ``fn`` raised an error on a rank, or gave the layer other parameters,
+                or parameters of other shapes; on every rank.
         """
         assert_consensus(self.group, f"apply to a {type(self).__name__}", repr(self))
         plain = self._whole()
@@ -187,10 +183,11 @@ class ShardedModule(nn.Module, ABC):
         return self
 
     def reset_parameters(self) -> None:
-        """Draws new parameters as torch's own layer does, on every rank alike; collective."""
+        """Draws new parameters as torch's own layer does, alike on every rank. Collective."""
         self.apply(lambda plain: plain.reset_parameters())  # type: ignore[operator]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Registers a parameter; refuses those of parametrizations."""
         if self._is_of_slice(name):
             self._refuse_parametrization(name)
         super().register_parameter(name, param)
@@ -201,9 +198,7 @@ class ShardedModule(nn.Module, ABC):
         super().__delattr__(name)
 
     def _is_of_slice(self, name: str) -> bool:
-        """Whether this is what norms of weights and pruning keep in the place of a
-        parameter, such as weight_g.
-        """
+        """Returns whether a name is what weight norm and pruning keep in place of a parameter."""
         return any(name.startswith(f"{held}_") for held in vars(self).get("held", {}))
 
     def _refuse_parametrization(self, name: str) -> None:
@@ -218,7 +213,7 @@ class ShardedModule(nn.Module, ABC):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        """Takes own slices of tensors that are whole, as a plain model's state has them."""
+        """Takes this rank's slices of whole tensors, as a plain model's state has them."""
         for name, of in self.held.items():
             given, box = state_dict.get(prefix + name), of.boxes[self.group.rank]
             if (
@@ -231,9 +226,7 @@ class ShardedModule(nn.Module, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _whole(self) -> nn.Module:
-        """The module before it was cut, with the values of now and the hooks of this
-        one; collective.
-        """
+        """Returns the plain module, with current values and this module's hooks. Collective."""
         plain, rank = self._plain(), self.group.rank
         for name, of in self.held.items():
             own = self._slice(name)
@@ -263,9 +256,7 @@ _BY_WHOLE_TENSORS = tuple(
 
 
 def _slice_in(params: Iterable[Tensor]) -> str | None:
-    """What to say of the first of these that is a slice; None if every rank holds all
-    of them whole.
-    """
+    """Returns the error for the first parameter that is a slice; None if all are whole."""
     own = {id(p) for p in params}
     for module in _sharded:
         for name, of in module.held.items():

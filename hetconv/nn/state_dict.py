@@ -1,4 +1,4 @@
-"""The state of a split model in the keys and shapes of the whole one."""
+"""The state of a split model with the keys and shapes of the whole model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ State = dict[str, Any]
 
 
 def full_state_dict(model: nn.Module) -> State:
-    """The state of the whole model with the original keys and shapes, on every rank; collective.
+    """Returns the state of the whole model on every rank. Collective.
 
-    Every tensor is contiguous and in memory of its own, as safetensors wants it.
+    Keys and shapes are those of the unsplit model. Every tensor is contiguous and in memory
+    of its own, as safetensors needs it.
+
+    Args:
+        model: a parallelized model.
     """
     return whole(
         agreed(model, "full_state_dict", lambda: sharded_state_dict(model), signature)
@@ -41,10 +45,18 @@ def full_state_dict(model: nn.Module) -> State:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads what `full_state_dict`, or the unsplit model's ``state_dict``, gave; collective.
+    """Loads what `full_state_dict`, or the unsplit model's ``state_dict``, returned.
 
-    Raises `HetConvError` on every rank, before anything changes, if keys or shapes do
-    not fit on some rank, and `DisagreementError` if ranks were given different values.
+    This is collective.
+
+    Args:
+        model: a parallelized model.
+        state: the state, the same on every rank.
+
+    Raises:
+        HetConvError: keys or shapes do not fit on some rank; on every rank, before anything
+            changes.
+        DisagreementError: ranks were given different values.
     """
     model.load_state_dict(
         agreed(
@@ -57,8 +69,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def sharded_state_dict(model: nn.Module) -> State:
-    """The state with the original keys, HetTensors where not every rank has the whole;
-    local, in the model's memory.
+    """Returns the state with HetTensors where not every rank has the whole.
+
+    This is local; tensors share the model's memory.
     """
     state = dict(model.state_dict())
     return state | {
@@ -67,15 +80,23 @@ def sharded_state_dict(model: nn.Module) -> State:
 
 
 def local_state(model: nn.Module, state: Mapping[str, Any]) -> State:
-    """What this rank's model takes of a state of whole tensors, or of slices (`Slice`)."""
+    """Returns what this rank's model takes of a state.
+
+    Args:
+        model: a parallelized model.
+        state: a state of whole tensors, or of slices (`Slice`).
+    """
     check_fit(model, {k: shape_of(v) for k, v in state.items()})
     found = shares(model)
     return {k: found[k].of(v) if k in found else v for k, v in state.items()}
 
 
 def check_fit(model: nn.Module, shapes: Mapping[str, Shape | None]) -> None:
-    """Raises `HetConvError` unless these are the whole model's keys with their shapes;
-    None is no tensor.
+    """Raises `HetConvError` unless these are the whole model's keys and shapes.
+
+    Args:
+        model: a parallelized model.
+        shapes: by key; None for what is no tensor.
     """
     own = {k: shape_of(v) for k, v in sharded_state_dict(model).items()}
     missing, unknown = (
@@ -95,15 +116,20 @@ def check_fit(model: nn.Module, shapes: Mapping[str, Shape | None]) -> None:
 
 
 class Slice(Tensor):
-    """What a rank holds of a tensor, which gives it its shape; for states alone,
-    nothing can be computed with it.
-    """
+    """This rank's slice of a tensor, with the shape of the whole; for states alone."""
 
     local: Tensor
     box: Box
 
     @classmethod
     def of(cls, local: Tensor, box: Box, shape: Shape) -> Self:
+        """Makes a slice.
+
+        Args:
+            local: this rank's part.
+            box: of ``local`` in the whole.
+            shape: of the whole.
+        """
         made: Self = make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.box = local, box
         return made
@@ -116,27 +142,25 @@ class Slice(Tensor):
 
 
 class Share(NamedTuple):
-    """How a tensor that is not whole on every rank is held, and among whom."""
+    """How a tensor is held that is not whole on every rank."""
 
     held: ParamShards
     group: RankGroup
 
     @property
     def box(self) -> Box:
-        """What this rank holds."""
+        """Box that this rank holds."""
         return self.held.boxes[self.group.rank]
 
     def owned(self, local: Tensor) -> HetTensor:
-        """Of what this rank holds the part that is its to give, so that every element
-        is given once; a view.
-        """
+        """Returns a view of what this rank gives, so that every element is given once."""
         own = self.held.primary.boxes[self.group.rank]
         return HetTensor.wrap(
             local_slice(local, self.box, own), self.held.primary, self.group
         )
 
     def of(self, x: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor; a view."""
+        """Returns a view of what this rank holds of a whole tensor."""
         return (
             x.local
             if isinstance(x, Slice)
@@ -145,7 +169,7 @@ class Share(NamedTuple):
 
 
 def shares(model: nn.Module) -> dict[str, Share]:
-    """The parameters that are not whole on every rank, by their keys in the state."""
+    """Returns, by key, the parameters that are not whole on every rank."""
     return {
         f"{path}.{name}" if path else name: Share(held, layer.group)
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -158,14 +182,14 @@ def shares(model: nn.Module) -> dict[str, Share]:
 def agreed(
     model: nn.Module, what: str, prepare: Callable[[], T], saying: Callable[[T], str]
 ) -> T:
-    """`validate_together` among the ranks that the model is cut over, if it is."""
+    """Runs `validate_together` among the ranks of a model, if it is parallelized."""
     teams = dict.fromkeys(layer.group for layer in split_layers(model))
     results = [validate_together(group, what, prepare, saying) for group in teams]
     return results[0] if results else prepare()
 
 
 def whole(state: State) -> State:
-    """The state with every HetTensor gathered, all in new memory; collective."""
+    """Returns a state with every HetTensor gathered, all in new memory. Collective."""
     full: State = tree_map_only(
         Tensor,
         lambda x: gather(x).detach().clone(memory_format=torch.contiguous_format),
@@ -175,7 +199,7 @@ def whole(state: State) -> State:
 
 
 def signature(state: State) -> str:
-    """What ranks compare of states of which each has its part: keys, shapes and types."""
+    """Returns what ranks compare of states of slices: keys, shapes and types."""
     return ", ".join(
         f"{keystr(path)} "
         f"{f'{tuple(x.shape)} {x.dtype}' if isinstance(x, Tensor) else type(x).__name__}"
@@ -184,7 +208,7 @@ def signature(state: State) -> str:
 
 
 def values(state: Mapping[str, Any]) -> str:
-    """What ranks compare of a state that all were given whole."""
+    """Returns what ranks compare of a whole state: a checksum of its values."""
     tensors = [x for x in tree_leaves(dict(state)) if isinstance(x, Tensor)]
     return (
         f"a state of bytes {sum(checksum(x) * (i + 1) for i, x in enumerate(tensors))}"
@@ -192,4 +216,5 @@ def values(state: Mapping[str, Any]) -> str:
 
 
 def shape_of(value: Any) -> Shape | None:
+    """Returns the shape of a tensor; None for anything else."""
     return tuple(value.shape) if isinstance(value, Tensor) else None

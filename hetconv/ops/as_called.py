@@ -1,5 +1,6 @@
-"""Operators whose local computation is the call itself: elementwise functions,
-reductions, products and new tensors.
+"""Operators whose local computation is the call itself.
+
+They are elementwise functions, reductions, products and new tensors.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def pointwise(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
+    """Runs an elementwise function on the shards of its inputs."""
     local = {
         id(x): to_layout(x, r, group)
         for x, r in zip(call.inputs, sharding.input_layouts, strict=True)
@@ -51,7 +53,10 @@ def contracted(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """As called, on own parts; one tensor may be two inputs, of which different parts are read."""
+    """Runs a matrix product or einsum on shards.
+
+    One tensor may be two inputs, of which different shards are read.
+    """
     parts = [
         to_layout(x, read, group)
         for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
@@ -72,7 +77,11 @@ def along_dim(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """As called, on the own part; over a cut a mean counts as the part's share of all entries."""
+    """Runs a function along some dimensions on this rank's shard.
+
+    Where the shard is a slice of the dimensions, a mean counts as the shard's share of all
+    entries.
+    """
     local = {
         id(x): to_layout(x, read, group)
         for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
@@ -111,6 +120,7 @@ def like(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
+    """Makes a new tensor in the shape of another one."""
     return HetTensor.wrap(
         as_called(func, args, kwargs)(shown(call, sharding, group)),
         sharding.output,
@@ -119,8 +129,9 @@ def like(
 
 
 def shown(call: Call, sharding: OpSharding, group: RankGroup) -> Tensor:
-    """A tensor in the shape of this rank's part of the result, where it can be in the
-    memory order of the input's.
+    """Returns a tensor in the shape of this rank's shard of the result.
+
+    It has the memory order of the input where that has this shape.
     """
     (x,), shape = call.inputs, sharding.output.boxes[group.rank].shape
     assert isinstance(x, HetTensor)

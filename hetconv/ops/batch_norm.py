@@ -1,5 +1,6 @@
-"""Batch norm on parts with the statistics of the whole: parts weigh as they count (Chan
-et al., 1979).
+"""Batch norm on shards, with the statistics of the whole batch.
+
+The moments of shards are combined as in Chan et al., 1979.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ from hetconv.sharding.layout import Box, Layout, ReadRegion
 
 
 class Norm(NamedTuple):
-    """A batch norm of C channels, all (C,): its parameters, and the statistics that it
-    reads, or is to update.
+    """A batch norm over C channels. All tensors are (C,).
 
-    ``tracks``: it is in training, and updates them.
+    Attributes:
+        weight: scale, or None.
+        bias: shift, or None.
+        mean: running mean, or None.
+        var: running variance, or None.
+        training: whether the statistics of the batch are used.
+        momentum: of the running statistics; None for their plain average.
+        eps: added to the variance.
     """
 
     weight: Tensor | None
@@ -49,10 +56,12 @@ class Norm(NamedTuple):
 
     @property
     def tracks(self) -> bool:
+        """Whether the call updates running statistics."""
         return self.training and self.mean is not None
 
 
 def norm_of(call: BatchNormCall) -> Norm:
+    """Returns the parameters of a call of batch norm."""
     assert isinstance(call.op, BatchNorm)
     return Norm(
         call.weight,
@@ -73,8 +82,10 @@ def batch_norm(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """x of any rank >= 2, cut over channels alone (statistics are local) or in any
-    other way (they are combined).
+    """Runs batch norm on an input with two or more dimensions.
+
+    An input that is sharded over channels alone needs no messages; otherwise moments are
+    combined.
     """
     assert isinstance(call, BatchNormCall)
     layout, norm = sharding.output, norm_of(call)
@@ -90,8 +101,15 @@ def batch_norm(
 
 
 def on_own_channels(x: Tensor, norm: Norm, layout: Layout, group: RankGroup) -> Tensor:
-    """Of this rank's part ``x``, where every statistic that it uses is its own:
-    evaluation, or a cut over channels.
+    """Runs batch norm where this rank needs the statistics of its own channels only.
+
+    That is in evaluation, or where channels are sharded.
+
+    Args:
+        x: this rank's shard.
+        norm: the batch norm of all channels.
+        layout: of the input.
+        group: the ranks.
     """
     sizes = _told_sizes(layout)
     running = _settle(norm, sizes, group)
@@ -123,8 +141,13 @@ def on_own_channels(x: Tensor, norm: Norm, layout: Layout, group: RankGroup) -> 
 def scale_and_shift(
     norm: Norm, dtype: torch.dtype, layout: Layout, group: RankGroup
 ) -> tuple[Tensor, Tensor]:
-    """What evaluation multiplies own channels by, and adds then, to a part of this
-    ``dtype``; without autograd.
+    """Returns factor and summand of this rank's channels in evaluation, without autograd.
+
+    Args:
+        norm: the batch norm of all channels.
+        dtype: of the shard that they are applied to.
+        layout: of the input.
+        group: the ranks.
     """
     _settle(norm, _told_sizes(layout), group)
     own, exact = _own_slice(layout, group), torch.promote_types(dtype, torch.float32)
@@ -141,16 +164,14 @@ def scale_and_shift(
 
 
 def _told_sizes(layout: Layout) -> tuple[int, ...]:
-    """In which ranges of channels ranks know their own statistics; none where all know all."""
+    """Returns how many channels' statistics each rank has; empty where all have all."""
     return layout.sizes if layout.dim == 1 else ()
 
 
 def _settle(
     norm: Norm, sizes: tuple[int, ...], group: RankGroup
 ) -> RunningStats | None:
-    """All ranks use all channels' statistics now, or each its own of so many. Who is
-    told later what they become.
-    """
+    """Synchronizes the running statistics for this use, and returns who sends them later."""
     running = running_stats_of(group)
     if running is not None and norm.mean is not None:
         running.ensure_synced(norm.mean, sizes)
@@ -158,7 +179,7 @@ def _settle(
 
 
 def _own_slice(layout: Layout, group: RankGroup) -> slice | None:
-    """This rank's channels, unless it has all."""
+    """Returns this rank's channels; None if it has all."""
     box = layout.boxes[group.rank]
     lo, hi = box.lo[1], box.hi[1]
     return slice(lo, hi) if hi - lo < layout.shape[1] else None
@@ -176,9 +197,7 @@ def _tracked(
     later: RunningStats | None,
     group: RankGroup,
 ) -> tuple[Tensor | None, Tensor | None, float]:
-    """The running statistics of this rank's channels, and the momentum with which torch
-    is to update them yet.
-    """
+    """Returns the running statistics of this rank's channels, and the momentum for torch."""
     assert norm.mean is not None
     assert norm.var is not None
     # Autograd keeps what torch is given, and would not let anybody write to the
@@ -208,12 +227,12 @@ def _track(norm: Norm, mean: Tensor, var: Tensor, count: int) -> None:
 
 
 def exact_of(x: Tensor) -> torch.dtype:
-    """In which its statistics are."""
+    """Returns the dtype of the statistics of an input."""
     return x.dtype if x.dtype == torch.float64 else torch.float32
 
 
 def _moments(x: Tensor, exact: torch.dtype) -> Tensor:
-    """(2, c): variance and mean of the own part; zero of an empty one, which weighs nothing."""
+    """Returns variance and mean of a shard, (2, c); zero for an empty one."""
     if not x.numel():
         return x.new_zeros((2, x.shape[1]), dtype=exact)
     mean, var = torch.batch_norm_update_stats(
@@ -223,10 +242,10 @@ def _moments(x: Tensor, exact: torch.dtype) -> Tensor:
 
 
 class _SplitBatchNorm(torch.autograd.Function):
-    """Training over parts of the batch or of space. Gradients of weight and bias, from
-    global sums, are whole.
+    """Batch norm in training where shards have other samples or positions.
 
-    Letters: C channels, of which this rank has c.
+    The gradients of weight and bias are those of the whole batch. C channels, of which this
+    rank has c.
     """
 
     @staticmethod
@@ -333,7 +352,7 @@ def _differentiable(
     weight: Tensor | None,
     bias: Tensor,
 ) -> Tensor:
-    """`_SplitBatchNorm`, by operators that autograd knows."""
+    """Computes `_SplitBatchNorm` by operators that autograd knows."""
     held, exact, (move,) = (
         _own_slice(sharding.output, group),
         exact_of(x),
@@ -379,7 +398,7 @@ def _differentiable(
 
 @lru_cache(1024)
 def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(P, C): what part of the numbers of each channel each rank has."""
+    """Returns which part of the elements of each channel each rank has, (P, C)."""
     count = prod(layout.shape) // layout.shape[1]
     shares = torch.zeros((layout.world, layout.shape[1]), dtype=dtype, device="cpu")
     for of_rank, box in zip(shares, layout.boxes, strict=True):
@@ -390,7 +409,7 @@ def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _among_all(own: Tensor, held: slice | None, sharding: OpSharding) -> Tensor:
-    """(2, c) of own channels to (2, C) of all, zero of the others."""
+    """Returns (2, C) with this rank's (2, c) in its channels, and zero in the others."""
     return (
         own
         if held is None
@@ -399,7 +418,7 @@ def _among_all(own: Tensor, held: slice | None, sharding: OpSharding) -> Tensor:
 
 
 def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    """(2, c): over the own part, the sums of g times normalized x, and of g."""
+    """Returns the sums of g times normalized x, and of g, over a shard: (2, c)."""
     if not x.numel():
         return torch.zeros((2, x.shape[1]), dtype=mean.dtype, device=mean.device)
     if x.is_cuda:  # whose native_batch_norm_backward wants running statistics
@@ -416,12 +435,15 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
 
 
 def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
-    """Mixed precision takes half inputs with float32 parameters throughout."""
+    """Returns a parameter in the dtype of the statistics, for half inputs."""
     return p.to(exact) if p is not None and x.dtype != exact else p
 
 
 def empty_result(x: Tensor, *params: Tensor | None) -> Tensor:
-    """An empty result where torch refuses an empty input; the graph still reaches every tensor."""
+    """Returns an empty result where torch refuses empty inputs.
+
+    Its backward reaches every tensor.
+    """
     # The product saves a tensor, as norms of other parts do: by these a checkpoint
     # knows how far to compute again.
     return sum((p.sum() * 0 for p in params if p is not None), x * x.new_ones(()))

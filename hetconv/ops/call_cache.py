@@ -1,8 +1,8 @@
-"""Calls for which nothing moves, remembered: the same call again runs on own parts
-without being read anew.
+"""Cache of calls for which nothing is sent.
 
-Most of what a CNN does between its convolutions is of this kind, and reading a call
-costs more than a small one takes.
+Such a call runs on local shards without being read again. Most calls between the
+convolutions of a CNN are of this kind, and reading a call takes longer than a small one
+does.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ PLAIN = {
 
 
 class Key(NamedTuple):
-    """All that decides whether something moves. ``held``: the layouts whose ids are in
-    it, so that they stay theirs.
+    """All that decides whether something is sent for a call.
+
+    Attributes:
+        said: function, arguments, and ids of layouts.
+        held: the layouts, so that their ids stay valid.
     """
 
     said: tuple[Any, ...]
@@ -56,8 +59,10 @@ _known: Cache[tuple[Any, ...], _Known] = Cache()
 
 
 def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
-    """The result of a call that is remembered; else what to remember it by, or None for
-    one that never is.
+    """Runs a call that is in the cache.
+
+    Returns:
+        Its result; or the key to store it by; or None for a call that is never cached.
     """
     graded = torch.is_grad_enabled()
     key: list[Any] = [func, graded]
@@ -101,8 +106,14 @@ def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
 
 
 def store(key: Key, call: Call, sharding: OpSharding, rank: int, args: Args) -> None:
-    """Notes a call that just ran on parts, if nothing moved for it and its own part is
-    the same call on own parts.
+    """Stores a call that just ran, if nothing was sent and it is the same call on shards.
+
+    Args:
+        key: from `lookup`.
+        call: the call as it was read.
+        sharding: how it ran.
+        rank: this rank.
+        args: the arguments.
     """
     op, output = call.op, sharding.output
     given = [id(x) for x in args if isinstance(x, HetTensor)]
@@ -142,8 +153,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` without its check of the batch, which reading
-    the call does.
+    """Runs `torch.nn.functional.batch_norm` without its check of the batch size.
+
+    Reading the call made that check.
     """
     cudnn = torch.backends.cudnn.enabled
     return torch.batch_norm(
@@ -166,5 +178,5 @@ def _stays(
 
 
 def _wants_gradient(x: Tensor) -> bool:
-    """Then what each rank gives to its gradient is summed."""
+    """Returns whether the ranks' contributions to a gradient are summed."""
     return torch.is_grad_enabled() and x.requires_grad

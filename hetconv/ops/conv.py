@@ -57,8 +57,11 @@ from .halo_exchange import (
 
 
 class TorchCall(NamedTuple):
-    """A call of torch's own convolution: the function, and what it is given after
-    input, weight and bias.
+    """A call of one of torch's own convolutions.
+
+    Attributes:
+        conv: the function.
+        args: its arguments after input, weight and bias.
     """
 
     conv: Callable[..., Tensor]
@@ -67,11 +70,17 @@ class TorchCall(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ConvCase:
-    """How a convolution runs on inputs that lie as ``src``.
+    """How a convolution runs on inputs of one layout.
 
-    ``stays``: own parts are read as they lie, if with halos. There is no one ``geo``
-    where filters of a grouped convolution are cut. ``torchs``: one call that is all
-    this rank computes, if it is.
+    Attributes:
+        src: layout of the input.
+        op: the convolution.
+        sharding: what it reads, and the layout of its output.
+        held: shards of its parameters.
+        geo: geometry of this rank's computation; None where filters of a grouped
+            convolution are split.
+        is_local: whether the rank's shard is read as it is, possibly with halos.
+        torchs: one call of torch that computes this rank's part, if there is one.
     """
 
     src: Layout
@@ -84,7 +93,14 @@ class ConvCase:
 
 
 def conv_case(op: Conv, src: Layout, split: Split, group: RankGroup) -> ConvCase:
-    """All that goes by where the input of a convolution under ``split`` lies."""
+    """Returns how a convolution runs on inputs of this layout.
+
+    Args:
+        op: the convolution.
+        src: layout of the input.
+        split: how the layer is split.
+        group: the ranks.
+    """
     split = op.canonical(split)
     sharding, held = (
         cached_sharding(op, (src,), split),
@@ -111,8 +127,10 @@ def conv_case(op: Conv, src: Layout, split: Split, group: RankGroup) -> ConvCase
 
 
 def _torchs(geo: Geometry, read: Box) -> TorchCall | None:
-    """Not where something travels, is empty, or is padded on one side only, nor what
-    `aten` computes in its own way.
+    """Returns torch's call for this rank's part, if one call computes it.
+
+    There is none where something is sent, is empty, or is padded on one side only, nor where
+    `aten` has a computation of its own.
     """
     s, own = geo.op.spec, geo.own
     if (
@@ -147,12 +165,20 @@ def convolution(
     followers: tuple[str, ...] = (),
     chunks: int = 1,
 ) -> Tensor:
-    """A convolution of any rank under a split. ``w`` and ``b`` are what this rank holds of them.
+    """Runs a convolution of any rank under a split.
 
-    Returns a HetTensor, or a plain tensor where every rank computed the whole.
-    ``fusible_functions``: the functions that alone will be called on the result; without
-    autograd it waits for them, to compute them as it is stored. ``chunks`` of the batch
-    in which a result that is cut by filter is gathered, if it is asked for whole.
+    Args:
+        x: the input.
+        w: what this rank holds of the weight.
+        b: what this rank holds of the bias.
+        way: see `conv_case`.
+        group: the ranks.
+        followers: the functions that alone will be called on the result. Without autograd
+            the convolution is deferred, to compute them in its epilogue.
+        chunks: in which the batch of a result that is sharded over channels is gathered.
+
+    Returns:
+        A HetTensor, or a plain tensor where every rank computed the whole.
     """
     step, geo = way.sharding, way.geo
     if step.output.kind == "replicated":
@@ -206,8 +232,9 @@ def _apply(
 def _grouped(
     x: Tensor, w: Tensor, b: Tensor | None, op: Conv, y: Layout, group: RankGroup
 ) -> Tensor:
-    """Own filters of a grouped convolution: part of a first group, whole groups, part
-    of a last one.
+    """Computes this rank's filters of a grouped convolution.
+
+    They are part of a first group, whole groups, and part of a last one.
     """
     s = op.spec
     k_lo, k_hi = y.boxes[group.rank].lo[1], y.boxes[group.rank].hi[1]
@@ -240,10 +267,9 @@ def _grouped(
 
 
 class _GradientOnly(torch.autograd.Function):
-    """Zeros in the place of a bias that another rank adds: its gradient is that of the
-    one that is added.
+    """Zeros in the place of a bias that another rank adds.
 
-    A rank holds all of the bias or none of it.
+    The gradient is that of the bias that is added. A rank holds all of the bias or none.
     """
 
     @staticmethod
@@ -259,7 +285,19 @@ class _GradientOnly(torch.autograd.Function):
 def linear(
     x: Tensor, w: Tensor, b: Tensor | None, op: Linear, split: Split, group: RankGroup
 ) -> Tensor:
-    """A linear layer under a split: a HetTensor, or for ``replicate`` a plain tensor."""
+    """Runs a linear layer under a split.
+
+    Args:
+        x: the input.
+        w: what this rank holds of the weight.
+        b: what this rank holds of the bias.
+        op: the layer.
+        split: how it is split.
+        group: the ranks.
+
+    Returns:
+        A HetTensor, or for ``replicate`` a plain tensor.
+    """
     if split.kind == "replicate":
         return _linear(gather(x), w, b, op.features)
     sharding, held = (
@@ -305,8 +343,10 @@ def conv_transpose(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """Each rank computes its own outputs from all inputs that add to them, and cuts off
-    what is others'.
+    """Runs a transposed convolution on shards.
+
+    Each rank computes its outputs from all inputs that contribute to them, and crops the
+    outputs of other ranks.
     """
     assert isinstance(call, ConvTransposeCall)
     op = call.op

@@ -1,9 +1,8 @@
-"""A convolution that waits for what follows it: what can be done as its sums are stored
-is folded into it.
+"""Convolutions that are deferred, to compute what follows them in their epilogue.
 
-Only without autograd, and only for the functions that a plan lists as its sole
-followers. Anything else that is done to the result has it computed first, as it stands,
-so that the listing is a hint and never decides what comes out.
+This happens only without autograd, and only for the functions that a plan lists as the
+sole users of a convolution's result. Anything else that is done to the result computes
+the convolution first, so that the list is a hint and never changes a result.
 """
 
 from __future__ import annotations
@@ -40,12 +39,19 @@ fuse_anywhere = Switch()
 
 
 class DeferredConv(NamedTuple):
-    """This rank's part of a convolution, put off, with what was folded into it so far.
-    A call computes it.
+    """This rank's part of a convolution that is not computed yet. A call computes it.
 
-    ``expects``: what may be folded next, in order. ``chunks`` of the batch in which it
-    is gathered, where the whole is asked for. ``seen``: tensors that are read then, at
-    their versions of now.
+    Attributes:
+        x: this rank's input.
+        w: its filters.
+        b: their bias.
+        geo: geometry of the computation.
+        layout: of the output.
+        group: the ranks.
+        expects: the functions that may be fused next, in order.
+        chunks: in which the batch is gathered, where the whole is asked for.
+        after: the epilogue so far.
+        seen: tensors that will be read, with their versions of now.
     """
 
     x: Tensor
@@ -60,14 +66,17 @@ class DeferredConv(NamedTuple):
     seen: tuple[tuple[Tensor, int], ...] = ()
 
     def with_residual(self, residual: Tensor) -> DeferredConv:
+        """Returns the convolution with a residual added in its epilogue."""
         after = self.after._replace(residual=residual)
         return self._replace(after=after, seen=self.seen + version(residual))
 
     def __call__(self) -> Tensor:
+        """Computes the convolution with its epilogue."""
         with self._reading():
             return computed(self.x, self.w, self.b, self.geo, self.group, self.after)[0]
 
     def gathered(self) -> Tensor | None:
+        """Returns the whole output, gathered in chunks; None for a single chunk."""
         if min(self.chunks, self.layout.shape[0]) < 2 or self.layout.dim != 1:
             return None
         with self._reading():
@@ -95,24 +104,25 @@ class DeferredConv(NamedTuple):
 
 
 def version(t: Tensor) -> tuple[tuple[Tensor, int], ...]:
-    """An entry of `DeferredConv.seen`; an inference tensor keeps no count."""
+    """Returns an entry of `DeferredConv.seen`. An inference tensor counts no versions."""
     return () if t.is_inference() else ((t, write_count(t)),)
 
 
 def fusion_pays(group: RankGroup) -> bool:
-    """Whether a model folds on these ranks; alike on all of them, for when halos travel
-    goes by it. Collective.
+    """Returns whether a model fuses on these ranks, alike on all of them. Collective.
 
-    Only where Triton computes convolutions. ATen does what is folded in passes of its
-    own, and Python takes longer to fold it than the one pass takes that is saved: on an
-    H100 with cuDNN 2.6 times as long as without.
+    Only Triton computes an epilogue. ATen would compute it in passes of its own, and Python
+    takes longer to fuse than the pass that is saved: on an H100 with cuDNN 2.6 times as long
+    as without.
     """
     return any(all_gather_object(group, fuse_anywhere.on or not kernels.only_aten()))
 
 
 def may_defer(x: Tensor) -> bool:
-    """Within a parallelized model's forward, without autograd, and not where writes to
-    ``x`` would go unnoticed.
+    """Returns whether a convolution of ``x`` may be deferred.
+
+    It may within a parallelized model's forward, without autograd, and where writes to ``x``
+    are noticed.
     """
     if torch.is_grad_enabled() or ACTIVE_SYNC.get() is None:
         return False
@@ -122,8 +132,10 @@ def may_defer(x: Tensor) -> bool:
 
 
 def fuse(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
-    """The result of a call on a convolution that waits for it, which goes on waiting;
-    None if it is another call.
+    """Fuses a call into the deferred convolution that it is made on.
+
+    Returns:
+        The result, which is deferred too; None if the call cannot be fused.
     """
     for i, x in enumerate(args[:2]):
         if x.__class__ is not HetTensor or not isinstance(x.pending, DeferredConv):
@@ -155,8 +167,16 @@ def _further(
     args: Args,
     kwargs: Kwargs,
 ) -> DeferredConv | None:
-    """With one more thing done after the convolution, if it can be: argument ``i`` of
-    the call is what waits.
+    """Returns the convolution with one more function fused, if it can be.
+
+    Args:
+        waiting: the convolution.
+        x: its result.
+        i: index of ``x`` among the arguments.
+        name: of the function.
+        func: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
     """
     after = waiting.after
     if name == "batch_norm":
@@ -184,7 +204,7 @@ def _further(
 def _with_residual(
     waiting: DeferredConv, x: HetTensor, i: int, args: Args, kwargs: Kwargs
 ) -> DeferredConv | None:
-    """The sum lies as the first of both does; the other one is brought there."""
+    """Fuses an addition. The sum has the layout of the first of the two."""
     if (
         waiting.after.residual is not None
         or len(args) != 2
@@ -215,11 +235,20 @@ def gathered_in_chunks(
     layout: Layout,
     chunks: int,
 ) -> Tensor:
-    """The whole output, of a ``layout`` cut along channels, channels-last; without
-    autograd, collective.
+    """Returns the whole output, channels-last. Collective, without autograd.
 
-    A chunk is computed by whom the whole batch would be, with the same tile: the same
-    bits, but for an ATen that goes by the size of the batch.
+    A chunk is computed by the rank that computes it of the whole batch, with the same tile:
+    the bits are the same, unless ATen's choice depends on the batch size.
+
+    Args:
+        x: this rank's input.
+        w: its filters.
+        b: their bias.
+        geo: geometry of the computation.
+        group: the ranks.
+        after: the epilogue.
+        layout: of the output; it is sharded over channels.
+        chunks: number of chunks of the batch.
     """
     N, *image = layout.shape
     s, route = geo.op.spec, ANY

@@ -1,5 +1,6 @@
-"""What a HetTensor does when a torch function is called on it. A module per family says
-how its calls run.
+"""What a HetTensor does when a torch function is called on it.
+
+The module of each family of operators says how its calls run.
 """
 
 from __future__ import annotations
@@ -62,8 +63,13 @@ from .trial_run import Verdict, trial
 
 
 def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
-    """From now on ``on_gathered`` runs `torch.autograd.Function.apply` where it is
-    given a HetTensor.
+    """Makes custom autograd functions run on gathered tensors.
+
+    Args:
+        on_gathered: runs `torch.autograd.Function.apply` where it is given a HetTensor.
+
+    Returns:
+        A function that undoes this.
     """
 
     def apply(cls: type, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -151,8 +157,9 @@ def dispatch(
     args: Args = (),
     kwargs: Kwargs | None = None,
 ) -> Any:
-    """Runs a torch function that was given a HetTensor: on parts where there is a rule,
-    else on gathered tensors.
+    """Runs a torch function that was given a HetTensor.
+
+    It runs on shards where the operator has a sharding rule, else on gathered tensors.
     """
     kwargs = kwargs or {}
     if func in ASKED:
@@ -169,7 +176,7 @@ def dispatch(
 
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> Any:
-    """``key``: what to remember the call by, if it turns out to move nothing."""
+    """Runs a call, and stores it under ``key`` if nothing was sent for it."""
     verdict, found = trial(func, args, kwargs)
     if verdict.returns is not None:
         return found[verdict.returns]
@@ -255,9 +262,7 @@ def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _without_values(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Of a HetTensor only the dtype and the device are read: like.new_zeros(3),
-    plain.type_as(like).
-    """
+    """Runs a function that reads only dtype and device, such as ``like.new_zeros(3)``."""
 
     def own(x: Any) -> Any:
         return x.local if isinstance(x, HetTensor) else x
@@ -270,8 +275,10 @@ def _het(tensors: Sequence[Tensor]) -> bool:
 
 
 def runs_sharded(call: Call, sharding: OpSharding) -> bool:
-    """Not where the result is replicated anyway, nor where more than this rank's part
-    is to be written to.
+    """Returns whether a call runs on shards.
+
+    It does not where the result is replicated anyway, nor where more than this rank's shard
+    is written to.
     """
     if sharding.output.kind == "replicated" or not call.in_place:
         return sharding.output.kind != "replicated"
@@ -280,7 +287,7 @@ def runs_sharded(call: Call, sharding: OpSharding) -> bool:
 
 
 def _writes_alone(call: Call, written: Sequence[HetTensor]) -> bool:
-    """Whether a call writes to nothing but the target of a call in place."""
+    """Returns whether a call writes to nothing but the target of a call in place."""
     return all(call.in_place and x is call.inputs[0] for x in written)
 
 
@@ -290,8 +297,9 @@ def _fits(
     arguments: Iterable[Any],
     found: Sequence[HetTensor],
 ) -> bool:
-    """Whether the rule gives what PyTorch does. A view of a tensor in a list is not
-    taken of parts.
+    """Returns whether the rule gives what PyTorch gives.
+
+    A view of a tensor in a list is not taken of shards.
     """
     if verdict.shares and not any(a is found[0] for a in arguments):
         return False
@@ -305,14 +313,14 @@ def _fits(
 def _on_another(
     x: HetTensor, func: Func, args: Args, kwargs: Kwargs
 ) -> Callable[[Tensor], Any]:
-    """The same call with another tensor in the place of ``x``."""
+    """Returns a function that makes the same call with another tensor in place of ``x``."""
     return lambda other: called_on({id(x): other}, func, args, kwargs)
 
 
 def _finish(
     call: Call, y: HetTensor | tuple[HetTensor, ...]
 ) -> HetTensor | tuple[HetTensor, ...]:
-    """A call in place leaves its result in the HetTensor that it was called on."""
+    """Leaves the result of a call in place in the HetTensor that it was called on."""
     target = call.inputs[0]
     if not call.in_place or not isinstance(target, HetTensor) or isinstance(y, tuple):
         return y
@@ -321,7 +329,7 @@ def _finish(
 
 
 def _of_images(call: Call) -> bool:
-    """Whether all inputs are, and in a model on one device lie as those of the model do."""
+    """Returns whether all inputs are images with the model's memory format."""
     return isinstance(call.op, IMAGES) or (
         isinstance(call.op, Cat) and call.op.dim == 1
     )
@@ -335,12 +343,17 @@ def on_gathered(
     images: bool = False,
     written: Sequence[HetTensor] = (),
 ) -> Any:
-    """Gathers every HetTensor among the arguments and runs the function on plain
-    tensors. ``images``: as `gather` says.
+    """Gathers every HetTensor among the arguments and runs the function on plain tensors.
 
-    A HetTensor that the call writes to (``written``), or returns a view of, becomes
-    replicated, so that both go on sharing memory, and with it whatever shares its
-    memory on parts.
+    A HetTensor that the call writes to, or returns a view of, becomes replicated together
+    with all that share its memory, so that they go on sharing it.
+
+    Args:
+        func: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        images: see `gather`.
+        written: HetTensors that the call writes to.
     """
     for x in written:
         views.make_whole(x)
@@ -377,7 +390,7 @@ def on_gathered(
 
 
 def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
-    """The HetTensors that a call writes to, by its name and its arguments."""
+    """Returns the HetTensors that a call writes to, by its name and arguments."""
     targets = [
         kwargs.get("out"),
         args[0] if args and writes_in_place(func, kwargs) else None,
@@ -390,6 +403,7 @@ def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
     assigned=("__name__", "__qualname__", "__doc__", "__annotations__"),
 )
 def gather(x: Tensor, *, images: bool = False) -> Tensor:
+    """Gathers a tensor as a call of the user's program. See `het_tensor.gather`."""
     call_tags.enter("hetconv.gather")
     return het_tensor.gather(x, images=images)
 

@@ -1,6 +1,4 @@
-"""Normalizations on parts with the statistics of the whole; see `batch_norm` for those
-of batches.
-"""
+"""Group, layer and similar norms on shards, with the statistics of the whole."""
 
 from __future__ import annotations
 
@@ -44,8 +42,10 @@ def group_norm(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """x (N, C, ...), cut over samples or whole groups of channels (all is local) or
-    else (moments are combined).
+    """Runs group norm on (N, C, ...).
+
+    Nothing is sent where samples or whole groups of channels are sharded; otherwise moments
+    are combined.
     """
     assert isinstance(call, NormCall)
     assert isinstance(call.op, GroupNorm)
@@ -73,9 +73,10 @@ def group_norm(
 
 
 class _SplitGroupNorm(torch.autograd.Function):
-    """Ranks hold parts of the same groups. Of weight and bias they are given their own channels.
+    """Group norm where ranks have parts of the same groups.
 
-    Letters: x (n, c, ...) of own samples and channels; mean, invstd (n, G) of the groups.
+    Weight and bias are those of the rank's own channels. x is (n, c, ...), of the rank's
+    samples and channels; mean and invstd are (n, G), of the groups.
     """
 
     @staticmethod
@@ -172,7 +173,7 @@ def _differentiable(
     weight: Tensor | None,
     bias: Tensor,
 ) -> Tensor:
-    """`_SplitGroupNorm`, by operators that autograd knows."""
+    """Computes `_SplitGroupNorm` by operators that autograd knows."""
     layout, exact, (move,) = sharding.output, exact_of(x), sharding.forward_moves
     lo = layout.boxes[group.rank].lo[1]
     own = (
@@ -192,9 +193,7 @@ def _differentiable(
 
 
 def _group_moments(x: Tensor, op: GroupNorm, lo: int) -> Tensor:
-    """(2, n G): variance and mean of the own part of every group; zero of an empty one,
-    which weighs nothing.
-    """
+    """Returns variance and mean of a shard for each group, (2, n G); zero if it is empty."""
     if not x.numel():
         return x.new_zeros((2, len(x) * op.groups))
     var, mean = torch.var_mean(x, list(range(2, x.dim())), correction=0)
@@ -207,7 +206,7 @@ def _group_moments(x: Tensor, op: GroupNorm, lo: int) -> Tensor:
 
 
 def _to_groups(v: Tensor, op: GroupNorm, lo: int) -> Tensor:
-    """(N, c) of the own channels, which begin at ``lo``, to their sums (N, G) per group."""
+    """Sums (N, c) of the rank's channels, which begin at ``lo``, to (N, G) per group."""
     return (
         F.pad(v, (lo, op.shape[1] - lo - v.shape[1]))
         .reshape(-1, op.groups, op.channels)
@@ -216,9 +215,7 @@ def _to_groups(v: Tensor, op: GroupNorm, lo: int) -> Tensor:
 
 
 def _to_channels(v: Tensor, op: GroupNorm, lo: int, like: Tensor) -> Tensor:
-    """(N, G) to (N, c, 1, ...) of the own channels, with as many dimensions as
-    ``like``, which has c channels.
-    """
+    """Expands (N, G) to (N, c, 1, ...) of the rank's channels, with the rank of ``like``."""
     own = v.repeat_interleave(op.channels, 1)[:, lo : lo + like.shape[1]]
     return own.view(*own.shape, *[1] * (like.dim() - 2))
 
@@ -231,7 +228,7 @@ def local_norm(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """As called, on the own part."""
+    """Runs a norm over whole dimensions on the rank's shard."""
     x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     if (
         name_of(func) == "local_response_norm" and not x.numel()

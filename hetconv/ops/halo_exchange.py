@@ -1,9 +1,9 @@
-"""A convolution of own parts. A spatial cut works by linearity: conv(own rows + halo) =
-conv(own rows) + conv(halo).
+"""Convolutions of a rank's own rows and of the halo rows of other ranks.
 
-The halo only adds to the few output rows beside a cut, so own rows are never copied or
-padded, and the exchange runs while they are computed; backward sends the halo's
-cotangent home first and computes the rest meanwhile.
+Convolution is linear: conv(own rows + halo) = conv(own rows) + conv(halo). The halo
+contributes to the few output rows beside a boundary only. Own rows are therefore neither
+copied nor padded, and the exchange runs while they are computed. The backward pass sends
+the halo's cotangent first, and computes the rest meanwhile.
 """
 
 from __future__ import annotations
@@ -33,10 +33,22 @@ from hetconv.torch_internals import materialized
 
 @dataclass(frozen=True)
 class Geometry:
-    """This rank's share of a convolution: its own segment, and one per rank whose rows
-    it also reads.
+    """What one rank computes of a convolution: its own segment, and one for each halo.
 
-    Rows are what ``dim`` counts: planes, rows or columns.
+    "Rows" are what ``dim`` counts: planes, rows or columns.
+
+    Attributes:
+        op: the convolution.
+        dim: the sharded dimension.
+        y_shape: shape of this rank's output.
+        first_out: its first row in the whole output.
+        groups: number of groups that it computes.
+        own: segment of its own rows; None if there is none.
+        own_lo: the first of its own rows in the whole input.
+        halos: segment of the rows of each other rank.
+        held: box of the input that each rank holds.
+        wanted: box of the input that each rank reads.
+        adds_bias: whether this rank adds the bias.
     """
 
     op: Conv
@@ -54,13 +66,15 @@ class Geometry:
     adds_bias: bool = True
 
     def padding(self, segment: Segment) -> tuple[Span, ...]:
+        """Returns the padding of a segment in each spatial dimension."""
         given, i = self.op.spec.padding, self.dim - 2
         return (*given[:i], segment.pad, *given[i + 1 :])
 
     @cached_property
     def covers(self) -> bool:
-        """Whether the own segment adds to all of the own output (always, but for cuts
-        far out of line).
+        """Whether the own segment contributes to all outputs of the rank.
+
+        It does unless the boundaries of input and output are far apart.
         """
         return self.own is not None and self.own.out == (
             self.first_out,
@@ -70,9 +84,7 @@ class Geometry:
 
 @lru_cache(maxsize=4096)
 def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
-    """Where ``x`` is cut along the same dimension: own rows as they lie, the others'
-    pieces as halos.
-    """
+    """Returns the geometry for an input that is sharded like the output, with halos."""
     dim = op.dim(split.kind)
     assert dim is not None
     sharding = op.sharding((x,), split)
@@ -103,7 +115,7 @@ def spatial_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
 
 @lru_cache(maxsize=4096)
 def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
-    """Where all that this rank reads lies in one slab."""
+    """Returns the geometry where all that this rank reads is in one tensor."""
     sharding = op.sharding((x,), split)
     dim = op.dim(split.kind) or 2
     out, need = sharding.output.boxes[rank], sharding.input_layouts[0].boxes[rank]
@@ -124,7 +136,7 @@ def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
 
 @lru_cache(maxsize=4096)
 def group_geometry(op: Conv, samples: int, filters: int, groups: int) -> Geometry:
-    """Some filters of a grouped convolution, which read whole images of their own groups."""
+    """Returns the geometry of some filters of a grouped convolution, on whole images."""
     s = op.spec
     whole = slab_geometry(
         op, Layout.replicated(s.x_shape, 1), Split("filter", (s.K,)), 0
@@ -133,11 +145,14 @@ def group_geometry(op: Conv, samples: int, filters: int, groups: int) -> Geometr
 
 
 class FusedEpilogue(NamedTuple):
-    """What is done to a convolution's sums: activation(scale * y + shift + residual),
-    each as wanted.
+    """The epilogue activation(scale * y + shift + residual) of a convolution y.
 
-    ``scale`` and ``shift`` are one number per filter of this rank, in float32 at least;
-    ``residual`` is like y.
+    Attributes:
+        scale: one number per filter of this rank, in float32 at least; or None.
+        shift: likewise.
+        residual: a tensor like y, or None.
+        activation: name of the activation, or None.
+        slope: its slope below zero.
     """
 
     scale: Tensor | None = None
@@ -159,8 +174,19 @@ def computed(
     after: FusedEpilogue = IDENTITY,
     route: Route = ANY,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """This rank's part of the output, finished, and the halos that came for it, by
-    sender; without autograd.
+    """Computes this rank's output, without autograd.
+
+    Args:
+        x: this rank's input.
+        w: its filters.
+        b: their bias.
+        geo: what it computes.
+        group: the ranks.
+        after: the epilogue.
+        route: which kernels to use.
+
+    Returns:
+        The output, and the halos by sender.
     """
     bias = b if geo.adds_bias else None
     whole = geo.covers and bool(x.numel() and w.numel())
@@ -196,9 +222,7 @@ def computed(
 
 
 def _constant(y: Tensor, bias: Tensor | None, after: FusedEpilogue) -> Tensor:
-    """What a convolution of zeros gives, added to ``y``; a rank that has none of it
-    need not hold the bias.
-    """
+    """Adds the convolution of zeros; a rank without output rows need not hold the bias."""
     if not y.numel():
         return y
     if bias is not None:
@@ -209,6 +233,8 @@ def _constant(y: Tensor, bias: Tensor | None, after: FusedEpilogue) -> Tensor:
 
 
 class LocalConv(torch.autograd.Function):
+    """A convolution of one rank's shard, with its backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -218,6 +244,7 @@ class LocalConv(torch.autograd.Function):
         geo: Geometry,
         group: RankGroup,
     ) -> Tensor:
+        """Computes this rank's output."""
         y, got = computed(x, w, b, geo, group)
         ctx.save_for_backward(x, w, *(got[peer] for peer, _, _ in geo.halos))
         ctx.geo, ctx.group, ctx.biases = geo, group, len(b) if b is not None else 0
@@ -228,6 +255,7 @@ class LocalConv(torch.autograd.Function):
     def backward(
         ctx: Any, g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        """Computes the gradients of input, weight and bias."""
         (x, w, *halos), geo, group, g = (
             ctx.saved_tensors,
             ctx.geo,
@@ -281,7 +309,7 @@ class LocalConv(torch.autograd.Function):
 
 
 def _differentiable(geo: Geometry, group: RankGroup, x: Tensor, w: Tensor) -> Tensor:
-    """`computed` without bias, by operators that autograd knows."""
+    """Computes `computed` without bias by operators that autograd knows."""
     y, sources = x.new_zeros(geo.y_shape), [x, w]
     parts = [] if geo.own is None else [(x, geo.own, geo.own_lo)]
     if geo.held:
@@ -306,8 +334,9 @@ def _differentiable(geo: Geometry, group: RankGroup, x: Tensor, w: Tensor) -> Te
 
 
 class _FetchedHalos(torch.autograd.Function):
-    """The halos of own rows, in the order of ``geo.halos``, after a zero that ties
-    every rank to the exchange.
+    """Halos of a rank, in the order of ``geo.halos``.
+
+    A zero that ties every rank to the exchange comes first.
     """
 
     @staticmethod
@@ -334,7 +363,7 @@ class _FetchedHalos(torch.autograd.Function):
 
 
 class _HalosSentHome(torch.autograd.Function):
-    """The adjoint of `_FetchedHalos`: the cotangent of own rows that other ranks read."""
+    """Adjoint of `_FetchedHalos`: the cotangent of own rows that other ranks read."""
 
     @staticmethod
     def forward(
@@ -362,9 +391,7 @@ class _HalosSentHome(torch.autograd.Function):
 def _send_home(
     geo: Geometry, group: RankGroup, x: Tensor, home: dict[int, Tensor]
 ) -> PendingExchange:
-    """Each halo's cotangent goes to the rank that lent it; from the others come those
-    of this rank's rows.
-    """
+    """Sends each halo's cotangent to its owner, and receives those of this rank's rows."""
     return PendingExchange(
         group, x, home, exchange_plan(geo.wanted, geo.held, group.rank).comes
     )
@@ -373,9 +400,7 @@ def _send_home(
 def _add_home(
     gx: Any, came: dict[int, Tensor], geo: Geometry, group: RankGroup
 ) -> None:
-    """Adds the cotangents of the rows that others read, in one pass unless several read
-    the same.
-    """
+    """Adds the cotangents of rows that others read; in one pass unless several read one."""
     held = geo.held[group.rank]
     boxes = [geo.wanted[peer].intersect(held) for peer in came]
     views = [gx[box.within(held)] for box in boxes]
@@ -410,7 +435,18 @@ def _run(
     after: FusedEpilogue,
     route: Route,
 ) -> Tensor:
-    """What the rows of ``segment`` in ``x`` (whose first row is ``lo``) add to the output."""
+    """Returns what the rows of a segment contribute to the output.
+
+    Args:
+        geo: what the rank computes.
+        x: rows of the input.
+        segment: of these rows.
+        lo: index of the first row of ``x``.
+        w: the filters.
+        b: the bias.
+        after: the epilogue.
+        route: which kernels to use.
+    """
     s = geo.op.spec
     x, w = _cut(x, w, geo, segment, lo)
     args = (x, w, b, s.stride, geo.padding(segment), s.dilation, geo.groups)
@@ -448,7 +484,7 @@ def _cut(
 
 
 def _rows(y: Tensor, geo: Geometry, segment: Segment) -> Tensor:
-    """The rows of an output tensor that a segment adds to."""
+    """Returns the rows of an output tensor that a segment contributes to."""
     lo, hi = segment.out
     return (
         y
@@ -458,7 +494,7 @@ def _rows(y: Tensor, geo: Geometry, segment: Segment) -> Tensor:
 
 
 def _placed(gx: Tensor, x: Tensor, geo: Geometry, segment: Segment, lo: int) -> Tensor:
-    """The gradient of a segment's rows, in zeros where rows of ``x`` were not read."""
+    """Returns the gradient of a segment's rows, with zeros for rows that were not read."""
     if gx.shape == x.shape:
         return gx
     whole = torch.zeros_like(x)

@@ -1,4 +1,4 @@
-"""Pooling on parts."""
+"""Pooling on shards."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ def pool(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """Cut over samples or channels, as called; cut over space, on the slab that the own
-    output reads.
+    """Runs a pooling.
+
+    Where samples or channels are sharded, it runs as called; where space is, on the rows
+    that the rank's outputs read.
     """
     op = call.op
     assert isinstance(op, Pool)
@@ -86,11 +88,17 @@ def own_outputs(
     kwargs: Kwargs,
     over_space: Callable[[Tensor, int, Box], Tensor],
 ) -> HetTensor:
-    """Cut over samples or channels, as called; over space, what ``over_space`` makes of
-    what was read.
+    """Computes a rank's outputs of a pooling.
 
-    That is given this rank's slab of the input, the dimension of the cut, and its box
-    of the output.
+    Args:
+        call: the call.
+        sharding: how it is sharded.
+        group: the ranks.
+        func: torch's function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        over_space: computes the outputs where space is sharded, from the rows that they
+            read, the sharded dimension, and the box of the outputs.
     """
     layout = sharding.output
     assert layout.inner_dim is not None
@@ -108,11 +116,11 @@ def own_outputs(
 
 
 def _differentiable(x: Tensor, op: object) -> Tensor:
-    """x in a memory format of which PyTorch computes the gradient right.
+    """Returns x in a memory format for which PyTorch's gradient is right.
 
-    On CUDA that of an average pool with padding is wrong for channels-last images (2.11
-    to 2.13, PyTorch's issue 188344), and what comes from other ranks is channels-last
-    where a plain model has contiguous images.
+    On CUDA the gradient of an average pool with padding is wrong for channels-last images
+    (PyTorch 2.11 to 2.13, issue 188344). What other ranks sent is channels-last where a plain
+    model has contiguous images.
     """
     averages = (
         isinstance(op, Pool) and op.kind != "max" and any(w.pad_lo for w in op.windows)
@@ -121,8 +129,9 @@ def _differentiable(x: Tensor, op: object) -> Tensor:
 
 
 def in_plain_order(x: Tensor) -> Tensor:
-    """x with the strides of a new tensor, which `Tensor.contiguous` does not give one
-    of a single channel.
+    """Returns x with the strides of a new tensor.
+
+    `Tensor.contiguous` does not change those of an image with a single channel.
     """
     strides = torch.empty(x.shape, device="meta").stride()
     return (
@@ -138,7 +147,7 @@ def empty_part(
     args: Args,
     kwargs: Kwargs,
 ) -> Tensor:
-    """`empty_output` in the dtype that the call gives, which under autocast only torch knows."""
+    """Returns `empty_output` in the dtype of the call, which under autocast torch decides."""
     y = empty_output(shape, x)
     if not torch.is_autocast_enabled(x.device.type):
         return y
@@ -149,8 +158,9 @@ def empty_part(
 
 
 def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> Tensor:
-    """The output span ``out`` from the slab ``x`` that it reads; padding is made
-    explicit where a side has any.
+    """Computes a span of outputs from the rows that they read.
+
+    Padding is explicit where any side has some.
     """
     sides = [(w.pad_lo, w.pad_hi) for w in op.windows]
     sides[dim - 2] = op.windows[dim - 2].padding(out, sizes[dim - 2])
@@ -180,8 +190,9 @@ def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> T
 def _counts(
     window: Window, size: int, out: Span, padding: bool, device: torch.device
 ) -> Tensor:
-    """How many numbers each output of a window averages: inputs and, if asked, as much
-    padding after as before them.
+    """Returns how many numbers each output averages.
+
+    These are inputs and, if asked for, as much padding after as before them.
     """
     extra = window.pad_lo if padding else 0
     starts = [p * window.stride - window.pad_lo for p in range(*out)]
@@ -197,7 +208,7 @@ def adaptive_pool(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """Cut over space, each own output along the cut from the inputs that it pools."""
+    """Runs adaptive pooling; where space is sharded, each output from its own inputs."""
     op = call.op
     assert isinstance(op, AdaptivePool)
 
@@ -225,7 +236,10 @@ def global_average_pool(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """Over a cut of space each rank's summand is its own sum over the whole count."""
+    """Runs average pooling to one pixel.
+
+    Where space is sharded, each rank's summand is its sum over the count of all pixels.
+    """
     op = call.op
     assert isinstance(op, GlobalAveragePool)
     x = to_layout(call.inputs[0], sharding.input_layouts[0], group)

@@ -1,8 +1,8 @@
-"""Random numbers on parts: every rank draws its own, or all draw the same, as the parts need.
+"""Random numbers on shards: each rank draws its own, or all draw the same.
 
-Either way from seeds that are drawn of the state that the ranks share (`parallelize`).
-This state goes on alike on all of them, and where it is set again, by
-`torch.manual_seed` or by checkpointing, the same numbers come again.
+Seeds are drawn from the state that the ranks share (`parallelize`). This state advances
+alike on all of them, and where it is set again, by `torch.manual_seed` or by
+checkpointing, the same numbers are drawn again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def dropout(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
+    """Runs dropout on shards."""
     assert isinstance(call.op, Dropout)
     x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     check_draws(
@@ -52,14 +53,18 @@ def noise_like(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
+    """Draws noise in the shape of another tensor."""
     with _seeded(call.inputs[0].device, group, group.rank):
         return like(call, sharding, group, func, args, kwargs)
 
 
 def check_draws(group: RankGroup, func: Func, drawn_by: Iterable[int]) -> None:
-    """Raises `HetConvError` where ranks that are to draw the same numbers would not.
+    """Raises `HetConvError` where ranks would draw different numbers but must not.
 
-    ``drawn_by``: for each rank, by whose seed it draws.
+    Args:
+        group: the ranks.
+        func: the function that draws.
+        drawn_by: for each rank, the rank whose seed it uses.
     """
     if not group.agreements.draws_alike and [*drawn_by] != [*range(group.size)]:
         raise HetConvError(
@@ -73,7 +78,7 @@ def check_draws(group: RankGroup, func: Func, drawn_by: Iterable[int]) -> None:
 
 @contextmanager
 def _seeded(device: torch.device, group: RankGroup, by: int) -> Iterator[None]:
-    """While the context lasts, the device's generator draws by the seed of rank ``by``."""
+    """Context in which the device's generator has the seed of rank ``by``."""
     seeds = torch.randint(2**62, (group.size,), device="cpu").tolist()
     generator = (
         torch.cuda.default_generators[device.index]

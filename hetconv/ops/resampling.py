@@ -1,4 +1,4 @@
-"""Interpolation and padding on parts."""
+"""Interpolation and padding on shards."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def interpolate(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """Cut over samples or channels, as called; over space, the own outputs from the
-    slab that they read.
+    """Runs interpolation.
+
+    Where samples or channels are sharded, it runs as called; where space is, each rank
+    computes its outputs from the rows that they read.
     """
     op = call.op
     assert isinstance(op, Interpolate)
@@ -65,8 +67,15 @@ def interpolate(
 def _slab(
     op: Interpolate, x: Tensor, dim: int, sizes: tuple[int, ...], out: Span, first: int
 ) -> Tensor:
-    """The output span ``out`` from the slab ``x``, which begins at ``first``, of an
-    input of ``sizes``.
+    """Computes a span of outputs from the rows that they read.
+
+    Args:
+        op: the interpolation.
+        x: rows of the input.
+        dim: the sharded dimension.
+        sizes: of the whole input.
+        out: span of outputs.
+        first: index of the first row of ``x``.
     """
     k = op.factor(dim, sizes[dim])
     if not k and op.filter in ("nearest", "nearest-exact"):
@@ -84,9 +93,7 @@ def _slab(
 
 
 def _by_torch(op: Interpolate, x: Tensor, dim: int, factor: int) -> Tensor:
-    """``x`` interpolated by torch to ``factor`` times its size along ``dim``, in the
-    other dimensions as called.
-    """
+    """Returns ``x`` interpolated by torch to ``factor`` times its size along ``dim``."""
     mode: str = MODES.get((op.filter or "", x.dim() - 2), op.filter or "")
     align = op.align_corners if op.filter in ("linear", "cubic") else None
     if op.scales[0] is None:
@@ -101,8 +108,9 @@ def _by_torch(op: Interpolate, x: Tensor, dim: int, factor: int) -> Tensor:
 def _weighted(
     op: Interpolate, x: Tensor, dim: int, n: int, out: Span, first: int
 ) -> Tensor:
-    """Linear or cubic: torch interpolates the other dimensions, then each output is a
-    weighted sum of its taps.
+    """Interpolates linearly or cubically along one dimension, by a sum of weighted taps.
+
+    torch interpolates the other dimensions.
     """
     assert op.filter is not None
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -126,8 +134,9 @@ def _weighted(
 
 
 def _cubic(t: Tensor) -> tuple[Tensor, ...]:
-    """The weights of four taps (Keys, 1981, with a = -0.75) at a distance ``t`` beyond
-    the second.
+    """Returns the weights of four taps at a distance ``t`` beyond the second.
+
+    See Keys, 1981, with a = -0.75.
     """
     a = -0.75
 
@@ -148,9 +157,7 @@ def pad(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """As called, but that a side of the cut dimension is padded, or cropped, by the
-    rank that has it.
-    """
+    """Pads or crops; a side of the sharded dimension by the rank that has it."""
     op, layout = call.op, sharding.output
     assert isinstance(op, Pad)
     assert layout.inner_dim is not None
@@ -190,6 +197,7 @@ def pixel_unshuffle(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
+    """Moves blocks of pixels into channels."""
     x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     shape = sharding.output.boxes[group.rank].shape
     y = (

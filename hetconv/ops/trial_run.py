@@ -1,9 +1,8 @@
-"""What PyTorch does with a call on one device: it refuses it, returns an argument
-itself, or a view of one.
+"""What PyTorch does with a call on one device.
 
-A call is run once on meta tensors of the global shapes, and what that shows is
-remembered. All ranks call alike, so that all of them see the same before anything is
-sent.
+It may refuse the call, return an argument, or return a view of one. A call is run once on
+meta tensors of the global shapes, and the verdict is cached. All ranks make the same
+calls, so that all come to the same verdict before anything is sent.
 """
 
 from __future__ import annotations
@@ -70,13 +69,14 @@ Lay = Callable[[HetTensor], Tensor]
 class Verdict(NamedTuple):
     """What a call of these shapes, dtypes and plain arguments does.
 
-    Args: shapes: of the tensors that it returns; None if the trial could not tell.
-        returns: which of the HetTensors among its arguments it returns, counted in the
-        order of the arguments. shares: whether the result shares memory with the first
-        argument, without being it. by_order: whether the two above depend on the order
-        in which the first argument lies in memory. empty: whether an argument or a
-        result has no elements. reshapes: whether it changes the shape of an argument.
-        writes: which of the HetTensors it writes to, counted as in ``returns``.
+    Attributes:
+        shapes: of the tensors that it returns; None if the trial could not tell.
+        returns: indices of the HetTensors among its arguments that it returns.
+        shares: whether the result shares memory with the first argument, without being it.
+        by_order: whether the two above depend on the memory order of the first argument.
+        empty: whether an argument or a result has no elements.
+        reshapes: whether it changes the shape of an argument.
+        writes: indices of the HetTensors that it writes to.
     """
 
     shapes: tuple[Shape, ...] | None = None
@@ -96,7 +96,7 @@ _known: Cache[tuple[Any, ...], Verdict] = Cache()
 
 
 def trial(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTensor]]:
-    """What a call does on one device, and the HetTensors among its arguments, in order.
+    """Returns what a call does on one device, and the HetTensors among its arguments.
 
     Raises:
         Exception: PyTorch's own, where it refuses the call.
@@ -131,7 +131,7 @@ def trial(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTens
 
 
 def _sign(a: Any, said: list[Any], found: list[HetTensor]) -> None:
-    """Adds what decides the verdict of an argument; None if it is not known what does."""
+    """Appends what decides the verdict of an argument; None if that is not known."""
     kind = a.__class__
     if kind is HetTensor:
         found.append(a)
@@ -192,7 +192,7 @@ def _written(
     found: Sequence[HetTensor],
     metas: Sequence[Tensor],
 ) -> tuple[int, ...]:
-    """Which of the HetTensors a call wrote to in its trial."""
+    """Returns which of the HetTensors a call wrote to in its trial."""
     if "batch_norm" in name_of(
         func
     ):  # its writes to running statistics are not counted
@@ -207,8 +207,7 @@ def _written(
 def _alias(
     verdict: Verdict, func: Func, args: Args, kwargs: Kwargs, orders: Sequence[Lay]
 ) -> Verdict:
-    """Completes the verdict by what the call returns for arguments in each of these
-    orders of memory.
+    """Completes a verdict by trials with the first argument in several memory orders.
 
     Raises:
         Exception: PyTorch's own, where it refuses the call in all of them.
@@ -239,7 +238,7 @@ def _alias(
 def _on_meta(
     func: Func, args: Args, kwargs: Kwargs, lay: Lay
 ) -> tuple[Any, list[Tensor]]:
-    """Runs a call on meta tensors. Returns its result, and the meta tensor of each HetTensor."""
+    """Runs a call on meta tensors, and returns its result and these tensors."""
     metas: dict[int, Tensor] = {}
     order: list[Tensor] = []
     own = next(
@@ -283,9 +282,7 @@ def _on_meta(
 
 
 def _confirmed(func: Func, args: Args, kwargs: Kwargs, refused: Exception) -> Verdict:
-    """Raises PyTorch's error of the real device, if that refuses the call as well; else
-    the trial could not tell.
-    """
+    """Raises PyTorch's error of the real device, if that refuses the call as well."""
     try:
         _on_device(func, args, kwargs, _zeros)
     except Exception as error:
@@ -296,9 +293,7 @@ def _confirmed(func: Func, args: Args, kwargs: Kwargs, refused: Exception) -> Ve
 
 
 def _check_dtypes(func: Func, args: Args, kwargs: Kwargs) -> None:
-    """Raises PyTorch's error where the device cannot compute with these dtypes, which
-    meta tensors do not tell.
-    """
+    """Raises PyTorch's error where the device cannot compute with these dtypes."""
     try:
         _on_device(func, args, kwargs, _zeros)
     except Exception as error:
@@ -327,9 +322,7 @@ def _check_write(func: Func, args: Args, kwargs: Kwargs) -> None:
 def _on_device(
     func: Func, args: Args, kwargs: Kwargs, lay: Lay, with_grad: bool = False
 ) -> None:
-    """Runs a call on the real device, with tensors that ``lay`` makes in the place of
-    HetTensors.
-    """
+    """Runs a call on the real device, with tensors from ``lay`` in place of HetTensors."""
     whole: dict[int, Tensor] = {}
 
     def real(a: Any) -> Any:
@@ -372,7 +365,7 @@ def _channels_last(x: HetTensor) -> Tensor:
 
 
 def _reversed(x: HetTensor) -> Tensor:
-    """Dimensions in the opposite order, as after a transposition."""
+    """Returns a tensor with its dimensions in the opposite memory order."""
     shape = x.placement.shape
     return torch.empty(shape[::-1], dtype=x.dtype, device="meta").permute(
         *range(len(shape))[::-1]

@@ -1,9 +1,9 @@
-"""Views on parts. What shares memory on one device shares it on parts, or becomes whole
-before it is written to.
+"""Views on shards.
 
-A view of a part is written to as in torch, where that leaves its layout as it is.
-Anything else gathers what the first source holds and takes the views of it anew, by the
-calls that made them.
+What shares memory on one device shares it on shards, or becomes whole before it is
+written to. A view of a shard is written to as in torch, where that keeps its layout.
+Anything else gathers the base of the views, and takes the views of it again by the calls
+that made them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ Retake = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class Family:
-    """Tensors on parts that share memory: ``views``, in the order in which they were
-    taken, and what they are of.
+    """HetTensors that share memory.
 
-    ``copies``: some may be copies, on this rank or another, where a part lies in memory
-    as the whole would not. ``images``: some are copies on one device, if what they are
-    of is channels-last. ``read_only``: PyTorch may refuse to write to some.
+    Attributes:
+        views: in the order in which they were taken, with their sources.
+        copies: whether some may be copies, on any rank, where a shard has another memory
+            order than the whole.
+        images: whether some are copies on one device, if the base is channels-last.
+        read_only: whether PyTorch may refuse to write to some.
     """
 
     views: list[ref[HetTensor]] = field(default_factory=list)
@@ -56,10 +58,14 @@ class Family:
 
 
 class Source(NamedTuple):
-    """What a view was taken of, how, and whether with autograd.
+    """What a view was taken of.
 
-    ``read_only``: PyTorch may refuse to write to it, as one of several that a call
-    returned, or as an expanded one.
+    Attributes:
+        tensor: the source.
+        retake: takes the view again.
+        with_grad: whether it was taken with autograd.
+        read_only: whether PyTorch may refuse to write to the view, as it does for one of
+            several that a call returned, or an expanded one.
     """
 
     tensor: HetTensor
@@ -81,7 +87,16 @@ def link(
     images: bool = False,
     read_only: bool = False,
 ) -> HetTensor:
-    """Says that ``view`` shares the memory of ``source`` and how to take it of the whole."""
+    """Records that a view shares the memory of its source.
+
+    Args:
+        view: the view.
+        source: what it was taken of.
+        retake: takes the view of the whole.
+        copies: see `Family`.
+        images: see `Family`.
+        read_only: see `Family`.
+    """
     family = _families.setdefault(source, Family())
     family.views.append(ref(view))
     family.copies |= copies
@@ -93,15 +108,19 @@ def link(
 
 
 def shared(x: HetTensor) -> bool:
-    """Whether it has or is a view on parts. The same on every rank: what nobody holds
-    any more counts.
+    """Returns whether a tensor has or is a view. The same on every rank.
+
+    Views that nobody holds any more count too.
     """
     return x in _families
 
 
 def may_write(x: HetTensor, output: Layout) -> bool:
-    """Whether a call in place, whose result lies as ``output``, may write to this
-    rank's part alone.
+    """Returns whether a call in place may write to this rank's shard alone.
+
+    Args:
+        x: what is written to.
+        output: layout of the result.
     """
     if x.placement.kind == "replicated":  # plain views of the whole may be out
         return False
@@ -116,9 +135,7 @@ def may_write(x: HetTensor, output: Layout) -> bool:
 
 
 def make_whole(x: HetTensor) -> None:
-    """Replicates a tensor and all that share its memory, which they then do as on one
-    device; collective.
-    """
+    """Replicates a tensor and all that share its memory. Collective."""
     if x.placement.kind == "replicated":
         return
     root, family = x, _families.get(x, Family())
@@ -138,8 +155,9 @@ def make_whole(x: HetTensor) -> None:
 
 
 def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a call gives a view of a view as it lies on one device: gathered alone it
-    lies in another order.
+    """Returns whether a call gives a view of a view in its memory order on one device.
+
+    A tensor that is gathered alone has another order.
     """
     with torch.no_grad():
         like = stand_in(x)
@@ -158,10 +176,12 @@ def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
 def stand_in(
     x: HetTensor, *, images: bool = False, device: torch.device | str = "meta"
 ) -> Tensor:
-    """A tensor of no value that lies as ``x`` does on one device, if what it is a view
-    of is contiguous.
+    """Returns a tensor without values that has the strides of ``x`` on one device.
 
-    With ``images``, if that is channels-last.
+    Args:
+        x: a HetTensor whose base is contiguous.
+        images: whether the base is channels-last instead.
+        device: of the result.
     """
     taken, root = list[Source](), x
     while root in _sources:
@@ -183,8 +203,9 @@ def stand_in(
 
 
 def may_be_refused(x: HetTensor) -> bool:
-    """Whether PyTorch may refuse to write to it, as it does to some views. A part of
-    one need not be a view.
+    """Returns whether PyTorch may refuse writes to a tensor, as it does for some views.
+
+    A shard of a view need not be a view.
     """
     while (source := _sources.get(x)) is not None:
         if source.read_only or not source.with_grad:
@@ -196,7 +217,15 @@ def may_be_refused(x: HetTensor) -> bool:
 def local_view(
     op: View, local: Tensor, read: Layout, output: Layout, rank: int
 ) -> Tensor:
-    """What this rank's part shows of a view; it shares the part's memory."""
+    """Returns this rank's shard of a view, as a view of the source's shard.
+
+    Args:
+        op: the view.
+        local: shard of the source.
+        read: layout of the source.
+        output: layout of the view.
+        rank: this rank.
+    """
     box, seen = read.boxes[rank], output.boxes[rank]
     index: list[slice | int] = []
     for d, (lo, hi) in enumerate(op.spans):
@@ -221,6 +250,7 @@ def viewed(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
+    """Takes a view."""
     assert isinstance(call.op, View)
     return _taken(call, call.op, sharding, group, as_called(func, args, kwargs))
 
@@ -233,6 +263,7 @@ def pieces(
     args: Args,
     kwargs: Kwargs,
 ) -> tuple[HetTensor, ...]:
+    """Takes several views."""
     assert isinstance(call.op, SplitView)
     (x,) = call.inputs
     assert isinstance(x, HetTensor)
@@ -276,7 +307,7 @@ def cat(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """Concatenation, or along a new dimension."""
+    """Concatenates, or stacks along a new dimension."""
     assert isinstance(call.op, Cat | Stack)
     parts = [
         to_layout(x, r, group)
@@ -294,7 +325,7 @@ def reshaped(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """Operators whose local form is their own call on the part."""
+    """Reshapes a shard by the same call."""
     x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     if not x.numel():  # torch's own backward gives an empty gradient of another shape
         return HetTensor.wrap(
@@ -313,8 +344,9 @@ def regrouped(
     args: Args,
     kwargs: Kwargs,
 ) -> HetTensor:
-    """A view where the part lies in memory so that it can be one, else a copy: both
-    count as views that are copies.
+    """Reshapes a shard to a view where its strides allow it, else to a copy.
+
+    Both count as views that may be copies.
     """
     (x,), shape = call.inputs, sharding.output.boxes[group.rank].shape
     assert isinstance(x, HetTensor)

@@ -29,7 +29,8 @@ class Deferred(Protocol):
     The call is collective where halos are exchanged for it.
     """
 
-    def __call__(self) -> Tensor: ...
+    def __call__(self) -> Tensor:
+        """Computes the local part."""
 
     def gathered(self) -> Tensor | None:
         """Returns the whole on every rank, or None to compute the local part first. Collective."""

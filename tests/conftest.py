@@ -116,9 +116,8 @@ def command(
     """Runs the command line in this process, in a folder of its own: exit status, what
     it says, what is wrong.
     """
-    from hetconv.autotune.cli import (
-        main,
-    )  # optuna and rich, which most tests do without
+    # It imports optuna and rich, which most tests do without.
+    from hetconv.autotune.cli import main
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")

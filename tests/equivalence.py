@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.nn.layers import SplitLayer
+from hetconv.nn.split_layer import SplitLayer
 from hetconv.nn.state_dict import Share
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layer_rules import Split

@@ -164,9 +164,13 @@ def on_ranks(
     key = (world, method, backend)
     if key not in _pools:
         _pools[key] = Pool(*key)
-    found = _pools[key].outcomes(fn, *args)
-    if not all(ok for ok, _ in found):
-        _pools.pop(key).close()
+    found: list[Outcome] = []
+    try:
+        found = _pools[key].outcomes(fn, *args)
+    finally:
+        # A test that was interrupted would leave its answers to the next one.
+        if not found or not all(ok for ok, _ in found):
+            _pools.pop(key).close()
     return _values(found)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from hetconv.torch_internals import materialized
 
 from . import call_tags
+from .packets import PendingReceive, Shape
 from .rank_group import (
     RankGroup,
     blocking,
@@ -26,7 +27,7 @@ from .rank_group import (
     shared_memory_channels,
     translate_backend_errors,
 )
-from .shared_memory import Channel, PendingReceive, Shape
+from .shared_memory import Channel
 
 ALONE: AbstractContextManager[None] = nullcontext()
 PeerWait = tuple[int | None, Callable[[], Any]]

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetconv.errors import DisagreementError, HetConvError, LostRankError
-from hetconv.torch_internals import install_patches, timeout_of, transform_in_use
+from hetconv.torch_internals import timeout_of, transform_in_use
+from hetconv.torch_patches import install_patches
 
 from . import call_tags
 from .deadlock import DeadlockWatch
-from .shared_memory import Channel, RanksApartError, open_channels
+from .packets import RanksApartError
+from .shared_memory import Channel, open_channels
 
 T = TypeVar("T")
 ALL_RANKS_TAG = 1

@@ -16,102 +16,41 @@ import mmap
 import os
 import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from enum import IntEnum
 from functools import partial
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hetconv.errors import DisagreementError
-
 from .cpu_time import OwnCore
+from .packets import (
+    BESIDE,
+    DESCRIPTOR,
+    PACKET,
+    Memory,
+    Message,
+    PacketKind,
+    PendingReceive,
+    RanksApartError,
+    Region,
+    Shape,
+)
 from .rendezvous import Gather, connect
 
 FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
 ALIGN = 64  # bytes, a cache line
-PACKET = struct.Struct("<BQQIQ")
-DESCRIPTOR = struct.Struct("i")  # of a file
-BESIDE = socket.CMSG_LEN(DESCRIPTOR.size)  # a packet, in bytes
 UNTOLD, UNTOLD_BYTES = (
     64,
     1 << 20,
 )  # of messages that were taken, and the sender does not know it
 LOOK_S = 1e-3  # for which a receiver looks for a message before it sleeps
 LONGEST = (1 << 31) - 1  # milliseconds that poll(2) can wait
-Memory = mmap.mmap | bytearray
 _own_core = OwnCore()
-Shape = tuple[int, ...]
-
-
-class PacketKind(IntEnum):
-    """Kind of a packet.
-
-    A packet has the offset of a message in bytes, how many of the oldest messages were read
-    since the last packet, and a tag.
-    """
-
-    MEMORY = 0  # comes with it, for all messages from now on
-    MESSAGE = 1  # lies there
-    TAKEN = 2  # are so many, and there is nothing else to say; nowhere
-    APART = 3  # are the two ranks: what the sender does lies there, as text
-
-
-class RanksApartError(DisagreementError):
-    """The two ranks of a channel are in different calls."""
-
-
-class Region(NamedTuple):
-    """Bytes from ``start`` to ``stop`` of a memory."""
-
-    start: int
-    stop: int
-
-
-class Message(NamedTuple):
-    """Where a message is, and the tag of the call that it belongs to."""
-
-    memory: Memory
-    start: int
-    stop: int
-    tag: int
-
-
-class PendingReceive:
-    """A message that is expected.
-
-    Attributes:
-        number: counts all messages of the channel.
-        dtype: of the message.
-        shape: of the message.
-        buffer: the message, once it was read.
-        tag: of the call that the message must belong to.
-    """
-
-    __slots__ = ("buffer", "dtype", "number", "shape", "tag")
-
-    def __init__(
-        self,
-        number: int,
-        dtype: torch.dtype,
-        shape: Shape,
-        buffer: Tensor | None,
-        tag: int,
-    ):
-        self.number, self.dtype, self.shape, self.buffer, self.tag = (
-            number,
-            dtype,
-            shape,
-            buffer,
-            tag,
-        )
 
 
 class Channel:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hetconv.comm import call_tags
 from hetconv.comm.consensus import validate_together
-from hetconv.comm.redistribute import all_gather_tensors, local_slice
+from hetconv.comm.exchange_plan import local_slice
+from hetconv.comm.redistribute import all_gather_tensors
 from hetconv.errors import HetConvError
 from hetconv.sharding.param_shards import ParamShards
 

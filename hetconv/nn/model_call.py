@@ -32,9 +32,9 @@ from hetconv.runtime.running_stats import RunningStats
 from hetconv.signature_cache import SignatureCaches, preserve_current
 from hetconv.torch_internals import disable_dynamo, dynamo_is_loaded, tracer_in_use
 
-from .layers import SplitLayer
 from .parameters import Parameters, parameters_of
 from .replica_sync import sync_replicated
+from .split_layer import SplitLayer
 
 F = TypeVar("F", bound=Callable[..., Any])
 

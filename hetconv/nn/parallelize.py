@@ -28,8 +28,9 @@ from hetconv.sharding.layer_rules import Linear, Split
 from hetconv.torch_internals import move_hooks
 
 from .fast_modules import use_local_forwards
-from .layers import HET_CONVS, HetLinear, PlainConv, has_wire_format, minimal_op
+from .layers import HET_CONVS, HetLinear, minimal_op
 from .model_call import ModelContext
+from .split_layer import PlainConv, has_wire_format
 
 Tiles = dict[
     tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]

@@ -10,7 +10,7 @@ from hetconv.comm.rank_group import RankGroup
 from hetconv.errors import HetConvError
 from hetconv.sharding.param_shards import ParamShards
 
-from .layers import SplitLayer
+from .split_layer import SplitLayer
 
 
 def split_layers(model: nn.Module) -> list[SplitLayer]:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from hetconv.comm import call_tags
 from hetconv.comm.consensus import checksum
+from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup
-from hetconv.comm.redistribute import all_gather_tensors, local_slice, run_rounds
+from hetconv.comm.redistribute import all_gather_tensors, run_rounds
 from hetconv.sharding.param_shards import ParamShards, Ranks, all_reduce_among
 
 from .parameters import sharded_parameters, team_of_model

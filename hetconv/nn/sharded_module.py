@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hetconv.comm.consensus import assert_consensus, validate_together
+from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup, broadcast
-from hetconv.comm.redistribute import local_slice
 from hetconv.errors import HetConvError
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC, in_recomputation, synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.sharding.layout import Box, Shape
 from hetconv.sharding.param_shards import ParamShards
-from hetconv.torch_internals import (
+from hetconv.torch_internals import write_count
+from hetconv.torch_patches import (
     check_before_clipping,
     check_before_unscaling,
     register_patch,
-    write_count,
 )
 
 OF_MODULES = frozenset(

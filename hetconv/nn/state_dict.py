@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hetconv.comm.consensus import checksum, validate_together
+from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup
-from hetconv.comm.redistribute import local_slice
 from hetconv.errors import HetConvError
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.sharding.layout import Box, Shape
@@ -23,8 +23,8 @@ from hetconv.torch_internals import (
     tree_map_only,
 )
 
-from .layers import SplitLayer
 from .parameters import split_layers
+from .split_layer import SplitLayer
 
 T = TypeVar("T")
 State = dict[str, Any]

@@ -34,6 +34,12 @@ from hetconv.runtime.inputs import (
     to_layout,
     uncounted,
 )
+from hetconv.sharding.conv_geometry import (
+    Geometry,
+    group_geometry,
+    slab_geometry,
+    spatial_geometry,
+)
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layer_rules import (
     Conv,
@@ -46,14 +52,7 @@ from hetconv.sharding.layout import Box, Layout
 from hetconv.sharding.param_shards import ParamShards
 
 from .deferred import DeferredConv, may_defer, version
-from .halo_exchange import (
-    Geometry,
-    LocalConv,
-    computed,
-    group_geometry,
-    slab_geometry,
-    spatial_geometry,
-)
+from .halo_exchange import LocalConv, computed
 
 
 class TorchCall(NamedTuple):

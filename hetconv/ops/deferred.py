@@ -27,12 +27,13 @@ from hetconv.operators.norms import BatchNormCall
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs, to_layout
+from hetconv.sharding.conv_geometry import Geometry
 from hetconv.sharding.layout import Layout, apportion, spans
 from hetconv.torch_internals import write_count
 
 from . import views
-from .batch_norm import norm_of, scale_and_shift
-from .halo_exchange import ANY, IDENTITY, FusedEpilogue, Geometry, computed
+from .halo_exchange import ANY, IDENTITY, FusedEpilogue, computed
+from .local_batch_norm import norm_of, scale_and_shift
 
 fuse_anywhere = Switch()
 """What is parallelized meanwhile folds also where that does not pay."""

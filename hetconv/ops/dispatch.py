@@ -37,28 +37,17 @@ from hetconv.runtime.inputs import (
 )
 from hetconv.sharding.layer_rules import Gather, OpSharding
 from hetconv.torch_internals import (
-    Undo,
     checkpoint_saver,
     no_torch_function,
-    register_patch,
-    replace_function_apply,
     storage_id,
     tree_iter,
     tree_map,
 )
+from hetconv.torch_patches import Undo, register_patch, replace_function_apply
 
-from . import (
-    as_called,
-    call_cache,
-    conv,
-    group_norm,
-    pooling,
-    random,
-    resampling,
-    views,
-)
+from . import as_called, call_cache, conv, group_norm, pooling, resampling, views
+from .as_called import check_draws
 from .deferred import fuse
-from .random import check_draws
 from .trial_run import Verdict, trial
 
 
@@ -94,6 +83,9 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
 
 # Asked of the wrapper, which knows the global shape, or of the local part, which knows
 # autograd and memory.
+PROPERTIES = """
+    shape ndim dtype device layout itemsize is_cuda is_sparse is_quantized is_mkldnn
+    """.split()
 GLOBAL: set[Any] = {
     Tensor.size,
     Tensor.dim,
@@ -108,21 +100,7 @@ GLOBAL: set[Any] = {
     torch.is_floating_point,
     torch.is_complex,
     Tensor.get_device,
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "shape",
-            "ndim",
-            "dtype",
-            "device",
-            "layout",
-            "itemsize",
-            "is_cuda",
-            "is_sparse",
-            "is_quantized",
-            "is_mkldnn",
-        )
-    ),
+    *(getattr(Tensor, name).__get__ for name in PROPERTIES),
 }
 LOCAL: set[Any] = {
     Tensor.is_contiguous,
@@ -409,7 +387,7 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
 
 
 RUN: dict[type[Any], Runner] = {}
-for family in (as_called, conv, group_norm, pooling, random, resampling, views):
+for family in (as_called, conv, group_norm, pooling, resampling, views):
     RUN |= family.RUN
 
 register_dispatcher(dispatch)

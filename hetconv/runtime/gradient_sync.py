@@ -23,13 +23,9 @@ from torch import Tensor, nn
 
 from hetconv.comm import call_tags
 from hetconv.comm.exchange import to_wire_format
+from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup
-from hetconv.comm.redistribute import (
-    PendingSum,
-    function_result,
-    local_slice,
-    sum_overlaps,
-)
+from hetconv.comm.redistribute import PendingSum, function_result, sum_overlaps
 from hetconv.sharding.layout import Box, buckets
 from hetconv.sharding.param_shards import (
     OverlapCell,

@@ -13,8 +13,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup
-from hetconv.comm.redistribute import clone_if_aliased, local_slice, redistribute_local
+from hetconv.comm.redistribute import clone_if_aliased, redistribute_local
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.sharding.layout import Box, Layout

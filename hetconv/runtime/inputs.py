@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup
-from hetconv.comm.redistribute import local_slice, redistribute_local
+from hetconv.comm.redistribute import redistribute_local
 from hetconv.operators.base import Call
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layer_rules import REPLICATE, Operator, OpSharding, Split

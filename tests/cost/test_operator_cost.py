@@ -17,7 +17,6 @@ import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.cost.operator_cost import Operators, layer_curve, operator_key, seams_of
 from hetconv.cost.propagate import propagate
-from hetconv.ops.halo_exchange import spatial_geometry
 from hetconv.planner.partition import whole_model, with_whole_sum
 from hetconv.schemas.cluster_profile import (
     Axis,
@@ -29,6 +28,7 @@ from hetconv.schemas.cluster_profile import (
 )
 from hetconv.schemas.plan import Mode
 from hetconv.schemas.provenance import MeasurementConditions
+from hetconv.sharding.conv_geometry import spatial_geometry
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import (
     KINDS,

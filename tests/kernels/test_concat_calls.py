@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.comm.redistribute import AssemblyPlan, assemble
+from hetconv.comm.exchange_plan import AssemblyPlan
+from hetconv.comm.redistribute import assemble
 from hetconv.errors import KernelError
 from hetconv.kernels import concat
 from hetconv.sharding.layout import Box

@@ -18,11 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import hetconv
-from hetconv.autotune.launch.launcher import (
-    CPU_SETTINGS,
-    parse_devices,
-    run_on,
-)
+from hetconv.autotune.launch.launcher import CPU_SETTINGS, parse_devices, run_on
 from hetconv.autotune.launch.supervisor import log_last_action
 from hetconv.comm.rank_group import all_gather_object, rank_group_of
 from tests import ROOT

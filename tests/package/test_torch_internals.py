@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hetconv
-from hetconv import torch_internals
+from hetconv import torch_internals, torch_patches
 from hetconv.torch_internals import INTERNALS, TESTED_WITH, Internal
 from tests import ROOT
 from tests.spawn import on_ranks
@@ -93,11 +93,11 @@ def _replaced() -> tuple[object, ...]:
 def _before_with_and_without_a_group() -> tuple[bool, bool, bool]:
     from hetconv.comm.rank_group import rank_group_of
 
-    torch_internals.remove_patches()
+    torch_patches.remove_patches()
     before = _replaced()
     rank_group_of()
     with_group = _replaced()
-    torch_internals.remove_patches()
+    torch_patches.remove_patches()
     after = _replaced()
     works = (
         torch.nn.utils.clip_grad_norm_([torch.nn.Parameter(torch.ones(1))], 1.0).item()

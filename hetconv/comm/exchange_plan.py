@@ -1,0 +1,149 @@
+"""One exchange as one rank sees it: slices to send, pieces to receive, and their assembly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hetconv.sharding.layout import (
+    Box,
+    Boxes,
+    Exchange,
+    Layout,
+    Move,
+    ReadRegion,
+    Shape,
+    overlaps,
+)
+from hetconv.signature_cache import Cache
+
+Slices = tuple[slice, ...]
+
+
+def local_slice(local: Tensor, held: Box, wanted: Box) -> Tensor:
+    """Returns the part of a box within what this rank holds, as a view.
+
+    Args:
+        local: what this rank holds.
+        held: box of ``local`` in the global tensor.
+        wanted: a box within ``held``.
+    """
+    return local if held == wanted else local[wanted.within(held)]
+
+
+class AssemblyPlan(NamedTuple):
+    """How pieces over some boxes are assembled over another box.
+
+    Attributes:
+        shape: of the assembled tensor.
+        covered: whether each element is in exactly one piece.
+        summands: whether each piece covers the whole box.
+        slices: the order of the pieces where they are channel slices of an image; None
+            otherwise.
+        places: index of each piece in the assembled tensor.
+    """
+
+    shape: Shape
+    covered: bool
+    summands: bool
+    slices: tuple[int, ...]
+    places: tuple[Slices, ...]
+
+    @staticmethod
+    def to_fill(boxes: Sequence[Box], whole: Box) -> AssemblyPlan:
+        """Returns the plan that assembles pieces over ``boxes`` into ``whole``."""
+        covered = sum(box.numel for box in boxes) == whole.numel and disjoint(boxes)
+        image = len(whole.shape) == 4 and all(
+            b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes
+        )
+        slices = (
+            sorted(range(len(boxes)), key=lambda k: boxes[k].lo)
+            if covered and image
+            else ()
+        )
+        summands = bool(boxes) and all(box == whole for box in boxes)
+        return AssemblyPlan(
+            whole.shape,
+            covered,
+            summands,
+            tuple(slices),
+            tuple(box.within(whole) for box in boxes),
+        )
+
+
+class ExchangePlan(NamedTuple):
+    """One exchange as one rank sees it.
+
+    Reading it from the boxes of all ranks takes longer than a small message, so that plans
+    are cached.
+
+    Attributes:
+        exchange: what it was read from.
+        sends: by receiver, the slice of the local tensor.
+        comes: by sender, the shape of the piece.
+        parts: ranks that hold what this rank wants, in order.
+        own: slice of the local tensor that this rank itself wants.
+        fit: how the pieces are assembled.
+        moves: whether any two ranks exchange a piece.
+    """
+
+    exchange: Exchange
+    sends: tuple[tuple[int, Slices | None], ...]
+    comes: Mapping[int, Shape]
+    parts: tuple[int, ...]
+    own: Slices | None
+    fit: AssemblyPlan
+    moves: bool
+
+
+_moves: Cache[tuple[int, int], Move] = Cache()
+
+
+_sides: Cache[tuple[int, int, int], ExchangePlan] = Cache()
+
+
+def move_of(src: Layout, dst: Layout | ReadRegion) -> Move:
+    """Returns the cached move between two layouts.
+
+    It is looked up by identity, as layouts are slow to compare. Cached entries keep their
+    layouts, so that the ids stay valid.
+    """
+    key = (id(src), id(dst))
+    return _moves.current.get(key) or _moves.add(key, Move(src, dst))
+
+
+def exchange_plan(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
+    """Returns the cached exchange plan of a rank.
+
+    Args:
+        held: box that each rank holds.
+        wanted: box that each rank wants.
+        me: this rank.
+    """
+    key = (id(held), id(wanted), me)
+    return _sides.current.get(key) or _sides.add(key, _side(held, wanted, me))
+
+
+def _side(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
+    def of_own(box: Box) -> Slices | None:
+        return None if box == held[me] else box.within(held[me])
+
+    every = overlaps(held, wanted)
+    sends = tuple((r, of_own(box)) for s, r, box in every if s == me != r)
+    parts = [(s, box) for s, r, box in every if r == me]
+    comes = {s: box.shape for s, box in parts if s != me}
+    own = next((of_own(box) for s, box in parts if s == me), None)
+    fit, moves = (
+        AssemblyPlan.to_fill([box for _, box in parts], wanted[me]),
+        any(s != r for s, r, _ in every),
+    )
+    return ExchangePlan(
+        (held, wanted), sends, comes, tuple(s for s, _ in parts), own, fit, moves
+    )
+
+
+def disjoint(boxes: Sequence[Box]) -> bool:
+    """Returns whether no two boxes overlap."""
+    return not any(a.intersect(b).numel for i, a in enumerate(boxes) for b in boxes[:i])

@@ -1,0 +1,121 @@
+"""Changes to PyTorch that hetconv needs, made when the first rank group is used."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .torch_internals import INTERNALS, find
+
+Undo = Callable[[], None]
+
+
+_patches: list[Callable[[], Undo]] = []
+
+
+_undo: list[Undo] | None = (
+    None  # of the patches that are in force, or None while none is
+)
+
+
+def register_patch(patch: Callable[[], Undo]) -> None:
+    """Registers a change to PyTorch that hetconv needs while it is in use.
+
+    Args: patch: makes the change and returns what undoes it. It runs when the first
+        process group is used, or at once if
+            one is in use already.
+    """
+    _patches.append(patch)
+    if _undo is not None:
+        _undo.append(patch())
+
+
+def install_patches() -> None:
+    """Makes every registered change, unless they are in force already."""
+    global _undo
+    if _undo is None:
+        _undo = [patch() for patch in _patches]
+
+
+def remove_patches() -> None:
+    """Undoes every change, the last one first."""
+    global _undo
+    for undo in reversed(_undo or []):
+        undo()
+    _undo = None
+
+
+def replace_function_apply(
+    wrap: Callable[[type, Callable[..., Any], Any, Any], Any],
+) -> Undo:
+    """From now on ``wrap(cls, apply, args, kwargs)`` runs where
+    `torch.autograd.Function.apply` is called.
+
+    ``apply`` is PyTorch's own, bound to ``cls``. It applies functions without asking a
+    tensor's class.
+    """
+    plain: Any = inspect.getattr_static(
+        torch.autograd.Function, "apply"
+    )  # a classmethod, written in Python or in C
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return wrap(cls, plain.__get__(None, cls), args, kwargs)
+
+    own = "apply" in vars(torch.autograd.Function)
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+
+    def undo() -> None:
+        if own:
+            torch.autograd.Function.apply = plain  # type: ignore[method-assign]
+        else:
+            del torch.autograd.Function.apply
+
+    return undo
+
+
+def check_before_clipping(check: Callable[[list[Tensor]], None]) -> Undo:
+    """From now on `torch.nn.utils.clip_grad_norm_` calls ``check`` with its parameters
+    before it changes gradients.
+
+    `torch.nn.utils.clip_grads_with_norm_`, which is given a norm, does not.
+    """
+    plain, module = (
+        find(INTERNALS["clip_grads_with_norm_"]),
+        import_module(INTERNALS["clip_grads_with_norm_"].module),
+    )
+    if plain is None:
+        return lambda: None
+
+    @functools.wraps(plain)
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = (
+            [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        )
+        check(parameters)
+        plain(parameters, *args, **kwargs)
+
+    setattr(module, INTERNALS["clip_grads_with_norm_"].name, clip)
+    return lambda: setattr(module, INTERNALS["clip_grads_with_norm_"].name, plain)
+
+
+def check_before_unscaling(check: Callable[[Any, torch.optim.Optimizer], None]) -> Undo:
+    """From now on a `torch.amp.GradScaler` calls ``check`` with itself and the
+    optimizer before it reads gradients.
+    """
+    plain: Any = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(plain)
+    def unscale(
+        scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        check(scaler, optimizer)
+        return plain(scaler, optimizer, *args, **kwargs)
+
+    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign,assignment]
+    return lambda: setattr(torch.amp.GradScaler, "_unscale_grads_", plain)

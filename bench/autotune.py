@@ -3,10 +3,9 @@
 For each case the profile is made as ``hetconv autotune`` makes it; then about twenty
 plans, predicted from it, run in turn within each round, with the plain model on each
 device alone among them, until two halves of the rounds order them alike, or for so
-long. Steps are compared as they were, and with the speed made good that devices had
-within each, as tuning itself does. Then the tuned plan, those that were the fastest,
-the fastest device alone and even split run once more, and from these rounds the gains
-are told, in both ways: by noise alone the fastest of many seems faster than it is.
+long. Then the tuned plan, those that were the fastest, the fastest device alone and
+even split run once more, and from these rounds the gains are told: by noise alone the
+fastest of many seems faster than it is.
 Beside them stands what devices of such speeds could gain if nothing were sent, and how
 long the plan's own step takes without its messages, in turn with it.
 """
@@ -44,8 +43,7 @@ from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.measure.models import build_model, channels_last, random_input
-from hetconv.autotune.measure.paired_rounds import Round, Step, paced_rounds
-from hetconv.autotune.search.race import Seconds, Usual
+from hetconv.autotune.measure.paired_rounds import Round, Step, paired_rounds
 from hetconv.autotune.search.tune import Job, tune
 from hetconv.comm.rank_group import no_payload, rank_group_of
 from hetconv.cost.estimator import StepEstimator
@@ -67,7 +65,6 @@ LAST_ROUNDS, LAST_S = 11, 45.0  # more rounds of the fastest
 # standard error of what the plan loses against the fastest of these, or twice as many
 # seconds
 SURE = 0.01
-AS_RUN = "as run"  # gains of the seconds that steps took, whatever speed devices had within each
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
 # how many times as long a step takes as its busiest device is predicted to compute
 OF_COMPUTING = "of computing"
@@ -205,31 +202,22 @@ def line(row: Mapping[str, Any]) -> str:
     def most(gain: str) -> str:
         return f" of {row[gain]:.2f}" if gain in row else ""
 
-    def both(figure: str) -> str:
-        return f"{row[f'{figure} at speed']:.1%} ({row[figure]:.1%} as run)"
-
     alone, even = (
         f"{row[gain]:.2f}" + most(f"possible {gain}")
         for gain in ("vs_alone", "vs_even")
     )
-    as_run, split = (
-        row[AS_RUN],
-        f", {row[OF_SILENT]:.2f}x its step without messages"
-        if OF_SILENT in row
-        else "",
+    split = (
+        f", {row[OF_SILENT]:.2f}x its step without messages" if OF_SILENT in row else ""
     )
     return (
         f"{row['pair']:20} {row['model']:16} {row['mode']:5} {row['chosen']}: {alone}x alone, "
-        f"{even}x even "
-        f"({as_run['vs_alone']:.2f}x and {as_run['vs_even']:.2f}x as run), "
-        f"{row[OF_COMPUTING]:.2f}x what it computes"
+        f"{even}x even, {row[OF_COMPUTING]:.2f}x what it computes"
         f"{split}, regret {row['regret']:.1%}; predicted steps "
-        f"off by {both('median error')}, nine of ten by {both('p90 error')}, layers by "
+        f"off by {row['median error']:.1%}, nine of ten by {row['p90 error']:.1%}, layers by "
         f"{row[LAYERS]:.1%}; "
-        f"tau {row['tau at speed']:.2f} ({row['tau']:.2f} as run), of two halves of the rounds "
-        f"{row['tau of rounds at speed']:.2f} ({row['tau of rounds']:.2f}); the same measured "
-        "again: steps by "
-        f"{both('spread of rounds')}, layers by {row[REPEATED]:.1%}"
+        f"tau {row['tau']:.2f}, of two halves of the rounds {row['tau of rounds']:.2f}; "
+        f"the same measured again: steps by {row['spread of rounds']:.1%}, layers by "
+        f"{row[REPEATED]:.1%}"
     )
 
 
@@ -280,29 +268,11 @@ def measure(
         if own == PLANNED:
             best[SILENT] = within(no_payload, steps[PLANNED])
             all_plans[SILENT] = all_plans[PLANNED]
-        usual = Usual(StepEstimator(graph, profile, mode))
-
-        def brought(rounds: Iterable[Round]) -> list[Seconds]:
-            return [
-                {
-                    name: usual.seconds(name, all_plans[name], step)
-                    for name, step in one.items()
-                }
-                for one in rounds
-            ]
-
-        again = paced_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
-        if doubt(brought(again), own) > SURE:  # alike on all ranks
-            again += paced_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
+        again = paired_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
+        if doubt(again, own) > SURE:  # alike on all ranks
+            again += paired_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
         layers = layer_errors(graph, profile, mode, x.device)
-    at_usual = brought(again)
-    as_run = [{name: step.seconds for name, step in one.items()} for one in again]
-    found = (
-        {"chosen": plan.chosen}
-        | figures(check)
-        | gains(at_usual, own)
-        | {AS_RUN: gains(as_run, own)}
-    )
+    found = {"chosen": plan.chosen} | figures(check) | gains(again, own)
     found |= {
         name: round(median(e), 4)
         for name, e in zip((LAYERS, REPEATED), layers, strict=True)
@@ -312,14 +282,7 @@ def measure(
             found["measured again ms"][own] / 1e3 / computing_s(graph, profile, plan), 4
         )
     }
-    return (
-        found
-        if busy
-        else found
-        | possible(
-            [d.speed for d in devices], [d.pulse_s or 1.0 for d in profile.devices]
-        )
-    )
+    return found if busy else found | possible([d.speed for d in devices])
 
 
 def computing_s(graph: Graph, profile: ClusterProfile, plan: Plan) -> float:
@@ -340,31 +303,25 @@ def checked(
     """Collective: of rounds of all plans, until two halves of them say the same, or
     they have taken long enough.
     """
-    ran = paced_rounds(steps, ROUNDS, device, LEAST_S, MOST_ROUNDS)
+    ran = paired_rounds(steps, ROUNDS, device, LEAST_S, MOST_ROUNDS)
     while True:
         found, took = (
             check(ran),
-            sum(step.seconds for one in ran for step in one.values()),
+            sum(sum(one.values()) for one in ran),
         )
         if (
-            found.at_speed.figures["tau of rounds"] >= AGREE
+            found.figures["tau of rounds"] >= AGREE
             or took >= LONGEST_S
             or len(ran) >= MOST_ROUNDS
         ):
             return found  # alike on all ranks
-        ran += paced_rounds(steps, ROUNDS, device)
+        ran += paired_rounds(steps, ROUNDS, device)
 
 
 def figures(check: Check) -> dict[str, Any]:
     """Of predictions; a device alone is measured as the plain model."""
-    steps = {
-        n: [round(s * 1e3, 3) for s in (*of, median(check.usual[n]))]
-        for n, of in check.steps.items()
-    }
-    found = check.figures | {
-        f"{n} at speed": v for n, v in check.at_speed.figures.items()
-    }
-    return {n: round(v, 4) for n, v in found.items()} | {
+    steps = {n: [round(s * 1e3, 3) for s in both] for n, both in check.steps.items()}
+    return {n: round(v, 4) for n, v in check.figures.items()} | {
         "predicted and measured ms": steps
     }
 
@@ -415,16 +372,14 @@ def demands(rows: list[dict[str, Any]]) -> list[Demand]:
         Demand(
             "10 % over the median error of predicted steps",
             1.0,
-            0.1 / usual("median error at speed"),
+            0.1 / usual("median error"),
         ),
         Demand(
             "20 % over the error of nine steps in ten",
             1.0,
-            0.2 / most("p90 error at speed"),
+            0.2 / most("p90 error"),
         ),
-        Demand(
-            "Kendall's tau of predicted and measured order", 0.9, worst("tau at speed")
-        ),
+        Demand("Kendall's tau of predicted and measured order", 0.9, worst("tau")),
         Demand("5 % over the regret", 1.0, 0.05 / most("regret")),
         Demand("against the fastest alone, anywhere", 0.98, worst("vs_alone")),
         Demand(

@@ -7,17 +7,21 @@ import os
 import platform
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from argparse import ArgumentParser, Namespace
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from bench.shared.machine import ROOT, commit, save
+from hetconv.autotune.search.journal import journal_of
 from hetconv.schemas.cluster_profile import ClusterProfile
 
 LIMIT_S = 30.0  # within which all is over
@@ -39,7 +43,7 @@ ASKED = (
 MARK = (
     "HETCONV_KILLS"  # the environment variable by which a tuning's processes are known
 )
-KEPT = "measured.jsonl", "trials.journal"
+RECORDS, TRIALS = "hetconv_records", "trials"  # tables of the journal
 
 
 @dataclass(frozen=True)
@@ -162,8 +166,8 @@ class Tuning:
             uuid.uuid4().hex,
             folder / "log",
         )
-        self.study, self.start = folder / "cluster.json.study", time.monotonic()
-        self.before = {name: _whole_lines(self.study / name) for name in KEPT}
+        self.journal, self.start = journal_of(self.output), time.monotonic()
+        self.before = {table: _rows(self.journal, table) for table in (RECORDS, TRIALS)}
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         env |= {MARK: self._mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [
@@ -241,16 +245,14 @@ class Tuning:
         self.launcher.wait()
         return left
 
-    def grown(self, name: str) -> int:
-        """Lines that this run has added to a file."""
-        return _whole_lines(self.study / name).count(b"\n") - self.before[name].count(
-            b"\n"
-        )
+    def grown(self, table: str) -> int:
+        """Rows that this run has added to a table."""
+        return len(_rows(self.journal, table).keys() - self.before[table].keys())
 
     @property
     def kept(self) -> int:
-        """Records of what was measured, and events of trials."""
-        return sum(_whole_lines(self.study / name).count(b"\n") for name in KEPT)
+        """Records of what was measured, and trials."""
+        return sum(len(_rows(self.journal, table)) for table in (RECORDS, TRIALS))
 
     def _wrong(self, victim: str) -> list[str]:
         wrong = []
@@ -259,14 +261,12 @@ class Tuning:
                 ClusterProfile.load(self.output)
             except ValueError as e:
                 wrong.append(str(e))
-        for name in KEPT:
-            lines = _whole_lines(self.study / name)
-            if not lines.startswith(self.before[name]):
-                wrong.append(f"{name} lost what it had")
-            try:
-                [json.loads(line) for line in lines.splitlines()]
-            except ValueError as e:
-                wrong.append(f"{name}: {e}")
+        try:
+            for table, before in self.before.items():
+                if not before.keys() <= _rows(self.journal, table).keys():
+                    wrong.append(f"{table} lost what it had")
+        except sqlite3.Error as e:
+            wrong.append(f"{self.journal}: {e}")
         if self.launcher.returncode == 0:
             return wrong  # it was done before it learnt of it
         if victim != "launcher" and not self._names(victim):
@@ -284,7 +284,19 @@ class Tuning:
         )
 
 
-def _whole_lines(file: Path) -> bytes:
-    """Without what was being written at the end."""
-    content = file.read_bytes() if file.exists() else b""
-    return content[: content.rfind(b"\n") + 1]
+def _rows(journal: Path, table: str) -> dict[tuple[Any, ...], Any]:
+    """What a table holds: records by stage and key, trials by number.
+
+    Nothing where there is no such table yet.
+    """
+    if not journal.exists():
+        return {}
+    with closing(sqlite3.connect(journal, timeout=60)) as db:
+        known = "SELECT count(*) FROM sqlite_schema WHERE name = ?"
+        (there,) = db.execute(known, (table,)).fetchone()
+        if not there:
+            return {}
+        columns = "stage, key, value" if table == RECORDS else "trial_id, state"
+        return {
+            row[:-1]: row[-1] for row in db.execute(f"SELECT {columns} FROM {table}")
+        }

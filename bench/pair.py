@@ -28,8 +28,12 @@ from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.measure.models import channels_last, random_input
 from hetconv.autotune.measure.paired_rounds import paired
-from hetconv.autotune.search.ratio_search import Cuts, ratio_of, said
-from hetconv.autotune.search.study import Weights
+from hetconv.autotune.search.ratio_search import (
+    RatioKind,
+    Weights,
+    format_weights,
+    ratio_of,
+)
 from hetconv.autotune.search.tune import Job, step_of, tune
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import HetConvError
@@ -132,13 +136,13 @@ def measure(devices: tuple[DeviceName, ...], case: Stack, ideal: float) -> Any:
             | rounded
             | {"ideal": ideal}
         )
-        shares[name] = f"{kind} {said(weights)}"
+        shares[name] = f"{kind} {format_weights(weights)}"
     return results, shares
 
 
 def _tuned(
     devices: tuple[DeviceName, ...], case: Stack, mode: Mode
-) -> tuple[Splits, Cuts, Weights]:
+) -> tuple[Splits, RatioKind, Weights]:
     """The plan that `hetconv autotune` finds for this stack, and the kind and weights
     of its splits.
     """
@@ -169,7 +173,7 @@ def _tuned(
 
 
 def _steps(
-    case: Stack, mode: Mode, tuned: Splits, kind: Cuts, weights: Weights
+    case: Stack, mode: Mode, tuned: Splits, kind: RatioKind, weights: Weights
 ) -> dict[str, Callable[[], None]]:
     """What is timed: every rank takes part in each step but the ones of the fast device
     alone, rank 0.

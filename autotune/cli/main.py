@@ -19,7 +19,8 @@ from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.device_info import here
 from hetconv.autotune.measure.model_inputs import InputSpec
 from hetconv.autotune.measure.models import build_model
-from hetconv.autotune.search.journal import Record, claimed, folder_of
+from hetconv.autotune.search.journal import claimed, journal_of
+from hetconv.autotune.search.record import Record
 from hetconv.autotune.search.tune import Job, tune
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.timeline import Event, chrome_trace
@@ -146,7 +147,7 @@ def autotune(
         typer.Option(
             help="Database of the studies' trials, as in sqlite:///FILE or "
             "postgresql://USER@HOST/NAME.",
-            show_default="a file beside the profile",
+            show_default="the journal beside the profile",
         ),
     ] = None,
     quiet: Annotated[
@@ -201,7 +202,7 @@ def autotune(
         record: Record | None = run_on(named, tune, job)
     except KeyboardInterrupt:
         print(
-            f"hetconv: interrupted; what was measured is in {folder_of(job.output)}: add --resume",
+            f"hetconv: interrupted; what was measured is in {journal_of(job.output)}: add --resume",
             file=sys.stderr,
         )
         raise typer.Exit(130) from None

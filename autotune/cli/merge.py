@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from hetconv.errors import ProfileError, few
 from hetconv.schemas.cluster_profile import (
-    Alone,
     ClusterProfile,
     DeviceModel,
     LinkModel,
@@ -22,6 +21,7 @@ from hetconv.schemas.cluster_profile import (
     nodes_of,
 )
 from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
+from hetconv.schemas.tuning_results import TunedTile
 
 T = TypeVar("T")
 SAME_PROBLEM: dict[str, Callable[[Any], object]] = {
@@ -91,48 +91,47 @@ def merge(
     nodes = nodes_of(devices)
     links, missing = _links(sources, places)
     joining, cards = _joined(missing, places, nodes, hosts, between)
+    wires = [_moved(w, s, places) for s in sources for w in s.profile.shared]
     tuned, left_out = _of_all(sources, places)
-    by_age = sorted(
-        sources,
-        key=lambda source: max(
-            _at(device.measured) for device in source.profile.devices
-        ),
-    )
-    said = {
-        key: text
-        for source in by_age
-        for key, text in source.profile.fingerprint.items()
-    }
-    shared = (
-        *(
-            _moved(w, source, places)
-            for source in sources
-            for w in source.profile.shared
-        ),
-        *cards,
-    )
-    tiles = {
-        (t.device, t.torch, t.triton, t.what, t.spec, t.precision): t
-        for s in by_age
-        for t in s.profile.tiles
-    }
-    whole = [source.profile for source in by_age if source.ranks_of(places) is not None]
-    shown = whole[-1:] or [*profiles.values()]
     merged = ClusterProfile(
         devices,
         links | joining,
-        fingerprint=said | ({"between": between} if between else {}),
         estimated=all(source.profile.estimated for source in sources),
-        tiles=tuple(tiles.values()),
-        shared=_wires(shared),
+        shared=_wires([*wires, *cards]),
         nodes=nodes,
-        overlap=min(p.overlap for p in shown),
-        sum_s_per_byte=max(p.sum_s_per_byte for p in shown),
-        latency_at_work=max(p.latency_at_work for p in shown),
-        bytes_at_work=max(p.bytes_at_work for p in shown),
         **tuned,
+        **_by_age(sources, places),
     )
+    if between is not None:
+        said = {**merged.fingerprint, "between": between}
+        merged = replace(merged, fingerprint=said)
     return merged, left_out
+
+
+def _by_age(sources: Sequence[Source], places: Sequence[Place]) -> dict[str, Any]:
+    """Fields of which the newest profile's count: of all devices together where there
+    is one that has them all, and the worst otherwise.
+    """
+    by_age = sorted(
+        sources,
+        key=lambda source: max(_at(one.measured) for one in source.profile.devices),
+    )
+    fingerprint: dict[str, str] = {}
+    tiles: dict[object, TunedTile] = {}
+    for source in by_age:
+        fingerprint |= source.profile.fingerprint
+        for t in source.profile.tiles:
+            tiles[t.device, t.torch, t.triton, t.what, t.spec, t.precision] = t
+    whole = [source.profile for source in by_age if source.ranks_of(places) is not None]
+    shown = whole[-1:] or [source.profile for source in sources]
+    return {
+        "fingerprint": fingerprint,
+        "tiles": tuple(tiles.values()),
+        "overlap": min(p.overlap for p in shown),
+        "sum_s_per_byte": max(p.sum_s_per_byte for p in shown),
+        "latency_at_work": max(p.latency_at_work for p in shown),
+        "bytes_at_work": max(p.bytes_at_work for p in shown),
+    }
 
 
 def _places(name: str, profile: ClusterProfile) -> tuple[Place, ...]:
@@ -186,17 +185,9 @@ def _newest(entries: Iterable[T], measured: Any = lambda entry: entry.measured) 
 def _device(models: Sequence[DeviceModel]) -> DeviceModel:
     """The newest, with the newest of each operator; none that were estimated, if
     anything was measured.
-
-    What the same versions took is brought to the speed that the device had when it was newest.
     """
     newest = _newest(models)
-    known = [
-        m.at_pulse(newest.pulse_s)
-        if newest.pulse_s is not None and _versions(m) == _versions(newest)
-        else m
-        for m in models
-        if (m.measured is None) is (newest.measured is None)
-    ]
+    known = [m for m in models if (m.measured is None) is (newest.measured is None)]
     operators = _operators([(m.operators, m.measured) for m in known], newest.measured)
     others = _operators([(m.others, m.measured) for m in known], newest.measured)
     # What does not say its own versions has to be of the newest's.
@@ -207,18 +198,13 @@ def _device(models: Sequence[DeviceModel]) -> DeviceModel:
     corrections = {
         kind: factor for model in same for kind, factor in model.corrections.items()
     }
-    alone = _alone([model.alone for model in same if model.alone is not None])
-    *_, copying = (
-        None,
-        *(model.copying for model in same if model.copying is not None),
-    )  # by itself it copies nothing
+    copying = [m.copying for m in same if m.copying is not None]  # by itself none
     return replace(
         newest,
         operators=operators,
         others=others,
         corrections=corrections,
-        alone=alone,
-        copying=copying,
+        copying=copying[-1] if copying else None,
     )
 
 
@@ -240,16 +226,6 @@ def _operators(
         k: replace(o, measured=None) if o.measured == with_device else o
         for k, o in newest.items()
     }
-
-
-def _alone(by_age: Sequence[Alone]) -> Alone | None:
-    if not by_age:
-        return None
-    operators = {
-        key: seconds for alone in by_age for key, seconds in alone.operators.items()
-    }
-    others = {key: seconds for alone in by_age for key, seconds in alone.others.items()}
-    return replace(by_age[-1], operators=operators, others=others)
 
 
 def _versions(device: DeviceModel) -> MeasurementConditions | None:

@@ -14,7 +14,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from hetconv.autotune.measure import fit
-from hetconv.autotune.search.journal import Record, Samples, Study
+from hetconv.autotune.search.record import Record, Samples, Study
 from hetconv.errors import HetConvError
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.json_files import write
@@ -146,7 +146,7 @@ def _history(axis: Axes, study: Study) -> None:
         values.index(min(values)),
     )
     known = [row for row in rows if best[row] < inf]
-    axis.axvline(1.0, color=INK, linewidth=0.8, linestyle="--", label=study.beside)
+    axis.axvline(1.0, color=INK, linewidth=0.8, linestyle="--", label=study.baseline)
     axis.step(
         [best[row] for row in known],
         known,
@@ -186,9 +186,7 @@ def _history(axis: Axes, study: Study) -> None:
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.margins(x=0.08)
     axis.set_title(study.title, loc="left")
-    axis.set_xlabel(
-        f"step time, as a multiple of: {study.beside or 'what it ran beside'}"
-    )
+    axis.set_xlabel(f"step time, as a multiple of: {study.baseline or 'its baseline'}")
     axis.legend(
         loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderpad=0
     )
@@ -200,16 +198,10 @@ def _cut(text: str) -> str:
 
 
 def heaviest(record: Record) -> dict[str, Sequence[Samples]]:
-    """Layers along an axis that were measured at several shares, those that take longest first.
-
-    On devices as fast as the profile says.
-    """
+    """Layers along an axis that were measured at several shares, those that take longest first."""
     known = {key for device in record.profile.devices for key in device.operators}
     layers = {
-        key: [
-            fit.at_pulse(samples, d.pulse_s)
-            for samples, d in zip(found, record.profile.devices, strict=True)
-        ]
+        key: found
         for key, found in record.samples.items()
         if key in known and any(found)
     }
@@ -222,7 +214,7 @@ def heaviest(record: Record) -> dict[str, Sequence[Samples]]:
 
 def _whole(samples: Samples) -> float:
     """Seconds of both passes."""
-    return sum(fit.whole(fit.operator(samples))) if samples else 0.0
+    return sum(fit.whole_seconds(fit.operator_model(samples))) if samples else 0.0
 
 
 def plot_layers(
@@ -240,10 +232,7 @@ def plot_layers(
         for axis in axes[len(layers) :]:
             axis.remove()
         handles, labels = axes[0].get_legend_handles_labels()
-        said = (
-            "the layers that take longest, at the devices' usual speed: every sample, and "
-            "curves through medians"
-        )
+        said = "the layers that take longest: every sample, and curves through medians"
         whole.legend(
             handles,
             labels,
@@ -258,7 +247,9 @@ def plot_layers(
 def _layer(axis: Axes, found: Sequence[Samples], names: Sequence[str]) -> None:
     """Outliers that would leave no room for the curves are counted, not drawn."""
     models = {
-        rank: fit.operator(samples) for rank, samples in enumerate(found) if samples
+        rank: fit.operator_model(samples)
+        for rank, samples in enumerate(found)
+        if samples
     }
     top = (
         HEADROOM

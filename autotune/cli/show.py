@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -217,97 +218,91 @@ def _why(c: Alternative, chosen: Alternative) -> str:
 
 
 def show_profile(profile: ClusterProfile, console: Console) -> None:
-    """Devices, links and tuned ratios."""
-    table = Table(
-        "rank",
-        "device",
-        "memory",
-        "conv",
-        "copy",
-        "operators",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
+    """Prints devices, links, what was tuned, and where the numbers come from."""
+    console.print(_devices(profile))
+    if profile.estimated:
+        console.print(ESTIMATED)
+    for line in (*_messages(profile), *_tuned(profile), *_origins(profile)):
+        console.print(line)
+
+
+def _devices(profile: ClusterProfile) -> Table:
+    heads = ("rank", "device", "memory", "conv", "copy", "operators")
+    table = Table(*heads, box=None, header_style="bold", pad_edge=False)
     for rank, d in enumerate(profile.devices):
         rate = ", ".join(f"{v / 1e9:.0f} GFLOP/s {k}" for k, v in d.flops_per_s.items())
-        name = d.name + " (emulated)" * d.emulated
-        memory = f"{d.memory_bytes / 1e9:.0f} GB"
         table.add_row(
             str(rank),
-            name,
-            memory,
+            d.name + " (emulated)" * d.emulated,
+            f"{d.memory_bytes / 1e9:.0f} GB",
             rate,
             f"{d.bytes_per_s / 1e9:.0f} GB/s",
             str(len(d.operators)),
         )
-    console.print(table)
-    if profile.estimated:
-        console.print(ESTIMATED)
+    return table
+
+
+def _messages(profile: ClusterProfile) -> Iterator[str]:
     for pair, link in profile.links.items():
-        console.print(
-            f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s"
-        )
+        yield f"link {pair}: {link.latency_s * 1e6:.0f} us, {_gb_per_s(link.s_per_byte)}"
     for rank, d in enumerate(profile.devices):
-        if d.copying is not None:
-            sends, joins, adds = (
-                1e-9 / s for s in (d.copying.sends, d.copying.joins, d.copying.adds)
-            )
-            console.print(
-                f"rank {rank} sends {sends:.1f}, joins {joins:.1f} and adds {adds:.1f} GB/s "
-                "through memory"
+        if (c := d.copying) is not None:
+            yield (
+                f"rank {rank} sends {1e-9 / c.sends:.1f}, joins {1e-9 / c.joins:.1f} and "
+                f"adds {1e-9 / c.adds:.1f} GB/s through memory"
             )
     for wire in profile.shared:
-        console.print(
-            f"{wire.name}: {1e-9 / wire.s_per_byte:.2f} GB/s, shared by {len(wire.pairs)} "
-            "pairs of devices"
-        )
+        pairs = f"shared by {len(wire.pairs)} pairs of devices"
+        yield f"{wire.name}: {_gb_per_s(wire.s_per_byte)}, {pairs}"
     if profile.overlap < 1:
-        console.print(
-            f"halos {profile.overlap:.0%} of the shorter of computing and moving them is hidden"
-        )
+        hidden = "of the shorter of computing and moving them is hidden"
+        yield f"halos {profile.overlap:.0%} {hidden}"
     if (profile.latency_at_work, profile.bytes_at_work) != (1, 1):
-        more = (
-            f"{profile.latency_at_work:g} times these latencies and "
-            f"{profile.bytes_at_work:g} times the bytes' time"
+        yield (
+            f"messages between devices at work have {profile.latency_at_work:g} times "
+            f"these latencies and {profile.bytes_at_work:g} times the bytes' time"
         )
-        console.print(f"messages between devices at work have {more}")
+
+
+def _tuned(profile: ClusterProfile) -> Iterator[str]:
     for t in profile.tuned:
-        weights, computed = (
-            ":".join(map(str, w)) for w in (t.weights, t.computed_weights)
-        )
-        console.print(
-            f"tuned {t.mode} by {t.kind}: {weights}, {t.step_s * 1e3:.1f} ms a step "
-            f"(computed {computed}, {t.computed_step_s * 1e3:.1f} ms; {t.trials} trials)"
+        yield (
+            f"tuned {t.mode} by {t.kind}: {_ratio(t.weights)}, {_ms(t.step_s)} a step "
+            f"(computed {_ratio(t.computed_weights)}, {_ms(t.computed_step_s)}; "
+            f"{t.trials} trials)"
         )
     for p in profile.plans:
-        beside = (
-            f" ({p.alone}, {p.alone_s * 1e3:.1f} ms)" if p.alone_s is not None else ""
-        )
-        console.print(
-            f"plan for {p.mode} of {p.graph}: {p.name}, {p.step_s * 1e3:.1f} ms a step{beside}"
-        )
+        beside = f" ({p.alone}, {_ms(p.alone_s)})" if p.alone_s is not None else ""
+        yield f"plan for {p.mode} of {p.graph}: {p.name}, {_ms(p.step_s)} a step{beside}"
     for c in profile.chunks:
-        s, of = (
-            c.spec,
-            f"{c.seconds * 1e3:.2f} ms in {c.chunks} chunks"
-            if c.chunks > 1
-            else "one piece",
-        )
-        x, kernel = ("x".join(map(str, n)) for n in (s.x_shape, s.kernel))
-        console.print(
-            f"gathered {x} by {s.K} filters {kernel}, {':'.join(map(str, c.sizes))}: {of} "
-            f"(in one piece {c.unchunked_s * 1e3:.2f} ms)"
+        chunks = f"{milliseconds(c.seconds)} ms in {c.chunks} chunks"
+        x, kernel = ("x".join(map(str, n)) for n in (c.spec.x_shape, c.spec.kernel))
+        yield (
+            f"gathered {x} by {c.spec.K} filters {kernel}, {_ratio(c.sizes)}: "
+            f"{chunks if c.chunks > 1 else 'one piece'} "
+            f"(in one piece {milliseconds(c.unchunked_s)} ms)"
         )
     for device, n in Counter(t.device for t in profile.tiles).items():
         by_aten = sum(t.choice == "aten" for t in profile.tiles if t.device == device)
-        console.print(
-            f"tiles of {device}: {n} passes tuned, {by_aten} of them left to ATen"
-        )
+        yield f"tiles of {device}: {n} passes tuned, {by_aten} of them left to ATen"
+
+
+def _origins(profile: ClusterProfile) -> Iterator[str]:
     for rank, d in enumerate(profile.devices):
         if d.identity is not None:
-            console.print(
-                f"rank {rank}: {d.identity}{f', measured with {d.measured}' if d.measured else ''}"
-            )
+            measured = f", measured with {d.measured}" if d.measured else ""
+            yield f"rank {rank}: {d.identity}{measured}"
     for where, text in profile.fingerprint.items():
-        console.print(f"{where}: {text}")
+        yield f"{where}: {text}"
+
+
+def _gb_per_s(s_per_byte: float) -> str:
+    return f"{1e-9 / s_per_byte:.2f} GB/s"
+
+
+def _ratio(weights: Sequence[int]) -> str:
+    return ":".join(map(str, weights))
+
+
+def _ms(seconds: float) -> str:
+    return f"{milliseconds(seconds, 1)} ms"

@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hetconv.autotune.measure.layer_workloads import work
+from hetconv.autotune.measure.layer_workloads import forward_flops
 from hetconv.autotune.search.job import Job
-from hetconv.autotune.search.journal import Record
+from hetconv.autotune.search.record import Record
 from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import EVEN, Candidates
 from hetconv.planner.partition import Splits
@@ -177,7 +177,7 @@ def _shares(graph: Graph, splits: Splits, world: int) -> tuple[float, ...]:
     for name, split in splits.items():
         if split.kind != "replicate":
             done = [
-                d + work(graph.layers[name]) * share
+                d + forward_flops(graph.layers[name]) * share
                 for d, share in zip(done, split.shares, strict=True)
             ]
     return tuple(d / sum(done) for d in done) if sum(done) else ()
@@ -241,12 +241,6 @@ def show_summary(summary: Summary, console: Console) -> None:
             f"layers: {cut or 'none is cut'}; work: {shares}; {tried}", highlight=False
         )
     console.print(_table(s))
-    if s.tuned is not None:
-        console.print(
-            "measured: on devices as fast as when their layers were",
-            style="dim",
-            highlight=False,
-        )
 
 
 def _table(s: Summary) -> Table:

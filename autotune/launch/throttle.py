@@ -48,29 +48,14 @@ class Computation(NamedTuple):
     own_s: float
 
 
-class _Seen(NamedTuple):
-    """When this thread was last seen at work, by the wall and by its own clock, and
-    since when without a `PAUSE`.
-    """
-
-    wall: float
-    own: float
-    since: float
-
-
 _slowness = 1.0
 _overslept = 0.0  # seconds, of all sleeps so far, and waited between what was stretched
 _waited = 0.0  # seconds until the last time that something had been stretched
-_aside = _Clocks(0.0, 0.0)  # so far, in all that was stretched and in all interludes
-_seen = _Seen(0.0, 0.0, 0.0)
+_aside = _Clocks(0.0, 0.0)  # so far, in all that was stretched
 # the latest that a timer wakes a process, in seconds, while others use its core for a
 # turn
 LATE = 5e-3
-PAUSE = (
-    1e-3  # who sleeps or waits for so many seconds has a core that is slower at first
-)
 _listeners: list[Callable[[Computation], None]] = []
-_visitors: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -135,8 +120,8 @@ def forget_waits() -> None:
 
 
 def as_it_is() -> bool:
-    """Whether nothing is slowed and nobody listens or visits, so that `stretched` does nothing."""
-    return _slowness == 1 and not _listeners and not _visitors
+    """Whether nothing is slowed and nobody listens, so that `stretched` does nothing."""
+    return _slowness == 1 and not _listeners
 
 
 @contextmanager
@@ -150,20 +135,6 @@ def listening(listener: Callable[[Computation], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
-        _install()
-
-
-@contextmanager
-def visiting(visitor: Callable[[], None]) -> Iterator[None]:
-    """Within it, ``visitor`` is called at the end of every computation, before what is
-    slowed sleeps, and in the middle of some, see `interlude`.
-    """
-    _visitors.append(visitor)
-    _install()
-    try:
-        yield
-    finally:
-        _visitors.remove(visitor)
         _install()
 
 
@@ -226,14 +197,11 @@ def _begin(device: torch.device) -> _Begun:
     waited = max(waits_s() - _waited, 0.0) if _shares_its_core(device) else 0.0
     waited = min(waited, LATE - _overslept)
     _overslept += waited
-    _look(paused=True)
     return _Begun(_now(), _aside, waited)
 
 
 def _finish(begun: _Begun, device: torch.device) -> None:
-    """Sleeps for the rest. What was stretched, or an interlude, in the middle is not
-    stretched again.
-    """
+    """Sleeps for the rest. What was stretched in the middle is not stretched again."""
     global _overslept, _aside
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -241,14 +209,12 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     seconds = done.wall - begun.at.wall - (_aside.wall - begun.aside.wall)
     own_s = done.own - begun.at.own - (_aside.own - begun.aside.own)
     rest = (own_s if _shares_its_core(device) else seconds) * _slowness - seconds
-    interlude()
     heard = time.perf_counter()
     if (
         _slowness > 1 and rest > _overslept
     ):  # to sleep for no time takes as long as the timer is late
         time.sleep(rest - _overslept)
     slept = time.perf_counter() - heard
-    _look(paused=True)
     # A sleep ends late: the next one is that much shorter, but for what a busy machine,
     # not the timer, took.
     _overslept = min(_overslept + slept - rest, LATE)
@@ -257,17 +223,6 @@ def _finish(begun: _Begun, device: torch.device) -> None:
     if _shares_its_core(device):
         forget_waits()
     _aside = _with_time_since(begun.at, begun.aside)
-
-
-def interlude() -> None:
-    """Lets all visitors in, within what is `stretched`; what they take is not."""
-    global _aside
-    began = _now()
-    _look(paused=False)
-    for visitor in _visitors:
-        visitor()
-    _look(paused=False)
-    _aside = _with_time_since(began, _aside)
 
 
 def _now() -> _Clocks:
@@ -279,31 +234,6 @@ def _with_time_since(began: _Clocks, before: _Clocks) -> _Clocks:
     return _Clocks(
         before.wall + now.wall - began.wall, before.own + now.own - began.own
     )
-
-
-def at_work_s() -> float:
-    """Seconds for which this thread has been at work without a `PAUSE`, as far as was looked."""
-    _look(paused=True)
-    return _seen.wall - _seen.since
-
-
-def _look(paused: bool) -> None:
-    """Sees this thread at work; ``paused``: what it was not since it was last seen was
-    a pause, not others' turn.
-    """
-    global _seen
-    wall, own = _now()
-    idle = wall - _seen.wall - (own - _seen.own)
-    _seen = _Seen(wall, own, wall if paused and idle > PAUSE else _seen.since)
-
-
-def work_clock(device: torch.device) -> float:
-    """Seconds for which this thread has been at work, by what counts for this device.
-
-    Of one that is slowed, without those for which others had its core, since it sleeps
-    less for them; with more threads than one nobody can tell these.
-    """
-    return time.thread_time() if _shares_its_core(device) else time.perf_counter()
 
 
 def _shares_its_core(device: torch.device) -> bool:

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import log
-from statistics import median, quantiles
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
 
 from hetconv.autotune.launch.throttle import DeviceName
-from hetconv.cost.operator_cost import arithmetic, operator_key
+from hetconv.cost.operator_cost import arithmetic
 from hetconv.schemas.cluster_profile import (
-    Alone,
     Curve,
     DeviceModel,
     LinkModel,
@@ -22,320 +21,212 @@ from hetconv.schemas.cluster_profile import (
 )
 
 from .device_info import conditions, identity, memory_bytes
-from .layer_workloads import AXES, Layer, Subject, work
-from .other_workloads import Call, Other
-from .sampling import Passes, Steps
+from .layer_workloads import LayerWorkload, Workload, forward_flops
+from .other_workloads import DispatchOverhead, NonLayerOperator
+from .sampling import Granularity, Passes
 from .timer import Samples
 
-LEAST_LATENCY_S = 1e-7
-
-
-def stepped(known: Curve, steps: Steps) -> Curve:
-    """Where nothing was measured within a grain, any part of it takes what the whole grain does."""
-    points = dict(zip(known.shares, known.seconds, strict=True))
-    for lo, hi in steps.grains:
-        first, end = (lo + 1) / steps.extent, hi / steps.extent
-        if not any(first <= share < end for share in known.shares):
-            points |= {first: known.at(end), end: known.at(end)}
-    return Curve(
-        tuple(sorted(points)), tuple(points[share] for share in sorted(points))
-    )
+MIN_LATENCY_S = 1e-7
+DEFAULT_FLOPS_PER_S = 1e9  # where no layer was timed
+DEFAULT_BACKWARD_RATIO = 2.0
 
 
 def curve(samples: Mapping[float, Sequence[float]], rising: bool = True) -> Curve:
-    """A piecewise-linear curve through the medians of the seconds at each share.
+    """Fits a piecewise-linear curve through the medians of the seconds at each share.
 
-    Of what must be ``rising``: where a larger share was measured faster (noise),
-    neighbours are pooled to their mean (isotonic regression).
+    Args:
+        samples: seconds of each repeat by share.
+        rising: whether a larger share cannot take less. Where it was faster (noise),
+            neighbours are pooled to their mean (isotonic regression).
     """
     shares = sorted(samples)
+    medians = [median(samples[share]) for share in shares]
     if not rising:
-        return Curve(tuple(shares), tuple(median(samples[s]) for s in shares))
-    pooled: list[list[float]] = []
-    for share in shares:
-        pooled.append([median(samples[share]), 1])
-        while len(pooled) > 1 and pooled[-2][0] > pooled[-1][0]:
-            (a, m), (b, n) = pooled[-2:]
-            pooled[-2:] = [[(a * m + b * n) / (m + n), m + n]]
-    seconds = [value for value, count in pooled for _ in range(int(count))]
-    return Curve(tuple(shares), tuple(seconds))
+        return Curve(tuple(shares), tuple(medians))
+    pooled: list[tuple[float, int]] = []
+    for seconds in medians:
+        mean, count = seconds, 1
+        while pooled and pooled[-1][0] > mean:
+            before, n = pooled.pop()
+            mean, count = (before * n + mean * count) / (n + count), n + count
+        pooled.append((mean, count))
+    rising_s = [mean for mean, count in pooled for _ in range(count)]
+    return Curve(tuple(shares), tuple(rising_s))
 
 
-def operator(
-    samples: Mapping[float, Passes], rising: bool = True, steps: Steps | None = None
+def with_steps(measured: Curve, granularity: Granularity) -> Curve:
+    """Adds the steps of kernels that compute whole grains.
+
+    Where nothing was measured within a grain, any part of it takes what all of it does.
+    """
+    points = dict(zip(measured.shares, measured.seconds, strict=True))
+    for start, stop in granularity.grains:
+        first, end = (start + 1) / granularity.extent, stop / granularity.extent
+        if not any(first <= share < end for share in measured.shares):
+            points |= {first: measured.at(end), end: measured.at(end)}
+    shares = tuple(sorted(points))
+    return Curve(shares, tuple(points[share] for share in shares))
+
+
+def operator_model(
+    samples: Mapping[float, Passes],
+    rising: bool = True,
+    granularity: Granularity | None = None,
 ) -> OperatorModel:
-    """Of an operator that was measured at some shares, all at one speed of its device,
-    see `at_pulse` and `curve`.
+    """Fits the model of one operator.
 
-    Backward at some of these, one at least. In ``steps``, if it is computed so, see `stepped`.
+    Args:
+        samples: passes by share or bytes; backward at one of them at least.
+        rising: see `curve`.
+        granularity: the steps in which its kernels compute, see `with_steps`.
     """
-    forward = {x: p.forward for x, p in samples.items()}
-    backward = {x: p.backward for x, p in samples.items() if p.backward}
-    ahead, back = curve(forward, rising), curve(backward, rising)
-    return (
-        OperatorModel(stepped(ahead, steps), stepped(back, steps))
-        if steps
-        else OperatorModel(ahead, back)
-    )
+    forward = curve({x: p.forward for x, p in samples.items()}, rising)
+    backward = curve({x: p.backward for x, p in samples.items() if p.backward}, rising)
+    if granularity is not None:
+        forward = with_steps(forward, granularity)
+        backward = with_steps(backward, granularity)
+    return OperatorModel(forward, backward)
 
 
-def at_pulse(
-    samples: Mapping[float, Passes], pulse_s: float | None
-) -> Mapping[float, Passes]:
-    """As they would be on the device when a pulse takes it ``pulse_s``; as they are, if
-    that is not known.
-    """
-    return (
-        samples
-        if pulse_s is None
-        else {at: passes.at(pulse_s) for at, passes in samples.items()}
-    )
-
-
-def usual_pulse(found: Iterable[Mapping[float, Passes]]) -> float | None:
-    """The median of pulses while all these were measured, if anything was."""
-    pulses = _pulses(found)
-    return median(pulses) if pulses else None
-
-
-def pulse_at_rest(
-    usual_s: float, resting: float, alone: Iterable[Mapping[float, Passes]]
-) -> float:
-    """What a pulse takes while all others rest, if that is ``resting`` times what it
-    usually takes while they work.
-
-    No longer than that; and neither shorter nor longer than in most of what was
-    measured ``alone``, but for a tenth at either end: cores may be in each other's way
-    for some seconds, hyperthreads of one core above all, and take twice as long
-    together then.
-    """
-    pulses = _pulses(alone)
-    if len(pulses) < 2:
-        return min(usual_s * resting, usual_s)
-    tenths = quantiles(pulses, n=10, method="inclusive")
-    return min(max(usual_s * resting, tenths[0]), tenths[-1], usual_s)
-
-
-def slow_phases(found: Iterable[Mapping[float, Passes]]) -> float:
-    """How many times as long as usually a pulse took in the slowest tenth of all that
-    was measured.
-    """
-    pulses = _pulses(found)
-    return ninetieth(pulses) / median(pulses) if pulses else 1.0
-
-
-def _pulses(found: Iterable[Mapping[float, Passes]]) -> list[float]:
-    return [passes.pulse_s for samples in found for passes in samples.values()]
-
-
-def ninetieth(seconds: Sequence[float]) -> float:
-    """The 90 % quantile."""
-    return (
-        quantiles(seconds, n=10, method="inclusive")[-1]
-        if len(seconds) > 1
-        else seconds[0]
-    )
-
-
-def called(
-    kernels: OperatorModel, host_s: tuple[float, float], ahead: bool
+def with_dispatch(
+    kernels: OperatorModel, host_s: tuple[float, float], asynchronous: bool
 ) -> OperatorModel:
-    """With the host's seconds of a call, forward and backward: added, unless it goes
-    ``ahead`` while kernels run.
+    """Adds what the host takes for a call.
+
+    Args:
+        kernels: what the device computes.
+        host_s: seconds of the host, forward and backward.
+        asynchronous: whether the host goes ahead while kernels run, so that the longer
+            of both counts.
     """
 
-    def both(computing: Curve, host: float) -> Curve:
-        return replace(
-            computing,
-            seconds=tuple(
-                max(s, host) if ahead else s + host for s in computing.seconds
-            ),
+    def called(computing: Curve, host: float) -> Curve:
+        seconds = (
+            max(s, host) if asynchronous else s + host for s in computing.seconds
         )
+        return replace(computing, seconds=tuple(seconds))
 
     return replace(
         kernels,
-        forward=both(kernels.forward, host_s[0]),
-        backward=both(kernels.backward, host_s[1]),
+        forward=called(kernels.forward, host_s[0]),
+        backward=called(kernels.backward, host_s[1]),
     )
 
 
-def whole(model: OperatorModel) -> tuple[float, float]:
-    """Seconds of both passes at the full share."""
+def whole_seconds(model: OperatorModel) -> tuple[float, float]:
+    """Returns the seconds of both passes at the full share."""
     return model.forward.at(1.0), model.backward.at(1.0)
 
 
 def line(samples: Mapping[int, Sequence[float]]) -> tuple[float, float]:
-    """(seconds of nothing, seconds per byte) of the line that is off by the least
-    factors, by message size.
+    """Fits a line to the medians that is off by the least factors.
 
-    Of medians; off by a factor, so that small messages count as large ones do, and half
-    as much as twice; the factors' logarithms are added, not squared, so that one size
-    that was disturbed does not count. Lines are tried through two of the points, and
-    through one and the origin, for no time is negative.
+    Of factors, so that small messages count as large ones do, and half as much as
+    twice; the factors' logarithms are added, not squared, so that one size that was
+    disturbed does not count. Lines are tried through two of the points, and through one
+    and the origin, for no time is negative.
+
+    Args:
+        samples: seconds of each repeat by message size in bytes.
+
+    Returns:
+        Seconds of an empty message, and seconds per byte.
     """
     points = [(size, median(times)) for size, times in sorted(samples.items())]
     lines = [(0.0, seconds / size) for size, seconds in points]
-    for (small, quick), (large, slow) in combinations(points, 2):
-        slope = (slow - quick) / (large - small)
-        if slope > 0 and quick >= small * slope:
-            lines.append((quick - small * slope, slope))
-    return min(
-        lines,
-        key=lambda known: sum(
-            abs(log((known[0] + size * known[1]) / s)) for size, s in points
-        ),
-    )
+    for (small, small_s), (large, large_s) in combinations(points, 2):
+        slope = (large_s - small_s) / (large - small)
+        if slope > 0 and small_s >= small * slope:
+            lines.append((small_s - small * slope, slope))
+
+    def error(tried: tuple[float, float]) -> float:
+        start, slope = tried
+        return sum(abs(log((start + size * slope) / s)) for size, s in points)
+
+    return min(lines, key=error)
 
 
 def link(
     there: Mapping[int, Sequence[float]], back: Mapping[int, Sequence[float]]
 ) -> LinkModel:
-    """Latency and seconds per byte each way, from one-way times by message size
-    (bytes), see `line`.
+    """Fits latency and seconds per byte of a link.
+
+    Args:
+        there: one-way seconds of each repeat by message size in bytes.
+        back: the same in the other direction.
     """
-    (latency, per_byte), (other, back_per_byte) = line(there), line(back)
-    return LinkModel(
-        max((latency + other) / 2, LEAST_LATENCY_S),
-        per_byte,
-        back_s_per_byte=back_per_byte,
-    )
+    there_latency, s_per_byte = line(there)
+    back_latency, back_s_per_byte = line(back)
+    latency = max((there_latency + back_latency) / 2, MIN_LATENCY_S)
+    return LinkModel(latency, s_per_byte, back_s_per_byte=back_s_per_byte)
 
 
-def ratio(measured: Iterable[float], predicted: Iterable[float]) -> float:
-    """The total of some seconds over that of others."""
-    return sum(measured) / max(sum(predicted), 1e-12)
-
-
-def roofline(measured: Sequence[tuple[float, float]]) -> float:
-    """Work per second from (work, seconds) pairs, weighted by seconds: total over total."""
-    return ratio((work for work, _ in measured), (seconds for _, seconds in measured))
-
-
-def backward_ratio(forward: Sequence[float], backward: Sequence[float]) -> float:
-    """How much longer backward takes than forward, over all measured operators."""
-    return ratio(backward, forward)
-
-
-UNKNOWN = 1e9  # operations per second, where no layer was measured
+def ratio_of_sums(dividends: Iterable[float], divisors: Iterable[float]) -> float:
+    """Returns a total over a total, so that long measurements count as much more."""
+    return sum(dividends) / max(sum(divisors), 1e-12)
 
 
 def device_model(
     name: DeviceName,
     device: torch.device,
     samples: Samples,
-    subjects: Sequence[Subject],
-    bandwidth: float,
-    resting: float,
+    workloads: Sequence[Workload],
+    bytes_per_s: float,
 ) -> DeviceModel:
-    """The model of this rank's device from its samples; the roofline is fitted to the
-    whole operators among them.
+    """Fits the model of this rank's device; the roofline to the whole layers.
 
-    All as on the device when it is as fast as it mostly was. ``resting``: see `timer.resting`.
+    Args:
+        name: of the device, with the speed that is left of it.
+        device: the same for torch.
+        samples: passes by workload; of some there may be none.
+        workloads: all workloads of the model.
+        bytes_per_s: of an elementwise operator on a large tensor.
     """
     kind: Any = device.type
-    pulse_s = usual_pulse(samples.get(s.key, {}) for s in subjects if not s.alone)
-    by_themselves = [samples.get(s.key, {}) for s in subjects if s.alone]
-    alone_s = (
-        pulse_at_rest(pulse_s, resting, by_themselves) if pulse_s is not None else None
-    )
-    on_parts, alone = (
-        _fitted(samples, [s for s in subjects if s.alone is a], device, own_s)
-        for a, own_s in ((False, pulse_s), (True, alone_s))
-    )
-    bare = {
-        (s.op, s.dtype): on_parts.bare[s.key]
-        for s in subjects
-        if isinstance(s, Layer) and s.key in on_parts.bare
-    }
-    work_of: dict[str, list[tuple[float, float]]] = {}
-    for (op, dtype), (forward, _) in bare.items():
+    timed = [workload for workload in workloads if samples.get(workload.key)]
+    models = {w.key: _fitted(w, samples[w.key], device) for w in timed}
+    layers = [w for w in timed if isinstance(w, LayerWorkload)]
+    others = [w for w in timed if isinstance(w, NonLayerOperator)]
+    overheads = [w for w in timed if isinstance(w, DispatchOverhead)]
+    host_s = whole_seconds(models[overheads[0].key]) if overheads else (0.0, 0.0)
+    whole_layers = {(w.op, w.dtype): whole_seconds(models[w.key]) for w in layers}
+    flops: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
+    for (op, dtype), (forward_s, _) in whole_layers.items():
         rate = arithmetic(op, dtype) if kind == "cuda" else dtype
-        work_of.setdefault(rate, []).append((work(op), forward))
-    rates = {rate: roofline(measured) for rate, measured in work_of.items()}
-    by_itself = {
-        operator_key(s.op, axis, s.dtype): _rested(s, alone, on_parts)
-        for s in subjects
-        if isinstance(s, Layer) and s.key in alone.layers
-        for axis in AXES
-    }
+        flops.setdefault(rate, []).append(forward_flops(op))
+        seconds.setdefault(rate, []).append(forward_s)
+    rates = {rate: ratio_of_sums(flops[rate], seconds[rate]) for rate in flops}
+    backward_ratio = DEFAULT_BACKWARD_RATIO
+    if whole_layers:
+        forward, backward = zip(*whole_layers.values(), strict=True)
+        backward_ratio = ratio_of_sums(backward, forward)
     return DeviceModel(
         str(name),
         kind,
         memory_bytes(device),
-        rates or {"float32": UNKNOWN},
-        bandwidth,
-        on_parts.host_s[0],
-        backward_ratio(*zip(*bare.values(), strict=True)) if bare else 2.0,
-        name.emulated,
-        on_parts.layers,
-        identity(name),
-        conditions(device),
-        on_parts.host_s[1],
-        on_parts.others,
-        Alone(by_itself, alone.others, *alone.host_s, pulse_s=alone_s)
-        if by_itself
-        else None,
-        pulse_s=pulse_s,
+        rates or {"float32": DEFAULT_FLOPS_PER_S},
+        bytes_per_s,
+        overhead_s=host_s[0],
+        backward_overhead_s=host_s[1],
+        backward_ratio=backward_ratio,
+        emulated=name.emulated,
+        operators={
+            w.key: with_dispatch(models[w.key], host_s, kind == "cuda") for w in layers
+        },
+        others={w.key: models[w.key] for w in others},
+        identity=identity(name),
+        measured=conditions(device),
     )
-
-
-class _Fitted(NamedTuple):
-    """Of one regime, by key: layers, as calls by the host; their kernels ``bare`` and
-    whole; the others.
-    """
-
-    host_s: tuple[float, float]
-    layers: dict[str, OperatorModel]
-    bare: dict[str, tuple[float, float]]
-    others: dict[str, OperatorModel]
 
 
 def _fitted(
-    samples: Samples,
-    subjects: Sequence[Subject],
-    device: torch.device,
-    pulse_s: float | None,
-) -> _Fitted:
-    known, ahead = (
-        [subject for subject in subjects if samples.get(subject.key)],
-        device.type == "cuda",
-    )
-    models = {
-        s.key: operator(
-            at_pulse(samples[s.key], pulse_s), _rising(s), _steps(s, device)
-        )
-        for s in known
-    }
-    host_s = next(
-        (whole(models[s.key]) for s in known if isinstance(s, Call)), (0.0, 0.0)
-    )
-    kernels = {s.key: models[s.key] for s in known if isinstance(s, Layer)}
-    return _Fitted(
-        host_s,
-        {key: called(model, host_s, ahead) for key, model in kernels.items()},
-        {key: whole(model) for key, model in kernels.items()},
-        {f"{s.kind} {s.dtype}": models[s.key] for s in known if isinstance(s, Other)},
-    )
-
-
-def _rising(subject: Subject) -> bool:
-    """Whether more of it never takes less: kernels may take whole blocks of filters or
-    channels faster than a part.
+    workload: Workload, samples: Mapping[float, Passes], device: torch.device
+) -> OperatorModel:
+    """More pixels never take less; kernels may take whole blocks of filters or channels
+    faster than a part.
     """
-    return not isinstance(subject, Layer) or subject.axis == "pixels"
-
-
-def _steps(subject: Subject, device: torch.device) -> Steps | None:
-    return subject.steps(device) if isinstance(subject, Layer) else None
-
-
-def _rested(layer: Layer, alone: _Fitted, on_parts: _Fitted) -> tuple[float, float]:
-    """Seconds of the whole layer while others rest: no more than while all are at work,
-    unless noise has it so.
-    """
-    own, beside = (
-        whole(alone.layers[layer.key]),
-        on_parts.layers.get(operator_key(layer.op, AXES[0], layer.dtype)),
-    )
-    forward, backward = whole(beside) if beside is not None else own
-    return min(own[0], forward), min(own[1], backward)
+    if not isinstance(workload, LayerWorkload):
+        return operator_model(samples)
+    rising = workload.axis == "pixels"
+    return operator_model(samples, rising, workload.granularity(device))

@@ -1,9 +1,9 @@
-"""What is measured of a model: its layers, and what `other_workloads` has."""
+"""What is timed of a model: its layers, and what `other_workloads` has."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from math import prod
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import kernels
+from hetconv.autotune.launch.throttle import stretched
 from hetconv.cost.operator_cost import kind_of, operator_key
 from hetconv.planner.partition import extent_of, granularity
 from hetconv.schemas.cluster_profile import Axis
@@ -21,21 +22,26 @@ from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Linear, SplitKind
 from hetconv.tracing.graph import Graph
 
-from .other_workloads import Call, Other, computed, sets_of
-from .sampling import Passes, Run, Steps, Time, explored
+from .other_workloads import DispatchOverhead, NonLayerOperator, cold_copies
+from .sampling import Granularity, PassCalls, Passes, TimePasses, explore
 
 AXES: tuple[Axis, ...] = ("pixels", "filters", "channels")
-FEWEST = 16  # channels that a convolution is measured with a part of
+MIN_CHANNELS = 16  # of a convolution that is timed with a part of them
+BothPasses = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer of a plan, by share along ``axis`` while all ranks are at work, or
-    ``alone`` and whole.
+class LayerWorkload:
+    """A layer of a plan, timed at several shares of one axis.
 
-    ``dtype`` of its result. ``between``: bytes that a step reads and writes until it
-    comes to this layer again. ``count``: how many layers of a model are like this one.
-    ``cut``: of how many rows, filters or channels plans cut whole multiples.
+    Attributes:
+        op: the layer.
+        axis: what is cut.
+        dtype: of its result.
+        bias: whether it has one.
+        between: bytes that a step reads and writes until it runs the layer again.
+        count: how many layers of the model are like this one.
+        cut: rows, filters or channels of which plans cut whole multiples.
     """
 
     op: Conv | Linear
@@ -43,41 +49,59 @@ class Layer:
     dtype: str
     bias: bool = True
     between: int = 0
-    alone: bool = False
     count: int = 1
     cut: int = 1
 
     @property
     def key(self) -> str:
-        return operator_key(self.op, self.axis, self.dtype) + " alone" * self.alone
+        """Its name in profiles, and in the records of a tuning job."""
+        return operator_key(self.op, self.axis, self.dtype)
 
     def samples(
-        self, time: Time, device: torch.device, known: Collection[float] = ()
+        self,
+        time_passes: TimePasses,
+        device: torch.device,
+        shares: Collection[float] = (),
     ) -> dict[float, Passes]:
-        """By share: those that are ``known`` already, if any are, or those that tell most."""
+        """Times it at some shares.
+
+        Args:
+            time_passes: times both passes.
+            device: where it computes.
+            shares: shares to measure at; those that tell most, if empty.
+
+        Returns:
+            Passes by share.
+        """
         extent = self.extent
-        if self.alone or known:
+        if shares:
             return {
-                share: time(self.run(round(share * extent), device))
-                for share in known or (1.0,)
+                share: time_passes(self.calls(round(share * extent), device))
+                for share in shares
             }
-        grain = self.cut if self._cut_whole else grain_of(device)
-        found = explored(
-            lambda part: time(self.run(part, device)),
+        grain = self.cut if self._cut_in_grains else kernel_grain(device)
+        by_size = explore(
+            lambda size: time_passes(self.calls(size, device)),
             extent,
             grain if grain <= extent else 1,
         )
-        return {part / extent: seconds for part, seconds in found.items()}
+        return {size / extent: passes for size, passes in by_size.items()}
 
-    def steps(self, device: torch.device) -> Steps | None:
-        """In which it is computed, if these are few and plans cut within them, of which
-        `samples` tells nothing.
+    def granularity(self, device: torch.device) -> Granularity | None:
+        """Returns the steps in which its kernels compute, if plans cut within them.
+
+        None where there are too many to be timed.
         """
-        steps = Steps(self.extent, grain_of(device))
-        return steps if steps.few and not self._cut_whole else None
+        steps = Granularity(self.extent, kernel_grain(device))
+        return steps if steps.fine and not self._cut_in_grains else None
+
+    def fine_shares(self, device: torch.device) -> list[float]:
+        """Returns the shares that tell its `granularity`, of which `samples` tells nothing."""
+        steps = self.granularity(device)
+        return [size / self.extent for size in steps.ends] if steps is not None else []
 
     @property
-    def _cut_whole(self) -> bool:
+    def _cut_in_grains(self) -> bool:
         """Pixels are computed one by one; of filters and channels plans may cut no less
         than some multiple.
         """
@@ -85,98 +109,93 @@ class Layer:
 
     @property
     def extent(self) -> int:
+        """The whole size along its axis."""
         if isinstance(self.op, Linear):
             return _extents(self.op)[self.axis]
-        s = self.op.spec
-        return {"pixels": s.y_shape[2], "filters": s.K // s.groups, "channels": s.C}[
-            self.axis
-        ]
+        spec = self.op.spec
+        by_axis: dict[Axis, int] = {
+            "pixels": spec.y_shape[2],
+            "filters": spec.K // spec.groups,
+            "channels": spec.C,
+        }
+        return by_axis[self.axis]
 
-    def run(self, part: int, device: torch.device) -> Run:
-        run = (
-            self._conv(self.op.spec, part, device)
-            if isinstance(self.op, Conv)
-            else self._linear(part, device)
-        )
-        return run._replace(whole=part == self.extent)
+    def calls(self, size: int, device: torch.device) -> PassCalls:
+        """Returns the passes of a part of the layer, to be timed.
 
-    def _conv(self, s: ConvSpec, part: int, device: torch.device) -> Run:
-        if self.axis == "pixels":
-            local = of_rows(s, part)
+        Args:
+            size: of the part along the axis.
+            device: where it computes.
+        """
+        if isinstance(self.op, Conv):
+            forward, backward = self._convolution(self.op.spec, size, device)
         else:
-            local = (
-                replace(s, K=part * s.groups)
-                if self.axis == "filters"
-                else replace(s, C=part)
-            )
-        args = (s.stride, local.padding, s.dilation, s.groups)
-        wanted = (s.C > 4, True, self.bias)  # nobody asks for the gradient of an image
-        x, g, sets = self._tensors(local.x_shape, local.w_shape, local.y_shape, device)
-
-        def forward() -> Any:
-            _, w = next(sets)
-            return computed(
-                lambda: kernels.conv_forward(x, w, None, *args), device, self.alone
-            )
-
-        def backward() -> Any:
-            x, w = next(sets)
-            return computed(
-                lambda: kernels.conv_backward(g, x, w, *args, wanted),
-                device,
-                self.alone,
-            )
-
-        return Run(forward, backward)
-
-    def _linear(self, part: int, device: torch.device) -> Run:
-        op = self.op
-        assert isinstance(op, Linear)
-        rows, features, inner = (_extents(op) | {self.axis: part}).values()
-        x, g, sets = self._tensors(
-            (rows, inner), (features, inner), (rows, features), device
+            forward, backward = self._linear(self.op, size, device)
+        return PassCalls(
+            lambda: stretched(forward, device),
+            lambda: stretched(backward, device),
+            whole=size == self.extent,
         )
 
+    def _convolution(self, s: ConvSpec, size: int, device: torch.device) -> BothPasses:
+        if self.axis == "pixels":
+            part = of_rows(s, size)
+        elif self.axis == "filters":
+            part = replace(s, K=size * s.groups)
+        else:
+            part = replace(s, C=size)
+        args = (s.stride, part.padding, s.dilation, s.groups)
+        wanted = (s.C > 4, True, self.bias)  # nobody asks for the gradient of an image
+        shapes = part.x_shape, part.w_shape, part.y_shape
+        x, dy, copies = self._tensors(*shapes, s.dtype, device)
+
         def forward() -> Any:
-            _, w = next(sets)
-            return computed(lambda: F.linear(x, w), device, self.alone)
+            _, w = next(copies)
+            return kernels.conv_forward(x, w, None, *args)
 
         def backward() -> Any:
-            x, w = next(sets)
-            return computed(
-                lambda: (g @ w, g.t() @ x, g.sum(0) if self.bias else None),
-                device,
-                self.alone,
-            )
+            x, w = next(copies)
+            return kernels.conv_backward(dy, x, w, *args, wanted)
 
-        return Run(forward, backward)
+        return forward, backward
+
+    def _linear(self, op: Linear, size: int, device: torch.device) -> BothPasses:
+        rows, features, inner = (_extents(op) | {self.axis: size}).values()
+        shapes = (rows, inner), (features, inner), (rows, features)
+        x, dy, copies = self._tensors(*shapes, self.dtype, device)
+
+        def forward() -> Any:
+            _, w = next(copies)
+            return F.linear(x, w)
+
+        def backward() -> Any:
+            x, w = next(copies)
+            return dy @ w, dy.t() @ x, dy.sum(0) if self.bias else None
+
+        return forward, backward
 
     def _tensors(
-        self, x: Sequence[int], w: Sequence[int], y: Sequence[int], device: torch.device
+        self,
+        x_shape: Sequence[int],
+        w_shape: Sequence[int],
+        y_shape: Sequence[int],
+        dtype: str,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor, Iterator[tuple[Tensor, Tensor]]]:
-        """Input, output's gradient, and (input, weight) in turn from sets that caches
+        """Input, output's gradient, and (input, weight) in turn from copies that caches
         cannot keep if a step's data is more than they hold: a layer finds in them what
         the one before wrote, and nothing of its own last step.
         """
-        dtype = getattr(
-            torch, self.op.spec.dtype if isinstance(self.op, Conv) else self.dtype
+        memory = kernels.CHANNELS_LAST.get(len(x_shape), torch.contiguous_format)
+        x, w, dy = (
+            torch.randn(n, dtype=getattr(torch, dtype), device=device).to(
+                memory_format=memory
+            )
+            for n in (x_shape, w_shape, y_shape)
         )
-        memory = kernels.CHANNELS_LAST.get(len(x), torch.contiguous_format)
-        first, weight, g = (
-            torch.randn(n, dtype=dtype, device=device).to(memory_format=memory)
-            for n in (x, w, y)
-        )
-        count = sets_of(first.nbytes + weight.nbytes, self.between)
-        return (
-            first,
-            g,
-            cycle(
-                [
-                    (first, weight),
-                    *((first.clone(), weight.clone()) for _ in range(count - 1)),
-                ]
-            ),
-        )
+        count = cold_copies(x.nbytes + w.nbytes, self.between)
+        others = [(x.clone(), w.clone()) for _ in range(count - 1)]
+        return x, dy, cycle([(x, w), *others])
 
 
 def _extents(op: Linear) -> dict[Axis, int]:
@@ -188,8 +207,9 @@ def _extents(op: Linear) -> dict[Axis, int]:
 
 
 def of_rows(s: ConvSpec, rows: int) -> ConvSpec:
-    """The convolution that gives this many output rows (of the first spatial
-    dimension), padded as the whole one is.
+    """Returns the convolution that gives so many output rows, padded as the whole one is.
+
+    Rows are of the first spatial dimension.
     """
     (top, bottom), reach = s.padding[0], s.dilation[0] * (s.kernel[0] - 1) + 1
     return replace(
@@ -197,24 +217,28 @@ def of_rows(s: ConvSpec, rows: int) -> ConvSpec:
     )
 
 
-Subject = Layer | Other | Call
+Workload = LayerWorkload | NonLayerOperator | DispatchOverhead
 
 
-def work(op: Conv | Linear) -> float:
-    """Floating-point operations of the forward pass."""
-    return float(
-        op.spec.flops if isinstance(op, Conv) else 2 * prod(op.x_shape) * op.features
-    )
+def forward_flops(op: Conv | Linear) -> float:
+    """Returns the floating-point operations of the forward pass."""
+    if isinstance(op, Conv):
+        return float(op.spec.flops)
+    return float(2 * prod(op.x_shape) * op.features)
 
 
-def subjects_of(graph: Graph, world: int) -> list[Subject]:
-    """All there is to measure of a model on so many ranks: its layers, those with the
-    most work first, what else it runs, and calls.
+def workloads_of(graph: Graph, world: int) -> list[Workload]:
+    """Lists all there is to time of a model, in the same order on every rank.
 
-    Equal ones are one, and their order is the same on every rank. The smallest layers
-    come last: time may be short.
+    Equal layers are one. The largest come first, then everything beside layers, and the
+    smallest come last: time may be short.
+
+    Args:
+        graph: the model.
+        world: number of ranks, which decides where plans cut.
     """
-    layers, others = Counter[tuple[Conv | Linear, str]](), Counter[tuple[str, str]]()
+    layers = Counter[tuple[Conv | Linear, str]]()
+    others = Counter[tuple[str, str]]()
     biased = set()
     for node in graph.nodes:
         if not node.outputs:
@@ -227,48 +251,49 @@ def subjects_of(graph: Graph, world: int) -> list[Subject]:
         elif kind is not None and getattr(torch, dtype).is_floating_point:
             others[kind, dtype] += 1
     between = sum(_bytes(op, dtype) for op, dtype in layers)
-    found: list[Subject] = []
-    for (op, dtype), count in sorted(
-        layers.items(), key=lambda known: work(known[0][0]), reverse=True
-    ):
-        layer = Layer(op, AXES[0], dtype, (op, dtype) in biased, between, count=count)
-        by_axis = (
-            replace(layer, axis=axis, cut=_cut(op, axis, world)) for axis in axes_of(op)
-        )
-        found += [*by_axis, replace(layer, alone=True)]
-    rest: list[Subject] = [Call(alone, layers.total()) for alone in (False, True)]
-    rest += [
-        Other(kind, dtype, between, alone, count)
-        for (kind, dtype), count in others.items()
-        for alone in (False, True)
-    ]
-    return [*found[:3], *rest, *found[3:]]
+    largest_first = sorted(layers, key=lambda key: forward_flops(key[0]), reverse=True)
+    found: list[Workload] = []
+    for op, dtype in largest_first:
+        for axis in axes_of(op):
+            layer = LayerWorkload(
+                op,
+                axis,
+                dtype,
+                bias=(op, dtype) in biased,
+                between=between,
+                count=layers[op, dtype],
+                cut=_cut(op, axis, world),
+            )
+            found.append(layer)
+    beside_layers: list[Workload] = [DispatchOverhead(layers.total())]
+    for (kind, dtype), count in others.items():
+        beside_layers.append(NonLayerOperator(kind, dtype, between, count))
+    return [*found[:3], *beside_layers, *found[3:]]
 
 
-def grain_of(device: torch.device) -> int:
-    """Filters, or channels, of which kernels compute whole multiples: as many as a
-    vector of the processor holds.
+def kernel_grain(device: torch.device) -> int:
+    """Returns of how many filters, or channels, kernels compute whole multiples.
+
+    On a CPU these are as many as a vector of the processor holds.
     """
-    return (
-        8
-        if device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
-        else 16
-    )
+    narrow = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return 8 if device.type == "cpu" and narrow else 16
 
 
 def axes_of(op: Conv | Linear) -> tuple[Axis, ...]:
-    """Along which it is measured; channels of which there are few, or in groups, are
-    taken to be like filters.
+    """Returns the axes along which a layer is timed.
+
+    Channels of which there are few, or in groups, are taken to be like filters.
     """
     if isinstance(op, Linear):
         return AXES
     if op.spec.groups == op.spec.K > 1:  # depthwise
         return AXES[:1]
-    return AXES if op.spec.groups == 1 and op.spec.C >= FEWEST else AXES[:2]
+    return AXES if op.spec.groups == 1 and op.spec.C >= MIN_CHANNELS else AXES[:2]
 
 
 def _cut(op: Conv | Linear, axis: Axis, world: int) -> int:
-    """See `Layer`."""
+    """See `LayerWorkload.cut`."""
     if axis == "pixels" or (isinstance(op, Conv) and op.spec.groups > 1):
         return 1
     kind: SplitKind = "filter" if axis == "filters" else "channel"

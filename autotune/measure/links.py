@@ -1,11 +1,10 @@
-"""How fast messages travel: every link alone, each way, and what is left of it when all
-ranks send at once.
-"""
+"""How fast messages travel: on every link alone, each way, and when all ranks send at once."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, permutations, product
@@ -19,7 +18,7 @@ from hetconv.comm import call_tags
 from hetconv.comm.exchange import PendingExchange
 from hetconv.comm.rank_group import RankGroup, all_gather_object, shared_memory_channels
 from hetconv.comm.redistribute import start_sum
-from hetconv.cost.network import Network
+from hetconv.cost.network import Array, Network
 from hetconv.runtime.gradient_sync import GradientSync
 from hetconv.schemas.cluster_profile import (
     ClusterProfile,
@@ -30,104 +29,103 @@ from hetconv.schemas.cluster_profile import (
 from hetconv.sharding.layout import Box
 
 from . import fit
-from .barrier import meet, parts_of_core
+from .barrier import tight_barrier
+from .cpu_share import core_share
 from .device_info import conditions
 from .timer import timed
 
 T = TypeVar("T")
-TINY = 4  # bytes
-SIZES = tuple(1 << n for n in (10, 13, 16, 19, 22, 26))  # bytes
-COPIES = tuple(
-    1 << n for n in (18, 20, 22, 24)
-)  # bytes that a rank sends; small ones lie in caches, large ones do not
-PARTS = tuple(
-    1 << n for n in (16, 19, 22)
-)  # bytes that a rank sends to each, when all do
-SUMS = tuple(1 << n for n in (18, 20, 23))  # bytes of a parameter
-CHANNELS, WIDTH = 16, 16  # of the images that are gathered
-ROW = 4 * CHANNELS * WIDTH  # bytes of a row of a rank's own
-# to every link and sum, all in turn: what is slow for a while is then a part of what is
-# known, not all
+ANSWER_BYTES = 4
+LINK_BYTES = tuple(1 << n for n in (10, 13, 16, 19, 22, 26))
+# That a rank sends: small messages lie in caches, large ones do not.
+COPY_BYTES = tuple(1 << n for n in (18, 20, 22, 24))
+EXCHANGE_BYTES = tuple(1 << n for n in (16, 19, 22))  # to each other rank
+SUM_BYTES = tuple(1 << n for n in (18, 20, 23))  # of a parameter
+CHANNELS = WIDTH = 16  # of the images that are gathered
+ROW_BYTES = 4 * CHANNELS * WIDTH  # of what one rank has of them
+# To every link and sum, in turn: what is slow for a while is then a part of what is
+# known, not all.
 VISITS = 5
-SLOWER = 1.05  # than what the links alone say: what is measured to be less so is noise
-OneWay = dict[int, list[float]]  # seconds by bytes
-Repeat = tuple[float, ...]  # seconds of all ranks in their order
+MIN_SLOWDOWN = 1.05  # by contention; what is measured to be less is noise
 Start = Callable[[], Callable[[], Any]]  # what is returned waits for the result
 
 
 def link_models(
-    group: RankGroup, device: torch.device, sizes: Sequence[int] = SIZES
+    group: RankGroup, device: torch.device, sizes: Sequence[int] = LINK_BYTES
 ) -> dict[str, LinkModel]:
-    """Latency and bandwidth of every pair each way, one pair at a time while the other
-    ranks wait. Collective.
+    """Measures every pair of ranks each way, while the other ranks wait. Collective.
+
+    Args:
+        group: all ranks.
+        device: the device of this rank.
+        sizes: of the messages, in bytes.
+
+    Returns:
+        Latency and bandwidth by "low-high" ranks.
     """
     call_tags.enter_step("link_models")
-    mine: dict[tuple[int, int], OneWay] = {}
-    for _, (sender, receiver) in product(
-        range(VISITS), permutations(range(group.size), 2)
-    ):
-        echoes = _echoes(group, sender, receiver, TINY, device)
-        for size in sizes:
-            seconds = _one_way(_echoes(group, sender, receiver, size, device), echoes)
-            if group.rank == sender:
-                mine.setdefault((sender, receiver), {}).setdefault(size, []).extend(
-                    seconds
-                )
-    found = {
-        pair: one_way
-        for known in all_gather_object(group, mine)
-        for pair, one_way in known.items()
+    pairs = tuple(permutations(range(group.size), 2))
+    own: dict[tuple[int, int], dict[int, list[float]]] = {
+        pair: {size: [] for size in sizes} for pair in pairs if pair[0] == group.rank
     }
+    for _, pair in product(range(VISITS), pairs):
+        answers = _round_trips(group, *pair, ANSWER_BYTES, device)
+        for size in sizes:
+            seconds = _one_way(_round_trips(group, *pair, size, device), answers)
+            if pair in own:
+                own[pair][size] += seconds
+    found = ChainMap(*all_gather_object(group, own))
+    measured = conditions(device)
     return {
-        f"{a}-{b}": replace(
-            fit.link(found[a, b], found[b, a]), measured=conditions(device)
-        )
+        f"{a}-{b}": replace(fit.link(found[a, b], found[b, a]), measured=measured)
         for a, b in combinations(range(group.size), 2)
     }
 
 
-def _one_way(seconds: Sequence[float], echoes: Sequence[float]) -> list[float]:
-    """Of messages that a tiny one answered: less what that took, which is half of there
-    and back.
+def _one_way(round_trips: Sequence[float], answers: Sequence[float]) -> list[float]:
+    """Seconds of messages that were answered, less half of what an answer and a message
+    as small take.
     """
-    back = median(echoes) / 2
-    return [max(s - back, back) for s in seconds]
+    answer_s = median(answers) / 2
+    return [max(seconds - answer_s, answer_s) for seconds in round_trips]
 
 
-def _echoes(
+def _round_trips(
     group: RankGroup, sender: int, receiver: int, size: int, device: torch.device
 ) -> list[float]:
-    """Seconds until a message of ``size`` bytes was answered by a tiny one. Every rank
-    joins every round.
-    """
-    message, tiny = (
-        torch.zeros(size // 4, device=device),
-        torch.zeros(TINY // 4, device=device),
-    )
+    """Seconds until a message of ``size`` bytes was answered; every rank joins."""
+    message = torch.zeros(size // 4, device=device)
+    answer = torch.zeros(ANSWER_BYTES // 4, device=device)
+
+    def send(source: int, target: int, sent: torch.Tensor) -> None:
+        out = {target: sent} if group.rank == source else {}
+        into = {source: tuple(sent.shape)} if group.rank == target else {}
+        PendingExchange(group, sent, out, into).wait()
 
     def there_and_back() -> None:
-        for source, target, sent in (
-            (sender, receiver, message),
-            (receiver, sender, tiny),
-        ):
-            out = {target: sent} if group.rank == source else {}
-            into = {source: tuple(sent.shape)} if group.rank == target else {}
-            PendingExchange(group, sent, out, into).wait()
+        send(sender, receiver, message)
+        send(receiver, sender, answer)
 
     return [timed(there_and_back, device) for _ in range(_repeats(size))][1:]
 
 
 def _repeats(size: int) -> int:
-    """Of a visit: a number that all ranks know, and one more to warm up."""
+    """How often a message is sent in a visit: alike on all ranks, and once to warm up."""
     return 9 if size < 1 << 20 else 3
 
 
 def with_contention(
     profile: ClusterProfile, group: RankGroup, device: torch.device
 ) -> ClusterProfile:
-    """The profile with what only shows when all ranks send at once. Collective.
+    """Adds what only shows when all ranks send at once. Collective.
 
-    What ranks of one host take to copy messages, wires that links share, and what sums take.
+    These are the seconds that ranks of one host take to copy messages, wires that links
+    share, and what sums of gradients take beside their messages.
+
+    Args:
+        profile: with the links alone.
+        group: all ranks.
+        device: the device of this rank.
     """
     call_tags.enter_step("with_contention")
     if group.size < 2:
@@ -139,175 +137,187 @@ def with_contention(
     )
     links_alone = replace(profile, devices=devices, shared=(), sum_s_per_byte=0.0)
     wires = (*_hosts(links_alone, group, device), *_cards(links_alone, group, device))
-    measured = replace(
-        links_alone,
-        shared=tuple(w for w in wires if _matters(w, Network.of(links_alone))),
-    )
-    everyone = tuple(range(group.size))
-    repeats = _at_once(
-        group, {size: _sum(group, size, device) for size in SUMS}, device
-    )
-    sums = {size: _slowest(of_size, everyone) for size, of_size in repeats.items()}
-    expected = Network.of(measured).s_per_summed_byte(everyone)
-    return replace(measured, sum_s_per_byte=max(fit.line(sums)[1] - expected, 0.0))
+    network = Network.of(links_alone)
+    shared = tuple(wire for wire in wires if _is_slower(wire, network))
+    measured = replace(links_alone, shared=shared)
+    ranks = tuple(range(group.size))
+    sums = {size: _sum(group, size, device) for size in SUM_BYTES}
+    s_per_byte = _s_per_byte(_time_all(group, sums, device), ranks)
+    expected = Network.of(measured).s_per_summed_byte(ranks)
+    return replace(measured, sum_s_per_byte=max(s_per_byte - expected, 0.0))
 
 
 def _hosts(
     profile: ClusterProfile, group: RankGroup, device: torch.device
 ) -> list[SharedWire]:
     """The ranks of every host gather an image of their own, with all the copying that
-    the runtime does for it.
-
-    Where ranks do all of it themselves it is known what each of them takes, and there is no wire.
+    the runtime does for it. Where they do that themselves there is no wire.
     """
-    by_wire = [
+    nodes = [
         ranks
         for ranks in profile.nodes
-        if None in (profile.devices[rank].copying for rank in ranks)
+        if len(ranks) > 1 and any(profile.devices[r].copying is None for r in ranks)
     ]
-    if not any(len(ranks) > 1 for ranks in by_wire):
+    if not nodes:
         return []
-    starts = {part: _gather(profile.nodes, group, part, device) for part in PARTS}
-    times = _at_once(
-        group, {part: partial(_done, start) for part, start in starts.items()}, device
-    )
-    found = []
-    for ranks in by_wire:
-        if pairs := tuple(permutations(ranks, 2)):
-            of_host = {
-                part * len(pairs): _slowest(repeats, ranks)
-                for part, repeats in times.items()
-            }
-            name = f"host {_host(profile, ranks)}"
-            found.append(
-                SharedWire(name, pairs, fit.line(of_host)[1], conditions(device))
-            )
-    return found
-
-
-def _done(start: Start) -> Any:
-    return start()()
-
-
-def _copying(
-    nodes: Sequence[Sequence[int]], group: RankGroup, device: torch.device
-) -> list[Copying | None]:
-    """Of every rank; None where a backend carries messages.
-
-    All send at once, and when all have sent, all join what came, or add it. Who shares
-    a core takes as many times as long: not for a moment after a pause, in which it goes
-    first, but in steps that never rest.
-    """
-    (own,) = (ranks for ranks in nodes if group.rank in ranks)
-    copies = (
-        device.type == "cpu"
-        and len(own) > 1
-        and {*own} - {group.rank} <= shared_memory_channels(group).keys()
-    )
-    if not any(all_gather_object(group, copies)):
-        return [None] * group.size
-    others = max(map(len, nodes)) - 1
-    parts = [max(size // others // ROW, 1) * ROW for size in COPIES]
-    sent, joined, added = ({part: list[float]() for part in parts} for _ in range(3))
     starts = {
-        (part, sums): _gather(nodes, group, part, device, sums)
-        for sums in (False, True)
-        for part in parts
+        size: _gather(profile.nodes, group, size, device) for size in EXCHANGE_BYTES
     }
-    for _, ((part, sums), start) in product(range(VISITS), starts.items()):
-        for repeat in range(_repeats(part)):
-            sending, arrived = _timed(group, start, device)
-            receiving, _ = _timed(group, arrived, device)
-            if repeat > 0:
-                sent[part].append(sending)
-                (added if sums else joined)[part].append(receiving)
-    of_core, n = parts_of_core(group).together, len(own)
-    pieces = ((sent, n - 1), (joined, n), (added, n - 1)) if copies else ()
-    per_byte = [
-        fit.line({part * k: of[part] for part in parts})[1] / of_core
-        for of, k in pieces
+    gathers = {size: partial(_finish, start) for size, start in starts.items()}
+    times = _time_all(group, gathers, device)
+    return [
+        _wire(
+            f"host {_host(profile, ranks)}",
+            permutations(ranks, 2),
+            times,
+            ranks,
+            device,
+        )
+        for ranks in nodes
     ]
-    return all_gather_object(group, Copying(*per_byte) if copies else None)
 
 
-def _timed(
-    group: RankGroup, action: Callable[[], T], device: torch.device
-) -> tuple[float, T]:
-    """For how many seconds this rank is at work for an action that all begin together,
-    and what it gave.
-    """
-    given: list[T] = []
-    meet(group)
-    seconds = timed(lambda: given.append(action()), device, time.thread_time)
-    return seconds, given[0]
-
-
-def _gather(
-    nodes: Sequence[Sequence[int]],
-    group: RankGroup,
-    part: int,
-    device: torch.device,
-    sums: bool = False,
-) -> Start:
-    """Of an image per host, cut by channels as filters leave it, of ``part`` bytes on
-    each of its ranks.
-
-    ``sums``: the other way round, whole summands on all of them become parts of their sum.
-    """
-    images = Box.whole(
-        (len(nodes), max(map(len, nodes)) * CHANNELS, part // ROW, WIDTH)
-    )
-    parts, wholes = [images] * group.size, [images] * group.size
-    for n, ranks in enumerate(nodes):
-        for k, rank in enumerate(ranks):
-            own = images.along(0, n, n + 1)
-            parts[rank] = own.along(1, k * CHANNELS, (k + 1) * CHANNELS)
-            wholes[rank] = own.along(1, 0, len(ranks) * CHANNELS)
-    held, wanted = (
-        tuple(boxes) for boxes in ((wholes, parts) if sums else (parts, wholes))
-    )
-    local = torch.zeros(held[group.rank].shape, device=device).contiguous(
-        memory_format=torch.channels_last
-    )
-    return partial(start_sum, group, local, held, wanted)
+def _finish(start: Start) -> Any:
+    return start()()
 
 
 def _cards(
     profile: ClusterProfile, group: RankGroup, device: torch.device
 ) -> list[SharedWire]:
     """Every rank sends to, and receives from, every rank of another host."""
-    nodes, found = profile.nodes, []
-    if len(nodes) < 2:
+    if len(profile.nodes) < 2:
         return []
-    own = next(ranks for ranks in nodes if group.rank in ranks)
+    own = next(ranks for ranks in profile.nodes if group.rank in ranks)
     others = [rank for rank in range(group.size) if rank not in own]
 
-    def exchange(part: int) -> Callable[[], Any]:
-        message = torch.zeros(part // 4, device=device)
-        return lambda: PendingExchange(
-            group,
-            message,
-            dict.fromkeys(others, message),
-            dict.fromkeys(others, (part // 4,)),
+    def exchange(message: torch.Tensor) -> None:
+        sent = dict.fromkeys(others, message)
+        PendingExchange(
+            group, message, sent, dict.fromkeys(others, tuple(message.shape))
         ).wait()
 
-    times = _at_once(group, {part: exchange(part) for part in PARTS}, device)
-    for ranks in nodes:
-        out = tuple((a, b) for a in ranks for b in range(group.size) if b not in ranks)
-        of_card = {
-            part * len(out): _slowest(repeats, ranks) for part, repeats in times.items()
-        }
-        for way, pairs in (("out", out), ("in", tuple((b, a) for a, b in out))):
-            name = f"card of {_host(profile, ranks)}, {way}"
-            found.append(
-                SharedWire(name, pairs, fit.line(of_card)[1], conditions(device))
-            )
+    messages = {size: torch.zeros(size // 4, device=device) for size in EXCHANGE_BYTES}
+    exchanges = {size: partial(exchange, x) for size, x in messages.items()}
+    times = _time_all(group, exchanges, device)
+    found = []
+    for ranks in profile.nodes:
+        peers = [rank for rank in range(group.size) if rank not in ranks]
+        card = f"card of {_host(profile, ranks)}"
+        found += [
+            _wire(f"{card}, out", product(ranks, peers), times, ranks, device),
+            _wire(f"{card}, in", product(peers, ranks), times, ranks, device),
+        ]
     return found
 
 
+def _wire(
+    name: str,
+    pairs: Iterable[tuple[int, int]],
+    times: Mapping[int, Array],
+    ranks: Sequence[int],
+    device: torch.device,
+) -> SharedWire:
+    """``times``: by the bytes that each pair sends; ``ranks``: those that wait for all."""
+    sent = tuple(pairs)
+    by_total = {size * len(sent): seconds for size, seconds in times.items()}
+    return SharedWire(name, sent, _s_per_byte(by_total, ranks), conditions(device))
+
+
+def _s_per_byte(times: Mapping[int, Array], ranks: Sequence[int]) -> float:
+    """By the slowest of these ranks in each repeat."""
+    slowest = {size: seconds[:, ranks].max(axis=1) for size, seconds in times.items()}
+    return fit.line({size: seconds.tolist() for size, seconds in slowest.items()})[1]
+
+
+def _copying(
+    nodes: Sequence[Sequence[int]], group: RankGroup, device: torch.device
+) -> list[Copying | None]:
+    """By rank; None where a backend carries messages.
+
+    All send at once, and when all have sent, all join what came, or add it. Who shares
+    a core takes as many times as long: not for a moment after a pause, in which it goes
+    first, but in steps that never rest.
+    """
+    own = next(ranks for ranks in nodes if group.rank in ranks)
+    peers = {*own} - {group.rank}
+    copies = (
+        device.type == "cpu"
+        and bool(peers)
+        and peers <= shared_memory_channels(group).keys()
+    )
+    if not any(all_gather_object(group, copies)):
+        return [None] * group.size
+    others = max(map(len, nodes)) - 1
+    sizes = [max(size // others // ROW_BYTES, 1) * ROW_BYTES for size in COPY_BYTES]
+    starts = {
+        (size, sums): _gather(nodes, group, size, device, sums)
+        for sums in (False, True)
+        for size in sizes
+    }
+    sends, joins, adds = ({size: list[float]() for size in sizes} for _ in range(3))
+    for _, ((size, sums), start) in product(range(VISITS), starts.items()):
+        for repeat in range(_repeats(size)):
+            sending_s, arrived = _time_own(group, start, device)
+            receiving_s, _ = _time_own(group, arrived, device)
+            if repeat > 0:
+                sends[size].append(sending_s)
+                (adds if sums else joins)[size].append(receiving_s)
+    share = core_share(group)
+
+    def s_per_byte(seconds: Mapping[int, Sequence[float]], parts: int) -> float:
+        return fit.line({size * parts: s for size, s in seconds.items()})[1] / share
+
+    known = None
+    if copies:
+        known = Copying(
+            sends=s_per_byte(sends, len(peers)),
+            joins=s_per_byte(joins, len(own)),
+            adds=s_per_byte(adds, len(peers)),
+        )
+    return all_gather_object(group, known)
+
+
+def _time_own(
+    group: RankGroup, action: Callable[[], T], device: torch.device
+) -> tuple[float, T]:
+    """For how many seconds this rank is at work for an action that all begin together,
+    and what it returned.
+    """
+    returned: list[T] = []
+    tight_barrier(group)
+    seconds = timed(lambda: returned.append(action()), device, time.thread_time)
+    return seconds, returned[0]
+
+
+def _gather(
+    nodes: Sequence[Sequence[int]],
+    group: RankGroup,
+    size: int,
+    device: torch.device,
+    sums: bool = False,
+) -> Start:
+    """Gathers an image per host, cut by channels as filters leave it, of ``size`` bytes
+    on each of its ranks.
+
+    ``sums``: the other way round, whole summands on all of them become parts of their sum.
+    """
+    height = size // ROW_BYTES
+    images = Box.whole((len(nodes), max(map(len, nodes)) * CHANNELS, height, WIDTH))
+    parts, wholes = [images] * group.size, [images] * group.size
+    for n, ranks in enumerate(nodes):
+        image = images.along(0, n, n + 1)
+        for k, rank in enumerate(ranks):
+            parts[rank] = image.along(1, k * CHANNELS, (k + 1) * CHANNELS)
+            wholes[rank] = image.along(1, 0, len(ranks) * CHANNELS)
+    held, wanted = (wholes, parts) if sums else (parts, wholes)
+    local = torch.zeros(held[group.rank].shape, device=device)
+    local = local.contiguous(memory_format=torch.channels_last)
+    return partial(start_sum, group, local, tuple(held), tuple(wanted))
+
+
 def _sum(group: RankGroup, size: int, device: torch.device) -> Callable[[], Any]:
-    """Of the gradients of a parameter, as at the end of a step."""
-    weight = torch.zeros((size // ROW, CHANNELS, 1, WIDTH), device=device)
+    """Sums the gradients of a parameter, as at the end of a step."""
+    weight = torch.zeros((size // ROW_BYTES, CHANNELS, 1, WIDTH), device=device)
     parameter = weight.contiguous(memory_format=torch.channels_last).requires_grad_()
     gradient = torch.ones_like(parameter)
 
@@ -318,42 +328,34 @@ def _sum(group: RankGroup, size: int, device: torch.device) -> Callable[[], Any]
     return summed
 
 
-def _matters(wire: SharedWire, links_alone: Network) -> bool:
+def _is_slower(wire: SharedWire, links_alone: Network) -> bool:
     """Whether its pairs, all at once, are slower than each alone would let them be."""
     sent = np.zeros_like(links_alone.s_per_byte)
     for pair in wire.pairs:
-        sent[pair] = PARTS[-1]
-    return wire.s_per_byte * float(sent.sum()) > SLOWER * float(
-        links_alone.seconds(sent)
-    )
+        sent[pair] = EXCHANGE_BYTES[-1]
+    alone_s = float(links_alone.seconds(sent))
+    return wire.s_per_byte * float(sent.sum()) > MIN_SLOWDOWN * alone_s
 
 
-def _at_once(
+def _time_all(
     group: RankGroup, actions: Mapping[int, Callable[[], Any]], device: torch.device
-) -> dict[int, list[Repeat]]:
-    """Of the action of so many bytes every repeat, which all ranks begin together."""
-    mine: dict[int, list[float]] = {size: [] for size in actions}
+) -> dict[int, Array]:
+    """Times actions, by their bytes, that all ranks begin together: (repeats, ranks)
+    seconds of each.
+    """
+    own: dict[int, list[float]] = {size: [] for size in actions}
     for _, (size, action) in product(range(VISITS), actions.items()):
         for repeat in range(_repeats(size)):
-            meet(group)
+            tight_barrier(group)
             seconds = timed(action, device)
             if repeat > 0:
-                mine[size].append(seconds)
-    of_all = all_gather_object(group, mine)
-    return {
-        size: [*zip(*(of_rank[size] for of_rank in of_all), strict=True)]
-        for size in actions
-    }
-
-
-def _slowest(repeats: Sequence[Repeat], ranks: Sequence[int]) -> list[float]:
-    return [max(seconds[rank] for rank in ranks) for seconds in repeats]
+                own[size].append(seconds)
+    of_ranks = all_gather_object(group, own)
+    return {size: np.array([one[size] for one in of_ranks]).T for size in actions}
 
 
 def _host(profile: ClusterProfile, ranks: Sequence[int]) -> str:
     identity = profile.devices[ranks[0]].identity
-    return (
-        identity.host
-        if identity is not None
-        else str(profile.nodes.index(tuple(ranks)))
-    )
+    if identity is not None:
+        return identity.host
+    return str(profile.nodes.index(tuple(ranks)))

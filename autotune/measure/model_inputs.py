@@ -1,4 +1,4 @@
-"""What a model is called with, as named on the command line."""
+"""Arguments that a model is called with, as named on the command line."""
 
 from __future__ import annotations
 
@@ -45,20 +45,28 @@ class ModelInputs(NamedTuple):
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Self:
+        """Keeps the arguments of a call."""
         return cls(args, kwargs)
 
     def to(self, device: torch.device) -> ModelInputs:
-        """With all tensors on this device."""
+        """Returns the arguments with all tensors on a device."""
         moved: ModelInputs = map_tensors(lambda x: x.to(device), self)
         return moved
 
     def call(self, model: nn.Module) -> Any:
+        """Calls a model with these arguments."""
         return model(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor among a model's arguments; a positional one if it has no ``name``."""
+    """A tensor among a model's arguments.
+
+    Attributes:
+        shape: its sizes.
+        dtype: one of `DTYPES`.
+        name: of a keyword argument; None for a positional one.
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -66,8 +74,10 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> TensorSpec:
-        """``1x3x256x256``, ``1,3,256,256``, ``2:int64`` or ``timestep=2:int64``. Raises
-        `HetConvError` otherwise.
+        """Reads ``1x3x256x256``, ``1,3,256,256``, ``2:int64`` or ``timestep=2:int64``.
+
+        Raises:
+            HetConvError: for any other text.
         """
         found = TENSOR.fullmatch(text)
         if found is None:
@@ -99,7 +109,7 @@ class TensorSpec:
         )
 
     def make(self, generator: torch.Generator) -> Tensor:
-        """Random numbers; zeros of integers and booleans, which are in the range of any index."""
+        """Draws random numbers; zeros of integers and booleans, which any index allows."""
         dtype = DTYPES[self.dtype]
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(self.shape, generator=generator, dtype=dtype)
@@ -108,15 +118,27 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What ``--input`` and ``--inputs`` say: tensors, or the callable that makes the arguments."""
+    """What ``--input`` and ``--inputs`` say.
+
+    Attributes:
+        tensors: the arguments, if they are given one by one.
+        target: the callable that makes them otherwise, ``package.module:callable``.
+    """
 
     tensors: tuple[TensorSpec, ...] = ()
     target: str | None = None
 
     @classmethod
     def parse(cls, tensors: Sequence[str], target: str | None) -> InputSpec:
-        """Raises `HetConvError` for both or neither, for a tensor that is not
-        understood, and a name given twice.
+        """Reads the options of the command line.
+
+        Args:
+            tensors: every ``--input``.
+            target: ``--inputs``, if it was given.
+
+        Raises:
+            HetConvError: for both or neither, for a tensor that is not understood, and
+                a name given twice.
         """
         if tensors and target is not None:
             raise HetConvError(
@@ -142,8 +164,10 @@ class InputSpec:
         return self.target or ", ".join(map(str, self.tensors))
 
     def make(self, seed: int) -> ModelInputs:
-        """The arguments, the same on every rank. Raises `HetConvError` if the callable
-        does not give them.
+        """Makes the arguments, the same on every rank.
+
+        Raises:
+            HetConvError: if the callable does not return them.
         """
         if self.target is not None:
             return _called(self.target, seed)
@@ -156,8 +180,14 @@ class InputSpec:
 
 
 def parse_shape(shape: str, given: str | None = None) -> tuple[int, ...]:
-    """``1x3x256x256`` or ``1,3,256,256`` -> (1, 3, 256, 256). Raises `HetConvError`,
-    naming all that was ``given``.
+    """Reads sizes, as in ``1x3x256x256`` or ``1,3,256,256``.
+
+    Args:
+        shape: the sizes.
+        given: all of the option, for the error.
+
+    Raises:
+        HetConvError: if these are no positive sizes.
     """
     try:
         sizes = tuple(

@@ -20,10 +20,14 @@ T = TypeVar("T")
 
 
 def named_callable(target: str, option: str) -> Callable[..., Any]:
-    """What ``package.module:callable`` names. The working directory is importable.
+    """Imports a callable by its name; the working directory is importable.
 
-    Raises `HetConvError`, beginning with the ``option`` that it was given by, saying
-    which part is wrong.
+    Args:
+        target: ``package.module:callable``.
+        option: of the command line, that it was given by.
+
+    Raises:
+        HetConvError: if it cannot be imported, saying which part is wrong.
     """
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name:
@@ -54,10 +58,16 @@ def named_callable(target: str, option: str) -> Callable[..., Any]:
 
 
 def build_model(target: str, arguments: str, seed: int) -> nn.Module:
-    """Calls ``package.module:callable`` with the JSON ``arguments`` (an object or a
-    list) under a fixed seed.
+    """Builds a model by calling what makes it, under a fixed seed.
 
-    Raises `HetConvError` saying which part is wrong.
+    Args:
+        target: ``package.module:callable``.
+        arguments: a JSON object or list that it is called with.
+        seed: of torch's random numbers.
+
+    Raises:
+        HetConvError: if there is no such callable, it refuses the arguments, or what it
+            returns is no module.
     """
     make = named_callable(target, "--model")
     try:
@@ -83,17 +93,14 @@ def build_model(target: str, arguments: str, seed: int) -> nn.Module:
 
 
 def has_images(inputs: Any) -> bool:
-    """Whether a tensor in ``inputs`` has the dimensions of images or volumes, which
-    have two memory formats.
-    """
+    """Tells whether any tensor is of images or volumes, which have two memory formats."""
     return any(x.dim() in CHANNELS_LAST for x in tensors_in(inputs))
 
 
 def channels_last(model: nn.Module, inputs: T) -> tuple[nn.Module, T]:
-    """The model and the tensors in ``inputs`` in the memory format that convolutions
-    run fastest in.
+    """Brings a model and its inputs to the memory format that convolutions are fastest in.
 
-    Both are as they were where no input is an image.
+    Both stay as they are where no input is an image.
     """
     if not has_images(inputs):
         return model, inputs
@@ -109,5 +116,5 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def random_input(shape: tuple[int, ...], seed: int) -> Tensor:
-    """The same on every rank."""
+    """Returns a tensor of random numbers, the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

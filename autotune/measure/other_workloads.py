@@ -1,13 +1,11 @@
-"""What is measured beside layers: other kinds of operators, and calls; on parts as the
-runtime runs them, or alone.
-"""
+"""What is timed beside layers: kinds of operators that no plan names, and calls."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import ceil
 from statistics import median
 from typing import Any
@@ -26,55 +24,75 @@ from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Split
 from hetconv.sharding.layout import Layout
 
-from .sampling import Passes, Run, Time
+from .sampling import PassCalls, Passes, TimePasses
 
-CHANNELS, SIDES = (
-    64,
-    (4, 16, 64, 128, 256),
-)  # of the images on which operators are measured
-OUTGROWN = 1 << 26  # bytes, of which caches keep little
-MOST_SETS = 32
+CHANNELS = 64
+IMAGE_SIDES = (4, 16, 64, 128, 256)
+CACHE_BYTES = 1 << 26  # of which caches keep little
+MAX_COPIES = 32
 
 
-def sets_of(each: int, between: int) -> int:
-    """How many tensors of ``each`` so many bytes to use in turn, so that caches keep as
-    little of them as in a step.
+def cold_copies(bytes_each: int, bytes_between: int) -> int:
+    """Returns how many tensors to use in turn to keep them out of caches as in a step.
 
-    ``between``: bytes that a step reads and writes until it comes to the same again.
+    Args:
+        bytes_each: of one tensor.
+        bytes_between: what a step reads and writes until it uses the same one again.
     """
-    return min(max(ceil(min(between, OUTGROWN) / each), 1), MOST_SETS)
+    return min(max(ceil(min(bytes_between, CACHE_BYTES) / bytes_each), 1), MAX_COPIES)
 
 
 @dataclass(frozen=True)
-class Other:
-    """A kind of operator that no plan names, on parts while all are at work, or
-    ``alone`` on plain tensors.
+class NonLayerOperator:
+    """A kind of operator that no plan names, on a part of an image.
 
-    ``between`` and ``count`` as `subjects.Layer` has them.
+    Attributes:
+        kind: one of `KINDS`.
+        dtype: of its input and result.
+        between: bytes that a step reads and writes until it runs again.
+        count: how many of them a model has.
     """
 
     kind: str
     dtype: str
     between: int = 0
-    alone: bool = False
     count: int = 1
 
     @property
     def key(self) -> str:
-        return f"{self.kind} {self.dtype}" + " alone" * self.alone
+        """Its name in the records of a tuning job."""
+        return f"{self.kind} {self.dtype}"
 
     def samples(
-        self, time: Time, device: torch.device, known: Collection[float] = ()
+        self,
+        time_passes: TimePasses,
+        device: torch.device,
+        sizes: Collection[float] = (),
     ) -> dict[float, Passes]:
-        """By bytes read and written: those that are ``known`` already, if any are."""
+        """Times it on images of several sizes.
+
+        Args:
+            time_passes: times both passes.
+            device: where it computes.
+            sizes: bytes to measure at; all of `IMAGE_SIDES`, if empty.
+
+        Returns:
+            Passes by the bytes read and written.
+        """
         found = {}
-        for side in SIDES:
-            moved_bytes, run = self._run(side, device)
-            if not known or moved_bytes in known:
-                found[moved_bytes] = time(run)
+        for side in IMAGE_SIDES:
+            moved_bytes, calls = self.calls(side, device)
+            if not sizes or moved_bytes in sizes:
+                found[moved_bytes] = time_passes(calls)
         return found
 
-    def _run(self, side: int, device: torch.device) -> tuple[float, Run]:
+    def calls(self, side: int, device: torch.device) -> tuple[float, PassCalls]:
+        """Returns the bytes that it reads and writes, and its passes, to be timed.
+
+        Args:
+            side: rows and columns of the image.
+            device: where it computes.
+        """
         dtype = getattr(torch, self.dtype)
         x = torch.randn((1, CHANNELS, side, side), dtype=dtype, device=device)
         x = x.to(memory_format=torch.channels_last).requires_grad_()
@@ -82,28 +100,30 @@ class Other:
             torch.ones(CHANNELS, dtype=dtype, device=device) for _ in range(4)
         )
         weights = weight.requires_grad_(), bias.requires_grad_()
-        given, compute = x if self.alone else held_alone(x, 2), KINDS[self.kind]
+        part, compute = on_one_rank(x, 2), KINDS[self.kind]
 
-        def ahead() -> Tensor:
-            return local(compute(given, *weights, mean, var))
+        def forward() -> Tensor:
+            return local(compute(part, *weights, mean, var))
 
-        y = ahead()
-        g, wanted = torch.randn_like(y), (x, *weights) if "norm" in self.kind else (x,)
+        y = forward()
+        dy = torch.randn_like(y)
+        inputs = (x, *weights) if "norm" in self.kind else (x,)
         # In a step a result lies where nothing was read or written for a while, and so
         # does what backward reads of it.
-        count = sets_of(y.nbytes, self.between)
+        count = cold_copies(y.nbytes, self.between)
         results = deque((torch.zeros_like(y) for _ in range(count)), maxlen=count)
-        graphs, gradients = deque(ahead() for _ in range(count)), deque[Any](maxlen=2)
+        graphs, gradients = deque(forward() for _ in range(count)), deque[Any](maxlen=2)
 
         def infer() -> None:
             with torch.no_grad():
-                results.append(ahead())
+                results.append(forward())
 
         def train() -> None:
-            graphs.append(ahead())
-            gradients.append(torch.autograd.grad(graphs.popleft(), wanted, g))
+            graphs.append(forward())
+            gradients.append(torch.autograd.grad(graphs.popleft(), inputs, dy))
 
-        return float(x.nbytes + y.nbytes), Run(infer, train, both=True)
+        moved_bytes = float(x.nbytes + y.nbytes)
+        return moved_bytes, PassCalls(infer, train, includes_forward=True)
 
 
 KINDS: dict[str, Callable[..., Tensor]] = {
@@ -121,100 +141,106 @@ KINDS: dict[str, Callable[..., Tensor]] = {
     "average pool": lambda x, *_: F.avg_pool2d(x, 3, 2, 1),
     "interpolation": lambda x, *_: F.interpolate(x, scale_factor=2, mode="bilinear"),
 }
-"""What stands for each of `cost.kind_of`: of an image, and of weight, bias, mean and
-variance per channel.
+"""The operator that stands for each kind of `hetconv.cost.operator_cost.kind_of`.
+
+Called with an image, and with weight, bias, mean and variance per channel.
 """
 
 
 @dataclass(frozen=True)
-class Call:
-    """What the host takes for a layer beside its kernels: a small convolution on parts,
-    or ``alone`` by torch.
+class DispatchOverhead:
+    """What the host takes for a layer beside its kernels, by a small convolution.
 
-    ``count``: how many layers a model has.
+    Attributes:
+        count: how many layers a model has.
     """
 
-    alone: bool = False
     count: int = 1
 
     @property
     def key(self) -> str:
-        return "call" + " alone" * self.alone
+        """Its name in the records of a tuning job."""
+        return "call"
 
     def samples(
-        self, time: Time, device: torch.device, known: Collection[float] = ()
+        self,
+        time_passes: TimePasses,
+        device: torch.device,
+        shares: Collection[float] = (),
     ) -> dict[float, Passes]:
-        """Under 1.0. On a GPU, where kernels do not keep the host waiting, the whole
-        time of a call.
+        """Times a call without its kernels.
+
+        On a GPU, where kernels do not keep the host waiting, the whole call.
+
+        Args:
+            time_passes: times both passes.
+            device: where it computes.
+            shares: without a meaning here; there is one size.
+
+        Returns:
+            Passes under the key 1.0.
         """
-        op = Conv(ConvSpec(1, 8, (8, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))
-        s = op.spec
-        x, w, g = (
+        spec = ConvSpec(1, 8, (8, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
+        x, w, dy = (
             torch.randn(shape, device=device)
-            for shape in (s.x_shape, s.w_shape, s.y_shape)
-        )
-        geometry: Any = (s.stride, s.padding, s.dilation, s.groups)
-        kernels_alone = Run(
-            lambda: computed(
-                lambda: kernels.conv_forward(x, w, None, *geometry), device, self.alone
-            ),
-            lambda: computed(
-                lambda: kernels.conv_backward(g, x, w, *geometry), device, self.alone
-            ),
+            for shape in (spec.x_shape, spec.w_shape, spec.y_shape)
         )
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-        run = (
-            partial(F.conv2d, *leaves, padding=1)
-            if self.alone
-            else _on_a_part(op, *leaves)
-        )
+        layer = _layer_on_one_rank(Conv(spec), *leaves)
 
-        def infer() -> Any:
+        def infer() -> None:
             with torch.no_grad():
-                return run()
+                layer()
 
-        calls = time(
-            Run(infer, lambda: torch.autograd.grad(run(), leaves, g), both=True)
-        )
+        def train() -> None:
+            torch.autograd.grad(layer(), leaves, dy)
+
+        calls = time_passes(PassCalls(infer, train, includes_forward=True))
         if device.type == "cuda":
             return {1.0: calls}
-        own = time(kernels_alone).at(calls.pulse_s)
-        forward, backward = (
-            [max(s - median(less), 0.0) for s in seconds]
-            for seconds, less in (
-                (calls.forward, own.forward),
-                (calls.backward, own.backward),
+        args: Any = (spec.stride, spec.padding, spec.dilation, spec.groups)
+        kernels_alone = time_passes(
+            PassCalls(
+                lambda: stretched(
+                    lambda: kernels.conv_forward(x, w, None, *args), device
+                ),
+                lambda: stretched(
+                    lambda: kernels.conv_backward(dy, x, w, *args), device
+                ),
             )
         )
-        return {1.0: Passes(forward, backward, calls.pulse_s)}
+        return {
+            1.0: Passes(
+                _minus_median(calls.forward, kernels_alone.forward),
+                _minus_median(calls.backward, kernels_alone.backward),
+            )
+        }
 
 
-def computed(compute: Callable[[], Any], device: torch.device, alone: bool) -> Any:
-    """What a layer computes, as on parts; ``alone`` by a device as fast as it is: who
-    measures makes it slow.
-    """
-    return compute() if alone else stretched(compute, device)
+def _minus_median(seconds: list[float], part: list[float]) -> list[float]:
+    return [max(s - median(part), 0.0) for s in seconds]
 
 
-def _on_a_part(op: Conv, x: Tensor, w: Tensor) -> Callable[[], Tensor]:
-    given = held_alone(x, 0)
-    way = conv_case(op, given.placement, Split("sample", (len(x),)), given.group)
-    return lambda: local(convolution(given, w, None, way, given.group))
+def _layer_on_one_rank(op: Conv, x: Tensor, w: Tensor) -> Callable[[], Tensor]:
+    part = on_one_rank(x, 0)
+    way = conv_case(op, part.placement, Split("sample", (len(x),)), part.group)
+    return lambda: local(convolution(part, w, None, way, part.group))
 
 
 def local(y: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor that lies on several, or the tensor itself."""
     return y.local if isinstance(y, HetTensor) else y
 
 
-def held_alone(x: Tensor, dim: int) -> HetTensor:
-    """A tensor cut along ``dim`` into one part, this rank's: nothing that is done to it
-    waits for another rank.
+def on_one_rank(x: Tensor, dim: int) -> HetTensor:
+    """Returns a tensor cut along ``dim`` into one part, this rank's.
+
+    Nothing that is done to it waits for another rank.
     """
     world = dist.group.WORLD
     assert world is not None
-    return HetTensor.wrap(
-        x, Layout.sharded(tuple(x.shape), dim, (x.shape[dim],)), _team_of_one(world)
-    )
+    layout = Layout.sharded(tuple(x.shape), dim, (x.shape[dim],))
+    return HetTensor.wrap(x, layout, _team_of_one(world))
 
 
 @cache

@@ -1,176 +1,159 @@
-"""Whole steps, in turn, and how fast devices were within each."""
+"""Whole steps that are timed in turn, and what their paired ratios say.
+
+Variants that are compared run in the same round, one right after the other, so that a
+clock that drifts or a neighbour that comes and goes changes both alike and cancels in
+their ratio.
+"""
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import harmonic_mean
+from math import exp, log
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hetconv.autotune.launch import throttle
 from hetconv.comm.rank_group import RankGroup, all_gather_object, rank_group_of
 
-from .barrier import meet
-from .timer import WARM_S, pulse, timed
+from .barrier import tight_barrier
+from .statistics import log_error_of_median
+from .timer import timed
 
-MOST_ROUNDS = 31
-BEATS = 4  # pulses before each step; as many within it tell more than these
-EVERY = 20  # times as long as a pulse takes, it is to the next one within a step
+MIN_ROUNDS, MAX_ROUNDS = 4, 31
+# A ratio is told from another one that is at least so many standard errors away.
+SURE_STANDARD_ERRORS = 2.0
 Step = Callable[[], Any]
+Round = Mapping[str, float]
+"""Seconds of one step of each variant, by name."""
 
 
-class Paced(NamedTuple):
-    """A step: ``seconds`` until the last rank was done, but for pulses, and ``pulse_s``
-    of each rank; if asked for.
-    """
+class LogRatio(NamedTuple):
+    """Median of the logarithms of paired step-time ratios, and its standard error."""
 
-    seconds: float
-    pulse_s: tuple[float, ...]
+    value: float
+    error: float
 
+    @classmethod
+    def of(cls, rounds: Sequence[Round], name: str, reference: str) -> LogRatio:
+        """Compares two variants, round by round.
 
-Round = Mapping[str, Paced]
-"""A step of each of several ways, by name."""
+        Args:
+            rounds: those in which both ran; others are left out.
+            name: the variant whose seconds are the numerator.
+            reference: the variant whose seconds are the denominator.
+        """
+        ratios = [one[name] / one[reference] for one in rounds if name in one]
+        return cls(log(median(ratios)), log_error_of_median(ratios))
+
+    @property
+    def ratio(self) -> float:
+        return exp(self.value)
+
+    def surely_above(self, limit: float) -> bool:
+        """Returns whether noise does not explain that this is more than ``limit``."""
+        return self.value - SURE_STANDARD_ERRORS * self.error > limit
+
+    def surely_below(self, limit: float) -> bool:
+        """Returns whether noise does not explain that this is less than ``limit``."""
+        return self.value + SURE_STANDARD_ERRORS * self.error < limit
 
 
 def paired(
-    steps: Mapping[str, Step], rounds: int, device: torch.device, longest: float = 0.0
-) -> dict[str, list[float]]:
-    """Seconds of `paced_rounds`, without pulses."""
-    found = paced_rounds(steps, rounds, device, longest, pulses=False)
-    return {name: [one[name].seconds for one in found] for name in steps}
-
-
-def paced_rounds(
     steps: Mapping[str, Step],
     rounds: int,
     device: torch.device,
-    longest: float = 0.0,
-    most: int = MOST_ROUNDS,
-    pulses: bool = True,
-) -> list[Round]:
-    """Collective: `one_round` after the other, once every step has run.
+    min_seconds: float = 0.0,
+) -> dict[str, list[float]]:
+    """Returns the seconds of each step in every one of the `paired_rounds`."""
+    found = paired_rounds(steps, rounds, device, min_seconds)
+    return {name: [one[name] for one in found] for name in steps}
 
-    So many ``rounds``, and more, up to ``most``, until all have together taken ``longest`` seconds.
-    """
+
+def paired_rounds(
+    steps: Mapping[str, Step],
+    rounds: int,
+    device: torch.device,
+    min_seconds: float = 0.0,
+    max_rounds: int = MAX_ROUNDS,
+) -> list[Round]:
+    """Times steps in turn, among all ranks, once each has run. See `time_rounds`."""
     for step in steps.values():
         step()
+    return time_rounds(steps, device, rank_group_of(), rounds, min_seconds, max_rounds)
+
+
+def time_rounds(
+    steps: Mapping[str, Step],
+    device: torch.device,
+    group: RankGroup,
+    rounds: int = MIN_ROUNDS,
+    min_seconds: float = 0.0,
+    max_rounds: int = MAX_ROUNDS,
+    stop: Callable[[Sequence[Round]], bool] = lambda _: False,
+) -> list[Round]:
+    """Times rounds of steps that have run before.
+
+    Collective; the rounds are the same on every rank, and so is when they end.
+
+    Args:
+        steps: the variants, by name.
+        device: the one on which this rank computes.
+        group: the ranks that run the steps.
+        rounds: how many rounds at least.
+        min_seconds: what all rounds take together at least, in more rounds of short
+            steps.
+        max_rounds: how many rounds are run for ``min_seconds`` at most.
+        stop: whether the rounds so far are enough, whatever else is asked for.
+    """
     found: list[Round] = []
-    while len(found) < rounds or (
-        len(found) < most
-        and sum(step.seconds for one in found for step in one.values()) < longest
-    ):  # alike on all ranks
-        found.append(one_round(steps, len(found), device, rank_group_of(), pulses))
+    seconds = 0.0
+    while len(found) < rounds or (seconds < min_seconds and len(found) < max_rounds):
+        found.append(_one_round(steps, len(found), device, group))
+        seconds += sum(found[-1].values())
+        if stop(found):
+            break
     return found
 
 
-def one_round(
-    steps: Mapping[str, Step],
-    turn: int,
-    device: torch.device,
-    group: RankGroup,
-    pulses: bool = True,
+def _one_round(
+    steps: Mapping[str, Step], turn: int, device: torch.device, group: RankGroup
 ) -> Round:
-    """Every step once, one after the other; what it says is the same on every rank.
+    """Runs every step once.
 
-    In each ``turn`` in another order, so that none is always the first, or always
-    follows the same one.
+    In each ``turn`` the order is another one, so that no step is always the first, or
+    always follows the same one.
     """
     order = random.Random(turn).sample([*steps], len(steps))
-    own = {name: _timed(steps[name], device, group, pulses) for name in order}
-    each = all_gather_object(group, own)
-    return {name: _of_all([of_rank[name] for of_rank in each]) for name in steps}
+    own = {name: time_step(steps[name], device, group) for name in order}
+    of_ranks = all_gather_object(group, own)
+    return {name: max(seconds[name] for seconds in of_ranks) for name in steps}
 
 
-def pulses_of(steps: Sequence[Paced]) -> tuple[float, ...]:
-    """Of each rank, what a pulse takes at its mean speed within these."""
-    return tuple(
-        map(harmonic_mean, zip(*(step.pulse_s for step in steps), strict=True))
-    )
+def time_step(step: Step, device: torch.device, group: RankGroup) -> float:
+    """Times a step that all ranks begin together, until the last one has ended it.
 
+    Args:
+        step: this rank's part of it.
+        device: the one on which this rank computes.
+        group: the ranks that run it.
 
-def until_all_are_done(sharding: Step, device: torch.device, group: RankGroup) -> float:
-    """Seconds of a step that all ranks begin together."""
-
+    Returns:
+        The seconds, as this rank saw them.
+    """
     # Between hosts, and by NCCL, who waits gives up when the group's own connections do.
     all_here = (
-        partial(meet, group)
+        partial(tight_barrier, group)
         if group.one_host
         else partial(dist.barrier, group.process_group)
     )
 
     def together() -> None:
-        timed(sharding, device)
+        timed(step, device)
         all_here()
 
     all_here()
     return timed(together, device)
-
-
-class _Timed(NamedTuple):
-    """One rank's: seconds of a step, for how many of them there were pulses, and those
-    that tell how fast it was.
-    """
-
-    seconds: float
-    beside_s: float
-    pulse_s: tuple[float, ...]
-
-
-def _timed(
-    sharding: Step, device: torch.device, group: RankGroup, pulses: bool
-) -> _Timed:
-    if not pulses:
-        return _Timed(until_all_are_done(sharding, device, group), 0.0, ())
-    beat = pulse(device)
-    before = [beat() for _ in range(BEATS)]
-    with _Pulses.within(device) as own:
-        seconds = until_all_are_done(sharding, device, group)
-    return _Timed(
-        seconds,
-        own.took_s,
-        (*([] if len(own.pulse_s) >= BEATS else before), *own.pulse_s),
-    )
-
-
-def _of_all(ranks: Sequence[_Timed]) -> Paced:
-    """Ranks take their pulses at about the same time, so that the step is longer by
-    those of one.
-    """
-    seconds = max(rank.seconds for rank in ranks) - max(rank.beside_s for rank in ranks)
-    return Paced(
-        seconds, tuple(harmonic_mean(rank.pulse_s) for rank in ranks if rank.pulse_s)
-    )
-
-
-class _Pulses:
-    """Between the computations of a step: its speed changes within less time than the
-    step takes, and what a device did before tells little of it.
-    """
-
-    def __init__(self, device: torch.device):
-        self.pulse_s: list[float] = []
-        self.took_s, self._beat, self._next = 0.0, pulse(device), 0.0
-
-    def __call__(self) -> None:
-        """As `throttle.visiting` calls it; a device that has just paused is left at that."""
-        began = time.perf_counter()
-        if began < self._next or throttle.at_work_s() < WARM_S:
-            return
-        self.pulse_s.append(self._beat())
-        done = time.perf_counter()
-        self.took_s += done - began
-        self._next = done + EVERY * (done - began)
-
-    @staticmethod
-    @contextmanager
-    def within(device: torch.device) -> Iterator[_Pulses]:
-        """While a step runs; a GPU's host is ahead of it, and would have to wait for each."""
-        found = _Pulses(device)
-        with throttle.visiting(found) if device.type == "cpu" else nullcontext():
-            yield found

@@ -1,5 +1,6 @@
-"""How often to measure, and at which shares: decisions on lists of seconds. No clock,
-no tensor, no rank.
+"""How often to measure, and at which shares: decisions on lists of seconds.
+
+Nothing here needs a clock, a tensor or a rank.
 """
 
 from __future__ import annotations
@@ -12,105 +13,93 @@ from statistics import median
 from typing import Any, NamedTuple
 
 CONFIDENCE = 0.95
-PRECISION = 0.03  # of the median: how far the ends of its interval may be off it
-TOLERANCE = (
-    0.05  # of the seconds at a share: how far a line between two others may be off them
+MAX_MEDIAN_ERROR = (
+    0.03  # relative: how far the ends of the interval may be off the median
 )
-MOST_SHARES = 8
-FEW = 64  # parts; where there are no more, every grain is measured within, if there is time
-LEAST, MOST = 3, 50  # repeats
-LONGEST = 0.15  # seconds for which calls are repeated whose median does not settle
-BESIDE, MOST_PULSES = (
-    0.1,
-    100,
-)  # of the samples' seconds, that pulses between them take where more than a few are due
+MAX_LINE_ERROR = 0.05  # relative: how far a line between two shares may be off a third
+MAX_SHARES = 8
+MAX_FINE_EXTENT = 64  # filters or channels, up to which every grain is measured within
+MIN_REPEATS, MAX_REPEATS = 3, 50
+MAX_SAMPLING_S = 0.15  # for which calls are repeated whose median does not converge
 
 
 class Passes(NamedTuple):
-    """Seconds of each repeat, on a device that a pulse took ``pulse_s`` meanwhile, see
-    `timer.pulse`.
-    """
+    """Seconds of each repeat of the forward and of the backward pass."""
 
     forward: list[float]
     backward: list[float]
-    pulse_s: float
-
-    def at(self, pulse_s: float) -> Passes:
-        """As they would be on the device when a pulse takes it so long."""
-        return self.times(pulse_s / self.pulse_s)._replace(pulse_s=pulse_s)
 
     def times(self, factor: float) -> Passes:
-        """Of what takes so many times as long, but for pulses."""
-        forward, backward = (
-            [factor * s for s in own] for own in (self.forward, self.backward)
-        )
-        return Passes(forward, backward, self.pulse_s)
+        """Returns the seconds of what takes ``factor`` times as long."""
+        forward, backward = ([factor * s for s in seconds] for seconds in self)
+        return Passes(forward, backward)
 
-    def and_again(self, later: Passes) -> Passes:
-        """With more of the same, which were taken on the device as it was then."""
-        same = later.at(self.pulse_s)
+    def joined(self, later: Passes) -> Passes:
+        """Returns the repeats of both."""
         return Passes(
-            [*self.forward, *same.forward],
-            [*self.backward, *same.backward],
-            self.pulse_s,
+            [*self.forward, *later.forward], [*self.backward, *later.backward]
         )
 
 
-class Steps(NamedTuple):
-    """Of ``extent`` filters or channels, so many at a time are computed, a ``grain``."""
+class Granularity(NamedTuple):
+    """The steps in which kernels compute filters or channels.
+
+    Attributes:
+        extent: number of filters or channels.
+        grain: how many of them are computed at a time; the last grain may be smaller.
+    """
 
     extent: int
     grain: int
 
     @property
-    def few(self) -> bool:
-        """Whether there is time to measure within each grain; less than one has none."""
-        return self.grain <= self.extent <= FEW
+    def fine(self) -> bool:
+        """Whether every grain is measured within, for which there are few enough."""
+        return self.grain <= self.extent <= MAX_FINE_EXTENT
 
     @property
     def grains(self) -> list[tuple[int, int]]:
-        """Of each, how many come before it, and how many with it; the last one may be
-        part of one.
-        """
+        """The first unit of each grain, and the one after its last."""
         return [
-            (lo, min(lo + self.grain, self.extent))
-            for lo in range(0, self.extent, self.grain)
+            (start, min(start + self.grain, self.extent))
+            for start in range(0, self.extent, self.grain)
         ]
 
     @property
     def ends(self) -> list[int]:
-        """Parts that tell all of it: where each grain begins and ends.
+        """Sizes to measure: where each grain begins and ends, and one short of its end.
 
-        And one short of its end: kernels may take longer for that than for the whole
-        grain, and seconds fall there.
+        Kernels may take longer for one unit less than for the whole grain.
         """
-        return sorted(
-            {
-                part
-                for lo, hi in self.grains
-                for part in (lo + 1, min(lo + self.grain - 1, hi), hi)
-            }
-        )
+        sizes: set[int] = set()
+        for start, end in self.grains:
+            sizes |= {start + 1, min(start + self.grain - 1, end), end}
+        return sorted(sizes)
 
 
-class Run(NamedTuple):
-    """Two calls to be timed. ``overlapped_s``: the second one runs the first one's work too.
-    ``whole``: of all of a layer.
+class PassCalls(NamedTuple):
+    """The calls of the two passes of a workload, to be timed.
+
+    Attributes:
+        forward: runs the forward pass.
+        backward: runs the backward pass.
+        includes_forward: whether ``backward`` runs the forward pass first.
+        whole: whether this is the whole workload, not a part of it.
     """
 
     forward: Callable[[], Any]
     backward: Callable[[], Any]
-    both: bool = False
+    includes_forward: bool = False
     whole: bool = True
 
 
-Time = Callable[[Run], Passes]
+TimePasses = Callable[[PassCalls], Passes]
 
 
 @cache
-def _rank(n: int) -> int | None:
+def _order_statistic(n: int) -> int | None:
     """k, so that the median lies from the kth smallest to the kth largest of n samples
-    with `CONFIDENCE`, or None.
+    with `CONFIDENCE`; None for too few samples.
 
     Whatever the samples' distribution, their number below its median is binomial
     (Conover, 1999, section 3.2).
@@ -121,115 +110,131 @@ def _rank(n: int) -> int | None:
     return k or None
 
 
-def interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Ends of the confidence interval of the median; without end for fewer than six samples."""
-    k = _rank(len(samples))
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Returns the ends of the confidence interval of the median.
+
+    Fewer than six samples say nothing: the interval is infinite.
+    """
+    k = _order_statistic(len(samples))
     if k is None:
         return -inf, inf
     ordered = sorted(samples)
     return ordered[k - 1], ordered[-k]
 
 
-def settled(samples: Sequence[float]) -> bool:
-    """Whether the median is known to within `PRECISION` of it. A few slow outliers do
-    not matter.
+def converged(samples: Sequence[float]) -> bool:
+    """Tells whether the median is known to within `MAX_MEDIAN_ERROR` of it.
+
+    A few slow outliers do not matter.
     """
-    lo, hi = interval(samples)
+    low, high = median_interval(samples)
     middle = median(samples)
-    return max(hi - middle, middle - lo) <= PRECISION * middle
+    return max(high - middle, middle - low) <= MAX_MEDIAN_ERROR * middle
 
 
-def doubt(samples: Sequence[float]) -> float:
-    """Seconds by which their median may be off, if it has not settled."""
-    if not samples or settled(samples):
+def uncertainty(samples: Sequence[float]) -> float:
+    """Returns the seconds by which the median may be off; 0 once it has converged."""
+    if not samples or converged(samples):
         return 0.0
-    lo, hi = interval(samples) if _rank(len(samples)) else (min(samples), max(samples))
-    return (hi - lo) / 2
+    low, high = median_interval(samples)
+    if high == inf:
+        low, high = min(samples), max(samples)
+    return (high - low) / 2
 
 
-def doubts(samples: Mapping[float, Passes], backward: bool) -> dict[float, float]:
-    """`doubt` of both passes together, by share, where there is any; ``backward`` does
-    not always matter.
+def uncertainties(
+    samples: Mapping[float, Passes], backward: bool
+) -> dict[float, float]:
+    """Returns the `uncertainty` of each share whose median has not converged.
+
+    Args:
+        samples: passes by share.
+        backward: whether the backward pass counts.
     """
     found = {
-        at: doubt(p.forward) + backward * doubt(p.backward) for at, p in samples.items()
+        share: uncertainty(p.forward) + backward * uncertainty(p.backward)
+        for share, p in samples.items()
     }
-    return {at: seconds for at, seconds in found.items() if seconds > 0}
+    return {share: seconds for share, seconds in found.items() if seconds > 0}
 
 
-def sampled(
-    seconds: Callable[[], float], pulse: Callable[[], float], longest: float = LONGEST
-) -> tuple[list[float], float]:
-    """Seconds of as many calls as it takes until they have settled, or have together
-    taken longer than ``longest``.
+def sample(
+    seconds: Callable[[], float], max_sampling_s: float = MAX_SAMPLING_S
+) -> list[float]:
+    """Times calls until their median has converged or the time is over.
 
-    The first call warms up and counts only as time. And the median of a ``pulse`` between them.
+    Args:
+        seconds: makes a call and returns what it took. The first one warms up and
+            counts only as time.
+        max_sampling_s: seconds of all calls after which none is added.
     """
-    spent, found, pulses = seconds(), list[float](), [pulse()]
-    while len(found) < LEAST or (
-        len(found) < MOST and spent + sum(found) < longest and not settled(found)
+    spent, found = seconds(), list[float]()
+    while len(found) < MIN_REPEATS or (
+        len(found) < MAX_REPEATS
+        and spent + sum(found) < max_sampling_s
+        and not converged(found)
     ):
         found.append(seconds())
-        while len(pulses) <= min(len(found), LEAST) or _due(pulses, found):
-            pulses.append(pulse())
-    return found, median(pulses)
+    return found
 
 
-def _due(pulses: Sequence[float], found: Sequence[float]) -> bool:
-    return len(pulses) < MOST_PULSES and sum(pulses) < BESIDE * sum(found)
-
-
-def explored(
-    passes: Callable[[int], Passes], extent: int, grain: int = 1
+def explore(
+    measure: Callable[[int], Passes], extent: int, grain: int = 1
 ) -> dict[int, Passes]:
-    """Of some parts of ``extent``, the smallest and the whole among them, what ``passes`` measured.
+    """Measures a workload at the sizes that tell most of how its seconds grow.
 
-    Starts with three, and measures the middle of the interval in which a straight line
-    was furthest off where it was last tried, until no line is by more than `TOLERANCE`.
-    Parts are multiples of ``grain``, or the whole.
+    Starts with three sizes, and halves the interval in which a straight line was
+    furthest off where it was last tried, until none is by more than `MAX_LINE_ERROR`.
+
+    Args:
+        measure: times the workload at a size.
+        extent: the whole size.
+        grain: sizes are multiples of it, or the whole.
+
+    Returns:
+        Passes by size, in rising order; the smallest and the whole among them.
     """
     units = max(extent // grain, 1)
     found: dict[int, Passes] = {}
 
-    def measure(unit: int) -> None:
-        found[unit] = passes(extent if unit == units else unit * grain)
+    def measure_units(count: int) -> None:
+        found[count] = measure(extent if count == units else count * grain)
 
-    for unit in sorted({1, ceil(units / 4), units}):
-        measure(unit)
+    for count in sorted({1, ceil(units / 4), units}):
+        measure_units(count)
     errors = dict.fromkeys(pairwise(sorted(found)), inf)
-    while errors and len(found) < MOST_SHARES:
+    while errors and len(found) < MAX_SHARES:
         a, b = max(errors, key=lambda gap: (errors[gap], gap[1] - gap[0]))
-        if errors.pop((a, b)) <= TOLERANCE:
+        if errors.pop((a, b)) <= MAX_LINE_ERROR:
             break
         if (middle := (a + b) // 2) > a:
-            measure(middle)
-            off = _off_line(found[a], found[middle], found[b], (middle - a) / (b - a))
-            errors |= {(a, middle): off, (middle, b): off}
+            measure_units(middle)
+            error = _line_error(
+                found[a], found[middle], found[b], (middle - a) / (b - a)
+            )
+            errors |= {(a, middle): error, (middle, b): error}
     return {
-        extent if unit == units else unit * grain: found[unit] for unit in sorted(found)
+        extent if count == units else count * grain: found[count]
+        for count in sorted(found)
     }
 
 
-def _off_line(first: Passes, middle: Passes, last: Passes, at: float) -> float:
+def _line_error(first: Passes, middle: Passes, last: Passes, at: float) -> float:
     """How far off the line between two others what was measured in the middle is, of
-    what it was: the worse pass.
-
-    Less what their medians may be off: a bend that noise may have made asks for
-    nothing. Nor does a pass that was not measured at all three.
+    what it was: the worse pass. One that was not measured at all three does not count.
     """
-    a, b = first.at(middle.pulse_s), last.at(middle.pulse_s)
-    forward, backward = (
-        (a.forward, middle.forward, b.forward),
-        (a.backward, middle.backward, b.backward),
-    )
     return max(
-        _surely_off(*each, at) if all(each) else 0.0 for each in (forward, backward)
+        _certain_line_error(*pass_, at) if all(pass_) else 0.0
+        for pass_ in zip(first, middle, last, strict=True)
     )
 
 
-def _surely_off(
+def _certain_line_error(
     first: Sequence[float], middle: Sequence[float], last: Sequence[float], at: float
 ) -> float:
+    """Less what the medians may be off: a bend that noise may have made asks for nothing."""
     a, m, b = median(first), median(middle), median(last)
-    unsure = hypot((1 - at) * doubt(first), at * doubt(last), doubt(middle))
-    return max(abs(a + (b - a) * at - m) - unsure, 0.0) / max(m, 1e-12)
+    noise = hypot(
+        (1 - at) * uncertainty(first), at * uncertainty(last), uncertainty(middle)
+    )
+    return max(abs(a + (b - a) * at - m) - noise, 0.0) / max(m, 1e-12)

@@ -1,6 +1,4 @@
-"""A tuning job, and what its stages share on every rank: the model, the group, and what
-was measured before.
-"""
+"""A tuning job, and what its stages share on every rank."""
 
 from __future__ import annotations
 
@@ -32,17 +30,28 @@ from .journal import Store, claimed
 from .race import Race
 
 T = TypeVar("T")
-STAGES = "stages"  # under which the store has the profile after each
-LIMIT = 60.0  # seconds, the least that a rank waits for another within a trial
+STAGES = "stages"  # the stage under which the store has the profile after each stage
+MIN_TIMEOUT_S = 60.0  # that a rank waits for another one within a trial
 
 
 @dataclass(frozen=True)
 class Job:
-    """What `hetconv autotune` was asked for. ``budget`` in seconds.
+    """What `hetconv autotune` was asked for.
 
-    ``resume``: what an interrupted run of the same job measured is not measured again.
-    ``storage``: the URL of a database for the studies' trials, in place of a file
-    beside the profile. ``quiet``: nothing is said but errors.
+    Attributes:
+        devices: one for each rank.
+        model: what makes the model, as package.module:callable.
+        model_args: its arguments, as JSON.
+        inputs: what the model is called with.
+        mode: what a step is.
+        trials: how many trials a study has at most.
+        budget: seconds, about.
+        output: the profile to write.
+        seed: of weights, inputs and studies.
+        resume: whether what an interrupted run of the same job measured is not measured
+            again.
+        storage: the URL of a database for the studies' trials, in place of the journal.
+        quiet: whether nothing is said but errors.
     """
 
     devices: tuple[DeviceName, ...]
@@ -60,46 +69,49 @@ class Job:
 
 
 class Run:
-    """One rank's side of a job that is under way. Making it is collective; rank 0 has
-    the ``store``.
+    """One rank's side of a job that is under way; rank 0 has the ``store``. Collective.
+
+    Args:
+        job: what was asked for.
+        say: tells a person how far the job is.
+        stack: ends the claim of the journal.
+
+    Raises:
+        HetConvError: on all ranks, if the journal is another process's or job's.
     """
 
     def __init__(self, job: Job, say: Reporter, stack: ExitStack):
-        self.job, self.say, self.start, self.group = (
-            job,
-            say,
-            time.monotonic(),
-            rank_group_of(),
-        )
+        self.job, self.say, self.group = job, say, rank_group_of()
+        self.start = time.monotonic()
         self.name = job.devices[self.group.rank]
         self.device = torch.device(self.name.device)
-        model = (
-            build_model(job.model, job.model_args, job.seed)
-            .to(self.device)
-            .train(job.mode == "train")
-        )
+        training = job.mode == "train"
+        model = build_model(job.model, job.model_args, job.seed)
+        model = model.to(self.device).train(training)
+        inputs = job.inputs.make(job.seed).to(self.device)
         self.model: nn.Module
         self.inputs: ModelInputs
-        self.model, self.inputs = channels_last(
-            model, job.inputs.make(job.seed).to(self.device)
-        )
-        with torch.set_grad_enabled(job.mode == "train"):
+        self.model, self.inputs = channels_last(model, inputs)
+        with torch.set_grad_enabled(training):
             self.graph: Graph = capture(
                 self.model, *self.inputs.args, **self.inputs.kwargs
             )
-        self.race = Race(self.model, self.inputs, job.mode, max(LIMIT, job.budget / 4))
+        timeout_s = max(MIN_TIMEOUT_S, job.budget / 4)
+        self.race = Race(self.model, self.inputs, job.mode, timeout_s)
         self.on_gpu = any(torch.device(d.device).type == "cuda" for d in job.devices)
-        self.store, refused = (
-            self._opened(stack) if self.group.rank == 0 else (None, None)
-        )
-        refused, self._known = timer.told(
-            (refused, self.store.known if self.store is not None else {})
-        )
-        if refused is not None:
-            raise HetConvError(refused)
+        self.store: Store | None = None
+        refusal = None
+        if self.group.rank == 0:
+            try:
+                self.store = self._open_store(stack)
+            except HetConvError as e:  # all ranks raise it
+                refusal = str(e)
+        known = self.store.known if self.store is not None else {}
+        refusal, self._known = timer.broadcast_object((refusal, known))
+        if refusal is not None:
+            raise HetConvError(refusal)
 
-    def _opened(self, stack: ExitStack) -> tuple[Store | None, str | None]:
-        """The store, claimed; or why it is not, so that all ranks can say so."""
+    def _open_store(self, stack: ExitStack) -> Store:
         job, now = self.job, conditions(self.device)
         asked = {
             "model": f"{job.model} {job.model_args}",
@@ -111,40 +123,44 @@ class Run:
             "torch": now.torch,
             "triton": now.triton,
         }
-        try:
-            folder = stack.enter_context(claimed(job.output))
-            return Store(folder, asked, resume=job.resume, url=job.storage), None
-        except HetConvError as e:
-            return None, str(e)
+        file = stack.enter_context(claimed(job.output))
+        store = Store(file, asked, resume=job.resume, url=job.storage)
+        stack.callback(store.close)
+        return store
 
     def passed(self, part: float) -> Callable[[], bool]:
-        """Whether this part of the budget is spent."""
+        """Returns a function that tells whether this part of the budget is spent."""
         return lambda: self.spent > part
 
     @property
     def spent(self) -> float:
-        """What part of the budget is."""
+        """The part of the budget that is spent."""
         return self.seconds / self.job.budget
 
     @property
     def seconds(self) -> float:
-        """Since this job began."""
+        """Seconds since this job began."""
         return time.monotonic() - self.start
 
     def known(self, stage: str, key: str, type_: type[T]) -> T | None:
-        """What was kept, if it was."""
+        """Returns what was kept, if it was.
+
+        Args:
+            stage: of the job.
+            key: what it is of.
+            type_: what it is.
+        """
         found = self._known.get((stage, key))
         return adapter(type_).validate_python(found) if found is not None else None
 
     def keep(self, stage: str, key: str, value: Any) -> None:
-        """On rank 0's disk when this returns there."""
+        """Writes a value, which is on rank 0's disk when this returns there."""
         if self.store is not None:
-            self.store.keep(
-                stage, key, adapter(type(value)).dump_python(value, mode="json")
-            )
+            document = adapter(type(value)).dump_python(value, mode="json")
+            self.store.keep(stage, key, document)
 
     def finished(self, stage: str) -> ClusterProfile | None:
-        """The profile after a stage that was finished with no less effort than this job's."""
+        """Returns the profile after a stage that had no less effort than this job's."""
         found = self._known.get((STAGES, stage))
         if (
             found is None
@@ -155,10 +171,11 @@ class Run:
         return adapter(ClusterProfile).validate_python(found["profile"])
 
     def finish(self, stage: str, profile: ClusterProfile) -> ClusterProfile:
-        """Rank 0's profile, on every rank; written, whole, to where the job wants it,
-        and to the store.
+        """Writes rank 0's profile, whole, to where the job wants it and to the store.
+
+        Collective; returns it on every rank.
         """
-        profile = timer.told(profile)
+        profile = timer.broadcast_object(profile)
         if self.store is not None:
             profile.save(self.job.output)
             document = adapter(ClusterProfile).dump_python(profile, mode="json")
@@ -167,12 +184,15 @@ class Run:
         return profile
 
     def led(self, lead: Callable[[], T]) -> T:
-        """What ``lead`` gives on rank 0, on every rank; the others follow its races meanwhile."""
-        found = None
+        """Runs ``lead`` on rank 0, whose races the other ranks follow meanwhile.
+
+        Collective; returns its result on every rank.
+        """
+        result = None
         if self.group.rank == 0:
-            found = lead()
+            result = lead()
             self.race.end()
         else:
             self.race.follow()
-        said: T = timer.told(found)
-        return said
+        shared: T = timer.broadcast_object(result)
+        return shared

@@ -1,5 +1,7 @@
-"""What a tuning job has measured so far: on disk beside its profile from the moment it
-is known, for one writer.
+"""What a tuning job has measured so far, for one writer.
+
+It is on disk from the moment it is known: the job's own records and, unless another
+database is asked for, its Optuna trials, in one SQLite file beside the profile.
 """
 
 from __future__ import annotations
@@ -8,61 +10,72 @@ import fcntl
 import hashlib
 import json
 import os
+import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
+from optuna.storages import RDBStorage
 
-from hetconv.autotune.measure.sampling import Passes
 from hetconv.errors import HetConvError
-from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.json_files import adapter
-from hetconv.tracing.graph import Graph
 
-from .study import NAME, WEIGHTS, WHY
+VERSION = 1  # of the records; SQLite's user_version in the file
+# How long a process that was just killed may take to be gone.
+MAX_LOCK_WAIT_S = 2.0
+TITLE, BASELINE = "title", "baseline"  # attributes of a study
+JOB = "job"  # the stage under which the file has what was asked for
+CREATE = """
+CREATE TABLE hetconv_records (
+    stage TEXT, key TEXT, value TEXT NOT NULL, PRIMARY KEY (stage, key)
+)
+"""
+INSERT = """
+INSERT INTO hetconv_records VALUES (?, ?, ?)
+ON CONFLICT (stage, key) DO UPDATE SET value = excluded.value
+"""
+SELECT = "SELECT stage, key, value FROM hetconv_records ORDER BY rowid"
 
-FORMAT, VERSION = "hetconv-study", 8
-PATIENCE = 2.0  # seconds that a process which was just killed may take to be gone
-TITLE, BESIDE = "title", "beside"  # of a study
-Document = dict[str, Any]
 
-
-def folder_of(output: Path) -> Path:
-    """Where a profile's studies are kept."""
-    return output.with_name(f"{output.name}.study")
+def journal_of(output: Path) -> Path:
+    """Returns the file beside a profile in which its measurements are kept."""
+    return output.with_name(f"{output.name}.study.db")
 
 
 @contextmanager
 def claimed(output: Path) -> Iterator[Path]:
-    """The folder of a profile's studies, for this process alone; the system ends the
-    claim with the process.
+    """Holds the journal of a profile for this process alone.
 
-    Raises `HetConvError` where another process has it.
+    The system ends the claim with the process.
+
+    Args:
+        output: the profile.
+
+    Yields:
+        The file of the journal, which need not exist.
+
+    Raises:
+        HetConvError: if another process holds it.
     """
-    folder = folder_of(output)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "a+", encoding="utf-8") as lock:
+    journal = journal_of(output)
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    # Not the journal itself: whoever closes a file ends SQLite's own locks on it.
+    with open(journal.with_suffix(".lock"), "a+", encoding="utf-8") as lock:
         _lock(lock, output)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
-        for left in output.parent.glob(
-            f".{escape(output.name)}.*"
-        ):  # of a process that was killed while it wrote
-            left.unlink()
-        yield folder
+        # Left by a process that was killed while it wrote.
+        for torn in output.parent.glob(f".{escape(output.name)}.*"):
+            torn.unlink()
+        yield journal
 
 
 def _lock(lock: IO[str], output: Path) -> None:
-    latest = time.monotonic() + PATIENCE
+    latest = time.monotonic() + MAX_LOCK_WAIT_S
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,206 +91,154 @@ def _lock(lock: IO[str], output: Path) -> None:
 
 
 class Store:
-    """The records of one job in a claimed folder, and its Optuna studies there or in a database.
+    """The records of one job in a claimed file, and its Optuna studies.
 
-    ``job``: what was asked for, as JSON has it. With ``resume`` it goes on from what
-    the folder holds, and raises `HetConvError` if that is another job's; otherwise it
-    begins anew, and sets aside what the folder holds.
+    Args:
+        file: the journal.
+        job: what was asked for, as JSON has it.
+        resume: whether to go on from what the file holds. Otherwise the job begins
+            anew, and what the file holds is set aside.
+        url: the database of the studies' trials, in place of the file.
+
+    Raises:
+        HetConvError: if the file that is to be resumed holds another job's or another
+            version's records, or none; or if a database cannot be opened.
     """
 
     def __init__(
-        self, folder: Path, job: Document, *, resume: bool, url: str | None = None
+        self,
+        file: Path,
+        job: Mapping[str, Any],
+        *,
+        resume: bool,
+        url: str | None = None,
     ):
-        self._file, trials = folder / "measured.jsonl", folder / "trials.journal"
-        for file in (self._file, trials):
-            if resume:
-                _drop_torn_line(file)
-            elif file.exists():
-                file.replace(f"{file}.before")
-        lines = _lines(self._file)
-        self._check(lines[0] if lines else None, job)
-        self.known: dict[tuple[str, str], Any] = {
-            (x["stage"], x["key"]): x["value"] for x in lines[1:]
-        }
-        self._digest = hashlib.sha256(
-            json.dumps(job, sort_keys=True).encode()
-        ).hexdigest()[:16]
-        self._trials = _storage(trials, url)
+        self._file = file
+        if not resume:
+            _set_aside(file)
+        try:
+            self._records = sqlite3.connect(file, isolation_level=None)
+            self.known = self._opened()
+        except sqlite3.Error as e:
+            raise HetConvError(
+                f"{file} cannot be read as a journal ({e}); leave out --resume, which "
+                "sets it aside"
+            ) from e
+        self._check(job)
+        asked = json.dumps(job, sort_keys=True).encode()
+        self._digest = hashlib.sha256(asked).hexdigest()[:16]
+        self._trials = _storage(file, url)
         if not resume:
             for name in self._studies():  # in a database
                 optuna.delete_study(study_name=name, storage=self._trials)
 
-    def _check(self, head: Document | None, job: Document) -> None:
-        if head is None:
-            self._append({"format": FORMAT, "version": VERSION, "job": job})
-            return
-        if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
+    def _opened(self) -> dict[tuple[str, str], Any]:
+        """Makes the table in a new file; reads what an older one holds."""
+        db = self._records
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if not tables:
+            db.execute("BEGIN")
+            db.execute(CREATE)
+            db.execute(f"PRAGMA user_version = {VERSION}")
+            db.execute("COMMIT")
+        elif version != VERSION:
             raise HetConvError(
-                f"{self._file} is another version's; leave out --resume, which sets it aside"
+                f"{self._file} is another version's (its version is {version}, and "
+                f"{VERSION} is known here); leave out --resume, which sets it aside"
             )
-        there = head["job"]
-        if differs := [
-            f"{k} is {there.get(k)} there, {job.get(k)} here"
-            for k in job
-            if there.get(k) != job.get(k)
-        ]:
+        rows = db.execute(SELECT)
+        return {(stage, key): json.loads(value) for stage, key, value in rows}
+
+    def _check(self, job: Mapping[str, Any]) -> None:
+        there = self.known.pop((JOB, ""), None)
+        if there is None:
+            self._write(JOB, "", job)
+            return
+        differences = [
+            f"{name} is {there.get(name)} there, {asked} here"
+            for name, asked in job.items()
+            if there.get(name) != asked
+        ]
+        if differences:
             raise HetConvError(
                 f"--resume: {self._file} holds what was measured for another job: "
-                f"{'; '.join(differs)}. Ask for the "
+                f"{'; '.join(differences)}. Ask for the "
                 "same, give another --output, or leave out --resume, which sets it aside and "
                 "begins anew"
             )
 
     def keep(self, stage: str, key: str, value: Any) -> None:
-        """On disk when this returns. ``value`` as JSON has it; a later one under the
-        same key counts.
+        """Writes a record, which is on disk when this returns.
+
+        Args:
+            stage: of the job.
+            key: what the record is of; a later record of the same one replaces it.
+            value: as JSON has it.
         """
         self.known[stage, key] = value
-        self._append({"stage": stage, "key": key, "value": value})
+        self._write(stage, key, value)
 
-    def _append(self, line: Document) -> None:
-        with open(self._file, "ab") as f:
-            f.write(
-                json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
-                + b"\n"
-            )
-            f.flush()
-            os.fsync(f.fileno())
+    def _write(self, stage: str, key: str, value: Any) -> None:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+        self._records.execute(INSERT, (stage, key, text))
 
-    def study(self, what: str, title: str = "", beside: str = "") -> optuna.Study:
-        """The job's Optuna study of this name, with the trials that it has had.
+    def close(self) -> None:
+        """Closes the databases."""
+        self._records.close()
+        self._trials.remove_session()
+        self._trials.engine.dispose()
 
-        ``title`` and ``beside``, what its values are relative to, are for whoever looks
-        at it later.
+    def of_stage(self, stage: str) -> dict[str, Any]:
+        """Returns the records of a stage by key, in the order in which they were first kept."""
+        return {key: value for (of, key), value in self.known.items() if of == stage}
+
+    def study(self, title: str, baseline: str) -> optuna.Study:
+        """Opens an Optuna study of the job, with the trials that it has had.
+
+        Args:
+            title: what tells it from the job's other studies.
+            baseline: what its values are relative to.
         """
-        name = f"{self._digest} {what}"
         study = optuna.create_study(
-            study_name=name, storage=self._trials, load_if_exists=True
+            study_name=f"{self._digest} {title}",
+            storage=self._trials,
+            load_if_exists=True,
         )
-        study.set_user_attr(TITLE, title or what)
-        study.set_user_attr(BESIDE, beside)
+        study.set_user_attr(TITLE, title)
+        study.set_user_attr(BASELINE, baseline)
         return study
 
     def studies(self) -> list[optuna.Study]:
-        """All that the job has had, in the order in which they began."""
+        """Opens all studies that the job has had, in the order in which they began."""
         return [
             optuna.load_study(study_name=name, storage=self._trials)
             for name in self._studies()
         ]
 
     def _studies(self) -> list[str]:
-        return [
-            name
-            for name in optuna.get_all_study_names(self._trials)
-            if name.startswith(f"{self._digest} ")
-        ]
+        names: list[str] = optuna.get_all_study_names(self._trials)
+        return [name for name in names if name.startswith(f"{self._digest} ")]
 
 
-def _drop_torn_line(file: Path) -> None:
-    """What was being appended when the process was killed."""
-    if file.exists():
-        content = file.read_bytes()
-        os.truncate(file, content.rfind(b"\n") + 1)
+def _set_aside(file: Path) -> None:
+    """Renames a database with what a killed process has left of it in other files."""
+    for suffix in ("", "-wal", "-shm"):
+        part, aside = Path(f"{file}{suffix}"), Path(f"{file}.before{suffix}")
+        aside.unlink(missing_ok=True)
+        if part.exists():
+            part.rename(aside)
 
 
-def _lines(file: Path) -> list[Document]:
-    found = []
-    for number, line in enumerate(
-        file.read_bytes().splitlines() if file.exists() else (), 1
-    ):
-        try:
-            found.append(json.loads(line))
-        except ValueError as e:
-            raise HetConvError(
-                f"{file}: line {number} is not JSON ({e}); leave out --resume, and begin anew"
-            ) from e
-    return found
-
-
-class _Unlocked:
-    """The folder is claimed, and a lock of optuna's own would be left behind by a
-    process that is killed.
-    """
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-
-def _storage(journal: Path, url: str | None) -> BaseStorage:
+def _storage(file: Path, url: str | None) -> RDBStorage:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if url is None:
-        return JournalStorage(JournalFileBackend(str(journal), lock_obj=_Unlocked()))  # type: ignore[arg-type]
     try:
-        return RDBStorage(url)
+        return RDBStorage(url or f"sqlite:///{file}")
     except Exception as e:  # the driver's own, of whichever database it is
         why = str(e).strip().partition("\n")[0]
         raise HetConvError(
             f"--storage: {why or type(e).__name__}; give sqlite:///FILE, or "
-            "postgresql://USER@HOST/NAME with its "
-            "driver installed"
+            "postgresql://USER@HOST/NAME with its driver installed"
         ) from e
-
-
-Samples = Mapping[float, Passes]
-"""Of a rank: by share, or by bytes."""
-OPERATORS = "operators"  # the stage under which the store has them
-
-
-class Trial(NamedTuple):
-    """``what`` was tried; seconds relative to what it ran beside; or, of one that failed, why."""
-
-    what: str
-    value: float | None
-    why: str = ""
-
-
-class Study(NamedTuple):
-    """Trials in order, relative to ``beside``."""
-
-    title: str
-    beside: str
-    trials: tuple[Trial, ...]
-
-
-@dataclass(frozen=True)
-class Record:
-    """``stage_s``: seconds of each stage, none of one that an earlier run had finished.
-    ``samples``: of each rank.
-    """
-
-    profile: ClusterProfile
-    graph: Graph
-    stage_s: Mapping[str, float | None]
-    samples: Mapping[str, Sequence[Samples]]
-    studies: tuple[Study, ...]
-
-
-def samples_of(store: Store) -> dict[str, list[Samples]]:
-    """By operator."""
-    read = adapter(list[dict[float, Passes]]).validate_python
-    return {
-        key: list(read(value))
-        for (stage, key), value in store.known.items()
-        if stage == OPERATORS
-    }
-
-
-def studies_of(store: Store) -> tuple[Study, ...]:
-    return tuple(map(study_of, store.studies()))
-
-
-def study_of(study: optuna.Study) -> Study:
-    """Of those trials that have come to an end."""
-    trials = []
-    for trial in study.get_trials(states=(TrialState.COMPLETE, TrialState.FAIL)):
-        known = trial.user_attrs
-        what = known.get(NAME) or ":".join(map(str, known.get(WEIGHTS, ())))
-        why = known.get(WHY, "interrupted") if trial.value is None else ""
-        trials.append(Trial(what, trial.value, why))
-    known = study.user_attrs
-    return Study(
-        known.get(TITLE, study.study_name), known.get(BESIDE, ""), tuple(trials)
-    )

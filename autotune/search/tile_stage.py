@@ -241,7 +241,7 @@ def tune_tiles(
     for stage, trials in (("default tiles", 2), ("tiles", TRIALS)):
         say.stage(stage, max(counts))
         for i in range(max(counts)):
-            if timer.told(enough()):
+            if timer.broadcast_object(enough()):
                 say.line(
                     f"{stage}: {max(counts) - i} smaller passes were left out; --budget would "
                     "allow more"

@@ -1,4 +1,4 @@
-"""The tuning job, run on every rank: stage by stage to a profile that is written after each."""
+"""The tuning job, run on every rank: a profile is written after each stage."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hetconv.autotune.launch.progress import Reporter
 from hetconv.schemas.cluster_profile import ClusterProfile
 
 from .job import Job, Run
-from .journal import Record, samples_of, studies_of
 from .plan_search import plans
 from .race import step_of
+from .record import Record, samples_of, studies_of
 from .stages import chunks, operators, tiles
 
 __all__ = ["Job", "step_of", "tune"]
@@ -25,11 +25,17 @@ REFINING: dict[str, Callable[[Run, ClusterProfile], ClusterProfile]] = {
 
 
 def tune(job: Job) -> Record:
-    """Collective. Writes the profile on rank 0 and returns it on every rank; samples
-    and studies are rank 0's alone.
+    """Measures, stage by stage, and writes the profile on rank 0. Collective.
 
-    Raises `HetConvError` on every rank if another process is writing it, or there is
-    nothing that could be resumed.
+    Args:
+        job: what was asked for.
+
+    Returns:
+        The profile and how it came about; samples and studies on rank 0 alone.
+
+    Raises:
+        HetConvError: on every rank, if another process is writing the profile, or what
+            is to be resumed is another job's.
     """
     with (
         ExitStack() as stack,

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from hetconv.autotune.measure.paired_rounds import Round
 from hetconv.autotune.measure.statistics import log_error_of_median
-from hetconv.autotune.search.race import Seconds
 from hetconv.planner.candidates import EVEN
 from hetconv.schemas.plan import SINGLE_DEVICE
 
@@ -36,7 +36,7 @@ def last(measured: Mapping[str, float], own: str) -> list[str]:
     return [*dict.fromkeys((own, *near, *first))]
 
 
-def gains(rounds: Sequence[Seconds], own: str) -> dict[str, Any]:
+def gains(rounds: Sequence[Round], own: str) -> dict[str, Any]:
     """``own`` plan's against the fastest device alone, the best even split, all, and
     its own step without messages, if that ran too; what they took, in ms.
     """
@@ -58,7 +58,7 @@ def gains(rounds: Sequence[Seconds], own: str) -> dict[str, Any]:
     }
 
 
-def regret(rounds: Sequence[Seconds], own: str) -> float:
+def regret(rounds: Sequence[Round], own: str) -> float:
     """What ``own`` plan takes more than the fastest, as a part of that.
 
     Which plan that is half of the rounds say, and how fast it is the others, and the
@@ -74,11 +74,11 @@ def regret(rounds: Sequence[Seconds], own: str) -> float:
     return max(sum(found) / 2, 0.0)
 
 
-def _plans(rounds: Sequence[Seconds]) -> list[str]:
+def _plans(rounds: Sequence[Round]) -> list[str]:
     return [name for name in rounds[0] if name != SILENT]
 
 
-def doubt(rounds: Sequence[Seconds], own: str) -> float:
+def doubt(rounds: Sequence[Round], own: str) -> float:
     """Standard error of what ``own`` plan takes against the fastest, in logarithms;
     none where it is the fastest.
     """
@@ -86,16 +86,10 @@ def doubt(rounds: Sequence[Seconds], own: str) -> float:
     return log_error_of_median([one[own] / one[best] for one in rounds])
 
 
-def possible(speeds: Sequence[float], pulse_s: Sequence[float]) -> dict[str, float]:
-    """What a plan could gain if nothing were sent, on devices slowed so much on purpose
-    that took so long for a pulse.
-
-    Two cores are not equally fast while they are tuned: where the slowed one happens to
-    be the faster core, an even split loses less.
-    """
-    now = [speed / seconds for speed, seconds in zip(speeds, pulse_s, strict=True)]
+def possible(speeds: Sequence[float]) -> dict[str, float]:
+    """What a plan could gain if nothing were sent, on devices of these speeds."""
     found = {
-        "possible vs_alone": sum(now) / max(now),
-        "possible vs_even": sum(now) / (len(now) * min(now)),
+        "possible vs_alone": sum(speeds) / max(speeds),
+        "possible vs_even": sum(speeds) / (len(speeds) * min(speeds)),
     }
     return {name: round(value, 4) for name, value in found.items()}

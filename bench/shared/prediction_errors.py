@@ -9,17 +9,23 @@ from itertools import chain, product
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from scipy.stats import kendalltau
 from torch import nn
 
 from hetconv.autotune.measure import fit
-from hetconv.autotune.measure.layer_workloads import Layer, subjects_of
+from hetconv.autotune.measure.layer_workloads import LayerWorkload, workloads_of
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import Round, Step
-from hetconv.autotune.measure.sampling import Passes, Time
-from hetconv.autotune.measure.timer import more_samples, operator_samples, timed
-from hetconv.autotune.search.race import Usual, device_of, formats, step_in, step_of
+from hetconv.autotune.measure.sampling import Passes, TimePasses
+from hetconv.autotune.measure.timer import time_again, time_workloads, timed
+from hetconv.autotune.search.race import (
+    device_of,
+    plain_step,
+    plain_variants,
+    step_of,
+)
 from hetconv.comm.rank_group import all_gather_object, rank_group_of
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.operator_cost import layer_curve
@@ -41,13 +47,10 @@ Plans = Mapping[str, Mapping[str, Split]]
 class Check:
     """Seconds of a step by plan: (predicted, measured). ``rounds``: of which what was
     measured is the median.
-
-    ``usual``: what these would have taken on devices as fast as they usually are, see `Usual`.
     """
 
     steps: Mapping[str, tuple[float, float]]
     rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    usual: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def errors(self) -> list[float]:
@@ -68,7 +71,7 @@ class Check:
         """
         found = {
             "median error": median(self.errors),
-            "p90 error": fit.ninetieth(self.errors),
+            "p90 error": float(np.quantile(self.errors, 0.9)),
         }
         found["tau"] = _tau(self.steps.values())
         if self.rounds:
@@ -84,15 +87,6 @@ class Check:
                 )
         return found
 
-    @property
-    def at_speed(self) -> Check:
-        """With the speed that devices had within each step made good."""
-        steps = {
-            name: (predicted, median(self.usual[name]))
-            for name, (predicted, _) in self.steps.items()
-        }
-        return Check(steps, self.usual)
-
 
 def _tau(pairs: Iterable[tuple[float, float]]) -> float:
     """Kendall's, of two orders."""
@@ -100,7 +94,7 @@ def _tau(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 @dataclass(frozen=True)
-class Spot(Layer):
+class Spot(LayerWorkload):
     """A layer at one share, measured as the tuner measures it."""
 
     part: int = 1
@@ -114,9 +108,12 @@ class Spot(Layer):
         return self.part / self.extent
 
     def samples(
-        self, time: Time, device: torch.device, known: Collection[float] = ()
+        self,
+        time_passes: TimePasses,
+        device: torch.device,
+        shares: Collection[float] = (),
     ) -> dict[float, Passes]:
-        return {self.share: time(self.run(self.part, device))}
+        return {self.share: time_passes(self.calls(self.part, device))}
 
 
 class LayerErrors(NamedTuple):
@@ -139,9 +136,7 @@ def layer_errors(
     """
     own, group = profile.devices[rank_group_of().rank], rank_group_of()
     layers = [
-        s
-        for s in subjects_of(graph, group.size)
-        if isinstance(s, Layer) and not s.alone
+        w for w in workloads_of(graph, group.size) if isinstance(w, LayerWorkload)
     ][:MOST_LAYERS]
     shares = [
         (s, max(round(share * s.extent / s.cut), 1) * s.cut)
@@ -169,24 +164,21 @@ def layer_errors(
 def _spot_seconds(
     spots: Sequence[Spot], device: torch.device, own: DeviceModel, backward: bool
 ) -> dict[str, tuple[float, float]]:
-    """Collective: by key, of both passes as calls by the host, on the device when it is
-    as fast as the profile says; without those for which there is no memory.
+    """Collective: by key, of both passes as calls by the host; without those for which
+    there is no memory.
     """
     by_key, found = {spot.key: spot for spot in spots}, {}
     host_s = own.overhead(False), own.overhead(True)
-    visited = dict(operator_samples([*by_key.values()], device, lambda: False))
+    visited = dict(time_workloads([*by_key.values()], device, lambda: False))
     for _ in range(1, VISITS):
         visited = {
-            key: more_samples(by_key[key], samples, device, backward)
+            key: time_again(by_key[key], samples, device, backward)
             for key, samples in visited.items()
         }
     for key, samples in visited.items():
         if samples:
-            measured, share = (
-                fit.operator(fit.at_pulse(samples, own.pulse_s)),
-                by_key[key].share,
-            )
-            called = fit.called(measured, host_s, device.type == "cuda")
+            measured, share = fit.operator_model(samples), by_key[key].share
+            called = fit.with_dispatch(measured, host_s, device.type == "cuda")
             found[key] = called.forward.at(share), called.backward.at(share)
     return found
 
@@ -226,8 +218,8 @@ def plan_steps(
 def _fastest_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
     """On this rank, in the memory format in which a step takes less time."""
     steps = [
-        step_in(way, model, inputs, mode)
-        for way in formats(rank_group_of().rank, inputs)
+        plain_step(variant, model, inputs, mode)
+        for variant in plain_variants(rank_group_of().rank, inputs)
     ]
     took = [
         [timed(step, device_of(model)) for step in steps] for _ in range(1 + TRIES)
@@ -245,17 +237,12 @@ def predicted_and_measured(
     mode: Mode,
     plans: Plans,
 ) -> Check:
-    """Of `plan_steps` that ``ran`` in turn, as `paced_rounds`, what they took beside
+    """Of `plan_steps` that ``ran`` in turn, as `paired_rounds`, what they took beside
     what is predicted. Pure.
     """
     pricer = StepEstimator(graph, profile, mode)
-    at_usual = Usual(pricer)
     predicted = {name: pricer.step_s(name, splits) for name, splits in plans.items()}
-    times = {name: [one[name].seconds for one in ran] for name in plans}
-    usual = {
-        name: [at_usual.seconds(name, splits, one[name]) for one in ran]
-        for name, splits in plans.items()
-    }
+    times = {name: [one[name] for one in ran] for name in plans}
     return Check(
-        {name: (predicted[name], median(times[name])) for name in plans}, times, usual
+        {name: (predicted[name], median(times[name])) for name in plans}, times
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.autotune import AS_RUN, CASES, OF_COMPUTING, PAIRS
+from bench.autotune import CASES, OF_COMPUTING, PAIRS
 from bench.shared.machine import RESULTS, ROOT
 from bench.shared.plan_gains import OF_SILENT
 from hetconv.errors import HetConvError
@@ -134,12 +134,9 @@ def predictions(results: Path) -> str:
 
 def _predicted(r: dict[str, Any]) -> str:
     def gain(name: str) -> str:
-        possible = f"; {r[f'possible {name}']:.2f}" if f"possible {name}" in r else ""
-        return f"{r[name]:.2f}× ({r[AS_RUN][name]:.2f}{possible})"
+        possible = f" ({r[f'possible {name}']:.2f})" if f"possible {name}" in r else ""
+        return f"{r[name]:.2f}×{possible}"
 
-    steps, most = (
-        f"{r[f'{n} at speed']:.0%} ({r[n]:.0%})" for n in ("median error", "p90 error")
-    )
     split = not r["chosen"].startswith(SINGLE_DEVICE)
     alone = gain("vs_alone") if split else "—"
     bounds = [
@@ -150,10 +147,10 @@ def _predicted(r: dict[str, Any]) -> str:
         f"`{r['pair']}`",
         r["model"],
         MODES[r["mode"]],
-        steps,
-        most,
+        f"{r['median error']:.0%}",
+        f"{r['p90 error']:.0%}",
         f"{r['median error of layers']:.0%} ({r['of layers measured again']:.0%})",
-        f"{r['tau at speed']:.2f} ({r['tau of rounds at speed']:.2f})",
+        f"{r['tau']:.2f} ({r['tau of rounds']:.2f})",
         alone,
         gain("vs_even"),
         *bounds,

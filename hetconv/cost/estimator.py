@@ -55,11 +55,8 @@ class _Known:
     network: Network
     graph: Graph
 
-    def layer_cost(self, factors: Array) -> LayerCost:
-        """On devices that take so many times as long."""
-        forward, *backward = (
-            tuple((seconds * factors).tolist()) for seconds in self.layer_s
-        )
+    def layer_cost(self) -> LayerCost:
+        forward, *backward = (tuple(seconds.tolist()) for seconds in self.layer_s)
         sent_bytes = sum(m.sent_bytes.sum() for m in chain(*self.messages))
         return LayerCost(forward, backward[0] if backward else (), int(sent_bytes))
 
@@ -122,7 +119,6 @@ class StepEstimator:
         self._known: dict[int, _Known] = {}
         self._computing: dict[tuple[int, bool], tuple[Array, Array]] = {}
         self._last = last_readers(graph)
-        self._relieves = any(device.relief < 1 for device in profile.devices)
         self._lone: StepEstimator | None = None
 
     def estimate(
@@ -144,12 +140,9 @@ class StepEstimator:
         known = [self._of(a) for a in applied]
         rounds = self._rounds(sums)
         passes = [*_in_order(known), *self._summing(sums, rounds)]
-        factors = self._factors(passes, self.network.overlap)
-        clocks = _walked(
-            _slowed(passes, factors), Clocks(world, listener, self.network.overlap)
-        )
+        clocks = _walked(passes, Clocks(world, listener, self.network.overlap))
         layers = {
-            k.applied.node.layer: k.layer_cost(factors)
+            k.applied.node.layer: k.layer_cost()
             for k in known
             if k.applied.node.layer is not None
         }
@@ -173,13 +166,13 @@ class StepEstimator:
         ), layers
 
     def of(self, name: str) -> StepEstimator:
-        """Who prices a plan of this name: a device alone runs as it does without
-        hetconv, and tells nobody.
-        """
+        """Who prices a plan of this name: a device alone sends nothing to the others."""
         if not name.startswith(SINGLE_DEVICE):
             return self
         if self._lone is None:
-            self._lone = StepEstimator(self.graph, self.profile.alone(), self.mode)
+            self._lone = StepEstimator(
+                self.graph, self.profile.without_messages(), self.mode
+            )
         return self._lone
 
     def over(self, profile: ClusterProfile) -> StepEstimator:
@@ -195,48 +188,20 @@ class StepEstimator:
         )
         return other
 
-    def step_s(
-        self, name: str, splits: Mapping[str, Split], pulse_s: Sequence[float] = ()
-    ) -> float:
-        """Seconds of a step of the plan of this name, see `of`; of devices that a pulse
-        takes so long, or the usual.
-        """
+    def step_s(self, name: str, splits: Mapping[str, Split]) -> float:
+        """Seconds of a step of the plan of this name, see `of`."""
         pricer = self.of(name)
-        return pricer.walked_s(pricer.walk(splits), pricer.profile.slowness(pulse_s))
+        return pricer.walked_s(pricer.walk(splits))
 
-    def walked_s(
-        self,
-        walked: Schedule,
-        slowness: Sequence[float] = (),
-        overlap: float | None = None,
-    ) -> float:
-        """`step_s` of a plan with which this pricer, or one that it was made `over`
+    def walked_s(self, walked: Schedule) -> float:
+        """`step_s` of a plan with which this estimator, or one that it was made `over`
         from, has walked.
-
-        ``slowness``: how many times as long each device takes for all that it computes;
-        ``overlap``: in place of the profile's.
         """
         applied, sums = walked
-        computing = [*_in_order([self._of(a) for a in applied])]
-        computing = _slowed(computing, np.array(slowness)) if slowness else computing
+        computing = _in_order([self._of(a) for a in applied])
         passes = [*computing, *self._summing(sums, self._rounds(sums))]
-        hidden = self.network.overlap if overlap is None else overlap
-        slowed = _slowed(passes, self._factors(passes, hidden))
-        return float(
-            _walked(slowed, Clocks(self.profile.world, overlap=hidden)).now.max()
-        )
-
-    def _factors(self, passes: Sequence[Pass], overlap: float) -> Array:
-        """(P,): `ClusterProfile.relieved` in this step, of which it is known then for
-        how long each device rests.
-        """
-        none = np.ones(self.profile.world)
-        if not self._relieves:
-            return none
-        clocks = _walked(passes, Clocks(self.profile.world, overlap=overlap))
-        return np.array(
-            self.profile.relieved((clocks.busy / (clocks.now.max() or 1.0)).tolist())
-        )
+        clocks = Clocks(self.profile.world, overlap=self.network.overlap)
+        return float(_walked(passes, clocks).now.max())
 
     def _summing(self, sums: Transfers, rounds: Sequence[Messages]) -> list[Pass]:
         """Of gradients, at the end of a step in training."""
@@ -327,15 +292,6 @@ class StepEstimator:
                 * self.network.s_per_summed_byte(holders)
             )
         return total
-
-
-def _slowed(passes: list[Pass], factors: Array) -> list[Pass]:
-    """On devices that take so many times as long."""
-    return (
-        passes
-        if (factors == 1).all()
-        else [one._replace(seconds=one.seconds * factors) for one in passes]
-    )
 
 
 def _walked(passes: Sequence[Pass], clocks: Clocks) -> Clocks:

@@ -16,7 +16,6 @@ from hetconv.sharding.conv_spec import ConvSpec
 from . import json_files
 from .catalog import find_device, find_link, parse_nodes
 from .device_model import (
-    Alone,
     Axis,
     Copying,
     Curve,
@@ -30,7 +29,6 @@ from .provenance import MeasurementConditions
 from .tuning_results import TunedChunks, TunedPlan, TunedTile
 
 __all__ = [
-    "Alone",
     "Axis",
     "ClusterProfile",
     "Copying",
@@ -51,10 +49,7 @@ CALL_S = 5e-6  # that an operator takes however little it computes; an estimate 
 
 @dataclass(frozen=True)
 class TunedRatio:
-    """Proportions found by measuring whole steps of one model and mode, beside the computed ones.
-
-    Seconds are of a step on devices as fast as they usually are.
-    """
+    """Proportions found by measuring whole steps of one model and mode, and computed ones."""
 
     graph: str
     mode: Literal["train", "infer"]
@@ -136,38 +131,12 @@ class ClusterProfile:
         """From a to b."""
         return self.links[f"{a}-{b}"] if a < b else self.links[f"{b}-{a}"].turned()
 
-    def alone(self) -> ClusterProfile:
-        """Of devices as each is while all others rest, and tells none of them what it computed."""
-        devices = tuple(device.by_itself() for device in self.devices)
+    def without_messages(self) -> ClusterProfile:
+        """The same devices, of which one computes all and tells the others nothing."""
+        devices = tuple(replace(device, copying=None) for device in self.devices)
         silent = dict.fromkeys(self.links, LinkModel(0.0, 0.0))
         return replace(
             self, devices=devices, links=silent, shared=(), sum_s_per_byte=0.0
-        )
-
-    def slowness(self, pulse_s: Sequence[float]) -> tuple[float, ...]:
-        """How many times as long as usually devices take for all that they compute when
-        a pulse takes them so long.
-
-        1 of a device whose usual pulse is not known, and of all if ``pulse_s`` is empty.
-        """
-        if not pulse_s:
-            return (1.0,) * self.world
-        usual = (device.pulse_s for device in self.devices)
-        return tuple(
-            s / u if u is not None else 1.0 for s, u in zip(pulse_s, usual, strict=True)
-        )
-
-    def relieved(self, busy: Sequence[float]) -> tuple[float, ...]:
-        """How many times as long as beside others at work devices take for what they
-        compute, see `DeviceModel.relief`.
-
-        ``busy``: for which part of the step each of them computes; for the rest of it
-        the others have that relief.
-        """
-        others = [(sum(busy) - own) / max(self.world - 1, 1) for own in busy]
-        return tuple(
-            at_work + (1 - at_work) * device.relief
-            for at_work, device in zip(others, self.devices, strict=True)
         )
 
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:

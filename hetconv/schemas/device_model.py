@@ -7,7 +7,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -59,9 +58,6 @@ class Curve:
         near = i if share > x[-1] else i - 1
         return max(y[near] + slope * (share - x[near]), 0.0)
 
-    def times(self, factor: float) -> Curve:
-        return Curve(self.shares, tuple(factor * seconds for seconds in self.seconds))
-
 
 @dataclass(frozen=True)
 class OperatorModel:
@@ -74,49 +70,6 @@ class OperatorModel:
     backward: Curve
     measured: MeasurementConditions | None = None
     __pydantic_config__ = STRICT
-
-    def times(self, factor: float) -> OperatorModel:
-        """One that takes so many times as long."""
-        return replace(
-            self,
-            forward=self.forward.times(factor),
-            backward=self.backward.times(factor),
-        )
-
-
-@dataclass(frozen=True)
-class Alone:
-    """What a device takes that works on whole operators while all others rest.
-
-    ``operators``: seconds forward and backward; ``others`` and overheads as
-    `DeviceModel` has them. ``slowness``: what whole steps were found to take, of what
-    operators take one by one, with their data in caches. ``pulse_s``: of a pulse
-    meanwhile, as `DeviceModel` has it.
-    """
-
-    operators: Mapping[str, tuple[AtLeastZero, AtLeastZero]] = field(
-        default_factory=dict
-    )
-    others: Mapping[str, OperatorModel] = field(default_factory=dict)
-    overhead_s: AtLeastZero = 0.0
-    backward_overhead_s: AtLeastZero = 0.0
-    slowness: Positive = 1.0
-    pulse_s: Positive | None = None
-    __pydantic_config__ = STRICT
-
-    def times(self, factor: float) -> Alone:
-        """One that takes so many times as long, for pulses too."""
-        return replace(
-            self,
-            operators={
-                key: (factor * ahead, factor * back)
-                for key, (ahead, back) in self.operators.items()
-            },
-            others={key: model.times(factor) for key, model in self.others.items()},
-            overhead_s=self.overhead_s * factor,
-            backward_overhead_s=self.backward_overhead_s * factor,
-            pulse_s=self.pulse_s * factor if self.pulse_s is not None else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -145,12 +98,10 @@ class DeviceModel:
     dtype, with ``tf32`` beside ``float32`` where convolutions of float32 run on tensor
     cores. ``overhead_s``: what the host takes to call an operator, and
     ``backward_overhead_s`` what training adds to that; where it is not known, the first
-    times ``backward_ratio``. ``alone``: without the others. ``corrections``, by kind of
-    split: what layers were found to take in whole steps, of what they take one by one.
-    ``measured``: under which conditions; nothing was, if it says nothing. ``pulse_s``:
-    of a small fixed piece of work meanwhile, by which to tell how fast the device is at
-    another time. ``copying``: of messages to ranks of its host, unless links carry them
-    by themselves.
+    times ``backward_ratio``. ``corrections``, by kind of split: what layers were found
+    to take in whole steps, of what they take one by one. ``measured``: under which
+    conditions; nothing was, if it says nothing. ``copying``: of messages to ranks of its
+    host, unless links carry them by themselves.
     """
 
     name: str
@@ -166,41 +117,9 @@ class DeviceModel:
     measured: MeasurementConditions | None = None
     backward_overhead_s: AtLeastZero | None = None
     others: Mapping[str, OperatorModel] = field(default_factory=dict)
-    alone: Alone | None = None
     corrections: Mapping[str, Positive] = field(default_factory=dict)
-    pulse_s: Positive | None = None
     copying: Copying | None = None
     __pydantic_config__ = STRICT
-
-    def at_pulse(self, pulse_s: float) -> DeviceModel:
-        """This device when it is so fast: all that it computes takes as many times as
-        long as a pulse does.
-        """
-        if self.pulse_s is None:
-            return self
-        slow = pulse_s / self.pulse_s
-        return replace(
-            self.times(slow),
-            alone=self.alone.times(slow) if self.alone else None,
-            pulse_s=pulse_s,
-        )
-
-    def times(self, factor: float) -> DeviceModel:
-        """One that takes so many times as long beside others."""
-        backward_s = self.backward_overhead_s
-        return replace(
-            self,
-            operators={
-                key: model.times(factor) for key, model in self.operators.items()
-            },
-            others={key: model.times(factor) for key, model in self.others.items()},
-            flops_per_s={
-                dtype: rate / factor for dtype, rate in self.flops_per_s.items()
-            },
-            bytes_per_s=self.bytes_per_s / factor,
-            overhead_s=self.overhead_s * factor,
-            backward_overhead_s=backward_s * factor if backward_s is not None else None,
-        )
 
     def rate(self, dtype: str) -> float:
         """Flops per second; a ``dtype`` of which nothing is known takes float32's."""
@@ -229,55 +148,6 @@ class DeviceModel:
         return once * (self.backward_ratio if backward else 1.0) + self.overhead(
             backward
         )
-
-    @cached_property  # every step that is predicted asks for it
-    def relief(self) -> float:
-        """What its layers take while all others rest, as a part of what they take
-        beside others at work; 1 at most.
-
-        Devices may share more than links: memory, caches, power, a core's two threads.
-        1 where that was not measured, and of an emulated device: by itself it sleeps
-        once for all layers, which says nothing of its core.
-        """
-        if self.alone is None or self.emulated:
-            return 1.0
-        at_work = {
-            key: model.forward.at(1.0) + model.backward.at(1.0)
-            for key, model in self.operators.items()
-        }
-        both = [
-            (sum(known), at_work[key])
-            for key, known in self.alone.operators.items()
-            if key in at_work
-        ]
-        beside_s = sum(seconds for _, seconds in both)
-        return (
-            min(sum(alone_s for alone_s, _ in both) / beside_s, 1.0)
-            if beside_s > 0
-            else 1.0
-        )
-
-    def by_itself(self) -> DeviceModel:
-        """This device while all others rest; as its layers are if that was not measured."""
-        known = self.alone
-        if known is None:
-            return replace(self, copying=None)
-        whole = {
-            key: OperatorModel(Curve((1.0,), (forward,)), Curve((1.0,), (backward,)))
-            for key, (forward, backward) in known.operators.items()
-        }
-        alone = replace(
-            self,
-            operators={**self.operators, **whole},
-            others=known.others,
-            overhead_s=known.overhead_s,
-            backward_overhead_s=known.backward_overhead_s,
-            corrections={},
-            pulse_s=known.pulse_s or self.pulse_s,
-            copying=None,
-            alone=None,
-        )
-        return alone.times(known.slowness)
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,7 @@ class TunedPlan:
     that is fastest by itself, and ``alone_s`` are seconds of the plain model's steps
     there, in its faster memory format, beside which ``step_s`` were measured; none
     where the model fits no device. ``even`` and ``even_s``: likewise of the even split
-    that was predicted to be the fastest; none where it did not run. All seconds are as
-    on devices that are as fast as they usually are.
+    that was predicted to be the fastest; none where it did not run.
     """
 
     graph: str

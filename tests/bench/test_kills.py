@@ -12,16 +12,17 @@ import pytest
 
 from bench import __main__ as bench
 from bench import kills
-from bench.kills import Kill, Tuning
+from bench.kills import RECORDS, TRIALS, Kill, Tuning
+from hetconv.autotune.search.journal import Store
 
 
 def survived(folder: Path) -> bool:
     """Whether a job was killed twice, and all was right; or it was over before, as
-    where no split comes near alone.
+    where no plan with a ratio is likely to be the fastest.
     """
-    for victim, file in (("launcher", "measured.jsonl"), ("rank 0", "trials.journal")):
+    for victim, table, rows in (("launcher", RECORDS, 5), ("rank 0", TRIALS, 2)):
         tuning, latest = Tuning(folder), time.monotonic() + 180
-        while tuning.launcher.poll() is None and tuning.grown(file) < 5:
+        while tuning.launcher.poll() is None and tuning.grown(table) < rows:
             assert time.monotonic() < latest, tuning.said
             time.sleep(0.02)
         if victim not in (victims := tuning.victims):
@@ -30,7 +31,7 @@ def survived(folder: Path) -> bool:
         kill = tuning.kill(victim, victims[victim])
         assert kill is not None, tuning.said
         assert kill.wrong == ()
-        assert tuning.grown(file) >= 5
+        assert tuning.grown(table) >= rows
     assert kills.whole(folder) > 0
     return True
 
@@ -48,7 +49,7 @@ def test_what_is_wrong_is_counted_and_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = Kill("launcher", 3.0, 0.0, 12, ())
-    wrong = Kill("rank 1", 9.0, 5.0, 20, ("measured.jsonl lost what it had",))
+    wrong = Kill("rank 1", 9.0, 5.0, 20, ("trials lost what it had",))
     monkeypatch.setattr(kills, "whole", lambda folder: 20.0)
     monkeypatch.setattr(kills, "killed", lambda *_: [right, right])
     bench.main(["kills", "-n", "2"])
@@ -62,11 +63,20 @@ def test_what_is_wrong_is_counted_and_fails(
         1,
         {"median": 2.5, "most": 5.0},
     )
-    assert written["cases"][1]["wrong"] == ["measured.jsonl lost what it had"]
+    assert written["cases"][1]["wrong"] == ["trials lost what it had"]
 
 
-def test_a_line_that_was_being_written_does_not_count(tmp_path: Path) -> None:
-    file = tmp_path / "measured.jsonl"
-    assert kills._whole_lines(file) == b""
-    file.write_bytes(b'{"a":1}\n{"b"')
-    assert kills._whole_lines(file) == b'{"a":1}\n'
+def test_rows_are_those_of_a_table_that_may_not_be_there_yet(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json.study.db"
+    assert kills._rows(file, RECORDS) == {}
+    store = Store(file, {}, resume=False)
+    store.keep("operators", "a conv", 1)
+    assert kills._rows(file, RECORDS) == {
+        ("job", ""): "{}",
+        ("operators", "a conv"): "1",
+    }
+    assert kills._rows(file, TRIALS) == {}
+    store.study("ratio", "it").enqueue_trial({})
+    assert kills._rows(file, TRIALS) == {(1,): "WAITING"}
+    assert kills._rows(file, "nothing") == {}
+    store.close()

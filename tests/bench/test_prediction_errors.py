@@ -14,7 +14,7 @@ from bench.shared.prediction_errors import (
     predicted_and_measured,
 )
 from hetconv.autotune.measure.model_inputs import ModelInputs
-from hetconv.autotune.measure.paired_rounds import paced_rounds
+from hetconv.autotune.measure.paired_rounds import paired_rounds
 from hetconv.cost.estimator import estimate
 from hetconv.planner.candidates import Candidates
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -34,15 +34,6 @@ def test_figures_are_of_errors_and_of_the_order() -> None:
     assert turned.figures == pytest.approx(
         {"median error": (0.75 + 1.0) / 2, "p90 error": 0.975, "tau": -1.0}
     )
-
-
-def test_where_the_speed_of_devices_is_made_good_other_steps_are_compared() -> None:
-    usual = {"a": [1.0, 1.1, 3.0], "b": [4.0, 4.0, 5.0]}
-    check = Check(
-        {"a": (1.0, 2.0), "b": (4.0, 5.0)}, {"a": [2.0] * 3, "b": [5.0] * 3}, usual
-    )
-    assert check.at_speed.steps == {"a": (1.0, 1.1), "b": (4.0, 4.0)}
-    assert check.at_speed.rounds == usual
 
 
 def test_the_spread_of_rounds_is_what_noise_makes_of_a_plan() -> None:
@@ -98,7 +89,7 @@ def checked() -> tuple[Check, dict[str, float]]:
     }
     steps = plan_steps(model, ModelInputs.of(x), graph, profile, "train", plans)
     found = predicted_and_measured(
-        paced_rounds(steps, 3, x.device), graph, profile, "train", plans
+        paired_rounds(steps, 3, x.device), graph, profile, "train", plans
     )
     predicted = {}
     for name, splits in plans.items():
@@ -116,7 +107,6 @@ def test_every_plan_is_predicted_and_runs() -> None:
     check, predicted = first
     steps = check.steps
     assert {name: p for name, (p, _) in steps.items()} == predicted
-    assert check.usual == check.rounds  # of the catalogue's devices no pulse is known
     assert all(seconds > 0 for _, seconds in steps.values())
     assert second[0] == check  # every rank knows when the last one was done
     assert any(name.startswith(SINGLE_DEVICE) for name in steps)

@@ -12,7 +12,6 @@ from hetconv.autotune.cli.outdated import stale
 from hetconv.errors import ProfileError
 from hetconv.schemas.catalog import find_link
 from hetconv.schemas.cluster_profile import (
-    Alone,
     ClusterProfile,
     Copying,
     DeviceModel,
@@ -298,59 +297,30 @@ def test_a_link_between_the_same_two_is_turned_to_the_order_of_the_first_profile
     assert merged.links == {"0-1": LinkModel(1e-6, 3e-9, NEW, 1e-9)}
 
 
-def with_alone(
-    at: MeasurementConditions, others: float, **operators: float
-) -> ClusterProfile:
-    """What a device takes alone, and for operators beside layers, one of which has the
-    name of the time.
-    """
+def with_others(at: MeasurementConditions, seconds: float) -> ClusterProfile:
+    """Operators beside layers and corrections, one of each with the name of the time."""
     (device,) = profile([A0], at).devices
-    pooled = {"pool": took(others), at.at: took(others)}
-    alone = Alone(
-        {key: (seconds, seconds) for key, seconds in operators.items()},
-        pooled,
-        overhead_s=others,
-    )
     device = replace(
         device,
-        others=pooled,
-        alone=alone,
-        corrections={"height": others, at.at: others},
+        others={"pool": took(seconds), at.at: took(seconds)},
+        corrections={"height": seconds, at.at: seconds},
     )
     return replace(profile([A0], at), devices=(device,))
 
 
-def test_what_a_device_takes_alone_is_merged_if_it_was_measured_under_the_newest_versions() -> (
-    None
-):
+def test_corrections_are_merged_if_they_are_of_the_newest_versions() -> None:
     old, new, before = (
-        with_alone(OLD, 1.0, x=1.0, y=1.0),
-        with_alone(NEW, 2.0, x=2.0),
-        with_alone(BEFORE, 3.0, z=3.0),
+        with_others(at, seconds)
+        for at, seconds in ((OLD, 1.0), (NEW, 2.0), (BEFORE, 3.0))
     )
     for profiles in (
         {"old": old, "new": new},
         {"new": new, "before": before, "old": old},
     ):
         (device,) = merge(profiles)[0].devices
-        assert device.alone is not None
-        assert device.alone.operators == {"x": (2.0, 2.0), "y": (1.0, 1.0)}
-        assert {
-            key: model.forward.at(1.0) for key, model in device.alone.others.items()
-        } == {
-            "pool": 2.0,
-            NEW.at: 2.0,
-            OLD.at: 1.0,
-        }
-        assert device.alone.overhead_s == 2.0
         assert device.others["pool"] == took(2.0)
+        assert device.others[OLD.at] == took(1.0, OLD)
         assert device.corrections == {"height": 2.0, NEW.at: 2.0, OLD.at: 1.0}
-    (device,) = merge({"old": old, "new": new})[0].devices
-    assert device.others[OLD.at] == took(1.0, OLD)
-    assert (
-        merge({"old": old, "none": profile([A0], NEW)})[0].devices[0].alone
-        == old.devices[0].alone
-    )
 
 
 def test_what_copies_take_is_the_newest_that_was_measured_with_others_on_the_host() -> (
@@ -375,35 +345,6 @@ def test_what_copies_take_is_the_newest_that_was_measured_with_others_on_the_hos
     )
 
 
-def test_what_was_measured_is_brought_to_the_newest_speed() -> None:
-    """A pulse took the device twice as long when the older profile was made; other
-    versions may multiply otherwise.
-    """
-
-    def at_pulse(
-        pulse_s: float, at: MeasurementConditions, *keys: str
-    ) -> ClusterProfile:
-        made = profile([A0], at)
-        (device,) = made.devices
-        operators = {key: took(1.0) for key in keys}
-        return replace(
-            made, devices=(replace(device, operators=operators, pulse_s=pulse_s),)
-        )
-
-    old, new, before = (
-        at_pulse(2e-3, OLD, "x", "y"),
-        at_pulse(1e-3, NEW, "x"),
-        at_pulse(4e-3, BEFORE, "z"),
-    )
-    (device,) = merge({"old": old, "new": new, "before": before})[0].devices
-    assert device.pulse_s == 1e-3
-    assert {key: model.forward.at(1.0) for key, model in device.operators.items()} == {
-        "x": 1.0,
-        "y": 0.5,
-        "z": 1.0,
-    }
-
-
 def test_merging_knows_every_field_of_a_profile() -> None:
     """Who adds one says in merge what becomes of it, and tests that here."""
     known = {
@@ -412,8 +353,7 @@ def test_merging_knows_every_field_of_a_profile() -> None:
         "plans latency_at_work bytes_at_work",
         DeviceModel: "name kind memory_bytes flops_per_s bytes_per_s overhead_s "
         "backward_ratio emulated operators "
-        "identity measured backward_overhead_s others alone corrections pulse_s copying",
-        Alone: "operators others overhead_s backward_overhead_s slowness pulse_s",
+        "identity measured backward_overhead_s others corrections copying",
         SharedWire: "name pairs s_per_byte measured",
     }
     for type_, names in known.items():

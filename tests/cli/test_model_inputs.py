@@ -19,7 +19,7 @@ from hetconv.autotune.measure.model_inputs import (
     parse_shape,
 )
 from hetconv.autotune.measure.models import channels_last
-from hetconv.autotune.search.race import Alone, step_in, step_of
+from hetconv.autotune.search.race import PlainModel, plain_step, step_of
 
 from .test_commands import PAIR, hetconv_command
 
@@ -256,7 +256,7 @@ def test_steps_take_all_arguments_in_the_memory_format_of_images() -> None:
     step_of(model, last, "train")()
     assert all(p.grad is not None for p in model.parameters())
     for layout in ("contiguous", "channels_last"):
-        step_in(Alone(0, layout), model, last, "infer")()
+        plain_step(PlainModel(0, layout), model, last, "infer")()
 
 
 def test_images_beside_volumes_have_a_format_each() -> None:

@@ -24,7 +24,8 @@ from hetconv.autotune.measure.models import build_model
 from hetconv.autotune.measure.sampling import Passes
 from hetconv.autotune.search import tune
 from hetconv.autotune.search.job import Job
-from hetconv.autotune.search.journal import Record, Store, Study, Trial
+from hetconv.autotune.search.journal import Store
+from hetconv.autotune.search.record import Record, Study, Trial
 from hetconv.planner.candidates import EVEN
 from hetconv.planner.make_plan import contenders, make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
@@ -257,9 +258,9 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
 
         def __init__(self, job: Job, *rest: Any):
             print(TALK)
-            self.store = Store(tmp_path, {}, resume=False)
-            self.store.keep("operators", "a conv", [{"0.5": [[1.0], [2.0], 0.25]}])
-            self.store.study("plans", beside="it")
+            self.store = Store(tmp_path / "it.db", {}, resume=False)
+            self.store.keep("operators", "a conv", [{"0.5": [[1.0], [2.0]]}])
+            self.store.study("plans", "it")
 
         def finished(self, stage: str) -> ClusterProfile | None:
             return profile() if stage != "plans" else None
@@ -294,7 +295,7 @@ def test_stages_are_timed_unless_an_earlier_run_had_finished_them(
         "chunks": 2.0,
         "tiles": 2.0,
     }
-    assert record.samples == {"a conv": [{0.5: Passes([1.0], [2.0], 0.25)}]}
+    assert record.samples == {"a conv": [{0.5: Passes([1.0], [2.0])}]}
     assert record.studies == (Study("plans", "it", ()),)
     assert record.profile == ClusterProfile.load(tmp_path / "c.json") == profile()
     assert capsys.readouterr() == ("", TALK + "\n")

@@ -294,7 +294,10 @@ def test_between_hosts_wires_carry_messages() -> None:
 
 def test_a_device_alone_copies_no_messages() -> None:
     profile = ClusterProfile((MEMORY,) * 2, {"0-1": LinkModel(1.0, 1.0)})
-    assert [device.copying for device in profile.alone().devices] == [None, None]
+    assert [device.copying for device in profile.without_messages().devices] == [
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

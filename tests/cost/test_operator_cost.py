@@ -405,7 +405,12 @@ def test_gradients_of_what_is_read_twice_are_added_up() -> None:
     line = Curve((10.0, 20.0), (10.0, 20.0))
     device = DeviceModel("d", "cpu", 1e9, {"float32": 1.0}, 1.0)
     measured = replace(
-        device, others={"elementwise float32": OperatorModel(line, line.times(7.0))}
+        device,
+        others={
+            "elementwise float32": OperatorModel(
+                line, Curve(line.shares, tuple(7 * s for s in line.seconds))
+            )
+        },
     )
     sharding = relu.op.sharding((Layout.sharded((1, 2, 3, 4), 2, (2, 1)),), REPLICATE)
     operators = Operators(graph, [device, measured])

@@ -232,67 +232,17 @@ def test_what_is_measured_makes_good_for_nothing_before_it(
         set_speed(1.0)
 
 
-class Interrupted(Shared):
-    """With visitors in the middle of each computation too."""
-
-    def compute(self) -> None:
-        super().compute()
-        throttle.interlude()
-
-
-def test_what_visitors_do_meanwhile_is_not_stretched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shared = Interrupted(0.0, monkeypatch)
-    with throttle.visiting(lambda: Shared.compute(shared)):
-        assert shared.stretched(0.5) == pytest.approx(
-            40.0
-        )  # in the middle and at the end of each a second of theirs
-
-
 @pytest.mark.parametrize("speed", [1.0, 0.5])
 def test_listeners_are_told_the_wall_and_the_threads_own_clock(
     speed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others have the core for half a second of each, and a visitor works for one more
-    in the middle.
-    """
-    shared, heard = Interrupted(0.5, monkeypatch), list[Computation]()
-    visits = iter([lambda: Shared.compute(shared), *[lambda: None] * 99])
-    with throttle.listening(heard.append), throttle.visiting(lambda: next(visits)()):
+    """Others have the core for half a second of each."""
+    shared, heard = Shared(0.5, monkeypatch), list[Computation]()
+    with throttle.listening(heard.append):
         shared.stretched(speed)
-    first, others = (3.0, 1.5) if speed == 1 else (3.5, 2.0)
+    seconds = 1.5 if speed == 1 else 2.0
     assert [c.own_s for c in heard] == pytest.approx([1.0] * 10)
-    assert [c.end - c.start for c in heard] == pytest.approx([first, *[others] * 9])
-
-
-@pytest.mark.parametrize(
-    ("speed", "others", "waits", "at_work_s"),
-    [
-        (1.0, 0.0, 0.0, [1.0, 2.0, 3.0]),  # without a pause
-        (1.0, 0.5, 0.0, [1.5, 3.0, 4.5]),  # others' turns are none
-        (1.0, 0.0, 2.0, [1.0, 1.0, 1.0]),  # it waits before each
-        (0.5, 0.0, 0.0, [1.0, 1.0, 1.0]),  # and sleeps after each
-    ],
-)
-def test_visitors_know_since_when_there_was_no_pause(
-    speed: float,
-    others: float,
-    waits: float,
-    at_work_s: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shared, heard = Shared(others, monkeypatch), list[float]()
-    monkeypatch.setattr(throttle, "_seen", throttle._Seen(0.0, 0.0, 0.0))
-    try:
-        set_speed(speed)
-        with throttle.visiting(lambda: heard.append(throttle.at_work_s())):
-            for _ in at_work_s:
-                shared.sleep(waits)
-                stretched(shared.compute, CPU)
-    finally:
-        set_speed(1.0)
-    assert heard == pytest.approx(at_work_s)
+    assert [c.end - c.start for c in heard] == pytest.approx([seconds] * 10)
 
 
 @pytest.mark.parametrize(("threads", "again"), [(1, False), (1, True), (2, True)])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.autotune.measure import fit
-from hetconv.autotune.measure.sampling import Passes, Steps
+from hetconv.autotune.measure.sampling import Granularity, Passes
 
 
 def test_a_curve_goes_through_medians() -> None:
@@ -39,10 +39,10 @@ def test_where_nothing_was_measured_within_a_grain_its_parts_take_what_the_whole
     third the end.
     """
     known = fit.curve({1 / 40: [1.0], 16 / 40: [2.0], 1.0: [5.0]}, rising=False)
-    steps = fit.stepped(known, Steps(40, 16))
+    steps = fit.with_steps(known, Granularity(40, 16))
     assert steps.shares == tuple(n / 40 for n in (1, 16, 17, 32, 33, 40))
     assert steps.seconds == (1.0, 2.0, 4.0, 4.0, 5.0, 5.0)
-    assert fit.stepped(steps, Steps(40, 16)) == steps
+    assert fit.with_steps(steps, Granularity(40, 16)) == steps
 
 
 @given(
@@ -128,41 +128,23 @@ def test_a_link_has_one_latency_and_a_bandwidth_each_way() -> None:
     assert link.latency_s == pytest.approx(1e-4)
     assert link.s_per_byte == pytest.approx(1e-9)
     assert link.back_s_per_byte == pytest.approx(3e-9)
-    assert fit.link({8: [1e-9]}, {8: [1e-9]}).latency_s == fit.LEAST_LATENCY_S
+    assert fit.link({8: [1e-9]}, {8: [1e-9]}).latency_s == fit.MIN_LATENCY_S
 
 
 def test_calls_are_added_where_the_host_computes_and_hidden_where_it_goes_ahead() -> (
     None
 ):
-    kernels = fit.operator(
-        {0.5: Passes([1.0], [2.0], 1e-3), 1.0: Passes([4.0], [5.0], 1e-3)}
+    kernels = fit.operator_model({0.5: Passes([1.0], [2.0]), 1.0: Passes([4.0], [5.0])})
+    assert fit.whole_seconds(kernels) == (4.0, 5.0)
+    added, ahead = (
+        fit.with_dispatch(kernels, (2.0, 3.0), host) for host in (False, True)
     )
-    assert fit.whole(kernels) == (4.0, 5.0)
-    added, ahead = (fit.called(kernels, (2.0, 3.0), host) for host in (False, True))
     assert (added.forward.seconds, added.backward.seconds) == ((3.0, 6.0), (5.0, 8.0))
     assert (ahead.forward.seconds, ahead.backward.seconds) == ((2.0, 4.0), (3.0, 5.0))
 
 
-def test_what_was_measured_at_several_speeds_is_brought_to_one() -> None:
-    """The device was half as fast, by its pulses, when the second share was measured."""
-    found = {0.5: Passes([1.0, 2.0], [2.0], 1e-3), 1.0: Passes([4.0], [8.0], 2e-3)}
-    assert fit.at_pulse(found, 1e-3) == {
-        0.5: found[0.5],
-        1.0: Passes([2.0], [4.0], 1e-3),
-    }
-    assert fit.at_pulse(found, 2e-3) == {
-        0.5: Passes([2.0, 4.0], [4.0], 2e-3),
-        1.0: found[1.0],
-    }
-    assert fit.at_pulse(found, None) == found
-    assert fit.usual_pulse([found, {}, {1.0: Passes([], [], 9e-3)}]) == 2e-3
-    assert fit.usual_pulse([{}]) is None
-
-
 def test_backward_may_be_known_of_the_whole_alone() -> None:
-    model = fit.operator(
-        {0.5: Passes([1.0], [], 1e-3), 1.0: Passes([3.0], [4.0], 1e-3)}
-    )
+    model = fit.operator_model({0.5: Passes([1.0], []), 1.0: Passes([3.0], [4.0])})
     assert (model.forward.at(0.5), model.backward.at(0.5), model.backward.at(1.0)) == (
         1.0,
         2.0,
@@ -170,39 +152,6 @@ def test_backward_may_be_known_of_the_whole_alone() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("usual_s", "resting", "expected"),
-    [
-        (4e-3, 0.7, 2.8e-3),
-        (4e-3, 0.25, 2.2e-3),  # faster than it ever was by itself
-        (6e-3, 0.9, 3e-3),  # slower
-        (4e-3, 1.25, 3e-3),
-        (1e-3, 0.75, 1e-3),  # no slower than while others work
-    ],
-)
-def test_a_pulse_at_rest_is_as_it_was_where_devices_were_alone(
-    usual_s: float, resting: float, expected: float
-) -> None:
-    alone = [
-        {float(k): Passes([], [], seconds)}
-        for k, seconds in enumerate((2e-3, 3e-3, 3e-3))
-    ]
-    assert fit.pulse_at_rest(usual_s, resting, alone) == pytest.approx(expected)
-
-
-def test_a_pulse_at_rest_is_compared_where_nothing_else_is_known() -> None:
-    for alone in ([{1.0: Passes([], [], 9e-3)}], [{}]):
-        assert fit.pulse_at_rest(4e-3, 0.25, alone) == 1e-3
-
-
-def test_slow_phases_are_told_from_steady_devices() -> None:
-    steady = {share: Passes([], [], 1e-3) for share in (0.25, 0.5, 0.75, 1.0)}
-    slow = {1.0: Passes([], [], 3e-3)}
-    assert fit.slow_phases([steady, steady]) == 1.0
-    assert fit.slow_phases([steady, slow, slow]) == pytest.approx(3.0)
-    assert fit.slow_phases([slow]) == fit.slow_phases([]) == 1.0
-
-
 def test_rates_are_totals_over_totals() -> None:
-    assert fit.roofline([(10.0, 1.0), (30.0, 3.0)]) == pytest.approx(10.0)
-    assert fit.backward_ratio([1.0, 1.0], [1.0, 4.0]) == pytest.approx(2.5)
+    assert fit.ratio_of_sums([10.0, 30.0], [1.0, 3.0]) == pytest.approx(10.0)
+    assert fit.ratio_of_sums([1.0, 4.0], [1.0, 1.0]) == pytest.approx(2.5)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from hetconv.autotune.measure import links
-from hetconv.autotune.measure.barrier import Parts
 from hetconv.comm import call_tags
 from hetconv.comm.rank_group import (
     RankGroup,
@@ -32,12 +31,13 @@ from hetconv.schemas.cluster_profile import (
     LinkModel,
     SharedWire,
 )
-from hetconv.schemas.provenance import DeviceIdentity
+from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 from tests.spawn import on_ranks
 
 CPU = torch.device("cpu")
 DEVICE = DeviceModel("cpu", "cpu", 8e9, {"float32": 1e11}, 1e10)
 KILOBYTE = 1 << 10
+NOW = MeasurementConditions("2026-01-01T00:00:00Z", "2.13")
 
 
 def cluster(hosts: str, s_per_byte: float = 1e-9) -> ClusterProfile:
@@ -61,7 +61,8 @@ def cluster(hosts: str, s_per_byte: float = 1e-9) -> ClusterProfile:
 def every_link(sizes: tuple[int, ...]) -> tuple[dict[str, LinkModel], dict[int, int]]:
     group = rank_group_of()
     call_tags.enter(f"the last call on rank {group.rank}")
-    with count_sent() as sent:
+    with pytest.MonkeyPatch.context() as patch, count_sent() as sent:
+        patch.setattr(links, "conditions", lambda _: NOW)
         found = links.link_models(group, CPU, sizes)
     return found, dict(sent)
 
@@ -73,14 +74,14 @@ def test_every_link_is_measured_each_way_and_known_to_all() -> None:
     assert all(known == models for known, _ in found)
     assert list(models) == ["0-1", "0-2", "1-2"]
     assert all(
-        0 < m.latency_s < 1 and 0 < m.s_per_byte < 1e-3 and m.back_s_per_byte
+        m.latency_s > 0 and m.s_per_byte > 0 and m.back_s_per_byte
         for m in models.values()
     )
-    assert all(m.measured is not None for m in models.values())
+    assert all(m.measured == NOW for m in models.values())
     # A message of each size and of nothing, each of which a tiny one answers: as often
     # to every other rank.
     repeats = links.VISITS * links._repeats(0)
-    expected = repeats * (sum(sizes) + links.TINY * (1 + 3))
+    expected = repeats * (sum(sizes) + links.ANSWER_BYTES * (1 + 3))
     assert [sent for _, sent in found] == [
         {other: expected for other in range(3) if other != r} for r in range(3)
     ]
@@ -91,9 +92,9 @@ def lopsided() -> LinkModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             links,
-            "_echoes",
+            "_round_trips",
             lambda _, sender, __, size, ___: [
-                100.0 + (2 + sender) * (size - links.TINY)
+                100.0 + (2 + sender) * (size - links.ANSWER_BYTES)
             ],
         )
         return links.link_models(rank_group_of(), CPU, (100, 1000))["0-1"]
@@ -117,9 +118,10 @@ def at_once(hosts: str, slow: bool, by_backend: bool = True) -> ClusterProfile:
         pytest.MonkeyPatch.context() as patch,
         through_backend() if by_backend else nullcontext(),
     ):
-        patch.setattr(links, "COPIES", (KILOBYTE, 64 * KILOBYTE))
-        patch.setattr(links, "PARTS", (KILOBYTE, 64 * KILOBYTE))
-        patch.setattr(links, "SUMS", (KILOBYTE, 64 * KILOBYTE))
+        patch.setattr(links, "conditions", lambda _: NOW)
+        patch.setattr(links, "COPY_BYTES", (KILOBYTE, 64 * KILOBYTE))
+        patch.setattr(links, "EXCHANGE_BYTES", (KILOBYTE, 64 * KILOBYTE))
+        patch.setattr(links, "SUM_BYTES", (KILOBYTE, 64 * KILOBYTE))
         return links.with_contention(
             cluster(hosts, 1.0 if slow else 1e-15), rank_group_of(), CPU
         )
@@ -147,10 +149,7 @@ def test_what_ranks_share_shows_when_all_send(hosts: str, names: list[str]) -> N
     assert all(profile == found[0] for profile in found)
     wires = {wire.name: wire for wire in found[0].shared}
     assert list(wires) == names
-    assert all(
-        0 < wire.s_per_byte < 1e-3 and wire.measured is not None
-        for wire in wires.values()
-    )
+    assert all(wire.s_per_byte > 0 and wire.measured == NOW for wire in wires.values())
     if hosts == "aba":
         assert wires["host a"].pairs == ((0, 2), (2, 0))
         assert (
@@ -173,12 +172,7 @@ def test_ranks_of_a_host_know_what_their_copies_take_and_have_no_wire() -> None:
         False,
     ]
     both = (found[0].devices[0].copying, found[0].devices[2].copying)
-    assert all(
-        1e-12 < s < 1e-3
-        for c in both
-        if c is not None
-        for s in (c.sends, c.joins, c.adds)
-    )
+    assert all(s > 0 for c in both if c is not None for s in (c.sends, c.joins, c.adds))
     assert [wire.name for wire in found[0].shared if wire.name.startswith("host")] == []
 
 
@@ -198,16 +192,16 @@ def told_to_copy(part: float) -> list[Copying | None]:
         return 1 + (1 + rank) * (3 * 2 if joins else 7) * sizes[next(step) // 2], given
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "COPIES", (4 * links.ROW, 16 * links.ROW))
+        patch.setattr(links, "COPY_BYTES", (4 * links.ROW_BYTES, 16 * links.ROW_BYTES))
         visit = [
             size
             for _ in (False, True)
-            for size in links.COPIES
+            for size in links.COPY_BYTES
             for _ in range(links._repeats(size))
         ]
         sizes = visit * links.VISITS
-        patch.setattr(links, "_timed", timed)
-        patch.setattr(links, "parts_of_core", lambda _: Parts(part, 1.0))
+        patch.setattr(links, "_time_own", timed)
+        patch.setattr(links, "core_share", lambda _: part)
         return links._copying([(0, 1)], rank_group_of(), CPU)
 
 
@@ -227,12 +221,14 @@ def test_what_copies_take_is_told_by_the_byte_and_longer_on_part_of_a_core(
 def gathered(hosts: str) -> tuple[tuple[int, ...], dict[int, int]]:
     profile = cluster(hosts)
     with count_sent() as sent:
-        whole = links._gather(profile.nodes, rank_group_of(), 2 * links.ROW, CPU)()()
+        whole = links._gather(
+            profile.nodes, rank_group_of(), 2 * links.ROW_BYTES, CPU
+        )()()
     return tuple(whole.shape), dict(sent)
 
 
 def test_every_host_gathers_an_image_of_its_own() -> None:
-    part, shape = 2 * links.ROW, (1, 2 * links.CHANNELS, 2, links.WIDTH)
+    part, shape = 2 * links.ROW_BYTES, (1, 2 * links.CHANNELS, 2, links.WIDTH)
     found = on_ranks(4, gathered, "abba")
     assert [sent for _, sent in found] == [{3: part}, {2: part}, {1: part}, {0: part}]
     assert {s for s, _ in found} == {shape}
@@ -241,14 +237,14 @@ def test_every_host_gathers_an_image_of_its_own() -> None:
 
 def summed() -> int:
     with count_sent() as sent:
-        (gradient,) = links._sum(rank_group_of(), 8 * links.ROW, CPU)()
+        (gradient,) = links._sum(rank_group_of(), 8 * links.ROW_BYTES, CPU)()
     assert gradient.is_contiguous(memory_format=torch.channels_last)
     assert set(gradient.flatten().tolist()) == {2.0}
     return sum(sent.values())
 
 
 def test_sums_are_those_of_a_parameter_s_gradients() -> None:
-    assert on_ranks(2, summed) == [8 * links.ROW] * 2
+    assert on_ranks(2, summed) == [8 * links.ROW_BYTES] * 2
 
 
 def test_what_sums_take_beside_their_messages_is_kept(
@@ -258,16 +254,14 @@ def test_what_sums_take_beside_their_messages_is_kept(
     takes one; gathers are as fast.
     """
 
-    def told(
-        group: Any, actions: dict[int, str], device: Any
-    ) -> dict[int, list[tuple[float, ...]]]:
+    def told(group: Any, actions: dict[int, str], device: Any) -> dict[int, Any]:
         return {
-            size: [(seconds[action] + size * per_byte[action],) * 2] * 3
+            size: np.full((3, 2), seconds[action] + size * per_byte[action])
             for size, action in actions.items()
         }
 
     seconds, per_byte = {"gather": 0.0, "sum": 0.5}, {"gather": 1e-9, "sum": 3e-9}
-    monkeypatch.setattr(links, "_at_once", told)
+    monkeypatch.setattr(links, "_time_all", told)
     monkeypatch.setattr(links, "_copying", lambda *_: [None, None])
     monkeypatch.setattr(links, "_gather", lambda *_: "gather")
     monkeypatch.setattr(links, "partial", lambda _, start: start)
@@ -286,7 +280,7 @@ def test_a_wire_matters_that_is_slower_than_its_links(
     together two take as long.
     """
     wire = SharedWire("host", ((0, 1), (1, 0)), s_per_byte)
-    assert links._matters(wire, Network.of(cluster("aa"))) is matters
+    assert links._is_slower(wire, Network.of(cluster("aa"))) is matters
 
 
 def test_a_network_knows_both_ways_of_a_link() -> None:

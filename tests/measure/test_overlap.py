@@ -15,7 +15,12 @@ from torch import nn
 import hetconv
 from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import overlap
-from hetconv.autotune.measure.overlap import haloed, haloed_layer, hidden, with_overlap
+from hetconv.autotune.measure.overlap import (
+    hidden_part,
+    most_halo_bound_layer,
+    time_halos,
+    with_overlap,
+)
 from hetconv.comm.rank_group import count_sent
 from hetconv.cost.estimator import estimate
 from hetconv.schemas.cluster_profile import ClusterProfile
@@ -40,19 +45,19 @@ SPEC = ConvSpec(1, 4, (12, 8), 6, (5, 5), (1, 1), ((2, 2), (2, 2)), (1, 1))
 def test_what_is_hidden_is_a_part_of_the_shorter_one(
     computing: float, halos: float, on: float, part: float
 ) -> None:
-    assert hidden([computing + halos] * 3, [on] * 3, [halos] * 3) == part
+    assert hidden_part([computing + halos] * 3, [on] * 3, [halos] * 3) == part
 
 
 def test_what_noise_hides_is_guessed() -> None:
-    assert hidden([14, 14, 14], [10.9, 11, 11.1], [4, 4, 4]) == pytest.approx(
+    assert hidden_part([14, 14, 14], [10.9, 11, 11.1], [4, 4, 4]) == pytest.approx(
         0.75, abs=0.01
     )
-    assert 0.5 < hidden([14, 14, 14], [10, 11, 14], [4, 4, 4]) < 0.65
-    assert hidden([140, 140, 140], [100, 139, 180], [1, 1, 1]) == pytest.approx(
+    assert 0.5 < hidden_part([14, 14, 14], [10, 11, 14], [4, 4, 4]) < 0.65
+    assert hidden_part([140, 140, 140], [100, 139, 180], [1, 1, 1]) == pytest.approx(
         0.5, abs=0.01
     )
     for nothing in ([3], [3, 3]):
-        assert hidden(nothing, nothing, nothing) == 0.5
+        assert hidden_part(nothing, nothing, nothing) == 0.5
 
 
 def test_the_layer_with_most_to_hide_is_measured() -> None:
@@ -65,17 +70,17 @@ def test_the_layer_with_most_to_hide_is_measured() -> None:
     )
     graph = hetconv.capture(model, torch.zeros(1, 3, 64, 48))
     profile = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie4-x16")
-    found = haloed_layer(graph, profile, "infer")
+    found = most_halo_bound_layer(graph, profile, "infer")
     assert found is not None
     spec, split = found
     assert spec.kernel == (5, 5)
     assert split.kind in ("height", "width")
     assert split.sizes[0] > split.sizes[1] > 0
     plain = hetconv.capture(nn.Linear(3, 4), torch.zeros(2, 3))
-    assert haloed_layer(plain, profile, "infer") is None
+    assert most_halo_bound_layer(plain, profile, "infer") is None
 
 
-def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, int]]:
+def timed(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each way to run a convolution, and the bytes that each sends."""
     real, sent = overlap.paired, {}
 
@@ -90,7 +95,7 @@ def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "paired", paired)
-        times = haloed(SPEC, Split("height", sizes), torch.device("cpu"))
+        times = time_halos(SPEC, Split("height", sizes), torch.device("cpu"))
     return times, sent
 
 
@@ -98,7 +103,7 @@ def measured(sizes: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, 
 def test_a_convolution_is_measured_with_its_halos_and_these_alone(
     sizes: tuple[int, ...],
 ) -> None:
-    found = on_ranks(len(sizes), measured, sizes)
+    found = on_ranks(len(sizes), timed, sizes)
     rows = (
         2 * 4 * SPEC.C * SPEC.size[1]
     )  # bytes of the two rows that each neighbour lends
@@ -115,12 +120,14 @@ def kept(overlap_s: dict[str, list[float]]) -> float:
     graph = hetconv.capture(model, torch.zeros(1, 3, 16, 16))
     profile = ClusterProfile.from_devices(["cpu", "cpu"], link="host")
     with pytest.MonkeyPatch.context() as patch, Reporter("test") as say:
-        patch.setattr(overlap, "haloed", lambda *_: overlap_s)
+        patch.setattr(overlap, "time_halos", lambda *_: overlap_s)
         return with_overlap(profile, graph, "infer", torch.device("cpu"), say).overlap
 
 
 def test_the_profile_keeps_what_was_measured(tmp_path: Path) -> None:
-    assert on_ranks(2, kept, {"on": [12.0], "in turn": [14.0], "halos": [4.0]}) == [
+    assert on_ranks(
+        2, kept, {"overlapped": [12.0], "in turn": [14.0], "halos": [4.0]}
+    ) == [
         0.5,
         0.5,
     ]

@@ -1,30 +1,24 @@
-"""The stopwatch and pulses, by a clock that tests move on: what counts as a sample, and
-of what speed it is.
-"""
+"""The stopwatch, by a clock that tests move on: what counts as a sample."""
 
 from __future__ import annotations
-
-import time
-from statistics import median
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hetconv.autotune.launch import throttle
 from hetconv.autotune.measure import timer
-from hetconv.autotune.measure.other_workloads import Call
-from hetconv.autotune.measure.sampling import Passes, Run
-from tests.spawn import on_ranks
+from hetconv.autotune.measure.sampling import PassCalls
 
 CPU = torch.device("cpu")
 
 
 class Clock:
-    """Of time.perf_counter; calls move it on."""
+    """Calls move it on."""
 
     def __init__(self) -> None:
         self.now, self.calls = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.now
 
     def call(self, seconds: float) -> None:
         self.now += seconds
@@ -32,12 +26,9 @@ class Clock:
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(1e-5, 20), (6e-5, 3), (1.0, 1)])
-def test_short_calls_are_timed_together(
-    seconds: float, calls: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_calls_are_timed_together(seconds: float, calls: int) -> None:
     clock = Clock()
-    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    watch = timer.stopwatch(lambda: clock.call(seconds), CPU)
+    watch = timer.stopwatch(lambda: clock.call(seconds), CPU, clock)
     assert watch() == pytest.approx(seconds)
     assert clock.calls == 1
     assert watch() == pytest.approx(seconds)
@@ -46,96 +37,51 @@ def test_short_calls_are_timed_together(
 
 @pytest.mark.parametrize(
     ("taken", "calls"),
-    [([0, 0, 0], 1), ([9000, 4000, 0, 9000], 3), ([9000] * 99, timer.MOST_NEW + 1)],
+    [
+        ([0, 0, 0], 1),
+        ([9000, 4000, 0, 9000], 3),
+        ([9000] * 99, timer.MAX_DISCARDED_SAMPLES + 1),
+    ],
 )
 def test_calls_that_need_new_memory_do_not_count(
     taken: list[int], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pages, ran = 0, list[int]()
+    clock, pages, ran = Clock(), 0, list[int]()
 
     def call() -> None:
         nonlocal pages
+        clock.call(1.0)
         pages += taken[len(ran)]
         ran.append(pages)
 
     monkeypatch.setattr(timer, "pages_taken", lambda: pages)
-    timer.stopwatch(call, CPU)()
+    assert timer.stopwatch(call, CPU, clock)() == 1.0
     assert len(ran) == calls
 
 
+@pytest.mark.parametrize(
+    ("includes_forward", "backward_s"), [(True, 2.0), (False, 3.0)]
+)
 def test_forward_is_taken_off_where_backward_runs_it_too(
-    monkeypatch: pytest.MonkeyPatch,
+    includes_forward: bool, backward_s: float
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(timer, "pulse", lambda device: lambda: 0.25)
-    run = Run(lambda: clock.call(1.0), lambda: clock.call(3.0), both=True)
-    found = timer._passes(run, CPU)
-    assert (set(found.forward), set(found.backward), found.pulse_s) == (
-        {1.0},
-        {2.0},
-        0.25,
+    calls = PassCalls(
+        lambda: clock.call(1.0), lambda: clock.call(3.0), includes_forward
     )
-    assert set(timer._passes(run._replace(both=False), CPU).backward) == {3.0}
+    found = timer._time_passes(calls, CPU, clock=clock)
+    assert (set(found.forward), set(found.backward)) == ({1.0}, {backward_s})
 
 
 def test_backward_is_left_out_where_it_does_not_matter() -> None:
-    called: list[str] = []
-    found = timer._passes(
-        Run(lambda: called.append("forward"), lambda: called.append("backward")),
-        CPU,
-        False,
-    )
+    clock, called = Clock(), list[str]()
+
+    def forward() -> None:
+        clock.call(1.0)
+        called.append("forward")
+
+    calls = PassCalls(forward, lambda: called.append("backward"))
+    found = timer._time_passes(calls, CPU, False, clock)
     assert {*called} == {"forward"}
     assert found.forward
     assert found.backward == []
-
-
-def test_backward_is_brought_to_the_speed_that_forward_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The device is half as fast in backward."""
-    clock, pulses = Clock(), {True: 0.25, False: 0.5}
-    run = Run(lambda: clock.call(1.0), lambda: clock.call(6.0), both=True)
-    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(timer, "pulse", lambda device: lambda: pulses[clock.now < 10])
-    found = timer._passes(run, CPU)
-    assert (set(found.forward), set(found.backward), found.pulse_s) == (
-        {1.0},
-        {2.0},
-        0.25,
-    )
-
-
-def test_a_pulse_is_a_piece_of_work_of_some_microseconds() -> None:
-    beat = timer.pulse(CPU)
-    assert timer.pulse(torch.device("cpu")) is beat
-    assert 1e-6 < min(beat() for _ in range(5)) < 0.1
-
-
-def called(speed: float) -> tuple[Passes, Passes]:
-    throttle.set_speed(speed)
-    try:
-        return tuple(
-            Call(alone).samples(lambda run: timer._passes(run, CPU), CPU)[1.0]
-            for alone in (False, True)
-        )  # type: ignore[return-value]
-    finally:
-        throttle.set_speed(1.0)
-
-
-def test_a_call_takes_the_host_some_microseconds() -> None:
-    ((parts, plain),) = on_ranks(1, called, 1.0)
-    for found in (parts, plain):
-        assert min(*found.forward, *found.backward) >= 0
-        assert max(median(found.forward), median(found.backward)) < 0.1
-    assert max(parts.backward) > 0
-
-
-def test_a_pulse_after_a_pause_is_that_of_a_core_that_works_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    beat = timer.pulse(CPU)
-    monkeypatch.setattr(timer, "at_work_s", lambda: 0.0)
-    start = time.perf_counter()
-    assert beat() <= time.perf_counter() - start - timer.WARM_S

@@ -13,16 +13,12 @@ from torch import nn
 
 import hetconv
 from hetconv.cost.estimator import estimate
-from hetconv.cost.operator_cost import layer_curve, operator_key
 from hetconv.planner.candidates import Candidates, group_sizes
 from hetconv.planner.make_plan import contenders
 from hetconv.schemas.cluster_profile import (
-    Alone,
     ClusterProfile,
-    DeviceModel,
     TunedRatio,
 )
-from hetconv.schemas.plan import SINGLE_DEVICE
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.layer_rules import Linear, Split, SplitKind
 from tests.nets import IMAGE_KINDS, MobileBlock, ResNet, UNet
@@ -110,71 +106,6 @@ def test_the_chosen_candidate_is_the_fastest_that_fits() -> None:
     assert plan.predicted.step_s <= min(plan.alternatives.values())
     assert plan.predicted.step_s <= min(
         estimate(graph, profile, s, "train")[0].step_s for s in found.values()
-    )
-
-
-def test_a_device_alone_takes_what_it_was_measured_to_take_alone() -> None:
-    """Without the others it is more than twice as fast, so that a plan gains less by them."""
-    graph = hetconv.capture(big_stack()[0], big_stack()[1])
-    profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
-    before = hetconv.make_plan(graph, profile)
-    assert before.alternatives is not None
-    assert not before.chosen.startswith(SINGLE_DEVICE)
-
-    def faster(device: DeviceModel) -> Alone:
-        seconds = {}
-        for op in set(graph.layers.values()):
-            forward, backward = (
-                layer_curve(device, op, "pixels", b, "float32").at(0.4)
-                for b in (False, True)
-            )
-            seconds[operator_key(op, "pixels", "float32")] = forward, backward
-        return Alone(seconds, overhead_s=device.overhead_s)
-
-    devices = tuple(replace(device, alone=faster(device)) for device in profile.devices)
-    after = hetconv.make_plan(graph, replace(profile, devices=devices))
-    assert after.alternatives is not None
-    assert after.alternatives[SINGLE_DEVICE] < 0.7 * before.alternatives[SINGLE_DEVICE]
-    assert after.chosen.startswith(SINGLE_DEVICE)
-
-
-def test_memory_limits_hold_or_are_refused() -> None:
-    model, x = big_stack()
-    graph, profile = (
-        hetconv.capture(model, x),
-        ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3"),
-    )
-    free = hetconv.make_plan(graph, profile)
-    assert free.predicted is not None
-    tight = max(free.predicted.memory_bytes) * 1.01
-    held = hetconv.make_plan(graph, profile, memory_limit=tight)
-    assert held.predicted is not None
-    assert max(held.predicted.memory_bytes) <= tight
-    with pytest.raises(hetconv.PlanError, match="no split fits: the leanest needs"):
-        hetconv.make_plan(graph, profile, memory_limit=1e6)
-    with pytest.raises(
-        hetconv.PlanError, match="3 memory limits were given for 2 devices"
-    ):
-        hetconv.make_plan(graph, profile, memory_limit=(1e9, 1e9, 1e9))
-
-
-def test_a_ratio_tuned_on_this_model_corrects_the_prediction_by_what_was_measured() -> (
-    None
-):
-    model, x = big_stack()
-    graph = hetconv.capture(model, x)
-    profile = ClusterProfile.from_devices(["cpu", "cpu"], link="nvlink3")
-    plain = hetconv.make_plan(graph, profile)
-    tuned = TunedRatio(
-        graph.digest, "train", "height", (300, 212), 0.9, (256, 256), 1.0, 5
-    )
-    plan = hetconv.make_plan(graph, replace(profile, tuned=(tuned,)))
-    assert plan.chosen == "tuned height split"
-    assert set(plan.splits.values()) == {Split("height", (300, 212))}
-    assert plan.predicted is not None
-    assert plain.predicted is not None
-    assert plan.predicted.step_s == pytest.approx(
-        0.9 * plain.predicted.step_s, rel=1e-3
     )
 
 

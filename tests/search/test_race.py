@@ -10,11 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv.autotune.launch import throttle
-from hetconv.autotune.measure.barrier import Parts
 from hetconv.autotune.measure.model_inputs import ModelInputs
-from hetconv.autotune.measure.paired_rounds import Round
-from hetconv.autotune.search.race import LEAST_ROUNDS, Alone, Order, Outcome, Race
-from hetconv.autotune.search.study import TrialFailedError
+from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS
+from hetconv.autotune.search.race import (
+    CANDIDATE,
+    REFERENCE,
+    PlainModel,
+    Race,
+    TimingRequest,
+    Timings,
+    TrialFailedError,
+    plain_variants,
+)
 from hetconv.schemas.plan import Plan
 from tests.nets import Chain, plan_of, splits_of
 from tests.spawn import on_ranks
@@ -43,72 +50,69 @@ class Failing(nn.Module):
         return self.net(x)
 
 
-def raced(model: nn.Module, *orders: Order) -> tuple[list[Outcome | str], float]:
-    """What comes of each order, on rank 0, and the seconds that all took."""
-    race, found = Race(model, X, "train", LIMIT), list[Outcome | str]()
+def raced(
+    model: nn.Module, *requests: TimingRequest
+) -> tuple[list[Timings | str], float]:
+    """What comes of each request, on rank 0, and the seconds that all took."""
+    race, found = Race(model, X, "train", LIMIT), list[Timings | str]()
     start = time.monotonic()
     if dist.get_rank():
         race.follow()
     else:
-        for order in orders:
+        for request in requests:
             try:
-                found.append(race.lead(order))
+                found.append(race.lead(request))
             except TrialFailedError as e:
                 found.append(str(e))
         race.end()
     return found, time.monotonic() - start
 
 
-def test_every_way_is_timed_in_every_round() -> None:
-    ways = {
-        "alone": Alone(0, "contiguous"),
-        "other": Alone(1, "channels_last"),
+def test_every_variant_is_timed_in_every_round() -> None:
+    variants = {
+        "alone": PlainModel(0, "contiguous"),
+        "other": PlainModel(1, "channels_last"),
         "trial": plan((3, 1)),
     }
-    (first, _), (none, _) = on_ranks(
-        2, raced, Chain(), Order("all", ways, 3, "trial"), Order("all", ways, 1)
+    (found, _), (none, _) = on_ranks(
+        2,
+        raced,
+        Chain(),
+        TimingRequest("all", variants, 3, record_compute="trial"),
+        TimingRequest("all", variants, 1),
+        TimingRequest("all", variants, 0),
     )
     assert none == []
-    assert [len(outcome.rounds) for outcome in first] == [3, 1]
-    assert all(one.keys() == ways.keys() for outcome in first for one in outcome.rounds)
-    steps = [
-        step for outcome in first for one in outcome.rounds for step in one.values()
-    ]
-    assert all(
-        step.seconds > 0 and len(step.pulse_s) == 2 and min(step.pulse_s) > 0
-        for step in steps
-    )
-    assert [len(outcome.computing) for outcome in first] == [2, 0]
-    assert min(first[0].computing) > 0
-    assert [len(outcome.noise) for outcome in first] == [2, 0]
-    assert [len(outcome.pulse_s) for outcome in first] == [2, 0]
+    assert [len(timings.rounds) for timings in found] == [3, 1, 0]
+    rounds = [one for timings in found for one in timings.rounds]
+    assert all(one.keys() == variants.keys() for one in rounds)
+    assert all(seconds > 0 for one in rounds for seconds in one.values())
+    assert [len(timings.compute_s) for timings in found] == [2, 0, 0]
+    assert min(found[0].compute_s) > 0
 
 
-def computing_on(part: float, speed: float) -> tuple[float, ...]:
-    """Seconds in which each rank computes, on a part of its core."""
+def compute_s_on(part: float, speed: float) -> tuple[float, ...]:
+    """Seconds for which each rank computes, on a part of its core."""
     throttle.set_speed(speed)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "hetconv.autotune.search.race.parts_of_core", lambda _: Parts(part, 1.0)
+            patch.setattr("hetconv.autotune.search.race.core_share", lambda _: part)
+            request = TimingRequest(
+                "it", {"trial": plan((2, 2))}, 9, record_compute="trial"
             )
-            outcomes, _ = raced(
-                Chain(), Order("it", {"trial": plan((2, 2))}, 9, "trial")
-            )
+            timings, _ = raced(Chain(), request)
     finally:
         throttle.set_speed(1.0)
-    return (
-        outcomes[0].computing if outcomes and isinstance(outcomes[0], Outcome) else ()
-    )
+    return timings[0].compute_s if timings and isinstance(timings[0], Timings) else ()
 
 
-def test_computing_is_heard_as_operators_are_timed() -> None:
+def test_computing_is_timed_as_operators_are() -> None:
     """By the own clock, over the part of the core; of a slowed device by the wall."""
     (whole, _), (part, _) = (
-        on_ranks(2, computing_on, part, 1.0) for part in (1.0, 0.01)
+        on_ranks(2, compute_s_on, part, 1.0) for part in (1.0, 0.01)
     )
     assert all(b > 20 * a > 0 for a, b in zip(whole, part, strict=True))
-    (slowed, _) = on_ranks(2, computing_on, 0.01, 0.9)
+    (slowed, _) = on_ranks(2, compute_s_on, 0.01, 0.9)
     assert all(a < b / 5 for a, b in zip(slowed, part, strict=True))
 
 
@@ -122,70 +126,60 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_trial_runs(
         f"net.{name}": split
         for name, split in splits_of(Chain(), ("filter",), (3, 1)).items()
     }
-    failing = Order("it", {"trial": plan_of(Failing(rank, nth), prefixed, 2)}, 5)
-    on_other = Order("it", {"alone": Alone(1 - rank, "contiguous")}, 2)
+    failing = TimingRequest(
+        "it", {"trial": plan_of(Failing(rank, nth), prefixed, 2)}, 5
+    )
+    on_other = TimingRequest("it", {"alone": PlainModel(1 - rank, "contiguous")}, 2)
     (first, took), _ = on_ranks(
         2, raced, Failing(rank, nth), failing, on_other, failing
     )
     assert first[0] == first[2] == f"on rank {rank}: OutOfMemoryError: there is no"
-    assert isinstance(first[1], Outcome)
+    assert isinstance(first[1], Timings)
     assert took < LIMIT / 4
 
 
-def stopped() -> list[int]:
-    race, asked = Race(Chain(), X, "infer", LIMIT), list[Round]()
-
-    def enough(ran: Round) -> bool:
-        asked.append(ran)
-        return len(asked) == 2
-
+def given_up(limit: float) -> list[int]:
+    """Rounds of a request that ends where the candidate takes more than ``limit``."""
+    race = Race(Chain(), X, "infer", LIMIT)
     if dist.get_rank():
         race.follow()
         return []
-    found = race.lead(Order("it", {"trial": plan((3, 1))}, 9), enough).rounds
-    race.end()
-    return [len(found), len(asked)]
-
-
-def test_a_race_ends_early_when_told() -> None:
-    assert on_ranks(2, stopped) == [[2, 2], []]
-
-
-def impatient() -> list[int]:
-    """Rounds of an order that took too long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetconv.autotune.search.race.PATIENCE", 0.0)
-        outcomes, _ = raced(
-            Chain(),
-            *(Order("it", {"trial": plan((3, 1))}, rounds) for rounds in (9, 2)),
-        )
-    return [len(outcome.rounds) for outcome in outcomes if isinstance(outcome, Outcome)]
-
-
-def test_long_steps_run_in_fewer_rounds() -> None:
-    assert on_ranks(2, impatient) == [[LEAST_ROUNDS, 2], []]
-
-
-def timed_for(least_s: float, most: int) -> list[int]:
-    """Rounds of an order that is told to end after the first."""
-    race, order = (
-        Race(Chain(), X, "infer", LIMIT),
-        Order("it", {"trial": plan((3, 1))}, 2, least_s=least_s),
+    variants = {REFERENCE: plan((3, 1)), CANDIDATE: plan((2, 2))}
+    found = race.lead(
+        TimingRequest("it", variants, MIN_ROUNDS + 3, give_up_above=limit)
     )
-    if dist.get_rank():
-        race.follow()
-        return []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetconv.autotune.search.race.MOST_ROUNDS", most)
-        found = race.lead(order, lambda _: True).rounds
     race.end()
-    return [len(found), sum(one["trial"].seconds for one in found) >= least_s]
+    return [len(found.rounds)]
 
 
-def test_short_steps_run_in_more_rounds() -> None:
-    assert on_ranks(2, timed_for, 60.0, 7)[0] == [7, False]
-    (rounds, enough), _ = on_ranks(2, timed_for, 1e-9, 7)
-    assert (rounds, enough) == (1, True)
+def test_all_ranks_give_a_candidate_up_that_is_surely_too_slow() -> None:
+    assert on_ranks(2, given_up, -1e9) == [[MIN_ROUNDS], []]
+    assert on_ranks(2, given_up, 1e9) == [[MIN_ROUNDS + 3], []]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_given_up"),
+    [
+        ([2.0] * MIN_ROUNDS, True),
+        ([2.0] * (MIN_ROUNDS - 1), False),
+        ([1.0] * MIN_ROUNDS, False),
+        ([0.5, 4.0] * MIN_ROUNDS, False),
+    ],
+)
+def test_too_slow_is_told_from_noise(seconds: list[float], is_given_up: bool) -> None:
+    rounds = [{REFERENCE: 1.0, CANDIDATE: s} for s in seconds]
+    assert TimingRequest("it", {}, give_up_above=0.1).given_up(rounds) is is_given_up
+    assert not TimingRequest("it", {}).given_up(rounds)
+
+
+def test_images_have_two_formats() -> None:
+    assert plain_variants(1, ModelInputs.of(torch.ones(1, 2, 3, 4))) == (
+        PlainModel(1, "contiguous"),
+        PlainModel(1, "channels_last"),
+    )
+    assert plain_variants(1, ModelInputs.of(torch.ones(1, 2, 3))) == (
+        PlainModel(1, "contiguous"),
+    )
 
 
 def alone_at(speed: float) -> float:
@@ -193,11 +187,12 @@ def alone_at(speed: float) -> float:
     throttle.set_speed(speed)
     try:
         (found,), _ = raced(
-            nn.Conv2d(4, 64, 5), Order("it", {"alone": Alone(0, "contiguous")}, 9)
+            nn.Conv2d(4, 64, 5),
+            TimingRequest("it", {"alone": PlainModel(0, "contiguous")}, 9),
         )
     finally:
         throttle.set_speed(1.0)
-    return min(one["alone"].seconds for one in found.rounds)
+    return min(one["alone"] for one in found.rounds)
 
 
 def test_an_emulated_device_is_as_slow_alone() -> None:

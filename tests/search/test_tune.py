@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from hetconv.autotune.launch import throttle
 from hetconv.autotune.launch.launcher import parse_devices
 from hetconv.autotune.measure import timer
-from hetconv.autotune.measure.layer_workloads import Layer, subjects_of
+from hetconv.autotune.measure.layer_workloads import LayerWorkload, workloads_of
 from hetconv.autotune.measure.links import link_models
 from hetconv.autotune.measure.model_inputs import InputSpec, TensorSpec
 from hetconv.autotune.search import race, stages
-from hetconv.autotune.search.journal import folder_of
+from hetconv.autotune.search.journal import journal_of
 from hetconv.autotune.search.tune import REFINING, Job, tune
 from hetconv.errors import HetConvError
 from hetconv.planner.make_plan import make_plan
@@ -78,9 +79,9 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
     """The profile, or what was raised; and what this rank measured.
 
     ``stop_in``: the stage that does not come to its end. Nothing is measured again that
-    has not settled.
+    has not converged.
     """
-    operators, races, samples, raced = 0, 0, timer.operator_samples, race.Race._run
+    operators, races, samples, raced = 0, 0, timer.time_workloads, race.Race._run
 
     def counting(subjects: Any, *rest: Any) -> Any:
         nonlocal operators
@@ -104,15 +105,15 @@ def tuned(asked: Job, stop_in: str | None = None) -> tuple[Any, Counted]:
     ):  # layers, short messages, and nothing else, which takes seconds
         patch.setattr(
             stages,
-            "subjects_of",
-            lambda *of: [s for s in subjects_of(*of) if isinstance(s, Layer)],
+            "workloads_of",
+            lambda *of: [w for w in workloads_of(*of) if isinstance(w, LayerWorkload)],
         )
         patch.setattr(
             stages, "link_models", partial(link_models, sizes=(1 << 10, 1 << 14))
         )
         patch.setattr(stages, "with_contention", lambda profile, *rest: profile)
-        patch.setattr(stages, "settle", lambda *_: None)
-        patch.setattr(timer, "operator_samples", counting)
+        patch.setattr(stages, "MAX_REVISITS", 0)
+        patch.setattr(timer, "time_workloads", counting)
         patch.setattr(race.Race, "_run", racing)
         if stop_in in REFINING:
             patch.setitem(REFINING, stop_in, stopping)
@@ -129,16 +130,15 @@ def test_every_stage_is_written_and_nothing_is_measured_twice(tmp_path: Path) ->
     found = on_ranks(2, tuned, asked, "operators")
     assert found == [("StoppedError: ", (3, 0))] * 2
     assert not asked.output.exists()
-    assert [line["stage"] for line in _lines(asked)] == ["operators"] * 3
+    assert [stage for stage, _, _ in records(asked)] == ["operators"] * 3
 
     found = on_ranks(2, tuned, replace(asked, resume=True), "plans")
     assert {said for said, _ in found} == {"StoppedError: "}
     profile = ClusterProfile.load(asked.output)
     assert len(profile.devices[0].operators) == 4
     assert not profile.plans
-    kept = _lines(asked)
-    keys = [line["key"] for line in kept if line["stage"] == "operators"]
-    assert len(keys) == len(set(keys)) > 3
+    kept = records(asked)
+    assert sum(stage == "operators" for stage, _, _ in kept) > 3
 
     (whole, counted), (same, _) = on_ranks(2, tuned, replace(asked, resume=True))
     assert whole == same == ClusterProfile.load(asked.output)
@@ -146,16 +146,18 @@ def test_every_stage_is_written_and_nothing_is_measured_twice(tmp_path: Path) ->
     assert len(whole.plans) == 1
     assert counted.operators == 0
     assert counted.races > 0
-    assert _lines(asked)[: len(kept)] == kept
+    assert records(asked)[: len(kept)] == kept
 
     asked.output.unlink()
     assert on_ranks(2, tuned, replace(asked, resume=True)) == [(whole, (0, 0))] * 2
     assert ClusterProfile.load(asked.output) == whole
 
 
-def _lines(asked: Job) -> list[dict[str, Any]]:
-    lines = (folder_of(asked.output) / "measured.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines][1:]
+def records(asked: Job) -> list[tuple[str, str, str]]:
+    """Stages, keys and values, in the order in which they were kept."""
+    with closing(sqlite3.connect(journal_of(asked.output))) as db:
+        rows = db.execute("SELECT * FROM hetconv_records ORDER BY rowid").fetchall()
+    return rows[1:]
 
 
 def test_what_is_asked_for_decides_whether_anything_is_measured_again(

@@ -128,7 +128,8 @@ def test_what_fake_tensors_do_not_know_takes_the_arguments_that_it_is_given(
 
 def test_every_branch_for_cuda_is_listed() -> None:
     asks = re.compile(
-        r"\bis_cuda\b(?!\"| is_sparse)|device\.type [!=]= \"(cuda|cpu)\"|is_autocast_enabled\(\"cuda\"\)"
+        r"\bis_cuda\b(?!\"| is_sparse)|"
+        r"device\.type [!=]= \"(cuda|cpu)\"|is_autocast_enabled\(\"cuda\"\)"
     )
     files = [
         *(ROOT / "hetconv").rglob("*.py"),

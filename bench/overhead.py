@@ -29,7 +29,7 @@ from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from hetconv.tracing.tracer import capture
 
 BLOCKS, ROUNDS, LIMIT_US = 30, 31, 15.0

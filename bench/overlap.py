@@ -40,8 +40,8 @@ from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import Split, SplitKind
 from hetconv.sharding.layout import apportion
+from hetconv.sharding.split import Split, SplitKind
 from hetconv.tracing.tracer import capture
 
 MODES: tuple[Mode, Mode] = ("infer", "train")

@@ -44,8 +44,9 @@ from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import Splits, whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import REPLICATE, Conv, cut_dim
+from hetconv.sharding.layer_rules import Conv, split_dim
 from hetconv.sharding.layout import Layout, Shape, spans
+from hetconv.sharding.split import REPLICATE
 from hetconv.tracing.tracer import capture
 
 MODES: tuple[tuple[str, Mode], ...] = (("inference", "infer"), ("training", "train"))
@@ -195,7 +196,7 @@ def _steps(
         return parallelize(copy.deepcopy(plain), plan.with_splits(splits))
 
     lo, hi = spans(weights)[rank]
-    dim = cut_dim(kind, range(2, x.dim()))
+    dim = split_dim(kind, range(2, x.dim()))
     assert dim is not None
     own = x_NHWC.narrow(dim, lo, hi - lo)
     inputs = ModelInputs.of(x_NHWC)

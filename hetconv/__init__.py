@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from .runtime.het_tensor import HetTensor, gather
     from .schemas.cluster_profile import ClusterProfile
     from .schemas.plan import Plan
-    from .sharding.layer_rules import Split
     from .sharding.layout import Box, Layout, ReadRegion, apportion
+    from .sharding.split import Split
     from .tracing.graph import Graph
     from .tracing.tracer import capture
 
@@ -98,7 +98,7 @@ _MODULES = {
     "planner.make_plan": "make_plan",
     "schemas.cluster_profile": "ClusterProfile",
     "schemas.plan": "Plan",
-    "sharding.layer_rules": "Split",
+    "sharding.split": "Split",
     "sharding.layout": "Box Layout ReadRegion apportion",
     "tracing.graph": "Graph",
     "tracing.tracer": "capture",

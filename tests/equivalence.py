@@ -14,8 +14,8 @@ import hetconv
 from hetconv.nn.split_layer import SplitLayer
 from hetconv.nn.state_dict import Share
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
 from tests.nets import plan_of
 

@@ -12,16 +12,9 @@ from hetconv.nn.split_layer import PlainConv
 from hetconv.operators.layers import conv_spec
 from hetconv.planner.partition import with_whole_sum
 from hetconv.schemas.plan import LayerPlan, Plan
-from hetconv.sharding.layer_rules import (
-    KINDS,
-    REPLICATE,
-    SPATIAL_KINDS,
-    Conv,
-    Linear,
-    Split,
-    SplitKind,
-)
+from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import apportion
+from hetconv.sharding.split import KINDS, REPLICATE, SPATIAL_KINDS, Split, SplitKind
 
 
 def kinds_of(rank: int) -> tuple[SplitKind, ...]:

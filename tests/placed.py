@@ -32,7 +32,7 @@ def in_nodes(
 ) -> HierarchicalLayout:
     """Each node's ranks cut its samples along ``dim`` in the sizes of its own."""
     parts = [Layout.sharded(SHAPE, dim, sizes[a:b]) for a, b in spans(nodes)]
-    return HierarchicalLayout.of(nodes, samples, parts)
+    return HierarchicalLayout.from_nodes(nodes, samples, parts)
 
 
 PLACEMENTS: dict[str, Layout] = {
@@ -53,7 +53,7 @@ PLACEMENTS: dict[str, Layout] = {
     ),
     "rows in nodes": in_nodes((2, 1), (3, 1), 2, (4, 2, 6)),
     "columns in nodes, one rank without": in_nodes((1, 2), (1, 3), 3, (5, 0, 5)),
-    "partial in nodes": HierarchicalLayout.of(
+    "partial in nodes": HierarchicalLayout.from_nodes(
         (2, 1), (1, 3), (Layout.partial(SHAPE, 2, (3, 1)), Layout.partial(SHAPE, 1))
     ),
 }
@@ -77,11 +77,12 @@ def summands(whole: Tensor, layout: Layout) -> list[Tensor]:
     """Parts whose sum in rank order is ``whole``, for a partial layout; else slices of it."""
     if layout.kind != "partial":
         return [
-            whole[box.within(Box.whole(layout.shape))].clone() for box in layout.boxes
+            whole[box.slices_in(Box.whole(layout.shape))].clone()
+            for box in layout.boxes
         ]
     parts: list[Tensor] = []
     for rank, box in enumerate(layout.boxes):
-        own, mates = whole[box.within(Box.whole(layout.shape))], layout.peers(rank)
+        own, mates = whole[box.slices_in(Box.whole(layout.shape))], layout.peers(rank)
         last = rank == mates.stop - 1
         rounded = (own * (rank - mates.start + 1) / 4).round(decimals=3)
         parts.append(own - sum(parts[mates.start :]) if last else rounded)
@@ -92,7 +93,7 @@ def value(parts: list[Tensor], layout: Layout) -> Tensor:
     """What the parts add up to, added in rank order."""
     whole = torch.zeros(layout.shape, dtype=parts[0].dtype)
     for box, part in zip(layout.boxes, parts, strict=True):
-        whole[box.within(Box.whole(layout.shape))] += part
+        whole[box.slices_in(Box.whole(layout.shape))] += part
     return whole
 
 
@@ -117,7 +118,7 @@ def full_gradient(local: Tensor, layout: Layout) -> Tensor | None:
     ):  # that of each node's first rank
         first = [rank == layout.peers(rank).start for rank in range(layout.world)]
         boxes = (
-            box if own else box.along(0, 0, 0)
+            box if own else box.with_range(0, 0, 0)
             for box, own in zip(layout.boxes, first, strict=True)
         )
         held, grad = (

@@ -1,4 +1,4 @@
-"""What the tests draw: shares, shapes, layouts, needs, windows and convolutions."""
+"""Hypothesis strategies for sizes, layouts, read regions, windows and convolutions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 
 def weights(world: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Proportions, zero ones among them, at least one positive."""
+    """Draws proportions, of which some may be zero and one is positive."""
     return (
         st.lists(st.integers(0, 9), min_size=world, max_size=world)
         .filter(any)
@@ -36,7 +36,7 @@ def weights(world: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def sizes(draw: st.DrawFn, total: int, world: int) -> tuple[int, ...]:
-    """One size per rank, zero ones among them, that add up to ``total_cost``."""
+    """Draws a size per rank, of which some may be zero, that add up to ``total``."""
     cuts = sorted(
         draw(st.lists(st.integers(0, total), min_size=world - 1, max_size=world - 1))
     )
@@ -45,7 +45,7 @@ def sizes(draw: st.DrawFn, total: int, world: int) -> tuple[int, ...]:
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """Any box within ``shape``, empty ones among them."""
+    """Draws a box within ``shape``, which may be empty."""
     ends = [
         sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape
     ]
@@ -53,13 +53,14 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @st.composite
-def needs(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> ReadRegion:
+def read_regions(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> ReadRegion:
+    """Draws a region in which each rank reads any box."""
     return ReadRegion(shape, tuple(draw(boxes(shape)) for _ in range(world)))
 
 
 @st.composite
 def sharded(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Layout:
-    """Cut along one dimension, now and then with the ranks in another order."""
+    """Draws a layout split along one dimension, with ranks in any order."""
     dim = draw(st.integers(0, len(shape) - 1))
     layout = Layout.sharded(shape, dim, draw(sizes(shape[dim], world)))
     return (
@@ -70,10 +71,10 @@ def sharded(draw: st.DrawFn, shape: tuple[int, ...], world: int) -> Layout:
 
 
 @st.composite
-def two_level(
+def hierarchical(
     draw: st.DrawFn, shape: tuple[int, ...], world: int
 ) -> HierarchicalLayout:
-    """Samples across two nodes; in each, parts along another dimension, or summands."""
+    """Draws two nodes that are sharded along another dimension, or partial."""
     ranks = draw(st.integers(1, world - 1))
     nodes, samples = (ranks, world - ranks), draw(sizes(shape[0], 2))
     dim, partial = draw(st.integers(1, len(shape) - 1)), draw(st.booleans())
@@ -85,20 +86,19 @@ def two_level(
             else Layout.sharded(shape, dim, draw(sizes(shape[dim], ranks)))
         )
 
-    return HierarchicalLayout.of(nodes, samples, list(map(part, nodes)))
+    return HierarchicalLayout.from_nodes(nodes, samples, list(map(part, nodes)))
 
 
 def layouts(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Layout]:
-    ways: list[st.SearchStrategy[Layout]] = [
+    """Draws a layout of any kind."""
+    strategies: list[st.SearchStrategy[Layout]] = [
         st.just(Layout.replicated(shape, world)),
         st.just(Layout.partial(shape, world)),
         sharded(shape, world),
     ]
-    return (
-        st.one_of(*ways, two_level(shape, world))
-        if world > 2 and len(shape) > 1
-        else st.one_of(*ways)
-    )
+    if world > 2 and len(shape) > 1:
+        strategies.append(hierarchical(shape, world))
+    return st.one_of(*strategies)
 
 
 @st.composite
@@ -109,8 +109,13 @@ def convolutions(
     *,
     aligned: bool = False,
 ) -> Conv2dSpec:
-    """Small ones of any geometry, depthwise ones among them. ``aligned``: 16-byte
-    channels, or 32 in each group.
+    """Draws a small 2-D convolution of any geometry.
+
+    Args:
+        draw: Hypothesis' function.
+        dtypes: The data types to choose from.
+        strides: Strategy of the strides.
+        aligned: Whether channels fill 16 bytes, or are multiples of 32 in a group.
     """
     groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
     unit = (32 if groups > 1 else 8) if aligned else 1
@@ -145,8 +150,15 @@ def convolutions(
 
 
 class Join(NamedTuple):
-    """What `kernels.concat_channels` is asked for: ``sizes`` of parts that cover an
-    image (N, P, Q).
+    """A call of `kernels.concat_channels`.
+
+    Attributes:
+        image: Extents (N, P, Q) of the result.
+        sizes: Channels of each part.
+        dtype: Data type.
+        scaled: Whether channels are scaled and shifted.
+        added: Whether a residual is added.
+        activation: Name of the activation.
     """
 
     image: tuple[int, int, int]
@@ -159,9 +171,7 @@ class Join(NamedTuple):
 
 @st.composite
 def joins(draw: st.DrawFn) -> Join:
-    """Up to as many parts as the kernel takes, of any widths: none, single channels,
-    whole blocks of 16 bytes.
-    """
+    """Draws up to as many parts as the kernel takes, of any number of channels."""
     unit = draw(st.sampled_from([1, 8]))
     widths = st.lists(
         st.integers(0, 24 // unit).map(lambda n: n * unit),

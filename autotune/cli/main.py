@@ -29,7 +29,7 @@ from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.json_files import write
 from hetconv.schemas.plan import Plan
-from hetconv.sharding.layer_rules import KINDS
+from hetconv.sharding.split import KINDS
 from hetconv.tracing.graph import Graph
 from hetconv.tracing.tracer import capture
 

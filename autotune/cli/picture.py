@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetconv.schemas.plan import LayerPlan, Plan
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 
 from .plots import INK, figure
 

@@ -11,8 +11,8 @@ from rich.table import Column, Table
 from hetconv.errors import PlanError, few
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE, Alternative, LayerPlan, Plan
-from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import spans
+from hetconv.sharding.split import Split
 
 BAR = 16
 FILLS = "█▓▒░"

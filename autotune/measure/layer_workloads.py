@@ -19,7 +19,8 @@ from hetconv.cost.operator_cost import kind_of, operator_key
 from hetconv.planner.partition import extent_of, granularity
 from hetconv.schemas.cluster_profile import Axis
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import Conv, Linear, SplitKind
+from hetconv.sharding.layer_rules import Conv, Linear
+from hetconv.sharding.split import SplitKind
 from hetconv.tracing.graph import Graph
 
 from .other_workloads import DispatchOverhead, NonLayerOperator, cold_copies

@@ -305,10 +305,10 @@ def _gather(
     images = Box.whole((len(nodes), max(map(len, nodes)) * CHANNELS, height, WIDTH))
     parts, wholes = [images] * group.size, [images] * group.size
     for n, ranks in enumerate(nodes):
-        image = images.along(0, n, n + 1)
+        image = images.with_range(0, n, n + 1)
         for k, rank in enumerate(ranks):
-            parts[rank] = image.along(1, k * CHANNELS, (k + 1) * CHANNELS)
-            wholes[rank] = image.along(1, 0, len(ranks) * CHANNELS)
+            parts[rank] = image.with_range(1, k * CHANNELS, (k + 1) * CHANNELS)
+            wholes[rank] = image.with_range(1, 0, len(ranks) * CHANNELS)
     held, wanted = (wholes, parts) if sums else (parts, wholes)
     local = torch.zeros(held[group.rank].shape, device=device)
     local = local.contiguous(memory_format=torch.channels_last)

@@ -21,8 +21,9 @@ from hetconv.comm.rank_group import RankGroup, rank_group_of
 from hetconv.ops.conv import conv_case, convolution
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import Conv, Split
+from hetconv.sharding.layer_rules import Conv
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import Split
 
 from .sampling import PassCalls, Passes, TimePasses
 

@@ -30,8 +30,9 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import LayerPlan, Mode, Plan
 from hetconv.schemas.tuning_results import TunedChunks
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import SPATIAL_KINDS, Conv, Split
+from hetconv.sharding.layer_rules import Conv
 from hetconv.sharding.layout import Layout, apportion
+from hetconv.sharding.split import SPATIAL_KINDS, Split
 from hetconv.tracing.graph import Graph
 
 from . import timer

@@ -16,8 +16,7 @@ import numpy as np
 
 from hetconv.cost.estimator import StepEstimator
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.sharding.layer_rules import Split
-from hetconv.sharding.split import KINDS
+from hetconv.sharding.split import KINDS, Split
 
 MAX_FACTOR = 2.0  # by which a device is corrected, up and down
 # A device with less than this part of the busiest one's work shows what calls take, more

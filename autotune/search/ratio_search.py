@@ -17,8 +17,8 @@ from hetconv.autotune.measure.paired_rounds import LogRatio
 from hetconv.planner.partition import Splits, whole_model
 from hetconv.schemas.cluster_profile import TunedRatio
 from hetconv.schemas.plan import Plan
-from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import apportion
+from hetconv.sharding.split import Split
 
 from .job import Run
 from .race import CANDIDATE, REFERENCE, TimingRequest, TrialFailedError

@@ -12,7 +12,7 @@ from hetconv.planner.candidates import EVEN
 from hetconv.planner.make_plan import Contender
 from hetconv.planner.partition import Splits
 from hetconv.schemas.plan import SINGLE_DEVICE
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 
 # By which part a prediction may be off: a plan that is predicted to take so much longer
 # may yet be the faster one.

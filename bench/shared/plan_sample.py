@@ -11,7 +11,7 @@ from hetconv.planner.candidates import EVEN, Candidates
 from hetconv.planner.partition import Splits
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from hetconv.tracing.graph import Graph
 
 PLANS, LIKELY = 20, 3  # of them, those that are predicted to be the fastest

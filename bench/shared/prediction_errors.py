@@ -33,7 +33,7 @@ from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode
-from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
 
 MOST_LAYERS = 16  # of which errors are asked for, along one axis each

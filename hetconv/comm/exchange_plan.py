@@ -7,16 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hetconv.sharding.layout import (
-    Box,
-    Boxes,
-    Exchange,
-    Layout,
-    Move,
-    ReadRegion,
-    Shape,
-    overlaps,
-)
+from hetconv.sharding.layout import Box, Boxes, Layout, ReadRegion, Shape
+from hetconv.sharding.moves import Exchange, Move, overlaps
 from hetconv.signature_cache import Cache
 
 Slices = tuple[slice, ...]
@@ -30,7 +22,7 @@ def local_slice(local: Tensor, held: Box, wanted: Box) -> Tensor:
         held: box of ``local`` in the global tensor.
         wanted: a box within ``held``.
     """
-    return local if held == wanted else local[wanted.within(held)]
+    return local if held == wanted else local[wanted.slices_in(held)]
 
 
 class AssemblyPlan(NamedTuple):
@@ -56,7 +48,7 @@ class AssemblyPlan(NamedTuple):
         """Returns the plan that assembles pieces over ``boxes`` into ``whole``."""
         covered = sum(box.numel for box in boxes) == whole.numel and disjoint(boxes)
         image = len(whole.shape) == 4 and all(
-            b.along(1, 0, 0) == whole.along(1, 0, 0) for b in boxes
+            b.with_range(1, 0, 0) == whole.with_range(1, 0, 0) for b in boxes
         )
         slices = (
             sorted(range(len(boxes)), key=lambda k: boxes[k].lo)
@@ -69,7 +61,7 @@ class AssemblyPlan(NamedTuple):
             covered,
             summands,
             tuple(slices),
-            tuple(box.within(whole) for box in boxes),
+            tuple(box.slices_in(whole) for box in boxes),
         )
 
 
@@ -128,7 +120,7 @@ def exchange_plan(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
 
 def _side(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
     def of_own(box: Box) -> Slices | None:
-        return None if box == held[me] else box.within(held[me])
+        return None if box == held[me] else box.slices_in(held[me])
 
     every = overlaps(held, wanted)
     sends = tuple((r, of_own(box)) for s, r, box in every if s == me != r)

@@ -19,15 +19,8 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.errors import LayoutError
 from hetconv.sharding.hierarchical import HierarchicalLayout
-from hetconv.sharding.layout import (
-    Box,
-    Boxes,
-    Exchange,
-    Layout,
-    Move,
-    ReadRegion,
-    all_gather,
-)
+from hetconv.sharding.layout import Box, Boxes, Layout, ReadRegion
+from hetconv.sharding.moves import Exchange, Move, all_gather
 from hetconv.torch_internals import is_view, materialized, storage_id
 
 from . import call_tags
@@ -184,7 +177,7 @@ def embed(group: RankGroup, local: Tensor, src: Layout) -> Tensor:
     """
     out = local.new_zeros(src.shape)
     if src.kind != "replicated" or group.rank == 0:
-        out[src.boxes[group.rank].within(Box.whole(src.shape))] = local
+        out[src.boxes[group.rank].slices_in(Box.whole(src.shape))] = local
     return out
 
 

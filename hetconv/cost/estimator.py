@@ -15,8 +15,8 @@ import numpy as np
 from hetconv.errors import PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import SINGLE_DEVICE, Gathered, Mode, Prediction
-from hetconv.sharding.layer_rules import Split
-from hetconv.sharding.layout import bytes_per_pair
+from hetconv.sharding.moves import bytes_per_pair
+from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
 
 from .memory import (

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import REPLICATE, OpSharding, Split
 from hetconv.sharding.layout import Boxes
+from hetconv.sharding.rule import OpSharding
+from hetconv.sharding.split import REPLICATE, Split
 from hetconv.tracing.graph import Graph, Node
 
 from .network import Array, Messages
@@ -113,7 +114,7 @@ def parameter_bytes(
         else {}
     )
     found = [0.0] * world
-    for name, size in graph.owned.get(layer, {}).items():
+    for name, size in graph.param_bytes.get(layer, {}).items():
         parts = (
             [box.numel / held[name].numel for box in held[name].boxes]
             if name in held

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
-from hetconv.sharding.layout import Boxes, Exchange
+from hetconv.sharding.layout import Boxes
+from hetconv.sharding.moves import Exchange
 from hetconv.sharding.param_shards import Ranks, all_reduce_among
 
 Array = npt.NDArray[np.float64]

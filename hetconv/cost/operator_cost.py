@@ -15,17 +15,10 @@ from hetconv.operators.pooling import AdaptivePool, Pool
 from hetconv.operators.resampling import Interpolate
 from hetconv.operators.views import SplitView, View
 from hetconv.schemas.cluster_profile import Axis, Curve, DeviceModel
-from hetconv.sharding.layer_rules import (
-    SPATIAL_KINDS,
-    Conv,
-    Linear,
-    Operator,
-    OpSharding,
-    Split,
-    SplitKind,
-    concatenates_halos,
-)
+from hetconv.sharding.layer_rules import Conv, Linear, concatenates_halos
 from hetconv.sharding.layout import Boxes
+from hetconv.sharding.rule import Operator, OpSharding
+from hetconv.sharding.split import SPATIAL_KINDS, Split, SplitKind
 from hetconv.tracing.graph import Graph, Node
 
 from .network import Array
@@ -251,7 +244,7 @@ class Operators:
         operators read.
         """
         times = (
-            self.graph.forks.get(node.outputs[0], 0)
+            self.graph.extra_gradients.get(node.outputs[0], 0)
             if backward and len(node.outputs) == 1
             else 0
         )

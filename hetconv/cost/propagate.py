@@ -11,29 +11,18 @@ from typing import Any, TypeVar
 
 from hetconv.operators.views import SplitView
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import (
-    REPLICATE,
-    Gather,
-    OpSharding,
-    Split,
-    exchanges_halos,
-)
-from hetconv.sharding.layout import (
-    Box,
-    Exchange,
-    Layout,
-    Move,
-    Shape,
-    all_gather_uneven,
-    buckets,
-)
+from hetconv.sharding.layer_rules import exchanges_halos
+from hetconv.sharding.layout import Box, Layout, Shape
+from hetconv.sharding.moves import Exchange, Move, all_gather_uneven, buckets
 from hetconv.sharding.param_shards import (
     OverlapCell,
     ParamShards,
     Ranks,
     all_reduce_among,
 )
-from hetconv.tracing.graph import Graph, Memory, Node
+from hetconv.sharding.rule import Gather, OpSharding
+from hetconv.sharding.split import REPLICATE, Split
+from hetconv.tracing.graph import AliasGroups, Graph, Node
 
 T = TypeVar("T")
 Rounds = tuple[Exchange, ...]
@@ -90,7 +79,7 @@ class Propagator:
         tells: dict[
             int, tuple[int, ...]
         ] = {}  # by bytes of a number, how many of each rank
-        memory = Memory(placed)
+        memory = AliasGroups(placed)
         for node in graph.nodes:
             split = (
                 splits.get(node.layer, REPLICATE)
@@ -101,7 +90,7 @@ class Propagator:
             step, others = self._once(self._step, node, split, *inputs)
             shared: list[tuple[int, Layout]] = []
             if node.writes and not memory.may_write(node, step.output):
-                shared = memory.make_whole(node.views)
+                shared = memory.replicate(node.views)
                 inputs = tuple(placed[i] for i in node.inputs)
                 step, others = self._once(
                     self._gathered, node, step.output.shape, *inputs
@@ -109,11 +98,11 @@ class Propagator:
             if (
                 step.output.kind == "replicated"
             ):  # what shares memory with the result is whole now
-                shared = shared + memory.make_whole(node.views)
+                shared = shared + memory.replicate(node.views)
                 placed |= {i: self._whole(i) for i in (*node.views, *node.outputs)}
             else:
                 placed |= dict(zip(node.outputs, (step.output, *others), strict=False))
-                memory.join(node)
+                memory.add(node)
             roots = tuple(i for i, _ in shared)
             applied.append(
                 self._once(

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hetconv.errors import LayoutError
-from hetconv.sharding.layout import Boxes, Layout, ReadRegion, exchanges
+from hetconv.sharding.layout import Boxes, Layout, ReadRegion
+from hetconv.sharding.moves import exchanges
 
 from .network import Array, Network, elements_to_add
 

@@ -16,8 +16,9 @@ from hetconv.operators.layers import CONVS, conv_spec, is_plain
 from hetconv.ops.conv import ConvCase, conv_case, convolution, linear
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import layout_of
-from hetconv.sharding.layer_rules import Conv, Linear, Split
+from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout, Shape
+from hetconv.sharding.split import Split
 
 from .split_layer import (
     Output,

@@ -24,7 +24,8 @@ from hetconv.operators.layers import is_plain
 from hetconv.ops.deferred import fusion_pays
 from hetconv.schemas.plan import LayerPlan, Plan
 from hetconv.schemas.tuning_results import TunedTile
-from hetconv.sharding.layer_rules import Linear, Split
+from hetconv.sharding.layer_rules import Linear
+from hetconv.sharding.split import Split
 from hetconv.torch_internals import move_hooks
 
 from .fast_modules import use_local_forwards

@@ -138,7 +138,7 @@ class ShardedModule(nn.Module, ABC):
         """Takes this rank's slices of whole parameters; local."""
         for name, of in self.held.items():
             self._slice(name).copy_(
-                full[name][of.boxes[self.group.rank].within(Box.whole(of.shape))]
+                full[name][of.boxes[self.group.rank].slices_in(Box.whole(of.shape))]
             )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:

@@ -15,8 +15,8 @@ from hetconv.comm.consensus import assert_consensus
 from hetconv.errors import HetConvError
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC
 from hetconv.runtime.het_tensor import gather
-from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.param_shards import ParamShards
+from hetconv.sharding.split import Split
 
 from .sharded_module import ShardedModule
 

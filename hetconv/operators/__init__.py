@@ -1,10 +1,9 @@
-"""Operators: how a call of a torch function is read, and the sharding rule of each
-operator. No ranks.
+"""Operators: how calls of torch functions are read, and how each operator is sharded.
 
-A family of operators has a module here. It holds the operators, frozen dataclasses
-whose `step` is the sharding rule, and `READERS`, which read torch's calls into them.
-`ops` has a module of the same family that runs them on shards. The tracer and the
-runtime read calls here alike, so that a plan prices the operators that will run.
+Every module holds one family: its operators, frozen dataclasses whose method
+``sharding`` is the rule, and ``READERS``, which read torch's calls. `hetconv.ops` has a
+module for each family that runs them on shards. The tracer and the runtime read calls
+by the same readers, so that a plan predicts the operators that will run.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from . import (
     shapes,
     views,
 )
-from .base import Args, Call, Kwargs, Reader, name_of, writes_in_place
+from .base import Args, Call, Kwargs, Reader, function_name, writes_in_place
 
 VIEWS = (views.SplitView, shapes.Reshape, views.View)
-"""Operators whose results share memory with their input, a `Reshape`'s where the memory
-order allows it.
+"""Operators whose results share memory with their input.
+
+Those of a `Reshape` do where the order in memory allows it.
 """
 
 READERS: dict[str, Reader] = {}
-"""By the bare name of the function, see `name_of`."""
+"""Readers, by the bare name of the function; see `function_name`."""
 
 for family in (
     conv_transpose,
@@ -54,22 +54,20 @@ def read_call(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Call | No
     """Reads a call of a torch function.
 
     Args:
-        func: the function, as ``__torch_function__`` is given it.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
+        func: The function, as ``__torch_function__`` is given it.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
 
-    Returns: The operator and its inputs, or None where there is no rule for the call:
-        then its inputs are gathered.
+    Returns:
+        The operator and its inputs, or None where no rule fits the call, so that its
+        inputs are gathered.
     """
     if kwargs.get("out") is not None:
         return None
-    name = name_of(func)
+    name = function_name(func)
     reader = READERS.get(name)
-    if reader is None:
-        return None
-    call = reader(name, args, kwargs)
+    call = reader(name, args, kwargs) if reader is not None else None
     if call is None or not writes_in_place(func, kwargs):
         return call
-    return (
-        replace(call, in_place=True) if not isinstance(call.op, VIEWS) else None
-    )  # unsqueeze_ changes the shape
+    # A view in place, such as unsqueeze_, changes the shape of its input.
+    return None if isinstance(call.op, VIEWS) else replace(call, in_place=True)

@@ -1,145 +1,163 @@
-"""What the rules of operators that follow their inputs have in common."""
+"""Base classes of operators, calls and their arguments, helpers of sharding rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.hierarchical import HierarchicalLayout, sharding_within_nodes
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Operator, OpSharding, Split
-from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape, apportion
-
-Rule = Callable[..., OpSharding]  # of (operator, inputs, split)
-Counted = Callable[[Any, tuple[Layout, ...]], Sequence[bool] | None]
+from hetconv.sharding.layout import Box, Layout, Layouts, ReadRegion, Shape, apportion
+from hetconv.sharding.rule import Gather, Operator, OpSharding
+from hetconv.sharding.split import REPLICATE, Split
 
 
-def every_input(op: Any, inputs: tuple[Layout, ...]) -> Sequence[bool] | None:
-    return (True,) * len(inputs)
+class FollowingOperator:
+    """An operator that follows its inputs; a plan does not split it.
 
-
-def inputs_unless(what: Callable[[Any], bool]) -> Counted:
-    """Every input, but for operators of which this is true."""
-    return lambda op, inputs: None if what(op) else every_input(op, inputs)
-
-
-def per_sample(counted: Counted = every_input) -> Callable[[Rule], Rule]:
-    """Makes a rule of one level a rule of two: each node follows it with its own
-    samples, or all gather.
-
-    ``counted`` says of each input whether its dimension 0 counts the samples that
-    dimension 0 of the result counts, if each of these is computed by itself; else None.
+    Attributes:
+        shape: Shape of the output.
     """
 
-    def lifted(rule: Rule) -> Rule:
-        @wraps(rule)
-        def step(
-            op: Any, inputs: tuple[Layout, ...], split: Split = REPLICATE
-        ) -> OpSharding:
-            if not any(isinstance(x, HierarchicalLayout) for x in inputs):
-                return rule(op, inputs, split)
-            ways = (
-                _led(op, rule, counted, inputs, k)
-                for k, x in enumerate(inputs)
-                if x.kind != "replicated"
-            )
-            return next((way for way in ways if way is not None), None) or Gather(
-                op.shape
-            ).sharding(inputs)
+    shape: Shape
 
-        return step
+    def sharding(self, inputs: Layouts, split: Split = REPLICATE) -> OpSharding:
+        """Returns how the operator runs; see `Operator`."""
+        return self._follow(inputs) or Gather(self.shape).sharding(inputs)
 
-    return lifted
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        """Returns how the operator runs on shards, or None where it cannot."""
+        raise NotImplementedError
 
 
-def _led(
-    op: Any, rule: Rule, counted: Counted, inputs: tuple[Layout, ...], lead: int
-) -> OpSharding | None:
-    """The step if input ``lead`` says how to run; None if it does not."""
+class PerSampleOperator(FollowingOperator):
+    """An operator whose rule knows layouts of one level.
 
-    def follow(x: Layout) -> OpSharding:
-        others = [Layout.replicated(other.shape, x.world) for other in inputs]
-        return rule(op, (*others[:lead], x, *others[lead + 1 :]), REPLICATE)
+    Under hierarchical layouts each node follows the rule with its own samples. Where
+    that cannot be done, all inputs are gathered.
+    """
 
-    x = inputs[lead]
-    if not isinstance(x, HierarchicalLayout):
-        step = follow(x)
-        return step if step.output.kind != "replicated" else None
-    of_samples = counted(op, inputs)
-    if of_samples is None or not of_samples[lead] or op.shape[:1] != x.shape[:1]:
-        return None
-    once = {part: follow(part) for part in dict.fromkeys(x.parts)}
-    steps = [once[part] for part in x.parts]
-    if any(
-        step.forward_moves or step.backward_moves or step.shared_stats for step in steps
-    ):
-        return None
-    reads = list(zip(*(step.input_layouts for step in steps), strict=True))
-    found = sharding_within_nodes(
-        x.nodes, x.samples, reads, [step.output for step in steps], of_samples
-    )
-    return (
-        OpSharding(*found, partial_grads=any(step.partial_grads for step in steps))
-        if found is not None
-        else None
-    )
+    def sharding(self, inputs: Layouts, split: Split = REPLICATE) -> OpSharding:
+        """Returns how the operator runs; see `Operator`."""
+        if not any(isinstance(x, HierarchicalLayout) for x in inputs):
+            return super().sharding(inputs)
+        for lead, x in enumerate(inputs):
+            found = self._led_by(inputs, lead) if x.kind != "replicated" else None
+            if found is not None:
+                return found
+        return Gather(self.shape).sharding(inputs)
+
+    def _has_samples(self, inputs: Layouts) -> Sequence[bool] | None:
+        """Returns whether dimension 0 of each input is that of the output's samples.
+
+        None where the operator does not compute each sample by itself.
+        """
+        return (True,) * len(inputs)
+
+    def _led_by(self, inputs: Layouts, lead: int) -> OpSharding | None:
+        """Returns the sharding that follows one input, with all other inputs replicated."""
+        x = inputs[lead]
+        if not isinstance(x, HierarchicalLayout):
+            return self._follow_only(inputs, lead, x)
+        has_samples = self._has_samples(inputs)
+        if has_samples is None or not has_samples[lead]:
+            return None
+        if self.shape[:1] != x.shape[:1]:
+            return None
+        shardings = []
+        for layout in x.node_layouts:
+            sharding = self._follow_only(inputs, lead, layout)
+            if sharding is None:
+                return None
+            shardings.append(sharding)
+        reads = list(zip(*(s.input_layouts for s in shardings), strict=True))
+        outputs = [s.output for s in shardings]
+        combined = sharding_within_nodes(
+            x.nodes, x.samples, reads, outputs, has_samples
+        )
+        if combined is None:
+            return None
+        partial_grads = any(s.partial_grads for s in shardings)
+        return OpSharding(*combined, partial_grads=partial_grads)
+
+    def _follow_only(self, inputs: Layouts, lead: int, x: Layout) -> OpSharding | None:
+        """Follows input ``lead`` with the layout ``x``, all other inputs replicated."""
+        layouts = [Layout.replicated(other.shape, x.world) for other in inputs]
+        layouts[lead] = x
+        sharding = self._follow(tuple(layouts))
+        if sharding is None or sharding.output.kind == "replicated":
+            return None
+        return sharding
+
+
+class WindowOperator(PerSampleOperator):
+    """An operator whose outputs read ranges of the input along spatial dimensions."""
+
+    def reads(self, dim: int, n: int, out: Span) -> Span:
+        """Returns the inputs, of ``n`` along ``dim``, that the outputs ``out`` read."""
+        raise NotImplementedError
+
+    def _knows_reads(self, shape: Shape) -> bool:
+        """Whether `reads` says what torch reads of an input of ``shape``."""
+        return True
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        x = reduce_scattered(inputs[0])
+        dim = x.dim
+        if dim is None or (dim > 1 and not self._knows_reads(x.shape)):
+            return None
+        if dim < 2:
+            return OpSharding((x,), Layout.sharded(self.shape, dim, x.sizes))
+        y = Layout.sharded(self.shape, dim, apportion(self.shape[dim], x.sizes))
+        reads = [self.reads(dim, x.shape[dim], span_along(b, dim)) for b in y.boxes]
+        return OpSharding((slab_reads(x.shape, dim, reads),), y)
 
 
 def reduce_scattered(x: Layout) -> Layout:
-    """A partial sum as its consumers on parts want it: scattered over channels in the
-    proportions of its shares.
+    """Returns the layout in which operators on shards read a partial sum.
 
-    Whole, if it has none.
+    It is scattered over channels in the proportions of its shares, or replicated if it
+    has none. Any other layout is returned as it is.
     """
-    if isinstance(x, HierarchicalLayout) and x.kind == "partial":
-        parts = [reduce_scattered(part) for part in x.parts]
-        scattered = parts[0].kind == "sharded"
-        return (
-            HierarchicalLayout.of(x.nodes, x.samples, parts)
-            if scattered
-            else Layout.replicated(x.shape, x.world)
-        )
     if x.kind != "partial":
         return x
-    if len(x.shape) < 2 or not x.shares:
-        return Layout.replicated(x.shape, x.world)
-    return Layout.sharded(x.shape, 1, apportion(x.shape[1], x.shares))
-
-
-def resharded(x: Layout, shape: Shape, dim: int, sizes: Sequence[int]) -> Layout:
-    """The layout of an output of ``shape`` that is cut along ``dim`` as ``x`` is cut
-    along its own dimension.
-    """
-    return (
-        Layout.sharded(shape, dim, sizes)
-        if x.kind == "sharded"
-        else Layout.replicated(shape, x.world)
-    )
-
-
-def sharded_dims(x: Layout) -> set[int]:
-    """The dimensions that some rank does not hold whole."""
-    return {
-        d
-        for d, n in enumerate(x.shape)
-        if any((b.lo[d], b.hi[d]) != (0, n) for b in x.boxes)
-    }
+    if isinstance(x, HierarchicalLayout):
+        layouts = [reduce_scattered(layout) for layout in x.node_layouts]
+        if layouts[0].kind == "sharded":
+            return HierarchicalLayout.from_nodes(x.nodes, x.samples, layouts)
+    elif len(x.shape) > 1 and x.shares:
+        return Layout.sharded(x.shape, 1, apportion(x.shape[1], x.shares))
+    return Layout.replicated(x.shape, x.world)
 
 
 def slab_reads(shape: Shape, dim: int, spans: Iterable[Span]) -> ReadRegion:
-    """A range along ``dim`` for each rank, and everything of all other dimensions."""
-    return ReadRegion(
-        shape, tuple(Box.whole(shape).along(dim, lo, hi) for lo, hi in spans)
-    )
+    """Returns the region in which each rank reads a range along one dimension.
+
+    Args:
+        shape: Shape of the tensor.
+        dim: The dimension.
+        spans: Range of each rank.
+    """
+    whole = Box.whole(shape)
+    return ReadRegion(shape, tuple(whole.with_range(dim, lo, hi) for lo, hi in spans))
+
+
+def span_along(box: Box, dim: int) -> Span:
+    """Returns the range of a box in one dimension."""
+    return box.lo[dim], box.hi[dim]
 
 
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 Reader = Callable[[str, Args, Kwargs], "Call | None"]
+"""Reads a call from the function's bare name and arguments; None where no rule fits.
+
+Calls that torch itself refuses are read as None too, so that torch raises its error.
+"""
 
 N_ARY = frozenset(
     """
@@ -151,26 +169,19 @@ N_ARY = frozenset(
 )
 WRITING_DUNDERS = frozenset(
     f"__{name}__"
-    for name in (
-        "setitem",
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-    )
+    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".split()
 )
+SYNONYMS = {"truediv": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operator and the tensors that its rule reads, in order. ``in_place``: the
-    first one is written to.
+    """A call of a torch function, read as an operator.
+
+    Attributes:
+        op: The operator.
+        inputs: The tensors that its rule reads, in order.
+        in_place: Whether the call writes to the first one.
     """
 
     op: Operator
@@ -179,29 +190,46 @@ class Call:
 
     @property
     def params(self) -> tuple[Tensor, ...]:
-        """Parameters that are used on own parts, besides the inputs."""
+        """Parameters that ranks use for their own shards, besides the inputs."""
         return ()
 
 
+@dataclass(frozen=True)
+class WeightedCall(Call):
+    """A call of an operator with a weight and a bias.
+
+    Attributes:
+        weight: The weight, if the call has one.
+        bias: The bias, if the call has one.
+    """
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def params(self) -> tuple[Tensor, ...]:
+        """The weight and the bias, if given."""
+        return tuple(p for p in (self.weight, self.bias) if p is not None)
+
+
 @lru_cache(4096)
-def name_of(func: Callable[..., Any]) -> str:
-    """add for add, add_, __add__, __iadd__ and __radd__ alike; rsub for __rsub__, for
-    it is not symmetric.
+def function_name(func: Callable[..., Any]) -> str:
+    """Returns the bare name of a torch function or method.
+
+    It is "add" for add, add_, __add__, __iadd__ and __radd__ alike, but "rsub" for
+    __rsub__, which is not symmetric. The getter of an attribute has its name, such as
+    "mT".
     """
     name: str = getattr(func, "__name__", "")
-    if name == "__get__":  # of an attribute: mT, T
+    if name == "__get__":
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
-    if name in ("__bool__", "__float__", "__int__"):  # of one number, into Python's own
+    # These return one of Python's own numbers, unlike the methods bool, float and int.
+    if name in ("__bool__", "__float__", "__int__"):
         return name
     bare = name.strip("_")
     if name.startswith("__") and bare[:1] in "ir" and bare[1:] in N_ARY | {"truediv"}:
         bare = bare[1:] if bare[0] == "i" or bare[1:] in ("add", "mul") else bare
-    return {
-        "truediv": "div",
-        "divide": "div",
-        "multiply": "mul",
-        "subtract": "sub",
-    }.get(bare, bare)
+    return SYNONYMS.get(bare, bare)
 
 
 def writes_in_place(func: Callable[..., Any], kwargs: Kwargs) -> bool:
@@ -216,28 +244,43 @@ def _writes_by_name(func: Callable[..., Any]) -> bool:
 
 
 def arg(args: Args, kwargs: Kwargs, index: int, name: str, default: Any = None) -> Any:
+    """Returns one argument of a call, given by position or by name."""
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
+def bind(args: Args, kwargs: Kwargs, **defaults: Any) -> list[Any]:
+    """Returns the first arguments of a call, given by position or by name.
+
+    Args:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        **defaults: Name and default of each parameter, in their order.
+    """
+    return [
+        arg(args, kwargs, index, name, default)
+        for index, (name, default) in enumerate(defaults.items())
+    ]
+
+
 def per_dim(value: Any, rank: int) -> tuple[int, ...]:
-    """An option of an operator as a number for each of its ``rank`` spatial dimensions."""
+    """Returns an option as one number for each of ``rank`` spatial dimensions."""
     given = (value,) if isinstance(value, int) else tuple(value)
     return given * rank if len(given) == 1 else given
 
 
-def dim_of(dim: Any, rank: int) -> int | None:
-    """A dimension of ``rank``, counted from the front; None if there is none such."""
-    return dim % rank if type(dim) is int and -rank <= dim < rank else None
+def canonical_index(index: Any, count: int) -> int | None:
+    """Returns an index, of ``count``, as a non-negative one; None if out of range."""
+    return index % count if type(index) is int and -count <= index < count else None
 
 
-def dims_of(dims: Any, rank: int) -> list[int] | None:
-    """One or several dimensions, counted from the front; None if one is not there, or twice."""
-    listed = (dims,) if isinstance(dims, int) else dims
-    found = (
-        [dim_of(d, rank) for d in listed] if isinstance(listed, Sequence) else [None]
-    )
-    return (
-        [d for d in found if d is not None]
-        if None not in found and len(set(found)) == len(found)
-        else None
-    )
+def canonical_dims(dims: Any, rank: int) -> list[int] | None:
+    """Returns one or several dimensions of ``rank`` as non-negative ones.
+
+    None if one does not exist, or is given twice.
+    """
+    given = (dims,) if isinstance(dims, int) else dims
+    if not isinstance(given, Sequence):
+        return None
+    found = [canonical_index(dim, rank) for dim in given]
+    known = [dim for dim in found if dim is not None]
+    return known if len(set(known)) == len(found) else None

@@ -1,4 +1,4 @@
-"""Transposed convolutions, which a plan does not name: they follow their input."""
+"""Transposed convolutions, which follow their input."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from torch import Tensor
-
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
-from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape, apportion
+from hetconv.sharding.layout import Layout, Layouts, Shape, apportion
+from hetconv.sharding.rule import OpSharding
 
 from .base import (
     Args,
     Call,
     Kwargs,
+    PerSampleOperator,
     Reader,
-    arg,
+    WeightedCall,
+    bind,
     per_dim,
-    per_sample,
     reduce_scattered,
-    resharded,
+    slab_reads,
+    span_along,
 )
 
 
 class TransposedWindow(NamedTuple):
-    """Input i adds to the outputs i * stride - pad + r * dilation, 0 <= r < kernel;
-    ``extra`` outputs follow.
+    """The window of a transposed convolution in one dimension.
+
+    Input i adds to the outputs i * stride - pad + r * dilation, 0 <= r < kernel.
+
+    Attributes:
+        kernel: Number of taps.
+        stride: Outputs between two inputs.
+        dilation: Outputs between two taps.
+        pad: Outputs that are cut off at each end.
+        extra: Outputs that follow after the last (``output_padding``).
     """
 
     kernel: int
@@ -38,27 +46,37 @@ class TransposedWindow(NamedTuple):
 
     @property
     def reach(self) -> int:
+        """Number of outputs from the first to the last tap of an input."""
         return self.dilation * (self.kernel - 1) + 1
 
     def out_size(self, size: int) -> int:
+        """Returns the number of outputs of ``size`` inputs."""
         return (size - 1) * self.stride - 2 * self.pad + self.reach + self.extra
 
     def reads(self, out: Span, size: int) -> Span:
-        """The inputs that add to a span of outputs; an empty span for an empty one."""
+        """Returns the inputs, of ``size``, that add to the outputs ``out``."""
         if out[0] >= out[1]:
             return (0, 0)
-        lo = min(max(-(-(out[0] + self.pad - self.reach + 1) // self.stride), 0), size)
-        return lo, max(min((out[1] - 1 + self.pad) // self.stride + 1, size), lo)
+        first = -(-(out[0] + self.pad - self.reach + 1) // self.stride)
+        end = (out[1] - 1 + self.pad) // self.stride + 1
+        lo = min(max(first, 0), size)
+        return lo, max(min(end, size), lo)
 
     def first(self, i: int) -> int:
-        """The first output that input ``i`` adds to; before the image, it is cut off."""
+        """Returns the first output to which input ``i`` adds; negative if cut off."""
         return i * self.stride - self.pad
 
 
 @dataclass(frozen=True)
-class ConvTranspose:
-    """(N, C, *size) -> (N, K, *size) of any rank with whole weights: over samples, or
-    over space with halos.
+class ConvTranspose(PerSampleOperator):
+    """A transposed convolution, (N, C, *size) -> (N, K, *size), with replicated weights.
+
+    It runs on shards of samples, or of a spatial dimension with halos.
+
+    Attributes:
+        shape: Shape of the output.
+        windows: The window along each spatial dimension.
+        groups: Number of groups.
     """
 
     shape: Shape
@@ -66,82 +84,58 @@ class ConvTranspose:
     groups: int = 1
 
     def flops(self, inputs: int) -> int:
-        """Multiplications and additions for this many elements of the input, cut-off
-        outputs included.
+        """Returns multiplications and additions for ``inputs`` elements of the input.
+
+        Outputs that are cut off count too.
         """
-        return (
-            2
-            * inputs
-            * (self.shape[1] // self.groups)
-            * prod(v.kernel for v in self.windows)
-        )
+        taps = prod(window.kernel for window in self.windows)
+        return 2 * inputs * (self.shape[1] // self.groups) * taps
 
-    @per_sample()
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x = reduce_scattered(inputs[0])
-        if x.kind != "sharded" or x.dim is None or x.dim == 1:
-            return Gather(self.shape).sharding(inputs)
-        if x.dim == 0:
-            return OpSharding(
-                (x,), resharded(x, self.shape, 0, x.sizes), partial_grads=True
-            )
-        window, size, extent = (
-            self.windows[x.dim - 2],
-            x.shape[x.dim],
-            self.shape[x.dim],
-        )
-        whole = extent == size * window.stride
-        y = resharded(
-            x,
-            self.shape,
-            x.dim,
-            [s * window.stride for s in x.sizes]
-            if whole
-            else apportion(extent, x.sizes),
-        )
-        reads = (window.reads((b.lo[x.dim], b.hi[x.dim]), size) for b in y.boxes)
-        need = tuple(Box.whole(x.shape).along(x.dim, lo, hi) for lo, hi in reads)
-        return OpSharding((ReadRegion(x.shape, need),), y, partial_grads=True)
+        if x.dim is None or x.dim == 1:
+            return None
+        dim, extent = x.dim, self.shape[x.dim]
+        if dim == 0:
+            y = Layout.sharded(self.shape, 0, x.sizes)
+            return OpSharding((x,), y, partial_grads=True)
+        window, size = self.windows[dim - 2], x.shape[dim]
+        if extent == size * window.stride:
+            sizes = tuple(n * window.stride for n in x.sizes)
+        else:
+            sizes = apportion(extent, x.sizes)
+        y = Layout.sharded(self.shape, dim, sizes)
+        reads = [window.reads(span_along(box, dim), size) for box in y.boxes]
+        return OpSharding((slab_reads(x.shape, dim, reads),), y, partial_grads=True)
 
 
-@dataclass(frozen=True)
-class ConvTransposeCall(Call):
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-    @property
-    def params(self) -> tuple[Tensor, ...]:
-        return tuple(p for p in (self.weight, self.bias) if p is not None)
-
-
-def _conv_transpose(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, w, b = (
-        arg(args, kwargs, i, n) for i, n in enumerate(("input", "weight", "bias"))
+def _read_conv_transpose(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, weight, bias, stride, padding, output_padding, groups, dilation = bind(
+        args,
+        kwargs,
+        input=None,
+        weight=None,
+        bias=None,
+        stride=1,
+        padding=0,
+        output_padding=0,
+        groups=1,
+        dilation=1,
     )
-    if x.dim() != w.dim():
+    if x.dim() != weight.dim():
         return None
-    given = (
-        (3, "stride", 1),
-        (4, "padding", 0),
-        (5, "output_padding", 0),
-        (7, "dilation", 1),
-    )
-    stride, pad, extra, dilation = (
-        per_dim(arg(args, kwargs, i, n, default), x.dim() - 2)
-        for i, n, default in given
-    )
-    groups = arg(args, kwargs, 6, "groups", 1)
-    sides = zip(w.shape[2:], stride, dilation, pad, extra, strict=True)
+    rank = x.dim() - 2
+    options = (per_dim(n, rank) for n in (stride, dilation, padding, output_padding))
+    sides = zip(weight.shape[2:], *options, strict=True)
     windows = tuple(TransposedWindow(*side) for side in sides)
-    sizes = [v.out_size(n) for v, n in zip(windows, x.shape[2:], strict=True)]
-    if min(sizes) < 1 or x.shape[1] != w.shape[0]:
-        return None  # torch refuses it: let it
-    op = ConvTranspose((x.shape[0], w.shape[1] * groups, *sizes), windows, groups)
-    return ConvTransposeCall(op, (x,), weight=w, bias=b)
+    sizes = [w.out_size(n) for w, n in zip(windows, x.shape[2:], strict=True)]
+    if min(sizes) < 1 or x.shape[1] != weight.shape[0]:
+        return None
+    shape = (x.shape[0], weight.shape[1] * groups, *sizes)
+    op = ConvTranspose(shape, windows, groups)
+    return WeightedCall(op, (x,), weight=weight, bias=bias)
 
 
 READERS: dict[str, Reader] = dict.fromkeys(
-    ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv_transpose
+    ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _read_conv_transpose
 )

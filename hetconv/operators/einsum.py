@@ -1,146 +1,126 @@
-"""Products that are summed along some dimensions: matrix products, einsum."""
+"""Contractions, products that are summed along some dimensions: matmul, einsum."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
-from hetconv.sharding.layout import Layout, ReadRegion, Shape
+from hetconv.sharding.layout import Layout, Layouts, ReadRegion, Shape
+from hetconv.sharding.rule import OpSharding
 
-from .base import Args, Call, Kwargs, Reader, arg, per_sample, reduce_scattered
+from .base import Args, Call, Kwargs, PerSampleOperator, Reader, arg, reduce_scattered
 
 Labels = tuple[str | None, ...]
 
 
-def _by_label(op: Contraction, inputs: tuple[Layout, ...]) -> list[bool] | None:
-    """The inputs that begin with the label that the result begins with, if it is nowhere else."""
-    label = op.result[0] if op.result else None
-    once = label is not None and not any(label in named[1:] for named in op.labels)
-    return [named[:1] == (label,) for named in op.labels] if once else None
-
-
 @dataclass(frozen=True)
-class Contraction:
-    """einsum: a label for each dimension of the inputs and of the result, None where an
-    input is broadcast.
+class Contraction(PerSampleOperator):
+    """An einsum.
 
-    The first input that is cut says along which label. Who has the label is read cut
-    alike, every other input whole. A cut along a label that the result has not gives
-    summands, for the product is linear in each input.
+    The first sharded input decides along which label ranks split the operation. Inputs
+    with the label are sharded alike, all others replicated. If the result does not have
+    the label, it is partial.
+
+    Attributes:
+        shape: Shape of the result.
+        labels: For each input, the label of each dimension; None where it is broadcast.
+        result: The label of each dimension of the result.
     """
 
     shape: Shape
     labels: tuple[Labels, ...]
     result: Labels
 
-    @per_sample(_by_label)
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        parts = zip(map(reduce_scattered, inputs), self.labels, strict=True)
-        cuts = ((named[x.dim], x.sizes) for x, named in parts if x.dim is not None)
-        label, sizes = next(
-            ((label, sizes) for label, sizes in cuts if label is not None), (None, ())
-        )
-        if label is None:
-            return Gather(self.shape).sharding(inputs)
-        reads = tuple(
-            self._read(x, named, label, sizes)
-            for x, named in zip(inputs, self.labels, strict=True)
-        )
-        if label in self.result:
-            return OpSharding(
-                reads,
-                Layout.sharded(self.shape, self.result.index(label), sizes),
-                partial_grads=True,
-            )
-        return OpSharding(
-            reads,
-            Layout.partial(self.shape, inputs[0].world, sizes),
-            partial_grads=True,
-        )
-
-    def _read(
-        self, x: Layout, named: Labels, label: str, sizes: tuple[int, ...]
-    ) -> Layout | ReadRegion:
-        if label in named:
-            return Layout.sharded(x.shape, named.index(label), sizes)
-        return ReadRegion.everything(x.shape, x.world)
-
-
-def _contraction(
-    inputs: tuple[Tensor, ...], named: list[list[str]], result: list[str]
-) -> Call | None:
-    """None for what torch refuses, and for a label twice in one input, of which the
-    diagonal is meant.
-    """
-    extents: dict[str, int] = {}
-    for x, labels in zip(inputs, named, strict=True):
-        if len(labels) != x.dim() or len(set(labels)) != len(labels):
+    def _has_samples(self, inputs: Layouts) -> Sequence[bool] | None:
+        """Takes the first label of the result for that of samples, if it is nowhere else."""
+        label = self.result[0] if self.result else None
+        if label is None or any(label in labels[1:] for labels in self.labels):
             return None
-        for label, n in zip(labels, x.shape, strict=True):
+        return [labels[:1] == (label,) for labels in self.labels]
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        lead = self._sharded_label(inputs)
+        if lead is None:
+            return None
+        label, sizes = lead
+        reads: list[Layout | ReadRegion] = []
+        for x, labels in zip(inputs, self.labels, strict=True):
+            if label in labels:
+                reads.append(Layout.sharded(x.shape, labels.index(label), sizes))
+            else:
+                reads.append(ReadRegion.everything(x.shape, x.world))
+        if label in self.result:
+            y = Layout.sharded(self.shape, self.result.index(label), sizes)
+        else:
+            y = Layout.partial(self.shape, inputs[0].world, sizes)
+        return OpSharding(tuple(reads), y, partial_grads=True)
+
+    def _sharded_label(self, inputs: Layouts) -> tuple[str, tuple[int, ...]] | None:
+        """Returns the label that the first sharded input splits, and its sizes."""
+        for x, labels in zip(map(reduce_scattered, inputs), self.labels, strict=True):
+            label = None if x.dim is None else labels[x.dim]
+            if label is not None:
+                return label, x.sizes
+        return None
+
+
+def _contract(
+    inputs: tuple[Tensor, ...], labels: list[list[str]], result: list[str]
+) -> Call | None:
+    """Reads an einsum, unless a label is twice in one input and means its diagonal."""
+    extents: dict[str, int] = {}
+    for x, own in zip(inputs, labels, strict=True):
+        if len(own) != x.dim() or len(set(own)) != len(own):
+            return None
+        for label, n in zip(own, x.shape, strict=True):
             if extents.setdefault(label, n) == 1:
                 extents[label] = n
             if n not in (1, extents[label]):
                 return None
     if len(set(result)) != len(result) or not extents.keys() >= set(result):
         return None
-    stretched = (
-        tuple(
-            label if n == extents[label] else None
-            for label, n in zip(labels, x.shape, strict=True)
-        )
-        for x, labels in zip(inputs, named, strict=True)
-    )
-    return Call(
-        Contraction(
-            tuple(extents[label] for label in result), tuple(stretched), tuple(result)
-        ),
-        inputs,
-    )
+    unbroadcast: list[Labels] = []
+    for x, own in zip(inputs, labels, strict=True):
+        sides = zip(own, x.shape, strict=True)
+        unbroadcast.append(tuple(a if n == extents[a] else None for a, n in sides))
+    shape = tuple(extents[label] for label in result)
+    return Call(Contraction(shape, tuple(unbroadcast), tuple(result)), inputs)
 
 
-def _einsum(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+def _read_einsum(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     equation, *inputs = args
-    if (
-        not isinstance(equation, str)
-        or "->" not in equation
-        or "." in equation
-        or kwargs
-    ):
+    if not isinstance(equation, str) or kwargs:
+        return None
+    if "->" not in equation or "." in equation:
         return None
     given, result = equation.replace(" ", "").split("->")
-    named = [list(labels) for labels in given.split(",")]
-    if len(named) != len(inputs) or not all(isinstance(x, Tensor) for x in inputs):
+    labels = [list(own) for own in given.split(",")]
+    if len(labels) != len(inputs) or not all(isinstance(x, Tensor) for x in inputs):
         return None
-    return _contraction(tuple(inputs), named, list(result))
+    return _contract(tuple(inputs), labels, list(result))
 
 
-def _matmul(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+def _read_matmul(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     a = arg(args, kwargs, 0, "input")
-    b = arg(args, kwargs, 1, {"matmul": "other"}.get(name, "mat2"))
-    if (
-        not (isinstance(a, Tensor) and isinstance(b, Tensor))
-        or min(a.dim(), b.dim()) < 2
-    ):
+    b = arg(args, kwargs, 1, "other" if name == "matmul" else "mat2")
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return None
+    if min(a.dim(), b.dim()) < 2 or a.shape[-1] != b.shape[-2]:
+        return None
+    rank = {"mm": 2, "bmm": 3}.get(name)
+    if rank is not None and not a.dim() == b.dim() == rank:
         return None
     batch = [str(i) for i in range(max(a.dim(), b.dim()) - 2)]
-    sides = [
-        [*batch[len(batch) - x.dim() + 2 :], *ends]
-        for x, ends in ((a, "mk"), (b, "kn"))
-    ]
-    if (
-        name != "matmul" and not a.dim() == b.dim() == {"mm": 2, "bmm": 3}[name]
-    ) or a.shape[-1] != b.shape[-2]:
-        return None
-    return _contraction((a, b), sides, [*batch, "m", "n"])
+    labels_a = [*batch[len(batch) - a.dim() + 2 :], "m", "k"]
+    labels_b = [*batch[len(batch) - b.dim() + 2 :], "k", "n"]
+    return _contract((a, b), [labels_a, labels_b], [*batch, "m", "n"])
 
 
 READERS: dict[str, Reader] = {
-    "bmm": _matmul,
-    "einsum": _einsum,
-    "matmul": _matmul,
-    "mm": _matmul,
+    "bmm": _read_matmul,
+    "einsum": _read_einsum,
+    "matmul": _read_matmul,
+    "mm": _read_matmul,
 }

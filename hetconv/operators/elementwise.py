@@ -1,4 +1,4 @@
-"""Elementwise functions and joins."""
+"""Elementwise functions of one or several tensors."""
 
 from __future__ import annotations
 
@@ -7,94 +7,110 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
-from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape
+from hetconv.sharding.layout import (
+    Box,
+    Layout,
+    Layouts,
+    ReadRegion,
+    Shape,
+    sharded_dims,
+)
+from hetconv.sharding.rule import OpSharding
 
-from .base import N_ARY, Args, Call, Kwargs, Reader, arg, reduce_scattered, sharded_dims
+from .base import (
+    N_ARY,
+    Args,
+    Call,
+    FollowingOperator,
+    Kwargs,
+    Reader,
+    arg,
+    bind,
+    reduce_scattered,
+)
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "leaky_relu", "silu", "gelu")
-"""Elementwise functions that the kernels compute as they store a result; of hardtanh
-those that are a relu6.
-"""
+"""Activations of a kernel's epilogue; of hardtanh only those that are a relu6."""
 
 
 @dataclass(frozen=True)
-class PRelu:
-    """x where it is positive, else x times the slope of its channel, or the one slope."""
+class PRelu(FollowingOperator):
+    """A parametric ReLU, with one slope or one for each channel.
 
-    shape: Shape
-
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        x, slopes = reduce_scattered(inputs[0]), inputs[1]
-        if x.kind != "sharded":
-            return Gather(self.shape).sharding(inputs)
-        by_channel = slopes.shape != (1,)
-        own = tuple(
-            Box((b.lo[1],), (b.hi[1],)) if by_channel else Box.whole(slopes.shape)
-            for b in x.boxes
-        )
-        return OpSharding((x, ReadRegion(slopes.shape, own)), x, partial_grads=True)
-
-
-@dataclass(frozen=True)
-class Pointwise:
-    """Elementwise on one or more inputs with broadcasting. The result is cut as the
-    first sharded input is.
+    Attributes:
+        shape: Shape of the output.
     """
 
     shape: Shape
 
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        lead = next(
-            (y for x in inputs if (y := self._lifted(reduce_scattered(x))) is not None),
-            None,
-        )
-        if lead is None:
-            return Gather(self.shape).sharding(inputs)
-        return OpSharding(
-            tuple(self._read(x.shape, lead) for x in inputs), lead, partial_grads=True
-        )
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        x, slopes = reduce_scattered(inputs[0]), inputs[1]
+        if x.kind != "sharded":
+            return None
+        if slopes.shape == (1,):
+            reads = ReadRegion.everything(slopes.shape, x.world)
+        else:
+            channels = (Box((box.lo[1],), (box.hi[1],)) for box in x.boxes)
+            reads = ReadRegion(slopes.shape, tuple(channels))
+        return OpSharding((x, reads), x, partial_grads=True)
 
-    def _lifted(self, x: Layout) -> Layout | None:
-        """The output layout that a sharded input suggests, unless it is cut where it is
-        broadcast.
-        """
-        if x.kind != "sharded" or x.shape == self.shape:
-            return x if x.kind == "sharded" else None
-        skip, cut = len(self.shape) - len(x.shape), sharded_dims(x)
-        if any(self.shape[skip + d] != x.shape[d] for d in cut):
+
+@dataclass(frozen=True)
+class Pointwise(FollowingOperator):
+    """An elementwise function of one or more inputs, with broadcasting.
+
+    The output is sharded as the first sharded input is.
+
+    Attributes:
+        shape: Shape of the output.
+    """
+
+    shape: Shape
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        for x in map(reduce_scattered, inputs):
+            y = self._output_like(x)
+            if y is not None:
+                reads = tuple(self._read(other.shape, y) for other in inputs)
+                return OpSharding(reads, y, partial_grads=True)
+        return None
+
+    def _output_like(self, x: Layout) -> Layout | None:
+        """Returns the output split as ``x``; None if ``x`` is broadcast where it is split."""
+        if x.kind != "sharded":
+            return None
+        if x.shape == self.shape:
+            return x
+        new_dims = len(self.shape) - len(x.shape)
+        dims = sharded_dims(x.shape, x.boxes)
+        if any(self.shape[new_dims + d] != x.shape[d] for d in dims):
             return None
         boxes = [Box.whole(self.shape)] * x.world
-        for d in cut:
+        for d in dims:
             boxes = [
-                b.along(skip + d, own.lo[d], own.hi[d])
-                for b, own in zip(boxes, x.boxes, strict=True)
+                box.with_range(new_dims + d, own.lo[d], own.hi[d])
+                for box, own in zip(boxes, x.boxes, strict=True)
             ]
-        if skip:
+        if new_dims:
             return Layout(self.shape, "sharded", tuple(boxes))
         return replace(x, shape=self.shape, boxes=tuple(boxes))
 
-    def _read(self, shape: Shape, lead: Layout) -> Layout | ReadRegion:
+    def _read(self, shape: Shape, y: Layout) -> Layout | ReadRegion:
+        """Returns what ranks read of an input of ``shape`` for their shards of ``y``."""
         if shape == self.shape:
-            return lead
-        skip = len(self.shape) - len(shape)
-        own = (Box(b.lo[skip:], b.hi[skip:]) for b in lead.boxes)
-        return ReadRegion(
-            shape,
-            tuple(
-                Box(tuple(map(_first, b.lo, b.hi, shape)), tuple(map(min, b.hi, shape)))
-                for b in own
-            ),
-        )
+            return y
+        new_dims = len(self.shape) - len(shape)
+        boxes = []
+        for box in y.boxes:
+            lo, hi = box.lo[new_dims:], box.hi[new_dims:]
+            first = tuple(map(_broadcast_start, lo, hi, shape))
+            boxes.append(Box(first, tuple(map(min, hi, shape))))
+        return ReadRegion(shape, tuple(boxes))
 
 
-def _first(lo: int, hi: int, n: int) -> int:
-    """Where [lo, hi) begins in a dimension of ``n`` entries, one of them if it is broadcast."""
-    return min(lo, n - 1) if lo < hi else min(lo, n)
+def _broadcast_start(lo: int, hi: int, extent: int) -> int:
+    """Returns where [lo, hi) begins in a dimension that is broadcast if of extent 1."""
+    return min(lo, extent - 1) if lo < hi else min(lo, extent)
 
 
 UNARY = frozenset(
@@ -111,36 +127,38 @@ UNARY = frozenset(
 )
 
 
-def elementwise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    flat = [*args, *kwargs.values()]
-    if name in UNARY and not isinstance(
-        args[0] if args else kwargs.get("input"), Tensor
-    ):
+def read_elementwise(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    """Reads a call of an elementwise function; see `Reader`."""
+    given = [*args, *kwargs.values()]
+    if name in UNARY and not isinstance(arg(args, kwargs, 0, "input"), Tensor):
         return None
-    inputs = tuple(a for a in flat if isinstance(a, Tensor))
-    if name == "where" and len(flat) == 1:  # the places where it is true
+    # where() of a condition alone returns the indices of its true elements.
+    if name == "where" and len(given) == 1:
         return None
-    if name in (
-        "to",
-        "type_as",
-    ):  # of the other one only the dtype and the device are read
+    inputs = tuple(value for value in given if isinstance(value, Tensor))
+    # Of a second tensor these read only the dtype and the device.
+    if name in ("to", "type_as"):
         inputs = inputs[:1]
-    shape, *others = (tuple(x.shape) for x in inputs)
-    if any(other != shape for other in others):
-        shape = tuple(torch.broadcast_shapes(shape, *others))  # torch's takes its time
+    shape, *more = (tuple(x.shape) for x in inputs)
+    if any(other != shape for other in more):
+        shape = tuple(torch.broadcast_shapes(shape, *more))
     return Call(Pointwise(shape), inputs)
 
 
 def activation_of(name: str, args: Args, kwargs: Kwargs) -> tuple[str, float] | None:
-    """(name, slope below zero) of an activation that `kernels` computes as a result is
-    stored, else None.
+    """Reads a call of an activation that a kernel's epilogue can compute.
+
+    Args:
+        name: Bare name of the function.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        The epilogue's name of it and the slope below zero, or None for other calls.
     """
-    if name == "hardtanh":  # torch.nn.ReLU6 calls this
-        bounds = (
-            arg(args, kwargs, 1, "min_val", -1.0),
-            arg(args, kwargs, 2, "max_val", 1.0),
-        )
-        return ("relu6", 0.0) if bounds == (0.0, 6.0) else None
+    if name == "hardtanh":  # called by torch.nn.ReLU6
+        _, *bounds = bind(args, kwargs, input=None, min_val=-1.0, max_val=1.0)
+        return ("relu6", 0.0) if bounds == [0.0, 6.0] else None
     if name == "gelu":
         return ("gelu_tanh" if kwargs.get("approximate") == "tanh" else "gelu", 0.0)
     if name == "leaky_relu":
@@ -148,16 +166,14 @@ def activation_of(name: str, args: Args, kwargs: Kwargs) -> tuple[str, float] | 
     return (name, 0.0) if name in ACTIVATIONS else None
 
 
-def _prelu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, slopes = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "weight")
-    return (
-        Call(PRelu(tuple(x.shape)), (x, slopes))
-        if x.dim() > 1 and slopes.dim() == 1
-        else None
-    )
+def _read_prelu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, slopes = bind(args, kwargs, input=None, weight=None)
+    if x.dim() < 2 or slopes.dim() != 1:
+        return None
+    return Call(PRelu(tuple(x.shape)), (x, slopes))
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(UNARY | N_ARY, elementwise),
-    "prelu": _prelu,
+    **dict.fromkeys(UNARY | N_ARY, read_elementwise),
+    "prelu": _read_prelu,
 }

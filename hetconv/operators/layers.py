@@ -1,4 +1,4 @@
-"""The layers that a plan names: convolutions and linears."""
+"""The layers that a plan can split: convolutions and linear layers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 from hetconv.sharding.conv_spec import ConvSpec, pads_per_side
 from hetconv.sharding.layer_rules import Conv, Linear
 
-from .base import Args, Call, Kwargs, arg, per_dim
+from .base import Args, Call, Kwargs, bind, per_dim
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""By spatial dimensions, from one on."""
+"""Convolution modules, by number of spatial dimensions."""
 
 
 def conv_spec(
@@ -27,7 +27,17 @@ def conv_spec(
     dilation: Any,
     groups: int,
 ) -> ConvSpec:
-    """``w_shape`` is that of the whole weight (K, C / groups, *kernel)."""
+    """Returns the shapes and options of a convolution as a `ConvSpec`.
+
+    Args:
+        x_shape: Shape of the input, (N, C, *size).
+        w_shape: Shape of the whole weight, (K, C / groups, *kernel).
+        dtype: Data type of the input.
+        stride: As torch takes it: an int, or one per spatial dimension.
+        padding: As torch takes it: "same", "valid", an int, or one per dimension.
+        dilation: As torch takes it: an int, or one per spatial dimension.
+        groups: Number of groups.
+    """
     (n, c, *size), (k, _, *kernel) = x_shape, w_shape
     stride, dilation = per_dim(stride, len(size)), per_dim(dilation, len(size))
     pads = pads_per_side(padding, tuple(kernel), stride, dilation)
@@ -38,26 +48,32 @@ def conv_spec(
 
 
 def read_conv(args: Args, kwargs: Kwargs) -> Call | None:
-    """A call of a convolution. Not among `READERS`: at run time only the modules that a
-    plan names are cut.
+    """Reads a call of a convolution.
+
+    It is not among the `READERS`, because at run time only the modules that a plan
+    names are split.
     """
-    x, w = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "weight")
-    if x.dim() != w.dim():
-        return None
-    options = (
-        (3, "stride", 1),
-        (4, "padding", 0),
-        (5, "dilation", 1),
-        (6, "groups", 1),
+    x, weight, _, stride, padding, dilation, groups = bind(
+        args,
+        kwargs,
+        input=None,
+        weight=None,
+        bias=None,
+        stride=1,
+        padding=0,
+        dilation=1,
+        groups=1,
     )
-    rest = [arg(args, kwargs, i, name, default) for i, name, default in options]
-    return Call(Conv(conv_spec(x.shape, w.shape, x.dtype, *rest)), (x,))
+    if x.dim() != weight.dim():
+        return None
+    spec = conv_spec(x.shape, weight.shape, x.dtype, stride, padding, dilation, groups)
+    return Call(Conv(spec), (x,))
 
 
 def read_linear(args: Args, kwargs: Kwargs) -> Call | None:
-    """A call of linear; see `read_conv`."""
-    x, w = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "weight")
-    return Call(Linear(tuple(x.shape), w.shape[0]), (x,))
+    """Reads a call of a linear layer; see `read_conv`."""
+    x, weight = bind(args, kwargs, input=None, weight=None)
+    return Call(Linear(tuple(x.shape), weight.shape[0]), (x,))
 
 
 READ_LAYER = {
@@ -66,29 +82,30 @@ READ_LAYER = {
     "conv3d": read_conv,
     "linear": read_linear,
 }
-"""By the name of the function that a layer calls."""
+"""Readers, by the name of the function that a layer calls."""
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer runs as torch's own does, on a weight and a bias that it owns; a
-    subclass need not.
+    """Whether a layer runs torch's own code on a weight and a bias that it owns.
+
+    Args:
+        layer: A convolution or linear layer, or an instance of a subclass.
     """
-    kind = next(k for k in (*CONVS, nn.Linear) if isinstance(layer, k))
-    same = all(
-        getattr(type(layer), f, None) is getattr(kind, f, None)
-        for f in ("forward", "_conv_forward")
-    )
-    return same and {"weight"} <= {name for name, _ in layer.named_parameters()} <= {
-        "weight",
-        "bias",
-    }
+    base = next(kind for kind in (*CONVS, nn.Linear) if isinstance(layer, kind))
+    for method in ("forward", "_conv_forward"):
+        if getattr(type(layer), method, None) is not getattr(base, method, None):
+            return False
+    names = {name for name, _ in layer.named_parameters()}
+    return {"weight"} <= names <= {"weight", "bias"}
 
 
 def plannable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The convolutions and linears that a plan may name: plain ones that share no
-    parameter with another module.
+    """Returns the layers that a plan can name, by module name.
+
+    These are the plain convolutions and linear layers that share no parameter with
+    another module.
     """
-    owners = Counter(
+    uses = Counter(
         id(p) for module in model.modules() for p in module.parameters(recurse=False)
     )
     return {
@@ -96,5 +113,5 @@ def plannable_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, layer in model.named_modules()
         if isinstance(layer, (*CONVS, nn.Linear))
         and is_plain(layer)
-        and all(owners[id(p)] == 1 for p in layer.parameters())
+        and all(uses[id(p)] == 1 for p in layer.parameters())
     }

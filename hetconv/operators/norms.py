@@ -1,67 +1,84 @@
-"""Normalizations."""
+"""Normalizations: batch, instance, group, layer, RMS and local response norm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
+from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layout import (
     Box,
     Layout,
-    Move,
+    Layouts,
     ReadRegion,
     Shape,
-    all_gather,
-    all_reduce,
+    sharded_dims,
 )
+from hetconv.sharding.moves import Move, all_gather, all_reduce
+from hetconv.sharding.rule import OpSharding
 
-from .base import Args, Call, Kwargs, Reader, arg, reduce_scattered, sharded_dims
+from .base import (
+    Args,
+    Call,
+    FollowingOperator,
+    Kwargs,
+    Reader,
+    WeightedCall,
+    arg,
+    bind,
+    reduce_scattered,
+)
 
 
 @dataclass(frozen=True)
-class BatchNorm:
-    """Batch norm over dimension 1. In training every rank needs the statistics of all parts.
+class BatchNorm(FollowingOperator):
+    """A batch norm over dimension 1.
 
-    ``tracks``: running statistics are updated, so that ranks tell each other those of
-    their own channels.
+    In training, ranks that share channels gather each other's moments. Where channels
+    are sharded, only running statistics are shared.
+
+    Attributes:
+        shape: Shape of the output.
+        training: Whether it normalizes by the statistics of the batch.
+        tracks_stats: Whether it updates running statistics.
     """
 
     shape: Shape
     training: bool
     tracks_stats: bool
 
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x = reduce_scattered(inputs[0])
-        if x.kind != "sharded" or x.inner_dim is None:
-            return Gather(self.shape).sharding(inputs)
-        channels, world = self.shape[1], x.world
+        if x.inner_dim is None:
+            return None
         if not self.training:
             return OpSharding((x,), x, partial_grads=True)
         if x.dim == 1:
-            return OpSharding(
-                (x,),
-                x,
-                partial_grads=True,
-                shared_stats=tuple(2 * n for n in x.sizes) if self.tracks_stats else (),
-            )
+            stats = tuple(2 * n for n in x.sizes) if self.tracks_stats else ()
+            return OpSharding((x,), x, partial_grads=True, shared_stats=stats)
+        moments = (2, self.shape[1])
         return OpSharding(
             (x,),
             x,
-            forward_moves=(all_gather((2, channels), world),),
-            backward_moves=(all_reduce((2, channels), world),),
+            forward_moves=(all_gather(moments, x.world),),
+            backward_moves=(all_reduce(moments, x.world),),
         )
 
 
 @dataclass(frozen=True)
-class GroupNorm:
-    """Group norm of (N, C, ...); instance norm has a channel per group. Ranks that
-    share a group combine moments.
+class GroupNorm(FollowingOperator):
+    """A group norm of (N, C, ...); an instance norm has one channel per group.
+
+    Ranks that hold shards of the same groups exchange moments: two numbers for each
+    sample and group, of shape (2, N * groups).
+
+    Attributes:
+        shape: Shape of the output.
+        groups: Number of groups.
     """
 
     shape: Shape
@@ -69,195 +86,187 @@ class GroupNorm:
 
     @property
     def channels(self) -> int:
-        """The channels of a group."""
+        """Number of channels in a group."""
         return self.shape[1] // self.groups
 
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x = reduce_scattered(inputs[0])
-        if x.kind != "sharded" or x.inner_dim is None:
-            return Gather(self.shape).sharding(inputs)
-        if x.inner_dim == 0 or (
-            x.inner_dim == 1 and not any(b.lo[1] % self.channels for b in x.boxes)
-        ):
+        if x.inner_dim is None:
+            return None
+        whole_groups = x.inner_dim == 1 and not any(
+            box.lo[1] % self.channels for box in x.boxes
+        )
+        if x.inner_dim == 0 or whole_groups:
             return OpSharding((x,), x, partial_grads=True)
         if len(self.shape) == 2:
-            return Gather(self.shape).sharding(inputs)
+            return None
         return OpSharding(
             (x,),
             x,
             partial_grads=True,
-            forward_moves=(self._from_mates(x),),
-            backward_moves=(self._summed(x),),
+            forward_moves=(self._gather_moments(x),),
+            backward_moves=(self._reduce_moments(x),),
         )
 
-    def _from_mates(self, x: Layout) -> Move:
-        """Two numbers of each sample and group, by rank, to all ranks that have parts
-        of these samples.
-        """
-        shape, own = (
-            (x.world, 2, self.shape[0] * self.groups),
-            [self._spans(b) for b in x.boxes],
-        )
-        given = tuple(Box((r, 0, lo), (r + 1, 2, hi)) for r, (lo, hi) in enumerate(own))
-        mates = [x.peers(rank) for rank in range(x.world)]
-        asked = tuple(
-            Box((m.start, 0, lo), (m.stop, 2, hi))
-            for m, (lo, hi) in zip(mates, own, strict=True)
-        )
-        return Move(Layout(shape, "sharded", given), ReadRegion(shape, asked))
+    def _gather_moments(self, x: Layout) -> Move:
+        """Returns the all-gather of moments among peers, into (world, 2, N * groups)."""
+        shape = (x.world, 2, self.shape[0] * self.groups)
+        held, wanted = [], []
+        for rank, box in enumerate(x.boxes):
+            (lo, hi), peers = self._group_span(box), x.peers(rank)
+            held.append(Box((rank, 0, lo), (rank + 1, 2, hi)))
+            wanted.append(Box((peers.start, 0, lo), (peers.stop, 2, hi)))
+        src = Layout(shape, "sharded", tuple(held))
+        return Move(src, ReadRegion(shape, tuple(wanted)))
 
-    def _summed(self, x: Layout) -> Move:
-        """The sum of two numbers of each sample and group over the ranks that have
-        parts of the sample.
-        """
+    def _reduce_moments(self, x: Layout) -> Move:
+        """Returns the sum of moments over the ranks that hold shards of a sample."""
         shape = (2, self.shape[0] * self.groups)
-        boxes = tuple(Box((0, lo), (2, hi)) for lo, hi in map(self._spans, x.boxes))
+        spans = map(self._group_span, x.boxes)
+        boxes = tuple(Box((0, lo), (2, hi)) for lo, hi in spans)
         return Move(Layout(shape, "partial", boxes), ReadRegion(shape, boxes))
 
-    def _spans(self, box: Box) -> tuple[int, int]:
-        """Which of all groups of all samples those of a box are."""
+    def _group_span(self, box: Box) -> Span:
+        """Returns the range of a box's samples among all (sample, group) pairs."""
         return box.lo[0] * self.groups, box.hi[0] * self.groups
 
     def shares(self, x: Layout) -> tuple[tuple[float, ...], ...]:
-        """By rank and group: the share of a group's elements, in any sample, that the
-        rank holds.
+        """Returns, by rank and group, the fraction of a group that the rank holds.
+
+        Args:
+            x: Layout of the input.
         """
-        whole = self.channels * prod(self.shape[2:])
-        starts = range(0, self.shape[1], self.channels)
-        return tuple(
-            tuple(
-                max(min(b.hi[1], c + self.channels) - max(b.lo[1], c), 0)
-                * prod(b.shape[2:])
-                / whole
-                for c in starts
-            )
-            for b in x.boxes
-        )
+        group_numel = self.channels * prod(self.shape[2:])
+        found = []
+        for box in x.boxes:
+            spatial = prod(box.shape[2:])
+            own = []
+            for lo in range(0, self.shape[1], self.channels):
+                hi = min(box.hi[1], lo + self.channels)
+                channels = max(hi - max(box.lo[1], lo), 0)
+                own.append(channels * spatial / group_numel)
+            found.append(tuple(own))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
-class LocalNorm:
-    """A normalization over whole ``dims``, such as layer norm: as called, where the cut
-    is along another one.
+class LocalNorm(FollowingOperator):
+    """A normalization over whole dimensions, such as a layer norm.
+
+    Ranks call torch's own function where the input is sharded along another dimension.
+
+    Attributes:
+        shape: Shape of the output.
+        dims: The dimensions over which it normalizes.
     """
 
     shape: Shape
     dims: tuple[int, ...]
 
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x = reduce_scattered(inputs[0])
-        if x.kind != "sharded" or sharded_dims(x) & set(self.dims):
-            return Gather(self.shape).sharding(inputs)
+        dims = set(sharded_dims(x.shape, x.boxes))
+        if x.kind != "sharded" or dims & set(self.dims):
+            return None
         return OpSharding((x,), x, partial_grads=True)
 
 
 @dataclass(frozen=True)
-class NormCall(Call):
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    eps: float = 1e-5
+class NormCall(WeightedCall):
+    """A call of a norm.
 
-    @property
-    def params(self) -> tuple[Tensor, ...]:
-        return tuple(p for p in (self.weight, self.bias) if p is not None)
+    Attributes:
+        eps: Added to the variance.
+    """
+
+    eps: float = 1e-5
 
 
 @dataclass(frozen=True)
 class BatchNormCall(NormCall):
+    """A call of a batch norm.
+
+    Attributes:
+        mean: Running mean, if it has one.
+        var: Running variance, if it has one.
+        momentum: Weight of a batch's statistics in the running ones.
+    """
+
     mean: Tensor | None = None
     var: Tensor | None = None
     momentum: float = 0.1
 
 
-def _tracking(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    """Batch norm and instance norm. torch's own functions, of 9 arguments, take the
-    weight first, those of F last.
-    """
-    running, affine = ("running_mean", "running_var"), ("weight", "bias")
-    order = (*affine, *running) if len(args) + len(kwargs) == 9 else (*running, *affine)
-    x, *four = (arg(args, kwargs, i, n) for i, n in enumerate(("input", *order)))
-    weight, bias, mean, var = four if order[0] == "weight" else (*four[2:], *four[:2])
+def _read_batch_or_instance_norm(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    params: dict[str, None] = dict.fromkeys(("weight", "bias"))
+    running: dict[str, None] = dict.fromkeys(("running_mean", "running_var"))
+    # torch's own functions, of 9 arguments, take the weight first, those of F last.
+    if len(args) + len(kwargs) == 9:
+        x, weight, bias, mean, var = bind(args, kwargs, input=None, **params, **running)
+    else:
+        x, mean, var, weight, bias = bind(args, kwargs, input=None, **running, **params)
     shape = tuple(x.shape)
-    batch = name == "batch_norm"
-    training = bool(
-        arg(args, kwargs, 5, "training" if batch else "use_input_stats", not batch)
-    )
-    momentum, eps = (
-        arg(args, kwargs, 6, "momentum", 0.1),
-        arg(args, kwargs, 7, "eps", 1e-5),
-    )
-    if training and not batch:
-        # Statistics of samples are averaged into the running ones; torch refuses a
-        # single value per channel: let it.
-        if (
-            mean is not None
-            or len(shape) < 3
-            or not prod(shape)
-            or prod(shape[2:]) == 1
-        ):
+    is_batch_norm = name == "batch_norm"
+    flag = "training" if is_batch_norm else "use_input_stats"
+    training = bool(arg(args, kwargs, 5, flag, not is_batch_norm))
+    momentum = arg(args, kwargs, 6, "momentum", 0.1)
+    eps = arg(args, kwargs, 7, "eps", 1e-5)
+    affine: dict[str, Any] = {"weight": weight, "bias": bias, "eps": eps}
+    if training and not is_batch_norm:
+        # Running statistics would be averages over samples. torch refuses a single
+        # value per channel.
+        single = prod(shape[2:]) == 1
+        if mean is not None or len(shape) < 3 or not prod(shape) or single:
             return None
-        return NormCall(GroupNorm(shape, shape[1]), (x,), False, weight, bias, eps)
-    if (
-        len(shape) < 2
-        or (training and prod(shape) == shape[1])
-        or (not training and (mean is None or var is None))
-    ):
+        return NormCall(GroupNorm(shape, shape[1]), (x,), **affine)
+    if len(shape) < 2 or (training and prod(shape) == shape[1]):
+        return None
+    if not training and (mean is None or var is None):
         return None
     op = BatchNorm(shape, training, training and mean is not None)
-    return BatchNormCall(op, (x,), False, weight, bias, eps, mean, var, momentum)
+    return BatchNormCall(op, (x,), **affine, mean=mean, var=var, momentum=momentum)
 
 
-def _group_norm(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, groups, weight, bias = (
-        arg(args, kwargs, i, n)
-        for i, n in enumerate(("input", "num_groups", "weight", "bias"))
+def _read_group_norm(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, groups, weight, bias, eps = bind(
+        args, kwargs, input=None, num_groups=None, weight=None, bias=None, eps=1e-5
     )
-    if (
-        x.dim() < 2
-        or not x.numel()
-        or groups < 1
-        or x.shape[1] % groups
-        or x.numel() == groups
-    ):
-        return None  # torch refuses what does not divide and a single value per group: let it
+    if x.dim() < 2 or not x.numel() or groups < 1 or x.shape[1] % groups:
+        return None
+    if x.numel() == groups:  # a single value per group, which torch refuses
+        return None
     op = GroupNorm(tuple(x.shape), groups)
-    return NormCall(op, (x,), False, weight, bias, arg(args, kwargs, 4, "eps", 1e-5))
+    return NormCall(op, (x,), weight=weight, bias=bias, eps=eps)
 
 
-def _last_dims(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    """Layer norm and RMS norm, over the last dimensions."""
-    x, over, weight = (
-        arg(args, kwargs, i, n)
-        for i, n in enumerate(("input", "normalized_shape", "weight"))
+def _read_last_dims_norm(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    """Reads layer norm and RMS norm."""
+    x, normalized, weight = bind(
+        args, kwargs, input=None, normalized_shape=None, weight=None
     )
     bias = arg(args, kwargs, 3, "bias") if name == "layer_norm" else None
-    if not isinstance(over, Iterable):
+    if not isinstance(normalized, Iterable):
         return None
-    over = tuple(over)
-    if not over or tuple(x.shape[-len(over) :]) != over or not x.numel():
+    normalized = tuple(normalized)
+    count = len(normalized)
+    if not count or tuple(x.shape[-count:]) != normalized or not x.numel():
         return None
-    op = LocalNorm(tuple(x.shape), tuple(range(x.dim() - len(over), x.dim())))
-    return NormCall(op, (x,), False, weight, bias)
+    op = LocalNorm(tuple(x.shape), tuple(range(x.dim() - count, x.dim())))
+    return NormCall(op, (x,), weight=weight, bias=bias)
 
 
-def _local_response(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+def _read_local_response_norm(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x = arg(args, kwargs, 0, "input")
-    return (
-        Call(LocalNorm(tuple(x.shape), (1,)), (x,))
-        if x.dim() > 2 and x.numel()
-        else None
-    )
+    if x.dim() < 3 or not x.numel():
+        return None
+    return Call(LocalNorm(tuple(x.shape), (1,)), (x,))
 
 
 READERS: dict[str, Reader] = {
-    "batch_norm": _tracking,
-    "group_norm": _group_norm,
-    "instance_norm": _tracking,
-    "layer_norm": _last_dims,
-    "local_response_norm": _local_response,
-    "rms_norm": _last_dims,
+    "batch_norm": _read_batch_or_instance_norm,
+    "group_norm": _read_group_norm,
+    "instance_norm": _read_batch_or_instance_norm,
+    "layer_norm": _read_last_dims_norm,
+    "local_response_norm": _read_local_response_norm,
+    "rms_norm": _read_last_dims_norm,
 }

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span, Window
-from hetconv.sharding.layer_rules import (
-    REPLICATE,
-    Gather,
-    OpSharding,
-    Split,
-    window_reads,
-)
-from hetconv.sharding.layout import Layout, Shape, apportion
+from hetconv.sharding.layout import Layout, Layouts, Shape
+from hetconv.sharding.rule import OpSharding
 
 from .base import (
     Args,
     Call,
     Kwargs,
+    PerSampleOperator,
     Reader,
-    arg,
+    WindowOperator,
+    bind,
     per_dim,
-    per_sample,
-    reduce_scattered,
-    resharded,
-    slab_reads,
 )
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Pooling with one window per spatial dimension; without windows only torch knows
-    what an output reads.
+class Pool(WindowOperator):
+    """A pooling with one window per spatial dimension.
 
-    ``other``: neither the maximum nor the average, and without padding, so that a slab
-    is pooled as called.
+    Attributes:
+        kind: "max", "average", or "other" for a pooling without padding, of which ranks
+            call torch's own function on a slab of the input.
+        shape: Shape of the output.
+        windows: The windows; none where only torch knows what an output reads.
+        count_padding: Whether an average counts padding.
     """
 
     kind: Literal["max", "average", "other"]
@@ -46,160 +41,183 @@ class Pool:
     windows: tuple[Window, ...] = ()
     count_padding: bool = True
 
-    @per_sample()
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        x = reduce_scattered(inputs[0])
-        if x.kind != "sharded" or x.dim is None or (x.dim > 1 and not self.windows):
-            return Gather(self.shape).sharding(inputs)
-        if x.dim < 2:
-            return OpSharding((x,), resharded(x, self.shape, x.dim, x.sizes))
-        y = resharded(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
-        return OpSharding(
-            (window_reads(x.shape, y, x.dim, self.windows[x.dim - 2]),), y
-        )
+    def reads(self, dim: int, n: int, out: Span) -> Span:
+        """Returns the inputs, of ``n`` along ``dim``, that the outputs ``out`` pool."""
+        return self.windows[dim - 2].reads(out, n)
+
+    def _knows_reads(self, shape: Shape) -> bool:
+        return bool(self.windows)
 
 
 @dataclass(frozen=True)
-class AdaptivePool:
-    """Output i of m pools the inputs from floor(i n / m) to ceil((i + 1) n / m), of n,
-    in each spatial dimension.
+class AdaptivePool(WindowOperator):
+    """An adaptive pooling with windows of unequal size.
+
+    Output i of m pools the inputs from floor(i n / m) to ceil((i + 1) n / m), of n, in
+    each spatial dimension.
+
+    Attributes:
+        kind: "max" or "average".
+        shape: Shape of the output.
     """
 
     kind: Literal["max", "average"]
     shape: Shape
 
-    @per_sample()
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        x = reduce_scattered(inputs[0])
-        if x.kind != "sharded" or x.dim is None:
-            return Gather(self.shape).sharding(inputs)
-        if x.dim < 2:
-            return OpSharding((x,), resharded(x, self.shape, x.dim, x.sizes))
-        y = resharded(x, self.shape, x.dim, apportion(self.shape[x.dim], x.sizes))
-        reads = [
-            self.reads(x.dim, x.shape[x.dim], (b.lo[x.dim], b.hi[x.dim]))
-            for b in y.boxes
-        ]
-        return OpSharding((slab_reads(x.shape, x.dim, reads),), y)
-
     def reads(self, dim: int, n: int, out: Span) -> Span:
-        """The inputs, of ``n`` along ``dim``, that the outputs ``out`` pool."""
+        """Returns the inputs, of ``n`` along ``dim``, that the outputs ``out`` pool."""
+        if out[0] >= out[1]:
+            return (0, 0)
         m = self.shape[dim]
-        return (out[0] * n // m, -(-out[1] * n // m)) if out[0] < out[1] else (0, 0)
+        return out[0] * n // m, -(-out[1] * n // m)
 
 
 @dataclass(frozen=True)
-class GlobalAveragePool:
-    """Adaptive average pooling to one pixel. A cut over space gives summands of the mean."""
+class GlobalAveragePool(PerSampleOperator):
+    """An adaptive average pooling to one pixel.
+
+    An input that is sharded along a spatial dimension gives a partial result.
+
+    Attributes:
+        shape: Shape of the output.
+    """
 
     shape: Shape
 
-    @per_sample()
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x = inputs[0]
         if x.kind == "partial":
             return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
-        if x.kind != "sharded" or x.dim is None:
-            return Gather(self.shape).sharding(inputs)
+        if x.dim is None:
+            return None
         if x.dim < 2:
-            return OpSharding((x,), resharded(x, self.shape, x.dim, x.sizes))
+            return OpSharding((x,), Layout.sharded(self.shape, x.dim, x.sizes))
         return OpSharding((x,), Layout.partial(self.shape, x.world, x.sizes))
 
 
-def _pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, maximum, count = (
-        arg(args, kwargs, 0, "input"),
-        name.startswith("max"),
-        int(name[-2]),
+def _spatial_dims(name: str) -> int:
+    """Returns the number of spatial dimensions in a name such as max_pool2d."""
+    return int(name[-2])
+
+
+def _read_max_pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, kernel, stride, padding, dilation, ceil_mode, indices = bind(
+        args,
+        kwargs,
+        input=None,
+        kernel_size=None,
+        stride=None,
+        padding=0,
+        dilation=1,
+        ceil_mode=False,
+        return_indices=False,
     )
-    kernel, stride = (
-        per_dim(arg(args, kwargs, 1, "kernel_size"), count),
-        arg(args, kwargs, 2, "stride"),
-    )
-    stride = per_dim(stride, count) if stride not in (None, (), []) else kernel
-    pad = per_dim(arg(args, kwargs, 3, "padding", 0), count)
-    dilation = (
-        per_dim(arg(args, kwargs, 4, "dilation", 1), count) if maximum else (1,) * count
-    )
-    ceil = arg(args, kwargs, 5 if maximum else 4, "ceil_mode", False)
-    indices = maximum and arg(args, kwargs, 6, "return_indices", False)
-    count_padding = True if maximum else arg(args, kwargs, 5, "count_include_pad", True)
-    divisor = None if maximum else arg(args, kwargs, 6, "divisor_override")
-    too_much = any(
-        2 * p > k for p, k in zip(pad, kernel, strict=True)
-    )  # torch refuses it: let it
-    if x.dim() != count + 2 or indices or too_much:
+    if indices:
         return None
-    found = map(
-        _window, x.shape[2:], kernel, stride, dilation, pad, (bool(ceil),) * count
+    windows = _windows(name, x, kernel, stride, padding, dilation, ceil_mode)
+    return _pool_call("max", x, windows) if windows is not None else None
+
+
+def _read_avg_pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, kernel, stride, padding, ceil_mode, count_padding, divisor = bind(
+        args,
+        kwargs,
+        input=None,
+        kernel_size=None,
+        stride=None,
+        padding=0,
+        ceil_mode=False,
+        count_include_pad=True,
+        divisor_override=None,
     )
-    call = _call("max" if maximum else "average", x, tuple(found), bool(count_padding))
-    return call if divisor is None or call is None else _as_called(call)
+    windows = _windows(name, x, kernel, stride, padding, 1, ceil_mode)
+    if windows is None:
+        return None
+    if divisor is not None:
+        return _other_pool_call(x, windows)
+    return _pool_call("average", x, windows, bool(count_padding))
+
+
+def _read_lp_pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, _, kernel, stride, ceil_mode = bind(
+        args,
+        kwargs,
+        input=None,
+        norm_type=None,
+        kernel_size=None,
+        stride=None,
+        ceil_mode=False,
+    )
+    windows = _windows(name, x, kernel, stride, 0, 1, ceil_mode)
+    return _other_pool_call(x, windows) if windows is not None else None
+
+
+def _windows(
+    name: str,
+    x: Tensor,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: Any,
+) -> tuple[Window, ...] | None:
+    """Returns the window along each spatial dimension; None for what torch refuses."""
+    count = _spatial_dims(name)
+    kernel, pad = per_dim(kernel, count), per_dim(padding, count)
+    stride = kernel if stride in (None, (), []) else per_dim(stride, count)
+    if x.dim() != count + 2:
+        return None
+    if any(2 * p > k for p, k in zip(pad, kernel, strict=True)):
+        return None
+    options = (kernel, stride, per_dim(dilation, count), pad)
+    sides = zip(x.shape[2:], *options, strict=True)
+    return tuple(_window(*side, bool(ceil_mode)) for side in sides)
 
 
 def _window(
-    size: int, kernel: int, stride: int, dilation: int, pad: int, ceil: bool
+    size: int, kernel: int, stride: int, dilation: int, pad: int, ceil_mode: bool
 ) -> Window:
-    """Rounding up, a last window that begins within the input, or the padding before
+    """Returns the window along one dimension, with its padding at the end.
+
+    With ``ceil_mode`` a last window that begins within the input, or the padding before
     it, may end beyond both.
     """
     reach = dilation * (kernel - 1) + 1
-    last = -(-(size + 2 * pad - reach) // stride) if ceil else 0
+    last = -(-(size + 2 * pad - reach) // stride) if ceil_mode else 0
     if last * stride >= size + pad:
         last -= 1
-    return Window(
-        kernel, stride, dilation, pad, max(pad, last * stride + reach - size - pad)
-    )
+    pad_hi = max(pad, last * stride + reach - size - pad)
+    return Window(kernel, stride, dilation, pad, pad_hi)
 
 
-def _call(
-    kind: Any, x: Any, windows: tuple[Window, ...], count_padding: bool = True
+def _pool_call(
+    kind: Literal["max", "average", "other"],
+    x: Tensor,
+    windows: tuple[Window, ...],
+    count_padding: bool = True,
 ) -> Call | None:
-    shape = (
-        *x.shape[:2],
-        *(w.out_size(n) for w, n in zip(windows, x.shape[2:], strict=True)),
+    sizes = (w.out_size(n) for w, n in zip(windows, x.shape[2:], strict=True))
+    shape = (*x.shape[:2], *sizes)
+    if 0 in (*shape, *x.shape):
+        return None
+    return Call(Pool(kind, shape, windows, count_padding), (x,))
+
+
+def _other_pool_call(x: Tensor, windows: tuple[Window, ...]) -> Call | None:
+    """Returns a pooling that torch computes on slabs, or with padding only gathered."""
+    call = _pool_call("other", x, windows)
+    if call is None or not any(w.pad_lo or w.pad_hi for w in windows):
+        return call
+    assert isinstance(call.op, Pool)
+    return Call(replace(call.op, windows=()), (x,))
+
+
+def _read_adaptive_pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, size, indices = bind(
+        args, kwargs, input=None, output_size=None, return_indices=False
     )
-    return (
-        Call(Pool(kind, shape, windows, count_padding), (x,))
-        if 0 not in (*shape, *x.shape)
-        else None
-    )
-
-
-def _as_called(call: Call) -> Call:
-    """The same sizes, but a function of the windows that only torch knows."""
-    op = call.op
-    assert isinstance(op, Pool)
-    padded = any(w.pad_lo or w.pad_hi for w in op.windows)
-    return Call(Pool("other", op.shape, () if padded else op.windows), call.inputs)
-
-
-def _lp_pool(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    given = {
-        "input": args[0] if args else kwargs["input"],
-        "kernel_size": arg(args, kwargs, 2, "kernel_size"),
-    }
-    given |= {
-        "stride": arg(args, kwargs, 3, "stride"),
-        "ceil_mode": arg(args, kwargs, 4, "ceil_mode", False),
-    }
-    call = _pool(name, (), given)
-    return _as_called(call) if call is not None else None
-
-
-def _adaptive(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, size, count = (
-        arg(args, kwargs, 0, "input"),
-        arg(args, kwargs, 1, "output_size"),
-        int(name[-2]),
-    )
-    if x.dim() != count + 2 or arg(args, kwargs, 2, "return_indices", False):
+    count = _spatial_dims(name)
+    if x.dim() != count + 2 or indices:
         return None
     given = tuple(size) if isinstance(size, (tuple, list)) else (size,) * count
     if len(given) != count:
@@ -213,25 +231,33 @@ def _adaptive(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 def adaptive_pool(
     kind: Literal["max", "average"], x: Tensor, out: Sequence[int]
 ) -> Call | None:
-    """Pooling to a size; with the same windows everywhere if it divides that of the input."""
+    """Returns the call of an adaptive pooling.
+
+    It has the same window everywhere if each output size divides that of the input.
+
+    Args:
+        kind: "max" or "average".
+        x: The input.
+        out: Size of the output in each spatial dimension.
+    """
     shape = (*x.shape[:2], *out)
     if kind == "average" and set(out) == {1}:
         return Call(GlobalAveragePool(shape), (x,))
-    if any(n % m for n, m in zip(x.shape[2:], out, strict=True)):
+    sizes = list(zip(x.shape[2:], out, strict=True))
+    if any(n % m for n, m in sizes):
         return Call(AdaptivePool(kind, shape), (x,))
-    return _call(
-        kind,
-        x,
-        tuple(Window(n // m, n // m) for n, m in zip(x.shape[2:], out, strict=True)),
-    )
+    return _pool_call(kind, x, tuple(Window(n // m, n // m) for n, m in sizes))
 
 
+_READERS_BY_PREFIX: dict[str, Reader] = {
+    "adaptive_avg_pool": _read_adaptive_pool,
+    "adaptive_max_pool": _read_adaptive_pool,
+    "avg_pool": _read_avg_pool,
+    "lp_pool": _read_lp_pool,
+    "max_pool": _read_max_pool,
+}
 READERS: dict[str, Reader] = {
-    **{f"{kind}_pool{count}d": _pool for kind in ("max", "avg") for count in (1, 2, 3)},
-    **{
-        f"adaptive_{kind}_pool{count}d": _adaptive
-        for kind in ("max", "avg")
-        for count in (1, 2, 3)
-    },
-    **{f"lp_pool{count}d": _lp_pool for count in (1, 2, 3)},
+    f"{prefix}{count}d": reader
+    for prefix, reader in _READERS_BY_PREFIX.items()
+    for count in (1, 2, 3)
 }

@@ -8,42 +8,46 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
-from hetconv.sharding.layout import Layout, Shape
+from hetconv.sharding.layout import Layout, Layouts, Shape
+from hetconv.sharding.rule import OpSharding
 
 from .base import (
     Args,
     Call,
     Kwargs,
+    PerSampleOperator,
     Reader,
     arg,
-    dim_of,
-    dims_of,
-    inputs_unless,
-    per_sample,
+    bind,
+    canonical_dims,
+    canonical_index,
     reduce_scattered,
-    resharded,
 )
-from .elementwise import elementwise
+from .elementwise import read_elementwise
 
 
-def _cut_elsewhere(inputs: tuple[Layout, ...], dims: tuple[int, ...]) -> Layout | None:
-    """The layout of the first input that is cut, unless along one of ``dims``."""
-    lead = next((x for x in map(reduce_scattered, inputs) if x.kind == "sharded"), None)
-    return (
-        lead
-        if lead is not None and lead.dim is not None and lead.dim not in dims
-        else None
-    )
+def _split_outside(inputs: Layouts, dims: tuple[int, ...]) -> tuple[Layout, int] | None:
+    """Returns the first sharded input and its dimension, unless it is one of ``dims``."""
+    layouts = map(reduce_scattered, inputs)
+    lead = next((x for x in layouts if x.kind == "sharded"), None)
+    if lead is None or lead.dim is None or lead.dim in dims:
+        return None
+    return lead, lead.dim
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """One number for all entries along ``dims``. Of a sum or mean (``linear``) a part
-    along them gives a summand.
+class Reduction(PerSampleOperator):
+    """An operator that reduces all entries along some dimensions to one.
 
-    Of several inputs all are read alike; the result may be several tensors of one
-    shape, such as values and indices.
+    Several inputs are read alike. The result may be several tensors of one shape, such
+    as values and indices.
+
+    Attributes:
+        shape: Shape of the output.
+        dims: The dimensions that are reduced, in ascending order.
+        keepdim: Whether they remain with extent 1.
+        linear: Whether it is a sum or mean, of which shards along ``dims`` give a
+            partial result.
     """
 
     shape: Shape
@@ -51,216 +55,175 @@ class Reduction:
     keepdim: bool
     linear: bool
 
-    @per_sample(inputs_unless(lambda op: 0 in op.dims))
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _has_samples(self, inputs: Layouts) -> Sequence[bool] | None:
+        return None if 0 in self.dims else super()._has_samples(inputs)
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x = inputs[0]
         if self.linear and x.kind == "partial":
             return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
         if self.linear and x.dim is not None and x.dim in self.dims:
             return OpSharding((x,), Layout.partial(self.shape, x.world, x.sizes))
-        lead = _cut_elsewhere(inputs, self.dims)
-        if lead is None or lead.dim is None:
-            return Gather(self.shape).sharding(inputs)
-        d = (
-            lead.dim
-            if self.keepdim
-            else lead.dim - sum(r < lead.dim for r in self.dims)
-        )
-        return OpSharding(
-            (lead,) * len(inputs), resharded(lead, self.shape, d, lead.sizes)
-        )
+        found = _split_outside(inputs, self.dims)
+        if found is None:
+            return None
+        lead, dim = found
+        if not self.keepdim:
+            dim -= sum(reduced < dim for reduced in self.dims)
+        y = Layout.sharded(self.shape, dim, lead.sizes)
+        return OpSharding((lead,) * len(inputs), y)
 
 
 @dataclass(frozen=True)
-class AlongDim:
-    """Results along ``dims`` depend on all entries there, and may be more or fewer:
-    softmax, a running sum, sorting.
+class AlongDim(PerSampleOperator):
+    """An operator whose results along some dimensions depend on all entries there.
+
+    Examples are softmax, cumulative sums and sorting. The number of results may differ
+    from that of the entries.
+
+    Attributes:
+        shape: Shape of the output.
+        dims: The dimensions.
     """
 
     shape: Shape
     dims: tuple[int, ...]
 
-    @per_sample(inputs_unless(lambda op: 0 in op.dims))
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        lead = _cut_elsewhere(inputs, self.dims)
-        if lead is None or lead.dim is None:
-            return Gather(self.shape).sharding(inputs)
-        return OpSharding(
-            (lead,) * len(inputs), resharded(lead, self.shape, lead.dim, lead.sizes)
-        )
+    def _has_samples(self, inputs: Layouts) -> Sequence[bool] | None:
+        return None if 0 in self.dims else super()._has_samples(inputs)
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        found = _split_outside(inputs, self.dims)
+        if found is None:
+            return None
+        lead, dim = found
+        y = Layout.sharded(self.shape, dim, lead.sizes)
+        return OpSharding((lead,) * len(inputs), y)
 
 
-LINEAR = frozenset({"sum", "mean"})
-OF_ALL = {
-    **dict.fromkeys(
-        (
-            "sum",
-            "mean",
-            "amax",
-            "amin",
-            "logsumexp",
-            "argmax",
-            "argmin",
-            "prod",
-            "any",
-            "all",
-        ),
-        (1, 2),
-    ),
-    **dict.fromkeys(("var", "std", "var_mean", "std_mean"), (1, 3)),
+LINEAR_REDUCTIONS = frozenset({"sum", "mean"})
+REDUCTION_ARGS = {
+    **dict.fromkeys("sum mean amax amin logsumexp argmax argmin".split(), (1, 2)),
+    **dict.fromkeys("prod any all count_nonzero".split(), (1, 2)),
+    **dict.fromkeys("var std var_mean std_mean".split(), (1, 3)),
     **dict.fromkeys(("norm", "linalg_vector_norm"), (2, 3)),
-    "count_nonzero": (1, 2),
 }
-"""Over all dimensions if none is given; where ``dim`` and ``keepdim`` stand among the arguments."""
-WITH_INDICES = frozenset({"max", "min", "median", "nanmedian"})
-OPTIONS = frozenset(
-    {
-        "input",
-        "dim",
-        "axis",
-        "keepdim",
-        "dtype",
-        "correction",
-        "unbiased",
-        "p",
-        "ord",
-        "out",
-    }
+"""Positions of the arguments ``dim`` and ``keepdim``; without dim all are reduced."""
+REDUCTIONS_WITH_INDICES = frozenset({"max", "min", "median", "nanmedian"})
+REDUCTION_OPTIONS = frozenset(
+    "input dim axis keepdim dtype correction unbiased p ord out".split()
 )
-ALONG = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin"), (1, None)),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), (1, None)
-    ),
+ALONG_DIM_ARGS: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys("softmax log_softmax softmin".split(), (1, None)),
+    **dict.fromkeys("cumsum cumprod cummax cummin logcumsumexp".split(), (1, None)),
     **dict.fromkeys(("sort", "argsort"), (1, -1)),
     "normalize": (2, 1),
 }
-"""Of one shape with their input; where ``dim`` stands, and what it is if it is not given."""
+"""Functions that keep the shape: position and default of the argument ``dim``."""
 
 
-def _dims(dim: Any, rank: int) -> tuple[int, ...] | None:
-    """The dimensions that a ``dim`` names: all for None; None where torch is left to
-    say what it means.
-    """
-    if dim is None:
-        return tuple(range(rank))
-    listed = dims_of(dim, rank)
-    return tuple(sorted(listed)) if listed else None
-
-
-def _reduced(
+def _reduction_call(
     inputs: tuple[Tensor, ...],
     dims: tuple[int, ...],
     keepdim: bool,
     linear: bool = False,
 ) -> Call:
-    kept = ((d, n) for d, n in enumerate(inputs[0].shape) if keepdim or d not in dims)
-    return Call(
-        Reduction(tuple(1 if d in dims else n for d, n in kept), dims, keepdim, linear),
-        inputs,
+    shape = tuple(
+        1 if d in dims else n
+        for d, n in enumerate(inputs[0].shape)
+        if keepdim or d not in dims
     )
+    return Call(Reduction(shape, dims, keepdim, linear), inputs)
 
 
-def _reduction(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, (at, keep) = arg(args, kwargs, 0, "input"), OF_ALL[name]
-    keepdim = arg(args, kwargs, keep, "keepdim", False)
-    if (
-        not isinstance(x, Tensor)
-        or type(keepdim) is not bool
-        or not OPTIONS.issuperset(kwargs)
-    ):
+def _read_reduction(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x = arg(args, kwargs, 0, "input")
+    dim_position, keepdim_position = REDUCTION_ARGS[name]
+    keepdim = arg(args, kwargs, keepdim_position, "keepdim", False)
+    if not isinstance(x, Tensor) or type(keepdim) is not bool:
         return None
-    dims = _dims(arg(args, kwargs, at, "dim", kwargs.get("axis")), x.dim())
-    return _reduced((x,), dims, keepdim, name in LINEAR) if dims is not None else None
+    if not REDUCTION_OPTIONS.issuperset(kwargs):
+        return None
+    dim = arg(args, kwargs, dim_position, "dim", kwargs.get("axis"))
+    dims = canonical_dims(range(x.dim()) if dim is None else dim, x.dim())
+    # torch decides what an empty list of dimensions means.
+    if dims is None or (dim is not None and not dims):
+        return None
+    linear = name in LINEAR_REDUCTIONS
+    return _reduction_call((x,), tuple(sorted(dims)), keepdim, linear)
 
 
-def _extreme(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    """With the indices along a dimension, or of two tensors; of all numbers every rank
-    computes it.
+def _read_extreme(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    """Reads an extreme of two tensors, or along a dimension with its indices.
+
+    Every rank computes that of all elements.
     """
-    x, second = (
-        arg(args, kwargs, 0, "input"),
-        arg(args, kwargs, 1, "dim", kwargs.get("other", kwargs.get("axis"))),
-    )
+    x = arg(args, kwargs, 0, "input")
+    second = arg(args, kwargs, 1, "dim", kwargs.get("other", kwargs.get("axis")))
     if isinstance(second, Tensor):
-        return elementwise(name, args, kwargs)
+        return read_elementwise(name, args, kwargs)
     keepdim = arg(args, kwargs, 2, "keepdim", False)
-    dim = (
-        dim_of(second, x.dim())
-        if isinstance(x, Tensor) and OPTIONS.issuperset(kwargs)
-        else None
-    )
-    return (
-        _reduced((x,), (dim,), keepdim)
-        if dim is not None and type(keepdim) is bool
-        else None
-    )
+    if not isinstance(x, Tensor) or not REDUCTION_OPTIONS.issuperset(kwargs):
+        return None
+    dim = canonical_index(second, x.dim())
+    if dim is None or type(keepdim) is not bool:
+        return None
+    return _reduction_call((x,), (dim,), keepdim)
 
 
-def _cosine(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    a, b = (arg(args, kwargs, i, n) for i, n in enumerate(("x1", "x2")))
-    dim = dim_of(arg(args, kwargs, 2, "dim", 1), a.dim())
-    return (
-        _reduced((a, b), (dim,), False)
-        if dim is not None and a.shape == b.shape
-        else None
-    )
+def _read_cosine_similarity(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    a, b, dim = bind(args, kwargs, x1=None, x2=None, dim=1)
+    dim = canonical_index(dim, a.dim())
+    if dim is None or a.shape != b.shape:
+        return None
+    return _reduction_call((a, b), (dim,), False)
 
 
-def _along(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, (at, default) = arg(args, kwargs, 0, "input"), ALONG[name]
-    dim = (
-        dim_of(arg(args, kwargs, at, "dim", default), x.dim())
-        if isinstance(x, Tensor)
-        else None
-    )
+def _read_along_dim(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, (position, default) = arg(args, kwargs, 0, "input"), ALONG_DIM_ARGS[name]
+    if not isinstance(x, Tensor):
+        return None
+    dim = canonical_index(arg(args, kwargs, position, "dim", default), x.dim())
     return Call(AlongDim(tuple(x.shape), (dim,)), (x,)) if dim is not None else None
 
 
-def _resized(x: Any, dim: Any, size: Any) -> Call | None:
-    """Another number of entries along ``dim``; None for what torch has something to say to."""
-    dim = dim_of(dim, x.dim()) if isinstance(x, Tensor) else None
+def _resized_call(x: Any, dim: Any, size: Any) -> Call | None:
+    """Returns a call with another number of entries along ``dim``."""
+    dim = canonical_index(dim, x.dim()) if isinstance(x, Tensor) else None
     if dim is None or type(size) is not int or size < 0:
         return None
-    return Call(AlongDim((*x.shape[:dim], size, *x.shape[dim + 1 :]), (dim,)), (x,))
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    return Call(AlongDim(shape, (dim,)), (x,))
 
 
-def _glu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, dim = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "dim", -1)
-    even = dim_of(dim, x.dim()) is not None and x.shape[dim] % 2 == 0
-    return _resized(x, dim, x.shape[dim] // 2) if even else None
+def _read_glu(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, dim = bind(args, kwargs, input=None, dim=-1)
+    if canonical_index(dim, x.dim()) is None or x.shape[dim] % 2:
+        return None
+    return _resized_call(x, dim, x.shape[dim] // 2)
 
 
-def _topk(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    return _resized(
-        arg(args, kwargs, 0, "input"),
-        arg(args, kwargs, 2, "dim", -1),
-        arg(args, kwargs, 1, "k"),
-    )
+def _read_topk(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, k, dim = bind(args, kwargs, input=None, k=None, dim=-1)
+    return _resized_call(x, dim, k)
 
 
-def _moved_along(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    """flip and roll."""
+def _read_flip_or_roll(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     x = arg(args, kwargs, 0, "input")
-    given = (
-        args[1:]
-        if name == "flip" and len(args) > 2
-        else arg(args, kwargs, 1 if name == "flip" else 2, "dims")
-    )
-    dims = dims_of(tuple(given) if isinstance(given, Sequence) else given, x.dim())
+    if name == "flip" and len(args) > 2:
+        given: Any = args[1:]
+    else:
+        given = arg(args, kwargs, 1 if name == "flip" else 2, "dims")
+    dims = canonical_dims(given, x.dim())
     return Call(AlongDim(tuple(x.shape), tuple(dims)), (x,)) if dims else None
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(OF_ALL, _reduction),
-    **dict.fromkeys(WITH_INDICES, _extreme),
-    **dict.fromkeys(ALONG, _along),
-    **dict.fromkeys(("flip", "roll"), _moved_along),
-    "cosine_similarity": _cosine,
-    "glu": _glu,
-    "topk": _topk,
+    **dict.fromkeys(REDUCTION_ARGS, _read_reduction),
+    **dict.fromkeys(REDUCTIONS_WITH_INDICES, _read_extreme),
+    **dict.fromkeys(ALONG_DIM_ARGS, _read_along_dim),
+    **dict.fromkeys(("flip", "roll"), _read_flip_or_roll),
+    "cosine_similarity": _read_cosine_similarity,
+    "glu": _read_glu,
+    "topk": _read_topk,
 }

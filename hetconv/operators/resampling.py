@@ -1,6 +1,4 @@
-"""Operators that give images another size: interpolation, padding and cropping, pixels
-folded into channels.
-"""
+"""Operators that resize images: interpolation, padding, cropping, pixel unshuffle."""
 
 from __future__ import annotations
 
@@ -12,19 +10,18 @@ from struct import pack, unpack
 from typing import Any, Literal
 
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
-from hetconv.sharding.layout import Layout, Shape, apportion, spans
+from hetconv.sharding.layout import Layout, Layouts, Shape, apportion, spans
+from hetconv.sharding.rule import Gather, OpSharding
 
 from .base import (
     Args,
     Call,
     Kwargs,
+    PerSampleOperator,
     Reader,
-    arg,
-    inputs_unless,
-    per_sample,
+    WindowOperator,
+    bind,
     reduce_scattered,
-    resharded,
     slab_reads,
 )
 from .pooling import adaptive_pool
@@ -37,15 +34,20 @@ TAPS: dict[Filter, Span] = {
     "linear": (0, 2),
     "cubic": (-1, 3),
 }
-"""The inputs that an output reads, from the one at or below its source coordinate."""
+"""The inputs that an output reads, relative to the floor of its source coordinate."""
 
 
 @dataclass(frozen=True)
-class Interpolate:
-    """Separable interpolation. ``scales``: the given factor per spatial dimension, None
-    for the ratio of the sizes.
+class Interpolate(WindowOperator):
+    """A separable interpolation.
 
-    Without a ``filter`` (area, antialias) only torch knows what an output reads.
+    Attributes:
+        shape: Shape of the output.
+        filter: The filter; None (area, antialias) where only torch knows what an output
+            reads.
+        align_corners: Whether the corner pixels of input and output coincide.
+        scales: For each spatial dimension the given scale factor, or None for the ratio
+            of the sizes.
     """
 
     shape: Shape
@@ -53,145 +55,144 @@ class Interpolate:
     align_corners: bool
     scales: tuple[float | None, ...]
 
-    @per_sample()
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        x = reduce_scattered(inputs[0])
-        if x.kind != "sharded" or x.dim is None or (x.dim > 1 and self.filter is None):
-            return Gather(self.shape).sharding(inputs)
-        dim, n = x.dim, x.shape[x.dim]
-        if dim < 2:
-            return OpSharding((x,), resharded(x, self.shape, dim, x.sizes))
-        if not all(self._settled(d, x.shape[d]) for d in range(2, len(x.shape))):
-            return Gather(self.shape).sharding(inputs)
-        y = resharded(x, self.shape, dim, apportion(self.shape[dim], x.sizes))
-        reads = [self.reads(dim, n, (b.lo[dim], b.hi[dim])) for b in y.boxes]
-        need = slab_reads(x.shape, dim, reads)
-        own = all(
-            a == b or not (a.numel or b.numel)
-            for a, b in zip(need.boxes, x.boxes, strict=True)
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        sharding, x = super()._follow(inputs), reduce_scattered(inputs[0])
+        if sharding is None:
+            return None
+        (reads,) = sharding.input_layouts
+        reads_own_only = all(
+            read == own or not (read.numel or own.numel)
+            for read, own in zip(reads.boxes, x.boxes, strict=True)
         )
-        return OpSharding((x if own else need,), y)
+        return OpSharding((x,), sharding.output) if reads_own_only else sharding
+
+    def _knows_reads(self, shape: Shape) -> bool:
+        return self.filter is not None and all(
+            self._rounds_alike(dim, shape[dim]) for dim in range(2, len(shape))
+        )
 
     def ratio(self, dim: int, n: int) -> float:
-        """Inputs per output along ``dim``, as torch computes it."""
+        """Returns inputs per output along ``dim``, of ``n`` inputs, as torch does."""
         out, scale = self.shape[dim], self.scales[dim - 2]
         if self.align_corners:
             return (n - 1) / (out - 1) if out > 1 else 0.0
         return 1.0 / scale if scale is not None else n / out
 
     def factor(self, dim: int, n: int) -> int:
-        """k, where every input has k outputs at the same distances, so that torch can
-        interpolate a slab; else 0.
+        """Returns the outputs per input along ``dim``, or 0 if not a whole number.
+
+        With a whole number, torch can interpolate a slab by itself: every input has
+        outputs at the same distances.
         """
-        k, ratio = self.shape[dim] // n, self.ratio(dim, n)
-        if self.shape[dim] != k * n or ratio != 1 / k:
+        factor = self.shape[dim] // n
+        if self.shape[dim] != factor * n or self.ratio(dim, n) != 1 / factor:
             return 0
-        return k
+        return factor
 
     def reads(self, dim: int, n: int, out: Span) -> Span:
-        """The inputs, of ``n`` along ``dim``, that the outputs ``out`` read."""
+        """Returns the inputs, of ``n`` along ``dim``, that the outputs ``out`` read."""
         if out[0] >= out[1]:
             return (0, 0)
         assert self.filter is not None
         below, above = TAPS[self.filter]
         first, last = self._source(dim, n, out[0]), self._source(dim, n, out[1] - 1)
-        exact = self.filter == "linear" and last == floor(
-            last
-        )  # then the second tap weighs nothing
-        lo, hi = floor(first) + below, floor(last) + (1 if exact else above)
-        lo = min(max(lo, 0), n - 1)
-        return lo, max(min(hi, n), lo + 1)
+        if self.filter == "linear" and last == floor(last):
+            above = 1  # the second tap has weight zero
+        lo = min(max(floor(first) + below, 0), n - 1)
+        return lo, max(min(floor(last) + above, n), lo + 1)
 
     def _source(self, dim: int, n: int, p: int) -> float:
-        """The source coordinate of output ``p``."""
+        """Returns the source coordinate of output ``p``."""
         ratio = self.ratio(dim, n)
         if self.filter == "nearest" or self.align_corners:
             return p * ratio
         return (p + 0.5) * ratio - (0.0 if self.filter == "nearest-exact" else 0.5)
 
-    def _settled(self, dim: int, n: int) -> bool:
-        """Whether nearest inputs are the same however torch rounds; its own forward and
-        backward may differ else.
+    def _rounds_alike(self, dim: int, n: int) -> bool:
+        """Whether nearest inputs are the same however torch rounds.
+
+        Its forward and its backward may round differently.
         """
         if self.filter not in ("nearest", "nearest-exact"):
             return True
-        return _same_rounded(
-            self.ratio(dim, n),
-            self.shape[dim],
-            0.5 if self.filter == "nearest-exact" else 0.0,
-        )
+        offset = 0.5 if self.filter == "nearest-exact" else 0.0
+        return _floors_agree(self.ratio(dim, n), self.shape[dim], offset)
 
 
-def _single(x: float) -> float:
-    """``x`` rounded to single precision, in which torch may compute coordinates."""
+def _to_float32(x: float) -> float:
     return float(unpack("f", pack("f", x))[0])
 
 
 @lru_cache(maxsize=1024)
-def _same_rounded(ratio: float, out: int, offset: float) -> bool:
-    """Whether the ways in which torch computes (p + offset) ratio for p < out agree on
-    the pixel below.
+def _floors_agree(ratio: float, out: int, offset: float) -> bool:
+    """Whether the floor of (p + offset) ratio is exact for p < out in single precision.
+
+    The formulas are those of torch's kernels.
     """
-    short = _single(ratio)
+    ratio32 = _to_float32(ratio)
     for p in range(out):
-        at = p + offset
-        ways = (
-            at * short,
-            _single(at * short),
-            _single(_single(at * short) - offset) + offset,
+        position = p + offset
+        product32 = _to_float32(position * ratio32)
+        coordinates = (
+            position * ratio32,
+            product32,
+            _to_float32(product32 - offset) + offset,
         )
-        if any(floor(way) != floor(at * ratio) for way in ways):
+        if any(floor(c) != floor(position * ratio) for c in coordinates):
             return False
     return True
 
 
 @dataclass(frozen=True)
-class Pad:
-    """Padding by ``pads`` (before, after) per dimension; negative ones crop."""
+class Pad(PerSampleOperator):
+    """A padding; negative sizes crop.
+
+    Attributes:
+        shape: Shape of the output.
+        pads: Entries added (before, after), per dimension.
+        mode: What the new entries are, as in `torch.nn.functional.pad`.
+    """
 
     shape: Shape
     pads: tuple[Span, ...]
     mode: PadMode
 
-    @per_sample(inputs_unless(lambda op: op.pads[0] != (0, 0)))
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _has_samples(self, inputs: Layouts) -> Sequence[bool] | None:
+        return None if self.pads[0] != (0, 0) else super()._has_samples(inputs)
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x = reduce_scattered(inputs[0])
-        sizes = self._sizes(x) if x.kind == "sharded" and x.dim is not None else None
+        sizes = self._sizes(x, x.dim) if x.dim is not None else None
         if sizes is None or x.dim is None:
-            return Gather(self.shape).sharding(inputs)
-        y = resharded(x, self.shape, x.dim, sizes)
-        if self.mode != "reflect" or self.pads[x.dim] == (0, 0):
+            return None
+        dim, n = x.dim, x.shape[x.dim]
+        y = Layout.sharded(self.shape, dim, sizes)
+        if self.mode != "reflect" or self.pads[dim] == (0, 0):
             return OpSharding((x,), y)
-        reads = [_mirrored(a, b, x.shape[x.dim]) for a, b in self.sources(y)]
-        beyond = any(
-            lo < a or hi > b
-            for (lo, hi), (a, b) in zip(reads, spans(x.sizes), strict=True)
+        reads = [_reflected_span(lo, hi, n) for lo, hi in self.sources(y)]
+        needs_halo = any(
+            lo < own_lo or hi > own_hi
+            for (lo, hi), (own_lo, own_hi) in zip(reads, spans(x.sizes), strict=True)
             if lo < hi
         )
-        return OpSharding((slab_reads(x.shape, x.dim, reads) if beyond else x,), y)
+        return OpSharding((slab_reads(x.shape, dim, reads) if needs_halo else x,), y)
 
     def sources(self, y: Layout) -> list[Span]:
-        """What each rank's part of the result shows along the cut, counted from the
-        first entry of the input.
+        """Returns the range of input entries that each rank's shard of ``y`` shows.
+
+        Padding has negative indices, or indices beyond the last entry of the input.
         """
         dim = y.inner_dim
         assert dim is not None
         before = self.pads[dim][0]
         return [(b.lo[dim] - before, b.hi[dim] - before) for b in y.boxes]
 
-    def _sizes(self, x: Layout) -> list[int] | None:
-        """Each rank keeps what is not cropped of its own; the first and the last with
-        any take the padding.
-        """
-        assert x.dim is not None
-        before, after = self.pads[x.dim]
-        lo, hi = max(-before, 0), x.shape[x.dim] - max(-after, 0)
+    def _sizes(self, x: Layout, dim: int) -> list[int] | None:
+        """Returns the sizes of output shards: what ranks keep, and padding at the ends."""
+        before, after = self.pads[dim]
+        lo, hi = max(-before, 0), x.shape[dim] - max(-after, 0)
         kept = [max(min(b, hi) - max(a, lo), 0) for a, b in spans(x.sizes)]
-        ranks = [r for r, size in enumerate(kept) if size]
+        ranks = [rank for rank, size in enumerate(kept) if size]
         if not ranks:
             return None
         kept[ranks[0]] += max(before, 0)
@@ -199,73 +200,72 @@ class Pad:
         return kept
 
 
-def _mirrored(a: int, b: int, n: int) -> Span:
-    """The entries of 0 .. n - 1 from which those of a .. b - 1 are taken, if they are
-    mirrored at both ends.
-    """
-    lo, hi = max(a, 0), min(b, n)
-    if a >= b:
+def _reflected_span(start: int, end: int, n: int) -> Span:
+    """Returns the inputs, of ``n``, that [start, end) shows if both ends reflect."""
+    if start >= end:
         return (0, 0)
-    return min(lo, 2 * n - 1 - b) if b > n else lo, max(hi, 1 - a) if a < 0 else hi
+    lo, hi = max(start, 0), min(end, n)
+    if end > n:
+        lo = min(lo, 2 * n - 1 - end)
+    if start < 0:
+        hi = max(hi, 1 - start)
+    return lo, hi
 
 
 @dataclass(frozen=True)
 class CircularPad(Pad):
-    """Padding with what lies at the other end. Its input counts three times: for what
-    is kept, comes before, and after.
+    """A padding with the entries of the other end.
 
-    What is cropped at one end is not found there by the other: where a crop meets the
-    cut, torch does it.
+    Its rule reads the input three times: for what is kept, what comes before, and what
+    comes after. Where a crop meets the dimension that is split, inputs are gathered,
+    because the other end then pads with entries that were cropped here.
     """
 
-    @per_sample(inputs_unless(lambda op: op.pads[0] != (0, 0)))
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        sharding, x = super().sharding(inputs[:1]), inputs[0]
-        if sharding.output.dim is not None and min(self.pads[sharding.output.dim]) < 0:
-            sharding = Gather(self.shape).sharding(inputs[:1])
-        y, nothing = sharding.output, slab_reads(x.shape, 0, [(0, 0)] * x.world)
-        if y.dim is None or self.pads[y.dim] == (0, 0):
+    def _follow(self, inputs: Layouts) -> OpSharding:
+        x = inputs[0]
+        sharding = super()._follow(inputs[:1])
+        dim = sharding.output.dim if sharding is not None else None
+        if sharding is None or (dim is not None and min(self.pads[dim]) < 0):
+            sharding, dim = Gather(self.shape).sharding(inputs[:1]), None
+        y = sharding.output
+        if dim is None or self.pads[dim] == (0, 0):
+            nothing = slab_reads(x.shape, 0, [(0, 0)] * x.world)
             return OpSharding((*sharding.input_layouts, nothing, nothing), y)
-        n, sources = x.shape[y.dim], self.sources(y)
-        turns = (
-            [(min(max(a + turn, 0), n), min(max(b + turn, 0), n)) for a, b in sources]
-            for turn in (0, n, -n)
-        )
-        return OpSharding(
-            tuple(slab_reads(x.shape, y.dim, reads) for reads in turns), y
-        )
+        n = x.shape[dim]
+        reads = []
+        for shift in (0, n, -n):
+            shifted = [(lo + shift, hi + shift) for lo, hi in self.sources(y)]
+            clipped = [(min(max(a, 0), n), min(max(b, 0), n)) for a, b in shifted]
+            reads.append(slab_reads(x.shape, dim, clipped))
+        return OpSharding(tuple(reads), y)
 
 
 @dataclass(frozen=True)
-class PixelUnshuffle:
-    """(N, C, H r, W r) -> (N, C r^2, H, W)."""
+class PixelUnshuffle(PerSampleOperator):
+    """A pixel unshuffle, (N, C, H r, W r) -> (N, C r^2, H, W).
+
+    Attributes:
+        shape: Shape of the output.
+        factor: The factor r.
+    """
 
     shape: Shape
     factor: int
 
-    @per_sample()
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x, r = inputs[0], self.factor
         if x.kind == "partial":
             return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
-        if x.kind != "sharded" or x.dim is None:
-            return Gather(self.shape).sharding(inputs)
+        if x.dim is None:
+            return None
         if x.dim < 2:
             scale = r * r if x.dim == 1 else 1
-            return OpSharding(
-                (x,), resharded(x, self.shape, x.dim, [s * scale for s in x.sizes])
-            )
-        sizes = apportion(
-            self.shape[x.dim], x.sizes
-        )  # where a cut lies within a block of pixels, a few rows move
-        return OpSharding(
-            (Layout.sharded(x.shape, x.dim, [s * r for s in sizes]),),
-            resharded(x, self.shape, x.dim, sizes),
-        )
+            sizes = [size * scale for size in x.sizes]
+            return OpSharding((x,), Layout.sharded(self.shape, x.dim, sizes))
+        # A few rows move where the input is split within a block of pixels.
+        out_sizes = apportion(self.shape[x.dim], x.sizes)
+        reads = Layout.sharded(x.shape, x.dim, [size * r for size in out_sizes])
+        return OpSharding((reads,), Layout.sharded(self.shape, x.dim, out_sizes))
 
 
 FILTERS: dict[tuple[str, int], Any] = {
@@ -274,105 +274,100 @@ FILTERS: dict[tuple[str, int], Any] = {
     ("trilinear", 5): "linear",
     ("bicubic", 4): "cubic",
 } | {(mode, rank): mode for mode in ("nearest", "nearest-exact") for rank in (3, 4, 5)}
-"""By mode and number of dimensions."""
+"""Filters, by torch's mode and the rank of the input."""
 
 
-def _interpolate(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, mode = arg(args, kwargs, 0, "input"), arg(args, kwargs, 3, "mode", "nearest")
-    size, scale = arg(args, kwargs, 1, "size"), arg(args, kwargs, 2, "scale_factor")
-    align, recompute = (
-        arg(args, kwargs, 4, "align_corners"),
-        arg(args, kwargs, 5, "recompute_scale_factor"),
+def _read_interpolate(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, size, scale, mode, align_corners, recompute, antialias = bind(
+        args,
+        kwargs,
+        input=None,
+        size=None,
+        scale_factor=None,
+        mode="nearest",
+        align_corners=None,
+        recompute_scale_factor=None,
+        antialias=False,
     )
-    antialias, spatial = arg(args, kwargs, 6, "antialias", False), x.shape[2:]
-    given = _per_dimension(size if scale is None else scale, len(spatial))
-    if (
-        (size is None) == (scale is None)
-        or given is None
-        or not x.is_floating_point()
-        or not 3 <= x.dim() <= 5
-    ):
+    spatial = x.shape[2:]
+    given = _numbers_per_dim(size if scale is None else scale, len(spatial))
+    if (size is None) == (scale is None) or given is None:
         return None
-    out = [
-        int(g) if scale is None else int(n * g)
-        for n, g in zip(spatial, given, strict=True)
-    ]
+    if not x.is_floating_point() or not 3 <= x.dim() <= 5:
+        return None
+    if scale is None:
+        out = [int(n) for n in given]
+    else:
+        out = [int(n * factor) for n, factor in zip(spatial, given, strict=True)]
     shape = (*x.shape[:2], *out)
     known = FILTERS.get((mode, x.dim()))
-    if (
-        0 in shape
-        or 0 in spatial
-        or (known is None and mode not in ("area", "bicubic", "bilinear"))
-    ):
+    if 0 in shape or 0 in spatial:
+        return None
+    if known is None and mode not in ("area", "bicubic", "bilinear"):
         return None
     if mode == "area":
-        return (
-            adaptive_pool("average", x, out)
-            if align is None and not antialias
-            else None
-        )
-    scales = (
-        (None,) * len(out) if scale is None or recompute else tuple(map(float, given))
-    )
-    simple = (1, 2) if mode.startswith("nearest") else (1,)
-    odd = (
-        m == n * k != n * s
-        for n, m, s in zip(spatial, out, scales, strict=True)
-        if s is not None
-        for k in simple
-    )
-    if (
-        antialias or any(odd)
-    ):  # of once or twice the size by another factor, torch may or may not make a plain copy
+        plain = align_corners is None and not antialias
+        return adaptive_pool("average", x, out) if plain else None
+    scales: tuple[float | None, ...] = (None,) * len(out)
+    if scale is not None and not recompute:
+        scales = tuple(map(float, given))
+    if antialias or _may_be_copied(mode, spatial, out, scales):
         known = None
-    return Call(Interpolate(shape, known, bool(align), scales), (x,))
+    return Call(Interpolate(shape, known, bool(align_corners), scales), (x,))
 
 
-def _per_dimension(value: Any, count: int) -> Sequence[Any] | None:
-    """One number per dimension; None for what else torch may take or refuse."""
+def _may_be_copied(
+    mode: str,
+    spatial: Sequence[int],
+    out: Sequence[int],
+    scales: Sequence[float | None],
+) -> bool:
+    """Whether torch may copy entries instead of using a scale factor that was given.
+
+    It may do so where the output has the size of the input, or in the nearest modes
+    twice that, although the factor is another one.
+    """
+    factors = (1, 2) if mode.startswith("nearest") else (1,)
+    for n, m, scale in zip(spatial, out, scales, strict=True):
+        if scale is not None and m in [n * k for k in factors] and m != n * scale:
+            return True
+    return False
+
+
+def _numbers_per_dim(value: Any, count: int) -> Sequence[Any] | None:
+    """Returns a number for each dimension; None for anything else that torch may take."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,) * count
-    return (
-        values
-        if len(values) == count and all(isinstance(v, (int, float)) for v in values)
-        else None
-    )
+    if len(values) != count or not all(isinstance(v, (int, float)) for v in values):
+        return None
+    return values
 
 
-def _pad(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, pad, mode = (
-        arg(args, kwargs, 0, "input"),
-        arg(args, kwargs, 1, "pad"),
-        arg(args, kwargs, 2, "mode", "constant"),
-    )
-    if (
-        mode not in ("constant", "reflect", "replicate", "circular")
-        or len(pad) % 2
-        or len(pad) > 2 * x.dim()
-    ):
+def _read_pad(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, pad, mode = bind(args, kwargs, input=None, pad=None, mode="constant")
+    if mode not in ("constant", "reflect", "replicate", "circular"):
+        return None
+    if len(pad) % 2 or len(pad) > 2 * x.dim():
         return None
     given = [(int(a), int(b)) for a, b in zip(pad[::2], pad[1::2], strict=True)]
     pads = ((0, 0),) * (x.dim() - len(given)) + tuple(reversed(given))
     shape = tuple(n + a + b for n, (a, b) in zip(x.shape, pads, strict=True))
-    most = {"circular": 0, "reflect": -1}.get(mode)
-    if most is not None and any(
-        max(pair) > n + most for pair, n in zip(pads, x.shape, strict=True)
-    ):
-        return None  # torch refuses it: let it
-    if (
-        min(shape, default=0) <= 0
-        or not all(x.shape)
-        or (mode != "constant" and x.dim() < 3)
-    ):
+    # torch refuses a circular padding of more entries than the input has, and a
+    # reflection of as many.
+    slack = {"circular": 0, "reflect": -1}.get(mode)
+    sides = zip(pads, x.shape, strict=True)
+    if slack is not None and any(max(pair) > n + slack for pair, n in sides):
         return None
-    return (
-        Call(CircularPad(shape, pads, mode), (x, x, x))
-        if mode == "circular"
-        else Call(Pad(shape, pads, mode), (x,))
-    )
+    if min(shape, default=0) <= 0 or not all(x.shape):
+        return None
+    if mode != "constant" and x.dim() < 3:
+        return None
+    if mode == "circular":
+        return Call(CircularPad(shape, pads, mode), (x, x, x))
+    return Call(Pad(shape, pads, mode), (x,))
 
 
-def _pixel_unshuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, r = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "downscale_factor")
+def _read_pixel_unshuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, r = bind(args, kwargs, input=None, downscale_factor=None)
     if x.dim() != 4 or r < 2 or x.shape[2] % r or x.shape[3] % r or not all(x.shape):
         return None
     n, c, h, w = x.shape
@@ -380,7 +375,7 @@ def _pixel_unshuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
 
 
 READERS: dict[str, Reader] = {
-    "interpolate": _interpolate,
-    "pad": _pad,
-    "pixel_unshuffle": _pixel_unshuffle,
+    "interpolate": _read_interpolate,
+    "pad": _read_pad,
+    "pixel_unshuffle": _read_pixel_unshuffle,
 }

@@ -1,306 +1,299 @@
-"""Operators that give the same numbers another shape or place."""
+"""Operators that reshape, concatenate or stack: the same numbers in another shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
+from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.hierarchical import HierarchicalLayout
-from hetconv.sharding.layer_rules import REPLICATE, Gather, OpSharding, Split
-from hetconv.sharding.layout import Layout, ReadRegion, Shape, apportion, spans
+from hetconv.sharding.layout import (
+    Layout,
+    Layouts,
+    ReadRegion,
+    Shape,
+    apportion,
+    spans,
+)
+from hetconv.sharding.rule import OpSharding
+from hetconv.sharding.split import REPLICATE, Split
 
 from .base import (
     Args,
     Call,
     Kwargs,
+    PerSampleOperator,
     Reader,
     arg,
-    dim_of,
-    inputs_unless,
-    per_sample,
+    bind,
+    canonical_index,
     reduce_scattered,
-    resharded,
     slab_reads,
+    span_along,
 )
 
 
 @dataclass(frozen=True)
-class PixelShuffle:
-    """(N, C r^2, H, W) -> (N, C, H r, W r)."""
+class PixelShuffle(PerSampleOperator):
+    """A pixel shuffle, (N, C r^2, H, W) -> (N, C, H r, W r).
+
+    Attributes:
+        shape: Shape of the output.
+        factor: The factor r.
+    """
 
     shape: Shape
     factor: int
 
-    @per_sample()
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
         x, r = inputs[0], self.factor
         if x.kind == "partial":
             return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
-        if x.kind == "sharded" and x.dim in (0, 2, 3):
-            scale = 1 if x.dim == 0 else r
-            return OpSharding(
-                (x,), resharded(x, self.shape, x.dim, [s * scale for s in x.sizes])
-            )
-        if (
-            x.kind == "sharded"
-            and x.dim == 1
-            and all(s % (r * r) == 0 for s in x.sizes)
-        ):
-            return OpSharding(
-                (x,), resharded(x, self.shape, 1, [s // (r * r) for s in x.sizes])
-            )
-        return Gather(self.shape).sharding(inputs)
+        if x.dim is None or (x.dim == 1 and any(s % (r * r) for s in x.sizes)):
+            return None
+        if x.dim == 1:
+            sizes = [size // (r * r) for size in x.sizes]
+        else:
+            sizes = [size if x.dim == 0 else size * r for size in x.sizes]
+        return OpSharding((x,), Layout.sharded(self.shape, x.dim, sizes))
 
 
 @dataclass(frozen=True)
-class Reshape:
-    """The same numbers in the same order in another shape."""
+class Reshape(PerSampleOperator):
+    """The same numbers in the same order in another shape.
+
+    Attributes:
+        shape: Shape of the output.
+    """
 
     shape: Shape
 
-    @per_sample()
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        """Returns how the operator runs; see `Operator`.
+
+        A slice of the input is a slice along an output dimension that has as many
+        entries before it, if it is a whole number of entries of that dimension.
+        """
         x = inputs[0]
         if x.kind == "partial":
             return OpSharding((x,), Layout.partial(self.shape, x.world, x.shares))
-        if x.kind != "sharded" or x.dim is None or not prod(x.shape):
-            return Gather(self.shape).sharding(inputs)
-        before, after, n = (
-            prod(x.shape[: x.dim]),
-            prod(x.shape[x.dim + 1 :]),
-            x.shape[x.dim],
-        )
-        # An output dimension with as much before it as the cut one: a slice of the one
-        # is a slice of the other, where it is a whole number of its entries.
+        if x.dim is None or not prod(x.shape):
+            return None
+        before, after = prod(x.shape[: x.dim]), prod(x.shape[x.dim + 1 :])
+        n, numels = x.shape[x.dim], [size * after for size in x.sizes]
         starts = [d for d in range(len(self.shape)) if prod(self.shape[:d]) == before]
         for d in sorted(starts, key=lambda d: (self.shape[d] != n, -self.shape[d])):
-            entry = prod(self.shape[d + 1 :])
-            if all(size * after % entry == 0 for size in x.sizes):
-                return OpSharding(
-                    (x,),
-                    resharded(
-                        x, self.shape, d, [size * after // entry for size in x.sizes]
-                    ),
-                )
-        return Gather(self.shape).sharding(inputs)
+            entry_numel = prod(self.shape[d + 1 :])
+            if all(numel % entry_numel == 0 for numel in numels):
+                sizes = [numel // entry_numel for numel in numels]
+                return OpSharding((x,), Layout.sharded(self.shape, d, sizes))
+        return None
+
+
+def _sharded_inputs(inputs: Layouts) -> list[Layout]:
+    """Returns the inputs that are split along one dimension, as shards are read."""
+    return [x for x in map(reduce_scattered, inputs) if x.dim is not None]
 
 
 @dataclass(frozen=True)
-class Stack:
-    """A new dimension ``dim``, along which inputs that are cut alike follow each other."""
+class Stack(PerSampleOperator):
+    """A stack of tensors along a new dimension.
 
-    shape: Shape
-    dim: int
+    All inputs are read as the first sharded one is split.
 
-    @per_sample(inputs_unless(lambda op: op.dim == 0))
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        lead = next(
-            (
-                x
-                for x in map(reduce_scattered, inputs)
-                if x.kind == "sharded" and x.dim is not None
-            ),
-            None,
-        )
-        if lead is None or lead.dim is None:
-            return Gather(self.shape).sharding(inputs)
-        reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
-        return OpSharding(
-            reads,
-            resharded(lead, self.shape, lead.dim + (lead.dim >= self.dim), lead.sizes),
-        )
-
-
-def _whole(x: Layout) -> Layout:
-    return Layout.replicated(x.shape, x.world)
-
-
-@dataclass(frozen=True)
-class Cat:
-    """Concatenation along ``dim`` of inputs that are cut alike along another dimension,
-    or along ``dim`` itself.
-
-    There the parts move to where they belong in the result, but for channels, which are
-    gathered: the convolution that most often follows reads all of them, and they would
-    travel twice.
+    Attributes:
+        shape: Shape of the output.
+        dim: The new dimension.
     """
 
     shape: Shape
     dim: int
 
-    def sharding(
-        self, inputs: tuple[Layout, ...], split: Split = REPLICATE
-    ) -> OpSharding:
-        """By the first input that is cut otherwise; what inputs hold along ``dim``
-        counts where there is none.
-        """
+    def _has_samples(self, inputs: Layouts) -> Sequence[bool] | None:
+        return None if self.dim == 0 else super()._has_samples(inputs)
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        lead = next(iter(_sharded_inputs(inputs)), None)
+        if lead is None or lead.dim is None:
+            return None
+        reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
+        dim = lead.dim + (lead.dim >= self.dim)
+        return OpSharding(reads, Layout.sharded(self.shape, dim, lead.sizes))
+
+
+def _replicated(x: Layout) -> Layout:
+    return Layout.replicated(x.shape, x.world)
+
+
+@dataclass(frozen=True)
+class Cat(PerSampleOperator):
+    """A concatenation.
+
+    If an input is split along another dimension, all inputs are read alike. If inputs
+    are split along ``dim`` only, their shards move to where they belong in the result.
+    Channels are gathered instead: the convolution that most often follows reads all of
+    them, and they would move twice.
+
+    Attributes:
+        shape: Shape of the output.
+        dim: Dimension along which the inputs are concatenated.
+    """
+
+    shape: Shape
+    dim: int
+
+    def sharding(self, inputs: Layouts, split: Split = REPLICATE) -> OpSharding:
+        """Returns how the operator runs; see `Operator`."""
         one_level = tuple(
-            _whole(x) if isinstance(x, HierarchicalLayout) else x for x in inputs
+            _replicated(x) if isinstance(x, HierarchicalLayout) else x for x in inputs
         )
         if one_level != inputs:
-            sharding = self._sharding(
-                tuple(
-                    _whole(x) if reduce_scattered(x).dim == self.dim else x
-                    for x in inputs
-                ),
-                split,
+            other_dims = tuple(
+                _replicated(x) if reduce_scattered(x).dim == self.dim else x
+                for x in inputs
             )
+            sharding = super().sharding(other_dims)
             if sharding.output.kind != "replicated":
                 return sharding
-        return self._sharding(one_level, split)
+        return super().sharding(one_level)
 
-    @per_sample(inputs_unless(lambda op: op.dim == 0))
-    def _sharding(self, inputs: tuple[Layout, ...], split: Split) -> OpSharding:
-        parts = [
-            x
-            for x in map(reduce_scattered, inputs)
-            if x.kind == "sharded" and x.dim is not None
-        ]
-        lead = next((x for x in parts if x.dim != self.dim), None)
-        if lead is not None and lead.dim is not None:
-            reads = tuple(Layout.sharded(x.shape, lead.dim, lead.sizes) for x in inputs)
-            return OpSharding(reads, resharded(lead, self.shape, lead.dim, lead.sizes))
-        held = tuple(map(sum, zip(*(x.sizes for x in parts), strict=True)))
+    def _has_samples(self, inputs: Layouts) -> Sequence[bool] | None:
+        return None if self.dim == 0 else super()._has_samples(inputs)
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        leads = _sharded_inputs(inputs)
+        for lead in leads:
+            if lead.dim is not None and lead.dim != self.dim:
+                dim, sizes = lead.dim, lead.sizes
+                reads = tuple(Layout.sharded(x.shape, dim, sizes) for x in inputs)
+                return OpSharding(reads, Layout.sharded(self.shape, dim, sizes))
+        held = tuple(map(sum, zip(*(x.sizes for x in leads), strict=True)))
         if self.dim == 1 or not any(held):
-            return Gather(self.shape).sharding(inputs)
-        y = resharded(
-            parts[0], self.shape, self.dim, apportion(self.shape[self.dim], held)
+            return None
+        sizes = apportion(self.shape[self.dim], held)
+        y = Layout.sharded(self.shape, self.dim, sizes)
+        starts = spans([x.shape[self.dim] for x in inputs])
+        regions = (
+            self._region(x, span, y) for x, span in zip(inputs, starts, strict=True)
         )
-        return OpSharding(tuple(self._needs(inputs, y)), y)
+        return OpSharding(tuple(regions), y)
 
-    def _needs(self, inputs: tuple[Layout, ...], y: Layout) -> Iterator[ReadRegion]:
-        """What each rank's part of the result holds of every input."""
-        for x, (lo, hi) in zip(
-            inputs, spans([x.shape[self.dim] for x in inputs]), strict=True
-        ):
-            own = ((b.lo[self.dim], b.hi[self.dim]) for b in y.boxes)
-            yield slab_reads(
-                x.shape,
-                self.dim,
-                [(min(max(a, lo), hi) - lo, min(max(b, lo), hi) - lo) for a, b in own],
-            )
+    def _region(self, x: Layout, span: Span, y: Layout) -> ReadRegion:
+        """Returns what each rank's shard of ``y`` has of the input at ``span`` of it."""
+        lo, hi = span
+        reads = []
+        for box in y.boxes:
+            start, end = span_along(box, self.dim)
+            reads.append((min(max(start, lo), hi) - lo, min(max(end, lo), hi) - lo))
+        return slab_reads(x.shape, self.dim, reads)
 
 
-def _pixel_shuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, r = arg(args, kwargs, 0, "input"), arg(args, kwargs, 1, "upscale_factor")
+def _read_pixel_shuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, r = bind(args, kwargs, input=None, upscale_factor=None)
     if x.dim() != 4 or x.shape[1] % (r * r):
         return None
     n, c, h, w = x.shape
     return Call(PixelShuffle((n, c // (r * r), h * r, w * r), r), (x,))
 
 
-def _flatten(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x = arg(args, kwargs, 0, "input")
+def _read_flatten(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, start, end = bind(args, kwargs, input=None, start_dim=0, end_dim=-1)
     if x.dim() == 0:
         return None
-    start, end = (
-        arg(args, kwargs, i, n, d) % x.dim()
-        for i, n, d in ((1, "start_dim", 0), (2, "end_dim", -1))
-    )
+    start, end = start % x.dim(), end % x.dim()
     if start >= end:
         return None
-    return Call(
-        Reshape(
-            (*x.shape[:start], prod(x.shape[start : end + 1]), *x.shape[end + 1 :])
-        ),
-        (x,),
-    )
+    flat = prod(x.shape[start : end + 1])
+    return Call(Reshape((*x.shape[:start], flat, *x.shape[end + 1 :])), (x,))
 
 
-def sizes_of(args: Args, kwargs: Kwargs, name: str) -> tuple[int, ...] | None:
-    """Integers given one by one, as a sequence, or by keyword; None for anything else."""
-    given = args[1:] if len(args) > 1 else (kwargs.get(name),)
-    listed = (
-        tuple(given[0])
-        if len(given) == 1 and isinstance(given[0], Sequence)
-        else tuple(given)
-    )
-    return listed if all(type(n) is int for n in listed) else None
+def read_sizes(args: Args, kwargs: Kwargs, name: str) -> tuple[int, ...] | None:
+    """Returns integers that are given one by one, as a sequence, or by keyword.
 
+    Args:
+        args: Positional arguments of a call, the tensor first.
+        kwargs: Keyword arguments of the call.
+        name: Name of the keyword.
 
-def _filled(shape: tuple[int, ...], total: int) -> tuple[int, ...] | None:
-    """A shape with the extent that a single -1 stands for; None where torch has
-    something to say.
+    Returns:
+        The integers, or None for anything else.
     """
+    given: Any = args[1:] if len(args) > 1 else (kwargs.get(name),)
+    if len(given) == 1 and isinstance(given[0], Sequence):
+        given = given[0]
+    return tuple(given) if all(type(n) is int for n in given) else None
+
+
+def _with_inferred(shape: tuple[int, ...], numel: int) -> tuple[int, ...] | None:
+    """Returns a shape with the extent that a single -1 stands for."""
     known = prod(n for n in shape if n != -1)
-    if shape.count(-1) == 1 and known > 0 and total % known == 0:
-        return tuple(total // known if n == -1 else n for n in shape)
-    return shape if min(shape, default=0) >= 0 and known == total else None
+    if shape.count(-1) == 1 and known > 0 and numel % known == 0:
+        return tuple(numel // known if n == -1 else n for n in shape)
+    return shape if min(shape, default=0) >= 0 and known == numel else None
 
 
-def _reshape(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, shape = (
-        arg(args, kwargs, 0, "input"),
-        sizes_of(args, kwargs, "size" if name == "view" else "shape"),
-    )
-    filled = (
-        _filled(shape, x.numel())
-        if isinstance(x, Tensor) and shape is not None
-        else None
-    )
-    return Call(Reshape(filled), (x,)) if filled is not None else None
+def _read_reshape(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x = arg(args, kwargs, 0, "input")
+    shape = read_sizes(args, kwargs, "size" if name == "view" else "shape")
+    if not isinstance(x, Tensor) or shape is None:
+        return None
+    inferred = _with_inferred(shape, x.numel())
+    return Call(Reshape(inferred), (x,)) if inferred is not None else None
 
 
-def _unflatten(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    x, dim, sizes = (
-        arg(args, kwargs, i, n) for i, n in enumerate(("input", "dim", "sizes"))
-    )
-    dim = dim_of(dim, x.dim())
+def _read_unflatten(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x, dim, sizes = bind(args, kwargs, input=None, dim=None, sizes=None)
+    dim = canonical_index(dim, x.dim())
     if dim is None or not isinstance(sizes, Sequence):
         return None
-    filled = _filled(tuple(sizes), x.shape[dim])
-    return (
-        Call(Reshape((*x.shape[:dim], *filled, *x.shape[dim + 1 :])), (x,))
-        if filled
-        else None
-    )
-
-
-def _joined(args: Args, kwargs: Kwargs) -> tuple[tuple[Tensor, ...], Any] | None:
-    """(the tensors of a concatenation, the dimension), unless they differ in rank."""
-    tensors, dim = arg(args, kwargs, 0, "tensors"), arg(args, kwargs, 1, "dim", 0)
-    same = isinstance(tensors, Sequence) and len({x.dim() for x in tensors}) == 1
-    return (tuple(tensors), dim) if same and isinstance(dim, int) else None
-
-
-def _cat(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    joined = _joined(args, kwargs)
-    if joined is None:
+    inferred = _with_inferred(tuple(sizes), x.shape[dim])
+    if not inferred:
         return None
-    tensors, dim = joined
+    return Call(Reshape((*x.shape[:dim], *inferred, *x.shape[dim + 1 :])), (x,))
+
+
+def _tensors_and_dim(
+    args: Args, kwargs: Kwargs
+) -> tuple[tuple[Tensor, ...], int] | None:
+    """Returns the arguments of cat or stack, unless the tensors differ in rank."""
+    tensors, dim = bind(args, kwargs, tensors=None, dim=0)
+    if not isinstance(tensors, Sequence) or not isinstance(dim, int):
+        return None
+    return (tuple(tensors), dim) if len({x.dim() for x in tensors}) == 1 else None
+
+
+def _read_cat(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    given = _tensors_and_dim(args, kwargs)
+    if given is None:
+        return None
+    tensors, dim = given
     dim %= tensors[0].dim()
     shape = list(tensors[0].shape)
     shape[dim] = sum(x.shape[dim] for x in tensors)
     return Call(Cat(tuple(shape), dim), tensors)
 
 
-def _stack(name: str, args: Args, kwargs: Kwargs) -> Call | None:
-    joined = _joined(args, kwargs)
-    if joined is None or len({x.shape for x in joined[0]}) != 1:
+def _read_stack(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    given = _tensors_and_dim(args, kwargs)
+    if given is None:
         return None
-    tensors, shape = joined[0], joined[0][0].shape
-    dim = dim_of(joined[1], len(shape) + 1)
-    if dim is None:
+    tensors, shape = given[0], given[0][0].shape
+    dim = canonical_index(given[1], len(shape) + 1)
+    if dim is None or len({x.shape for x in tensors}) != 1:
         return None
     return Call(Stack((*shape[:dim], len(tensors), *shape[dim:]), dim), tensors)
 
 
 READERS: dict[str, Reader] = {
-    "pixel_shuffle": _pixel_shuffle,
-    "flatten": _flatten,
-    "cat": _cat,
-    "stack": _stack,
-    "reshape": _reshape,
-    "view": _reshape,
-    "unflatten": _unflatten,
+    "pixel_shuffle": _read_pixel_shuffle,
+    "flatten": _read_flatten,
+    "cat": _read_cat,
+    "stack": _read_stack,
+    "reshape": _read_reshape,
+    "view": _read_reshape,
+    "unflatten": _read_unflatten,
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hetconv.comm.rank_group import RankGroup
 from hetconv.errors import HetConvError
-from hetconv.operators.base import Call, name_of
+from hetconv.operators.base import Call, function_name
 from hetconv.operators.einsum import Contraction
 from hetconv.operators.elementwise import Pointwise, PRelu
 from hetconv.operators.random import Dropout, Like, NoiseLike
@@ -33,7 +33,7 @@ from hetconv.runtime.inputs import (
     called_on,
     to_layout,
 )
-from hetconv.sharding.layer_rules import OpSharding
+from hetconv.sharding.rule import OpSharding
 
 
 def pointwise(
@@ -93,7 +93,7 @@ def along_dim(
         id(x): to_layout(x, read, group)
         for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
     }
-    (x, *_), op, name = local.values(), call.op, name_of(func)
+    (x, *_), op, name = local.values(), call.op, function_name(func)
     if isinstance(op, Reduction) and name in NAN_IF_EMPTY and not x.numel():
         nothing = x.sum(
             op.dims, keepdim=op.keepdim, dtype=kwargs.get("dtype") or x.dtype

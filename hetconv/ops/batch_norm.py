@@ -27,8 +27,8 @@ from hetconv.runtime.inputs import (
     differentiable_gradients,
     to_layout,
 )
-from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Box, Layout, ReadRegion
+from hetconv.sharding.rule import OpSharding
 
 from .local_batch_norm import (
     Norm,

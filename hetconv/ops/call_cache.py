@@ -18,8 +18,8 @@ from hetconv.operators.elementwise import Pointwise
 from hetconv.operators.norms import BatchNorm
 from hetconv.runtime.het_tensor import HetTensor, compute_deferred
 from hetconv.runtime.inputs import Args, Func, Kwargs
-from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Box, Layout, ReadRegion
+from hetconv.sharding.rule import OpSharding
 from hetconv.signature_cache import Cache
 
 from . import views

@@ -17,8 +17,8 @@ from hetconv.comm.rank_group import RankGroup
 from hetconv.kernels import call_layer
 from hetconv.kernels.aten import overruns
 from hetconv.kernels.epilogue import per_channel
-from hetconv.operators.base import Call
-from hetconv.operators.conv_transpose import ConvTranspose, ConvTransposeCall
+from hetconv.operators.base import Call, WeightedCall
+from hetconv.operators.conv_transpose import ConvTranspose
 from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import (
@@ -41,15 +41,11 @@ from hetconv.sharding.conv_geometry import (
     spatial_geometry,
 )
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import (
-    Conv,
-    Linear,
-    OpSharding,
-    Split,
-    exchanges_halos,
-)
+from hetconv.sharding.layer_rules import Conv, Linear, exchanges_halos
 from hetconv.sharding.layout import Box, Layout
 from hetconv.sharding.param_shards import ParamShards
+from hetconv.sharding.rule import OpSharding
+from hetconv.sharding.split import Split
 
 from .deferred import DeferredConv, may_defer, version
 from .halo_exchange import LocalConv, computed
@@ -347,7 +343,7 @@ def conv_transpose(
     Each rank computes its outputs from all inputs that contribute to them, and crops the
     outputs of other ranks.
     """
-    assert isinstance(call, ConvTransposeCall)
+    assert isinstance(call, WeightedCall)
     op = call.op
     assert isinstance(op, ConvTranspose)
     assert call.weight is not None

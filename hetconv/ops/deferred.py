@@ -21,7 +21,7 @@ from hetconv.comm.rank_group import RankGroup, Switch, all_gather_object
 from hetconv.comm.redistribute import start_exchange
 from hetconv.errors import HetConvError
 from hetconv.operators import read_call
-from hetconv.operators.base import name_of, writes_in_place
+from hetconv.operators.base import function_name, writes_in_place
 from hetconv.operators.elementwise import activation_of
 from hetconv.operators.norms import BatchNormCall
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC
@@ -141,7 +141,7 @@ def fuse(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
     for i, x in enumerate(args[:2]):
         if x.__class__ is not HetTensor or not isinstance(x.pending, DeferredConv):
             continue
-        waiting, name = x.pending, name_of(func)
+        waiting, name = x.pending, function_name(func)
         if (
             waiting.expects[:1] != (name,) or torch.is_grad_enabled()
         ):  # for autograd nothing waits

@@ -35,7 +35,7 @@ from hetconv.runtime.inputs import (
     called_on,
     layout_of,
 )
-from hetconv.sharding.layer_rules import Gather, OpSharding
+from hetconv.sharding.rule import Gather, OpSharding
 from hetconv.torch_internals import (
     checkpoint_saver,
     no_torch_function,

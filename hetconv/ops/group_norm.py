@@ -14,7 +14,7 @@ from hetconv.comm import call_tags
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import redistribute_local, run_rounds
 from hetconv.kernels.epilogue import per_channel
-from hetconv.operators.base import Call, name_of
+from hetconv.operators.base import Call, function_name
 from hetconv.operators.norms import BatchNorm, GroupNorm, LocalNorm, NormCall
 from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
@@ -28,8 +28,8 @@ from hetconv.runtime.inputs import (
     differentiable_gradients,
     to_layout,
 )
-from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Box, ReadRegion
+from hetconv.sharding.rule import OpSharding
 
 from .batch_norm import batch_norm
 from .local_batch_norm import empty_result, exact_of
@@ -53,7 +53,7 @@ def group_norm(
     op, box = call.op, sharding.output.boxes[group.rank]
     x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     if (
-        name_of(func) == "group_norm"
+        function_name(func) == "group_norm"
         and torch.is_autocast_enabled("cuda")
         and x.is_cuda
         and x.dtype != torch.float64
@@ -232,7 +232,7 @@ def local_norm(
     """Runs a norm over whole dimensions on the rank's shard."""
     x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
     if (
-        name_of(func) == "local_response_norm" and not x.numel()
+        function_name(func) == "local_response_norm" and not x.numel()
     ):  # torch returns x itself, not of autocast's dtype
         one = as_called(func, args, kwargs)(x.new_ones((1,) * x.dim()))
         return HetTensor.wrap((x * 1).to(one.dtype), sharding.output, group)

@@ -289,7 +289,7 @@ def _add_home(
     """Adds the cotangents of rows that others read; in one pass unless several read one."""
     held = geo.held[group.rank]
     boxes = [geo.wanted[peer].intersect(held) for peer in came]
-    views = [gx[box.within(held)] for box in boxes]
+    views = [gx[box.slices_in(held)] for box in boxes]
     if disjoint(boxes):
         kernels.unpack(list(came.values()), views, add=True)
     else:

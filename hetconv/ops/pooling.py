@@ -24,8 +24,8 @@ from hetconv.runtime.inputs import (
     to_layout,
 )
 from hetconv.sharding.conv_spec import Span, Window
-from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Box
+from hetconv.sharding.rule import OpSharding
 
 MAX: dict[int, Callable[..., Tensor]] = {
     1: F.max_pool1d,

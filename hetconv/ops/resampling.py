@@ -28,8 +28,8 @@ from hetconv.runtime.inputs import (
     to_layout,
 )
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Box
+from hetconv.sharding.rule import OpSharding
 
 from .pooling import empty_part, own_outputs
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.operators import read_call
-from hetconv.operators.base import name_of, writes_in_place
+from hetconv.operators.base import function_name, writes_in_place
 from hetconv.operators.norms import BatchNormCall
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs
@@ -193,7 +193,7 @@ def _written(
     metas: Sequence[Tensor],
 ) -> tuple[int, ...]:
     """Returns which of the HetTensors a call wrote to in its trial."""
-    if "batch_norm" in name_of(
+    if "batch_norm" in function_name(
         func
     ):  # its writes to running statistics are not counted
         call = read_call(func, args, kwargs)

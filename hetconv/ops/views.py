@@ -32,8 +32,8 @@ from hetconv.runtime.inputs import (
     empty_output,
     to_layout,
 )
-from hetconv.sharding.layer_rules import OpSharding
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.rule import OpSharding
 from hetconv.torch_internals import storage_id, tree_iter, tree_map
 
 Retake = Callable[[Tensor], Tensor]
@@ -229,7 +229,10 @@ def local_view(
     box, seen = read.boxes[rank], output.boxes[rank]
     index: list[slice | int] = []
     for d, (lo, hi) in enumerate(op.spans):
-        (first, last), step = op.taken(d, (box.lo[d], box.hi[d])), op.stride_along(d)
+        (first, last), step = (
+            op.visible_span(d, (box.lo[d], box.hi[d])),
+            op.stride_along(d),
+        )
         a, b = lo + first * step - box.lo[d], min(lo + last * step, hi) - box.lo[d]
         index.append(slice(a, b, step) if d in op.dims else lo - box.lo[d])
     if any(i != slice(0, n, 1) for i, n in zip(index, local.shape, strict=True)):

@@ -14,16 +14,15 @@ from hetconv.errors import SplitError
 from hetconv.schemas.cluster_profile import Axis, ClusterProfile, Curve, TunedRatio
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.schemas.tuning_results import TunedPlan
-from hetconv.sharding.layer_rules import (
+from hetconv.sharding.layer_rules import Conv, Linear
+from hetconv.sharding.split import (
     KINDS,
+    KINDS_WITHIN_NODES,
     REPLICATE,
     SPATIAL_KINDS,
-    Conv,
-    Linear,
     Split,
     SplitKind,
 )
-from hetconv.sharding.split import KINDS_WITHIN_NODES
 from hetconv.tracing.graph import Graph
 
 from .load_balance import added, balance, balanced_sizes

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from hetconv.cost.network import Array, Network
 from hetconv.cost.propagate import param_shards_of
-from hetconv.sharding.layer_rules import OpSharding, Split
 from hetconv.sharding.layout import Box
 from hetconv.sharding.param_shards import OverlapCell
+from hetconv.sharding.rule import OpSharding
+from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph, Node
 
 Scope = tuple[str, ...]  # no node, one, or two in the order of their names

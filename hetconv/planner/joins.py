@@ -16,8 +16,9 @@ from hetconv.cost.network import Array
 from hetconv.operators.base import reduce_scattered
 from hetconv.operators.shapes import Cat
 from hetconv.operators.views import SplitView
-from hetconv.sharding.layer_rules import REPLICATE, OpSharding, Split
 from hetconv.sharding.layout import Layout, ReadRegion
+from hetconv.sharding.rule import OpSharding
+from hetconv.sharding.split import REPLICATE, Split
 from hetconv.tracing.graph import Graph, Node
 
 # of a concatenation along its cut, where what inputs hold adds up in very many ways

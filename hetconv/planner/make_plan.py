@@ -25,7 +25,8 @@ from hetconv.schemas.plan import (
     Plan,
     Prediction,
 )
-from hetconv.sharding.layer_rules import KINDS, Conv, Split, SplitKind
+from hetconv.sharding.layer_rules import Conv
+from hetconv.sharding.split import KINDS, Split, SplitKind
 from hetconv.tracing.fusion import fusible_functions
 from hetconv.tracing.graph import Graph
 

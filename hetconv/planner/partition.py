@@ -9,15 +9,9 @@ from dataclasses import replace
 from itertools import chain
 
 from hetconv.errors import SplitError
-from hetconv.sharding.layer_rules import (
-    REPLICATE,
-    SPATIAL_KINDS,
-    Conv,
-    Linear,
-    Split,
-    SplitKind,
-)
+from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import apportion, spans
+from hetconv.sharding.split import REPLICATE, SPATIAL_KINDS, Split, SplitKind
 from hetconv.tracing.graph import Graph
 
 Splits = dict[str, Split]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.network import Array
 from hetconv.schemas.plan import Alternative
-from hetconv.sharding.layer_rules import SPATIAL_KINDS, Split
+from hetconv.sharding.split import SPATIAL_KINDS, Split
 from hetconv.solver.elimination import solve
 
 from .candidates import Candidates

@@ -29,9 +29,11 @@ from hetconv.cost.redistribution import MovedValue, movement_tables
 from hetconv.operators.shapes import Reshape
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Split, exchanges_halos
+from hetconv.sharding.layer_rules import exchanges_halos
 from hetconv.sharding.layout import Layout, ReadRegion, Shape
-from hetconv.tracing.graph import Graph, Memory, Node
+from hetconv.sharding.rule import Gather
+from hetconv.sharding.split import REPLICATE, Split
+from hetconv.tracing.graph import AliasGroups, Graph, Node
 
 from .cost_tables import Copies, CostTables, GradientSumTables
 from .joins import (
@@ -131,7 +133,7 @@ class _Builder:
             i: PlacementByChoice(None, (self.whole(i),))
             for i in range(len(graph.values))
         }
-        self.memory = Memory({})  # families of all that may be views on parts
+        self.memory = AliasGroups({})  # families of all that may be views on parts
         self._nested = nested_concats(graph)
         self._begun: dict[
             Hashable, tuple[str, list[JoinState]]
@@ -254,7 +256,7 @@ class _Builder:
         whole = [s.output.kind == "replicated" for s in ways.shardings]
         self._share(node, name, whole)
         if not all(whole):
-            self.memory.join(node)
+            self.memory.add(node)
             self._copies |= set(node.outputs) if isinstance(node.op, Reshape) else set()
 
     def _add_join(self, node: Node, inputs: Sequence[PlacementByChoice]) -> None:
@@ -318,7 +320,11 @@ class _Builder:
         values, train = self.graph.values, True in self.passes
         out = values[node.outputs[0]] if node.outputs else None
         asked = (
-            (out.dtype, out.requires_grad, self.graph.forks.get(node.outputs[0]))
+            (
+                out.dtype,
+                out.requires_grad,
+                self.graph.extra_gradients.get(node.outputs[0]),
+            )
             if out is not None
             else None
         )
@@ -409,7 +415,7 @@ class _Builder:
             chosen = whole if by == name else [True] * len(layouts)
             families = [self._family(i, k) if w else [] for k, w in enumerate(chosen)]
             if any(families):
-                first = self.memory.family[i][0]
+                first = self.memory.groups[i][0]
                 lay = zip(families, self.placements[first].layouts, strict=True)
                 self.move(
                     first,
@@ -425,7 +431,7 @@ class _Builder:
         with a value, itself included.
         """
         by = self.placements[value].node
-        lie = ((j, self.placements[j]) for j in self.memory.family.get(value, ()))
+        lie = ((j, self.placements[j]) for j in self.memory.groups.get(value, ()))
         family = [
             j
             for j, (node, layouts) in lie

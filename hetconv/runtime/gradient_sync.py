@@ -26,7 +26,8 @@ from hetconv.comm.exchange import to_wire_format
 from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import PendingSum, function_result, sum_overlaps
-from hetconv.sharding.layout import Box, buckets
+from hetconv.sharding.layout import Box
+from hetconv.sharding.moves import buckets
 from hetconv.sharding.param_shards import (
     OverlapCell,
     ParamShards,

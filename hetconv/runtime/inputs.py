@@ -15,8 +15,9 @@ from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import redistribute_local
 from hetconv.operators.base import Call
 from hetconv.sharding.conv_spec import Span
-from hetconv.sharding.layer_rules import REPLICATE, Operator, OpSharding, Split
 from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape
+from hetconv.sharding.rule import Operator, OpSharding
+from hetconv.sharding.split import REPLICATE, Split
 from hetconv.signature_cache import Cache
 
 from .gradient_sync import is_replica, synced_grad

@@ -17,7 +17,7 @@ from torch import Tensor
 from hetconv.comm import call_tags
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import run_rounds
-from hetconv.sharding.layout import all_gather_uneven
+from hetconv.sharding.moves import all_gather_uneven
 from hetconv.torch_internals import foreach_copy_
 
 Sizes = tuple[int, ...]  # by rank, how many channels are its own

@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from hetconv.errors import PlanError, few
-from hetconv.sharding.layer_rules import Conv, Linear, Split
+from hetconv.sharding.layer_rules import Conv, Linear
+from hetconv.sharding.split import Split
 
 from . import json_files
 from .json_files import STRICT

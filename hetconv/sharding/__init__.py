@@ -1,1 +1,1 @@
-"""Geometry in integers: boxes, layouts, splits and the rules of the layers that a plan names."""
+"""Boxes, layouts, splits and sharding rules: integers only, no tensors and no ranks."""

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hetconv.sharding.conv_spec import Segment, Span
-from hetconv.sharding.layer_rules import Conv, Split
-from hetconv.sharding.layout import Boxes, Layout, overlaps
+from hetconv.sharding.layer_rules import Conv
+from hetconv.sharding.layout import Boxes, Layout
+from hetconv.sharding.moves import overlaps
+from hetconv.sharding.split import Split
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""Two levels: samples are cut across nodes, and each node shares its own in any way of
-one level. Pure integers.
-"""
+"""Hierarchical layouts: samples are sharded across nodes, other dimensions within each."""
 
 from __future__ import annotations
 
@@ -14,89 +12,100 @@ from .layout import Boxes, Layout, ReadRegion, spans
 
 @dataclass(frozen=True)
 class HierarchicalLayout(Layout):
-    """A layout whose first ``nodes[0]`` ranks are one node, the next ``nodes[1]`` the
-    second, and so on.
+    """A layout of two levels.
 
     The ranks of a node hold the same samples, dimension 0. Of these they hold disjoint
-    boxes, or each a summand, which is what ``kind`` then says of a node and no more of
-    all ranks.
+    boxes ("sharded") or a summand each ("partial"): ``kind`` describes a node.
+
+    Attributes:
+        nodes: Number of ranks in each node; nodes are consecutive ranks.
     """
 
     nodes: tuple[int, ...] = ()
 
     @staticmethod
-    def of(
-        nodes: Sequence[int], samples: Sequence[int], parts: Sequence[Layout]
+    def from_nodes(
+        nodes: Sequence[int], samples: Sequence[int], layouts: Sequence[Layout]
     ) -> HierarchicalLayout:
-        """Each node has this many ranks and samples, and shares these as its part says
-        of all samples; see `parts`.
+        """Returns the layout in which each node shards its samples by its own layout.
+
+        Args:
+            nodes: Number of ranks in each node.
+            samples: Number of samples in each node.
+            layouts: How each node would shard all samples; ranks beyond those of the node
+                are left out.
         """
-        boxes, shares = zip(
-            *((p.boxes[:n], p.shares[:n]) for p, n in zip(parts, nodes, strict=True)),
-            strict=True,
-        )
-        own = boxes_within_nodes(samples, boxes)
+        boxes = [x.boxes[:n] for x, n in zip(layouts, nodes, strict=True)]
+        shares = [x.shares[:n] for x, n in zip(layouts, nodes, strict=True)]
         return HierarchicalLayout(
-            parts[0].shape, parts[0].kind, own, tuple(chain(*shares)), tuple(nodes)
+            layouts[0].shape,
+            layouts[0].kind,
+            boxes_within_nodes(samples, boxes),
+            tuple(chain(*shares)),
+            tuple(nodes),
         )
 
     @cached_property
-    def members(self) -> tuple[range, ...]:
+    def node_ranks(self) -> tuple[range, ...]:
         """The ranks of each node."""
-        return tuple(range(a, b) for a, b in spans(self.nodes))
+        return tuple(range(lo, hi) for lo, hi in spans(self.nodes))
 
     def peers(self, rank: int) -> range:
-        """The ranks of the node that a rank is in."""
-        return next(ranks for ranks in self.members if rank in ranks)
+        """Returns the ranks of the node to which ``rank`` belongs."""
+        return next(ranks for ranks in self.node_ranks if rank in ranks)
 
     @cached_property
     def samples(self) -> tuple[int, ...]:
-        """How many samples each node has."""
-        return tuple(self.boxes[ranks[0]].shape[0] for ranks in self.members)
+        """Number of samples in each node."""
+        return tuple(self.boxes[ranks[0]].shape[0] for ranks in self.node_ranks)
 
     @cached_property
-    def parts(self) -> tuple[Layout, ...]:
-        """How each node would share all samples.
+    def node_layouts(self) -> tuple[Layout, ...]:
+        """The layout of each node, as if it held all samples.
 
-        Beside a rank that is alone in its node there is one more, which holds nothing,
-        so that each part shows its cut.
+        A node of one rank gets a second one that holds nothing, so that its layout
+        shows the dimension that the other nodes split.
         """
-        boxes = [
-            tuple(self.boxes[rank].along(0, 0, self.shape[0]) for rank in ranks)
-            for ranks in self.members
-        ]
-        shares = [
-            tuple(self.shares[rank] for rank in ranks) if self.shares else ()
-            for ranks in self.members
-        ]
-        found = [
-            Layout(self.shape, self.kind, *both)
-            for both in zip(boxes, shares, strict=True)
-        ]
+        found = []
+        for ranks in self.node_ranks:
+            own = slice(ranks.start, ranks.stop)
+            boxes = tuple(
+                box.with_range(0, 0, self.shape[0]) for box in self.boxes[own]
+            )
+            found.append(Layout(self.shape, self.kind, boxes, self.shares[own]))
         dim = next((part.dim for part in found if part.world > 1), None) or 0
         if self.kind == "partial":
-            alone = Layout.partial(self.shape, 2, (1, 0))
+            single = Layout.partial(self.shape, 2, (1, 0))
         else:
-            alone = Layout.sharded(self.shape, dim, (self.shape[dim], 0))
-        return tuple(part if part.world > 1 else alone for part in found)
+            single = Layout.sharded(self.shape, dim, (self.shape[dim], 0))
+        return tuple(part if part.world > 1 else single for part in found)
 
     @property
     def dim(self) -> None:
-        """There is no one dimension."""
+        """None, for no single dimension describes the layout."""
 
     @cached_property
     def inner_dim(self) -> int | None:
-        dims = {part.dim for part in self.parts}
+        """The dimension that is split within every node, or None."""
+        dims = {part.dim for part in self.node_layouts}
         return dims.pop() if len(dims) == 1 else None
 
 
 def boxes_within_nodes(samples: Sequence[int], boxes: Sequence[Boxes]) -> Boxes:
-    """Of the boxes of each node's ranks what is of the node's samples, node after node."""
+    """Restricts the boxes of each node's ranks to the samples of the node.
+
+    Args:
+        samples: Number of samples in each node.
+        boxes: The boxes of each node's ranks.
+
+    Returns:
+        One box per rank, node after node.
+    """
     own = []
-    for (first, end), of_node in zip(spans(samples), boxes, strict=True):
-        for box in of_node:
+    for (first, end), node_boxes in zip(spans(samples), boxes, strict=True):
+        for box in node_boxes:
             lo = max(box.lo[0], first)
-            own.append(box.along(0, lo, max(lo, min(box.hi[0], end))))
+            own.append(box.with_range(0, lo, max(lo, min(box.hi[0], end))))
     return tuple(own)
 
 
@@ -105,55 +114,53 @@ def sharding_within_nodes(
     samples: Sequence[int],
     reads: Sequence[Sequence[Layout | ReadRegion]],
     outputs: Sequence[Layout],
-    counted: Sequence[bool],
+    has_samples: Sequence[bool],
 ) -> tuple[tuple[Layout | ReadRegion, ...], HierarchicalLayout] | None:
-    """What all ranks read and yield where each node does with its own samples what it
-    would do with all of them.
+    """Combines the shardings of nodes, each of which works on its own samples.
 
-    ``reads`` of each input, and ``outputs``, by node. ``counted``: of each input
-    whether its dimension 0 counts the samples. None where the nodes' results do not lie
-    alike, or something else than samples of their own is read.
+    Args:
+        nodes: Number of ranks in each node.
+        samples: Number of samples in each node.
+        reads: For each input, what each node would read of it for all samples.
+        outputs: What layout of all samples each node would yield.
+        has_samples: For each input, whether its dimension 0 is that of the samples.
+
+    Returns:
+        The input layouts and the output layout of all ranks. None where the outputs of
+        nodes are split differently, or a node reads samples of another one.
     """
     kinds, dims = {y.kind for y in outputs}, {y.dim for y in outputs}
-    if kinds != {"partial"} and (
-        kinds != {"sharded"} or len(dims) > 1 or dims & {None, 0}
-    ):
+    same_dim = kinds == {"sharded"} and len(dims) == 1 and not dims & {None, 0}
+    if kinds != {"partial"} and not same_dim:
         return None
-    found = tuple(
-        _read(nodes, samples, of_input, own)
-        for of_input, own in zip(reads, counted, strict=True)
-    )
-    whole = tuple(read for read in found if read is not None)
-    return (
-        (whole, HierarchicalLayout.of(nodes, samples, outputs))
-        if len(whole) == len(found)
-        else None
-    )
+    combined = []
+    for input_reads, of_samples in zip(reads, has_samples, strict=True):
+        read = _combined_read(nodes, samples, input_reads, of_samples)
+        if read is None:
+            return None
+        combined.append(read)
+    return tuple(combined), HierarchicalLayout.from_nodes(nodes, samples, outputs)
 
 
-def _read(
+def _combined_read(
     nodes: Sequence[int],
     samples: Sequence[int],
     reads: Sequence[Layout | ReadRegion],
-    counted: bool,
+    has_samples: bool,
 ) -> Layout | ReadRegion | None:
-    layouts, shape = (
-        [read for read in reads if isinstance(read, Layout)],
-        reads[0].shape,
-    )
-    kinds, laid_out = {x.kind for x in layouts}, counted and len(layouts) == len(reads)
-    if not (kinds <= {"sharded"} or (kinds == {"partial"} and laid_out)):
+    """Combines what the nodes read of one input."""
+    shape = reads[0].shape
+    layouts = [read for read in reads if isinstance(read, Layout)]
+    kinds = {layout.kind for layout in layouts}
+    all_layouts = has_samples and len(layouts) == len(reads)
+    if not (kinds <= {"sharded"} or (kinds == {"partial"} and all_layouts)):
         return None
-    if counted and any(
-        (b.lo[0], b.hi[0]) != (0, shape[0])
-        for read in reads
-        for b in read.boxes
-        if b.numel
-    ):
-        return None
-    if laid_out:
-        return HierarchicalLayout.of(nodes, samples, layouts)
     boxes = [read.boxes[:ranks] for read, ranks in zip(reads, nodes, strict=True)]
-    return ReadRegion(
-        shape, boxes_within_nodes(samples, boxes) if counted else tuple(chain(*boxes))
-    )
+    if not has_samples:
+        return ReadRegion(shape, tuple(chain(*boxes)))
+    every_box = chain(*(read.boxes for read in reads))
+    if any(box.numel and (box.lo[0], box.hi[0]) != (0, shape[0]) for box in every_box):
+        return None
+    if all_layouts:
+        return HierarchicalLayout.from_nodes(nodes, samples, layouts)
+    return ReadRegion(shape, boxes_within_nodes(samples, boxes))

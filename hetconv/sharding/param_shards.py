@@ -1,6 +1,4 @@
-"""Who holds what of a parameter: a box per rank, the whole of it, a slice, or nothing.
-Pure integers.
-"""
+"""Parameter shards: which box of a parameter each rank holds. Integers only."""
 
 from __future__ import annotations
 
@@ -11,13 +9,19 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from .layout import Box, Boxes, Exchange, Layout, Shape, exchanges
+from .layout import Box, Boxes, Layout, Shape, sharded_dims
+from .moves import Exchange, exchanges
 
 Ranks = tuple[int, ...]
 
 
 class OverlapCell(NamedTuple):
-    """A slice of a parameter, and the ranks that hold it, in ascending order."""
+    """A slice of a parameter that the same ranks hold.
+
+    Attributes:
+        box: The slice.
+        holders: The ranks that hold it, in ascending order.
+    """
 
     box: Box
     holders: Ranks
@@ -25,10 +29,14 @@ class OverlapCell(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamShards:
-    """Which ranks hold what of a parameter of global ``shape``: one box each.
+    """The box of a parameter that each rank holds: the whole, a slice, or nothing.
 
-    Boxes may overlap, be the whole, or be empty. They differ in one dimension alone,
-    and together cover the parameter.
+    Boxes may overlap. They differ in one dimension only, and together cover the
+    parameter.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        boxes: One box per rank.
     """
 
     shape: Shape
@@ -36,99 +44,93 @@ class ParamShards:
 
     @staticmethod
     def on_ranks(shape: Sequence[int], shares: Sequence[int]) -> ParamShards:
-        """The whole on every rank with a share, nothing on the others."""
+        """Returns the whole parameter on every rank with a positive share."""
         whole = Box.whole(tuple(shape))
+        empty = whole.with_range(0, 0, 0)
         return ParamShards(
-            whole.hi,
-            tuple(whole if share else whole.along(0, 0, 0) for share in shares),
+            whole.hi, tuple(whole if share else empty for share in shares)
         )
 
     @staticmethod
     def sharded(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> ParamShards:
-        """A slice per rank. Raises `LayoutError` if the sizes do not add up to the extent."""
+        """Returns a slice along ``dim`` on every rank; see `Layout.sharded`."""
         return ParamShards(tuple(shape), Layout.sharded(shape, dim, sizes).boxes)
 
     @cached_property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole."""
+        """Whether every rank holds the whole parameter."""
         return all(box == Box.whole(self.shape) for box in self.boxes)
 
     @cached_property
     def has_overlap(self) -> bool:
-        """Whether several ranks hold the same elements."""
+        """Whether some elements are on several ranks."""
         return any(len(holders) > 1 for holders in self.cell_holders)
 
     @cached_property
     def cell_holders(self) -> tuple[Ranks, ...]:
-        """The holders of each atom: gradients of parameters that are shared alike are
-        summed together.
-        """
-        return tuple(atom.holders for atom in self.cells)
+        """The holders of each cell; gradients of cells with equal holders share buckets."""
+        return tuple(cell.holders for cell in self.cells)
 
     @cached_property
     def numel(self) -> int:
-        """Of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return prod(self.shape)
 
     @cached_property
     def _dim(self) -> int:
-        """In which the boxes differ."""
-        cut = (
-            d
-            for d, n in enumerate(self.shape)
-            if any((b.lo[d], b.hi[d]) != (0, n) for b in self.boxes)
-        )
-        return next(cut, 0)
+        """The dimension in which the boxes differ."""
+        return next(iter(sharded_dims(self.shape, self.boxes)), 0)
 
     @cached_property
     def cells(self) -> tuple[OverlapCell, ...]:
-        """The parameter cut wherever a rank's box begins or ends."""
-        dim, held = self._dim, {r: box for r, box in enumerate(self.boxes) if box.numel}
-        edges = sorted(
-            {end for box in held.values() for end in (box.lo[dim], box.hi[dim])}
-        )
-        slices = (
-            Box.whole(self.shape).along(dim, lo, hi) for lo, hi in pairwise(edges)
-        )
-        return tuple(
-            OverlapCell(s, tuple(r for r, box in held.items() if box.intersect(s) == s))
-            for s in slices
-        )
+        """The parameter, divided wherever the box of a rank begins or ends."""
+        dim, whole = self._dim, Box.whole(self.shape)
+        held = {rank: box for rank, box in enumerate(self.boxes) if box.numel}
+        edges = {end for box in held.values() for end in (box.lo[dim], box.hi[dim])}
+        cells = []
+        for lo, hi in pairwise(sorted(edges)):
+            cell = whole.with_range(dim, lo, hi)
+            holders = (r for r, box in held.items() if box.intersect(cell) == cell)
+            cells.append(OverlapCell(cell, tuple(holders)))
+        return tuple(cells)
 
     @cached_property
     def primary(self) -> Layout:
-        """Every element once: from the first element on, each run is the first rank's
-        that holds it, to its box's end.
+        """A layout that assigns every element to one of the ranks that hold it.
 
-        What is counted or written once for all ranks is counted and written so.
+        From the first element on, the lowest rank that holds an element gets all that
+        follow up to the end of its box. Norms count, and checkpoints write, these.
         """
-        dim, at, mine = self._dim, 0, {}
-        while at < self.shape[dim]:
+        dim, start = self._dim, 0
+        ranges: dict[int, tuple[int, int]] = {}
+        while start < self.shape[dim]:
             rank = next(
-                r
-                for r, box in enumerate(self.boxes)
-                if box.numel and box.lo[dim] <= at < box.hi[dim]
+                rank
+                for rank, box in enumerate(self.boxes)
+                if box.numel and box.lo[dim] <= start < box.hi[dim]
             )
-            mine[rank] = at, self.boxes[rank].hi[dim]
-            at = mine[rank][1]
-        boxes, past = [], 0
+            ranges[rank] = start, self.boxes[rank].hi[dim]
+            start = self.boxes[rank].hi[dim]
+        whole = Box.whole(self.shape)
+        boxes, last_end = [], 0
         for rank in range(len(self.boxes)):
-            lo, hi = mine.get(
-                rank, (past, past)
-            )  # nothing lies after what the ranks before own
-            past = max(past, hi)
-            boxes.append(Box.whole(self.shape).along(dim, lo, hi))
+            # An empty box is placed where the boxes of the ranks before it end.
+            lo, hi = ranges.get(rank, (last_end, last_end))
+            last_end = max(last_end, hi)
+            boxes.append(whole.with_range(dim, lo, hi))
         return Layout(self.shape, "sharded", tuple(boxes))
 
 
 @lru_cache(maxsize=4096)
 def all_reduce_among(holders: Ranks, numel: int, world: int) -> tuple[Exchange, ...]:
-    """The rounds in which so many numbers on each of these ranks become their sum on
-    each of them.
+    """Returns the rounds of an all-reduce among some of the ranks.
+
+    Args:
+        holders: The ranks that take part.
+        numel: Number of elements.
+        world: Number of all ranks.
     """
     if len(holders) < 2:
         return ()
-    flat = ParamShards.on_ranks(
-        (numel,), [rank in holders for rank in range(world)]
-    ).boxes
-    return exchanges(flat, flat)
+    shards = ParamShards.on_ranks((numel,), [rank in holders for rank in range(world)])
+    return exchanges(shards.boxes, shards.boxes)

@@ -1,4 +1,4 @@
-"""How one operator of a plan is cut among ranks, in one level or in two. Pure."""
+"""Splits: how a plan divides one layer among ranks, in one level or in two."""
 
 from __future__ import annotations
 
@@ -23,28 +23,35 @@ KINDS: tuple[SplitKind, ...] = (
     "width",
 )
 SPATIAL_KINDS: dict[SplitKind, int] = {"depth": 3, "height": 2, "width": 1}
-"""The spatial kinds, and which of a layer's spatial dimensions each cuts, counted from
-the last one.
-"""
+"""The spatial kinds, with the position from the end of the dimension that each splits."""
 KINDS_WITHIN_NODES: tuple[SplitKind, ...] = ("filter", "channel", *SPATIAL_KINDS)
-"""The kinds that each node may share its samples by."""
+"""The kinds by which a node can share its samples among its ranks."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How one operator is cut: a kind and one size per rank (none for ``replicate``).
+    """How one layer is split among ranks.
 
-    ``filter`` and ``channel`` sizes add up to the filters or input channels; the others
-    are proportions.
+    Attributes:
+        kind: What is divided: nothing ("replicate"), samples, filters, input channels,
+            or a spatial dimension.
+        sizes: One number per rank; none for "replicate". Those of "filter" and
+            "channel" add up to the filters or input channels, others are proportions.
+        nodes: Of a split of two levels, the number of ranks in each node and its
+            proportion of the samples. ``kind`` and ``sizes`` then describe how each
+            node shares its samples among its ranks.
+        whole: Of a "channel" split, whether an operator that follows on shards, such as
+            a norm, gets the sum by an all-reduce. Otherwise the sum is reduce-scattered
+            over channels in the proportions of ``sizes``, and all-gathered where it is
+            read whole: the same bytes in twice as many messages, but each rank
+            normalizes its own channels only.
 
-    ``nodes``: of a split of two levels, the ranks that each node has, one after
-    another, and its proportion of the samples. Kind and sizes then say how each node
-    shares its samples among its ranks.
+    Raises:
+        SplitError: The fields do not describe a split.
 
-    ``whole``: what follows a ``channel`` split on parts, such as a norm, gets its sum
-    whole on every rank. Otherwise that is scattered over channels, in the proportions
-    of the sizes, and gathered where it is wanted whole: as many bytes in twice as many
-    messages, but each rank norms its own channels alone.
+    Example:
+        >>> Split("height", (3, 1)).shares
+        (0.75, 0.25)
     """
 
     kind: SplitKind
@@ -63,13 +70,13 @@ class Split:
         if not fits or not all(type(s) is int and s >= 0 for s in self.sizes):
             raise SplitError(
                 f"Split({self.kind!r}, {self.sizes}) has no valid sizes; give one non-negative "
-                "integer per rank, "
-                f"at least one of them positive (and none at all for 'replicate')"
+                "integer per rank, at least one of them positive (and none at all for "
+                "'replicate')"
             )
         if self.whole and (self.kind != "channel" or self.nodes):
             raise SplitError(
-                f"{self} has no sum that could be whole; give that to channel splits of one "
-                "level alone"
+                f"{self} has no sum that could be whole; use whole=True only for channel splits "
+                "without nodes"
             )
         if self.nodes:
             self._check_nodes()
@@ -78,75 +85,69 @@ class Split:
         if self.kind not in KINDS_WITHIN_NODES:
             raise SplitError(
                 f"{self} shares samples within nodes by {self.kind}; use "
-                f"{', '.join(KINDS_WITHIN_NODES)}, "
-                "or leave out nodes"
+                f"{', '.join(KINDS_WITHIN_NODES)}, or leave out nodes"
             )
-        fits = all(
+        pairs = all(
             [type(n) for n in node] == [int, int] and min(node) >= 0
             for node in self.nodes
         )
-        ranks, shares = zip(*self.nodes, strict=True) if fits else ((), ())
-        if (
-            not fits
-            or min(ranks) < 1
-            or sum(ranks) != len(self.sizes)
-            or not any(shares)
-        ):
+        ranks, shares = zip(*self.nodes, strict=True) if pairs else ((0,), ())
+        if min(ranks) < 1 or sum(ranks) != len(self.sizes) or not any(shares):
             raise SplitError(
-                f"{self} has no valid nodes; give a pair for each, of its ranks, "
-                f"{len(self.sizes)} in all nodes "
-                f"together, and of its proportion of the samples, at least one of them positive"
+                f"{self} has no valid nodes; give a pair for each: its number of ranks, "
+                f"{len(self.sizes)} in all nodes together, and its proportion of the samples, "
+                "at least one of them positive"
             )
         if len(ranks) == 1 or max(ranks) == 1:
             raise SplitError(
                 f"{self} has one level; leave out nodes, and split by sample if each node is "
                 "one rank"
             )
-        if not all(any(self.sizes[a:b]) for a, b in spans(ranks)):
+        if not all(any(self.sizes[lo:hi]) for lo, hi in spans(ranks)):
             raise SplitError(
                 f"{self} has a node without sizes; to leave a node out, give it no proportion "
                 "of the samples"
             )
 
     @cached_property
-    def parts(self) -> tuple[Split, ...]:
-        """The split of each node; beside a rank that is alone in its node there is one
-        more, without a share.
+    def node_splits(self) -> tuple[Split, ...]:
+        """The split of each node, or this one if it has one level.
+
+        A node of one rank gets a second one without a share.
         """
         if not self.nodes:
             return (self,)
-        own = (self.sizes[a:b] for a, b in spans(self.ranks))
+        node_sizes = (self.sizes[lo:hi] for lo, hi in spans(self.ranks))
         return tuple(
-            Split(self.kind, sizes if len(sizes) > 1 else (*sizes, 0)) for sizes in own
+            Split(self.kind, sizes if len(sizes) > 1 else (*sizes, 0))
+            for sizes in node_sizes
         )
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """How many ranks each node has."""
+        """Number of ranks in each node."""
         return tuple(ranks for ranks, _ in self.nodes)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of all work, that each rank has; none for ``replicate``."""
+        """Fraction of the work on each rank; empty for "replicate"."""
         nodes = self.nodes or ((len(self.sizes), 1),)
         total = sum(samples for _, samples in nodes)
-        found = []
-        for (a, b), (_, samples) in zip(
-            spans([ranks for ranks, _ in nodes]), nodes, strict=True
-        ):
-            found += [
-                samples / total * size / sum(self.sizes[a:b])
-                for size in self.sizes[a:b]
-            ]
+        found: list[float] = []
+        start = 0
+        for ranks, samples in nodes:
+            sizes = self.sizes[start : start + ranks]
+            found += [samples / total * size / sum(sizes) for size in sizes]
+            start += ranks
         return tuple(found)
 
     def peers(self, rank: int) -> range:
-        """The ranks that share samples with this one: all, or those of its node."""
-        nodes = (range(a, b) for a, b in spans(self.ranks or (len(self.sizes),)))
+        """Returns the ranks that share samples with ``rank``: all, or those of its node."""
+        nodes = (range(lo, hi) for lo, hi in spans(self.ranks or (len(self.sizes),)))
         return next(node for node in nodes if rank in node)
 
     def samples(self, total: int) -> tuple[int, ...]:
-        """How many of all samples each node has."""
+        """Returns how many of ``total`` samples each node has."""
         return apportion(total, tuple(share for _, share in self.nodes))
 
 

@@ -1,1 +1,1 @@
-"""From one run of a model to a graph of operators."""
+"""From a model to a graph of operators, by one run on fake tensors."""

@@ -1,8 +1,8 @@
-"""Which functions may be computed as a convolution's result is stored: a norm, an
-addition, an activation. Pure.
-"""
+"""Epilogue fusion: which operators a convolution's kernel can compute on its result."""
 
 from __future__ import annotations
+
+from itertools import takewhile
 
 from hetconv.operators.elementwise import ACTIVATIONS, Pointwise
 from hetconv.operators.norms import BatchNorm
@@ -11,26 +11,30 @@ from hetconv.sharding.layer_rules import Conv
 from .graph import Graph, Node
 
 Fusible = tuple[str, ...]
+"""Names of functions, in the order of their calls."""
 
 
 def fusible_functions(graph: Graph) -> dict[str, Fusible]:
-    """By layer, the functions in order that alone consume a convolution: batch_norm,
-    then add, then an activation.
+    """Returns the functions that can be fused into each convolution.
 
-    Each may be missing; layers without any are left out. A layer that runs more than
-    once has what all runs have.
+    These are a batch norm, an addition and an activation, in this order; each may be
+    missing. Each must be the only reader of the result before it. A layer that runs
+    several times has what all its runs have in common.
+
+    Returns:
+        The functions by layer name, without layers that have none.
     """
     readers = _readers(graph)
     found: dict[str, Fusible] = {}
     for i, node in enumerate(graph.nodes):
         if node.layer is not None and isinstance(node.op, Conv):
             chain = _chain(graph, readers, i)
-            found[node.layer] = _common(found.get(node.layer, chain), chain)
+            found[node.layer] = _common_prefix(found.get(node.layer, chain), chain)
     return {layer: chain for layer, chain in found.items() if chain}
 
 
 def _readers(graph: Graph) -> dict[int, list[int]]:
-    """The nodes that read each value; the model's output counts as one more."""
+    """Returns the nodes that read each value; the graph's output is one more node."""
     readers: dict[int, list[int]] = {}
     for i, node in enumerate(graph.nodes):
         for value in node.inputs:
@@ -40,26 +44,28 @@ def _readers(graph: Graph) -> dict[int, list[int]]:
     return readers
 
 
-def _chain(graph: Graph, readers: dict[int, list[int]], start: int) -> Fusible:
+def _chain(graph: Graph, readers: dict[int, list[int]], conv: int) -> Fusible:
+    """Returns the functions that can be fused into the convolution of one node."""
     chain: Fusible = ()
-    at, source = start, graph.nodes[start].inputs[0]
+    last, conv_input = conv, graph.nodes[conv].inputs[0]
     while True:
-        node = graph.nodes[at]
-        reading = readers.get(node.outputs[0], [])
+        result = graph.nodes[last].outputs[0]
+        reading = readers.get(result, [])
         if len(reading) != 1 or reading[0] == len(graph.nodes):
             return chain
-        following = graph.nodes[reading[0]]
-        between = graph.nodes[at + 1 : reading[0]]
-        if any(source in n.views for n in between) or not _follows(
-            graph, following, chain
-        ):
+        reader = graph.nodes[reading[0]]
+        between = graph.nodes[last + 1 : reading[0]]
+        # The convolution is deferred: a node between that aliases its input may write to it.
+        if any(conv_input in node.views for node in between):
             return chain
-        chain, at = (*chain, following.function), reading[0]
+        if not _can_follow(graph, reader, chain):
+            return chain
+        chain, last = (*chain, reader.function), reading[0]
 
 
-def _follows(graph: Graph, node: Node, chain: Fusible) -> bool:
-    """Whether a node can be folded after ``chain``."""
-    if len(node.outputs) != 1 or any(f in ACTIVATIONS for f in chain):
+def _can_follow(graph: Graph, node: Node, chain: Fusible) -> bool:
+    """Whether a node can be fused after the functions of ``chain``."""
+    if len(node.outputs) != 1 or any(name in ACTIVATIONS for name in chain):
         return False
     if isinstance(node.op, BatchNorm):
         return not chain
@@ -71,9 +77,6 @@ def _follows(graph: Graph, node: Node, chain: Fusible) -> bool:
     return node.function in ACTIVATIONS
 
 
-def _common(a: Fusible, b: Fusible) -> Fusible:
-    """The longest beginning of both."""
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return a[:n]
+def _common_prefix(a: Fusible, b: Fusible) -> Fusible:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    return tuple(name for name, _ in pairs)

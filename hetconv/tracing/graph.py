@@ -1,4 +1,4 @@
-"""Graph: the operators of a model with their shapes, as one run of it recorded them. Pure."""
+"""The graph of a model: its operators and their shapes, as one run recorded them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from math import prod
 
 from hetconv.operators import VIEWS
 from hetconv.operators.shapes import Reshape
-from hetconv.sharding.layer_rules import Conv, Linear, Operator
+from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout, Shape
+from hetconv.sharding.rule import Operator
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor. ``param`` is its name where it is a parameter of the model."""
+    """A tensor.
+
+    Attributes:
+        shape: Its shape.
+        dtype: torch's name of its data type, such as "float32".
+        itemsize: Bytes of an element.
+        requires_grad: Whether backward computes its gradient.
+        param: Its name, if it is a parameter of the model.
+    """
 
     shape: Shape
     dtype: str
@@ -28,11 +37,18 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """One operator. ``inputs`` are what its rule reads, ``params`` further parameters.
+    """One call of an operator; tensors are given as indices into `Graph.values`.
 
-    ``layer``: the module that a plan names. ``views``: inputs whose memory the output
-    shares. ``function``: what was called, by its bare name. ``writes``: it was called
-    in place.
+    Attributes:
+        name: The layer, or a name that is unique in the graph.
+        op: The operator.
+        inputs: What its sharding rule reads.
+        outputs: Its results.
+        params: Parameters that it uses besides the inputs.
+        layer: Name of the module that a plan can split.
+        views: Tensors whose memory the results share.
+        function: Bare name of the torch function.
+        writes: Whether it writes to its first input.
     """
 
     name: str
@@ -48,7 +64,16 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """``params`` are all parameters of the model, in its order, as indices of ``values``."""
+    """The operators of a model in the order of their calls.
+
+    Attributes:
+        model: Name of the model's class.
+        inputs: Tensors with which the model was called, as indices into ``values``.
+        outputs: Tensors that it returned.
+        params: All parameters of the model, in its order.
+        values: All tensors.
+        nodes: All operators.
+    """
 
     model: str
     inputs: tuple[int, ...]
@@ -59,8 +84,9 @@ class Graph:
 
     @cached_property
     def layers(self) -> dict[str, Conv | Linear]:
-        """The operators that a plan names, by module name; of a module that runs twice,
-        the first run.
+        """The operators that a plan can split, by module name.
+
+        A module that runs several times counts with its first run.
         """
         found: dict[str, Conv | Linear] = {}
         for node in self.nodes:
@@ -69,94 +95,115 @@ class Graph:
         return found
 
     @cached_property
-    def owned(self) -> dict[str | None, dict[str, int]]:
-        """Bytes of each layer's parameters, by their names in it; of None those that no
-        layer has.
+    def param_bytes(self) -> dict[str | None, dict[str, int]]:
+        """Bytes of each layer's parameters, by their names in the layer.
+
+        Parameters that belong to no layer are under None, by their whole names.
         """
         found: dict[str | None, dict[str, int]] = {}
         for i in self.params:
             value = self.values[i]
-            layer, _, name = str(value.param).rpartition(".")
-            owner, name = (
-                (layer, name) if layer in self.layers else (None, str(value.param))
-            )
-            found.setdefault(owner, {})[name] = prod(value.shape) * value.itemsize
+            full_name = str(value.param)
+            layer, _, name = full_name.rpartition(".")
+            size = prod(value.shape) * value.itemsize
+            if layer in self.layers:
+                found.setdefault(layer, {})[name] = size
+            else:
+                found.setdefault(None, {})[full_name] = size
         return found
 
     @cached_property
-    def forks(self) -> dict[int, int]:
-        """By value that several operators read: how often backward adds a further
-        gradient of it to those before.
+    def extra_gradients(self) -> dict[int, int]:
+        """How many gradients backward adds to the first one, by value.
+
+        Only values that several operators read have any.
         """
         readers = Counter(self.outputs)
         for node in self.nodes:
             if any(self.values[i].requires_grad for i in node.outputs):
                 readers.update(node.inputs)
         return {
-            i: n - 1
-            for i, n in readers.items()
-            if n > 1 and self.values[i].requires_grad
+            i: count - 1
+            for i, count in readers.items()
+            if count > 1 and self.values[i].requires_grad
         }
 
     @cached_property
     def input_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the inputs."""
         return tuple(self.values[i].shape for i in self.inputs)
 
     @cached_property
     def digest(self) -> str:
-        """Of operators and shapes: what a tuned ratio belongs to."""
-        said = "\n".join(f"{n.op} {n.inputs} {n.layer}" for n in self.nodes)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        """Hash of the operators and their shapes, to which tuned results belong."""
+        text = "\n".join(f"{n.op} {n.inputs} {n.layer}" for n in self.nodes)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Memory:
-    """Which values share memory on parts, as `ops.views` keeps it: families, each of a
-    first value and views of it.
+class AliasGroups:
+    """Which sharded values share memory, as `hetconv.ops.views` tracks it.
+
+    A group is a value and the views of it.
+
+    Attributes:
+        layouts: Layout of each value; `replicate` changes it.
+        groups: The group of each value that has one; its first value is the root, of
+            which the others are views.
+        copies: Roots of which a view may be a copy.
     """
 
-    def __init__(self, placed: dict[int, Layout]):
-        self.placed = placed
-        self.family: dict[int, list[int]] = {}
+    def __init__(self, layouts: dict[int, Layout]):
+        self.layouts = layouts
+        self.groups: dict[int, list[int]] = {}
         self.copies: set[int] = set()
 
-    def join(self, node: Node) -> None:
-        """A view joins the family of what it is taken of; what is written to in place
-        is the same tensor after it.
+    def add(self, node: Node) -> None:
+        """Adds the results of a node to the group of its input, if they share memory.
+
+        The result of a call in place is the same tensor as its input.
         """
-        if isinstance(node.op, VIEWS) or (
-            node.writes and any(i in self.family for i in node.views)
-        ):
-            source = node.inputs[0]
-            family = self.family.setdefault(source, [source])
-            family += node.outputs
-            self.family |= dict.fromkeys(node.outputs, family)
-            if isinstance(node.op, Reshape):
-                self.copies.add(family[0])
+        in_place = node.writes and any(i in self.groups for i in node.views)
+        if not isinstance(node.op, VIEWS) and not in_place:
+            return
+        source = node.inputs[0]
+        group = self.groups.setdefault(source, [source])
+        group += node.outputs
+        self.groups |= dict.fromkeys(node.outputs, group)
+        if isinstance(node.op, Reshape):
+            self.copies.add(group[0])
 
     def may_write(self, node: Node, output: Layout) -> bool:
-        """Whether a call in place runs on parts, see `ops.views.may_write`."""
-        if (
-            output.kind == "replicated"
-            or not node.views
-            or self.placed[node.views[0]].kind == "replicated"
-        ):
-            return False
-        family = self.family.get(node.views[0])
-        return family is None or (
-            family[0] not in self.copies and output == self.placed[node.views[0]]
-        )
+        """Whether a call in place runs on shards; see `hetconv.ops.views.may_write`.
 
-    def make_whole(self, values: Sequence[int]) -> list[tuple[int, Layout]]:
-        """Replicates the families of ``values``: their first values, which are
-        gathered, and how each lay.
+        Args:
+            node: The call.
+            output: Layout of its result.
+        """
+        if output.kind == "replicated" or not node.views:
+            return False
+        target = node.views[0]
+        if self.layouts[target].kind == "replicated":
+            return False
+        group = self.groups.get(target)
+        if group is None:
+            return True
+        return group[0] not in self.copies and output == self.layouts[target]
+
+    def replicate(self, values: Sequence[int]) -> list[tuple[int, Layout]]:
+        """Replicates values and everything that shares memory with them.
+
+        Args:
+            values: The values.
+
+        Returns:
+            The roots that are gathered, with the layouts that they had.
         """
         gathered: list[tuple[int, Layout]] = []
         for i in values:
-            family = self.family.get(i, [])
-            gathered += [(root, self.placed[root]) for root in family[:1]]
-            for j in family:
-                self.placed[j] = Layout.replicated(
-                    self.placed[j].shape, self.placed[j].world
-                )
-                del self.family[j]
+            group = self.groups.get(i, [])
+            gathered += [(root, self.layouts[root]) for root in group[:1]]
+            for j in group:
+                layout = self.layouts[j]
+                self.layouts[j] = Layout.replicated(layout.shape, layout.world)
+                del self.groups[j]
         return gathered

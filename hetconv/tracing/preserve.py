@@ -1,6 +1,4 @@
-"""Puts a model back as it was: its attributes and tensors, what its hooks hold, caches
-of its code, random states.
-"""
+"""Runs code on a model and restores the model, its code and random states."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from hetconv.torch_internals import storage_id
 
-_UNSET = object()  # what an empty cell holds
+_UNSET = object()  # stands for the content of an empty cell
 _ATOMS = (
     type(None),
     bool,
@@ -33,8 +32,9 @@ _ATOMS = (
     torch.dtype,
 )
 _CONTAINERS = (dict, list, set, deque)
-# Objects of these are not looked into: other threads use them, or they hold nothing of a model's.
-_FOREIGN = frozenset(
+# Packages whose objects are not searched: other threads use them, or they hold nothing
+# of a model.
+_OPAQUE_PACKAGES = frozenset(
     """
     asyncio concurrent hetconv io _io logging multiprocessing queue threading torch weakref
     """.split()
@@ -43,15 +43,17 @@ _FOREIGN = frozenset(
 
 @contextmanager
 def preserved(model: nn.Module, *, values: bool = False) -> Iterator[None]:
-    """Runs a block, then puts the model back as it was, also if the block raises.
+    """Runs a block, then restores the model, even if the block raises.
 
-    Every attribute of every module is then the object that it was, and so are the
-    contents of the containers and objects that attributes and hooks hold, and
-    containers and caches of the code that defines the modules. Random states of torch,
-    numpy and Python are those of before.
+    Every attribute of every module is the same object as before, with the same
+    contents; so is what containers, attributes and hooks hold. Containers and caches of
+    the files that define the modules are restored too, and the random states of torch,
+    numpy and Python.
 
-    Args: model: what the block runs. values: whether to restore the values of tensors
-        too, from copies: for a block that computes for real.
+    Args:
+        model: The model that the block runs.
+        values: Whether to restore the values of tensors too, from copies. A block that
+            does not run on fake tensors needs that.
     """
     snapshot = _Snapshot(values)
     snapshot.visit_all([model])
@@ -62,14 +64,17 @@ def preserved(model: nn.Module, *, values: bool = False) -> Iterator[None]:
         yield
     finally:
         snapshot.restore()
-        for restore, state in states:
-            restore(state)
+        for set_state, state in states:
+            set_state(state)
 
 
 class _Snapshot:
+    """What can be reached from a model, and its state when it was visited."""
+
     def __init__(self, values: bool):
         self._values = values
-        self._seen: dict[int, Any] = {}  # by id; kept, so that the ids stay theirs
+        # By id. The objects are kept alive, so that no other one gets their ids.
+        self._seen: dict[int, Any] = {}
         self._contents: list[tuple[Any, list[Any]]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._slots: list[tuple[Any, str, Any]] = []
@@ -79,9 +84,12 @@ class _Snapshot:
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         self._caches: list[tuple[Any, int]] = []
 
-    def visit_all(self, found: Iterable[Any]) -> None:
-        """Notes everything that can be reached, without recursion: lists of blocks are deep."""
-        waiting = list(found)
+    def visit_all(self, roots: Iterable[Any]) -> None:
+        """Visits everything that can be reached from ``roots``.
+
+        It does not recurse, because models nest deeply.
+        """
+        waiting = list(roots)
         while waiting:
             x = waiting.pop()
             if isinstance(x, _ATOMS) or id(x) in self._seen:
@@ -90,18 +98,16 @@ class _Snapshot:
             waiting += self._visit(x)
 
     def visit_code(self, module: ModuleType) -> None:
-        """Containers and caches at the top of a file, but not what they hold: that is
-        the program's.
-        """
+        """Visits containers and caches of a file, but not the objects in them."""
         for x in vars(module).values():
             if isinstance(x, _CONTAINERS) and id(x) not in self._seen:
-                self._note_contents(x)
+                self._record_contents(x)
             elif isinstance(x, functools._lru_cache_wrapper):
                 self._caches.append((x, x.cache_info().misses))
 
     def _visit(self, x: Any) -> list[Any]:
         if isinstance(x, Tensor):
-            self._note_tensor(x)
+            self._record_tensor(x)
             return []
         if isinstance(x, torch.Generator):
             self._generators.append((x, x.get_state()))
@@ -116,53 +122,49 @@ class _Snapshot:
             return [*x, *self._visit_attributes(x)]
         found = self._visit_attributes(x)
         if isinstance(x, _CONTAINERS):
-            self._note_contents(x)
+            self._record_contents(x)
             found += x.values() if isinstance(x, dict) else x
         return found
 
     def _visit_function(self, function: FunctionType) -> list[Any]:
+        """Returns what a function's closure, defaults and global containers hold."""
         cells = function.__closure__ or ()
         self._cells += [(cell, _content(cell)) for cell in cells]
-        named = [function.__globals__.get(name) for name in function.__code__.co_names]
-        found = [*map(_content, cells), *(function.__defaults__ or ())]
-        return [*found, *(x for x in named if isinstance(x, _CONTAINERS))]
+        names = function.__code__.co_names
+        global_values = [function.__globals__.get(name) for name in names]
+        containers = [x for x in global_values if isinstance(x, _CONTAINERS)]
+        return [*map(_content, cells), *(function.__defaults__ or ()), *containers]
 
     def _visit_attributes(self, x: Any) -> list[Any]:
         found: list[Any] = []
-        if type(x).__module__.partition(".")[0] in _FOREIGN and not isinstance(
-            x, nn.Module
-        ):
+        package = type(x).__module__.partition(".")[0]
+        if package in _OPAQUE_PACKAGES and not isinstance(x, nn.Module):
             return found
-        own = getattr(x, "__dict__", None)
-        if isinstance(own, dict):
-            self._note_contents(own)
-            found += own.values()
-        for kind in type(x).__mro__:
-            names = kind.__dict__.get("__slots__", ())
-            for name in (names,) if isinstance(names, str) else names:
-                if (
-                    name not in ("__dict__", "__weakref__")
-                    and (value := getattr(x, name, _UNSET)) is not _UNSET
-                ):
-                    self._slots.append((x, name, value))
-                    found.append(value)
+        attributes = getattr(x, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._record_contents(attributes)
+            found += attributes.values()
+        for name in _slot_names(type(x)):
+            value = getattr(x, name, _UNSET)
+            if value is not _UNSET:
+                self._slots.append((x, name, value))
+                found.append(value)
         return found
 
-    def _note_contents(self, x: Any) -> None:
+    def _record_contents(self, x: Any) -> None:
         self._contents.append((x, [*x.items()] if isinstance(x, dict) else [*x]))
 
-    def _note_tensor(self, x: Tensor) -> None:
-        copy = (
-            x.detach().clone() if self._values and x.layout == torch.strided else None
-        )
-        self._tensors.append(
-            (x, x.data, copy, x.requires_grad, x.grad if x.is_leaf else None)
-        )
+    def _record_tensor(self, x: Tensor) -> None:
+        copied = self._values and x.layout == torch.strided
+        copy = x.detach().clone() if copied else None
+        grad = x.grad if x.is_leaf else None
+        self._tensors.append((x, x.data, copy, x.requires_grad, grad))
 
     @torch.no_grad()
     def restore(self) -> None:
+        """Restores everything that was visited."""
         for x, contents in self._contents:
-            _put_back(x, contents)
+            _restore_contents(x, contents)
         for cell, content in self._cells:
             if content is not _UNSET and _content(cell) is not content:
                 cell.cell_contents = content
@@ -193,38 +195,42 @@ def _content(cell: CellType) -> Any:
         return _UNSET
 
 
-def _put_back(x: Any, contents: list[Any]) -> None:
-    """Compares by identity: contents may not be comparable, as tensors are not."""
-    flat_now = (
-        [part for item in x.items() for part in item] if isinstance(x, dict) else [*x]
-    )
-    flat = (
-        [part for item in contents for part in item]
-        if isinstance(x, dict)
-        else contents
-    )
-    if len(flat_now) == len(flat) and all(
-        a is b for a, b in zip(flat_now, flat, strict=True)
-    ):
+def _slot_names(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                yield name
+
+
+def _restore_contents(x: Any, contents: list[Any]) -> None:
+    """Restores a container unless it holds the same objects."""
+    current = [*x.items()] if isinstance(x, dict) else [*x]
+    if _identities(current, x) == _identities(contents, x):
         return
     x.clear()
     x.extend(contents) if isinstance(x, (list, deque)) else x.update(contents)
 
 
+def _identities(contents: list[Any], container: Any) -> list[int]:
+    """Returns the ids of objects, of a dict's keys and values, for tensors have no ==."""
+    objects = chain(*contents) if isinstance(container, dict) else contents
+    return [id(x) for x in objects]
+
+
 def _code_of(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define the classes of a model's modules, but for torch's own."""
-    names = dict.fromkeys(
-        kind.__module__ for module in model.modules() for kind in type(module).__mro__
-    )
+    """Returns the files that define the classes of a model's modules, except torch's."""
+    classes = (kind for module in model.modules() for kind in type(module).__mro__)
+    names = dict.fromkeys(kind.__module__ for kind in classes)
     return [
-        sys.modules[n]
-        for n in names
-        if n in sys.modules and n.partition(".")[0] not in ("torch", "builtins")
+        sys.modules[name]
+        for name in names
+        if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins")
     ]
 
 
 def _random_states() -> list[tuple[Callable[[Any], Any], Any]]:
-    """Each with what puts it back."""
+    """Returns the state of each random generator, with the function that sets it."""
     states: list[tuple[Callable[[Any], Any], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),

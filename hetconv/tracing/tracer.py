@@ -1,5 +1,6 @@
-"""capture: one run of a model on fake tensors, every operator recorded as the runtime
-would read it.
+"""The tracer: runs a model once on fake tensors and records its operators.
+
+Calls are read as the runtime reads them, so that a plan predicts what will run.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.errors import HetConvError
 from hetconv.operators import read_call
-from hetconv.operators.base import Call, name_of, writes_in_place
+from hetconv.operators.base import Call, function_name, writes_in_place
 from hetconv.operators.layers import READ_LAYER, plannable_layers
-from hetconv.sharding.layer_rules import Gather
+from hetconv.sharding.rule import Gather
 from hetconv.torch_internals import fake_tensor_mode, storage_id, tree_iter
 
 from .graph import Graph, Node, Value
@@ -26,30 +27,36 @@ from .preserve import preserved
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down each torch function that is given a value of the graph."""
+    """Records the calls of torch functions that read tensors of the graph."""
 
     def __init__(self, params: Mapping[str, Tensor]):
         super().__init__()
         self.values: list[Value] = []
         self.nodes: list[Node] = []
-        self.layer: list[str] = []
-        self._index: dict[
-            int, tuple[ref[Tensor], int]
-        ] = {}  # by id, which another tensor may have later
+        self.layers: list[str] = []  # names of the layers that are running
+        # By id, with a reference that tells whether another tensor got the id.
+        self._index: dict[int, tuple[ref[Tensor], int]] = {}
         self.params = tuple(self.add(p, name) for name, p in params.items())
 
     def add(self, x: Tensor, param: str | None = None) -> int:
-        """A new value; the same tensor object, written to in place, becomes a new one."""
+        """Adds a value. A tensor that was written to in place becomes a new one."""
         dtype = str(x.dtype).removeprefix("torch.")
         self.values.append(
             Value(tuple(x.shape), dtype, x.element_size(), x.requires_grad, param)
         )
-        self._index[id(x)] = ref(x), len(self.values) - 1
-        return len(self.values) - 1
+        index = len(self.values) - 1
+        self._index[id(x)] = ref(x), index
+        return index
 
     def index(self, x: Tensor) -> int | None:
-        found = self._index.get(id(x))
-        return found[1] if found is not None and found[0]() is x else None
+        """Returns the index of a tensor's current value, if it is in the graph."""
+        known, index = self._index.get(id(x), (None, None))
+        return index if known is not None and known() is x else None
+
+    def known(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Returns the indices of those tensors that are in the graph."""
+        found = map(self.index, tensors)
+        return list(dict.fromkeys(i for i in found if i is not None))
 
     def __torch_function__(
         self,
@@ -60,29 +67,25 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = [x for x in tree_iter((args, dict(kwargs))) if isinstance(x, Tensor)]
-        flows = any(
-            self.values[i].param is None
-            for x in given
-            if (i := self.index(x)) is not None
-        )
-        call = self._read(func, args, kwargs) if flows else None
-        sources = list(
-            dict.fromkeys(i for x in given if (i := self.index(x)) is not None)
-        )
+        sources = self.known(given)
+        # Calls on nothing but parameters and constants are not part of the graph.
+        if all(self.values[i].param is not None for i in sources):
+            return func(*args, **kwargs)
+        call = self._read(func, args, kwargs)
         result = func(*args, **kwargs)
-        made = [x for x in tree_iter(result) if isinstance(x, Tensor)]
-        if not flows or (not made and not writes_in_place(func, kwargs)):
-            return result
-        self._record(
-            func, call, sources, given, made or given[:1], writes_in_place(func, kwargs)
-        )
+        writes = writes_in_place(func, kwargs)
+        results = [x for x in tree_iter(result) if isinstance(x, Tensor)]
+        if not results and writes:
+            results = given[:1]
+        if results:
+            self._record(func, call, sources, given, results, writes)
         return result
 
     def _read(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Call | None:
         name = getattr(func, "__name__", "")
-        if self.layer and name in READ_LAYER:
+        if self.layers and name in READ_LAYER:
             return READ_LAYER[name](args, kwargs)
         return read_call(func, args, kwargs)
 
@@ -92,57 +95,66 @@ class _Recorder(TorchFunctionMode):
         call: Call | None,
         sources: list[int],
         given: list[Tensor],
-        made: list[Tensor],
+        results: list[Tensor],
         writes: bool,
     ) -> None:
+        """Adds a node.
+
+        Args:
+            func: The function.
+            call: What was read of the call, if a rule fits it.
+            sources: Indices of the tensors that it was given.
+            given: All these tensors, also those that are not in the graph.
+            results: The tensors that it returned or wrote to.
+            writes: Whether it writes to its first argument.
+        """
         name = getattr(func, "__name__", "call")
-        memory = {storage_id(x) for x in made}
-        views = tuple(
-            i
-            for x in given
-            if (i := self.index(x)) in sources
-            and storage_id(x) in memory
-            and i is not None
-        )
-        if call is None:
-            op: Any = Gather(tuple(made[0].shape))
-            inputs = tuple(i for i in sources if self.values[i].param is None)
-        else:
+        written = {storage_id(x) for x in results}
+        aliased = [x for x in given if storage_id(x) in written]
+        views = [i for i in map(self.index, aliased) if i is not None]
+        op: Any = Gather(tuple(results[0].shape))
+        inputs = [i for i in sources if self.values[i].param is None]
+        if call is not None:
             op = call.op
-            inputs = tuple(
-                i if (i := self.index(x)) is not None else self.add(x)
-                for x in call.inputs
-            )
-        extra = tuple(
-            i for i in sources if self.values[i].param is not None and i not in inputs
-        )
+            indices = ((x, self.index(x)) for x in call.inputs)
+            inputs = [self.add(x) if i is None else i for x, i in indices]
         if call is not None and call.params:
-            extra = tuple(i for x in call.params if (i := self.index(x)) is not None)
-        layer = self.layer[-1] if self.layer and name in READ_LAYER else None
-        outputs = tuple(self.add(x) for x in made)
-        label = layer or f"{name}_{len(self.nodes)}"
+            params = [i for i in map(self.index, call.params) if i is not None]
+        else:
+            params = [i for i in sources if self.values[i].param is not None]
+            params = [i for i in params if i not in inputs]
+        layer = self.layers[-1] if self.layers and name in READ_LAYER else None
         self.nodes.append(
-            Node(label, op, inputs, outputs, extra, layer, views, name_of(func), writes)
+            Node(
+                name=layer or f"{name}_{len(self.nodes)}",
+                op=op,
+                inputs=tuple(inputs),
+                outputs=tuple(self.add(x) for x in results),
+                params=tuple(params),
+                layer=layer,
+                views=tuple(views),
+                function=function_name(func),
+                writes=writes,
+            )
         )
 
 
 @contextmanager
 def _named_layers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """While a convolution or linear runs, the recorder knows its name."""
+    """Tells the recorder which convolution or linear layer is running."""
 
-    def done(
-        *_: Any,
-    ) -> None:  # what a hook returns would be the layer's result, be it an empty name
-        recorder.layer.pop()
+    # A hook returns None, because anything else would replace the layer's result.
+    def leave(*_: Any) -> None:
+        recorder.layers.pop()
 
     handles = []
     for name, layer in plannable_layers(model).items():
-        handles.append(
-            layer.register_forward_pre_hook(
-                lambda *_, name=name: recorder.layer.append(name)
-            )
-        )
-        handles.append(layer.register_forward_hook(done))
+
+        def enter(*_: Any, name: str = name) -> None:
+            recorder.layers.append(name)
+
+        handles.append(layer.register_forward_pre_hook(enter))
+        handles.append(layer.register_forward_hook(leave))
     try:
         yield
     finally:
@@ -151,24 +163,30 @@ def _named_layers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 def capture(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Graph:
-    """Runs a model once on fake tensors and records every operator; nothing is computed or changed.
+    """Runs a model once on fake tensors and records every operator.
 
-    The model is taken as it stands: in training or evaluation, with gradients or (under
-    `torch.no_grad`) without. Afterwards all that it holds is what it was, see
-    `preserve`. Where the run depends on numbers, which fake tensors do not have, it is
-    made once more for real, on copies, with a warning that says why.
+    The model is taken as it is: in training or evaluation mode, with gradients or,
+    under `torch.no_grad`, without. Nothing is computed, and the model is left
+    unchanged. Where the run depends on numbers, which fake tensors do not have, it is
+    repeated for real on copies, with a warning that says why.
 
-    Args: model: a module, or a method of one, such as ``vae.decode``. *args: what it is
-        called with: tensors, in any container, and anything else. Only their shapes,
-        dtypes and
-            whether they require gradients are read of tensors, unless the run is made for real.
-        **kwargs: as ``args``.
+    Args:
+        model: A module, or a method of one, such as ``vae.decode``.
+        *args: What it is called with: tensors, in any container, and anything else. Of
+            tensors only shape, data type and whether they require gradients are read,
+            unless the run is repeated for real.
+        **kwargs: Keyword arguments of the call, like ``args``.
 
     Returns:
         The graph. Its inputs are the tensors among the arguments, in their order.
 
     Raises:
-        HetConvError: the model cannot be called with these arguments.
+        HetConvError: The model cannot be called with these arguments.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> [node.function for node in capture(model, torch.rand(1, 3, 8, 8)).nodes]
+        ['conv2d', 'relu']
     """
     root = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     if not isinstance(root, nn.Module):
@@ -177,65 +195,63 @@ def capture(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
         )
     try:
         with preserved(root):
-            return _recorded_on_fakes(root, model, args, kwargs)
+            return _record_on_fakes(root, model, args, kwargs)
     except Exception as e:
-        why = e
+        reason = e
     try:
         with preserved(root, values=True):
-            graph = _recorded(root, model, *map_tensors(_copied, (args, kwargs)))
+            graph = _record(root, model, *map_tensors(_copy, (args, kwargs)))
     except Exception as e:
         shapes = [tuple(x.shape) for x in tensors_in((args, kwargs))]
         raise HetConvError(
             f"{type(root).__name__} could not be captured on inputs of {shapes}: {e}"
         ) from e
+    first_line = str(reason).strip().partition("\n")[0]
     warnings.warn(
         f"{type(root).__name__} was run for real, on copies, to be captured: without numbers "
-        "it stops with "
-        f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}",
+        f"it stops with {type(reason).__name__}: {first_line}",
         stacklevel=2,
     )
     return graph
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copy(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _recorded_on_fakes(
+def _record_on_fakes(
     root: nn.Module, model: Callable[..., Any], args: Any, kwargs: Any
 ) -> Graph:
     mode = fake_tensor_mode(allow_non_fake_inputs=True)
 
-    def faked(x: Tensor) -> Tensor:
+    def to_fake(x: Tensor) -> Tensor:
         fake: Tensor = mode.from_tensor(x.detach())
         return fake.requires_grad_(x.requires_grad)
 
     with mode:
-        made: dict[int, Tensor] = {}
-        for (
-            module
-        ) in root.modules():  # none of the model's own buffers may be written to
-            for name, b in module._buffers.items():
-                if b is not None:
-                    module._buffers[name] = made.setdefault(id(b), mode.from_tensor(b))
-        return _recorded(root, model, *map_tensors(faked, (args, kwargs)))
+        # The run may write to buffers, so it gets fake ones.
+        fakes: dict[int, Tensor] = {}
+        for module in root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    fake = fakes.setdefault(id(buffer), mode.from_tensor(buffer))
+                    module._buffers[name] = fake
+        return _record(root, model, *map_tensors(to_fake, (args, kwargs)))
 
 
-def _recorded(
+def _record(
     root: nn.Module, model: Callable[..., Any], args: Any, kwargs: Any
 ) -> Graph:
     recorder = _Recorder(dict(root.named_parameters()))
-    entries = tuple(map(recorder.add, tensors_in((args, kwargs))))
+    inputs = tuple(map(recorder.add, tensors_in((args, kwargs))))
     with _named_layers(root, recorder), recorder:
         result = model(*args, **kwargs)
-    outputs = tuple(
-        i for x in tensors_in(result) if (i := recorder.index(x)) is not None
-    )
+    found = map(recorder.index, tensors_in(result))
     return Graph(
-        type(root).__name__,
-        entries,
-        outputs,
-        recorder.params,
-        tuple(recorder.values),
-        tuple(recorder.nodes),
+        model=type(root).__name__,
+        inputs=inputs,
+        outputs=tuple(i for i in found if i is not None),
+        params=recorder.params,
+        values=tuple(recorder.values),
+        nodes=tuple(recorder.nodes),
     )

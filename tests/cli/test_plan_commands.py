@@ -12,7 +12,7 @@ import pytest
 import hetconv
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Alternative
-from hetconv.sharding.layer_rules import REPLICATE, Split
+from hetconv.sharding.split import REPLICATE, Split
 
 from .test_commands import NET
 from .test_show import plan

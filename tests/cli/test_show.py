@@ -18,7 +18,7 @@ from hetconv.autotune.cli.show import show_layer, show_profile
 from hetconv.errors import HetConvError, PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile, Copying
 from hetconv.schemas.plan import Alternative, LayerPlan, Plan, Prediction
-from hetconv.sharding.layer_rules import REPLICATE, Split
+from hetconv.sharding.split import REPLICATE, Split
 from tests.nets import Chain, plan_of, splits_of
 
 ROWS, CHANNELS = Split("height", (3, 1)), Split("filter", (4, 2))

@@ -20,8 +20,8 @@ from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import HetConvError, LostRankError
 from hetconv.nn.layers import HetConv2d
 from hetconv.schemas.plan import Plan
-from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import Split
 from tests.nets import Chain, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks, outcomes
 

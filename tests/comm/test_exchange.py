@@ -17,8 +17,8 @@ from hetconv.comm.rank_group import (
     through_backend,
 )
 from hetconv.comm.redistribute import redistribute_local
-from hetconv.sharding.layer_rules import SplitKind
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import SplitKind
 from tests.nets import Block, plan_of, splits_of
 from tests.spawn import on_ranks
 

@@ -26,9 +26,10 @@ from hetconv.comm.rank_group import count_sent, rank_group_of, through_backend
 from hetconv.comm.redistribute import redistribute
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.sharding.hierarchical import HierarchicalLayout
-from hetconv.sharding.layout import Box, Layout, Move, ReadRegion, bytes_per_pair
+from hetconv.sharding.layout import Box, Layout, ReadRegion
+from hetconv.sharding.moves import Move, bytes_per_pair
 from tests.spawn import on_ranks
-from tests.strategies import layouts, needs, shapes, sharded, worlds
+from tests.strategies import layouts, read_regions, shapes, sharded, worlds
 
 Place = Layout | ReadRegion
 Case = tuple[Layout, Place]
@@ -66,7 +67,7 @@ def value(place: Place, parts: list[Tensor]) -> Tensor:
         return parts[0]
     whole = torch.zeros(place.shape, dtype=torch.float64)
     for box, part in zip(place.boxes, parts, strict=True):
-        whole[box.within(Box.whole(place.shape))] += part
+        whole[box.slices_in(Box.whole(place.shape))] += part
     return whole
 
 
@@ -121,7 +122,7 @@ def rank_on_two_hosts(
 
 
 def places(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Place]:
-    return st.one_of(layouts(shape, world), needs(shape, world))
+    return st.one_of(layouts(shape, world), read_regions(shape, world))
 
 
 @st.composite
@@ -141,7 +142,7 @@ def _in_nodes(dst: Place) -> bool:
 @st.composite
 def replicated_to_need(draw: st.DrawFn) -> Case:
     shape, world = draw(shapes), draw(worlds)
-    return Layout.replicated(shape, world), draw(needs(shape, world))
+    return Layout.replicated(shape, world), draw(read_regions(shape, world))
 
 
 @st.composite
@@ -151,7 +152,7 @@ def sharded_to(draw: st.DrawFn, kind: str) -> Case:
         "replicated": st.just(Layout.replicated(shape, world)),
         "partial": st.just(Layout.partial(shape, world)),
         "sharded": sharded(shape, world),
-        "need": needs(shape, world),
+        "need": read_regions(shape, world),
     }
     return draw(sharded(shape, world)), draw(dst[kind])
 
@@ -162,7 +163,7 @@ def partial_to(draw: st.DrawFn, kind: str) -> Case:
     dst = {
         "replicated": st.just(Layout.replicated(shape, world)),
         "sharded": sharded(shape, world),
-        "need": needs(shape, world),
+        "need": read_regions(shape, world),
     }
     return Layout.partial(shape, world), draw(dst[kind])
 
@@ -222,7 +223,7 @@ def test_forward_keeps_the_value(case: Case) -> None:
         return
     for box, (fx, *_) in zip(dst.boxes, found, strict=True):
         torch.testing.assert_close(
-            fx, whole[box.within(Box.whole(dst.shape))], rtol=0, atol=1e-12
+            fx, whole[box.slices_in(Box.whole(dst.shape))], rtol=0, atol=1e-12
         )
 
 
@@ -238,7 +239,7 @@ def test_replicas_hold_the_same_bits(case: Case) -> None:
 @pytest.mark.parametrize("world", [3, 4])
 def test_overlapping_contributions_are_summed_in_one_order(world: int) -> None:
     whole = Box.whole((7, 101))
-    need = ReadRegion(whole.hi, (whole,) * (world - 1) + (whole.along(1, 0, 90),))
+    need = ReadRegion(whole.hi, (whole,) * (world - 1) + (whole.with_range(1, 0, 90),))
     *_, found = both((Layout.replicated(whole.hi, world), need))
     assert all(torch.equal(g, found[0][1]) for _, g, *_ in found)
 

@@ -22,7 +22,7 @@ from hetconv.cost.memory import (
 from hetconv.planner.partition import whole_model
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from hetconv.tracing.graph import Graph
 from tests.nets import NETS, plan_of
 from tests.spawn import on_ranks

@@ -24,10 +24,11 @@ from hetconv.schemas.cluster_profile import (
     OperatorModel,
     SharedWire,
 )
-from hetconv.sharding.layer_rules import Split
-from hetconv.sharding.layout import Layout, bytes_per_pair, exchanges
+from hetconv.sharding.layout import Layout
+from hetconv.sharding.moves import bytes_per_pair, exchanges
 from hetconv.sharding.param_shards import all_reduce_among
-from tests.strategies import layouts, needs, shapes
+from hetconv.sharding.split import Split
+from tests.strategies import layouts, read_regions, shapes
 
 DEVICE = DeviceModel("cpu", "cpu", 8e9, {"float32": 1e11}, 1e10)
 rates = st.floats(0, 9, allow_subnormal=False)
@@ -62,7 +63,7 @@ def test_a_round_takes_what_clocks_that_start_together_say(
     data: st.DataObject, shape: tuple[int, ...], world: int, itemsize: int
 ) -> None:
     profile = data.draw(profiles(world))
-    ends = st.one_of(layouts(shape, world), needs(shape, world))
+    ends = st.one_of(layouts(shape, world), read_regions(shape, world))
     one = exchanges(data.draw(ends).boxes, data.draw(ends).boxes)[:1]
     sent = np.zeros((world, world))
     for pair, size in bytes_per_pair(one, itemsize).items():

@@ -30,15 +30,9 @@ from hetconv.schemas.plan import Mode
 from hetconv.schemas.provenance import MeasurementConditions
 from hetconv.sharding.conv_geometry import spatial_geometry
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import (
-    KINDS,
-    REPLICATE,
-    Conv,
-    Linear,
-    Split,
-    SplitKind,
-)
+from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import KINDS, REPLICATE, Split, SplitKind
 from hetconv.tracing.graph import Node
 from tests.equivalence import captured, loss_of
 from tests.nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
@@ -401,7 +395,7 @@ class Forks(nn.Module):
 def test_gradients_of_what_is_read_twice_are_added_up() -> None:
     graph = hetconv.capture(Forks(), torch.zeros(1, 2, 3, 4, requires_grad=True))
     tanh, *_, relu, last = graph.nodes
-    assert graph.forks == {tanh.outputs[0]: 2, relu.outputs[0]: 1}
+    assert graph.extra_gradients == {tanh.outputs[0]: 2, relu.outputs[0]: 1}
     line = Curve((10.0, 20.0), (10.0, 20.0))
     device = DeviceModel("d", "cpu", 1e9, {"float32": 1.0}, 1.0)
     measured = replace(

@@ -20,7 +20,8 @@ from hetconv.cost.propagate import RUNNING_STATS_EXCHANGE
 from hetconv.cost.timeline import Clocks, Event, Pass, chrome_trace
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Prediction
-from hetconv.sharding.layout import Layout, exchanges
+from hetconv.sharding.layout import Layout
+from hetconv.sharding.moves import exchanges
 from tests.nets import NETS, splits_of
 
 CLUSTER = ClusterProfile.from_devices(["A100-SXM4-80GB", "V100-SXM2-32GB", "T4"])

@@ -15,7 +15,7 @@ import torch
 
 import hetconv
 from hetconv.nn.replica_sync import sync_replicated
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from tests import ROOT
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of, splits_of

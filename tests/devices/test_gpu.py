@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hetconv import kernels
 from hetconv.comm.redistribute import redistribute
-from hetconv.sharding.layer_rules import KINDS, SplitKind
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import KINDS, SplitKind
 from tests.spawn import DEVICE, on_ranks
 
 WHERE = os.environ.get("HETCONV_TEST_DEVICE")

@@ -17,7 +17,8 @@ from hetconv.ops.deferred import fuse_anywhere
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import KINDS, Gather, Split, SplitKind
+from hetconv.sharding.rule import Gather
+from hetconv.sharding.split import KINDS, Split, SplitKind
 from tests.equivalence import (
     Differences,
     apart,

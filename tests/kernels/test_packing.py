@@ -24,14 +24,8 @@ from hetconv.comm.rank_group import count_sent, through_backend
 from hetconv.comm.redistribute import redistribute
 from hetconv.errors import KernelError
 from hetconv.kernels.launch import Recipe
-from hetconv.sharding.layout import (
-    Box,
-    Layout,
-    Move,
-    ReadRegion,
-    bytes_per_pair,
-    overlaps,
-)
+from hetconv.sharding.layout import Box, Layout, ReadRegion
+from hetconv.sharding.moves import Move, bytes_per_pair, overlaps
 from tests import ROOT
 from tests.interpreter import DEVICE, ON_GPU
 from tests.spawn import spawn
@@ -300,7 +294,7 @@ def halos(
     return ReadRegion(
         shape,
         tuple(
-            whole.along(dim, max(a - reach, 0), min(b + reach, shape[dim]))
+            whole.with_range(dim, max(a - reach, 0), min(b + reach, shape[dim]))
             for a, b in pairwise(ends)
         ),
     )
@@ -330,7 +324,7 @@ def rank_moving(cases: list[tuple[Layout, Place, Tensor, Tensor]]) -> list[Moved
     for src, dst, x, g in cases:
         whole = Box.whole(src.shape)
         local = (
-            x[src.boxes[rank].within(whole)]
+            x[src.boxes[rank].slices_in(whole)]
             .clone(memory_format=torch.channels_last)
             .requires_grad_()
         )
@@ -343,7 +337,7 @@ def rank_moving(cases: list[tuple[Layout, Place, Tensor, Tensor]]) -> list[Moved
             forward = list(launched)
             with through_backend():
                 gradients += torch.autograd.grad(
-                    y, local, g[dst.boxes[rank].within(whole)]
+                    y, local, g[dst.boxes[rank].slices_in(whole)]
                 )
         found.append(Moved(y.detach(), sent, forward, gradients))
     return found
@@ -354,10 +348,10 @@ def expected_launches(src: Layout, dst: Place, x: Tensor, rank: int) -> list[int
     what this rank has itself.
     """
     moving, mine = overlaps(src.boxes, dst.boxes), src.boxes[rank]
-    local = x[mine.within(Box.whole(src.shape))].clone(
+    local = x[mine.slices_in(Box.whole(src.shape))].clone(
         memory_format=torch.channels_last
     )
-    outgoing = [local[box.within(mine)] for s, r, box in moving if s == rank != r]
+    outgoing = [local[box.slices_in(mine)] for s, r, box in moving if s == rank != r]
     strewn = sum(not t.movedim(1, -1).is_contiguous() for t in outgoing)
     return [n for n in (strewn, sum(r == rank for _, r, _ in moving)) if n]
 
@@ -386,6 +380,6 @@ def test_ranks_exchange_slabs_in_one_launch(sizes: tuple[int, ...]) -> None:
             (r, peer): n for r, of in enumerate(found) for peer, n in of[i].sent.items()
         } == sends
         for rank, of in enumerate(found):
-            assert same_bits(of[i].y, x[dst.boxes[rank].within(Box.whole(shape))])
+            assert same_bits(of[i].y, x[dst.boxes[rank].slices_in(Box.whole(shape))])
             assert of[i].launched == expected_launches(src, dst, x, rank)
             assert same_bits(*of[i].gradients)

@@ -19,7 +19,7 @@ from hetconv.autotune.launch.throttle import (
 )
 from hetconv.autotune.measure.timer import timed
 from hetconv.errors import HetConvError
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import Differences, assert_same
 from tests.nets import IMAGE_KINDS
 from tests.nn.test_layers import standalone

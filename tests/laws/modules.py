@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import hetconv
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import full_gradients
 from tests.nets import operator_of, plan_of, split_of
 

@@ -20,8 +20,8 @@ from hetconv.nn.layers import HET_CONVS, HetConv2d
 from hetconv.nn.state_dict import shares
 from hetconv.operators.layers import CONVS
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.sharding.layer_rules import Split
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import Split
 from tests.equivalence import (
     Differences,
     apart,

@@ -17,18 +17,10 @@ from hetconv.cost.redistribution import (
     sent_bytes,
 )
 from hetconv.sharding.layer_rules import window_reads
-from hetconv.sharding.layout import (
-    Box,
-    Exchange,
-    Layout,
-    Move,
-    ReadRegion,
-    Shape,
-    apportion,
-    bytes_per_pair,
-)
+from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape, apportion
+from hetconv.sharding.moves import Exchange, Move, bytes_per_pair
 from tests.cost.test_network import rates
-from tests.strategies import boxes, layouts, needs, weights, windows
+from tests.strategies import boxes, layouts, read_regions, weights, windows
 
 extents = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -65,7 +57,7 @@ def sources(shape: Shape, world: int) -> st.SearchStrategy[Layout]:
 
 
 def reads(shape: Shape, world: int) -> st.SearchStrategy[Layout | ReadRegion]:
-    kinds = [sources(shape, world), needs(shape, world), grouped(shape, world)]
+    kinds = [sources(shape, world), read_regions(shape, world), grouped(shape, world)]
     return st.one_of(
         *kinds,
         st.just(ReadRegion.everything(shape, world)),

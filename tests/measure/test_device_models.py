@@ -21,7 +21,8 @@ from hetconv.planner.make_plan import PLANNED
 from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel, LinkModel
 from hetconv.schemas.plan import SINGLE_DEVICE
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import Conv, Split
+from hetconv.sharding.layer_rules import Conv
+from hetconv.sharding.split import Split
 
 CPU = torch.device("cpu")
 CONV = Conv(ConvSpec(2, 6, (9, 8), 8, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)))

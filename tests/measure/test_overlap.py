@@ -25,7 +25,7 @@ from hetconv.comm.rank_group import count_sent
 from hetconv.cost.estimator import estimate
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.split import Split
 from tests.spawn import on_ranks
 
 SPEC = ConvSpec(1, 4, (12, 8), 6, (5, 5), (1, 1), ((2, 2), (2, 2)), (1, 1))

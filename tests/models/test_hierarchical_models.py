@@ -20,8 +20,9 @@ from hetconv.ops.deferred import fuse_anywhere
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import LayerPlan, Mode, Plan
-from hetconv.sharding.layer_rules import KINDS, Conv, Linear, Split, SplitKind
+from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import spans
+from hetconv.sharding.split import KINDS, Split, SplitKind
 from hetconv.tracing.fusion import fusible_functions
 from tests.equivalence import (
     Differences,

@@ -15,7 +15,7 @@ import torch
 import hetconv
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.plan import Plan
-from hetconv.sharding.layer_rules import Gather
+from hetconv.sharding.rule import Gather
 from hetconv.tracing.graph import Graph
 from tests.equivalence import (
     Differences,

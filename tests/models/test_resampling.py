@@ -14,7 +14,7 @@ import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.sharding.layer_rules import KINDS, SplitKind
+from hetconv.sharding.split import KINDS, SplitKind
 from tests.equivalence import TOLERANCE, Differences, loss_of, one_step, pair
 from tests.spawn import on_ranks
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.split import Split
 from tests.equivalence import Differences, apart, assert_same, full_gradients, loss_of
 from tests.nets import plan_of
 from tests.ops.test_views import shuffled

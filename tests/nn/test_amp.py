@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.errors import PlanError
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import (
     Differences,
     apart,

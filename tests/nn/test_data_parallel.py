@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import hetconv
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import Chain, ResNet, plan_of, splits_of
 from tests.spawn import on_ranks

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hetconv
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import (
     Differences,
     apart,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetconv.nn.layers import HetConv2d
-from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.split import Split
 from tests.equivalence import full_gradients
 from tests.spawn import on_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.errors import HetConvError, PlanError
 from hetconv.nn.layers import HetConv2d, HetLinear
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import (
     Differences,
     apart,

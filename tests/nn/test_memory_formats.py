@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetconv
 from hetconv.runtime.inputs import cropped
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 import hetconv
-from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.split import Split
 from tests.equivalence import apart
 from tests.nets import Twice, plan_of
 from tests.spawn import on_ranks

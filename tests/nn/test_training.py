@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hetconv
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import (
     Differences,
     apart,

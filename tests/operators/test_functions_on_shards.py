@@ -1,6 +1,4 @@
-"""Every operator that has a rule, and some that have none, on parts in every placement
-against plain torch.
-"""
+"""Operators with and without a rule on shards in every placement, against plain torch."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ DOMAINS: dict[str, Fn] = {
     "bool": lambda x: x.relu() - 1,
     "invert": lambda x: (x * 10).long(),
 }
-"""Of functions that take no numbers between 0.5 and 1.5."""
+"""Arguments in the domain of functions that are not defined between 0.5 and 1.5."""
 
 
 def unary(name: str) -> Fn:
@@ -72,7 +70,7 @@ def join(name: str) -> Fn:
 
 
 def wrote(x: Tensor, change: Any) -> Tensor:
-    """A copy of ``x`` after a change in place."""
+    """Returns a copy of ``x`` after a change in place."""
     y = x * 1
     result = change(y)
     return y if result is None else y + 0 * result.sum()
@@ -322,7 +320,7 @@ POOLS = ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
 
 
 def test_every_operator_with_a_rule_is_tested() -> None:
-    """Here, and of other families in a file of their own."""
+    """Some families have test files of their own."""
     named = {
         "batch_norm",
         "cat",

@@ -20,8 +20,9 @@ from hetconv.operators.resampling import CircularPad, Interpolate, Pad, PixelUns
 from hetconv.operators.shapes import Cat, PixelShuffle, Reshape, Stack
 from hetconv.operators.views import SplitView, View
 from hetconv.sharding.conv_spec import Window
-from hetconv.sharding.layer_rules import REPLICATE, Gather, Operator
 from hetconv.sharding.layout import Box, Layout, ReadRegion, apportion
+from hetconv.sharding.rule import Gather, Operator
+from hetconv.sharding.split import REPLICATE
 from tests.sharding.test_layer_rules import assert_fits
 from tests.strategies import layouts, worlds
 
@@ -197,7 +198,7 @@ def test_own_channels_without_running_statistics_move_nothing() -> None:
 
 
 @given(st.data(), worlds, st.lists(st.integers(1, 4), min_size=2, max_size=5))
-def test_flattened_parts_are_parts_of_the_flattened(
+def test_flattened_shards_are_shards_of_the_flattened_tensor(
     data: st.DataObject, world: int, lengths: list[int]
 ) -> None:
     shape = tuple(lengths)
@@ -210,10 +211,10 @@ def test_flattened_parts_are_parts_of_the_flattened(
     for read, out in zip(
         sharding.input_layouts[0].boxes, sharding.output.boxes, strict=True
     ):
-        part = numbers.reshape(shape)[read.within(Box.whole(shape))]
+        part = numbers.reshape(shape)[read.slices_in(Box.whole(shape))]
         assert (
             part.reshape(out.shape)
-            == numbers.reshape(flat)[out.within(Box.whole(flat))]
+            == numbers.reshape(flat)[out.slices_in(Box.whole(flat))]
         ).all()
 
 
@@ -222,7 +223,7 @@ def test_flattened_parts_are_parts_of_the_flattened(
     worlds,
     st.permutations([IMAGE, (8, 1, 1), (3, 1, 6, 1), (1, 1, 1, 1), (5,)]),
 )
-def test_a_join_reads_what_broadcasting_pairs(
+def test_a_pointwise_operator_reads_what_broadcasting_pairs(
     data: st.DataObject, world: int, shapes: list[tuple[int, ...]]
 ) -> None:
     inputs = tuple(data.draw(layouts(shape, world)) for shape in shapes)
@@ -232,15 +233,15 @@ def test_a_join_reads_what_broadcasting_pairs(
     for rank, out in enumerate(sharding.output.boxes):
         for read, shape in zip(sharding.input_layouts, shapes, strict=True):
             source = np.arange(prod(shape)).reshape(shape)
-            expected = np.broadcast_to(source, IMAGE)[out.within(Box.whole(IMAGE))]
-            part = source[read.boxes[rank].within(Box.whole(shape))]
+            expected = np.broadcast_to(source, IMAGE)[out.slices_in(Box.whole(IMAGE))]
+            part = source[read.boxes[rank].slices_in(Box.whole(shape))]
             assert (
                 out.numel == 0 or (np.broadcast_to(part, out.shape) == expected).all()
             )
-        assert index[out.within(Box.whole(IMAGE))].shape == out.shape
+        assert index[out.slices_in(Box.whole(IMAGE))].shape == out.shape
 
 
-def test_a_join_follows_its_first_input_that_is_cut() -> None:
+def test_a_pointwise_operator_follows_its_first_sharded_input() -> None:
     rows, columns = Layout.sharded(IMAGE, 2, (4, 2)), Layout.sharded(IMAGE, 3, (4, 1))
     assert (
         Pointwise(IMAGE).sharding((Layout.replicated(IMAGE, 2), columns, rows)).output
@@ -248,9 +249,9 @@ def test_a_join_follows_its_first_input_that_is_cut() -> None:
     )
 
 
-def test_a_cut_where_the_input_is_broadcast_is_not_followed() -> None:
-    stretched = Layout.sharded((3, 1, 1, 1), 1, (1, 0))
-    assert Pointwise(IMAGE).sharding((stretched,)).output == Layout.replicated(IMAGE, 2)
+def test_an_input_that_is_broadcast_where_it_is_split_is_not_followed() -> None:
+    broadcast = Layout.sharded((3, 1, 1, 1), 1, (1, 0))
+    assert Pointwise(IMAGE).sharding((broadcast,)).output == Layout.replicated(IMAGE, 2)
 
 
 def test_a_pool_over_rows_reads_a_halo() -> None:
@@ -273,7 +274,7 @@ def test_shares_of_groups_are_counts_of_their_elements(
         return
     owner = np.full(op.shape, -1)
     for rank, box in enumerate(sharding.output.boxes):
-        owner[box.within(Box.whole(op.shape))] = rank
+        owner[box.slices_in(Box.whole(op.shape))] = rank
     of_a_group = owner.reshape(3, groups, -1)
     for rank, shares in enumerate(op.shares(sharding.output)):
         box = sharding.output.boxes[rank]

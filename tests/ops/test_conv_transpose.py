@@ -13,8 +13,9 @@ from torch import nn
 
 import hetconv
 from hetconv.operators.conv_transpose import ConvTranspose, TransposedWindow
-from hetconv.sharding.layer_rules import Gather, SplitKind
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.rule import Gather
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import Differences, assert_same, train
 from tests.nets import splits_of
 from tests.placed import PLACEMENTS, WORLD, Fn, on_parts

@@ -97,12 +97,12 @@ def test_a_product_of_parts_is_a_part_of_the_product(
     sharding, total = MATMUL.sharding(inputs), torch.zeros(MATMUL.shape)
     for rank, box in enumerate(sharding.output.boxes):
         own = (
-            read.boxes[rank].within(Box.whole(read.shape))
+            read.boxes[rank].slices_in(Box.whole(read.shape))
             for read in sharding.input_layouts
         )
         part = a[next(own)] @ b[next(own)]
         assert part.shape == box.shape
-        total[box.within(Box.whole(MATMUL.shape))] += part
+        total[box.slices_in(Box.whole(MATMUL.shape))] += part
     assert torch.equal(
         total, a @ b * (world if sharding.output.kind == "replicated" else 1)
     )

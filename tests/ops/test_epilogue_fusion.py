@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hetconv
 from hetconv import kernels
 from hetconv.ops.deferred import fuse_anywhere
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from hetconv.tracing.fusion import fusible_functions
 from tests import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
 from tests.equivalence import Differences, apart, assert_same, leaves, relative

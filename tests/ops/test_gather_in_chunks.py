@@ -25,7 +25,8 @@ from hetconv.ops.deferred import fuse_anywhere
 from hetconv.schemas.plan import Plan
 from hetconv.schemas.tuning_results import TunedChunks
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import Conv, Split, SplitKind
+from hetconv.sharding.layer_rules import Conv
+from hetconv.sharding.split import Split, SplitKind
 from hetconv.tracing.fusion import fusible_functions
 from tests import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
 from tests.equivalence import relative

@@ -15,14 +15,9 @@ import hetconv
 from hetconv.cost.operator_cost import seams_of
 from hetconv.sharding import layer_rules
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import (
-    Conv,
-    Split,
-    SplitKind,
-    concatenates_halos,
-    exchanges_halos,
-)
+from hetconv.sharding.layer_rules import Conv, concatenates_halos, exchanges_halos
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import Differences, assert_same, one_step
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks
@@ -85,8 +80,8 @@ def stepped(
     serial, x = Net().double(), torch.randn(2, 3, 18, 15, dtype=torch.float64)
     if last:
         serial, x = (t.to(memory_format=torch.channels_last) for t in (serial, x))  # type: ignore[call-overload]
-    was, layer_rules.MAX_INPUT_TO_FILTER_RATIO = (
-        layer_rules.MAX_INPUT_TO_FILTER_RATIO,
+    was, layer_rules.MIN_FILTER_TO_INPUT_RATIO = (
+        layer_rules.MIN_FILTER_TO_INPUT_RATIO,
         joined,
     )
     try:
@@ -96,7 +91,7 @@ def stepped(
         )
         return one_step(serial, cut, x)
     finally:
-        layer_rules.MAX_INPUT_TO_FILTER_RATIO = was
+        layer_rules.MIN_FILTER_TO_INPUT_RATIO = was
 
 
 @pytest.mark.parametrize("last", [False, True])

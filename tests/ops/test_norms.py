@@ -17,8 +17,9 @@ import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.operators.norms import GroupNorm
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.sharding.layer_rules import Gather, SplitKind
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.rule import Gather
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import Differences, apart, assert_same, loss_of, train
 from tests.nets import plan_of, splits_of
 from tests.placed import PLACEMENTS, WORLD, Fn, full_gradient, on_parts, placed

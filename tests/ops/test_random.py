@@ -22,8 +22,8 @@ from hetconv.cost.estimator import estimate
 from hetconv.nn import parallelize
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.sharding.layer_rules import SplitKind
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import Differences, apart, loss_of
 from tests.nets import plan_of, splits_of
 from tests.placed import PLACEMENTS, WORLD, check, on_parts, placed

@@ -15,8 +15,10 @@ from torch import nn
 
 from hetconv.operators import read_call
 from hetconv.operators.resampling import Interpolate
-from hetconv.sharding.layer_rules import REPLICATE, OpSharding
-from hetconv.sharding.layout import Layout, Move, bytes_per_pair
+from hetconv.sharding.layout import Layout
+from hetconv.sharding.moves import Move, bytes_per_pair
+from hetconv.sharding.rule import OpSharding
+from hetconv.sharding.split import REPLICATE
 from tests.equivalence import Differences
 from tests.placed import (
     PLACEMENTS,

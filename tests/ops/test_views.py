@@ -18,8 +18,9 @@ from hetconv.operators.reductions import AlongDim, Reduction
 from hetconv.operators.shapes import Reshape, Stack
 from hetconv.operators.views import SplitView, View
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.sharding.layer_rules import Operator, Split
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.rule import Operator
+from hetconv.sharding.split import Split
 from tests.equivalence import Differences, apart, assert_same
 from tests.placed import PLACEMENTS, SHAPE, WORLD, Fn, gathered, on_parts
 from tests.spawn import on_ranks

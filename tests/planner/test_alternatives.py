@@ -19,7 +19,8 @@ from hetconv.planner.search import alternatives
 from hetconv.planner.table_builder import build_tables
 from hetconv.schemas.cluster_profile import ClusterProfile, LinkModel
 from hetconv.schemas.plan import Alternative, Mode
-from hetconv.sharding.layer_rules import KINDS, REPLICATE, Conv, Linear, Split
+from hetconv.sharding.layer_rules import Conv, Linear
+from hetconv.sharding.split import KINDS, REPLICATE, Split
 from hetconv.tracing.graph import Graph
 from tests.nets import NETS, OTHER_RANKS, split_of
 

@@ -20,7 +20,8 @@ from hetconv.schemas.cluster_profile import (
     TunedRatio,
 )
 from hetconv.schemas.tuning_results import TunedPlan
-from hetconv.sharding.layer_rules import Linear, Split, SplitKind
+from hetconv.sharding.layer_rules import Linear
+from hetconv.sharding.split import Split, SplitKind
 from tests.nets import IMAGE_KINDS, MobileBlock, ResNet, UNet
 
 PAIR = ("A100-SXM4-80GB", "V100-SXM2-32GB")

@@ -17,7 +17,7 @@ from hetconv.planner.cost_tables import Copies, CostTables
 from hetconv.planner.memory_limits import Memory, least_memory, solve_within
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from hetconv.tracing.graph import Graph
 from tests.nets import ResNet, UNet
 

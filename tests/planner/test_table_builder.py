@@ -24,8 +24,8 @@ from hetconv.planner.table_builder import build_tables
 from hetconv.schemas.cluster_profile import ClusterProfile, Curve, OperatorModel
 from hetconv.schemas.plan import Mode
 from hetconv.schemas.provenance import MeasurementConditions
-from hetconv.sharding.layer_rules import KINDS, REPLICATE, Conv, Linear, Split
-from hetconv.sharding.split import KINDS_WITHIN_NODES
+from hetconv.sharding.layer_rules import Conv, Linear
+from hetconv.sharding.split import KINDS, KINDS_WITHIN_NODES, REPLICATE, Split
 from hetconv.solver.elimination import minimize, solve
 from hetconv.solver.milp import minimize_milp
 from hetconv.tracing.graph import Graph

@@ -18,8 +18,8 @@ from hetconv.operators.base import reduce_scattered
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel, LinkModel
 from hetconv.schemas.plan import Mode
-from hetconv.sharding.layer_rules import Split, SplitKind
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import Split, SplitKind
 from tests.cost.test_operator_cost import CASES, sent_and_predicted
 from tests.equivalence import assert_same
 from tests.laws.test_serial_equivalence import RATIOS, trained

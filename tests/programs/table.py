@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 import hetconv
 from hetconv.operators.layers import plannable_layers
-from hetconv.sharding.layer_rules import SplitKind
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import Differences, apart, full_gradients
 from tests.nets import operator_of, plan_of, split_of
 from tests.spawn import on_ranks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of
 from tests.spawn import on_ranks

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetconv
 from hetconv.containers import tensors_in
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of
 from tests.spawn import on_ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import Differences, assert_same, one_step
 from tests.nets import plan_of
 from tests.spawn import on_ranks

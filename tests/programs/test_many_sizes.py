@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.nn.model_call import EntryForward
-from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.split import Split
 from hetconv.signature_cache import SignatureCaches
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of

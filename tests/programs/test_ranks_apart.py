@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.comm import deadlock, rank_group
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.nets import plan_of
 from tests.spawn import on_ranks, outcomes
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hetconv
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of
 from tests.spawn import on_ranks

@@ -10,8 +10,9 @@ from hetconv.nn.layers import HetConv2d
 from hetconv.ops.conv import conv_case
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import Conv, Split
+from hetconv.sharding.layer_rules import Conv
 from hetconv.sharding.layout import Layout
+from hetconv.sharding.split import Split
 from tests.spawn import on_ranks
 
 

@@ -22,8 +22,8 @@ from hetconv.autotune.launch import throttle
 from hetconv.comm.rank_group import count_sent, rank_group_of
 from hetconv.runtime import gradient_sync
 from hetconv.runtime.gradient_sync import synced_grad
-from hetconv.sharding.layer_rules import SplitKind
-from hetconv.sharding.layout import all_reduce, buckets, bytes_per_pair
+from hetconv.sharding.moves import all_reduce, buckets, bytes_per_pair
+from hetconv.sharding.split import SplitKind
 from tests.equivalence import (
     Differences,
     apart,

@@ -19,8 +19,9 @@ from hetconv.cost import propagate as walking
 from hetconv.cost.memory import parameter_bytes
 from hetconv.nn.layers import HetLinear
 from hetconv.runtime import gradient_sync
-from hetconv.sharding.layer_rules import Split, SplitKind
-from hetconv.sharding.layout import Shape, buckets
+from hetconv.sharding.layout import Shape
+from hetconv.sharding.moves import buckets
+from hetconv.sharding.split import Split, SplitKind
 from tests.equivalence import (
     Differences,
     assert_same,

@@ -53,7 +53,7 @@ def told(wanted: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Differences
         mine = (
             Layout.sharded(whole.shape, 1, sizes)
             .boxes[group.rank]
-            .within(Layout.replicated(whole.shape, 3).boxes[0])
+            .slices_in(Layout.replicated(whole.shape, 3).boxes[0])
         )
         known = torch.full_like(whole, -1)
         known[mine] = whole[mine]

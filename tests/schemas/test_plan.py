@@ -11,7 +11,7 @@ from torch import nn
 
 from hetconv.errors import PlanError
 from hetconv.schemas.plan import LayerPlan, Plan, Prediction
-from hetconv.sharding.layer_rules import Split
+from hetconv.sharding.split import Split
 from tests.nets import Chain, plan_of, splits_of
 
 

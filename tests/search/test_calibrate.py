@@ -24,8 +24,7 @@ from hetconv.autotune.search.calibrate import (
 from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import Candidates
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.sharding.layer_rules import Split, SplitKind
-from hetconv.sharding.split import KINDS
+from hetconv.sharding.split import KINDS, Split, SplitKind
 from tests.nets import SuperResolution
 
 PAIR = ClusterProfile.from_devices(["cpu", "cpu@0.5"], link="pcie3-x16")

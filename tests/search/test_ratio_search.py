@@ -31,7 +31,7 @@ from hetconv.autotune.search.record import FAILURE
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
 from hetconv.schemas.plan import Plan
-from hetconv.sharding.layer_rules import REPLICATE, Split
+from hetconv.sharding.split import REPLICATE, Split
 from hetconv.tracing.tracer import capture
 from tests.nets import Chain
 

@@ -13,7 +13,7 @@ from hetconv.planner.make_plan import Contender, contenders
 from hetconv.planner.partition import Splits
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Prediction
-from hetconv.sharding.layer_rules import Split, SplitKind
+from hetconv.sharding.split import Split, SplitKind
 from tests.cli.test_summary import captured
 
 SINGLE_DEVICE = "fastest device alone (0: cpu)"

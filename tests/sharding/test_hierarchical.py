@@ -1,6 +1,4 @@
-"""Splits of two levels: samples across nodes, and space, filters or channels among the
-ranks of each node.
-"""
+"""Hierarchical splits: samples across nodes, other dimensions within each node."""
 
 from __future__ import annotations
 
@@ -36,22 +34,15 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Plan
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.hierarchical import HierarchicalLayout
-from hetconv.sharding.layer_rules import (
-    KINDS,
-    Conv,
-    Linear,
-    Operator,
-    Split,
-    SplitKind,
-    exchanges_halos,
-)
+from hetconv.sharding.layer_rules import Conv, Linear, exchanges_halos
 from hetconv.sharding.layout import Layout
-from hetconv.sharding.split import KINDS_WITHIN_NODES
+from hetconv.sharding.rule import Operator
+from hetconv.sharding.split import KINDS, KINDS_WITHIN_NODES, Split, SplitKind
 from tests.models.test_hierarchical_models import CLUSTERS, Nodes, splits_of
 from tests.nets import NETS, ResNet, plan_of
 from tests.placed import PLACEMENTS, WORLD
 from tests.spawn import on_ranks, outcomes
-from tests.strategies import two_level
+from tests.strategies import hierarchical
 
 SPEC = ConvSpec(4, 8, (9, 7), 12, (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))
 
@@ -93,22 +84,22 @@ def test_between_nodes_nothing_moves_but_statistics_outputs_and_gradients() -> N
 
 
 @given(st.data(), st.integers(3, 4))
-def test_parts_say_all_of_a_layout(data: st.DataObject, world: int) -> None:
-    x = data.draw(two_level((4, 3, 5), world))
-    assert HierarchicalLayout.of(x.nodes, x.samples, x.parts) == x
+def test_a_layout_is_made_again_from_its_nodes(data: st.DataObject, world: int) -> None:
+    x = data.draw(hierarchical((4, 3, 5), world))
+    assert HierarchicalLayout.from_nodes(x.nodes, x.samples, x.node_layouts) == x
     assert sum(x.samples) == 4
     assert x.dim is None
-    for node, part in zip(x.members, x.parts, strict=True):
+    for node, part in zip(x.node_ranks, x.node_layouts, strict=True):
         assert part.world == max(len(node), 2)
         assert x.inner_dim == part.dim
 
 
-def test_halos_travel_where_nodes_and_samples_are_the_same() -> None:
+def test_halos_are_exchanged_where_nodes_and_samples_are_the_same() -> None:
     op, split = Conv(SPEC), Split("height", (3, 6, 5, 4), ((2, 3), (2, 1)))
     x = op.sharding(
         (Layout.replicated(SPEC.x_shape, 4),), replace(split, sizes=(1, 2, 4, 5))
     ).input_layouts[0]
-    alike = HierarchicalLayout.of(
+    alike = HierarchicalLayout.from_nodes(
         (2, 2), (3, 1), [Layout.sharded(SPEC.x_shape, 2, (s, 9 - s)) for s in (2, 5)]
     )
     assert not isinstance(x, Layout)
@@ -131,7 +122,7 @@ def test_seams_are_of_own_samples() -> None:
     assert of_own == [[(share / 9, taps)] for share in (0.75, 0.75, 0.25, 0.25)]
 
 
-SQUARE = (4, 4, 4, 4)  # where samples are mistaken for something else, no shape tells
+SQUARE = (4, 4, 4, 4)  # a wrong dimension would not be noticed by its extent
 
 
 @pytest.mark.parametrize(
@@ -153,7 +144,7 @@ SQUARE = (4, 4, 4, 4)  # where samples are mistaken for something else, no shape
 def test_what_is_not_computed_sample_by_sample_gathers(
     op: Operator, inputs: int
 ) -> None:
-    x = HierarchicalLayout.of(
+    x = HierarchicalLayout.from_nodes(
         (2, 1), (3, 1), [Layout.sharded(SQUARE, 2, sizes) for sizes in ((1, 3), (4, 0))]
     )
     sharding = op.sharding((x,) * inputs, Split("replicate"))
@@ -164,9 +155,7 @@ def test_what_is_not_computed_sample_by_sample_gathers(
 
 
 def drops() -> tuple[torch.Tensor, torch.Tensor]:
-    """Which channels dropout of features leaves of rows in nodes, and single numbers,
-    on every rank.
-    """
+    """Returns ones after dropout of features and of single elements."""
     layout = PLACEMENTS["rows in nodes"]
     box = layout.boxes[dist.get_rank()]
     x = hetconv.HetTensor.wrap(torch.ones(box.shape), layout, rank_group_of())
@@ -198,7 +187,7 @@ def test_each_node_draws_its_own_numbers_for_its_samples() -> None:
             "height",
             (1, 1, 1),
             ((2, 1), (2, 1)),
-            "no valid nodes; give a pair for each, of its ranks, 3 in all nodes",
+            "no valid nodes; give .* 3 in all nodes",
         ),
         ("height", (1, 1, 1), ((3, 1), (0, 1)), "no valid nodes"),
         ("height", (1, 1, 1), ((2, 0), (1, 0)), "at least one of them positive"),
@@ -215,7 +204,7 @@ def test_each_node_draws_its_own_numbers_for_its_samples() -> None:
         ("height", (0, 0, 1), ((2, 1), (1, 1)), "a node without sizes"),
     ],
 )
-def test_nodes_without_sense_are_refused(
+def test_invalid_nodes_are_refused(
     kind: SplitKind, sizes: Any, nodes: Any, match: str
 ) -> None:
     with pytest.raises(hetconv.SplitError, match=match):
@@ -249,7 +238,7 @@ def test_nodes_without_sense_are_refused(
         (
             Linear((4, 6), 8),
             Split("filter", (4, 3, 8), ((2, 1), (1, 1))),
-            "adds up to 7 in node 0, .* 8 features",
+            "adds up to 7 in node 0, .* 8 output features",
         ),
         (
             Linear((4, 6), 8),
@@ -258,7 +247,7 @@ def test_nodes_without_sense_are_refused(
         ),
     ],
 )
-def test_what_does_not_fit_an_operator_is_refused(
+def test_a_split_that_does_not_fit_its_operator_is_refused(
     op: Conv | Linear, split: Split, match: str
 ) -> None:
     with pytest.raises(hetconv.SplitError, match=match):
@@ -287,7 +276,7 @@ def constructed(features: Sequence[int]) -> None:
         (constructed, [4, 3, 4], "on rank 1: .* adds up to 3 in node 1"),
     ],
 )
-def test_what_one_rank_does_not_take_all_refuse(
+def test_a_split_that_one_rank_refuses_is_refused_by_all(
     fn: Any, by_rank: Any, match: str
 ) -> None:
     for ok, error in outcomes(3, fn, by_rank):

@@ -1,4 +1,4 @@
-"""The rules: what each operator reads and yields, as laws over any layout, and what is refused."""
+"""Sharding rules of layers, as laws over any layout, and the splits that are refused."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from hypothesis import strategies as st
 
 from hetconv.errors import HetConvError, SplitError
 from hetconv.sharding.conv_spec import ConvSpec
-from hetconv.sharding.layer_rules import (
-    KINDS,
-    REPLICATE,
-    SPATIAL_KINDS,
-    Conv,
-    Linear,
-    OpSharding,
-    Split,
-    SplitKind,
-)
+from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Box, Layout, apportion, spans
 from hetconv.sharding.param_shards import ParamShards
+from hetconv.sharding.rule import OpSharding
+from hetconv.sharding.split import KINDS, REPLICATE, SPATIAL_KINDS, Split, SplitKind
 from tests.nets import split_of
 from tests.strategies import layouts, sizes, weights, windows, worlds
 
@@ -31,12 +24,10 @@ TONE = ConvSpec(2, 4, (9,), 6, (3,), (1,), ((1, 1),), (1,))
 
 
 def covers_once(layout: Layout) -> bool:
-    """Every element is on one rank; on all ranks, or all of a node, if that is what the
-    kind says.
-    """
+    """Whether every element is on one rank, or on all peers unless it is sharded."""
     count, holders = np.zeros(layout.shape, dtype=int), np.ones(layout.shape, dtype=int)
     for rank, box in enumerate(layout.boxes):
-        own = box.within(Box.whole(layout.shape))
+        own = box.slices_in(Box.whole(layout.shape))
         count[own] += 1
         if layout.kind != "sharded":
             holders[own] = len(layout.peers(rank))
@@ -57,7 +48,7 @@ def assert_fits(
 
 @st.composite
 def convolutions(draw: st.DrawFn) -> Conv:
-    """Of any rank, with an output."""
+    """Draws a convolution of any rank whose output is not empty."""
     groups, rank = draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(1, 3))
     N, C, K = (
         draw(st.integers(1, 3)),
@@ -138,7 +129,7 @@ def test_own_filters_read_the_channels_of_their_groups(
 
 
 @given(st.data(), worlds)
-def test_whole_groups_of_channels_are_cut_by_their_filters(
+def test_whole_groups_of_channels_are_split_by_their_filters(
     data: st.DataObject, world: int
 ) -> None:
     op = Conv(replace(SPEC, C=6, K=12, groups=3))
@@ -182,7 +173,7 @@ def test_whole_groups_of_channels_are_cut_by_their_filters(
         ),
     ],
 )
-def test_ranks_hold_their_slices_of_what_is_cut_and_the_whole_where_they_work(
+def test_ranks_hold_slices_or_the_whole_parameter_where_they_work(
     kind: SplitKind, weight: ParamShards, bias: ParamShards
 ) -> None:
     split = Split(kind, () if kind == "replicate" else (9, 0, 3))
@@ -199,7 +190,7 @@ def test_ranks_hold_their_slices_of_what_is_cut_and_the_whole_where_they_work(
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut"),
+    ("kind", "sizes"),
     [
         ("diagonal", (1, 1)),
         ("filter", ()),
@@ -210,11 +201,9 @@ def test_ranks_hold_their_slices_of_what_is_cut_and_the_whole_where_they_work(
         ("replicate", (1, 1)),
     ],
 )
-def test_a_split_without_sense_is_refused(
-    kind: SplitKind, cut: tuple[int, ...]
-) -> None:
+def test_an_invalid_split_is_refused(kind: SplitKind, sizes: tuple[int, ...]) -> None:
     with pytest.raises(SplitError, match=kind):
-        Split(kind, cut)
+        Split(kind, sizes)
 
 
 def test_sizes_may_be_given_as_a_list() -> None:
@@ -254,8 +243,8 @@ def test_sizes_may_be_given_as_a_list() -> None:
             "no sample to split; use filter or channel",
         ),
         (Linear((4, 6), 8), Split("filter", (8,)), "1 sizes for 2 ranks"),
-        (Linear((4, 6), 8), Split("filter", (4, 5)), "8 features"),
-        (Linear((4, 6), 8), Split("channel", (4, 4)), "6 features"),
+        (Linear((4, 6), 8), Split("filter", (4, 5)), "8 output features"),
+        (Linear((4, 6), 8), Split("channel", (4, 4)), "6 input features"),
     ],
 )
 def test_a_split_that_does_not_fit_its_operator_is_refused(
@@ -291,12 +280,12 @@ def test_a_linear_layer_on_more_dimensions(
 
 
 def test_filter_then_channel_needs_no_exchange_between() -> None:
-    """What the first yields is what the second reads, so that two convolutions share
-    one reduction.
-    """
+    """The output layout of the first is the input layout of the second."""
     first = Conv(SPEC)
     second = Conv(ConvSpec(3, 12, (5, 7), 4, (1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1)))
-    made = first.sharding(
+    output = first.sharding(
         (Layout.replicated(SPEC.x_shape, 2),), Split("filter", (9, 3))
     ).output
-    assert second.sharding((made,), Split("channel", (9, 3))).input_layouts == (made,)
+    assert second.sharding((output,), Split("channel", (9, 3))).input_layouts == (
+        output,
+    )

@@ -10,24 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.errors import LayoutError
-from hetconv.sharding.layout import (
-    Box,
-    Boxes,
+from hetconv.sharding.layout import Box, Boxes, Layout, ReadRegion, apportion, spans
+from hetconv.sharding.moves import (
     Exchange,
-    Layout,
     Move,
-    ReadRegion,
-    apportion,
     buckets,
     bytes_per_pair,
     exchanges,
     overlaps,
-    spans,
 )
 from tests.strategies import (
     boxes,
     layouts,
-    needs,
+    read_regions,
     shapes,
     sharded,
     sizes,
@@ -41,7 +36,7 @@ Shape = tuple[int, ...]
 def mask(box: Box, shape: Shape) -> np.ndarray:
     """One where the box is."""
     found = np.zeros(shape, dtype=int)
-    found[box.within(Box.whole(shape))] = 1
+    found[box.slices_in(Box.whole(shape))] = 1
     return found
 
 
@@ -54,7 +49,7 @@ def performed(
     for held, wanted in rounds:
         new = [np.zeros(box.shape, dtype=int) for box in wanted]
         for s, r, box in overlaps(held, wanted):
-            new[r][box.within(wanted[r])] += local[s][box.within(held[s])]
+            new[r][box.slices_in(wanted[r])] += local[s][box.slices_in(held[s])]
         local = new
     return local
 
@@ -154,10 +149,10 @@ def test_a_box_within_another_indexes_the_same_elements(
     numbers = np.arange(prod(shape)).reshape(shape)
     whole = Box.whole(shape)
     assert (
-        numbers[outer.within(whole)][inner.within(outer)]
-        == numbers[inner.within(whole)]
+        numbers[outer.slices_in(whole)][inner.slices_in(outer)]
+        == numbers[inner.slices_in(whole)]
     ).all()
-    assert inner.shape == numbers[inner.within(whole)].shape
+    assert inner.shape == numbers[inner.slices_in(whole)].shape
 
 
 @given(st.data(), shapes, worlds)
@@ -213,7 +208,7 @@ def test_pieces_of_a_sharded_value_cover_what_is_wanted_once(
 ) -> None:
     held, wanted = (
         data.draw(sharded(shape, world)).boxes,
-        data.draw(needs(shape, world)).boxes,
+        data.draw(read_regions(shape, world)).boxes,
     )
     for rank, box in enumerate(wanted):
         came = sum(
@@ -228,8 +223,8 @@ def test_pieces_are_held_by_their_sender(
     data: st.DataObject, shape: Shape, world: int
 ) -> None:
     held, wanted = (
-        data.draw(needs(shape, world)).boxes,
-        data.draw(needs(shape, world)).boxes,
+        data.draw(read_regions(shape, world)).boxes,
+        data.draw(read_regions(shape, world)).boxes,
     )
     assert all(
         b.intersect(held[s]) == b and b.numel for s, _, b in overlaps(held, wanted)
@@ -240,17 +235,19 @@ def test_pieces_are_held_by_their_sender(
 def test_rounds_sum_what_is_held_into_what_is_wanted(
     data: st.DataObject, shape: Shape, world: int, seed: int
 ) -> None:
-    held = data.draw(st.one_of(layouts(shape, world), needs(shape, world))).boxes
-    wanted = data.draw(st.one_of(layouts(shape, world), needs(shape, world))).boxes
+    held = data.draw(st.one_of(layouts(shape, world), read_regions(shape, world))).boxes
+    wanted = data.draw(
+        st.one_of(layouts(shape, world), read_regions(shape, world))
+    ).boxes
     rng = np.random.default_rng(seed)
     local = [rng.integers(-9, 9, box.shape) for box in held]
     total = np.zeros(shape, dtype=int)
     for box, part in zip(held, local, strict=True):
-        total[box.within(Box.whole(shape))] += part
+        total[box.slices_in(Box.whole(shape))] += part
     for box, part in zip(
         wanted, performed(exchanges(held, wanted), local), strict=True
     ):
-        assert (part == total[box.within(Box.whole(shape))]).all()
+        assert (part == total[box.slices_in(Box.whole(shape))]).all()
 
 
 @pytest.mark.parametrize("world", [3, 4, 7])
@@ -279,7 +276,7 @@ def test_traffic_counts_bytes_between_ranks_alone() -> None:
 def test_nothing_moves_from_a_replicated_value(
     data: st.DataObject, shape: Shape, world: int
 ) -> None:
-    dst = data.draw(st.one_of(layouts(shape, world), needs(shape, world)))
+    dst = data.draw(st.one_of(layouts(shape, world), read_regions(shape, world)))
     assert Move(Layout.replicated(shape, world), dst).forward == ()
 
 

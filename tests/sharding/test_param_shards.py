@@ -1,6 +1,4 @@
-"""Who holds what of a parameter: slices that overlap, the whole, nothing; in sums of
-gradients, states and norms.
-"""
+"""Parameter shards, overlapping ones among them, in gradients, states and norms."""
 
 from __future__ import annotations
 
@@ -23,9 +21,10 @@ from hetconv.nn.layers import HetConv2d
 from hetconv.nn.parameters import split_layers
 from hetconv.runtime import gradient_sync
 from hetconv.runtime.gradient_sync import GradientSync
-from hetconv.sharding.layer_rules import Split
-from hetconv.sharding.layout import Box, Shape, buckets, bytes_per_pair
+from hetconv.sharding.layout import Box, Shape
+from hetconv.sharding.moves import buckets, bytes_per_pair
 from hetconv.sharding.param_shards import ParamShards, all_reduce_among
+from hetconv.sharding.split import Split
 from tests.equivalence import (
     Differences,
     apart,
@@ -40,8 +39,8 @@ from .test_layout import mask, performed
 
 
 @st.composite
-def held(draw: st.DrawFn, shape: Shape, world: int) -> ParamShards:
-    """A slice per rank of ``shape``: those of some ranks cover it, the others lie anywhere."""
+def param_shards(draw: st.DrawFn, shape: Shape, world: int) -> ParamShards:
+    """Draws a slice per rank; those of some ranks cover the parameter."""
     dim = draw(st.integers(0, len(shape) - 1))
     some = draw(st.integers(1, world))
     cover = ParamShards.sharded(shape, dim, draw(sizes(shape[dim], some))).boxes
@@ -49,15 +48,15 @@ def held(draw: st.DrawFn, shape: Shape, world: int) -> ParamShards:
         sorted(draw(st.tuples(*[st.integers(0, shape[dim])] * 2)))
         for _ in range(world - some)
     )
-    rest = (Box.whole(shape).along(dim, lo, hi) for lo, hi in ends)
+    rest = (Box.whole(shape).with_range(dim, lo, hi) for lo, hi in ends)
     return ParamShards(shape, tuple(draw(st.permutations([*cover, *rest]))))
 
 
 @given(st.data(), shapes, worlds)
-def test_atoms_cover_a_parameter_once_and_tell_who_holds_each_element(
+def test_cells_cover_a_parameter_once_and_have_all_holders(
     data: st.DataObject, shape: Shape, world: int
 ) -> None:
-    of = data.draw(held(shape, world))
+    of = data.draw(param_shards(shape, world))
     assert (sum(mask(box, shape) for box, _ in of.cells) == 1).all()
     for rank, own in enumerate(of.boxes):
         mine = sum(
@@ -71,19 +70,17 @@ def test_atoms_cover_a_parameter_once_and_tell_who_holds_each_element(
 
 
 @given(st.data(), shapes, worlds)
-def test_owners_hold_each_element_once(
+def test_the_primary_layout_has_each_element_once(
     data: st.DataObject, shape: Shape, world: int
 ) -> None:
-    of = data.draw(held(shape, world))
+    of = data.draw(param_shards(shape, world))
     assert (sum(mask(box, shape) for box in of.primary.boxes) == 1).all()
     for own, box in zip(of.primary.boxes, of.boxes, strict=True):
         assert (mask(own, shape) <= mask(box, shape)).all()
         assert len(own.shape) == len(shape)
 
 
-def test_owners_are_the_first_to_hold_an_element_and_lie_in_rank_order_if_they_may() -> (
-    None
-):
+def test_the_primary_layout_prefers_low_ranks() -> None:
     of_nodes = ParamShards(
         (256,),
         tuple(Box((a,), (b,)) for a, b in ((0, 96), (96, 256), (0, 128), (128, 256))),
@@ -95,7 +92,9 @@ def test_owners_are_the_first_to_hold_an_element_and_lie_in_rank_order_if_they_m
 
 
 @given(st.integers(0, 40), st.sets(st.integers(0, 4), min_size=1))
-def test_a_sum_among_some_ranks_is_theirs_alone(numel: int, ranks: set[int]) -> None:
+def test_an_all_reduce_among_some_ranks_leaves_the_others_alone(
+    numel: int, ranks: set[int]
+) -> None:
     holders = tuple(sorted(ranks))
     local = [
         np.arange(numel) * (rank + 1) if rank in ranks else np.zeros(0, dtype=int)
@@ -135,9 +134,7 @@ def contribution(shape: Shape, rank: int, seed: int) -> Tensor:
 
 
 def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
-    """Gradients of parameters that are held in any way, of which two uses of each
-    contribute; what this rank sent.
-    """
+    """Returns gradients of parameters that are used twice, and the bytes sent."""
     group, gradient_sync.buckets = rank_group_of(), partial(buckets, limit=limit)
     try:
         own = {name: of.boxes[group.rank] for name, of in OVERLAPS.items()}
@@ -156,7 +153,7 @@ def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
             for use in range(2):
                 for seed, (name, of) in enumerate(OVERLAPS.items()):
                     mine = contribution(of.shape, group.rank, seed)[
-                        own[name].within(Box.whole(of.shape))
+                        own[name].slices_in(Box.whole(of.shape))
                     ]
                     loss = loss + (scope.alias(params[name]) * mine).sum() * (use + 1)
             loss.backward()
@@ -166,10 +163,10 @@ def summed_in_buckets(limit: int) -> tuple[Differences, list[int]]:
     for seed, (name, of) in enumerate(OVERLAPS.items()):
         total = torch.zeros(of.shape, dtype=torch.float64)
         for rank, box in enumerate(of.boxes):
-            at = box.within(Box.whole(of.shape))
+            at = box.slices_in(Box.whole(of.shape))
             total[at] += 3 * contribution(of.shape, rank, seed)[at]
         found[name] = apart(
-            params[name].grad, total[own[name].within(Box.whole(of.shape))]
+            params[name].grad, total[own[name].slices_in(Box.whole(of.shape))]
         )
     return found, [sent[rank] for rank in range(group.size)]
 
@@ -193,7 +190,7 @@ def test_gradients_are_summed_among_those_that_hold_the_same_elements(
 
 
 def overlapping() -> tuple[nn.Sequential, nn.Module]:
-    """A plain convolution, and a model with one of which ranks hold slices that overlap."""
+    """Returns a plain convolution and one of which ranks hold overlapping slices."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 8, 3))
@@ -211,17 +208,17 @@ def overlapping() -> tuple[nn.Sequential, nn.Module]:
 
 
 def own_parts(model: nn.Module, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank holds of whole tensors, by the names of the model's parameters."""
+    """Returns this rank's shards of whole tensors, by parameter name."""
     (layer,) = split_layers(model)
     rank = dist.get_rank()
     return {
-        f"0.{k}": whole[f"0.{k}"][of.boxes[rank].within(Box.whole(of.shape))]
+        f"0.{k}": whole[f"0.{k}"][of.boxes[rank].slices_in(Box.whole(of.shape))]
         for k, of in layer.held.items()
     }
 
 
 def overlaps_in_states(path: Path) -> Differences:
-    """The whole state, what each rank takes of one, checkpoints, optimizers, clipping and drift."""
+    """Compares states, checkpoints, optimizers, clipping and replica divergence."""
     plain, model = overlapping()
     found = {f"state {k}": v for k, v in same_state(plain, model).items()}
     updates = [torch.optim.Adam(m.parameters(), 0.1) for m in (plain, model)]

@@ -1,4 +1,4 @@
-"""capture: any arguments, models that read numbers, and a model that afterwards is what it was."""
+"""Capture with any arguments, of models that read numbers, and the model afterwards."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ class Net(nn.Module):
 
 
 class KeepsATable(Net):
-    """One that is made for the first size that it sees, in an attribute, a list, a
-    dict, an object and a cache.
-    """
+    """Keeps a table for the first size in an attribute, a list, a dict and a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +80,7 @@ class Reads(Net):
 
 
 class Options(nn.Module):
-    """Called as a diffusion model is."""
+    """Takes the arguments of a diffusion model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,9 +106,7 @@ class Options(nn.Module):
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """By name, the very objects that a model's modules hold, the contents of
-    containers, and what tensors are.
-    """
+    """Returns the objects that a model's modules and their containers hold, by name."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -132,9 +128,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_as_it_was(model: nn.Module, run: Callable[[], Any]) -> Any:
-    """The result of ``run``, after which the model must be what it was, and random
-    numbers go on as before.
-    """
+    """Returns the result of ``run``, and checks model and random states afterwards."""
     objects, values = state_of(model), values_of(model)
     states = torch.get_rng_state(), random.getstate()
     try:
@@ -148,7 +142,7 @@ def assert_as_it_was(model: nn.Module, run: Callable[[], Any]) -> Any:
         assert random.getstate() == states[1]
 
 
-def test_what_a_model_keeps_at_first_sight_is_not_there_afterwards() -> None:
+def test_what_a_model_keeps_for_its_first_input_is_removed() -> None:
     model = KeepsATable()
     graph = assert_as_it_was(model, lambda: hetconv.capture(model, X))
     assert ramp.cache_info().currsize == 0
@@ -178,7 +172,7 @@ def test_what_hooks_keep_is_what_they_kept() -> None:
     assert list(graph.layers) == ["conv"]
 
 
-def test_what_raises_leaves_the_model_as_it_was() -> None:
+def test_a_run_that_raises_leaves_the_model_as_it_was() -> None:
     model = KeepsATable()
     with pytest.raises(
         hetconv.HetConvError, match=r"KeepsATable could not be captured on .*2, 5, 8, 6"

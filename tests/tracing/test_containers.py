@@ -108,7 +108,7 @@ CYCLES: dict[str, Callable[[], Any]] = {
 
 
 def reached(value: Any) -> list[Any]:
-    """All objects that can be reached, by what Python itself says, in some order."""
+    """Returns all objects that can be reached by Python's own means, in some order."""
     found: dict[int, Any] = {}
     left = [value]
     while left:

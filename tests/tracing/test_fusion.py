@@ -1,6 +1,4 @@
-"""Which functions may be computed with a convolution: read off the captured graph, and
-kept by the plan.
-"""
+"""Functions that can be fused into a convolution, and the plan that records them."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from hetconv.tracing.fusion import fusible_functions
 from tests.nets import NETS
 
 
-def test_followers_of_a_resnet() -> None:
+def test_fusible_functions_of_a_resnet() -> None:
     model = NETS["resnet"][0]().eval()
     found = fusible_functions(hetconv.capture(model, torch.zeros(NETS["resnet"][1])))
     assert found == {
@@ -51,7 +49,7 @@ def test_followers_of_a_resnet() -> None:
         (lambda m, x: F.relu(m.a(F.relu(m.a(x)))), ("relu",)),
     ],
 )
-def test_followers(
+def test_fusible_functions(
     forward: Callable[[Any, Tensor], Any], expected: tuple[str, ...]
 ) -> None:
     class Net(nn.Module):
@@ -70,7 +68,7 @@ def test_followers(
     )
 
 
-def test_a_layer_does_not_wait_for_what_comes_after_a_write_to_its_input() -> None:
+def test_nothing_is_fused_after_a_write_to_the_input() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

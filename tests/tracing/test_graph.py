@@ -1,4 +1,4 @@
-"""capture: what a run records, and that it leaves no trace."""
+"""The graph that a run records, and the model, which is left as it was."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hetconv.operators.elementwise import Pointwise
 from hetconv.operators.norms import BatchNorm
 from hetconv.operators.pooling import GlobalAveragePool, Pool
 from hetconv.operators.shapes import Cat
-from hetconv.sharding.layer_rules import Conv, Gather, Linear
+from hetconv.sharding.layer_rules import Conv, Linear
+from hetconv.sharding.rule import Gather
 from tests.nets import ResNet, UNet
 
 

@@ -118,7 +118,7 @@ def cuts(draw: st.DrawFn) -> Cut:
             st.lists(st.integers(0, shape[dim]), min_size=count + 1, max_size=count + 1)
         )
     )
-    slices = [whole.along(dim, a, b) for a, b in pairwise(ends)]
+    slices = [whole.with_range(dim, a, b) for a, b in pairwise(ends)]
     if draw(st.booleans()):
         return Cut(shape, slices)
     inner = [draw(boxes(s.shape)) for s in slices]
@@ -136,7 +136,7 @@ def at(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def views(t: Tensor, found: list[Box]) -> list[Tensor]:
-    return [t[b.within(Box.whole(tuple(t.shape)))] for b in found]
+    return [t[b.slices_in(Box.whole(tuple(t.shape)))] for b in found]
 
 
 def parts_for(

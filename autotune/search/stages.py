@@ -1,5 +1,6 @@
-"""The stages of the tuning job, but for that of plans: on all ranks, from the profile
-so far to one that knows more.
+"""The stages of the tuning job, but for that of plans.
+
+Each runs on all ranks, from the profile so far to one that knows more.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from dataclasses import replace
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.device_info import conditions
 from hetconv.autotune.measure.fit import device_model
-from hetconv.autotune.measure.layer_workloads import (
-    workloads_of,
-)
+from hetconv.autotune.measure.layer_workloads import workloads_of
 from hetconv.autotune.measure.links import link_models, with_contention
 from hetconv.autotune.measure.overlap import tune_chunks, with_overlap
 from hetconv.autotune.measure.sampling import Passes
@@ -25,22 +24,32 @@ from .job import Run
 from .race import step_of
 from .tile_stage import tune_tiles
 
-OPERATORS_PART = 0.5  # of the budget
+# Of the budget, what may be spent by the end of each stage; the finalists race after
+# that of plans.
+OPERATORS_PART, PLANS_PART, CHUNKS_PART = 0.5, 0.75, 1.0
 MAX_REVISITS = 4  # of an operator whose medians have not converged
-PLANS_PART, CHUNKS_PART = (
-    0.75,
-    1.0,
-)  # what may be spent by the end of each; the fastest plans are raced after that
-TILES_PART = 0.25  # of all, where there is a GPU; the others then share the rest
+TILES_PART = 0.25  # of the budget where there is a GPU; the others share the rest
 
 
 def part_of(run: Run, part: float) -> float:
-    """Of the whole budget, what this part is of what tiles leave."""
+    """Scales a part of the budget to what the stage of tiles leaves.
+
+    Args:
+        run: the job.
+        part: of the budget, as on CPUs.
+    """
     return part * (1 - TILES_PART if run.on_gpu else 1)
 
 
 def operators(run: Run) -> ClusterProfile:
-    """Devices, operator by operator, each of which is kept; and links."""
+    """Measures devices, operator by operator, and links. Collective.
+
+    Args:
+        run: the job, which keeps each operator.
+
+    Returns:
+        The first profile.
+    """
     workloads = workloads_of(run.graph, run.group.size)
     enough = run.passed(part_of(run, OPERATORS_PART))
     training = run.job.mode == "train"
@@ -92,7 +101,15 @@ def operators(run: Run) -> ClusterProfile:
 
 
 def chunks(run: Run, profile: ClusterProfile) -> ClusterProfile:
-    """Of the batch, in which the plan's filter splits are gathered in inference."""
+    """Measures in how many chunks filter splits are best gathered. Collective.
+
+    Args:
+        run: the job; in training there is nothing to measure.
+        profile: what is known so far.
+
+    Returns:
+        The profile with the chunks of the plan's filter splits.
+    """
     if run.job.mode != "infer":
         return profile
     plan = make_plan(run.graph, profile, mode=run.job.mode)
@@ -106,8 +123,17 @@ def chunks(run: Run, profile: ClusterProfile) -> ClusterProfile:
 
 
 def tiles(run: Run, profile: ClusterProfile) -> ClusterProfile:
-    """Of the plan's passes on GPUs. Last, and with the rest saved: a kernel can take
-    the whole process with it.
+    """Tunes tiles of the plan's passes on GPUs. Collective.
+
+    It is the last stage, with the rest saved: a kernel can take the whole process with
+    it.
+
+    Args:
+        run: the job; without a GPU there is nothing to tune.
+        profile: what is known so far.
+
+    Returns:
+        The profile with the tiles.
     """
     if not run.on_gpu:
         return profile

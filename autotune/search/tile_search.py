@@ -1,5 +1,6 @@
-"""The fastest tile of one pass of a convolution: an Optuna study that starts from a
-rough cost model and mends it.
+"""Search of the fastest tile of one pass of a convolution.
+
+It is an Optuna study that starts from a rough cost model and corrects it.
 
 Some thirty tiles, times splits, of which a few dozen can be measured: too few for a
 sampler that learns from nothing. After 15 % of the tiles of 300 tables, made up as
@@ -33,14 +34,13 @@ from hetconv.kernels.triton.backend import suited
 
 Choice = Tile | Literal["aten"]
 Numbers = np.ndarray[Any, Any]
-TRIALS, PATIENCE = 32, 12
-BETTER = 0.99  # of the best so far: a smaller gain may be noise
-# Of the Gaussian process, in logarithms of seconds and of sizes: the cost model's
-# error, how far it reaches, noise.
-ERROR, REACH, NOISE = 0.2, 1.5, 0.05
-BOLDNESS = (
-    2.5  # standard deviations below the expected seconds that a tile is hoped to take
-)
+TRIALS, MAX_TRIALS_WITHOUT_GAIN = 32, 12
+MIN_GAIN_FACTOR = 0.99  # of the best so far: a smaller gain may be noise
+# Of the Gaussian process, in logarithms: standard deviation of the cost model's error,
+# the distance of sizes over which it is alike, and the deviation of measurements.
+MODEL_DEVIATION, LENGTH_SCALE, NOISE_DEVIATION = 0.2, 1.5, 0.05
+# How many standard deviations below its expected seconds a tile is hoped to take.
+CONFIDENCE_DEVIATIONS = 2.5
 
 POWERS = (
     "m",
@@ -62,7 +62,7 @@ class WrongResultError(HetConvError):
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a choice: its seconds, or None and why it has none."""
+    """A choice as tried: its seconds, or None and why it has none."""
 
     choice: Choice
     seconds: float | None
@@ -71,8 +71,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """The fastest choice, the heuristic's seconds (None where it did not run), and all
-    trials, to go on from.
+    """Result of a search.
+
+    Attributes:
+        choice: the fastest one.
+        seconds: its own.
+        heuristic_s: the heuristic tile's seconds; None where it did not run.
+        trials: all of them, to go on from.
     """
 
     choice: Choice
@@ -82,8 +87,14 @@ class Found:
 
 
 def space(works: Sequence[Extents], chip: Chip) -> dict[Tile, float]:
-    """The tiles, with splits, that can compute all of a pass's products on a chip, and
-    the `tiles.cycles` of each.
+    """Lists the tiles, with splits, that can compute all of a pass's products.
+
+    Args:
+        works: sizes of the products.
+        chip: the GPU.
+
+    Returns:
+        The `tiles.cycles` of each tile.
     """
     longest = _longest(works, chip)
     found = [
@@ -99,7 +110,7 @@ def space(works: Sequence[Extents], chip: Chip) -> dict[Tile, float]:
 
 
 def heuristic(works: Sequence[Extents], chip: Chip) -> Tile:
-    """`tiles.default` of the longest of a pass's products."""
+    """Returns `tiles.default` of the longest of a pass's products."""
     return tiles.default(_longest(works, chip), chip)
 
 
@@ -120,19 +131,25 @@ def search(
     evaluate: Callable[[Choice], float],
     *,
     trials: int = TRIALS,
-    patience: int = PATIENCE,
+    patience: int = MAX_TRIALS_WITHOUT_GAIN,
     known: Sequence[Trial] = (),
     obstacle: Callable[[Tile], str | None] = lambda _: None,
     enough: Callable[[], bool] = lambda: False,
 ) -> Found | None:
-    """The fastest of ``first`` (the heuristic), ATen and the tiles of ``costs`` that
-    were measured; None if none ran.
+    """Searches the fastest tile.
 
-    ``costs``: a rough cost of each tile, in any unit. ``evaluate`` gives a choice's
-    seconds, or raises what makes it a failed trial. A tile with an ``obstacle`` is not
-    evaluated. Ends after ``trials`` evaluations, ``patience`` of them in a row without
-    a gain, or once ``enough`` says so. ``known`` trials are not repeated. Of equals
-    ``first`` wins.
+    Args:
+        costs: a rough cost of each tile, in any unit.
+        first: the heuristic tile, tried first beside ATen; of equals it wins.
+        evaluate: returns a choice's seconds, or raises what makes it a failed trial.
+        trials: evaluations, at most.
+        patience: how many evaluations in a row may be without a gain.
+        known: earlier trials, which are not repeated.
+        obstacle: why a tile is not to be evaluated, if it is not.
+        enough: whether to stop early.
+
+    Returns:
+        The fastest choice that was measured; None if none ran.
     """
     study = _Study(
         {first: costs.get(first, min(costs.values(), default=1.0)), **costs}, known
@@ -150,7 +167,9 @@ def search(
         tell(_tried(choice, evaluate))
         ran, idle = (
             ran + 1,
-            0 if study.best < BETTER * best or choice in (first, "aten") else idle + 1,
+            0
+            if study.best < MIN_GAIN_FACTOR * best or choice in (first, "aten")
+            else idle + 1,
         )
         best = min(best, study.best)
     seconds = {t.choice: t.seconds for t in study.trials if t.seconds is not None}
@@ -251,7 +270,7 @@ class _Residuals(optuna.samplers.BaseSampler):
         where = np.array([_where(t) for t in self._tiles])
         apart = ((where[:, None] - where[None]) ** 2).sum(-1)
         self._alike = (
-            ERROR**2 * np.exp(-apart / (2 * REACH**2)) + 1.0
+            MODEL_DEVIATION**2 * np.exp(-apart / (2 * LENGTH_SCALE**2)) + 1.0
         )  # 1: seconds in a unit of cost, almost unknown
 
     def infer_relative_search_space(
@@ -286,11 +305,14 @@ class _Residuals(optuna.samplers.BaseSampler):
             errors.mean()
         )  # of the cost: centred, so that the wide prior around it is around nothing
         weights = np.linalg.solve(
-            self._alike[np.ix_(known, known)] + NOISE**2 * np.eye(len(known)), across.T
+            self._alike[np.ix_(known, known)] + NOISE_DEVIATION**2 * np.eye(len(known)),
+            across.T,
         )
         variance = np.diagonal(self._alike) - (across * weights.T).sum(1)
         mean = self._expected + unit + weights.T @ (errors - unit)
-        hoped: Numbers = mean - BOLDNESS * np.sqrt(np.maximum(variance, 0) + NOISE**2)
+        hoped: Numbers = mean - CONFIDENCE_DEVIATIONS * np.sqrt(
+            np.maximum(variance, 0) + NOISE_DEVIATION**2
+        )
         return hoped
 
     def sample_independent(

@@ -1,4 +1,4 @@
-"""The stage of the tuning job that finds the tiles of this rank's convolutions, on GPUs alone."""
+"""The stage of the tuning job that finds tiles of convolutions, on GPUs alone."""
 
 from __future__ import annotations
 
@@ -32,21 +32,25 @@ from .tile_search import (
     space,
 )
 
-REPEATS = 4  # of a tile on the same inputs, whose results must be the same bits
+MIN_EQUAL_RESULTS = 4  # of a tile on the same inputs, bit for bit
 # ‖found - expected‖ / ‖expected‖ of a right result, by dtype, or "tf32" where float32
 # is multiplied so.
-BOUNDS = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
+MAX_RELATIVE_ERROR = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 class Contest:
-    """Called with a choice it gives its seconds; raises `WrongResultError`, or what a
+    """Timing of the tiles of one pass, and a check of their results.
+
+    Called with a choice it returns its seconds, or raises `WrongResultError` or what a
     launch raised.
     """
 
     def __init__(self, question: Question, device: torch.device):
         s, self._what, self._device = question.spec, question.what, device
         self._question, self._chip = question, chip_of(device)
-        self._bound = BOUNDS["tf32" if question.precision == "tf32" else s.dtype]
+        self._bound = MAX_RELATIVE_ERROR[
+            "tf32" if question.precision == "tf32" else s.dtype
+        ]
         self._x, self._w, self._g = (
             _drawn(shape, s.dtype, device)
             for shape in (s.x_shape, s.w_shape, s.y_shape)
@@ -55,7 +59,7 @@ class Contest:
 
     @property
     def works(self) -> tuple[list[Extents], Chip]:
-        """What a tile is chosen for."""
+        """The matrix products that a tile is chosen for, and the chip."""
         return [product.extents for product in _products(self._question)], self._chip
 
     def __call__(self, choice: Choice) -> float:
@@ -68,14 +72,20 @@ class Contest:
         )
         if not error <= self._bound:  # NaN is not
             raise WrongResultError(f"it is off by {error:.1e} of the result's norm")
-        for _ in range(REPEATS - 1):
+        for _ in range(MIN_EQUAL_RESULTS - 1):
             if not torch.equal(self._run("triton", choice), found):
                 raise WrongResultError("it gives other bits from call to call")
         return timer.call_seconds(lambda: self._run("triton", choice), self._device)
 
     def obstacle(self, tile: Tile) -> str | None:
-        """What the compiler has against a tile, before a launch; nothing is known under
-        Triton's interpreter.
+        """Compiles a tile before it is launched.
+
+        Args:
+            tile: the tile to compile.
+
+        Returns:
+            Why it must not be launched, or None. Nothing is known under Triton's
+            interpreter.
         """
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
@@ -194,7 +204,14 @@ def _new_memory_is_nan() -> Iterator[None]:
 
 
 def questions(step: Callable[[], Any]) -> list[Question]:
-    """The distinct passes that a step computes here and a kernel can, the most work first."""
+    """Lists the distinct passes of a step that a kernel can compute.
+
+    Args:
+        step: is called once.
+
+    Returns:
+        The passes, those with the most work first.
+    """
     found: Counter[Question] = Counter()
 
     def count(question: Question) -> None:
@@ -212,7 +229,7 @@ def questions(step: Callable[[], Any]) -> list[Question]:
 
 
 class Kept(Protocol):
-    """What was measured before, and where it is kept from then on: `job.Run`."""
+    """Where measurements are kept: `job.Run`."""
 
     def known(self, stage: str, key: str, type_: type[Found], /) -> Found | None: ...
 
@@ -227,12 +244,21 @@ def tune_tiles(
     say: Reporter,
     kept: Kept,
 ) -> tuple[TunedTile, ...]:
-    """Collective: the tiles of all ranks' passes of a step, those of rank r's i-th at
-    the same time.
+    """Tunes tiles of all ranks' passes of a step. Collective.
 
-    First the default tile of each against ATen, then the studies. A rank on a CPU has
-    none. Stops early once ``enough`` says so on rank 0. Each pass's study is kept as it
-    ends, and not run again where it is known.
+    First the default tile of each pass is compared with ATen, then come the studies,
+    the i-th of every rank at the same time.
+
+    Args:
+        step: this rank's.
+        device: this rank's; a CPU has no tiles.
+        group: all ranks.
+        enough: whether to stop early, asked on rank 0.
+        say: tells a person how far the stage is.
+        kept: keeps each pass's study as it ends; one that it knows is not run again.
+
+    Returns:
+        The tiles of all ranks.
     """
     asked = questions(step)
     own = asked if device.type == "cuda" else []
@@ -270,7 +296,18 @@ def studied(
     so_far: Found | None,
     enough: Callable[[], bool],
 ) -> Found | None:
-    """The fastest tile of a pass, or ATen; None where nothing ran or memory did not suffice."""
+    """Searches the fastest tile of a pass.
+
+    Args:
+        question: the pass.
+        device: the GPU.
+        trials: how many there may be in all.
+        so_far: what an earlier search found.
+        enough: whether to stop early.
+
+    Returns:
+        What was found, or None where nothing ran; ``so_far`` if memory does not suffice.
+    """
     try:
         contest = Contest(question, device)
     except torch.OutOfMemoryError:
@@ -289,6 +326,7 @@ def studied(
 
 
 def entry(question: Question, found: Found) -> TunedTile:
+    """Makes a profile's entry of what a search found."""
     q, origin = question, (question.device, *versions_in_use())
     return TunedTile(
         *origin,
@@ -302,7 +340,7 @@ def entry(question: Question, found: Found) -> TunedTile:
 
 
 def merged(every: Sequence[Sequence[TunedTile]]) -> tuple[TunedTile, ...]:
-    """One entry for a problem, the fastest, where GPUs of one name have measured the same one."""
+    """Keeps the fastest tile of each problem that several GPUs of one name measured."""
     best: dict[Any, TunedTile] = {}
     for t in (t for tiles in every for t in tiles):
         key = (t.device, t.torch, t.triton, t.what, t.spec, t.precision)

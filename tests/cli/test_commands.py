@@ -254,7 +254,7 @@ def test_ctrl_c_says_where_to_go_on(
     (line,) = done.stderr.splitlines()
     assert (
         line
-        == f"hetconv: interrupted; what was measured is in {tmp_path}/cluster.json.study: add "
+        == f"hetconv: interrupted; what was measured is in {tmp_path}/cluster.json.study.db: add "
         "--resume"
     )
 
@@ -262,7 +262,7 @@ def test_ctrl_c_says_where_to_go_on(
 def test_a_second_autotune_of_a_profile_is_refused_before_a_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "PATIENCE", 0.0)
+    monkeypatch.setattr(journal, "MAX_LOCK_WAIT_S", 0.0)
     with claimed(tmp_path / "cluster.json"):
         done = in_process(tmp_path, monkeypatch, lambda *_: pytest.fail("it starts"))
     assert isinstance(done.exception, hetconv.HetConvError)

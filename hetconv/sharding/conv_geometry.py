@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from hetconv.sharding.conv_spec import Segment, Span
-from hetconv.sharding.layer_rules import Conv
-from hetconv.sharding.layout import Boxes, Layout
-from hetconv.sharding.moves import overlaps
-from hetconv.sharding.split import Split
+from .conv_spec import Segment, Span
+from .layer_rules import Conv
+from .layout import Boxes, Layout
+from .moves import overlaps
+from .split import Split
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Geometry:
     "Rows" are what ``dim`` counts: planes, rows or columns.
 
     Attributes:
-        op: the convolution.
-        dim: the sharded dimension.
-        y_shape: shape of this rank's output.
-        first_out: its first row in the whole output.
-        groups: number of groups that it computes.
-        own: segment of its own rows; None if there is none.
-        own_lo: the first of its own rows in the whole input.
-        halos: segment of the rows of each other rank.
-        held: box of the input that each rank holds.
-        wanted: box of the input that each rank reads.
-        adds_bias: whether this rank adds the bias.
+        op: The convolution.
+        dim: The sharded dimension.
+        y_shape: Shape of this rank's output.
+        first_out: Its first row in the whole output.
+        groups: Number of groups that it computes.
+        own: Segment of its own rows; None if there is none.
+        own_lo: The first of its own rows in the whole input.
+        halos: Rank, segment, and first row of its piece, for each other rank.
+        held: Box of the input that each rank holds.
+        wanted: Box of the input that each rank reads.
+        adds_bias: Whether this rank adds the bias.
     """
 
     op: Conv
@@ -39,9 +39,7 @@ class Geometry:
     groups: int
     own: Segment | None
     own_lo: int
-    halos: tuple[
-        tuple[int, Segment | None, int], ...
-    ] = ()  # (rank, segment, first row of its piece)
+    halos: tuple[tuple[int, Segment | None, int], ...] = ()
     held: Boxes = ()
     wanted: Boxes = ()
     adds_bias: bool = True
@@ -118,8 +116,8 @@ def slab_geometry(op: Conv, x: Layout, split: Split, rank: int) -> Geometry:
 @lru_cache(maxsize=4096)
 def group_geometry(op: Conv, samples: int, filters: int, groups: int) -> Geometry:
     """Returns the geometry of some filters of a grouped convolution, on whole images."""
-    s = op.spec
-    whole = slab_geometry(
-        op, Layout.replicated(s.x_shape, 1), Split("filter", (s.K,)), 0
-    )
-    return replace(whole, y_shape=(samples, filters, *s.y_shape[2:]), groups=groups)
+    spec = op.spec
+    x = Layout.replicated(spec.x_shape, 1)
+    whole = slab_geometry(op, x, Split("filter", (spec.K,)), 0)
+    y_shape = (samples, filters, *spec.y_shape[2:])
+    return replace(whole, y_shape=y_shape, groups=groups)

@@ -291,7 +291,7 @@ def computing_s(graph: Graph, profile: ClusterProfile, plan: Plan) -> float:
         StepEstimator(graph, profile, plan.mode)
         .of(plan.chosen)
         .estimate(plan.splits)[0]
-        .busy_s
+        .compute_s
     )
 
 

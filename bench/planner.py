@@ -151,7 +151,7 @@ def measure(case: Case) -> dict[str, Any]:
     )
     return (
         asdict(case)
-        | {"how": found.how, "chosen": plan.chosen}
+        | {"how": found.method, "chosen": plan.chosen}
         | size
         | {"cpu_s": seconds, "step_s": steps}
     )

@@ -1,6 +1,4 @@
-"""Random tables over the nodes and edges of a graph, what a choice costs by them, and
-the least by brute force.
-"""
+"""Random cost tables of graphs, what a choice costs, and the minimum by brute force."""
 
 from __future__ import annotations
 
@@ -13,7 +11,9 @@ import numpy as np
 import pytest
 
 from hetconv.errors import PlanError
-from hetconv.solver.elimination import minimize
+from hetconv.solver import milp
+from hetconv.solver.elimination import Pairwise, Unary, solve
+from hetconv.solver.factor_graph import FactorGraph, total_cost
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Tables = tuple[dict[str, Array], dict[tuple[str, str], Array]]
@@ -80,6 +80,24 @@ def brute(unary: dict[str, Array], pairs: dict[tuple[str, str], Array]) -> float
         over(table, names.index(u), names.index(v)) for (u, v), table in pairs.items()
     ]
     return float(reduce(np.add, summands).min())
+
+
+def minimize(unary: Unary, pairwise: Pairwise) -> tuple[dict[str, int], float]:
+    """Returns the choice and cost that elimination finds without HiGHS."""
+    solution = solve(unary, pairwise)
+    assert solution.method == "elimination"
+    return solution.choice, solution.cost
+
+
+def minimize_milp(
+    unary: Unary, pairwise: Pairwise, *, time_limit: float = milp.TIME_LIMIT_S
+) -> tuple[dict[str, int], float, float]:
+    """Returns the choice, cost and gap that HiGHS finds without elimination."""
+    graph = FactorGraph.of(unary, pairwise)
+    choice, slack = milp.minimize_tables(graph.tables, time_limit)
+    cost = total_cost(graph.tables, choice)
+    named = {name: choice[v] for v, name in enumerate(graph.names)}
+    return named, cost, milp.relative_gap(slack, cost)
 
 
 def check(given_tables: Tables, least: float) -> None:

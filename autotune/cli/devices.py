@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from hetconv.schemas.catalog import DeviceSheet, LinkSheet, catalogue
+from hetconv.schemas.catalog import DeviceSheet, LinkSheet, load_catalog
 from hetconv.schemas.cluster_profile import ACHIEVED
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
@@ -15,7 +15,7 @@ def show_devices(console: Console) -> None:
     """Devices with memory, bandwidth and TFLOP/s by dtype, links with bandwidth and
     latency; then their sources.
     """
-    known = catalogue()
+    known = load_catalog()
     sheets: list[DeviceSheet | LinkSheet] = [
         *known.devices.values(),
         *known.links.values(),

@@ -23,7 +23,7 @@ WHOLE: dict[str, Callable[[Plan], str]] = {
         p.predicted.step_s if p.predicted else None
     ),
     "busy, ms": lambda p: (
-        ", ".join(map(milliseconds, p.predicted.busy_s)) if p.predicted else "-"
+        ", ".join(map(milliseconds, p.predicted.compute_s)) if p.predicted else "-"
     ),
     "MB sent": lambda p: (
         megabytes(sum(map(sum, p.predicted.sent_bytes))) if p.predicted else "-"

@@ -81,17 +81,17 @@ def _step(axis: Axes, plan: Plan) -> None:
         axis.set_xticks([])
         return
     p = plan.predicted
-    moving = p.moving_s or (0.0,) * plan.world
+    moving = p.communication_s or (0.0,) * plan.world
     idle = [
         max(p.step_s - busy - moved, 0.0)
-        for busy, moved in zip(p.busy_s, moving, strict=True)
+        for busy, moved in zip(p.compute_s, moving, strict=True)
     ]
     spent = {
-        "computes": (BUSY, p.busy_s),
+        "computes": (BUSY, p.compute_s),
         "moves data": (MOVING, moving),
         "waits": (IDLE, idle),
     }
-    if not p.moving_s:
+    if not p.communication_s:
         spent = {"computes": spent["computes"], "moves data or waits": spent["waits"]}
     start = [0.0] * plan.world
     for label, (colour, seconds) in spent.items():

@@ -119,7 +119,7 @@ def show_plan(plan: Plan, console: Console) -> None:
     console.print(f"chosen: [bold]{plan.chosen}[/bold]")
     if plan.predicted is not None:
         p = plan.predicted
-        busy = ", ".join(f"{b * 1e3:.2f}" for b in p.busy_s)
+        busy = ", ".join(f"{b * 1e3:.2f}" for b in p.compute_s)
         sent = sum(map(sum, p.sent_bytes)) / 1e6
         console.print(
             f"predicted step {p.step_s * 1e3:.2f} ms, of which busy {busy} ms; {sent:.2f} MB sent"
@@ -188,7 +188,9 @@ def show_layer(plan: Plan, name: str, console: Console) -> None:
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("because it")
     for c in layer.alternatives:
-        cells = (milliseconds(s, 3) for s in (c.compute_s, c.movement_s, c.slower_by_s))
+        cells = (
+            milliseconds(s, 3) for s in (c.compute_s, c.communication_s, c.slower_by_s)
+        )
         table.add_row(
             split_text(c.split),
             *cells,
@@ -207,7 +209,7 @@ def _why(c: Alternative, chosen: Alternative) -> str:
     """In words, what makes another split slower than the chosen one, and what speaks for it."""
     more = {
         "computes": c.compute_s - chosen.compute_s,
-        "moves": c.movement_s - chosen.movement_s,
+        "moves": c.communication_s - chosen.communication_s,
     }
     against = [f"{verb} longer" for verb, s in more.items() if s > NEGLIGIBLE_S]
     for_it = [f"{verb} less" for verb, s in more.items() if s < -NEGLIGIBLE_S]

@@ -203,8 +203,8 @@ def plan_steps(
     steps: dict[str, Step] = {}
     for name, splits in plans.items():
         if name.startswith(SINGLE_DEVICE):
-            busy_s = pricer.of(name).estimate(splits)[0].busy_s
-            works = rank_group_of().rank == busy_s.index(max(busy_s))
+            compute_s = pricer.of(name).estimate(splits)[0].compute_s
+            works = rank_group_of().rank == compute_s.index(max(compute_s))
             steps[name] = _fastest_alone(model, inputs, mode) if works else lambda: None
         else:
             steps[name] = step_of(

@@ -14,7 +14,7 @@ import numpy as np
 
 from hetconv.errors import PlanError
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import SINGLE_DEVICE, Gathered, Mode, Prediction
+from hetconv.schemas.plan import SINGLE_DEVICE, GatheredOp, Mode, Prediction
 from hetconv.sharding.moves import bytes_per_pair
 from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
@@ -315,7 +315,7 @@ def estimate(
 
 def gathers(
     graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode
-) -> tuple[Gathered, ...]:
+) -> tuple[GatheredOp, ...]:
     """The operators, but for layers that ``splits`` replicates, that run on the whole;
     those that send most first.
     """
@@ -335,5 +335,5 @@ def gathers(
                 a.node.function or a.node.name,
                 graph.values[a.node.outputs[0]].shape,
             )
-            found += [Gathered(*known, sent)] if sent else []
+            found += [GatheredOp(*known, sent)] if sent else []
     return tuple(sorted(found, key=lambda g: -g.sent_bytes))

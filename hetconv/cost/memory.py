@@ -1,5 +1,6 @@
-"""Bytes that a step holds in the memory of each device: parameters, results, copies of
-what arrives. Pure.
+"""Peak bytes of a step in the memory of each device.
+
+These are parameters, results of operators, and buffers for what arrives.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layout import Boxes
+from hetconv.sharding.param_shards import ParamShards
 from hetconv.sharding.rule import OpSharding
 from hetconv.sharding.split import REPLICATE, Split
 from hetconv.tracing.graph import Graph, Node
@@ -20,13 +22,18 @@ from .network import Array, Messages
 from .propagate import Transfers
 from .redistribution import MovedValue, received_bytes
 
+# A parameter, its gradient, and two moments of an optimizer.
+TENSORS_PER_TRAINED_PARAMETER = 4
+
 
 class MemoryUse(NamedTuple):
-    """(P,) bytes of one operator under a plan: its result, copies that are made of what
-    arrives for it, and messages.
+    """Bytes of one operator under a plan, each of shape (P,).
 
-    ``copies`` live until it is done, in training until its gradient is. ``passing``:
-    the most that comes and goes while it waits, in any of its passes.
+    Attributes:
+        result: Bytes of its result.
+        receive_buffers: Bytes of tensors that are made of what arrives for it. They
+            live until it is done, in training until its gradient is.
+        transient: Most bytes that come and go during any of its passes.
     """
 
     result: Array
@@ -35,111 +42,125 @@ class MemoryUse(NamedTuple):
 
 
 def result_bytes(graph: Graph, node: Node, sharding: OpSharding) -> list[int]:
-    """Bytes of what an operator leaves in memory on each rank; a view leaves nothing."""
-    if not _leaves(node):
+    """Returns the bytes of an operator's result on each rank; views have none.
+
+    Args:
+        graph: Model.
+        node: Operator.
+        sharding: How it runs.
+    """
+    if not _allocates(node):
         return [0] * sharding.output.world
-    return [
-        box.numel * graph.values[node.outputs[0]].itemsize
-        for box in sharding.output.boxes
-    ]
+    itemsize = graph.values[node.outputs[0]].itemsize
+    return [box.numel * itemsize for box in sharding.output.boxes]
 
 
-def _leaves(node: Node) -> bool:
+def _allocates(node: Node) -> bool:
     return bool(node.outputs) and not node.views
 
 
 def receive_buffer_bytes(
     transfers: Transfers, messages: Sequence[Messages], world: int, *, apart: bool
 ) -> Array:
-    """(P,) bytes of the tensors that are made of what arrives; ``apart``: see `Network.messages`.
+    """Returns the bytes of the tensors that are made of what arrives, (P,).
 
-    ``messages``: of all rounds of the transfers. Where nothing arrives nothing is made.
+    Args:
+        transfers: Transfers of an operator.
+        messages: Messages of all rounds of the transfers.
+        world: Number of ranks.
+        apart: Whether what arrives is not joined to a rank's own part; see
+            `Network.messages`.
     """
-    found, each = np.zeros(world), iter(messages)
+    total, of_each_round = np.zeros(world), iter(messages)
     for rounds, itemsize in transfers:
         made = np.zeros(world)
-        for (_, wanted), one in zip(
-            rounds, each, strict=False
-        ):  # each round's tensor is there until the next one's is
-            arriving = one.sent_bytes.sum(0)
-            made = (
-                arriving
-                if apart
-                else np.where(arriving > 0, _bytes(wanted, itemsize), 0.0)
-            )
-        found = found + made
-    return found
+        # The tensor of a round lives until that of the next round is made.
+        for (_, wanted), of_round in zip(rounds, of_each_round, strict=False):
+            made = of_round.sent_bytes.sum(0)
+            if not apart:
+                made = np.where(made > 0, _box_bytes(wanted, itemsize), 0.0)
+        total = total + made
+    return total
 
 
 def peak_transient_bytes(messages: Sequence[Messages], world: int) -> Array:
-    """(P,) bytes that arrive in the round in which most does."""
-    most: Array = (
-        np.max([m.sent_bytes.sum(0) for m in messages], axis=0, initial=0.0)
-        if messages
-        else np.zeros(world)
-    )
-    return most
+    """Returns the most bytes that arrive in one round, (P,).
+
+    Args:
+        messages: Messages of each round.
+        world: Number of ranks.
+    """
+    if not messages:
+        return np.zeros(world)
+    peak: Array = np.max([m.sent_bytes.sum(0) for m in messages], axis=0, initial=0.0)
+    return peak
 
 
 def receive_buffer_table(moved: MovedValue) -> Array:
-    """(sources, reads, P): `receive_buffer_bytes` of a value that is brought from each
-    layout to each of the reads.
+    """Computes `receive_buffer_bytes` for all pairs of layouts of a value.
+
+    Args:
+        moved: Value, its layouts, and what is read of it.
+
+    Returns:
+        Bytes of shape (sources, reads, P).
     """
     arriving = received_bytes(moved)
-    whole = np.array([_bytes(read.boxes, moved.itemsize) for read in moved.reads])
-    made = (
-        np.where(moved.apart[..., None], arriving, whole)
-        if moved.apart is not None
-        else whole
-    )
-    found: Array = np.where(arriving > 0, made, 0.0)
-    return found
+    joined = np.array([_box_bytes(read.boxes, moved.itemsize) for read in moved.reads])
+    if moved.apart is not None:
+        joined = np.where(moved.apart[..., None], arriving, joined)
+    made: Array = np.where(arriving > 0, joined, 0.0)
+    return made
 
 
-def _bytes(boxes: Boxes, itemsize: int) -> Array:
+def _box_bytes(boxes: Boxes, itemsize: int) -> Array:
     return np.array([box.numel * itemsize for box in boxes], dtype=np.float64)
 
 
 def parameter_bytes(
     graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode, layer: str | None
 ) -> list[float]:
-    """Bytes on each rank of a layer's parameters, or of all that no layer has.
+    """Returns the bytes of a layer's parameters on each rank.
 
-    In training each counts four times: with its gradient and two moments of an optimizer.
+    In training they include gradients and the state of an optimizer.
+
+    Args:
+        graph: Model.
+        splits: Split of each layer.
+        world: Number of ranks.
+        mode: Whether a step trains.
+        layer: Layer; None for all parameters that belong to no layer.
     """
-    op = graph.layers.get(layer) if layer is not None else None
-    held = (
-        op.param_shards(splits.get(str(layer), REPLICATE), world)
-        if op is not None
-        else {}
-    )
-    found = [0.0] * world
+    shards: Mapping[str, ParamShards] = {}
+    if layer is not None and layer in graph.layers:
+        split = splits.get(layer, REPLICATE)
+        shards = graph.layers[layer].param_shards(split, world)
+    total = [0.0] * world
     for name, size in graph.param_bytes.get(layer, {}).items():
-        parts = (
-            [box.numel / held[name].numel for box in held[name].boxes]
-            if name in held
-            else [1.0] * world
-        )
-        found = [
-            of_rank + size * part for of_rank, part in zip(found, parts, strict=True)
-        ]
-    return [of_rank * (4 if mode == "train" else 1) for of_rank in found]
+        for rank in range(world):
+            part = 1.0
+            if name in shards:
+                part = shards[name].boxes[rank].numel / shards[name].numel
+            total[rank] += size * part
+    copies = TENSORS_PER_TRAINED_PARAMETER if mode == "train" else 1
+    return [size * copies for size in total]
 
 
 def input_bytes(graph: Graph) -> int:
-    """Of the model's inputs, which every rank is given."""
-    return sum(
-        prod(graph.values[i].shape) * graph.values[i].itemsize for i in graph.inputs
-    )
+    """Returns the bytes of the model's inputs, which every rank is given."""
+    values = [graph.values[i] for i in graph.inputs]
+    return sum(prod(value.shape) * value.itemsize for value in values)
 
 
 def last_readers(graph: Graph) -> list[int]:
-    """By operator, the last one that reads its result or a view of it; one past all for
-    what the model returns.
+    """Finds the last operator that reads the result of each one, or a view of it.
+
+    Returns:
+        Index of that operator, by operator; the number of operators where the model
+        returns the result.
     """
     last: dict[int, int] = dict.fromkeys(graph.outputs, len(graph.nodes))
-    for k in reversed(range(len(graph.nodes))):
-        node = graph.nodes[k]
+    for k, node in reversed([*enumerate(graph.nodes)]):
         for i in node.inputs:
             last.setdefault(i, k)
         for i in node.views:
@@ -151,7 +172,15 @@ def last_readers(graph: Graph) -> list[int]:
 
 
 def live_bytes(results: Array, last: Sequence[int]) -> Array:
-    """(operators, P) bytes: of all results, those that are there when each operator has run."""
+    """Sums the results that are alive when each operator has run.
+
+    Args:
+        results: Bytes of each result, of shape (operators, P).
+        last: `last_readers`.
+
+    Returns:
+        Bytes of shape (operators, P).
+    """
     changes = np.zeros((len(results) + 2, *results.shape[1:]))
     changes[: len(last)] += results[: len(last)]
     np.subtract.at(changes, np.array(last, dtype=int) + 1, results[: len(last)])
@@ -160,21 +189,24 @@ def live_bytes(results: Array, last: Sequence[int]) -> Array:
 
 
 def kept_results(graph: Graph, mode: Mode) -> set[Node]:
-    """The operators whose results stay: in training all; in inference those that are
-    there when most is.
+    """Finds the operators whose results are alive at the peak.
+
+    In training these are all operators.
+
+    Args:
+        graph: Model.
+        mode: Whether a step trains.
     """
     if mode == "train" or not graph.nodes:
         return set(graph.nodes)
-    last, sizes = (
-        last_readers(graph),
-        np.array([_whole_bytes(graph, node) for node in graph.nodes], dtype=float),
-    )
-    peak = int(live_bytes(sizes[:, None], last)[:, 0].argmax())
+    last = last_readers(graph)
+    sizes = [[_unsplit_bytes(graph, node)] for node in graph.nodes]
+    peak = int(live_bytes(np.array(sizes, dtype=float), last)[:, 0].argmax())
     return {node for k, node in enumerate(graph.nodes) if k <= peak <= last[k]}
 
 
-def _whole_bytes(graph: Graph, node: Node) -> int:
-    if not _leaves(node):
+def _unsplit_bytes(graph: Graph, node: Node) -> int:
+    if not _allocates(node):
         return 0
     value = graph.values[node.outputs[0]]
     return prod(value.shape) * value.itemsize
@@ -182,28 +214,31 @@ def _whole_bytes(graph: Graph, node: Node) -> int:
 
 def memory_bytes(
     graph: Graph,
-    known: Sequence[MemoryUse],
+    uses: Sequence[MemoryUse],
     splits: Mapping[str, Split],
     world: int,
     mode: Mode,
     last: Sequence[int],
 ) -> tuple[int, ...]:
-    """Bytes on each rank, at most: inputs, parameters, and what operators hold; in
-    training all of it stays.
+    """Returns the peak bytes on each rank.
 
-    ``known``: of every operator in order, then of what comes after them; ``last``: `last_readers`.
+    Args:
+        graph: Model.
+        uses: Memory of every operator in order, then of what comes after them.
+        splits: Split of each layer.
+        world: Number of ranks.
+        mode: Whether a step trains; then all results stay.
+        last: `last_readers`.
     """
     layers = (None, *graph.layers)
-    held = np.sum(
-        [parameter_bytes(graph, splits, world, mode, layer) for layer in layers], axis=0
-    ) + input_bytes(graph)
-    results, copies, passing = (
-        np.array(column).reshape(-1, world) for column in zip(*known, strict=True)
+    parameters = [parameter_bytes(graph, splits, world, mode, name) for name in layers]
+    constant = np.sum(parameters, axis=0) + input_bytes(graph)
+    results, buffers, transient = (
+        np.array(column).reshape(-1, world) for column in zip(*uses, strict=True)
     )
     if mode == "train":
-        most = (results + copies).sum(0) + passing.max(0)
+        peak = (results + buffers).sum(0) + transient.max(0)
     else:
-        most = (
-            live_bytes(results, last) - results + copies + np.maximum(results, passing)
-        ).max(0)
-    return tuple(int(n) for n in (held + most).tolist())
+        live = live_bytes(results, last) - results
+        peak = (live + buffers + np.maximum(results, transient)).max(0)
+    return tuple(int(n) for n in (constant + peak).tolist())

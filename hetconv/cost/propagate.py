@@ -1,5 +1,7 @@
-"""How a model runs under a plan: every operator through its rule, with all that moves
-for it, in order. Pure.
+"""Sharding propagation: how every operator of a model runs under a plan.
+
+Each operator's rule is applied to the layouts of its inputs, in order, and gives the
+layout of its result and all that is moved for it.
 """
 
 from __future__ import annotations
@@ -26,17 +28,23 @@ from hetconv.tracing.graph import AliasGroups, Graph, Node
 
 T = TypeVar("T")
 Rounds = tuple[Exchange, ...]
-Transfers = tuple[tuple[Rounds, int], ...]  # (rounds, bytes per element)
+Transfers = tuple[tuple[Rounds, int], ...]  # rounds, and bytes of an element
 RUNNING_STATS_EXCHANGE = "running statistics"
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduledOp:
-    """One operator under a plan: how it runs and what moves for it. ``hides``: halos
-    travel while it computes.
+    """Operator under a plan.
 
-    ``of_all``: it stands for what ranks tell each other of all operators, whose own
-    costs leave it out.
+    Attributes:
+        node: Operator.
+        split: Its split.
+        sharding: How it runs.
+        forward: Transfers of the forward pass.
+        backward: Transfers of the backward pass.
+        overlaps_halos: Whether halos travel while it computes.
+        is_stats_exchange: Whether it is the exchange of running statistics, which is
+            one for all operators and not part of their own costs.
     """
 
     node: Node
@@ -48,16 +56,20 @@ class ScheduledOp:
     is_stats_exchange: bool = False
 
 
+# Every operator in order, and the sums of parameter gradients.
 Schedule = tuple[list[ScheduledOp], Transfers]
-"""Every operator in order, and the sums of parameter gradients."""
 
 
 class Propagator:
-    """Walks of one model, one after another: how an operator runs on inputs that lie
-    alike is the same object in all.
+    """Propagates the shardings of several plans through one model.
 
-    What is known is looked up by the identity of layouts, for they are long to compare,
-    and keeps them.
+    An operator that runs on equal layouts is the same object in all schedules. Results
+    are found by the identity of layouts, which take long to compare.
+
+    Args:
+        graph: Model.
+        world: Number of ranks.
+        mode: Whether a step trains.
     """
 
     def __init__(self, graph: Graph, world: int, mode: Mode):
@@ -65,188 +77,178 @@ class Propagator:
         self._known: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, splits: Mapping[str, Split]) -> Schedule:
-        """Every operator under ``splits`` in order, and the sums of parameter
-        gradients, as the runtime does them.
+        """Schedules every operator as the runtime runs it.
 
-        A layer without a split is replicated. The last entries stand for the end of the
-        forward: outputs are gathered, and what operators have to tell is told, if any
-        has.
+        The last entries stand for the end of the forward pass: outputs are gathered,
+        and running statistics exchanged, if there are any.
+
+        Args:
+            splits: Split of each layer; a layer without one is replicated.
+
+        Returns:
+            Every operator in order, and the sums of parameter gradients.
         """
         graph = self.graph
-        placed = {i: self._whole(i) for i in range(len(graph.values))}
-        applied: list[ScheduledOp] = []
-        contributed: set[int] = set()
-        tells: dict[
-            int, tuple[int, ...]
-        ] = {}  # by bytes of a number, how many of each rank
-        memory = AliasGroups(placed)
+        layouts = {i: self._whole(i) for i in range(len(graph.values))}
+        aliases = AliasGroups(layouts)
+        scheduled: list[ScheduledOp] = []
+        partial: set[int] = set()  # parameters whose gradients are partial
+        stats: dict[int, tuple[int, ...]] = {}  # numbers per rank, by bytes of each
         for node in graph.nodes:
-            split = (
-                splits.get(node.layer, REPLICATE)
-                if node.layer is not None
-                else REPLICATE
-            )
-            inputs = tuple(placed[i] for i in node.inputs)
-            step, others = self._once(self._step, node, split, *inputs)
-            shared: list[tuple[int, Layout]] = []
-            if node.writes and not memory.may_write(node, step.output):
-                shared = memory.replicate(node.views)
-                inputs = tuple(placed[i] for i in node.inputs)
-                step, others = self._once(
-                    self._gathered, node, step.output.shape, *inputs
-                )
-            if (
-                step.output.kind == "replicated"
-            ):  # what shares memory with the result is whole now
-                shared = shared + memory.replicate(node.views)
-                placed |= {i: self._whole(i) for i in (*node.views, *node.outputs)}
-            else:
-                placed |= dict(zip(node.outputs, (step.output, *others), strict=False))
-                memory.add(node)
-            roots = tuple(i for i, _ in shared)
-            applied.append(
-                self._once(
-                    self._applied,
-                    node,
-                    split,
-                    roots,
-                    step,
-                    *inputs,
-                    *(x for _, x in shared),
-                )
-            )
-            if step.partial_grads:
-                contributed |= {
-                    i
-                    for i in (*node.params, *node.inputs)
-                    if graph.values[i].param is not None
-                }
-            if step.shared_stats:
-                exact = _exact(graph, node)
-                tells[exact] = tuple(
-                    map(
-                        sum,
-                        zip(
-                            tells.get(exact, (0,) * self.world),
-                            step.shared_stats,
-                            strict=True,
-                        ),
-                    )
-                )
-        applied.append(self._once(self._outputs, *(placed[i] for i in graph.outputs)))
-        if tells:
-            applied.append(self._once(self._told, tuple(tells.items())))
-        return applied, _gradient_sums(
-            graph, splits, contributed, self.world
-        ) if self.mode == "train" else ()
+            split = REPLICATE
+            if node.layer is not None:
+                split = splits.get(node.layer, REPLICATE)
+            op = self._schedule(node, split, layouts, aliases)
+            scheduled.append(op)
+            if op.sharding.partial_grads:
+                used = (*node.params, *node.inputs)
+                partial |= {i for i in used if graph.values[i].param is not None}
+            if own_stats := op.sharding.shared_stats:
+                itemsize = _stats_itemsize(graph, node)
+                before = stats.get(itemsize, (0,) * self.world)
+                stats[itemsize] = tuple(map(sum, zip(before, own_stats, strict=True)))
+        outputs = [layouts[i] for i in graph.outputs]
+        scheduled.append(self._once(self._gather_outputs, *outputs))
+        if stats:
+            scheduled.append(self._once(self._exchange_stats, tuple(stats.items())))
+        if self.mode != "train":
+            return scheduled, ()
+        return scheduled, _gradient_sums(graph, splits, partial, self.world)
 
-    def _once(self, make: Callable[..., T], *given: Any) -> T:
-        """What was made of these."""
-        key = (
-            make.__name__,
-            *(id(x) if isinstance(x, Node | Layout | OpSharding) else x for x in given),
+    def _schedule(
+        self, node: Node, split: Split, layouts: dict[int, Layout], aliases: AliasGroups
+    ) -> ScheduledOp:
+        """Schedules one operator, and updates the layouts."""
+        inputs = tuple(layouts[i] for i in node.inputs)
+        sharding, outputs = self._once(self._run, node, split, *inputs)
+        gathered: list[tuple[int, Layout]] = []
+        if node.writes and not aliases.may_write(node, sharding.output):
+            gathered += aliases.replicate(node.views)
+            inputs = tuple(layouts[i] for i in node.inputs)
+            shape = sharding.output.shape
+            sharding, outputs = self._once(self._run_gathered, node, shape, *inputs)
+        if sharding.output.kind == "replicated":
+            # What shares memory with the result is replicated from now on.
+            gathered += aliases.replicate(node.views)
+            layouts |= {i: self._whole(i) for i in (*node.views, *node.outputs)}
+        else:
+            layouts |= zip(node.outputs, outputs, strict=False)
+            aliases.add(node)
+        roots = tuple(i for i, _ in gathered)
+        before = (layout for _, layout in gathered)
+        return self._once(
+            self._scheduled, node, split, roots, sharding, *inputs, *before
         )
+
+    def _once(self, make: Callable[..., T], *args: Any) -> T:
+        """Returns what was made of these arguments before, or makes it."""
+        ids = (id(x) if isinstance(x, Node | Layout | OpSharding) else x for x in args)
+        key = (make.__name__, *ids)
         if key not in self._known:
-            self._known[key] = make(*given), given
+            # The arguments are kept alive, so that no other object gets their ids.
+            self._known[key] = make(*args), args
         found: T = self._known[key][0]
         return found
 
     def _whole(self, value: int) -> Layout:
         return Layout.replicated(self.graph.values[value].shape, self.world)
 
-    def _step(
+    def _scalar(self) -> Layout:
+        return Layout.replicated((), self.world)
+
+    def _run(
         self, node: Node, split: Split, *inputs: Layout
     ) -> tuple[OpSharding, list[Layout]]:
-        """How an operator runs, and how its further outputs lie."""
-        sharding = node.op.sharding(
-            inputs or (Layout.replicated((), self.world),), split
-        )
-        others = (
-            [s.output for s in node.op.shardings(inputs)[1:]]
-            if isinstance(node.op, SplitView)
-            else []
-        )
-        return sharding, others or [sharding.output] * (len(node.outputs) - 1)
+        """Applies an operator's rule; returns the layouts of its outputs too."""
+        sharding = node.op.sharding(inputs or (self._scalar(),), split)
+        if isinstance(node.op, SplitView):
+            pieces = node.op.shardings(inputs)
+            return sharding, [sharding.output, *(s.output for s in pieces[1:])]
+        return sharding, [sharding.output] * len(node.outputs)
 
-    def _gathered(
+    def _run_gathered(
         self, node: Node, shape: Shape, *inputs: Layout
     ) -> tuple[OpSharding, list[Layout]]:
-        return Gather(shape).sharding(
-            inputs or (Layout.replicated((), self.world),)
-        ), []
+        return Gather(shape).sharding(inputs or (self._scalar(),)), []
 
-    def _applied(
+    def _scheduled(
         self,
         node: Node,
         split: Split,
         roots: tuple[int, ...],
         sharding: OpSharding,
-        *lay: Layout,
+        *layouts: Layout,
     ) -> ScheduledOp:
-        """``lay``: how the inputs lie, and how ``roots`` did, which are gathered first."""
-        inputs, lay_before = lay[: len(node.inputs)], lay[len(node.inputs) :]
-        now = _applied(self.graph, node, split, sharding, inputs, self.mode)
-        return replace(now, forward=(*self._gathers(roots, lay_before), *now.forward))
+        """Schedules an operator after the gathers that it needs.
 
-    def _outputs(self, *lay: Layout) -> ScheduledOp:
-        node, nowhere = (
-            Node("output", _NOTHING, self.graph.outputs, ()),
-            Layout.replicated((), self.world),
-        )
+        Args:
+            node: Operator.
+            split: Its split.
+            roots: Values that are gathered first.
+            sharding: How it runs.
+            layouts: Layouts of its inputs, then those of ``roots``.
+        """
+        count = len(node.inputs)
+        inputs, root_layouts = layouts[:count], layouts[count:]
+        op = _scheduled_op(self.graph, node, split, sharding, inputs, self.mode)
+        return replace(op, forward=(*self._gathers(roots, root_layouts), *op.forward))
+
+    def _gather_outputs(self, *layouts: Layout) -> ScheduledOp:
+        outputs = self.graph.outputs
+        sharding = OpSharding((), self._scalar())
+        node = Node("output", _NO_OPERATOR, outputs, ())
+        forward = self._gathers(outputs, layouts)
+        return ScheduledOp(node, REPLICATE, sharding, forward, (), False)
+
+    def _exchange_stats(
+        self, counts_by_itemsize: tuple[tuple[int, tuple[int, ...]], ...]
+    ) -> ScheduledOp:
+        moves, forward = [], []
+        for itemsize, counts in counts_by_itemsize:
+            move = all_gather_uneven(counts)
+            moves.append(move)
+            forward.append((move.forward, itemsize))
+        sharding = OpSharding((), self._scalar(), forward_moves=tuple(moves))
+        node = Node(RUNNING_STATS_EXCHANGE, _NO_OPERATOR, (), ())
         return ScheduledOp(
-            node,
-            REPLICATE,
-            OpSharding((), nowhere),
-            self._gathers(self.graph.outputs, lay),
-            (),
-            False,
+            node, REPLICATE, sharding, tuple(forward), (), False, is_stats_exchange=True
         )
 
-    def _told(self, tells: tuple[tuple[int, tuple[int, ...]], ...]) -> ScheduledOp:
-        moves = tuple(all_gather_uneven(counts) for _, counts in tells)
-        sharding = OpSharding(
-            (), Layout.replicated((), self.world), forward_moves=moves
-        )
-        forward = tuple(
-            (move.forward, exact) for move, (exact, _) in zip(moves, tells, strict=True)
-        )
-        return ScheduledOp(
-            Node(RUNNING_STATS_EXCHANGE, _NOTHING, (), ()),
-            REPLICATE,
-            sharding,
-            forward,
-            (),
-            False,
-            is_stats_exchange=True,
-        )
-
-    def _gathers(self, values: Sequence[int], lay: Sequence[Layout]) -> Transfers:
-        both = zip(values, lay, strict=True)
+    def _gathers(self, values: Sequence[int], layouts: Sequence[Layout]) -> Transfers:
         return tuple(
-            (Move(x, self._whole(i)).forward, self.graph.values[i].itemsize)
-            for i, x in both
+            (Move(layout, self._whole(i)).forward, self.graph.values[i].itemsize)
+            for i, layout in zip(values, layouts, strict=True)
         )
 
 
 def propagate(
     graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode
-) -> tuple[list[ScheduledOp], Transfers]:
-    """`Propagator`, of one plan."""
+) -> Schedule:
+    """Propagates the shardings of one plan; see `Propagator`.
+
+    Args:
+        graph: Model.
+        splits: Split of each layer; a layer without one is replicated.
+        world: Number of ranks.
+        mode: Whether a step trains.
+    """
     return Propagator(graph, world, mode)(splits)
 
 
 @dataclass(frozen=True)
-class _Nothing:
+class _NoOperator:
+    """Stands for what is no operator of the model."""
+
     def sharding(
         self, inputs: tuple[Layout, ...], split: Split = REPLICATE
     ) -> OpSharding:
         return OpSharding((), Layout.replicated((), 1))
 
 
-_NOTHING = _Nothing()
+_NO_OPERATOR = _NoOperator()
 
 
-def _applied(
+def _scheduled_op(
     graph: Graph,
     node: Node,
     split: Split,
@@ -256,79 +258,91 @@ def _applied(
 ) -> ScheduledOp:
     forward: list[tuple[Rounds, int]] = []
     backward: list[tuple[Rounds, int]] = []
-    differentiable = mode == "train" and any(
-        graph.values[i].requires_grad for i in node.outputs
-    )
+    has_gradient = any(graph.values[i].requires_grad for i in node.outputs)
     for i, src, read in zip(node.inputs, inputs, sharding.input_layouts, strict=False):
         value = graph.values[i]
-        if (
-            isinstance(read, Layout)
-            and (read.kind, read.boxes) == (src.kind, src.boxes)
-        ) or value.param is not None:
+        unchanged = isinstance(read, Layout) and (read.kind, read.boxes) == (
+            src.kind,
+            src.boxes,
+        )
+        if unchanged or value.param is not None:
             continue
         move = Move(src, read)
         forward.append((move.forward, value.itemsize))
-        if value.requires_grad and differentiable:
+        if value.requires_grad and has_gradient and mode == "train":
             backward.append((move.adjoint, value.itemsize))
     if node.outputs:
-        out, exact = graph.values[node.outputs[0]], _exact(graph, node)
-        forward += [(move.forward, exact) for move in sharding.forward_moves]
-        if out.requires_grad and mode == "train":
-            backward += [(move.forward, exact) for move in sharding.backward_moves]
-    hides = bool(inputs) and exchanges_halos(node.op, inputs[0], split)
-    return ScheduledOp(node, split, sharding, tuple(forward), tuple(backward), hides)
+        itemsize = _stats_itemsize(graph, node)
+        forward += [(move.forward, itemsize) for move in sharding.forward_moves]
+        if graph.values[node.outputs[0]].requires_grad and mode == "train":
+            backward += [(move.forward, itemsize) for move in sharding.backward_moves]
+    overlaps = bool(inputs) and exchanges_halos(node.op, inputs[0], split)
+    return ScheduledOp(node, split, sharding, tuple(forward), tuple(backward), overlaps)
 
 
-def _exact(graph: Graph, node: Node) -> int:
-    """Bytes of a number of an operator's statistics."""
+def _stats_itemsize(graph: Graph, node: Node) -> int:
+    """Bytes of an element of an operator's statistics, which are float32 at least."""
     return max(graph.values[node.outputs[0]].itemsize, 4)
 
 
 def _gradient_sums(
-    graph: Graph, splits: Mapping[str, Split], used: set[int], world: int
+    graph: Graph, splits: Mapping[str, Split], partial: set[int], world: int
 ) -> Transfers:
-    """The buckets of `replicas.Scope`: parameters that are shared alike, of which the
-    used ones are summed.
-    """
-    found = {
-        i: held
-        for i in graph.params
-        if (held := param_shards_of(graph, i, splits, world)) is not None
-    }
+    """Sums partial gradients in the buckets of `runtime.gradient_sync`."""
+    shards = {i: param_shards_of(graph, i, splits, world) for i in graph.params}
     trained = [
         i
         for i in graph.params
-        if graph.values[i].requires_grad and (i not in found or found[i].has_overlap)
+        if graph.values[i].requires_grad
+        and ((held := shards[i]) is None or held.has_overlap)
     ]
+    numels = [prod(graph.values[i].shape) for i in trained]
     kinds = [
-        (graph.values[i].dtype, found[i].cell_holders if i in found else None)
+        (graph.values[i].dtype, held.cell_holders if (held := shards[i]) else None)
         for i in trained
     ]
     sums: list[tuple[Rounds, int]] = []
-    for bucket in buckets([prod(graph.values[i].shape) for i in trained], kinds=kinds):
-        numels: dict[Ranks, int] = {}
-        for i in (trained[k] for k in bucket if trained[k] in used):
-            whole = OverlapCell(Box.whole(graph.values[i].shape), tuple(range(world)))
-            for box, holders in found[i].cells if i in found else (whole,):
-                numels[holders] = numels.get(holders, 0) + box.numel
-        itemsize = graph.values[trained[bucket[0]]].itemsize
-        rounds = (
-            all_reduce_among(holders, numel, world)
-            for holders, numel in numels.items()
-            if numel
-        )
-        sums += [(one, itemsize) for one in rounds if one]
+    for bucket in buckets(numels, kinds=kinds):
+        numel_by_holders: dict[Ranks, int] = {}
+        params = [trained[k] for k in bucket]
+        for i in params:
+            if i in partial:
+                for box, holders in _cells(graph, i, shards[i], world):
+                    before = numel_by_holders.get(holders, 0)
+                    numel_by_holders[holders] = before + box.numel
+        itemsize = graph.values[params[0]].itemsize
+        for holders, numel in numel_by_holders.items():
+            if numel and (rounds := all_reduce_among(holders, numel, world)):
+                sums.append((rounds, itemsize))
     return tuple(sums)
+
+
+def _cells(
+    graph: Graph, param: int, shards: ParamShards | None, world: int
+) -> Sequence[OverlapCell]:
+    """Parts of a parameter with the ranks that have each."""
+    if shards is not None:
+        return shards.cells
+    whole = Box.whole(graph.values[param].shape)
+    return (OverlapCell(whole, tuple(range(world))),)
 
 
 def param_shards_of(
     graph: Graph, param: int, splits: Mapping[str, Split], world: int
 ) -> ParamShards | None:
-    """Who holds what of a parameter, by its index among the values; None if every rank
-    holds the whole.
+    """Returns which rank holds which part of a parameter.
+
+    Args:
+        graph: Model.
+        param: Index of the parameter among the values.
+        splits: Split of each layer.
+        world: Number of ranks.
+
+    Returns:
+        The shards; None if every rank holds the whole parameter.
     """
     layer, _, name = str(graph.values[param].param).rpartition(".")
     if layer not in splits or layer not in graph.layers:
         return None
-    held = graph.layers[layer].param_shards(splits[layer], world).get(name)
-    return held if held is not None and not held.is_replicated else None
+    shards = graph.layers[layer].param_shards(splits[layer], world).get(name)
+    return shards if shards is not None and not shards.is_replicated else None

@@ -1,13 +1,13 @@
-"""Tables of what data movement costs, from each of many layouts to each of many reads:
-`layout` on arrays. Pure.
+"""Cost of redistribution for many pairs of layouts at once.
 
-The planner compares thousands of redistributions of a value; here one costs
-microseconds. Tests hold each entry equal to what `Move` and `bytes_per_pair` say of its pair.
+The planner compares thousands of redistributions of a value. On arrays, one takes
+microseconds. Tests hold each entry equal to what `Move` and `bytes_per_pair` give for
+its pair of layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,268 +20,260 @@ from hetconv.sharding.moves import exchanges
 
 from .network import Array, Network, elements_to_add
 
-# Numbers of an intermediate result: 120 KB stay in a core's cache. Above 128 KB malloc
-# may hand pages back to the system and take fresh ones at every step, which takes
-# longer than filling them.
-BLOCK = 15_000
-APART = 1 << 7  # beside the bytes of an element, of which no dtype has so many
-MAX_BOXES = 1 << 24  # whose pairs, with the bytes of an element, are counted in 64 bits
+# Intermediate results of 120 KB stay in a core's cache. Above 128 KB malloc may return
+# pages to the system and take new ones at every step, which takes longer than filling
+# them.
+MAX_BLOCK_ELEMENTS = 15_000
+# One integer codes an exchange: held boxes, wanted boxes, whether what arrives stays
+# apart, and the bytes of an element, which are fewer than this flag.
+APART_FLAG = 1 << 7
+MAX_BOXES = 1 << 24
 
 Ints = npt.NDArray[np.intp]
-# Of the bytes that ranks send each other in a round, that each adds, and that each has
-# in the end, if they are joined:
-Measure = Callable[
-    [Array, Array, Array], Array
-]  # (n, P, P), (n, P), (n, P) -> (n, ...)
+Mask = npt.NDArray[np.bool_]
+# Measures n rounds by the bytes that ranks send each other, (n, P, P), that each adds,
+# (n, P), and that each has in the end, (n, P). The result has shape (n, ...).
+Measure = Callable[[Array, Array, Array], Array]
 
 
 class MovedValue(NamedTuple):
-    """A value that is moved from each of these layouts to each of these reads,
-    ``itemsize`` bytes per element.
+    """Value that is moved from each of several layouts to each of several reads.
 
-    ``adjoint``: its gradient is moved back. ``apart``: (sources, reads), of which what
-    arrives stays as it is, see `Network.messages`.
+    Attributes:
+        sources: Layouts of the value.
+        reads: What is read of it.
+        itemsize: Bytes of an element.
+        adjoint: Whether its gradient is moved back.
+        apart: Mask of shape (sources, reads): where what arrives is not joined to a
+            rank's own part; see `Network.messages`.
     """
 
     sources: Sequence[Layout]
     reads: Sequence[Layout | ReadRegion]
     itemsize: int
     adjoint: bool
-    apart: npt.NDArray[np.bool_] | None = None
+    apart: Mask | None = None
 
 
 def movement_tables(values: Sequence[MovedValue], network: Network) -> list[Array]:
-    """(sources, reads) of each value: seconds of moving it, round after round. What
-    values share is computed once.
+    """Computes the seconds of moving values, round after round.
 
-    Raises `LayoutError` for layouts and reads that are not of one shape and of as many
-    ranks as the network.
+    What the values have in common is computed once.
+
+    Args:
+        values: Values to move.
+        network: Links between the devices.
+
+    Returns:
+        Seconds of shape (sources, reads), for each value.
+
+    Raises:
+        LayoutError: If layouts and reads of a value differ in shape, or are for another
+            number of ranks than the network has.
     """
-    for one in values:
-        if others := {x.world for x in (*one.sources, *one.reads)} - {network.world}:
+    for moved in values:
+        worlds = {x.world for x in (*moved.sources, *moved.reads)} - {network.world}
+        if worlds:
             raise LayoutError(
-                f"layouts for {sorted(others)} ranks were given for a network of {network.world}; "
-                f"give those for its ranks"
+                f"layouts for {sorted(worlds)} ranks were given for a network of "
+                f"{network.world}; give those for its ranks"
             )
     return _tables(values, network.seconds)
 
 
-def movement_table(
-    sources: Sequence[Layout],
-    reads: Sequence[Layout | ReadRegion],
-    itemsize: int,
-    network: Network,
-    adjoint: bool,
-) -> Array:
-    """`movement_tables` of one value."""
-    return movement_tables([MovedValue(sources, reads, itemsize, adjoint)], network)[0]
+def received_bytes(moved: MovedValue) -> Array:
+    """Computes the bytes that arrive at each rank when a value is moved.
 
+    Args:
+        moved: Value to move.
 
-def sent_bytes(
-    sources: Sequence[Layout],
-    reads: Sequence[Layout | ReadRegion],
-    itemsize: int,
-    adjoint: bool,
-) -> Array:
-    """(sources, reads): bytes that all ranks send together for what `movement_table` has the
-    seconds of. Raises alike.
+    Returns:
+        Bytes of shape (sources, reads, P).
+
+    Raises:
+        LayoutError: If layouts and reads differ in shape or number of ranks.
     """
-    return _tables(
-        [MovedValue(sources, reads, itemsize, adjoint)],
-        lambda sent, *_: sent.sum((-2, -1)),
-    )[0]
-
-
-def received_bytes(one: MovedValue) -> Array:
-    """(sources, reads, P): bytes that arrive at each rank for what `movement_table` has the
-    seconds of. Raises alike.
-    """
-    return _tables([one], lambda sent, *_: sent.sum(-2), (one.sources[0].world,))[0]
+    world = moved.sources[0].world
+    return _tables([moved], lambda sent, *_: sent.sum(-2), (world,))[0]
 
 
 def _tables(
-    values: Sequence[MovedValue], measure: Measure, each: tuple[int, ...] = ()
+    values: Sequence[MovedValue], measure: Measure, shape: tuple[int, ...] = ()
 ) -> list[Array]:
-    """(sources, reads, *each) of each value, where ``measure`` gives so many numbers of a round."""
-    boxes = _Numbered()
-    coded = [_coded(one, boxes) for one in values]
+    """(sources, reads, *shape) of each value, where ``measure`` gives (n, *shape)."""
+    numbers = _BoxNumbers()
+    coded = [_codes(moved, numbers) for moved in values]
     if not coded:
         return []
-    codes, at = np.unique(
-        np.concatenate([code.ravel() for code in coded]), return_inverse=True
-    )
-    moving = codes[codes >= 0]
-    ends, sorts = np.divmod(moving, 1 << 8)
-    took = np.zeros((len(codes), *each))
-    took[codes >= 0] = _exchanged(
-        boxes.given, *np.divmod(ends, MAX_BOXES), sorts, measure, each
-    )
-    parts = np.split(took[at], np.cumsum([code.size for code in coded])[:-1])
+    flat = np.concatenate([codes.ravel() for codes in coded])
+    unique, index = np.unique(flat, return_inverse=True)
+    moves = unique >= 0
+    pairs, flags = np.divmod(unique[moves], 1 << 8)
+    held, wanted = np.divmod(pairs, MAX_BOXES)
+    measured = np.zeros((len(unique), *shape))
+    exchanged = _Exchanges(numbers.boxes, measure, shape)
+    measured[moves] = exchanged.all_rounds(held, wanted, flags)
+    ends = np.cumsum([codes.size for codes in coded])[:-1]
+    tables = np.split(measured[index], ends)
     return [
-        part.reshape(*code.shape, *each)
-        for part, code in zip(parts, coded, strict=True)
+        table.reshape(*codes.shape, *shape)
+        for table, codes in zip(tables, coded, strict=True)
     ]
 
 
-class _Numbered:
-    """Boxes by number: equal ones have the same. They are looked up by identity, for
-    they are long to compare.
+class _BoxNumbers:
+    """Numbers of boxes, one for all equal ones.
+
+    They are looked up by identity first, for they take long to compare.
     """
 
     def __init__(self) -> None:
-        self.given: list[Boxes] = []
-        self._equal: dict[Boxes, int] = {}
-        self._same: dict[int, int] = {}
+        self.boxes: list[Boxes] = []
+        self._by_value: dict[Boxes, int] = {}
+        self._by_id: dict[int, int] = {}
 
-    def of(self, values: Iterable[Layout | ReadRegion]) -> Ints:
+    def of(self, values: Sequence[Layout | ReadRegion]) -> Ints:
         return np.array([self._number(x.boxes) for x in values], dtype=np.intp)
 
     def _number(self, boxes: Boxes) -> int:
-        found = self._same.get(id(boxes))
-        if found is None:
-            found = self._same[id(boxes)] = self._equal.setdefault(
-                boxes, len(self.given)
-            )
-            if found == len(self.given):
-                self.given.append(boxes)
-        return found
+        number = self._by_id.get(id(boxes))
+        if number is None:
+            number = self._by_value.setdefault(boxes, len(self.boxes))
+            self._by_id[id(boxes)] = number
+            if number == len(self.boxes):
+                self.boxes.append(boxes)
+        return number
 
 
-def _coded(one: MovedValue, boxes: _Numbered) -> Ints:
-    """(sources, reads): which boxes are exchanged, whether `APART`, and the bytes of an
-    element, in one number.
-
-    -1 for nothing.
-    """
-    both = (*one.sources, *one.reads)
+def _codes(moved: MovedValue, numbers: _BoxNumbers) -> Ints:
+    """(sources, reads): what is exchanged in one integer, or -1 if nothing is."""
+    both = (*moved.sources, *moved.reads)
     if len({(x.shape, x.world) for x in both}) > 1:
-        shapes, worlds = (
-            sorted({x.shape for x in both}),
-            sorted({x.world for x in both}),
-        )
         raise LayoutError(
-            f"layouts and reads of shapes {shapes} for {worlds} ranks were given; give those "
-            "of one value"
+            f"layouts and reads of shapes {sorted({x.shape for x in both})} for "
+            f"{sorted({x.world for x in both})} ranks were given; give those of one value"
         )
-    held, wanted = boxes.of(one.sources)[:, None], boxes.of(one.reads)[None]
-    if one.adjoint:
+    held, wanted = numbers.of(moved.sources)[:, None], numbers.of(moved.reads)[None]
+    if moved.adjoint:
         held, wanted = wanted, held
-    sort = one.itemsize if one.apart is None else one.itemsize | APART * one.apart
-    codes: Ints = np.where(_moves(one), (held * MAX_BOXES + wanted) << 8 | sort, -1)
+    flags: int | Ints = moved.itemsize
+    if moved.apart is not None:
+        flags = moved.itemsize | APART_FLAG * moved.apart
+    codes: Ints = np.where(
+        _exchange_mask(moved), (held * MAX_BOXES + wanted) << 8 | flags, -1
+    )
     return codes
 
 
-def _moves(one: MovedValue) -> npt.NDArray[np.bool_]:
-    """(sources, reads): where `Move` has rounds. What counts once stays, and what
-    becomes partial is embedded.
+def _exchange_mask(moved: MovedValue) -> Mask:
+    """(sources, reads): where `Move` has rounds of messages.
+
+    A replicated source has none forward, nor has what is read as partial.
     """
-    kinds = [read.kind if isinstance(read, Layout) else "need" for read in one.reads]
-    asked = np.array(
-        [
-            kind != "partial" and not (one.adjoint and kind == "replicated")
-            for kind in kinds
-        ],
-        dtype=bool,
-    )
-    given = np.array(
-        [one.adjoint or source.kind != "replicated" for source in one.sources],
-        dtype=bool,
-    )
-    both: npt.NDArray[np.bool_] = given[:, None] & asked
-    return both
+
+    def receives(read: Layout | ReadRegion) -> bool:
+        if not isinstance(read, Layout):
+            return True
+        return read.kind != "partial" and not (
+            moved.adjoint and read.kind == "replicated"
+        )
+
+    sends = [moved.adjoint or source.kind != "replicated" for source in moved.sources]
+    mask: Mask = np.logical_and.outer(sends, [receives(read) for read in moved.reads])
+    return mask
 
 
-def _exchanged(
-    boxes: Sequence[Boxes],
-    held: Ints,
-    wanted: Ints,
-    sorts: Ints,
-    measure: Measure,
-    each: tuple[int, ...],
-) -> Array:
-    """(n, *each): of `exchanges` between ``boxes[held]`` and ``boxes[wanted]``; no two
-    of ``boxes`` are the same.
-    """
-    result = _in_one_round(boxes, held, wanted, sorts, measure, each)
-    for k in np.flatnonzero(
-        held == wanted
-    ):  # only a sum of wholes into wholes takes more rounds
-        rounds = exchanges(boxes[held[k]], boxes[held[k]])
-        if len(rounds) > 1:
-            ends = np.arange(2 * len(rounds)).reshape(-1, 2)
-            alike = sorts[[k] * len(rounds)]
-            by_round = _in_one_round(
-                tuple(chain(*rounds)), ends[:, 0], ends[:, 1], alike, measure, each
-            )
-            result[k] = by_round.sum(0)
-    return result
+class _Exchanges:
+    """Measures exchanges between pairs of boxes, no two of which are the same."""
 
+    def __init__(
+        self, boxes: Sequence[Boxes], measure: Measure, shape: tuple[int, ...]
+    ):
+        self.boxes, self.measure, self.shape = boxes, measure, shape
 
-def _in_one_round(
-    boxes: Sequence[Boxes],
-    held: Ints,
-    wanted: Ints,
-    sorts: Ints,
-    measure: Measure,
-    each: tuple[int, ...],
-) -> Array:
-    """(n, *each): block by block, each of pairs whose ranks differ in the same dimensions."""
-    result = np.zeros((len(held), *each))
-    if not len(held):
+    def all_rounds(self, held: Ints, wanted: Ints, flags: Ints) -> Array:
+        """(n, *shape): sums of the rounds of `exchanges` of each pair."""
+        result = self._one_round(held, wanted, flags)
+        # Only a sum of whole tensors into whole tensors takes several rounds.
+        for k in np.flatnonzero(held == wanted):
+            rounds = exchanges(self.boxes[held[k]], self.boxes[held[k]])
+            if len(rounds) > 1:
+                by_round = _Exchanges(tuple(chain(*rounds)), self.measure, self.shape)
+                first = np.arange(0, 2 * len(rounds), 2)
+                same_flags = flags[[k] * len(rounds)]
+                result[k] = by_round._one_round(first, first + 1, same_flags).sum(0)
         return result
-    lo, hi = _corners(boxes)
-    cut = ((lo != lo[..., :1]) | (hi != hi[..., :1])).any(
-        -1
-    )  # (dimensions, boxes): whether ranks differ
-    rank, _, world = lo.shape
-    code = (1 << np.arange(rank)) @ cut
-    groups = code[held] << rank | code[wanted]
-    numel = (hi - lo).prod(0)
-    to_others, step = 1.0 - np.eye(world), max(BLOCK // world**2, 1)
-    order = np.argsort(groups, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
-        for block in np.split(members, range(step, len(members), step)):
+
+    def _one_round(self, held: Ints, wanted: Ints, flags: Ints) -> Array:
+        """(n, *shape): one round of each pair, block by block."""
+        result = np.zeros((len(held), *self.shape))
+        if not len(held):
+            return result
+        lo, hi = _corners(self.boxes)
+        differs = ((lo != lo[..., :1]) | (hi != hi[..., :1])).any(-1)
+        numel = (hi - lo).prod(0)
+        world = lo.shape[-1]
+        to_others = 1.0 - np.eye(world)
+        for block in _blocks(differs, held, wanted, world):
+            own, other = held[block], wanted[block]
             common = np.broadcast_to(
-                _common(lo, hi, cut, held[block], wanted[block]),
+                _common_elements(lo, hi, differs, own, other),
                 (len(block), world, world),
             )
-            apart, itemsize = np.divmod(sorts[block, None], APART)
-            sent, whole = (
-                common * to_others * itemsize[..., None],
-                numel[wanted[block]] * itemsize,
-            )
-            sums = elements_to_add(common, numel[wanted[block]]) * itemsize
-            result[block] = measure(sent, sums, np.where(apart, sent.sum(-2), whole))
-    return result
+            apart, itemsize = np.divmod(flags[block, None], APART_FLAG)
+            sent = common * to_others * itemsize[..., None]
+            whole = numel[other] * itemsize
+            added = elements_to_add(common, numel[other]) * itemsize
+            received = np.where(apart, sent.sum(-2), whole)
+            result[block] = self.measure(sent, added, received)
+        return result
+
+
+def _blocks(differs: Mask, held: Ints, wanted: Ints, world: int) -> Iterator[Ints]:
+    """Splits pairs into blocks whose ranks differ in the same dimensions.
+
+    Args:
+        differs: Whether the ranks' boxes differ, (dimensions, boxes).
+        held: Held boxes of each pair.
+        wanted: Wanted boxes of each pair.
+        world: Number of ranks.
+    """
+    rank = len(differs)
+    bits = (1 << np.arange(rank)) @ differs
+    groups = bits[held] << rank | bits[wanted]
+    order = np.argsort(groups, kind="stable")
+    block = max(MAX_BLOCK_ELEMENTS // world**2, 1)
+    for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+        yield from np.split(members, range(block, len(members), block))
 
 
 def _corners(boxes: Sequence[Boxes]) -> Array:
-    """(2, dimensions, boxes, ranks): lo and hi; with fewer dimensions than others have,
-    further ones from 0 to 1.
+    """(2, dimensions, boxes, ranks): lo and hi of each box.
+
+    Boxes of fewer dimensions than others get further ones, from 0 to 1.
     """
-    rank = max(len(one[0].lo) for one in boxes)
-    zeros, ones = ([(n,) * (rank - r) for r in range(rank + 1)] for n in (0, 1))
-    ends = (
-        (b.lo, zeros[len(b.lo)], b.hi, ones[len(b.lo)]) for one in boxes for b in one
-    )
-    flat = np.fromiter(chain.from_iterable(chain.from_iterable(ends)), dtype=np.float64)
-    corners: Array = np.ascontiguousarray(
-        flat.reshape(len(boxes), len(boxes[0]), 2, rank).transpose(2, 3, 0, 1)
-    )
-    return corners
+    rank = max(len(of_ranks[0].lo) for of_ranks in boxes)
+    flat: list[int] = []
+    for box in chain.from_iterable(boxes):
+        missing = rank - len(box.lo)
+        flat += (*box.lo, *(0,) * missing, *box.hi, *(1,) * missing)
+    corners = np.array(flat, dtype=np.float64)
+    by_box = corners.reshape(len(boxes), len(boxes[0]), 2, rank)
+    return np.ascontiguousarray(by_box.transpose(2, 3, 0, 1))
 
 
-def _common(
-    lo: Array, hi: Array, cut: npt.NDArray[np.bool_], held: Ints, wanted: Ints
+def _common_elements(
+    lo: Array, hi: Array, differs: Mask, held: Ints, wanted: Ints
 ) -> Array:
-    """(n, P, P): elements common to each rank's held box and each rank's wanted one; of
-    extent 1 where ranks agree.
+    """(n, P, P): elements common to each rank's held box and each rank's wanted box.
 
-    All pairs must be cut alike: what is not cut on a side is then computed for one rank.
+    A dimension of ranks has extent 1 where they do not differ. All pairs must differ in
+    the same dimensions, so that this is computed for one rank only.
     """
     common = np.ones((len(held), 1, 1))
     for d in range(len(lo)):
-        own, other = (slice(None if cut[d, side[0]] else 1) for side in (held, wanted))
+        own = slice(None if differs[d, held[0]] else 1)
+        other = slice(None if differs[d, wanted[0]] else 1)
         start = np.maximum(lo[d][held, own, None], lo[d][wanted, None, other])
         end = np.minimum(hi[d][held, own, None], hi[d][wanted, None, other])
         common = common * np.maximum(end - start, 0)

@@ -1,15 +1,15 @@
-"""What a plan's step looks like in time: when each device computes, sends and receives,
-and waits. Pure.
+"""Timeline of a predicted step: when each device computes, transfers and waits.
 
-Devices go on by themselves and wait only for the messages that they need, so a step
-takes at most, and often less than, the sum of what every operator takes alone, which
-the planner minimizes (``summed_s`` of `plan.Prediction`). But sums of gradients cost no
-latency there, and running statistics, which are told all at once, nothing.
+Devices go on by themselves and wait only for the messages that they need. So a step
+takes at most, and often less than, the sum of what every operator takes alone, which the
+planner minimizes (``operator_sum_s`` of `schemas.plan.Prediction`). Only sums of
+gradients, which cost no latency there, and the exchange of running statistics, which
+costs nothing there, may add to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -17,15 +17,24 @@ import numpy as np
 from .network import Array, Messages
 
 Thread = Literal["compute", "transfer"]
+THREADS: tuple[Thread, ...] = get_args(Thread)
 
 
 class Event(NamedTuple):
-    """What a device did for an operator, or for its gradient, from ``start_s`` to
-    ``end_s`` of the step.
+    """Time span in which a device works or waits for one operator.
 
-    The two threads of a device go on at the same time only where halos travel while it
-    computes. ``waits``: the one that transfers for a sender that is not there yet, the
-    one that computes for halos that have not all arrived.
+    The two threads of a device are busy at the same time only where halos travel while
+    it computes.
+
+    Attributes:
+        device: Rank of the device.
+        thread: Thread of the device.
+        name: Name of the operator.
+        backward: Whether the device works for the operator's gradient.
+        waits: Whether the thread waits: the one that transfers for a sender, the one
+            that computes for halos.
+        start_s: Seconds from the start of the step.
+        end_s: Seconds from the start of the step.
     """
 
     device: int
@@ -41,10 +50,14 @@ Listener = Callable[[Event], None]
 
 
 class Pass(NamedTuple):
-    """An operator forward, or backward: (P,) seconds of computing, and the rounds of
-    messages for it.
+    """Forward or backward pass of an operator.
 
-    ``hides``: the messages travel while it is computed.
+    Attributes:
+        name: Name of the operator.
+        backward: Whether it is the backward pass.
+        seconds: Seconds of computation on each device, (P,).
+        rounds: Rounds of messages that it needs.
+        overlaps_halos: Whether the messages travel while it is computed.
     """
 
     name: str
@@ -55,10 +68,19 @@ class Pass(NamedTuple):
 
 
 class Clocks:
-    """(P,) seconds: when each device is done, from the start of the step; for how long
-    it has computed, or only moved.
+    """Clocks of the devices, from the start of a step.
 
-    What is left it has waited. ``overlap``: as `ClusterProfile` has it.
+    Args:
+        world: Number of devices.
+        listener: Called for each event.
+        overlap: Part of the shorter one of computation and halo exchange that costs no
+            time; see `ClusterProfile`.
+
+    Attributes:
+        now: Seconds at which each device is done, (P,).
+        busy: Seconds in which each device has computed, (P,).
+        moving: Seconds in which each device has only transferred, (P,). In the rest it
+            has waited.
     """
 
     def __init__(
@@ -68,129 +90,128 @@ class Clocks:
         self.now, self.busy, self.moving = np.zeros((3, world))
 
     def step(self, one: Pass) -> None:
-        """What the operator needs arrives, unless computing hides it while it travels,
-        and it is computed.
+        """Advances the clocks by one pass: messages arrive, then it is computed.
 
-        Of what hides and is hidden, the longer one begins later by as much of the
-        shorter one as is not hidden.
+        Where halos overlap the computation, the longer of both begins later by the part
+        of the shorter one that is not hidden.
         """
-        starts = leaves = self.now
+        starts = sends = self.now
         if one.overlaps_halos and self.overlap < 1:
-            travels = sum(
-                (messages.together for messages in one.rounds), np.zeros(len(starts))
-            )
-            later = (1 - self.overlap) * np.minimum(one.seconds, travels)
-            longer = one.seconds >= travels
-            starts, leaves = starts + later * longer, leaves + later * ~longer
+            travel = sum((m.together for m in one.rounds), np.zeros(len(starts)))
+            delay = (1 - self.overlap) * np.minimum(one.seconds, travel)
+            computes_longer = one.seconds >= travel
+            starts = starts + delay * computes_longer
+            sends = sends + delay * ~computes_longer
         computed = starts + one.seconds
+        self.now = computed
         if one.rounds:
-            arrived = self._arrivals(
-                one,
-                leaves,
-                (starts, computed) if one.overlaps_halos else (starts, starts),
-            )
+            computing = (starts, computed) if one.overlaps_halos else (starts, starts)
+            arrived = self._arrivals(one, sends, computing)
             if not one.overlaps_halos:
                 starts, computed = arrived, arrived + one.seconds
             self.now = np.maximum(computed, arrived)
-        else:
-            self.now = computed
         self.busy = self.busy + one.seconds
-        if self.listener is not None:
-            self._tell("compute", one, False, starts, computed)
-            if one.overlaps_halos:
-                self._tell("compute", one, True, computed, self.now)
+        self._report("compute", one, False, starts, computed)
+        if one.overlaps_halos:
+            self._report("compute", one, True, computed, self.now)
 
     def _arrivals(self, one: Pass, now: Array, computing: tuple[Array, Array]) -> Array:
-        """When every rank has what was sent to it, if each starts ``now``; when it
-        computes, it is not only moving.
+        """Computes when every rank has what was sent to it.
+
+        Args:
+            one: Pass that needs the messages.
+            now: Seconds at which each rank starts to send.
+            computing: Span in which each rank computes, which does not count as moving.
         """
         starts, computed = computing
         for messages in one.rounds:
             before, sent = now, now + messages.sending
-            ready = np.maximum(
-                sent, np.where(messages.pairs, sent[:, None], 0.0).max(0)
-            )
+            last_sender = np.where(messages.pairs, sent[:, None], 0.0).max(0)
+            ready = np.maximum(sent, last_sender)
             now = ready + messages.receiving
-            for begins, ends in ((before, sent), (ready, now)):
-                after = np.maximum(ends - np.maximum(begins, computed), 0.0)
-                self.moving = self.moving + (
-                    after + np.maximum(np.minimum(ends, starts) - begins, 0.0)
-                )
-            if self.listener is not None:
-                self._tell("transfer", one, False, before, sent)
-                self._tell("transfer", one, True, sent, ready)
-                self._tell("transfer", one, False, ready, now)
+            for begin, end in ((before, sent), (ready, now)):
+                after = np.maximum(end - np.maximum(begin, computed), 0.0)
+                earlier = np.maximum(np.minimum(end, starts) - begin, 0.0)
+                self.moving = self.moving + (after + earlier)
+            self._report("transfer", one, False, before, sent)
+            self._report("transfer", one, True, sent, ready)
+            self._report("transfer", one, False, ready, now)
         return now
 
-    def _tell(
+    def _report(
         self, thread: Thread, one: Pass, waits: bool, starts: Array, ends: Array
     ) -> None:
-        assert self.listener is not None
-        for device in np.flatnonzero(ends > starts):
-            span = float(starts[device]), float(ends[device])
-            self.listener(
-                Event(int(device), thread, one.name, one.backward, waits, *span)
-            )
-
-
-THREADS: tuple[Thread, ...] = get_args(Thread)
-
-
-def _pid(rank: int) -> int:
-    return rank + 1  # 0 is the idle process
-
-
-def _tid(rank: int, thread: Thread) -> int:
-    """Readers may take equal numbers for one thread, of whatever process."""
-    return 1000 * _pid(rank) + THREADS.index(thread)
+        if self.listener is None:
+            return
+        for rank in np.flatnonzero(ends > starts).tolist():
+            span = float(starts[rank]), float(ends[rank])
+            self.listener(Event(rank, thread, one.name, one.backward, waits, *span))
 
 
 def chrome_trace(devices: Sequence[str], events: Iterable[Event]) -> dict[str, Any]:
-    """A process for each device, with a thread that computes and one that transfers,
-    and every event as it was told.
+    """Converts events to the Chrome trace format.
 
-    Times are in microseconds since the step began, to the nanosecond. What waits is
-    called "wait"; ``args`` say for which operator.
+    Each device is a process, with a thread that computes and one that transfers. Times
+    are in microseconds, to the nanosecond. Waiting events are named "wait"; their
+    ``args`` name the operator.
+
+    Args:
+        devices: Name of each device.
+        events: Events of a step.
     """
-    names = [
-        said for rank, device in enumerate(devices) for said in _names(rank, device)
+    metadata = [
+        event
+        for rank, device in enumerate(devices)
+        for event in _metadata(rank, device)
     ]
-    return {"traceEvents": [*names, *map(_complete, events)], "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": [*metadata, *map(_complete_event, events)],
+        "displayTimeUnit": "ms",
+    }
 
 
-def _names(rank: int, device: str) -> Iterable[dict[str, Any]]:
-    """Metadata events: what the process and its threads are called, and in which order
-    they are shown.
-    """
-    process = {"ph": "M", "pid": _pid(rank), "tid": _tid(rank, THREADS[0])}
-    yield process | {"name": "process_name", "args": {"name": f"{rank}: {device}"}}
-    yield process | {"name": "process_sort_index", "args": {"sort_index": rank}}
+def _process_id(rank: int) -> int:
+    return rank + 1  # 0 is the idle process
+
+
+def _thread_id(rank: int, thread: Thread) -> int:
+    # Trace viewers may merge threads of equal numbers, even of different processes.
+    return 1000 * _process_id(rank) + THREADS.index(thread)
+
+
+def _metadata(rank: int, device: str) -> Iterator[dict[str, Any]]:
+    """Names a process and its threads, and sets the order in which they are shown."""
+    process_name = f"{rank}: {device}"
+    yield _metadata_event(rank, THREADS[0], "process_name", name=process_name)
+    yield _metadata_event(rank, THREADS[0], "process_sort_index", sort_index=rank)
     for order, thread in enumerate(THREADS):
-        yield process | {
-            "tid": _tid(rank, thread),
-            "name": "thread_name",
-            "args": {"name": thread},
-        }
-        yield process | {
-            "tid": _tid(rank, thread),
-            "name": "thread_sort_index",
-            "args": {"sort_index": order},
-        }
+        yield _metadata_event(rank, thread, "thread_name", name=thread)
+        yield _metadata_event(rank, thread, "thread_sort_index", sort_index=order)
 
 
-def _complete(event: Event) -> dict[str, Any]:
-    what = "wait" if event.waits else event.thread
-    start, end = (
-        round(event.start_s * 1e9),
-        round(event.end_s * 1e9),
-    )  # readers count nanoseconds: no spans overlap
+def _metadata_event(
+    rank: int, thread: Thread, kind: str, **args: Any
+) -> dict[str, Any]:
+    return {
+        "ph": "M",
+        "pid": _process_id(rank),
+        "tid": _thread_id(rank, thread),
+        "name": kind,
+        "args": args,
+    }
+
+
+def _complete_event(event: Event) -> dict[str, Any]:
+    # Both ends are rounded to nanoseconds, so that adjacent spans do not overlap.
+    start_ns, end_ns = round(event.start_s * 1e9), round(event.end_s * 1e9)
+    direction = "backward" if event.backward else "forward"
     return {
         "ph": "X",
-        "pid": _pid(event.device),
-        "tid": _tid(event.device, event.thread),
+        "pid": _process_id(event.device),
+        "tid": _thread_id(event.device, event.thread),
         "name": "wait" if event.waits else event.name,
-        "cat": f"{'backward' if event.backward else 'forward'},{what}",
-        "ts": start / 1e3,
-        "dur": (end - start) / 1e3,
+        "cat": f"{direction},{'wait' if event.waits else event.thread}",
+        "ts": start_ns / 1e3,
+        "dur": (end_ns - start_ns) / 1e3,
         "args": {"operator": event.name},
     }

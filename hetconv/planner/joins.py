@@ -1,7 +1,8 @@
-"""How operators that follow their inputs may run, by the choice that their inputs lie by. Pure.
+"""How operators without a split of their own run, by the layouts of their inputs.
 
-Where inputs lie by the choices of different nodes, the operator is a join. How its
-result lies is told input by input: each adds to what those before it said.
+Where the layouts of several inputs depend on different variables of the cost tables, the
+operator is a join. Its layout is decided by a chain of further variables, one for each
+input after the first, whose states collect what the inputs so far lead to.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-
-import numpy as np
 
 from hetconv.cost.network import Array
 from hetconv.operators.base import reduce_scattered
@@ -21,14 +20,21 @@ from hetconv.sharding.rule import OpSharding
 from hetconv.sharding.split import REPLICATE, Split
 from hetconv.tracing.graph import Graph, Node
 
-# of a concatenation along its cut, where what inputs hold adds up in very many ways
+from .cost_tables import zero_where
+
+# Sizes of a concatenation along its sharded dimension add up in many ways.
 MAX_JOIN_STATES = 1000
 
 
 @dataclass(frozen=True, eq=False)
 class Strategies:
-    """How an operator may run, by a node's choice. ``reads`` of each input, and
-    ``outputs``, by choice.
+    """How an operator may run, by the choice of a variable.
+
+    Attributes:
+        splits: Split, by choice.
+        shardings: How the operator runs, by choice.
+        input_layouts: What it reads of each input, by input, then by choice.
+        outputs: Layout of each output, by output, then by choice.
     """
 
     splits: tuple[Split, ...]
@@ -38,203 +44,286 @@ class Strategies:
 
     @staticmethod
     def of(
-        node: Node, splits: tuple[Split, ...], steps: tuple[OpSharding, ...]
+        node: Node, splits: tuple[Split, ...], shardings: tuple[OpSharding, ...]
     ) -> Strategies:
-        reads = tuple(zip(*(s.input_layouts for s in steps), strict=True))
-        outputs = [tuple(s.output for s in steps)] * len(node.outputs)
+        """Collects inputs and outputs of an operator.
+
+        Args:
+            node: Operator.
+            splits: Split, by choice.
+            shardings: How the operator runs, by choice.
+        """
+        reads = tuple(zip(*(s.input_layouts for s in shardings), strict=True))
         if isinstance(node.op, SplitView):
-            outputs = list(
-                zip(
-                    *(
-                        [y.output for y in node.op.shardings(s.input_layouts)]  # type: ignore[arg-type]
-                        for s in steps
-                    ),
-                    strict=True,
-                )
-            )
-        return Strategies(splits, steps, reads, tuple(outputs))
+            by_choice = [
+                [piece.output for piece in node.op.shardings(s.input_layouts)]  # type: ignore[arg-type]
+                for s in shardings
+            ]
+            outputs = tuple(zip(*by_choice, strict=True))
+        else:
+            outputs = (tuple(s.output for s in shardings),) * len(node.outputs)
+        return Strategies(splits, shardings, reads, outputs)
 
     @staticmethod
-    def unsplit(node: Node, steps: Sequence[OpSharding]) -> Strategies:
-        """Of an operator that a plan does not name."""
-        return Strategies.of(node, (REPLICATE,) * len(steps), tuple(steps))
+    def unsplit(node: Node, shardings: Sequence[OpSharding]) -> Strategies:
+        """Collects inputs and outputs of an operator that has no split of its own.
+
+        Args:
+            node: Operator.
+            shardings: How it runs, by choice.
+        """
+        return Strategies.of(node, (REPLICATE,) * len(shardings), tuple(shardings))
+
+    @property
+    def replicates(self) -> list[bool]:
+        """Whether the result is replicated, by choice."""
+        return [s.output.kind == "replicated" for s in self.shardings]
 
 
-class PlacementByChoice(NamedTuple):
-    """Where a value lies, by the choice of ``node``; what lies in one way whatever is
-    chosen has no node.
+class LayoutByChoice(NamedTuple):
+    """Layout of a value, by the choice of a variable.
+
+    Attributes:
+        variable: Variable that decides the layout; None if there is one layout only.
+        layouts: Layout, by choice.
     """
 
-    node: str | None
+    variable: str | None
     layouts: tuple[Layout, ...]
 
 
+# Tables of a join state: (states before, states) and (layouts of an input, states).
+# They are 0 where the state follows, and +inf elsewhere.
 Link = tuple[Array, Array]
 
 
 def following_strategies(
-    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[PlacementByChoice]
+    node: Node, replicated: tuple[Layout, ...], inputs: Sequence[LayoutByChoice]
 ) -> Strategies:
-    """Of an operator whose inputs lie by the choice of one node, if any. ``wholes``:
-    the inputs, replicated.
+    """Runs an operator on inputs whose layouts at most one variable decides.
+
+    Args:
+        node: Operator.
+        replicated: Replicated layout of each input, for an operator without inputs.
+        inputs: Layouts of each input.
     """
     count = max((len(x.layouts) for x in inputs), default=1)
-    rows = list(
-        zip(
-            *(x.layouts if x.node is not None else x.layouts * count for x in inputs),
-            strict=True,
-        )
-    )
-    return Strategies.unsplit(
-        node, [node.op.sharding(row, REPLICATE) for row in rows or [wholes]]
-    )
+    columns = [
+        x.layouts if x.variable is not None else x.layouts * count for x in inputs
+    ]
+    rows = list(zip(*columns, strict=True)) or [replicated]
+    return Strategies.unsplit(node, [node.op.sharding(row, REPLICATE) for row in rows])
 
 
 def led_by(
-    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[PlacementByChoice], k: int
+    node: Node,
+    replicated: tuple[Layout, ...],
+    inputs: Sequence[LayoutByChoice],
+    position: int,
 ) -> list[OpSharding | None]:
-    """By how input ``k`` lies: how the operator runs if this input leads it, or None if
-    it does not.
+    """Runs an operator as one of its inputs leads it, the others replicated.
+
+    Args:
+        node: Operator.
+        replicated: Replicated layout of each input.
+        inputs: Layouts of each input.
+        position: Index of the input that leads.
+
+    Returns:
+        How the operator runs, by the layout of this input; None where its result would
+        be replicated.
     """
-    steps = (
-        node.op.sharding((*wholes[:k], x, *wholes[k + 1 :]), REPLICATE)
-        for x in inputs[k].layouts
+    before, after = replicated[:position], replicated[position + 1 :]
+    shardings = (
+        node.op.sharding((*before, layout, *after), REPLICATE)
+        for layout in inputs[position].layouts
     )
-    return [s if s.output.kind != "replicated" else None for s in steps]
+    return [s if s.output.kind != "replicated" else None for s in shardings]
 
 
 @dataclass(frozen=True)
 class JoinState:
-    """What inputs say of how the result lies: as one of them leads it, or nothing.
+    """What some inputs of a join lead to.
 
-    A concatenation along its cut is cut by what each rank has ``held`` of all inputs,
-    which lie as in ``example``. Of an input that leads, ``example`` is its layout, and
-    ``lead`` its position.
+    Attributes:
+        sharding: How the operator runs, if one of these inputs leads it.
+        sizes: For a concatenation along its sharded dimension, what each rank holds of
+            these inputs along it.
+        layouts: Layouts of the inputs that give ``sizes``, or of the one that leads.
+        position: Index of the input that leads.
     """
 
     sharding: OpSharding | None
-    held: tuple[int, ...] = ()
-    example: tuple[Layout, ...] = field(default=(), compare=False)
-    lead: int = field(default=0, compare=False)
+    sizes: tuple[int, ...] = ()
+    layouts: tuple[Layout, ...] = field(default=(), compare=False)
+    position: int = field(default=0, compare=False)
 
-    def then(self, other: JoinState) -> JoinState:
-        if self.sharding is not None or other.sharding is not None:
-            return self if self.sharding is not None else other
-        held = (
-            tuple(map(sum, zip(self.held, other.held, strict=True)))
-            if self.held and other.held
-            else ()
-        )
-        return JoinState(
-            None, held or self.held or other.held, self.example + other.example
-        )
+    def extended(self, following: JoinState) -> JoinState:
+        """Combines with the state of an input that follows; the first leader wins."""
+        if self.sharding is not None:
+            return self
+        if following.sharding is not None:
+            return following
+        sizes = self.sizes or following.sizes
+        if self.sizes and following.sizes:
+            sizes = tuple(map(sum, zip(self.sizes, following.sizes, strict=True)))
+        return JoinState(None, sizes, self.layouts + following.layouts)
 
 
 def rebased(
-    states: Sequence[JoinState], node: Node, wholes: tuple[Layout, ...]
+    states: Sequence[JoinState], node: Node, replicated: tuple[Layout, ...]
 ) -> list[JoinState]:
-    """The same states, of another concatenation that begins with these inputs."""
-    steps: dict[Layout, OpSharding] = {}  # by how the result of the one before lies
+    """Transfers states to another concatenation that begins with the same inputs.
+
+    Args:
+        states: States of the other concatenation's first inputs.
+        node: Concatenation to transfer them to.
+        replicated: Replicated layout of each of its inputs.
+    """
+    by_output: dict[Layout, OpSharding] = {}
     found = []
-    for said in states:
-        if said.sharding is None:
-            found.append(said)
-            continue
-        if said.sharding.output not in steps:
-            inputs = (*wholes[: said.lead], *said.example, *wholes[said.lead + 1 :])
-            steps[said.sharding.output] = node.op.sharding(inputs, REPLICATE)
-        found.append(replace(said, sharding=steps[said.sharding.output]))
+    for state in states:
+        if state.sharding is not None:
+            output = state.sharding.output
+            if output not in by_output:
+                before = replicated[: state.position]
+                after = replicated[state.position + 1 :]
+                inputs = (*before, *state.layouts, *after)
+                by_output[output] = node.op.sharding(inputs, REPLICATE)
+            state = replace(state, sharding=by_output[output])
+        found.append(state)
     return found
 
 
 def join_states(
-    node: Node, wholes: tuple[Layout, ...], inputs: Sequence[PlacementByChoice]
+    node: Node, replicated: tuple[Layout, ...], inputs: Sequence[LayoutByChoice]
 ) -> tuple[list[Link], Strategies]:
-    """A join has a state for each input after the first: what was said before, and what
-    this input says, if it counts.
+    """Builds the chain of states of a join.
 
-    Gives `extend` for each of these inputs, and how the operator runs by the last state.
+    Args:
+        node: Operator.
+        replicated: Replicated layout of each input.
+        inputs: Layouts of each input.
+
+    Returns:
+        The link for each input after the first, and how the operator runs by the last
+        state.
     """
-    for adds in (True, False):
-        before, links = votes(node, wholes, inputs, 0, adds), []
-        for k in range(1, len(inputs)):
-            link, before = extend(before, votes(node, wholes, inputs, k, adds), before)
-            links.append(link)
-            if adds and len(before) > MAX_JOIN_STATES:
-                break
-        else:
-            break
-    return links, finalize(node, wholes, before)
+    chain = _chain_states(node, replicated, inputs, add_sizes=True)
+    if chain is None:
+        chain = _chain_states(node, replicated, inputs, add_sizes=False)
+    assert chain is not None
+    links, states = chain
+    return links, finalize(node, replicated, states)
+
+
+def _chain_states(
+    node: Node,
+    replicated: tuple[Layout, ...],
+    inputs: Sequence[LayoutByChoice],
+    *,
+    add_sizes: bool,
+) -> tuple[list[Link], list[JoinState]] | None:
+    """Extends input by input; gives up where ``add_sizes`` leads to too many states."""
+    states, links = input_states(node, replicated, inputs, 0, add_sizes=add_sizes), []
+    for k in range(1, len(inputs)):
+        own = input_states(node, replicated, inputs, k, add_sizes=add_sizes)
+        link, states = extend(states, own, states)
+        links.append(link)
+        if add_sizes and len(states) > MAX_JOIN_STATES:
+            return None
+    return links, states
 
 
 def extend(
-    before: Sequence[JoinState], own: Sequence[JoinState], marks: Sequence[Hashable]
+    before: Sequence[JoinState], own: Sequence[JoinState], keys: Sequence[Hashable]
 ) -> tuple[Link, list[JoinState]]:
-    """(states before, states) and (ways in which an input lies, states): 0 where they
-    fit, else inf; the states.
+    """Extends the states of some inputs by the next input.
 
-    A state goes on from those before that have the same of ``marks``.
+    Args:
+        before: States of the inputs so far.
+        own: State of the next input alone, by its layout.
+        keys: Key of each state before; states with the same key are one.
+
+    Returns:
+        The link to the new states, and these states.
     """
-    states: list[tuple[Hashable, JoinState, JoinState | None]] = []
-    for mark, said in dict(zip(marks, before, strict=True)).items():
-        states += (
-            [(mark, said, now) for now in dict.fromkeys(own)]
-            if said.sharding is None
-            else [(mark, said, None)]
-        )
-    goes_on = [[mark == m for mark, _, _ in states] for m in marks]
-    agrees = [[now is None or now == o for _, _, now in states] for o in own]
-    link = np.where(goes_on, 0.0, np.inf), np.where(agrees, 0.0, np.inf)
-    return link, [
-        said.then(now) if now is not None else said for _, said, now in states
+    extended: list[tuple[Hashable, JoinState, JoinState | None]] = []
+    for key, state in dict(zip(keys, before, strict=True)).items():
+        if state.sharding is not None:
+            extended.append((key, state, None))
+        else:
+            extended += [(key, state, added) for added in dict.fromkeys(own)]
+    follows = [[key == k for k, _, _ in extended] for key in keys]
+    agrees = [[added is None or added == o for _, _, added in extended] for o in own]
+    states = [
+        state.extended(added) if added is not None else state
+        for _, state, added in extended
     ]
+    return (zero_where(follows), zero_where(agrees)), states
 
 
 def finalize(
-    node: Node, wholes: tuple[Layout, ...], states: Sequence[JoinState]
+    node: Node, replicated: tuple[Layout, ...], states: Sequence[JoinState]
 ) -> Strategies:
-    """How the operator runs, by what all inputs together say."""
-    gathered = node.op.sharding(wholes, REPLICATE)
-    steps = (
-        s.sharding or (node.op.sharding(s.example, REPLICATE) if s.held else gathered)
-        for s in states
-    )
-    return Strategies.unsplit(node, list(steps))
+    """Runs a join by the states of all its inputs.
 
-
-def votes(
-    node: Node,
-    wholes: tuple[Layout, ...],
-    inputs: Sequence[PlacementByChoice],
-    k: int,
-    adds: bool,
-) -> list[JoinState]:
-    """By how input ``k`` lies. ``adds``: whether a concatenation along the cut counts
-    what each input holds.
+    Args:
+        node: Operator.
+        replicated: Replicated layout of each input.
+        states: States of all inputs together.
     """
+    gathered = node.op.sharding(replicated, REPLICATE)
+    shardings = []
+    for state in states:
+        if state.sharding is not None:
+            shardings.append(state.sharding)
+        elif state.sizes:
+            shardings.append(node.op.sharding(state.layouts, REPLICATE))
+        else:
+            shardings.append(gathered)
+    return Strategies.unsplit(node, shardings)
+
+
+def input_states(
+    node: Node,
+    replicated: tuple[Layout, ...],
+    inputs: Sequence[LayoutByChoice],
+    position: int,
+    *,
+    add_sizes: bool,
+) -> list[JoinState]:
+    """Finds the state of one input alone, by its layout.
+
+    Args:
+        node: Operator.
+        replicated: Replicated layout of each input.
+        inputs: Layouts of each input.
+        position: Index of the input.
+        add_sizes: Whether sizes add up in a concatenation along the sharded dimension.
+    """
+    shardings = led_by(node, replicated, inputs, position)
     found = []
-    for x, step in zip(inputs[k].layouts, led_by(node, wholes, inputs, k), strict=True):
-        along = (
-            adds
-            and isinstance(node.op, Cat)
-            and reduce_scattered(x).dim == node.op.dim != 1
-        )
-        found.append(
-            JoinState(None, reduce_scattered(x).sizes, (x,))
-            if along
-            else JoinState(step, (), (x,), k)
-        )
+    for layout, sharding in zip(inputs[position].layouts, shardings, strict=True):
+        summed = reduce_scattered(layout)
+        if add_sizes and isinstance(node.op, Cat) and summed.dim == node.op.dim != 1:
+            found.append(JoinState(None, summed.sizes, (layout,)))
+        else:
+            found.append(JoinState(sharding, (), (layout,), position))
     return found
 
 
 def nested_concats(graph: Graph) -> set[Node]:
-    """The concatenations of channels whose inputs begin as another's do, or go on: the
-    layers of a dense block.
+    """Finds concatenations of channels whose first inputs are those of another one.
+
+    The layers of a dense block are such ones.
     """
-    cats = [n for n in graph.nodes if isinstance(n.op, Cat) and n.op.dim == 1]
-    known = {n.inputs for n in cats}
-    longer = {
-        n for n in cats if any(n.inputs[:k] in known for k in range(1, len(n.inputs)))
-    }
-    begun = {n.inputs[:k] for n in longer for k in range(1, len(n.inputs))}
-    return longer | {n for n in cats if n.inputs in begun}
+    concats = [n for n in graph.nodes if isinstance(n.op, Cat) and n.op.dim == 1]
+    inputs = {n.inputs for n in concats}
+    extending = {n for n in concats if not inputs.isdisjoint(_prefixes(n))}
+    prefixes = {prefix for n in extending for prefix in _prefixes(n)}
+    return extending | {n for n in concats if n.inputs in prefixes}
+
+
+def _prefixes(node: Node) -> list[tuple[int, ...]]:
+    return [node.inputs[:k] for k in range(1, len(node.inputs))]

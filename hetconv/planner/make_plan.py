@@ -1,11 +1,10 @@
-"""make_plan: from a captured graph and a cluster profile to the plan with the least
-predicted step time. Pure.
+"""Makes a plan: chooses the splits of a model that have the least predicted step time.
 
-Among all combinations of the layers' `candidates`, the one whose operators and
-movements add up to the fewest seconds is found exactly (`table_builder`,
-`solver.elimination`). Its shares are then refined on the predicted makespan of the
-whole step, and it is compared with whole-model splits: what is predicted fastest of all
-that fits the memory is the plan.
+Among all combinations of the layers' `candidates`, the one whose operators and movements
+add up to the fewest seconds is found exactly (`table_builder`, `solver.elimination`). Its
+shares are then refined on the predicted makespan of the whole step, and it is compared
+with splits of the whole model. Of all that fit the memory, the plan is the one that is
+predicted to be the fastest.
 """
 
 from __future__ import annotations
@@ -31,15 +30,17 @@ from hetconv.tracing.fusion import fusible_functions
 from hetconv.tracing.graph import Graph
 
 from .candidates import EVEN, TUNED, Candidates, plan_name, tuned_name
-from .memory_limits import Limits, least_memory
+from .memory_limits import Limits, fits, least_memory
 from .partition import Splits, split_of, with_whole_sum
 from .search import Search
 
 PLANNED, EVEN_PLAN = "planned", "even split, planned"
-MAX_MOVES = 24  # tried at most when shares are refined
-NUDGE = 1 / 32  # of a group's work, moved from the busiest device to the least busy one
-Price = tuple[Prediction, dict[str, LayerCost]]
-Priced = dict[str, Price]
+MAX_REFINEMENTS = 24
+# Part of a device's share that one refinement moves to another device.
+REFINEMENT_STEP = 1 / 32
+MIN_RELATIVE_GAIN = 1e-4  # of a refinement
+Estimate = tuple[Prediction, dict[str, LayerCost]]
+Estimates = dict[str, Estimate]
 
 
 def make_plan(
@@ -50,33 +51,48 @@ def make_plan(
     memory_limit: float | Sequence[float] | None = None,
     kinds: Sequence[SplitKind] | None = None,
 ) -> Plan:
-    """The plan of least predicted step time within each device's memory.
+    """Makes the plan of least predicted step time within each device's memory.
 
-    ``memory_limit``: bytes, for all devices or one each, in place of the profile's.
-    ``kinds``: the only kinds that may be chosen; an operator for which none of them is
-    legal is replicated. Raises `PlanError` if nothing fits the memory, with the least
-    that would do, and `SplitError` for a kind that is not known. The same input gives
-    the same plan.
+    The same arguments give the same plan.
+
+    Args:
+        graph: Model, as `capture` returns it.
+        profile: Devices and links.
+        mode: Whether a step trains.
+        memory_limit: Bytes, for all devices or one number for each; by default those of
+            the profile.
+        kinds: Kinds of split that may be chosen; by default all. A layer for which none
+            of them is legal is replicated.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: If nothing fits the memory; the message names the least that would
+            do.
+        SplitError: If a kind is not known.
+
+    Example:
+        >>> graph = capture(model, torch.zeros(8, 3, 224, 224))
+        >>> profile = ClusterProfile.from_devices("2xT4", link="pcie3-x16")
+        >>> make_plan(graph, profile).save("plan.json")
     """
-    compared = _Compared(graph, profile, mode, memory_limit, kinds)
-    chosen = compared.chosen
-    prediction, costs = compared.priced[chosen]
-    splits = compared.found[chosen]
-    others = (
-        compared.search.alternatives(splits)
-        if not chosen.startswith(SINGLE_DEVICE)
-        else {}
-    )  # alone, no layer has a say
-    layers = _layers(graph, profile, splits, costs, others)
+    comparison = _Comparison(graph, profile, mode, memory_limit, kinds)
+    chosen = comparison.chosen
+    prediction, costs = comparison.estimates[chosen]
+    splits = comparison.splits[chosen]
+    alternatives: Mapping[str, tuple[Alternative, ...]] = {}
+    if not chosen.startswith(SINGLE_DEVICE):  # where no layer has a choice
+        alternatives = comparison.search.alternatives(splits)
     return Plan(
         profile.names,
         mode,
         graph.model,
         graph.input_shapes,
-        layers,
+        _layer_plans(graph, profile, splits, costs, alternatives),
         chosen,
         prediction,
-        _alternatives({n: p for n, (p, _) in compared.priced.items()}),
+        _step_s_by_kind_of_plan(comparison.estimates),
         profile.estimated,
         profile.tiles,
         gathers(graph, splits, profile.world, mode),
@@ -84,8 +100,13 @@ def make_plan(
 
 
 class Contender(NamedTuple):
-    """A way to split the whole model that fits the memory, what it is predicted to
-    take, and each layer of it.
+    """A split of the whole model that fits the memory.
+
+    Attributes:
+        name: Name of the plan.
+        splits: Split of each layer.
+        predicted: Predicted step.
+        costs: Cost of each layer.
     """
 
     name: str
@@ -97,26 +118,31 @@ class Contender(NamedTuple):
 def contenders(
     graph: Graph, profile: ClusterProfile, *, mode: Mode = "train"
 ) -> list[Contender]:
-    """What `make_plan` chooses among: first what it chooses, then the fastest by
-    prediction; none twice.
+    """Lists what `make_plan` chooses among, without repetitions.
+
+    Args:
+        graph: Model.
+        profile: Devices and links.
+        mode: Whether a step trains.
+
+    Returns:
+        First what `make_plan` chooses, then the others, the fastest first.
     """
-    compared = _Compared(graph, profile, mode, None, None)
+    comparison = _Comparison(graph, profile, mode, None, None)
+    fitting = comparison.fitting()
     order = sorted(
-        compared.fitting,
-        key=lambda name: (name != compared.chosen, compared.fitting[name].step_s),
+        fitting, key=lambda name: (name != comparison.chosen, fitting[name].step_s)
     )
     found: list[Contender] = []
     for name in order:
-        splits = compared.found[name]
+        splits = comparison.splits[name]
         if all(splits != other.splits for other in found):
-            found.append(Contender(name, splits, *compared.priced[name]))
+            found.append(Contender(name, splits, *comparison.estimates[name]))
     return found
 
 
-class _Compared:
-    """Whole-model splits, searched ones and tuned ones, what each is predicted to take,
-    and the best of them.
-    """
+class _Comparison:
+    """Comparison of whole-model splits, searched ones and tuned ones."""
 
     def __init__(
         self,
@@ -131,193 +157,179 @@ class _Compared:
                 f"{graph.model} has no convolution or linear layer that could be split"
             )
         allowed = tuple(kinds) if kinds is not None else KINDS
-        for kind in allowed:
-            Split("replicate") if kind == "replicate" else Split(kind, (1,))
-        limits = _limits(profile, memory_limit)
-        ways, pricer = (
-            Candidates(graph, profile, mode, allowed),
-            StepEstimator(graph, profile, mode),
-        )
-        self.found = ways.whole_models(limits)
-        self.priced: Priced = {
-            name: pricer.of(name).estimate(splits)
-            for name, splits in self.found.items()
+        for kind in allowed:  # raises SplitError for a kind that is not known
+            Split(kind, () if kind == "replicate" else (1,))
+        self.limits = _limits(profile, memory_limit)
+        self.candidates = Candidates(graph, profile, mode, allowed)
+        self.estimator = StepEstimator(graph, profile, mode)
+        self.splits = self.candidates.whole_models(self.limits)
+        self.estimates: Estimates = {
+            name: self.estimator.of(name).estimate(splits)
+            for name, splits in self.splits.items()
         }
-        self.search = Search.within(ways, pricer, limits)
-        even = Search(
-            ways, pricer, ways.choices(ways.shared_proportions(even=True), own=False)
-        )
-        for name, one in ((PLANNED, self.search), (EVEN_PLAN, even)):
-            splits = one.best(limits)
-            if splits is not None:
-                self.found[name], self.priced[name] = splits, pricer.estimate(splits)
-        _correct(self.priced, ways, pricer)
-        if not self._fitting(limits):
-            least, there = (
-                _gb(least_memory(self.search.tables, limits, self.search.memory)),
-                _gb(limits),
-            )
+        self.search = Search.within(self.candidates, self.estimator, self.limits)
+        self._add(PLANNED, self.search.best(self.limits))
+        self._add(EVEN_PLAN, self._even_search().best(self.limits))
+        self._correct_by_measurements()
+        if not self.fitting():
+            least = least_memory(self.search.tables, self.limits, self.search.memory)
             raise PlanError(
-                f"no split fits: the leanest needs {least} GB per device, but there are {there} GB"
+                f"no split fits: the leanest needs {_gigabytes(least)} GB per device, "
+                f"but there are {_gigabytes(self.limits)} GB"
             )
-        self.chosen = self._choose(ways, pricer, limits)
-        self.fitting = self._fitting(limits)
+        self.chosen = self._choose()
 
-    def _fitting(self, limits: Limits) -> dict[str, Prediction]:
-        return {name: p for name, (p, _) in self.priced.items() if _fits(p, limits)}
+    def _even_search(self) -> Search:
+        proportions = self.candidates.shared_proportions(even=True)
+        choices = self.candidates.choices(proportions, balanced=False)
+        return Search(self.candidates, self.estimator, choices)
 
-    def _choose(self, ways: Candidates, pricer: StepEstimator, limits: Limits) -> str:
-        """What was measured to be the fastest; otherwise what is predicted to be, refined."""
-        fitting, tuned = self._fitting(limits), ways.tuned_plan()
+    def _add(self, name: str, splits: Splits | None) -> None:
+        if splits is not None:
+            self.splits[name] = splits
+            self.estimates[name] = self.estimator.estimate(splits)
+
+    def fitting(self) -> dict[str, Prediction]:
+        """Returns the predictions of all that fits the memory, by name."""
+        return {
+            name: prediction
+            for name, (prediction, _) in self.estimates.items()
+            if fits(prediction.memory_bytes, self.limits)
+        }
+
+    def _correct_by_measurements(self) -> None:
+        """Replaces predicted step times where whole steps were measured.
+
+        A tuned ratio gains what it gained over the computed ratio when they were
+        measured side by side; it never loses. A tuned plan, the single device and the
+        even split beside it take what they took.
+        """
+        for tuned in self.candidates.tuned():
+            weights = tuned.computed_weights
+            computed = self.candidates.whole(tuned.kind, weights)
+            prediction, _ = self.estimator.estimate(computed)
+            gain = min(tuned.step_s / tuned.computed_step_s, 1.0)
+            self._set_step_s(tuned_name(tuned), prediction.step_s * gain)
+        if (best := self.candidates.tuned_plan()) is not None:
+            self._set_step_s(plan_name(best), best.step_s)
+            self._set_step_s(best.alone, best.alone_s)
+            self._set_step_s(best.even, best.even_s)
+
+    def _set_step_s(self, name: str | None, step_s: float | None) -> None:
+        if name in self.estimates and step_s is not None:
+            prediction, costs = self.estimates[name]
+            self.estimates[name] = replace(prediction, step_s=step_s), costs
+
+    def _choose(self) -> str:
+        """Returns the name of the plan that was measured or is predicted the fastest."""
+        fitting, tuned = self.fitting(), self.candidates.tuned_plan()
         if tuned is not None and plan_name(tuned) in fitting:
             return plan_name(tuned)
-        chosen = min(
-            fitting,
-            key=lambda n: (
-                fitting[n].step_s,
-                not n.startswith(SINGLE_DEVICE),
-                not n.startswith(TUNED),
-            ),
-        )
-        if not chosen.startswith((SINGLE_DEVICE, TUNED)):
-            refined, price = _refined(
-                ways, pricer, self.found[chosen], self.priced[chosen], limits
-            )
-            if refined is not self.found[chosen]:
-                chosen, self.found[PLANNED], self.priced[PLANNED] = (
-                    PLANNED,
-                    refined,
-                    price,
-                )
-        return chosen
+
+        def step_s_and_preference(name: str) -> tuple[float, bool, bool]:
+            single, is_tuned = name.startswith(SINGLE_DEVICE), name.startswith(TUNED)
+            return fitting[name].step_s, not single, not is_tuned
+
+        fastest = min(fitting, key=step_s_and_preference)
+        if fastest.startswith((SINGLE_DEVICE, TUNED)):
+            return fastest
+        splits = self.splits[fastest]
+        refined, estimate = self._refined(splits, self.estimates[fastest])
+        if refined is splits:
+            return fastest
+        self.splits[PLANNED], self.estimates[PLANNED] = refined, estimate
+        return PLANNED
+
+    def _refined(self, splits: Splits, estimate: Estimate) -> tuple[Splits, Estimate]:
+        """Moves work from the busiest device to the least busy one while that helps.
+
+        The search balances every operator by itself. But devices go on by themselves,
+        so what counts is the sum of each device's work.
+        """
+        for _ in range(MAX_REFINEMENTS):
+            prediction, costs = estimate
+            compute_s = prediction.compute_s
+            ranks = range(len(compute_s))
+            busiest = max(ranks, key=compute_s.__getitem__)
+            idlest = min(ranks, key=compute_s.__getitem__)
+            group = _heaviest_split(splits, costs, busiest, idlest)
+            if group is None:
+                break
+            moved = _moved_share(group, busiest, idlest)
+            tried = {
+                name: self._resized(name, group, moved) if split == group else split
+                for name, split in splits.items()
+            }
+            new_estimate = self.estimator.estimate(tried)
+            new = new_estimate[0]
+            if new.step_s >= prediction.step_s * (1 - MIN_RELATIVE_GAIN):
+                break
+            if not fits(new.memory_bytes, self.limits):
+                break
+            splits, estimate = tried, new_estimate
+        return splits, estimate
+
+    def _resized(self, name: str, split: Split, weights: Sequence[float]) -> Split:
+        """Splits a layer as before, but in other proportions."""
+        op, kinds = self.candidates.graph.layers[name], self.candidates.kinds
+        resized = split_of(op, split.kind, weights, kinds, split.nodes)
+        return with_whole_sum(resized) if split.whole else resized
 
 
-def _correct(priced: Priced, ways: Candidates, pricer: StepEstimator) -> None:
-    """A tuned ratio was measured beside the computed one: what it gained is believed; a
-    worse one is not kept.
-
-    What whole steps of a tuned plan, of the device alone and of the even split beside
-    it, took is not predicted any more.
-    """
-    for tuned in ways.tuned():
-        prediction, costs = priced[tuned_name(tuned)]
-        computed, _ = pricer.estimate(ways.whole(tuned.kind, tuned.computed_weights))
-        gain = min(tuned.step_s / tuned.computed_step_s, 1.0)
-        priced[tuned_name(tuned)] = (
-            replace(prediction, step_s=computed.step_s * gain),
-            costs,
-        )
-    if (best := ways.tuned_plan()) is not None:
-        measured = {
-            plan_name(best): best.step_s,
-            best.alone: best.alone_s,
-            best.even: best.even_s,
-        }
-        for way, seconds in measured.items():
-            if way in priced and seconds is not None:
-                prediction, costs = priced[way]
-                priced[way] = replace(prediction, step_s=seconds), costs
+def _heaviest_split(
+    splits: Splits, costs: Mapping[str, LayerCost], source: int, target: int
+) -> Split | None:
+    """Finds the split of most work among those that two devices share."""
+    weights: dict[Split, float] = {}
+    for name, split in splits.items():
+        shared = split.sizes and split.sizes[source] and split.sizes[target]
+        if shared and target in split.peers(source):
+            weights[split] = weights.get(split, 0.0) + max(costs[name].forward_s)
+    return max(
+        weights,
+        default=None,
+        key=lambda split: (weights[split], split.kind, split.sizes, split.nodes),
+    )
 
 
-def _refined(
-    ways: Candidates,
-    pricer: StepEstimator,
-    splits: Splits,
-    price: Price,
-    limits: Limits,
-) -> tuple[Splits, Price]:
-    """Work is moved from the busiest device to the least busy one, as long as the step
-    is predicted to be shorter.
-
-    The search balances every operator by itself; devices go on by themselves, so what
-    counts is their sum.
-    """
-    best, (prediction, costs) = splits, price
-    for _ in range(MAX_MOVES):
-        busy = prediction.busy_s
-        slowest, idlest = (
-            max(range(len(busy)), key=busy.__getitem__),
-            min(range(len(busy)), key=busy.__getitem__),
-        )
-        weights: dict[Split, float] = {}
-        for name, split in best.items():
-            if (
-                split.sizes
-                and split.sizes[slowest]
-                and split.sizes[idlest]
-                and idlest in split.peers(slowest)
-            ):
-                weights[split] = weights.get(split, 0.0) + max(costs[name].forward_s)
-        if not weights:
-            break
-        group = max(
-            weights,
-            key=lambda split: (weights[split], split.kind, split.sizes, split.nodes),
-        )
-        tried = _nudged(ways, best, group, slowest, idlest)
-        after, after_costs = pricer.estimate(tried)
-        if after.step_s >= prediction.step_s * (1 - 1e-4) or not _fits(after, limits):
-            break
-        best, prediction, costs = tried, after, after_costs
-    return best, (prediction, costs)
-
-
-def _nudged(
-    ways: Candidates, splits: Splits, group: Split, source: int, target: int
-) -> Splits:
-    weights = [float(size) for size in group.sizes]
-    moved = max(sum(weights[rank] for rank in group.peers(source)) * NUDGE, 1.0)
-    moved = min(moved, weights[source])
+def _moved_share(split: Split, source: int, target: int) -> list[float]:
+    """Returns the sizes of a split after a small share was moved to another device."""
+    weights = [float(size) for size in split.sizes]
+    moved = sum(weights[rank] for rank in split.peers(source)) * REFINEMENT_STEP
+    moved = min(max(moved, 1.0), weights[source])
     weights[source] -= moved
     weights[target] += moved
-
-    def nudged(name: str) -> Split:
-        cut = split_of(
-            ways.graph.layers[name], group.kind, weights, ways.kinds, group.nodes
-        )
-        return with_whole_sum(cut) if group.whole else cut
-
-    return {
-        name: nudged(name) if split == group else split
-        for name, split in splits.items()
-    }
+    return weights
 
 
-def _fits(prediction: Prediction, limits: Limits) -> bool:
-    return all(m <= c for m, c in zip(prediction.memory_bytes, limits, strict=True))
-
-
-def _layers(
+def _layer_plans(
     graph: Graph,
     profile: ClusterProfile,
     splits: Splits,
     costs: Mapping[str, LayerCost],
-    others: Mapping[str, tuple[Alternative, ...]],
+    alternatives: Mapping[str, tuple[Alternative, ...]],
 ) -> dict[str, LayerPlan]:
-    """What the plan says of every layer."""
-    following, layers = fusible_functions(graph), {}
+    fusible, layers = fusible_functions(graph), {}
     for name, op in graph.layers.items():
         split, cost = splits[name], costs[name]
-        chunks = (
-            profile.chunks_of(op.spec, split.sizes)
-            if isinstance(op, Conv) and split.kind == "filter"
-            else 1
-        )
-        after = following.get(name, ())
-        known = (
+        chunks = 1
+        if isinstance(op, Conv) and split.kind == "filter":
+            chunks = profile.chunks_of(op.spec, split.sizes)
+        layers[name] = LayerPlan(
+            op,
+            split,
             cost.forward_s,
             cost.backward_s,
             cost.sent_bytes,
-            after,
+            fusible.get(name, ()),
             chunks,
-            others.get(name, ()),
+            alternatives.get(name, ()),
         )
-        layers[name] = LayerPlan(op, split, *known)
     return layers
 
 
-def _gb(sizes: Sequence[float]) -> str:
-    return ", ".join(f"{s / 1e9:.3g}" for s in sizes)
+def _gigabytes(sizes: Sequence[float]) -> str:
+    return ", ".join(f"{size / 1e9:.3g}" for size in sizes)
 
 
 def _limits(profile: ClusterProfile, given: float | Sequence[float] | None) -> Limits:
@@ -326,18 +338,16 @@ def _limits(profile: ClusterProfile, given: float | Sequence[float] | None) -> L
     limits = tuple(given) if isinstance(given, Sequence) else (given,) * profile.world
     if len(limits) != profile.world:
         raise PlanError(
-            f"{len(limits)} memory limits were given for {profile.world} devices; give one for "
-            "each, or one"
+            f"{len(limits)} memory limits were given for {profile.world} devices; give "
+            "one for each, or one"
         )
     return limits
 
 
-def _alternatives(priced: Mapping[str, Prediction]) -> dict[str, float]:
-    """Predicted seconds of what else could be done: the best even split, a device alone
-    that tells no other.
-    """
+def _step_s_by_kind_of_plan(estimates: Estimates) -> dict[str, float]:
+    """Predicted seconds of the best single device, the best even split, and the others."""
     found: dict[str, float] = {}
-    for name, prediction in priced.items():
+    for name, (prediction, _) in estimates.items():
         short = next((s for s in (SINGLE_DEVICE, EVEN) if name.startswith(s)), name)
         found[short] = min(prediction.step_s, found.get(short, float("inf")))
     return found

@@ -1,6 +1,4 @@
-"""Operators and whole models cut in proportions: by any kind, in one level or in nodes,
-where that is legal. Pure.
-"""
+"""Splits of operators and of whole models in given proportions, where that is legal."""
 
 from __future__ import annotations
 
@@ -16,19 +14,28 @@ from hetconv.tracing.graph import Graph
 
 Splits = dict[str, Split]
 Weights = tuple[float, ...]
-Nodes = tuple[
-    tuple[int, float], ...
-]  # how many ranks each has, and its proportion of the samples
+# Number of ranks of each node (host), and its proportion of the samples.
+Nodes = tuple[tuple[int, float], ...]
+# Kernels compute slices of so many filters or channels at a time.
+CHANNELS_PER_SLICE = 16
+# A map of at least so many rows is fine enough to be the unit of all spatial splits.
+MIN_GRID_ROWS = 32
 
 
 def has_dimension(graph: Graph, kind: SplitKind) -> bool:
-    """Whether there is more than one sample; whether any layer has this spatial dimension."""
+    """Whether a model can be split by a kind at all.
+
+    For samples, whether there are several; for spatial kinds, whether any layer has the
+    dimension.
+    """
     ops = graph.layers.values()
     if kind == "sample":
-        return (
-            min(op.spec.N if isinstance(op, Conv) else op.x_shape[0] for op in ops) > 1
-        )
+        return min(_samples(op) for op in ops) > 1
     return kind not in SPATIAL_KINDS or any(op.dim(kind) is not None for op in ops)
+
+
+def _samples(op: Conv | Linear) -> int:
+    return op.spec.N if isinstance(op, Conv) else op.x_shape[0]
 
 
 def whole_model(
@@ -38,12 +45,22 @@ def whole_model(
     kinds: Sequence[SplitKind],
     ranks: tuple[int, ...] = (),
 ) -> Splits:
-    """Every layer cut by ``kind`` in these proportions where that is legal; a lone
-    device stays alone if it may.
+    """Splits every layer by one kind in the same proportions, where that is legal.
 
-    With nodes of so many ``ranks`` in two levels: samples across them, ``kind`` within.
+    Args:
+        graph: Model.
+        kind: Kind of split.
+        weights: Proportion of each rank.
+        kinds: Kinds that are allowed. Layers that one device computes alone may be
+            split by sample, if that is one of them.
+        ranks: Number of ranks of each node, for hierarchical splits: samples across
+            nodes, and ``kind`` within.
+
+    Returns:
+        The split of each layer.
     """
-    grid, nodes = aligned(graph, kind, tuple(weights), ranks), nodes_by(weights, ranks)
+    grid = aligned(graph, kind, tuple(weights), ranks)
+    nodes = nodes_by(weights, ranks)
     return {
         name: split_of(op, kind, grid, kinds, nodes)
         for name, op in graph.layers.items()
@@ -51,34 +68,45 @@ def whole_model(
 
 
 def nodes_by(weights: Sequence[float], ranks: tuple[int, ...]) -> Nodes:
-    """Nodes of so many ranks, with the samples in proportion to what their ranks weigh together."""
-    return tuple((b - a, sum(weights[a:b])) for a, b in spans(ranks)) if ranks else ()
+    """Weighs each node by the sum of its ranks' weights.
+
+    Args:
+        weights: Proportion of each rank.
+        ranks: Number of ranks of each node.
+    """
+    if not ranks:
+        return ()
+    return tuple((b - a, sum(weights[a:b])) for a, b in spans(ranks))
 
 
 def aligned(
     graph: Graph, kind: SplitKind, weights: Weights, ranks: tuple[int, ...] = ()
 ) -> Weights:
-    """In space in units of which every cut of the model is a whole number; in each
-    node, if there are any.
+    """Rounds the proportions of a spatial split, so that the splits of all layers align.
+
+    Args:
+        graph: Model.
+        kind: Kind of split; the weights of other than spatial kinds stay.
+        weights: Proportion of each rank.
+        ranks: Number of ranks of each node, where each rounds for itself.
     """
     if ranks:
-        return tuple(
-            chain(*(aligned(graph, kind, weights[a:b]) for a, b in spans(ranks)))
-        )
+        by_node = (aligned(graph, kind, weights[a:b]) for a, b in spans(ranks))
+        return tuple(chain.from_iterable(by_node))
     if kind not in SPATIAL_KINDS or min(weights) <= 0:
         return weights
-    return tuple(map(float, apportion(_grid(graph, kind), weights)))
+    return tuple(map(float, apportion(_grid_rows(graph, kind), weights)))
 
 
-def _grid(graph: Graph, kind: SplitKind) -> int:
-    """Units in which a spatial cut is counted: the coarsest map's rows if fine enough,
-    so that all cuts align.
-    """
+def _grid_rows(graph: Graph, kind: SplitKind) -> int:
+    """Rows of the coarsest map, or of the finest one where the coarsest has too few."""
     convs = [op for op in graph.layers.values() if isinstance(op, Conv)]
     extents = [
         op.spec.y_shape[dim] for op in convs if (dim := op.dim(kind)) is not None
     ]
-    return (min(extents) if min(extents) >= 32 else max(extents)) if extents else 1
+    if not extents:
+        return 1
+    return min(extents) if min(extents) >= MIN_GRID_ROWS else max(extents)
 
 
 def split_of(
@@ -88,43 +116,43 @@ def split_of(
     kinds: Sequence[SplitKind],
     nodes: Nodes = (),
 ) -> Split:
-    """``op`` cut by ``kind``, within ``nodes`` if there are any, or replicated where
-    that is not legal.
+    """Splits a layer in given proportions, or replicates it where that is not legal.
+
+    Args:
+        op: Layer.
+        kind: Kind of split.
+        weights: Proportion of each rank.
+        kinds: Kinds that are allowed; see `whole_model`.
+        nodes: Nodes of a hierarchical split.
     """
     if nodes:
-        return _in_nodes(op, kind, weights, nodes)
+        return _split_within_nodes(op, kind, weights, nodes)
     world = len(weights)
-    lone = sum(w > 0 for w in weights) == 1
-    if kind in SPATIAL_KINDS and op.dim(kind) is None and lone and "sample" in kinds:
-        kind = "sample"  # the device that works alone goes on alone
+    single = sum(w > 0 for w in weights) == 1
+    if kind in SPATIAL_KINDS and op.dim(kind) is None and single and "sample" in kinds:
+        kind = "sample"  # the device that works alone computes this layer too
     extent = extent_of(op, kind)
-    if extent is None or extent < 1:
+    if not extent:
         return REPLICATE
-    return checked(
-        op,
-        kind,
-        apportion(extent, tuple(weights), granularity(op, kind, extent, world)),
-        world,
-    )
+    grain = granularity(op, kind, extent, world)
+    return checked(op, kind, apportion(extent, tuple(weights), grain), world)
 
 
-def _in_nodes(
+def _split_within_nodes(
     op: Conv | Linear, kind: SplitKind, weights: Sequence[float], nodes: Nodes
 ) -> Split:
-    extent, ranks = extent_of(op, kind), [n for n, _ in nodes]
-    sizes: list[int] = []
-    if extent is None or extent < 1:
+    extent, ranks = extent_of(op, kind), [count for count, _ in nodes]
+    if not extent:
         return REPLICATE
-    for a, b in spans(ranks):
-        own = (
-            tuple(weights[a:b]) if any(weights[a:b]) else (1.0,) * (b - a)
-        )  # a node without samples, in any way
-        sizes += apportion(extent, own, granularity(op, kind, extent, b - a))
-    total = op.spec.N if isinstance(op, Conv) else op.x_shape[0]
-    samples = apportion(total, tuple(weight for _, weight in nodes))
-    return checked(
-        op, kind, tuple(sizes), len(weights), tuple(zip(ranks, samples, strict=True))
-    )
+    sizes: list[int] = []
+    for start, end in spans(ranks):
+        count, own = end - start, tuple(weights[start:end])
+        if not any(own):  # a node without samples may be split in any way
+            own = (1.0,) * count
+        sizes += apportion(extent, own, granularity(op, kind, extent, count))
+    samples = apportion(_samples(op), tuple(weight for _, weight in nodes))
+    samples_by_node = tuple(zip(ranks, samples, strict=True))
+    return checked(op, kind, tuple(sizes), len(weights), samples_by_node)
 
 
 def checked(
@@ -134,6 +162,15 @@ def checked(
     world: int,
     nodes: tuple[tuple[int, int], ...] = (),
 ) -> Split:
+    """Returns a split, or `REPLICATE` where it is not legal for the layer.
+
+    Args:
+        op: Layer.
+        kind: Kind of split.
+        sizes: Elements of each rank.
+        world: Number of ranks.
+        nodes: Ranks and samples of each node, for a hierarchical split.
+    """
     try:
         split = Split(kind, sizes, nodes)
         op.check(split, world)
@@ -143,32 +180,37 @@ def checked(
 
 
 def with_whole_sum(split: Split) -> Split:
-    """The same, but that every rank gets the whole sum of a channel split."""
-    return (
-        replace(split, whole=True)
-        if split.kind == "channel" and not split.nodes
-        else split
-    )
+    """Returns a channel split whose sum every rank gets whole; other splits stay."""
+    if split.kind == "channel" and not split.nodes:
+        return replace(split, whole=True)
+    return split
 
 
 def extent_of(op: Conv | Linear, kind: SplitKind) -> int | None:
+    """Returns how many elements of a layer a kind splits; None if it has no such ones."""
     dim = op.dim(kind)
     if isinstance(op, Conv):
-        s = op.spec
-        return (
-            s.y_shape[dim]
-            if dim is not None
-            else {"filter": s.K, "channel": s.C}.get(kind)
-        )
-    return (
-        op.x_shape[dim]
-        if dim is not None
-        else {"filter": op.features, "channel": op.x_shape[-1]}.get(kind)
-    )
+        shape, filters, channels = op.spec.y_shape, op.spec.K, op.spec.C
+    else:
+        shape, filters, channels = op.x_shape, op.features, op.x_shape[-1]
+    if dim is not None:
+        return shape[dim]
+    return {"filter": filters, "channel": channels}.get(kind)
 
 
 def granularity(op: Conv | Linear, kind: SplitKind, extent: int, world: int) -> int:
-    """Kernels want slices of 16 filters or channels; whole groups of channels keep groups whole."""
+    """Returns the number of elements that a split should keep together.
+
+    These are the channels of a group, and slices of filters or channels for kernels.
+
+    Args:
+        op: Layer.
+        kind: Kind of split.
+        extent: Elements to split.
+        world: Number of ranks.
+    """
     if kind == "channel" and isinstance(op, Conv) and op.spec.groups > 1:
         return op.spec.C // op.spec.groups
-    return 16 if kind in ("filter", "channel") and extent >= 32 * world else 1
+    if kind in ("filter", "channel") and extent >= 2 * CHANNELS_PER_SLICE * world:
+        return CHANNELS_PER_SLICE
+    return 1

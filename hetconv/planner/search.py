@@ -1,12 +1,9 @@
-"""The search for the best combination of the layers' choices, and what every other
-choice would have cost. Pure.
-"""
+"""Search for the best combination of the layers' splits, and what other splits would cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,206 +16,218 @@ from hetconv.solver.elimination import solve
 
 from .candidates import Candidates
 from .cost_tables import CostTables
-from .memory_limits import Choice, Limits, solve_within
+from .memory_limits import Choice, Limits, fits, solve_within
 from .partition import Splits, Weights, has_dimension
 from .table_builder import build_tables
 
-TURNS = 24  # of taking from who has too little memory, until all have enough
+# Rounds of moving work away from devices with too little memory.
+MAX_MEMORY_ROUNDS = 24
+SIGNIFICANT_DIGITS = 4  # of seconds that a plan file keeps
+ROUNDING_ERROR = 1e-12  # of a difference, as a fraction of the seconds
+Ints = npt.NDArray[np.intp]
 Choices = Mapping[str, tuple[Split, ...]]
 
 
 class Search:
-    """The layers' choices, what they cost, and what they mean."""
+    """Search among candidate splits of each layer.
 
-    def __init__(self, ways: Candidates, pricer: StepEstimator, choices: Choices):
-        self.ways, self.pricer, self.choices = ways, pricer, choices
-        self.tables = build_tables(ways.graph, ways.profile, choices, ways.mode)
-        self.roomy: list[
-            Splits
-        ] = []  # whole models that fit, where what is fastest does not
+    Args:
+        candidates: Candidates of the model.
+        estimator: Predicts steps of the model.
+        choices: Candidate splits by layer.
+    """
+
+    def __init__(
+        self, candidates: Candidates, estimator: StepEstimator, choices: Choices
+    ):
+        self.candidates, self.estimator = candidates, estimator
+        self.choices = choices
+        self.tables = build_tables(
+            candidates.graph, candidates.profile, choices, candidates.mode
+        )
+        self.lean_models: list[Splits] = []  # that fit the memory
 
     @classmethod
-    def within(cls, ways: Candidates, pricer: StepEstimator, limits: Limits) -> Search:
-        """With proportions for which there is room among the choices, where what would
-        be fastest does not fit.
+    def within(
+        cls, candidates: Candidates, estimator: StepEstimator, limits: Limits
+    ) -> Search:
+        """Builds a search with candidates for limited memory.
+
+        Where the fastest combination does not fit, there are further candidates, in
+        proportions that fit.
+
+        Args:
+            candidates: Candidates of the model.
+            estimator: Predicts steps of the model.
+            limits: Bytes of memory of each device.
         """
-        pool = ways.shared_proportions()
-        search = cls(ways, pricer, ways.choices(pool))
-        if search.fits(search.fastest, limits):
+        proportions = candidates.shared_proportions()
+        search = cls(candidates, estimator, candidates.choices(proportions))
+        if fits(search.memory(search.fastest), limits):
             return search
-        roomy = _with_room(ways, pricer, limits)
-        search = cls(
-            ways,
-            pricer,
-            ways.choices([*dict.fromkeys(weights for weights, _ in roomy), *pool]),
-        )
-        search.roomy = [splits for _, splits in roomy]
+        lean = list(_lean_models(candidates, estimator, limits))
+        lean_proportions = dict.fromkeys(weights for weights, _ in lean)
+        choices = candidates.choices([*lean_proportions, *proportions])
+        search = cls(candidates, estimator, choices)
+        search.lean_models = [splits for _, splits in lean]
         return search
 
     @cached_property
     def fastest(self) -> Choice:
-        """Whatever memory it takes."""
+        """Choice of the fewest seconds, whatever memory it takes."""
         return solve(self.tables.unary, self.tables.pairwise).choice
 
-    def fits(self, choice: Choice, limits: Limits) -> bool:
-        return all(m <= c for m, c in zip(self.memory(choice), limits, strict=True))
-
     def splits(self, choice: Mapping[str, int]) -> Splits:
-        return {name: of_layer[choice[name]] for name, of_layer in self.choices.items()}
+        """Returns the split of each layer at a choice."""
+        return {name: splits[choice[name]] for name, splits in self.choices.items()}
 
     def memory(self, choice: Mapping[str, int]) -> tuple[int, ...]:
-        return self.pricer.memory(self.splits(choice))
+        """Returns the bytes on each device at a choice."""
+        return self.estimator.memory(self.splits(choice))
 
     def best(self, limits: Limits) -> Splits | None:
-        """The best combination; None if none was found that fits the memory."""
-        if self.fits(self.fastest, limits):
+        """Finds the best combination that fits the memory, or None.
+
+        Args:
+            limits: Bytes of memory of each device.
+        """
+        if fits(self.memory(self.fastest), limits):
             return self.splits(self.fastest)
+        found = [*self.lean_models]
         within = solve_within(self.tables, limits, self.memory)
-        found = [*self.roomy, *([self.splits(within)] if within is not None else [])]
+        if within is not None:
+            found.append(self.splits(within))
         return min(
             found,
             default=None,
-            key=lambda splits: self.pricer.estimate(splits)[0].step_s,
+            key=lambda splits: self.estimator.estimate(splits)[0].step_s,
         )
 
     def alternatives(self, chosen: Splits) -> dict[str, tuple[Alternative, ...]]:
-        """Of each layer, all its choices beside the chosen one, with the other layers as chosen."""
-        if any(chosen[name] not in of_layer for name, of_layer in self.choices.items()):
-            more: dict[
-                tuple[Split, ...], tuple[Split, ...]
-            ] = {}  # equal layers go on having the same object
-            added = {
-                n: tuple(dict.fromkeys((*c, chosen[n])))
-                for n, c in self.choices.items()
-            }
-            return Search(
-                self.ways,
-                self.pricer,
-                {n: more.setdefault(c, c) for n, c in added.items()},
-            ).alternatives(chosen)
-        return alternatives(
-            self.tables,
-            self.choices,
-            {n: c.index(chosen[n]) for n, c in self.choices.items()},
-        )
+        """Lists all candidates of each layer, with the other layers as chosen.
+
+        Args:
+            chosen: Split of each layer.
+        """
+        search = self
+        if any(chosen[name] not in splits for name, splits in self.choices.items()):
+            shared: dict[tuple[Split, ...], tuple[Split, ...]] = {}
+            choices = {}
+            for name, splits in self.choices.items():
+                extended = tuple(dict.fromkeys((*splits, chosen[name])))
+                choices[name] = shared.setdefault(extended, extended)
+            search = Search(self.candidates, self.estimator, choices)
+        indices = {n: splits.index(chosen[n]) for n, splits in search.choices.items()}
+        return alternatives(search.tables, search.choices, indices)
 
 
-def _with_room(
-    ways: Candidates, pricer: StepEstimator, limits: Limits
-) -> list[tuple[Weights, Splits]]:
-    """Whole models, each cut in one way, that fit: in proportions as near to the
-    balanced ones as that goes.
-    """
-    found = []
-    for kind in (
-        kind
-        for kind in (*SPATIAL_KINDS, "sample")
-        if kind in ways.kinds and has_dimension(ways.graph, kind)
-    ):
-        weights = ways.balance(kind)
-        for _ in range(TURNS):
-            splits = ways.whole(kind, weights)
-            over = [
-                max(m / c, 1.0)
-                for m, c in zip(pricer.memory(splits), limits, strict=True)
-            ]
-            if max(over) == 1:
-                found.append((weights, splits))
+def _lean_models(
+    candidates: Candidates, estimator: StepEstimator, limits: Limits
+) -> Iterator[tuple[Weights, Splits]]:
+    """Finds proportions near the balanced ones with which a whole model fits."""
+    for kind in (*SPATIAL_KINDS, "sample"):
+        if kind not in candidates.kinds or not has_dimension(candidates.graph, kind):
+            continue
+        weights = candidates.balance(kind)
+        for _ in range(MAX_MEMORY_ROUNDS):
+            splits = candidates.whole(kind, weights)
+            used = estimator.memory(splits)
+            excess = [max(m / c, 1.0) for m, c in zip(used, limits, strict=True)]
+            if max(excess) == 1:
+                yield weights, splits
                 break
-            weights = tuple(w / o for w, o in zip(weights, over, strict=True))
-    return found
-
-
-Ints = npt.NDArray[np.intp]
-DIGITS = 4  # significant ones, that a plan keeps
+            weights = tuple(w / e for w, e in zip(weights, excess, strict=True))
 
 
 def alternatives(
-    tables: CostTables,
-    choices: Mapping[str, tuple[Split, ...]],
-    chosen: Mapping[str, int],
+    tables: CostTables, choices: Choices, chosen: Mapping[str, int]
 ) -> dict[str, tuple[Alternative, ...]]:
-    """Of each layer of ``choices``, every choice that the tables do not forbid, the
-    least costly first.
+    """Lists all choices of each layer that the tables allow, the cheapest first.
 
-    ``chosen``: the choice of each layer; how joins lie follows. Seconds are rounded to
-    four significant digits.
+    Args:
+        tables: Seconds by choice.
+        choices: Candidate splits by layer.
+        chosen: Choice of each layer. The states of joins follow from it.
+
+    Returns:
+        Alternatives by layer, with seconds rounded to four significant digits.
     """
-    around = _Around(tables, choices, chosen)
+    costs = _ChoiceCosts(tables, choices, chosen)
     return {
-        name: _listed(*around.seconds(name), splits, chosen[name])
+        name: _ranked(*costs.seconds(name), splits, chosen[name])
         for name, splits in choices.items()
         if splits
     }
 
 
-def _listed(
-    total: Array, computing: Array, splits: tuple[Split, ...], chosen: int
+def _ranked(
+    total: Array, compute: Array, splits: tuple[Split, ...], chosen: int
 ) -> tuple[Alternative, ...]:
     slower = total - total[chosen]
-    slower[np.abs(slower) < 1e-12 * total[chosen]] = 0.0  # left over from rounding
+    slower[np.abs(slower) < ROUNDING_ERROR * total[chosen]] = 0.0
     order = sorted(
         np.flatnonzero(np.isfinite(total)).tolist(),
         key=lambda k: (slower[k], k != chosen, k),
     )
-    seconds = np.stack([computing, total - computing, slower], 1)
-    return tuple(
-        Alternative(splits[k], *(float(f"{s:.{DIGITS}g}") for s in seconds[k]))
-        for k in order
-    )
+    columns = np.stack([compute, total - compute, slower], 1)
+    return tuple(Alternative(splits[k], *map(_rounded, columns[k])) for k in order)
 
 
-class _Around:
-    """The tables by node: what is between it and each neighbour, with its own choices first."""
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.{SIGNIFICANT_DIGITS}g}")
 
-    def __init__(
-        self, tables: CostTables, layers: Mapping[str, Any], chosen: Mapping[str, int]
-    ):
+
+class _ChoiceCosts:
+    """Seconds of each choice of a layer, with the other layers as chosen."""
+
+    def __init__(self, tables: CostTables, choices: Choices, chosen: Mapping[str, int]):
         self.tables = tables
-        self.edges: dict[str, dict[str, Array]] = {node: {} for node in tables.unary}
+        # Table between a variable and each neighbour, the variable's own choices first.
+        self.edges: dict[str, dict[str, Array]] = {name: {} for name in tables.unary}
         for (u, v), table in tables.pairwise.items():
             self.edges[u][v], self.edges[v][u] = table, table.T
-        self.joins: dict[
-            str, tuple[str, ...]
-        ] = {}  # in the order of the model, each with the nodes that decide it
         self.chosen = {
-            name: np.array([chosen[name]]) for name, splits in layers.items() if splits
+            name: np.array([chosen[name]]) for name, splits in choices.items() if splits
         }
-        for node in tables.unary:
-            if node not in self.chosen:
-                self.joins[node] = tuple(
-                    u for u in self.edges[node] if u in self.chosen
-                )
-                self.chosen[node] = self._state(node, {})
+        # Variables before each join that decide it; joins in the order of the model.
+        self.deciding: dict[str, tuple[str, ...]] = {}
+        for name in tables.unary:
+            if name not in self.chosen:
+                before = (u for u in self.edges[name] if u in self.chosen)
+                self.deciding[name] = tuple(before)
+                self.chosen[name] = self._state(name, {})
 
-    def _state(self, join: str, moved: Mapping[str, Ints]) -> Ints:
-        """(choices,): the one that its tables with what comes before it allow."""
-        at = {u: moved.get(u, self.chosen[u]) for u in self.joins[join]}
-        state: Ints = (
-            self.tables.unary[join]
-            + sum(self.edges[join][u].T[k] for u, k in at.items())
-        ).argmin(-1)
+    def _state(self, join: str, changed: Mapping[str, Ints]) -> Ints:
+        """(choices,): the state that the variables before a join allow."""
+        costs = self.tables.unary[join]
+        total = sum(
+            self.edges[join][u].T[changed.get(u, self.chosen[u])]
+            for u in self.deciding[join]
+        )
+        state: Ints = (costs + total).argmin(-1)
         return state
 
     def seconds(self, name: str) -> tuple[Array, Array]:
-        """Over the choices of a layer, of all that goes by them: what it costs, and of
-        this what computing does.
+        """Adds up all tables that depend on a layer.
+
+        Returns:
+            Seconds of each choice, (choices,), and the part that operators compute.
         """
         count = len(self.tables.unary[name])
-        moved = {name: np.arange(count)}
-        for join, before in self.joins.items():
-            if any(u in moved for u in before):
-                state = self._state(join, moved)
+        changed = {name: np.arange(count)}
+        for join, deciding in self.deciding.items():
+            if not changed.keys().isdisjoint(deciding):
+                state = self._state(join, changed)
                 if (state != self.chosen[join]).any():
-                    moved[join] = state
-        total, computing = np.zeros((2, count))
-        for node, state in moved.items():
-            total += self.tables.unary[node][state]
-            if node in self.tables.computing:
-                computing += self.tables.computing[node][state]
-            for other, table in self.edges[node].items():
-                if other not in moved:
-                    total += table[state, self.chosen[other]]
-                elif node < other:
-                    total += table[state, moved[other]]
-        return total, computing
+                    changed[join] = state
+        total, compute = np.zeros((2, count))
+        for variable, state in changed.items():
+            total += self.tables.unary[variable][state]
+            if variable in self.tables.compute:
+                compute += self.tables.compute[variable][state]
+            for neighbour, table in self.edges[variable].items():
+                if neighbour not in changed:
+                    total += table[state, self.chosen[neighbour]]
+                elif variable < neighbour:
+                    total += table[state, changed[neighbour]]
+        return total, compute

@@ -1,31 +1,27 @@
-"""How a model may be split, as tables of seconds over the choices of one layer and of
-two: what `elimination` takes.
+"""Builds the cost tables of a graph: seconds and bytes over the choices of its layers.
 
-Where a tensor lies follows from the choice of one node: of a layer that a plan names,
-or of a join of tensors that follow different layers. The tables hold what `StepEstimator` adds
-up as ``summed_s``, operator by operator. Pure.
+The layout of a tensor depends on one variable: a layer that a plan names, or the state
+of an operator that joins tensors of different layers. The tables add up to what
+`StepEstimator` predicts as ``operator_sum_s``, operator by operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hetconv.cost.memory import (
     input_bytes,
     kept_results,
     parameter_bytes,
-    receive_buffer_table,
     result_bytes,
 )
 from hetconv.cost.network import Array, Network
 from hetconv.cost.operator_cost import Operators
-from hetconv.cost.redistribution import MovedValue, movement_tables
 from hetconv.operators.shapes import Reshape
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
@@ -35,35 +31,22 @@ from hetconv.sharding.rule import Gather
 from hetconv.sharding.split import REPLICATE, Split
 from hetconv.tracing.graph import AliasGroups, Graph, Node
 
-from .cost_tables import Copies, CostTables, GradientSumTables
+from .cost_tables import CostTables, GradientSumTables
 from .joins import (
     JoinState,
+    LayoutByChoice,
     Link,
-    PlacementByChoice,
     Strategies,
     extend,
     finalize,
     following_strategies,
+    input_states,
     join_states,
     led_by,
     nested_concats,
     rebased,
-    votes,
 )
-
-T = TypeVar("T")
-Mask = npt.NDArray[np.bool_]
-
-
-class _Movement(NamedTuple):
-    """Between the choices of two nodes. ``hidden``: where, (sources, reads), computing
-    of these seconds hides it.
-    """
-
-    node: str | None
-    reader: str | None
-    moved: MovedValue
-    hidden: tuple[Mask, Array] | None
+from .movement_costs import IdentityCache, MovementCosts, Overlap
 
 
 def build_tables(
@@ -72,33 +55,29 @@ def build_tables(
     choices: Mapping[str, tuple[Split, ...]],
     mode: Mode,
 ) -> CostTables:
-    """Of a model whose layers may be split in these ways; a layer without choices is replicated.
+    """Builds the cost tables of a model whose layers may be split in several ways.
 
-    ``choices`` of equal operators should be the same object: what they have in common
-    is then computed once.
+    Args:
+        graph: Model.
+        profile: Devices and links.
+        choices: Candidate splits by layer; a layer without any is replicated. Equal
+            operators should have the same object, so that what they have in common is
+            computed once.
+        mode: Whether a step trains.
     """
-    builder = _Builder(graph, profile, mode, choices)
+    builder = _TableBuilder(graph, profile, mode, choices)
     for node in graph.nodes:
         builder.add(node)
     for i in graph.outputs:
-        builder.move(i, (builder.whole(i),), None, gradient=False)
-    for name in graph.layers:
-        cuts = [{name: split} for split in choices.get(name) or (REPLICATE,)]
-        held = np.array(
-            [parameter_bytes(graph, cut, profile.world, mode, name) for cut in cuts]
-        )
-        builder.tables.add_bytes(name if choices.get(name) else None, held)
-    always = np.array(
-        parameter_bytes(graph, {}, profile.world, mode, None)
-    ) + input_bytes(graph)
-    builder.tables.add_bytes(None, always[None])
-    builder.charge_moves()
-    builder.contributions.charge(builder.tables)
+        builder.move(i, (builder.replicated(i),), None, gradient=False)
+    builder.add_parameters(mode)
+    builder.movements.charge()
+    builder.gradient_sums.charge(builder.tables)
     return builder.tables
 
 
-class _Builder:
-    """Goes through a graph as `propagate` does, for all choices at once.
+class _TableBuilder:
+    """Follows a graph as `propagate` does, for all choices at once.
 
     Equal operators on equal layouts share objects.
     """
@@ -111,342 +90,282 @@ class _Builder:
         choices: Mapping[str, tuple[Split, ...]],
     ):
         self.graph, self.choices, self.world = graph, choices, profile.world
-        self.network, self.operators = (
-            Network.of(profile),
-            Operators(graph, profile.devices),
-        )
         self.passes = (False, True) if mode == "train" else (False,)
-        self.tables, self.contributions = (
-            CostTables(),
-            GradientSumTables(graph, self.network, choices),
-        )
-        self._wholes: dict[Shape, tuple[Layout, ...]] = {}
-        self._once: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-        self._equal: dict[
-            tuple[Layout, ...], tuple[Layout, ...]
-        ] = {}  # an object for all equal ones
-        self._movements: list[_Movement] = []
-        self._statistics: list[
-            tuple[str | None, list[list[MovedValue]]]
-        ] = []  # by choice of a node
-        self.placements = {
-            i: PlacementByChoice(None, (self.whole(i),))
+        self.operators = Operators(graph, profile.devices)
+        self.tables = CostTables()
+        self.cache = IdentityCache()
+        network = Network.of(profile)
+        self.movements = MovementCosts(self.tables, network, self.passes, self.cache)
+        self.gradient_sums = GradientSumTables(graph, network, choices)
+        self.kept = kept_results(graph, mode)
+        self._replicated: dict[Shape, tuple[Layout, ...]] = {}
+        self._equal_layouts: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
+        self.layouts = {
+            i: LayoutByChoice(None, (self.replicated(i),))
             for i in range(len(graph.values))
         }
-        self.memory = AliasGroups({})  # families of all that may be views on parts
+        self.aliases = AliasGroups({})  # whatever may be a view of a sharded value
+        self._maybe_copies: set[int] = set()  # results of reshapes that may copy
         self._nested = nested_concats(graph)
-        self._begun: dict[
-            Hashable, tuple[str, list[JoinState]]
-        ] = {}  # by values and how they lie
-        self._copies: set[int] = set()  # what may be a copy of what it is a view of
-        self._stays = kept_results(graph, mode)
+        # Chains of nested concatenations, by their inputs and the inputs' layouts.
+        self._chains: dict[Hashable, tuple[str, list[JoinState]]] = {}
 
-    def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What was made for an equal key. Layouts, and tuples of them, count as equal
-        if they are the same object.
-        """
-        said = tuple(
-            id(k) if isinstance(k, tuple | Strategies | Layout | ReadRegion) else k
-            for k in key
-        )
-        if said not in self._once:
-            self._once[said] = (
-                make(),
-                key,
-            )  # the key is kept, so that ids stay what they are
-        found: T = self._once[said][0]
-        return found
+    def replicated(self, value: int) -> Layout:
+        """Returns the replicated layout of a value."""
+        return self._replicated_shape(self.graph.values[value].shape)[0]
 
-    def whole(self, value: int) -> Layout:
-        return self._whole(self.graph.values[value].shape)[0]
+    def _replicated_shape(self, shape: Shape) -> tuple[Layout, ...]:
+        layout = Layout.replicated(shape, self.world)
+        return self._replicated.setdefault(shape, (layout,))
 
-    def _whole(self, shape: Shape) -> tuple[Layout, ...]:
-        return self._wholes.setdefault(shape, (Layout.replicated(shape, self.world),))
+    def _replicated_inputs(self, node: Node) -> tuple[Layout, ...]:
+        return tuple(map(self.replicated, node.inputs)) or self._replicated_shape(())
 
     def add(self, node: Node) -> None:
-        inputs = [self.placements[i] for i in node.inputs]
-        free = list(dict.fromkeys(x.node for x in inputs if x.node is not None))
+        """Adds an operator, and what is moved for it."""
+        inputs = [self.layouts[i] for i in node.inputs]
+        variables = [x.variable for x in inputs if x.variable is not None]
         if node.layer is not None and self.choices.get(node.layer):
             self._add_layer(node, node.layer)
         elif isinstance(node.op, Gather):
-            self._add_ways(
-                node,
-                None,
-                Strategies.unsplit(
-                    node, [node.op.sharding(self._wholes_of(node), REPLICATE)]
-                ),
-            )
-        elif len(free) > 1 and not node.writes:
+            gathered = node.op.sharding(self._replicated_inputs(node), REPLICATE)
+            self._add_strategies(node, None, Strategies.unsplit(node, [gathered]))
+        elif len(set(variables)) > 1 and not node.writes:
             self._add_join(node, inputs)
         elif node.writes and inputs and node.views[:1] == node.inputs[:1]:
-            ways = self._written(node, inputs)
-            self._gather_families(
-                node,
-                inputs[0].node,
-                [s.output.kind == "replicated" for s in ways.shardings],
-            )
-            self._add_ways(node, inputs[0].node, ways)
+            strategies = self._in_place_strategies(node, inputs)
+            self._gather_aliases(node, inputs[0].variable, strategies.replicates)
+            self._add_strategies(node, inputs[0].variable, strategies)
         else:
-            wholes = self._wholes_of(node)
-            ways = self.once(
+            replicated = self._replicated_inputs(node)
+            strategies = self.cache.get(
                 (node.op, *(x.layouts for x in inputs)),
-                lambda: following_strategies(node, wholes, inputs),
+                lambda: following_strategies(node, replicated, inputs),
             )
-            self._add_ways(node, free[0] if free else None, ways)
+            self._add_strategies(node, variables[0] if variables else None, strategies)
 
-    def _wholes_of(self, node: Node) -> tuple[Layout, ...]:
-        return tuple(map(self.whole, node.inputs)) or self._whole(())
-
-    def _written(self, node: Node, inputs: Sequence[PlacementByChoice]) -> Strategies:
-        """A call in place runs on parts where what it writes to lies on parts, and lies
-        as that; see `Memory`.
-        """
-        wholes, (i, *_) = self._wholes_of(node), node.views
-        gathered, steps = node.op.sharding(wholes, REPLICATE), []
-        for k, (x, step) in enumerate(
-            zip(inputs[0].layouts, led_by(node, wholes, inputs, 0), strict=True)
+    def _in_place_strategies(
+        self, node: Node, inputs: Sequence[LayoutByChoice]
+    ) -> Strategies:
+        """Runs a call in place on shards where the layout that it writes to stays."""
+        replicated = self._replicated_inputs(node)
+        gathered = node.op.sharding(replicated, REPLICATE)
+        leading = led_by(node, replicated, inputs, 0)
+        shardings = []
+        for k, (layout, sharding) in enumerate(
+            zip(inputs[0].layouts, leading, strict=True)
         ):
-            family = self._family(i, k)
-            alike = (
-                step is not None
-                and step.output == x
-                and self._copies.isdisjoint(family)
-            )
-            steps.append(
-                step if step is not None and (alike or not family) else gathered
-            )
-        return Strategies.unsplit(node, steps)
+            group = self._alias_group(node.views[0], k)
+            if sharding is not None and group:
+                writable = self._maybe_copies.isdisjoint(group)
+                if sharding.output != layout or not writable:
+                    sharding = None
+            shardings.append(sharding if sharding is not None else gathered)
+        return Strategies.unsplit(node, shardings)
 
     def _add_layer(self, node: Node, name: str) -> None:
-        """What a layer reads and how its result lies goes by its split alone."""
+        """Adds a layer with candidate splits, which alone decide what it reads."""
         splits, i = self.choices[name], node.inputs[0]
-        ways = self.once(
+        strategies = self.cache.get(
             (node.op, splits),
             lambda: Strategies.of(
                 node,
                 splits,
-                tuple(node.op.sharding((self.whole(i),), split) for split in splits),
+                tuple(node.op.sharding((self.replicated(i),), s) for s in splits),
             ),
         )
-        hides = np.array(
-            [
-                [exchanges_halos(node.op, x, split) for split in splits]
-                for x in self.placements[i].layouts
-            ]
-        )
-        computing = self._own(node, name, ways)
+        overlaps = [
+            [exchanges_halos(node.op, layout, split) for split in splits]
+            for layout in self.layouts[i].layouts
+        ]
+        compute_s = self._charge_operator(node, name, strategies)
         self.move(
             i,
-            ways.input_layouts[0],
+            strategies.input_layouts[0],
             name,
-            hides=hides,
-            computing=computing,
+            overlap=Overlap(np.array(overlaps), compute_s),
             gradient=self._differentiable(node),
         )
 
     def _differentiable(self, node: Node) -> bool:
         return any(self.graph.values[i].requires_grad for i in node.outputs)
 
-    def _add_ways(self, node: Node, name: str | None, ways: Strategies) -> None:
-        """An operator that runs in one of these ways by the choice of a node."""
-        self._own(node, name, ways)
-        for i, reads in zip(node.inputs, ways.input_layouts, strict=False):
+    def _add_strategies(
+        self, node: Node, variable: str | None, strategies: Strategies
+    ) -> None:
+        """Adds an operator that runs as a variable decides."""
+        self._charge_operator(node, variable, strategies)
+        for i, reads in zip(node.inputs, strategies.input_layouts, strict=False):
             if self.graph.values[i].param is None:
-                self.move(i, reads, name, gradient=self._differentiable(node))
-        whole = [s.output.kind == "replicated" for s in ways.shardings]
-        self._share(node, name, whole)
-        if not all(whole):
-            self.memory.add(node)
-            self._copies |= set(node.outputs) if isinstance(node.op, Reshape) else set()
+                self.move(i, reads, variable, gradient=self._differentiable(node))
+        replicates = strategies.replicates
+        if any(replicates):
+            self._replicate_views(node, variable, replicates)
+        if not all(replicates):
+            self.aliases.add(node)
+            if isinstance(node.op, Reshape):
+                self._maybe_copies |= set(node.outputs)
 
-    def _add_join(self, node: Node, inputs: Sequence[PlacementByChoice]) -> None:
-        """The result lies as the first input suggests that is cut so that the operator
-        can follow it.
+    def _add_join(self, node: Node, inputs: Sequence[LayoutByChoice]) -> None:
+        """Adds an operator whose inputs different variables decide.
 
-        For each input after the first there is a node of the tables, whose state says
-        which way of running the inputs so far lead to, if any, and whether it was an
-        earlier one.
+        The first sharded input that the operator can follow leads it.
         """
         if node in self._nested:
-            self._add_nested(node, inputs)
+            self._add_nested_concat(node, inputs)
             return
-        wholes, layouts = self._wholes_of(node), [x.layouts for x in inputs]
-        links, ways = self.once(
-            (node.op, "joins", *layouts), lambda: join_states(node, wholes, inputs)
+        replicated, layouts = self._replicated_inputs(node), [x.layouts for x in inputs]
+        links, strategies = self.cache.get(
+            (node.op, "joins", *layouts), lambda: join_states(node, replicated, inputs)
         )
-        last = inputs[0].node
+        last = inputs[0].variable
         for k, link in enumerate(links, 1):
-            last = self._link(
-                f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link
-            )
-        self._add_ways(node, last, ways)
+            last = self._add_link(node, k, last, inputs[k].variable, link)
+        self._add_strategies(node, last, strategies)
 
-    def _add_nested(self, node: Node, inputs: Sequence[PlacementByChoice]) -> None:
-        """Concatenations that begin alike share nodes, each state of which says from
-        which one it goes on.
-        """
-        wholes = self._wholes_of(node)
-        last, before = inputs[0].node, votes(node, wholes, inputs, 0, False)
-        marks: Sequence[Hashable] = before
+    def _add_nested_concat(self, node: Node, inputs: Sequence[LayoutByChoice]) -> None:
+        """Adds a concatenation that shares variables with others that begin alike."""
+        replicated = self._replicated_inputs(node)
+        last = inputs[0].variable
+        states = input_states(node, replicated, inputs, 0, add_sizes=False)
+        keys: Sequence[Hashable] = states
+        layout_ids = [id(x.layouts) for x in inputs]
         for k in range(1, len(inputs)):
-            begun = tuple(
-                zip(node.inputs, (id(x.layouts) for x in inputs[: k + 1]), strict=False)
-            )
-            if begun not in self._begun:
-                link, before = extend(
-                    before, votes(node, wholes, inputs, k, False), marks
-                )
-                last = self._link(
-                    f"{node.name}: {node.outputs[0]}: {k}", last, inputs[k].node, link
-                )
-                self._begun[begun] = last, before
-            last, known = self._begun[begun]
-            before = rebased(known, node, wholes)
-            marks = range(len(before))
-        self._add_ways(node, last, finalize(node, wholes, before))
+            begin = node.inputs[: k + 1], tuple(layout_ids[: k + 1])
+            if begin not in self._chains:
+                own = input_states(node, replicated, inputs, k, add_sizes=False)
+                link, states = extend(states, own, keys)
+                last = self._add_link(node, k, last, inputs[k].variable, link)
+                self._chains[begin] = last, states
+            last, known = self._chains[begin]
+            states = rebased(known, node, replicated)
+            keys = range(len(states))
+        self._add_strategies(node, last, finalize(node, replicated, states))
 
-    def _link(self, name: str, last: str | None, other: str | None, link: Link) -> str:
-        """A state of a join, by the one before and by how another input lies."""
-        goes_on, agrees = link
-        self.tables.add(name, np.zeros(goes_on.shape[1]))
-        self.tables.add_pair(last, name, goes_on)
+    def _add_link(
+        self, node: Node, k: int, last: str | None, other: str | None, link: Link
+    ) -> str:
+        """Adds a variable for the states of a join's inputs up to the ``k``-th."""
+        name = f"{node.name}: {node.outputs[0]}: {k}"
+        follows, agrees = link
+        self.tables.add(name, np.zeros(follows.shape[1]))
+        self.tables.add_pair(last, name, follows)
         self.tables.add_pair(other, name, agrees)
         return name
 
-    def _own(self, node: Node, name: str | None, ways: Strategies) -> tuple[Array, ...]:
-        """Charges what does not depend on how the inputs lie; places the results.
-        Seconds of each pass, (choices,).
-        """
-        values, train = self.graph.values, True in self.passes
-        out = values[node.outputs[0]] if node.outputs else None
-        asked = (
-            (
-                out.dtype,
-                out.requires_grad,
-                self.graph.extra_gradients.get(node.outputs[0]),
-            )
-            if out is not None
-            else None
-        )
-        computing = tuple(
-            self.once((ways, str(asked), b), partial(self._seconds, node, ways, b))
-            for b in self.passes
-        )
-        cost = sum(computing, np.zeros(len(ways.shardings)))
-        self.tables.computing[name] = self.tables.computing.get(name, 0.0) + cost
-        if out is not None and any(
-            s.forward_moves or s.backward_moves for s in ways.shardings
-        ):
-            back = train and out.requires_grad
-            further = self.once(
-                (ways, out.itemsize, back),
-                lambda: self._further(ways, out.itemsize, back),
-            )
-            self._statistics.append((name, further))
-        self.tables.add(name, cost)
-        if train:
-            self.contributions.note(node, name, ways.shardings)
-        if node in self._stays:
-            self.tables.add_bytes(
-                name,
-                np.array(
-                    [result_bytes(self.graph, node, s) for s in ways.shardings],
-                    dtype=float,
-                ),
-            )
-        for i, outputs in zip(node.outputs, ways.outputs, strict=False):
-            self.placements[i] = PlacementByChoice(
-                name,
-                self.once(
-                    (outputs,), partial(self._equal.setdefault, outputs, outputs)
-                ),
-            )
-        return computing
+    def _charge_operator(
+        self, node: Node, variable: str | None, strategies: Strategies
+    ) -> list[Array]:
+        """Adds costs that do not depend on the layouts of the inputs; notes the outputs.
 
-    def _seconds(self, node: Node, ways: Strategies, backward: bool) -> Array:
-        """(choices,): of the slowest device."""
-        seconds = self.operators.table(node, ways.splits, ways.shardings, backward)
-        slowest: Array = (
-            seconds + self.operators.forks(node, ways.shardings, backward)
-        ).max(-1)
+        Returns:
+            Seconds of each pass, each of shape (choices,).
+        """
+        compute_s = [self._compute_s(node, strategies, b) for b in self.passes]
+        total = sum(compute_s, np.zeros(len(strategies.shardings)))
+        self.tables.add_compute(variable, total)
+        if node.outputs:
+            out = self.graph.values[node.outputs[0]]
+            self.movements.add_operator_moves(
+                variable,
+                strategies,
+                out.itemsize,
+                backward=True in self.passes and out.requires_grad,
+            )
+        if True in self.passes:
+            self.gradient_sums.note(node, variable, strategies.shardings)
+        if node in self.kept:
+            held = [result_bytes(self.graph, node, s) for s in strategies.shardings]
+            self.tables.add_bytes(variable, np.array(held, dtype=float))
+        for i, layouts in zip(node.outputs, strategies.outputs, strict=False):
+            self.layouts[i] = LayoutByChoice(variable, self._shared(layouts))
+        return compute_s
+
+    def _shared(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        """Returns one object for all equal tuples of layouts."""
+        return self.cache.get(
+            ("shared", layouts),
+            lambda: self._equal_layouts.setdefault(layouts, layouts),
+        )
+
+    def _compute_s(self, node: Node, strategies: Strategies, backward: bool) -> Array:
+        """(choices,): seconds of the slowest device."""
+        out: tuple[Hashable, ...] = ()
+        if node.outputs:
+            value = self.graph.values[node.outputs[0]]
+            forks = self.graph.extra_gradients.get(node.outputs[0])
+            out = value.dtype, value.requires_grad, forks
+        return self.cache.get(
+            ("compute", strategies, backward, *out),
+            partial(self._slowest_s, node, strategies, backward),
+        )
+
+    def _slowest_s(self, node: Node, strategies: Strategies, backward: bool) -> Array:
+        splits, shardings = strategies.splits, strategies.shardings
+        seconds = self.operators.table(node, splits, shardings, backward)
+        seconds = seconds + self.operators.forks(node, shardings, backward)
+        slowest: Array = seconds.max(-1)
         return slowest
 
-    def _further(
-        self, ways: Strategies, itemsize: int, backward: bool
-    ) -> list[list[MovedValue]]:
-        """By choice, the further movements of an operator, such as sums of statistics."""
-        exact = max(itemsize, 4)
-        moves = [
-            (*s.forward_moves, *(s.backward_moves if backward else ()))
-            for s in ways.shardings
-        ]
-        own = partial(MovedValue, itemsize=exact, adjoint=False)
-        return [
-            [
-                self.once((m.src, m.dst, exact), partial(own, (m.src,), (m.dst,)))
-                for m in ms
-            ]
-            for ms in moves
-        ]
-
-    def _share(self, node: Node, name: str | None, whole: Sequence[bool]) -> None:
-        """What shares memory with a result that every rank has whole is whole from then on."""
-        if not any(whole):
-            return
-        self._gather_families(node, name, whole)
-        for i in node.views:
-            if all(whole):
-                self.placements[i] = PlacementByChoice(
-                    None, self._whole(self.graph.values[i].shape)
-                )
-            elif self.placements[i].node == name:
-                self._make_whole(i, whole)
-
-    def _gather_families(
-        self, node: Node, name: str | None, whole: Sequence[bool]
+    def _replicate_views(
+        self, node: Node, variable: str | None, replicates: Sequence[bool]
     ) -> None:
-        """As `Memory.make_whole`: where a view is made whole, the first value is
-        gathered, and all views with it.
+        """Replicates what shares memory with a result that is replicated."""
+        self._gather_aliases(node, variable, replicates)
+        for i in node.views:
+            if all(replicates):
+                layouts = self._replicated_shape(self.graph.values[i].shape)
+                self.layouts[i] = LayoutByChoice(None, layouts)
+            elif self.layouts[i].variable == variable:
+                self._replicate(i, replicates)
+
+    def _gather_aliases(
+        self, node: Node, variable: str | None, replicates: Sequence[bool]
+    ) -> None:
+        """Gathers the first value of an alias group, and replicates all views of it.
+
+        This is `AliasGroups.replicate`, for all choices at once.
         """
         for i in node.views:
-            by, layouts = self.placements[i]
-            if by is None or (by != name and not all(whole)):
+            decided_by, layouts = self.layouts[i]
+            if decided_by is None or (decided_by != variable and not all(replicates)):
                 continue
-            chosen = whole if by == name else [True] * len(layouts)
-            families = [self._family(i, k) if w else [] for k, w in enumerate(chosen)]
-            if any(families):
-                first = self.memory.groups[i][0]
-                lay = zip(families, self.placements[first].layouts, strict=True)
-                self.move(
-                    first,
-                    tuple(self.whole(first) if f else x for f, x in lay),
-                    by,
-                    gradient=False,
-                )
-                for j in set(chain(*families)):
-                    self._make_whole(j, [j in f for f in families])
+            gathers = replicates if decided_by == variable else [True] * len(layouts)
+            groups = [
+                self._alias_group(i, k) if g else [] for k, g in enumerate(gathers)
+            ]
+            if any(groups):
+                first = self.aliases.groups[i][0]
+                reads = self._replicated_where(groups, first)
+                self.move(first, reads, decided_by, gradient=False)
+                for j in set(chain(*groups)):
+                    self._replicate(j, [j in group for group in groups])
 
-    def _family(self, value: int, choice: int) -> list[int]:
-        """By a choice of the node that it lies by: what is on parts and shares memory
-        with a value, itself included.
+    def _alias_group(self, value: int, choice: int) -> list[int]:
+        """Returns the sharded values that share memory with one, itself included.
+
+        Args:
+            value: Index of the value.
+            choice: Choice of the variable that decides its layout.
         """
-        by = self.placements[value].node
-        lie = ((j, self.placements[j]) for j in self.memory.groups.get(value, ()))
-        family = [
-            j
-            for j, (node, layouts) in lie
-            if node == by and layouts[choice].kind != "replicated"
+        variable = self.layouts[value].variable
+        group = [
+            i
+            for i in self.aliases.groups.get(value, ())
+            if self.layouts[i].variable == variable
+            and self.layouts[i].layouts[choice].kind != "replicated"
         ]
-        return family if value in family and len(family) > 1 else []
+        return group if value in group and len(group) > 1 else []
 
-    def _make_whole(self, value: int, where: Sequence[bool]) -> None:
-        node, layouts = self.placements[value]
-        now = tuple(
-            self.whole(value) if w else x for w, x in zip(where, layouts, strict=True)
-        )
-        self.placements[value] = PlacementByChoice(
-            node, self._equal.setdefault(now, now)
-        )
+    def _replicate(self, value: int, where: Sequence[bool]) -> None:
+        """Replicates a value at some choices of the variable that decides its layout."""
+        layouts = self._shared(self._replicated_where(where, value))
+        self.layouts[value] = self.layouts[value]._replace(layouts=layouts)
+
+    def _replicated_where(self, where: Sequence[Any], value: int) -> tuple[Layout, ...]:
+        whole = self.replicated(value)
+        layouts = self.layouts[value].layouts
+        return tuple(whole if w else x for w, x in zip(where, layouts, strict=True))
 
     def move(
         self,
@@ -454,58 +373,27 @@ class _Builder:
         reads: tuple[Layout | ReadRegion, ...],
         reader: str | None,
         *,
-        hides: Mask | None = None,
-        computing: Sequence[Array] = (),
-        gradient: bool = True,
+        overlap: Overlap | None = None,
+        gradient: bool,
     ) -> None:
-        """Notes bringing a value to the reads, by the reader's choice, and its gradient
-        back; see `charge_moves`.
-        """
-        (node, layouts), known = self.placements[value], self.graph.values[value]
-        if node == reader and all(x is r for x, r in zip(layouts, reads, strict=True)):
-            return
-        for k, backward in enumerate(
-            self.passes if gradient and known.requires_grad else (False,)
-        ):
-            apart = hides if hides is not None and hides.any() else None
-            key = layouts, reads, known.itemsize, backward
-            moved = self.once(
-                (*key, apart.tobytes() if apart is not None else b""),
-                partial(MovedValue, *key, apart),
-            )
-            hidden = (apart, computing[k]) if apart is not None else None
-            self._movements.append(_Movement(node, reader, moved, hidden))
-            if not backward and True in self.passes:
-                counted = self.once(
-                    ("copies", moved), partial(partial, receive_buffer_table, moved)
-                )
-                self.tables.copies.append(Copies(node, reader, counted))
+        """Moves a value to what a reader reads; see `MovementCosts.add`."""
+        self.movements.add(
+            self.graph.values[value],
+            self.layouts[value],
+            reads,
+            reader,
+            overlap=overlap,
+            gradient=gradient,
+        )
 
-    def charge_moves(self) -> None:
-        """All at once, which takes a fraction of what it takes one by one."""
-        further = (
-            moved for _, by_choice in self._statistics for moved in chain(*by_choice)
-        )
-        values = list(
-            {
-                id(moved): moved
-                for moved in chain((one.moved for one in self._movements), further)
-            }.values()
-        )
-        seconds = dict(
-            zip(map(id, values), movement_tables(values, self.network), strict=True)
-        )
-        for name, by_choice in self._statistics:
-            each = (
-                sum(float(seconds[id(moved)][0, 0]) for moved in some)
-                for some in by_choice
-            )
-            self.tables.add(name, np.array([*each]))
-        for node, reader, moved, hidden in self._movements:
-            moving = seconds[id(moved)]
-            if hidden is not None:
-                where, computing = hidden
-                moving = moving - self.network.overlap * where * np.minimum(
-                    moving, computing
-                )
-            self.tables.add_pair(node, reader, moving)
+    def add_parameters(self, mode: Mode) -> None:
+        """Adds the bytes of parameters and inputs."""
+        for name in self.graph.layers:
+            own_choices = self.choices.get(name)
+            held = [
+                parameter_bytes(self.graph, {name: split}, self.world, mode, name)
+                for split in own_choices or (REPLICATE,)
+            ]
+            self.tables.add_bytes(name if own_choices else None, np.array(held))
+        unowned = np.array(parameter_bytes(self.graph, {}, self.world, mode, None))
+        self.tables.add_bytes(None, (unowned + input_bytes(self.graph))[None])

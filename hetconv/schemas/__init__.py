@@ -1,1 +1,1 @@
-"""Plan and profile files, and the data sheets of devices and links."""
+"""Schemas of plan and profile files, and the data sheets of devices and links."""

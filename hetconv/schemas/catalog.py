@@ -1,5 +1,6 @@
-"""Devices and links as their data sheets have them (``devices.json``), and how a
-cluster is spelled by their names.
+"""Data sheets of devices and links, and how a cluster is written by their names.
+
+The sheets are in ``devices.json``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files as resources
+from itertools import chain
 from typing import Literal
 
 from pydantic import TypeAdapter
@@ -17,13 +19,19 @@ from pydantic import TypeAdapter
 from hetconv.errors import ProfileError
 
 STRICT = {"extra": "forbid"}
-Nodes = tuple[tuple[str, ...], ...]  # the names of the devices in each node
+Nodes = tuple[tuple[str, ...], ...]  # names of the devices of each node
 
 
 @dataclass(frozen=True)
 class DeviceSheet:
-    """A device at its peak: bytes, bytes per second, FLOP/s by dtype, and the document
-    and year that say so.
+    """Peak figures of a device.
+
+    Attributes:
+        kind: Kind of device, as PyTorch names it.
+        memory_bytes: Bytes of memory.
+        bytes_per_s: Memory bandwidth.
+        flops_per_s: FLOP/s by dtype.
+        source: Document and year that state the figures.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -36,11 +44,15 @@ class DeviceSheet:
 
 @dataclass(frozen=True)
 class LinkSheet:
-    """A link, in bytes per second each way.
+    """Peak figures of a link.
 
-    ``through_host``: every device of a node has one to the host, which carries no more,
-    all messages together, than two devices that fill theirs both ways; otherwise all
-    devices can fill theirs at once.
+    Attributes:
+        latency_s: Latency of a message.
+        bytes_per_s: Bandwidth in each direction.
+        source: Document and year that state the figures.
+        through_host: Whether all devices of a node share the host's bandwidth, which is
+            that of two devices that fill their links both ways. Otherwise all devices can
+            fill their links at once.
     """
 
     latency_s: float
@@ -51,8 +63,14 @@ class LinkSheet:
 
 
 @dataclass(frozen=True)
-class Catalogue:
-    """``about``: what the numbers are, and what they are not."""
+class Catalog:
+    """Data sheets by name.
+
+    Attributes:
+        about: What the figures are, and what they are not.
+        devices: Devices by name.
+        links: Links by name.
+    """
 
     about: str
     devices: Mapping[str, DeviceSheet]
@@ -61,21 +79,30 @@ class Catalogue:
 
 
 @cache
-def catalogue() -> Catalogue:
+def load_catalog() -> Catalog:
+    """Reads the data sheets."""
     text = (
         resources("hetconv.schemas")
         .joinpath("devices.json")
         .read_text(encoding="utf-8")
     )
-    return TypeAdapter(Catalogue).validate_python(json.loads(text))
+    return TypeAdapter(Catalog).validate_python(json.loads(text))
 
 
 def find_device(name: str) -> tuple[DeviceSheet, float]:
-    """The sheet of ``T4``, or of ``T4@0.5``, and the speed that is left of it. Raises
-    `ProfileError` otherwise.
+    """Finds a device by name, such as ``T4``, or ``T4@0.5`` for half its speed.
+
+    Args:
+        name: Name, with a speed in (0, 1] if it is to be throttled.
+
+    Returns:
+        The data sheet, and the fraction of its speed that is left.
+
+    Raises:
+        ProfileError: If there is no such device.
     """
     base, at, speed = name.partition("@")
-    known = catalogue().devices
+    known = load_catalog().devices
     try:
         scale = float(speed) if at else 1.0
     except ValueError:
@@ -89,8 +116,15 @@ def find_device(name: str) -> tuple[DeviceSheet, float]:
 
 
 def find_link(name: str) -> LinkSheet:
-    """Raises `ProfileError` for a name that is not catalogued."""
-    known = catalogue().links
+    """Finds a link by name.
+
+    Args:
+        name: Name of the link.
+
+    Raises:
+        ProfileError: If there is no such link.
+    """
+    known = load_catalog().links
     if name not in known:
         raise ProfileError(
             f"link {name!r} is not catalogued; choose one of {', '.join(known)}"
@@ -99,23 +133,30 @@ def find_link(name: str) -> LinkSheet:
 
 
 def parse_nodes(devices: str | Sequence[str]) -> Nodes:
-    """``A100-SXM4-80GB, 2xT4 / 4xT4`` -> the names in each node, in rank order. A
-    sequence is joined by commas.
+    """Parses the devices of a cluster, such as ``A100-SXM4-80GB, 2xT4 / 4xT4``.
 
-    Raises `ProfileError` for a node or a name that is empty and for a count of zero;
-    names are not looked up.
+    Names are not looked up.
+
+    Args:
+        devices: Devices, separated by commas, with a slash between nodes; or a sequence of
+            such texts.
+
+    Returns:
+        Names of the devices of each node, in rank order.
+
+    Raises:
+        ProfileError: If a name is empty, or a count is zero.
     """
     text = devices if isinstance(devices, str) else ",".join(devices)
-    return tuple(
-        tuple(
-            name for part in node.split(",") for name in _repeated(part.strip(), text)
-        )
-        for node in text.split("/")
-    )
+    nodes = []
+    for node in text.split("/"):
+        names = (_expand_count(part.strip(), text) for part in node.split(","))
+        nodes.append(tuple(chain.from_iterable(names)))
+    return tuple(nodes)
 
 
-def _repeated(part: str, text: str) -> list[str]:
-    """``2xT4`` -> two names."""
+def _expand_count(part: str, text: str) -> list[str]:
+    """Returns two names for ``2xT4``."""
     counted = re.match(r"(\d+)x", part)
     count, name = (int(counted[1]), part[counted.end() :]) if counted else (1, part)
     if not name or count < 1:

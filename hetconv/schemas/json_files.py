@@ -1,5 +1,7 @@
-"""Versioned JSON files: parsed once at the door into frozen types, written atomically,
-described by a JSON schema.
+"""Versioned JSON files.
+
+Files are parsed once into frozen types, written atomically, and described by a JSON
+schema.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from hetconv.errors import HetConvError
 
 T = TypeVar("T")
 Document = dict[str, Any]
+MAX_REPORTED_PROBLEMS = 5
 
 STRICT: ConfigDict = {"extra": "forbid", "allow_inf_nan": False}
 AtLeastZero = Annotated[float, Field(ge=0)]
@@ -25,8 +28,12 @@ _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def adapter(type_: type[T]) -> TypeAdapter[T]:
-    """What reads and writes values of a type; kept, for it takes longer to make than a
-    file to read.
+    """Returns the pydantic adapter of a type.
+
+    Adapters are cached, for making one takes longer than reading a file.
+
+    Args:
+        type_: Type to read and write.
     """
     if type_ not in _adapters:
         _adapters[type_] = TypeAdapter(type_)
@@ -36,10 +43,22 @@ def adapter(type_: type[T]) -> TypeAdapter[T]:
 def load(
     path: str | Path, kind: str, version: int, type_: type[T], error: type[HetConvError]
 ) -> T:
-    """Reads a file of this version. Raises ``error``, naming the file and the key, for
-    what is not such a file.
+    """Reads a file of one version.
+
+    Args:
+        path: File to read.
+        kind: Kind of file, such as "plan".
+        version: Version that is expected.
+        type_: Type of the content.
+        error: Type of the exception to raise.
+
+    Returns:
+        The content.
+
+    Raises:
+        HetConvError: As ``error``, naming the file and the key, if it is not such a file.
     """
-    document = _read(path, kind, error)
+    document = _read_document(path, kind, error)
     if document.get("format") != f"hetconv-{kind}":
         raise error(
             f"{path}: format is {document.get('format')!r}, but a hetconv {kind} file says "
@@ -47,10 +66,9 @@ def load(
         )
     found = document.get("version")
     if type(found) is not int or found != version:
-        newer = type(found) is int and found > version
-        todo = (
-            "update hetconv, or make it anew with this one" if newer else "make it anew"
-        )
+        todo = "make it anew"
+        if type(found) is int and found > version:
+            todo = "update hetconv, or make it anew with this one"
         raise error(
             f"{path}: version is {found!r}, but this hetconv reads version {version}; {todo}"
         )
@@ -58,18 +76,18 @@ def load(
     try:
         return adapter(type_).validate_json(json.dumps(document), strict=True)
     except ValidationError as e:
-        lines = "; ".join(
-            f"{'.'.join(map(str, x['loc'])) or 'the file'}: {x['msg']}"
-            for x in e.errors()[:5]
-        )
-        raise error(f"{path}: {lines}") from e
+        problems = [
+            f"{'.'.join(map(str, problem['loc'])) or 'the file'}: {problem['msg']}"
+            for problem in e.errors()[:MAX_REPORTED_PROBLEMS]
+        ]
+        raise error(f"{path}: {'; '.join(problems)}") from e
     except RecursionError as e:
         raise error(
             f"{path}: is nested too deeply; give the path of a hetconv {kind} file"
         ) from e
 
 
-def _read(path: str | Path, kind: str, error: type[HetConvError]) -> Document:
+def _read_document(path: str | Path, kind: str, error: type[HetConvError]) -> Document:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
@@ -93,10 +111,18 @@ def _read(path: str | Path, kind: str, error: type[HetConvError]) -> Document:
 
 
 def save(path: str | Path, kind: str, version: int, value: Any) -> None:
-    """Writes the whole file or leaves the old one as it was. Raises `HetConvError` for
-    a number that is not finite.
+    """Writes a file as a whole, or leaves the old one as it was.
+
+    Args:
+        path: File to write.
+        kind: Kind of file, such as "plan".
+        version: Version to write.
+        value: Content.
+
+    Raises:
+        HetConvError: If a number is not finite.
     """
-    document = _head(kind, version) | adapter(type(value)).dump_python(
+    document = _header(kind, version) | adapter(type(value)).dump_python(
         value, mode="json"
     )
     try:
@@ -108,25 +134,35 @@ def save(path: str | Path, kind: str, version: int, value: Any) -> None:
     write(path, (text + "\n").encode())
 
 
-def _head(kind: str, version: int) -> Document:
+def _header(kind: str, version: int) -> Document:
     return {"format": f"hetconv-{kind}", "version": version}
 
 
 def schema(kind: str, version: int, type_: type[Any]) -> Document:
-    """The JSON schema (draft 2020-12) of files of this version."""
+    """Returns the JSON schema (draft 2020-12) of files of one version.
+
+    Args:
+        kind: Kind of file, such as "plan".
+        version: Version of the files.
+        type_: Type of the content.
+    """
     found = adapter(type_).json_schema()
-    head = {key: {"const": value} for key, value in _head(kind, version).items()}
-    found["properties"] = head | found["properties"]
-    found["required"] = [*head, *found["required"]]
-    about = {
+    header = {key: {"const": value} for key, value in _header(kind, version).items()}
+    return found | {
+        "properties": header | found["properties"],
+        "required": [*header, *found["required"]],
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"hetconv {kind}, version {version}",
     }
-    return found | about
 
 
 def write(path: str | Path, content: bytes) -> None:
-    """Puts ``content`` in place of the file at once, so that nobody ever finds half of it."""
+    """Replaces a file at once, so that no reader ever finds half of it.
+
+    Args:
+        path: File to write; its folder is made if there is none.
+        content: Bytes to write.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

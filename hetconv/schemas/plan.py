@@ -1,5 +1,6 @@
-"""Plan: for every convolution and linear of a model, how it is cut; with what that was
-predicted to cost.
+"""Plan: the split of every convolution and linear layer of a model.
+
+A plan also says what was predicted for it.
 """
 
 from __future__ import annotations
@@ -20,37 +21,46 @@ from .json_files import STRICT
 from .tuning_results import TunedTile
 
 VERSION = 1
-# so begins the name of a plan that leaves the model as it is
+# Prefix of the name of a plan that runs the model as it is, on one device.
 SINGLE_DEVICE = "fastest device alone"
 Mode = Literal["train", "infer"]
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A split that a layer could have had, all others as planned, and seconds as
-    ``summed_s`` of `Prediction` has them.
+    """Split that a layer could have had, with all other layers as planned.
 
-    ``compute_s`` and ``movement_s``: of all operators and all messages that go by this
-    layer's split, which are the layer, what follows it, and the way to the next layers.
-    ``slower_by_s``: by which both exceed those of the plan.
+    Attributes:
+        split: Split of the layer.
+        compute_s: Seconds that operators compute that depend on this split: the layer,
+            and those that follow its layout.
+        communication_s: Seconds of messages that depend on it, up to the next layers.
+        slower_by_s: Difference of both to the chosen split. Seconds are those of
+            `Prediction.operator_sum_s`.
     """
 
     split: Split
     compute_s: float
-    movement_s: float
+    communication_s: float
     slower_by_s: float
     __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer: the operator, its split, and predicted seconds per device and bytes
-    sent (all ranks together).
+    """Plan of one layer.
 
-    ``fusible_functions``: the functions that alone consume its result, which may be computed as
-    that is stored (see `fusing`). ``chunks`` of the batch, in which a filter split is
-    gathered in inference, each while the next is computed. ``alternatives``: the splits
-    that the planner chose among.
+    Attributes:
+        op: Operator of the layer.
+        split: Split of the layer.
+        forward_s: Predicted seconds of the forward pass on each device.
+        backward_s: Predicted seconds of the backward pass on each device.
+        sent_bytes: Predicted bytes that all ranks send together.
+        fusible: Functions that alone consume the result, which may be computed in the
+            epilogue (see `tracing.fusion`).
+        chunks: Number of chunks of the batch in which a filter split is gathered in
+            inference, each while the next one is computed.
+        alternatives: Splits that the planner chose among.
     """
 
     op: Conv | Linear
@@ -66,28 +76,40 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step: seconds, of which movement; bytes sent as a matrix [sender][receiver];
-    bytes of memory per device.
+    """Predicted step.
 
-    ``summed_s``: seconds if all devices waited for each other at every operator, which
-    the planner minimizes. ``moving_s``: in which each device sends or receives and does
-    not compute; besides, it is busy or it waits.
+    Attributes:
+        step_s: Seconds of the step.
+        exposed_communication_s: Seconds of the step in which the busiest device does not
+            compute.
+        compute_s: Seconds in which each device computes.
+        sent_bytes: Bytes sent, as a matrix [sender][receiver].
+        memory_bytes: Peak bytes of memory on each device.
+        operator_sum_s: Seconds of the step if all devices waited for each other at every
+            operator, which is what the planner minimizes.
+        communication_s: Seconds in which each device sends or receives and does not
+            compute. In the rest of the step it waits.
     """
 
     step_s: float
-    movement_s: float
-    busy_s: tuple[float, ...]
+    exposed_communication_s: float
+    compute_s: tuple[float, ...]
     sent_bytes: tuple[tuple[int, ...], ...]
     memory_bytes: tuple[int, ...]
-    summed_s: float = 0.0
-    moving_s: tuple[float, ...] = ()
+    operator_sum_s: float = 0.0
+    communication_s: tuple[float, ...] = ()
     __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """An operator that runs on the whole of inputs that lie on parts: its function, the
-    shape it gives, bytes sent.
+class GatheredOp:
+    """Operator that runs on inputs that had to be gathered.
+
+    Attributes:
+        name: Name of the operator.
+        function: Function that the model calls.
+        shape: Shape of its result.
+        sent_bytes: Bytes that are sent to gather its inputs.
     """
 
     name: str
@@ -97,28 +119,34 @@ class Gathered:
     __pydantic_config__ = STRICT
 
 
-def _makes_sense(op: Conv | Linear) -> bool:
-    """Whether the numbers that a file gives for an operator are such as a layer has."""
+def _is_consistent(op: Conv | Linear) -> bool:
+    """Whether the shapes in a file can be those of a layer."""
     if isinstance(op, Linear):
         return min(op.x_shape, default=-1) >= 0 and op.features >= 0
     s = op.spec
     by_dim = (s.size, s.kernel, s.stride, s.padding, s.dilation)
-    alike = len(s.size) >= 1 and len({len(numbers) for numbers in by_dim}) == 1
-    return (
-        alike
-        and min(s.N, *s.size) >= 0
-        and min(s.C, s.K, *s.kernel, *s.stride, *s.dilation) >= 1
-    )
+    same_dims = len(s.size) >= 1 and len({len(numbers) for numbers in by_dim}) == 1
+    positive = s.C, s.K, *s.kernel, *s.stride, *s.dilation
+    return same_dims and min(s.N, *s.size) >= 0 and min(positive) >= 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``layers`` by module name. ``alternatives`` has the predicted seconds of what
-    else could have been done.
+    """Split of every convolution and linear layer of a model.
 
-    ``estimated``: nothing was measured, the profile came from data sheets. ``tiles``
-    are the profile's. ``gathers``: the operators that a better rule or another split
-    could keep on parts, those that send most first.
+    Attributes:
+        devices: Names of the devices, in rank order.
+        mode: Whether the steps train.
+        model: Name of the model's class.
+        inputs: Shapes of the model's inputs.
+        layers: Plan of each layer, by module name.
+        chosen: Name of the kind of plan.
+        predicted: Predicted step, if the planner made the plan.
+        alternatives: Predicted seconds of a step of other kinds of plan, by name.
+        estimated: Whether nothing was measured: the profile comes from data sheets.
+        tiles: Tuned tiles of the profile.
+        gathers: Operators that a better rule or another split could keep on shards, those
+            that send most first.
     """
 
     devices: tuple[str, ...]
@@ -131,16 +159,17 @@ class Plan:
     alternatives: Mapping[str, float] | None = None
     estimated: bool = False
     tiles: tuple[TunedTile, ...] = ()
-    gathers: tuple[Gathered, ...] = ()
+    gathers: tuple[GatheredOp, ...] = ()
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         for name, layer in self.layers.items():
+            if not _is_consistent(layer.op):
+                raise PlanError(
+                    f"layer {name!r}: {layer.op} is no operator: its shapes do not fit "
+                    "together"
+                )
             try:
-                if not _makes_sense(layer.op):
-                    raise ValueError(
-                        f"{layer.op} is no operator: its shapes do not fit together"
-                    )
                 layer.op.check(layer.split, self.world)
             except ValueError as e:
                 raise PlanError(f"layer {name!r}: {e}") from e
@@ -149,45 +178,50 @@ class Plan:
             )
         if (p := self.predicted) is not None:
             self._check_length(
-                "predicted", p.busy_s, p.memory_bytes, p.sent_bytes, *p.sent_bytes
+                "predicted", p.compute_s, p.memory_bytes, p.sent_bytes, *p.sent_bytes
             )
-            self._check_length("predicted", p.moving_s, empty=True)
+            self._check_length("predicted", p.communication_s, empty=True)
 
     def _check_length(self, what: str, *by_rank: Sized, empty: bool = False) -> None:
-        if wrong := {len(x) for x in by_rank} - (
-            {self.world} | ({0} if empty else set())
-        ):
+        allowed = (self.world, 0) if empty else (self.world,)
+        wrong = [len(numbers) for numbers in by_rank if len(numbers) not in allowed]
+        if wrong:
             raise PlanError(
-                f"{what} has {min(wrong)} numbers for {self.world} devices; give one for each"
+                f"{what} has {min(wrong)} numbers for {self.world} devices; give one for "
+                "each"
             )
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return len(self.devices)
 
     @property
     def splits(self) -> Mapping[str, Split]:
+        """Split of each layer, by module name."""
         return MappingProxyType(
             {name: layer.split for name, layer in self.layers.items()}
         )
 
     @property
     def digest(self) -> str:
-        """What ranks compare before they act on a plan: the number of ranks, and all
-        that decides what moves when.
+        """Hash that ranks compare before they act on a plan.
+
+        It covers the number of ranks, and all that decides what is sent when.
         """
-        layers = (
-            (n, x.split, (x.fusible, x.chunks)) for n, x in sorted(self.layers.items())
-        )
-        said = [str(self.world), *(f"{n}={s}{rest}" for n, s, rest in layers)]
-        return hashlib.sha256("\n".join(said).encode()).hexdigest()[:16]
+        lines = [str(self.world)]
+        for name, layer in sorted(self.layers.items()):
+            lines.append(f"{name}={layer.split}{layer.fusible, layer.chunks}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def with_splits(self, splits: Mapping[str, Split]) -> Plan:
-        """The plan with other splits for the layers named. Predictions, no longer true,
-        are dropped.
+        """Returns the plan with other splits, without predictions.
 
-        Raises `PlanError` for a layer that the plan does not know and a split that does
-        not fit its layer.
+        Args:
+            splits: Split of each layer to change, by module name.
+
+        Raises:
+            PlanError: If the plan has no such layer, or a split does not fit its layer.
         """
         unknown = sorted(splits.keys() - self.layers.keys())
         if unknown:
@@ -195,8 +229,10 @@ class Plan:
                 f"the plan has no layer {', '.join(map(repr, unknown))}; it has {few(self.layers)}"
             )
         layers = {
-            n: LayerPlan(x.op, splits.get(n, x.split), fusible=x.fusible)
-            for n, x in self.layers.items()
+            name: LayerPlan(
+                layer.op, splits.get(name, layer.split), fusible=layer.fusible
+            )
+            for name, layer in self.layers.items()
         }
         return replace(
             self,
@@ -208,15 +244,26 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan file, atomically."""
+        """Writes the plan file, atomically.
+
+        Args:
+            path: File to write.
+        """
         json_files.save(path, "plan", VERSION, self)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Raises `PlanError`, naming the key, for a file that is not a plan of this version."""
+        """Reads a plan file.
+
+        Args:
+            path: File to read.
+
+        Raises:
+            PlanError: If it is not a plan of this version; the message names the key.
+        """
         return json_files.load(path, "plan", VERSION, Plan, PlanError)
 
     @staticmethod
     def schema() -> json_files.Document:
-        """The JSON schema of a plan file."""
+        """Returns the JSON schema of a plan file."""
         return json_files.schema("plan", VERSION, Plan)

@@ -1,4 +1,4 @@
-"""Where the numbers of a profile come from: of which device, when, and under which versions."""
+"""Provenance of measured numbers: device, time and software versions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from .json_files import STRICT
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """A device that several profiles may have measured.
+    """Device that several profiles may have measured.
 
-    ``hardware``: its maker's name for it. ``unit``: a GPU's UUID; of a CPU, the threads
-    that computed. ``speed``: what is left of it where it is emulated. Ranks that share
-    a device have one identity.
+    Ranks that share a device have the same identity.
+
+    Attributes:
+        host: Name of the host.
+        hardware: Model name, as the maker gives it.
+        unit: UUID of a GPU; of a CPU, the threads that computed.
+        speed: Fraction of its speed that is left where it is throttled.
     """
 
     host: str
@@ -26,14 +30,22 @@ class DeviceIdentity:
     __pydantic_config__ = STRICT
 
     def __str__(self) -> str:
-        emulated = f" at {self.speed:g} of its speed" if self.speed < 1 else ""
-        return f"{self.hardware} ({self.unit}){emulated} on {self.host}"
+        throttled = f" at {self.speed:g} of its speed" if self.speed < 1 else ""
+        return f"{self.hardware} ({self.unit}){throttled} on {self.host}"
 
 
 @dataclass(frozen=True)
 class MeasurementConditions:
-    """When something was measured, in UTC, and with what. Empty: not known, or, of
-    triton and driver, not there.
+    """Time and software versions of a measurement.
+
+    An empty string means that something is not known, or not installed.
+
+    Attributes:
+        at: Time in UTC, as ``2026-01-31T12:00:00Z``.
+        torch: Version of PyTorch.
+        triton: Version of Triton.
+        driver: Version of the GPU driver.
+        memory_format: Memory format of the tensors.
     """
 
     at: Annotated[str, Field(pattern=r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ)?$")]
@@ -44,8 +56,6 @@ class MeasurementConditions:
     __pydantic_config__ = STRICT
 
     def __str__(self) -> str:
-        said = {"torch": self.torch, "triton": self.triton, "driver": self.driver}
-        return ", ".join(
-            [f"{what} {version}" for what, version in said.items() if version]
-            + [self.at] * bool(self.at)
-        )
+        versions = {"torch": self.torch, "triton": self.triton, "driver": self.driver}
+        parts = [f"{name} {version}" for name, version in versions.items() if version]
+        return ", ".join([*parts, self.at] if self.at else parts)

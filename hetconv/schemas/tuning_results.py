@@ -1,6 +1,4 @@
-"""What tuning found: of convolutions tiles, in words, for no kernel is known here, and
-chunks; of models, plans.
-"""
+"""Results of tuning: tiles and chunks of convolutions, and plans of models."""
 
 from __future__ import annotations
 
@@ -17,11 +15,18 @@ from .provenance import MeasurementConditions
 
 @dataclass(frozen=True)
 class TunedTile:
-    """``choice`` is a tile of `hetconv.kernels`, as it prints, or "aten"; it was
-    measured with these versions.
+    """Fastest measured kernel of one pass of a convolution.
 
-    ``seconds`` are its own, ``heuristic_s`` those of the tile that is taken where
-    nothing was tuned, if that one ran.
+    Attributes:
+        device: Name of the device.
+        torch: Version of PyTorch.
+        triton: Version of Triton.
+        what: Pass.
+        spec: Convolution.
+        precision: Precision of products of float32.
+        choice: Tile of `hetconv.kernels`, as it prints, or "aten".
+        seconds: Seconds of this choice.
+        heuristic_s: Seconds of the tile that is taken without tuning, if that one ran.
     """
 
     device: str
@@ -38,11 +43,15 @@ class TunedTile:
 
 @dataclass(frozen=True)
 class TunedChunks:
-    """A convolution cut by filter in these ``sizes`` and gathered: into how many chunks
-    of the batch, for inference.
+    """Number of chunks in which a filter split is gathered in inference.
 
-    ``seconds`` are those of the whole, the gathering included, beside ``unchunked_s``.
-    One, if no more were faster.
+    Attributes:
+        spec: Convolution.
+        sizes: Filters of each rank.
+        chunks: Number of chunks of the batch; 1 if no other number was faster.
+        seconds: Seconds of convolution and gather together.
+        unchunked_s: Seconds of both without chunks.
+        measured: Conditions of the measurement.
     """
 
     spec: ConvSpec
@@ -56,15 +65,23 @@ class TunedChunks:
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """The fastest plan of those that were measured on whole steps of one model and
-    mode; a device alone, if none was.
+    """Fastest plan among those that were measured on whole steps of a model.
 
-    ``name``: what the planner calls it. ``predicted_s``: from all that was learnt by
-    the end. ``trials``: plans that were measured. ``alone`` is the name of the device
-    that is fastest by itself, and ``alone_s`` are seconds of the plain model's steps
-    there, in its faster memory format, beside which ``step_s`` were measured; none
-    where the model fits no device. ``even`` and ``even_s``: likewise of the even split
-    that was predicted to be the fastest; none where it did not run.
+    Attributes:
+        graph: Digest of the model's graph.
+        mode: Whether the steps train.
+        name: Name that the planner gives it, which may be that of a single device.
+        splits: Split of each layer.
+        step_s: Measured seconds of a step.
+        predicted_s: Seconds predicted by the corrected profile.
+        trials: Number of plans that were measured.
+        alone: Name of the plan of the fastest single device; None where the model fits no
+            device.
+        alone_s: Seconds of the plain model's step there, in its faster memory format.
+        measured: Conditions of the measurement.
+        even: Name of the even split that was predicted to be the fastest; None where it
+            did not run.
+        even_s: Measured seconds of a step of this even split.
     """
 
     graph: str

@@ -1,1 +1,1 @@
-"""The exact minimum of a factor graph, in plain numpy."""
+"""Exact minimization of factor graphs, on plain numpy arrays."""

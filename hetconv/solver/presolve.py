@@ -1,4 +1,4 @@
-"""Leaves out choices that another one is as good as, whatever the neighbours choose. Pure."""
+"""Presolve: removes choices and nodes of a factor graph that cannot change its minimum."""
 
 from __future__ import annotations
 
@@ -13,110 +13,128 @@ from hetconv.errors import PlanError
 from .factor_graph import Array, FactorGraph, Indices, Scope
 
 
-def prune(potentials: FactorGraph) -> tuple[FactorGraph, list[Indices]]:
-    """Without choices that are forbidden or dominated, to a fixed point; and for each
-    node the choices that are left.
+def prune(graph: FactorGraph) -> tuple[FactorGraph, list[Indices]]:
+    """Removes forbidden and dominated choices, to a fixed point.
 
-    A node with one choice left has no table with a neighbour: what it says is added to
-    the neighbour's own, so that no table over several nodes has a dimension for it. The
-    least cost stays, and so does a choice of that cost. Raises `PlanError` by name
-    where none is left for a node.
+    The minimum stays, and so does a choice that attains it. Where one choice is left
+    for a node, its tables with neighbours are added to the neighbours' own tables, so
+    that no table over several nodes has a dimension for it.
+
+    Args:
+        graph: Costs to minimize.
+
+    Returns:
+        The smaller graph, and for each node the indices of the choices that are left.
+
+    Raises:
+        PlanError: If no choice is left for a node.
     """
-    tables = dict(potentials.tables)
-    around = [set(nodes) for nodes in potentials.neighbours]
-    kept = [np.arange(n) for n in potentials.sizes]
+    tables = dict(graph.tables)
+    adjacent = [set(nodes) for nodes in graph.neighbours]
+    kept = [np.arange(n) for n in graph.sizes]
     queue = dict.fromkeys(range(len(kept)))
     while queue:
         v = next(iter(queue))
         del queue[v]
-        pairs = [(u, v) if u < v else (v, u) for u in sorted(around[v])]
-        keep = undominated(
-            tables[v,], [tables[u, w] if u == v else tables[u, w].T for u, w in pairs]
-        )
+        neighbours = sorted(adjacent[v])
+        pairs = [(u, v) if u < v else (v, u) for u in neighbours]
+        joint = [tables[u, w] if u == v else tables[u, w].T for u, w in pairs]
+        keep = undominated(tables[v,], joint)
         if not len(keep):
             raise PlanError(
-                f"every choice of {potentials.names[v]!r} is forbidden, by its own table or "
-                "beside what its neighbours "
-                f"may choose; give a finite cost to one"
+                f"every choice of {graph.names[v]!r} is forbidden, by its own table or "
+                "beside what its neighbours may choose; give a finite cost to one"
             )
         if len(keep) < len(kept[v]):
             kept[v] = kept[v][keep]
             for scope in [(v,), *pairs]:
                 tables[scope] = tables[scope].take(keep, axis=scope.index(v))
-            queue |= dict.fromkeys(sorted(around[v]))
+            queue |= dict.fromkeys(neighbours)
         if len(keep) == 1:
-            for u, scope in zip(sorted(around[v]), pairs, strict=True):
+            for u, scope in zip(neighbours, pairs, strict=True):
                 tables[u,] = tables[u,] + tables.pop(scope).squeeze(scope.index(v))
-                around[u].discard(v)
-            queue |= dict.fromkeys(sorted(around[v]))
-            around[v].clear()
-    return FactorGraph(potentials.names, tables), kept
+                adjacent[u].discard(v)
+            queue |= dict.fromkeys(neighbours)
+            adjacent[v].clear()
+    return FactorGraph(graph.names, tables), kept
 
 
-def undominated(own: Array, beside: Sequence[Array]) -> Indices:
-    """The choices to keep, ascending: none where all are forbidden. Of equal ones a
-    single one is kept.
+def undominated(own: Array, joint: Sequence[Array]) -> Indices:
+    """Finds the choices of a node that no other choice is as good as.
 
-    ``own``: (choices,); ``beside``: (choices, choices of the neighbour), for each
-    neighbour. Choice b dominates a where own[b] - own[a] + the sum over neighbours of
-    max(beside[b] - beside[a]) <= 0.
+    Choice b dominates choice a where own[b] - own[a], plus the sum over neighbours of
+    max(joint[b] - joint[a]), is at most 0: whatever the neighbours choose.
 
-    Each choice is compared with the rival that may yet be best. Where it survives, the
-    neighbours' choices that refute this rival, its witness, refute most others too: few
-    of all pairs are ever compared over all choices of neighbours.
+    Each choice is compared with the rival that may yet be best. If it survives, the
+    neighbours' choices that refute this rival (its witness) refute most other rivals
+    too, so that few of all pairs are ever compared over all choices of the neighbours.
+
+    Args:
+        own: Costs of shape (choices,).
+        joint: Costs of shape (choices, choices of the neighbour), for each neighbour.
+
+    Returns:
+        Indices of the choices to keep, ascending: one of several equal choices, and
+        none if all are forbidden.
     """
     feasible = np.isfinite(own)
-    for table in beside:
+    for table in joint:
         feasible &= np.isfinite(table).any(axis=1)
-    kept = np.flatnonzero(feasible)
-    own, beside = own[kept], [table[kept] for table in beside]
-    margin = own - own[:, None]
-    bound = np.where(
-        np.eye(len(kept), dtype=bool), np.inf, -np.inf
-    )  # [a, b]: at its worst b loses no less against a
-    left = np.ones(len(kept), dtype=bool)
-    rows, witness = np.arange(len(kept)), [table.argmin(axis=1) for table in beside]
+    indices = np.flatnonzero(feasible)
+    own, joint = own[indices], [table[indices] for table in joint]
+    # bound[a, b]: lower bound on the most that b may lose against a
+    bound = np.where(np.eye(len(indices), dtype=bool), np.inf, -np.inf)
+    own_loss = own - own[:, None]
+    left = np.ones(len(indices), dtype=bool)
+    rows = np.arange(len(indices))
+    witness = [table.argmin(axis=1) for table in joint]
     while len(rows):
-        loss = margin[rows]
-        for table, w in zip(beside, witness, strict=True):
-            loss = loss + table[:, w].T - table[rows, w][:, None]
+        loss = own_loss[rows]
+        for table, at in zip(joint, witness, strict=True):
+            loss = loss + table[:, at].T - table[rows, at][:, None]
         bound[rows] = np.maximum(bound[rows], loss)
-        rival = bound[rows].argmin(axis=1)
-        hopeful = bound[rows, rival] <= 0
-        rows, rival = rows[hopeful], rival[hopeful]
-        worst, witness = _worst(own, beside, rows, rival)
-        bound[rows, rival] = np.inf  # compared
-        for i in np.flatnonzero(worst <= 0)[::-1]:
-            if left[
-                rival[i]
-            ]:  # equal ones are each other's rivals, and must not both go
+        rivals = bound[rows].argmin(axis=1)
+        may_dominate = bound[rows, rivals] <= 0
+        rows, rivals = rows[may_dominate], rivals[may_dominate]
+        max_loss, witness = _max_loss(own, joint, rows, rivals)
+        bound[rows, rivals] = np.inf  # compared
+        for i in np.flatnonzero(max_loss <= 0)[::-1]:
+            # Equal choices are each other's rivals, and one of them must stay.
+            if left[rivals[i]]:
                 left[rows[i]] = False
         bound[:, ~left] = np.inf
-        rows, witness = rows[left[rows]], [w[left[rows]] for w in witness]
-    return kept[left]
+        witness = [at[left[rows]] for at in witness]
+        rows = rows[left[rows]]
+    return indices[left]
 
 
-def _worst(
-    own: Array, beside: Sequence[Array], rows: Indices, rivals: Indices
+def _max_loss(
+    own: Array, joint: Sequence[Array], rows: Indices, rivals: Indices
 ) -> tuple[Array, list[Indices]]:
-    """The most by which each rival loses against its row, and which choices of the
-    neighbours make it lose that.
+    """Compares each rival with its row over all choices of the neighbours.
+
+    Returns:
+        The most that the rival loses, and the neighbours' choices where it does.
     """
     loss, witness = own[rivals] - own[rows], []
-    for table in beside:
-        with np.errstate(
-            invalid="ignore"
-        ):  # inf - inf: what is forbidden with the row does not count
-            more = np.where(
-                np.isfinite(table[rows]), table[rivals] - table[rows], -np.inf
-            )
-        witness.append(more.argmax(axis=1))
-        loss = loss + more.max(axis=1)
+    for table in joint:
+        # What is forbidden beside the row does not count, nor does its inf - inf.
+        with np.errstate(invalid="ignore"):
+            difference = table[rivals] - table[rows]
+        difference = np.where(np.isfinite(table[rows]), difference, -np.inf)
+        witness.append(difference.argmax(axis=1))
+        loss = loss + difference.max(axis=1)
     return loss, witness
 
 
 class Merge(NamedTuple):
-    """A node, the one that decides it, and its choice by that one's."""
+    """A node that another node decides.
+
+    Attributes:
+        node: Node that is merged into another one.
+        by: Node that decides it.
+        choice: Choice of ``node`` for each choice of ``by``.
+    """
 
     node: int
     by: int
@@ -125,77 +143,90 @@ class Merge(NamedTuple):
 
 @dataclass(frozen=True)
 class Contraction:
-    """What is left, the numbers that its nodes had, and what was merged, in order."""
+    """A factor graph with fewer nodes, and how to recover the choices of the others.
 
-    potentials: FactorGraph
+    Attributes:
+        graph: Costs over the nodes that are left.
+        left: Number of each of these nodes in the graph before.
+        merges: Nodes that were merged, in order.
+    """
+
+    graph: FactorGraph
     left: tuple[int, ...]
     merges: tuple[Merge, ...]
 
-    def restored(self, found: Mapping[int, int]) -> dict[int, int]:
-        """A choice for each node as there were, of one for each that is left."""
-        choice = {v: found[i] for i, v in enumerate(self.left)}
+    def restored(self, choice: Mapping[int, int]) -> dict[int, int]:
+        """Returns the choice of each node of the graph before.
+
+        Args:
+            choice: Choice of each node that is left.
+        """
+        found = {v: choice[i] for i, v in enumerate(self.left)}
         for merge in reversed(self.merges):
-            choice[merge.node] = int(merge.choice[choice[merge.by]])
-        return choice
+            found[merge.node] = int(merge.choice[found[merge.by]])
+        return found
 
 
-def contract(potentials: FactorGraph) -> Contraction:
-    """To a fixed point; the least sum stays."""
-    merging = _Merging(potentials)
-    queue = dict.fromkeys(range(len(potentials.names)))
+def contract(graph: FactorGraph) -> Contraction:
+    """Merges nodes into neighbours that decide them, to a fixed point.
+
+    A node decides a neighbour if each of its choices allows at most one choice there.
+    The minimum stays.
+    """
+    contraction = _ContractionInProgress(graph)
+    queue = dict.fromkeys(range(len(graph.names)))
     while queue:
         v = next(iter(queue))
-        decided = next(
-            (u for u in sorted(merging.around[v]) if merging.decides(v, u)), None
-        )
+        decided = contraction.decided_neighbour(v)
         if decided is None:
             del queue[v]
             continue
-        queue |= dict.fromkeys(merging.around[decided])
+        queue |= dict.fromkeys(contraction.adjacent[decided])
         queue.pop(decided, None)
-        merging.merge(decided, v)
-    left = tuple(merging.around)
+        contraction.merge(decided, v)
+    left = tuple(contraction.adjacent)
     index = {v: i for i, v in enumerate(left)}
     tables = {
-        tuple(index[v] for v in scope): table for scope, table in merging.tables.items()
+        tuple(index[v] for v in scope): table
+        for scope, table in contraction.tables.items()
     }
-    names = tuple(potentials.names[v] for v in left)
-    return Contraction(FactorGraph(names, tables), left, tuple(merging.merges))
+    names = tuple(graph.names[v] for v in left)
+    return Contraction(FactorGraph(names, tables), left, tuple(contraction.merges))
 
 
-class _Merging:
-    def __init__(self, potentials: FactorGraph):
-        self.tables: dict[Scope, Array] = dict(potentials.tables)
-        self.around = {
-            v: set(neighbours) for v, neighbours in enumerate(potentials.neighbours)
-        }
+class _ContractionInProgress:
+    """Tables and neighbours by node, while nodes are merged."""
+
+    def __init__(self, graph: FactorGraph):
+        self.tables: dict[Scope, Array] = dict(graph.tables)
+        self.adjacent = {v: set(nodes) for v, nodes in enumerate(graph.neighbours)}
         self.merges: list[Merge] = []
 
-    def between(self, u: int, v: int) -> Array:
-        """(choices of u, choices of v)"""
+    def _joint(self, u: int, v: int) -> Array:
+        """(choices of u, choices of v)."""
         return self.tables[u, v] if u < v else self.tables[v, u].T
 
-    def decides(self, v: int, u: int) -> bool:
-        """Whether each choice of v leaves one of u, or none."""
-        return bool((np.isfinite(self.between(u, v)).sum(0) <= 1).all())
+    def decided_neighbour(self, v: int) -> int | None:
+        """Returns the first neighbour that each choice of ``v`` leaves one choice at most."""
+        for u in sorted(self.adjacent[v]):
+            if (np.isfinite(self._joint(u, v)).sum(0) <= 1).all():
+                return u
+        return None
 
     def merge(self, u: int, v: int) -> None:
-        """u into v, which decides it."""
-        choice = np.isfinite(self.between(u, v)).argmax(0)
+        """Adds the tables of ``u`` to those of ``v``, which decides it."""
+        joint = self._joint(u, v)
+        choice = np.isfinite(joint).argmax(0)
         self.merges.append(Merge(u, v, choice))
-        own = (
-            self.tables[u,][choice] + self.between(u, v)[choice, np.arange(len(choice))]
-        )
+        own = self.tables[u,][choice] + joint[choice, np.arange(len(choice))]
         self.tables[v,] = self.tables[v,] + own
-        for w in self.around.pop(u):
-            table = self.between(u, w)[choice]
+        for w in self.adjacent.pop(u):
+            table = self._joint(u, w)[choice]
             del self.tables[min(u, w), max(u, w)]
-            self.around[w].discard(u)
+            self.adjacent[w].discard(u)
             if w != v:
                 scope, table = ((v, w), table) if v < w else ((w, v), table.T)
-                self.tables[scope] = (
-                    self.tables[scope] + table if scope in self.tables else table
-                )
-                self.around[v].add(w)
-                self.around[w].add(v)
+                self.tables[scope] = self.tables.get(scope, 0.0) + table
+                self.adjacent[v].add(w)
+                self.adjacent[w].add(v)
         del self.tables[u,]

@@ -95,7 +95,7 @@ def checked() -> tuple[Check, dict[str, float]]:
     for name, splits in plans.items():
         prediction, _ = estimate(graph, profile, splits, "train")
         predicted[name] = (
-            max(prediction.busy_s)
+            max(prediction.compute_s)
             if name.startswith(SINGLE_DEVICE)
             else prediction.step_s
         )

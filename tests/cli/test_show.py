@@ -229,7 +229,7 @@ def test_a_profile_shows_what_steps_have_taught() -> None:
 def test_a_plan_from_before_shows_what_it_knows(tmp_path: Path) -> None:
     assert plan().predicted is not None
     draw(
-        replace(plan(), predicted=replace(plan().predicted, moving_s=())),
+        replace(plan(), predicted=replace(plan().predicted, communication_s=())),
         tmp_path / "plan.svg",
     )
     assert "moves data or waits" in texts(tmp_path / "plan.svg")

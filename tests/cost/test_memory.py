@@ -1,6 +1,4 @@
-"""Bytes of a step: what lives together, and copies of what arrives, beside what
-autograd saves on ranks.
-"""
+"""Peak bytes of a step, beside what autograd saves."""
 
 from __future__ import annotations
 

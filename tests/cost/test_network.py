@@ -215,8 +215,8 @@ def test_a_step_counts_what_sums_take_beside_their_messages() -> None:
     )
     added = 4 * 4 * 2 * 9  # bytes of the weight
     assert second.step_s == pytest.approx(first.step_s + added)
-    assert second.busy_s == pytest.approx([busy + added for busy in first.busy_s])
-    assert second.summed_s == pytest.approx((first.summed_s or 0) + added)
+    assert second.compute_s == pytest.approx([busy + added for busy in first.compute_s])
+    assert second.operator_sum_s == pytest.approx((first.operator_sum_s or 0) + added)
 
 
 MEMORY = replace(DEVICE, copying=Copying(2.0, 3.0, 7.0))

@@ -322,20 +322,20 @@ def test_only_cuts_of_space_have_seams_and_only_what_was_measured_pays_for_them(
             replace(d, measured=MeasurementConditions("", "")) for d in profile.devices
         ),
     )
-    assert estimate(graph, profile, {"": height}, "infer")[0].busy_s == pytest.approx(
-        (4.0, 4.0)
-    )
-    assert estimate(graph, measured, {"": height}, "infer")[0].busy_s == pytest.approx(
-        (4 + 0.5 / 3, 4 + 1 / 3)
-    )
+    assert estimate(graph, profile, {"": height}, "infer")[
+        0
+    ].compute_s == pytest.approx((4.0, 4.0))
+    assert estimate(graph, measured, {"": height}, "infer")[
+        0
+    ].compute_s == pytest.approx((4 + 0.5 / 3, 4 + 1 / 3))
     slow = replace(
         measured,
         devices=tuple(replace(d, bytes_per_s=8 * 27 * 4.0) for d in measured.devices),
     )
-    busy_s = estimate(graph, slow, {"": height}, "infer")[
+    compute_s = estimate(graph, slow, {"": height}, "infer")[
         0
-    ].busy_s  # where the weights of a tap are copied in 2/3 s
-    assert busy_s == pytest.approx((4 + 2.5 / 3, 5.0))
+    ].compute_s  # where the weights of a tap are copied in 2/3 s
+    assert compute_s == pytest.approx((4 + 2.5 / 3, 5.0))
 
 
 def test_other_operators_take_what_their_kind_was_measured_to_take() -> None:
@@ -458,10 +458,10 @@ def test_what_training_adds_to_a_call_is_the_first_pass_s_ratio_unless_it_is_kno
 def test_halos_overlap_where_the_cut_goes_on(second: SplitKind, overlaps: bool) -> None:
     model = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1))
     graph = hetconv.capture(model, torch.zeros(1, 2, 6, 6, 6))
-    applied, _ = propagate(
+    scheduled, _ = propagate(
         graph, {"0": Split("depth", (3, 3)), "1": Split(second, (2, 2))}, 2, "train"
     )
-    assert [a.overlaps_halos for a in applied[:2]] == [False, overlaps]
+    assert [a.overlaps_halos for a in scheduled[:2]] == [False, overlaps]
 
 
 def test_a_split_of_another_world_is_refused_by_name() -> None:

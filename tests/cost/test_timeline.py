@@ -1,4 +1,4 @@
-"""A simulated step, event by event, and the trace that is written of it."""
+"""A simulated step, event by event, and its Chrome trace."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_events_are_what_is_predicted(net: str, kinds: Any, mode: Mode) -> None:
     assert {e.backward for e in events} == (
         {False, True} if mode == "train" else {False}
     )
-    for device, (busy, moving) in enumerate(zip(p.busy_s, p.moving_s, strict=True)):
+    for device, (busy, moving) in enumerate(
+        zip(p.compute_s, p.communication_s, strict=True)
+    ):
         own = [e for e in events if e.device == device]
         computing = [e for e in own if e.thread == "compute" and not e.waits]
         assert seconds(computing) == pytest.approx(busy, rel=1e-9)
@@ -95,11 +97,11 @@ def test_a_step_takes_no_longer_than_its_operators_one_by_one(
     """But for the sums of gradients, whose latency the sum leaves out, and running statistics."""
     p, events = simulated(net, kinds, mode, overlap)
     before = max(e.end_s for e in events if e.name != "sums of gradients")
-    told = [e for e in events if e.name == RUNNING_STATS_EXCHANGE]
-    telling = max((e.end_s for e in told), default=0.0) - min(
-        (e.start_s for e in told if not e.waits), default=0.0
+    exchanges = [e for e in events if e.name == RUNNING_STATS_EXCHANGE]
+    exchange_s = max((e.end_s for e in exchanges), default=0.0) - min(
+        (e.start_s for e in exchanges if not e.waits), default=0.0
     )
-    assert before - telling <= p.summed_s * (1 + 1e-9)
+    assert before - exchange_s <= p.operator_sum_s * (1 + 1e-9)
 
 
 def eight_bytes() -> tuple[list[Messages], list[Messages]]:
@@ -134,8 +136,8 @@ def test_halos_travel_while_devices_compute_and_late_senders_are_waited_for() ->
     clocks, there, back = Clocks(2, events.append), *eight_bytes()
     clocks.step(Pass("first", False, np.array([3.0, 10.0]), there, overlaps_halos=True))
     clocks.step(Pass("second", True, np.ones(2), back))
-    told = [(e.device, e.thread, e.name, e.waits, e.start_s, e.end_s) for e in events]
-    assert sorted(told) == [
+    spans = [(e.device, e.thread, e.name, e.waits, e.start_s, e.end_s) for e in events]
+    assert sorted(spans) == [
         (0, "compute", "first", False, 0, 3),
         (0, "compute", "first", True, 3, 8),
         (0, "compute", "second", False, 18, 19),
@@ -189,5 +191,5 @@ def test_a_trace_has_a_process_per_device_and_every_event() -> None:
             (round(e["ts"] * 1e3), round((e["ts"] + e["dur"]) * 1e3))
         )
     assert all(
-        a[1] <= b[0] for told in by_thread.values() for a, b in pairwise(sorted(told))
+        a[1] <= b[0] for spans in by_thread.values() for a, b in pairwise(sorted(spans))
     )

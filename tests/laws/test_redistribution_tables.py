@@ -12,9 +12,8 @@ from hetconv.cost import redistribution
 from hetconv.cost.network import Network
 from hetconv.cost.redistribution import (
     MovedValue,
-    movement_table,
     movement_tables,
-    sent_bytes,
+    received_bytes,
 )
 from hetconv.sharding.layer_rules import window_reads
 from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape, apportion
@@ -181,9 +180,11 @@ def test_every_entry_is_that_of_its_move(
         [[data.draw(st.booleans()) for _ in R] for _ in S], dtype=bool
     ).reshape(len(S), len(R))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redistribution, "BLOCK", block)
+        patch.setattr(redistribution, "MAX_BLOCK_ELEMENTS", block)
         (took,) = movement_tables([MovedValue(S, R, itemsize, adjoint, apart)], network)
-        sent = sent_bytes(S, R, itemsize, adjoint)
+        sent = (
+            received_bytes(MovedValue(S, R, itemsize, adjoint)).sum(-1) if S else took
+        )
     assert took.shape == sent.shape == (len(S), len(R))
     for i, row in enumerate(rounds):
         for j, one in enumerate(row):
@@ -210,7 +211,7 @@ def test_large_values_are_counted_exactly(shape: Shape, adjoint: bool) -> None:
         ReadRegion.everything(shape, world),
         *(ReadRegion(shape, cut.boxes[::-1]) for cut in cuts),
     ]
-    found = sent_bytes(S, R, 8, adjoint)
+    found = received_bytes(MovedValue(S, R, 8, adjoint)).sum(-1)
     for i, s in enumerate(S):
         for j, r in enumerate(R):
             assert found[i, j] == sum(
@@ -225,7 +226,9 @@ def test_shared_wires_count_in_each_round() -> None:
     everyone = tuple((s, r) for s in range(3) for r in range(3) if s != r)
     network = Network(np.zeros((3, 3)), np.zeros((3, 3)), ((everyone, 1.0),))
     partial, whole = Layout.partial((3,), 3), Layout.replicated((3,), 3)
-    assert movement_table([partial], [whole], 4, network, False) == [[2 * 6 * 4]]
+    assert movement_tables([MovedValue([partial], [whole], 4, False)], network)[0] == [
+        [2 * 6 * 4]
+    ]
 
 
 def test_what_is_not_of_one_value_is_refused() -> None:
@@ -234,8 +237,12 @@ def test_what_is_not_of_one_value_is_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"for \[1\] ranks were given for a network of 2"
     ):
-        movement_table([two], [Layout.partial((4,), 1)], 4, network, False)
+        movement_tables(
+            [MovedValue([two], [Layout.partial((4,), 1)], 4, False)], network
+        )
     with pytest.raises(LayoutError, match=r"shapes \[\(4,\), \(5,\)\]"):
-        movement_table([two], [Layout.partial((5,), 2)], 4, network, False)
+        movement_tables(
+            [MovedValue([two], [Layout.partial((5,), 2)], 4, False)], network
+        )
     with pytest.raises(LayoutError, match=r"for \[2, 3\] ranks"):
-        sent_bytes([two], [Layout.partial((4,), 3)], 4, False)
+        received_bytes(MovedValue([two], [Layout.partial((4,), 3)], 4, False))

@@ -95,7 +95,7 @@ def test_what_was_measured_is_what_is_predicted() -> None:
     moved = 2 * 4 * 2 * 8 * 9 * 8  # bytes that relu reads and writes
     computing_s = pytest.approx(1.25 + 2.75 + 3e-6 * moved)
     for name in (PLANNED, f"{SINGLE_DEVICE} (0: cpu)"):
-        assert pricer.of(name).estimate(splits)[0].busy_s == (computing_s, 0.0)
+        assert pricer.of(name).estimate(splits)[0].compute_s == (computing_s, 0.0)
     assert pricer.step_s(f"{SINGLE_DEVICE} (0: cpu)", splits) == computing_s
     one_message_s = pytest.approx(1.25 + 2.75 + 3e-6 * moved + 1.0)
     assert pricer.step_s(PLANNED, splits) == one_message_s

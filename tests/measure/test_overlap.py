@@ -156,7 +156,7 @@ def test_what_is_not_hidden_makes_a_step_longer() -> None:
         for part in (1.0, 0.5, 0.0)
     ]
     assert steps[0].step_s < steps[1].step_s < steps[2].step_s
-    assert steps[1].summed_s == pytest.approx(
-        (steps[0].summed_s + steps[2].summed_s) / 2
+    assert steps[1].operator_sum_s == pytest.approx(
+        (steps[0].operator_sum_s + steps[2].operator_sum_s) / 2
     )
-    assert steps[1].busy_s == steps[0].busy_s
+    assert steps[1].compute_s == steps[0].compute_s

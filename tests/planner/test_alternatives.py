@@ -1,6 +1,4 @@
-"""What another split of one layer would cost, from the tables: as the whole plan is
-priced with it.
-"""
+"""Costs of other splits of one layer, from the tables, against whole estimates."""
 
 from __future__ import annotations
 
@@ -75,8 +73,8 @@ def problem(name: str, mode: Mode) -> tuple[Graph, Choices, CostTables]:
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_is_slower_by_what_the_whole_plan_is(name: str, mode: Mode) -> None:
-    graph, choices, told = problem(name, mode)
-    pricer, free, draw = (
+    graph, choices, cost_tables = problem(name, mode)
+    estimator, free, draw = (
         StepEstimator(graph, CLUSTER, mode),
         StepEstimator(graph, FREE, mode),
         random.Random(0),
@@ -86,8 +84,10 @@ def test_each_is_slower_by_what_the_whole_plan_is(name: str, mode: Mode) -> None
             layer: draw.randrange(len(splits)) for layer, splits in choices.items()
         }
         plan = {layer: splits[chosen[layer]] for layer, splits in choices.items()}
-        planned, computing = (p.estimate(plan)[0].summed_s for p in (pricer, free))
-        for layer, found in alternatives(told, choices, chosen).items():
+        planned, computing = (
+            p.estimate(plan)[0].operator_sum_s for p in (estimator, free)
+        )
+        for layer, found in alternatives(cost_tables, choices, chosen).items():
             assert {c.split for c in found} == set(choices[layer])
             assert [c.slower_by_s for c in found] == sorted(
                 c.slower_by_s for c in found
@@ -95,17 +95,24 @@ def test_each_is_slower_by_what_the_whole_plan_is(name: str, mode: Mode) -> None
             own = next(c for c in found if c.split == plan[layer])
             assert own.slower_by_s == 0
             for c in draw.sample(found, 5):
-                slower = pricer.estimate({**plan, layer: c.split})[0].summed_s - planned
+                slower = (
+                    estimator.estimate({**plan, layer: c.split})[0].operator_sum_s
+                    - planned
+                )
                 assert c.slower_by_s == pytest.approx(
                     slower, rel=1e-3, abs=1e-9 * planned
                 )
-                longer = free.estimate({**plan, layer: c.split})[0].summed_s - computing
+                longer = (
+                    free.estimate({**plan, layer: c.split})[0].operator_sum_s
+                    - computing
+                )
                 assert c.compute_s - own.compute_s == pytest.approx(
                     longer, abs=1e-3 * c.compute_s
                 )
-                moves_longer = c.movement_s - own.movement_s
+                moves_longer = c.communication_s - own.communication_s
                 assert moves_longer == pytest.approx(
-                    slower - longer, abs=1e-3 * (c.movement_s + own.movement_s)
+                    slower - longer,
+                    abs=1e-3 * (c.communication_s + own.communication_s),
                 )
 
 
@@ -121,21 +128,21 @@ def test_a_layer_alone_computes_as_its_slowest_device_and_moves_its_result() -> 
             {"0": c.split}
         )
         assert c.compute_s == pytest.approx(max(layers["0"].forward_s), rel=1e-3)
-        assert c.compute_s + c.movement_s == pytest.approx(
-            prediction.summed_s, rel=1e-3
+        assert c.compute_s + c.communication_s == pytest.approx(
+            prediction.operator_sum_s, rel=1e-3
         )
-        assert (c.movement_s > 0) is (c.split.kind == "height")
+        assert (c.communication_s > 0) is (c.split.kind == "height")
 
 
 def test_what_is_forbidden_is_left_out_and_what_is_equal_comes_after_what_was_chosen() -> (
     None
 ):
     splits = tuple(Split("height", (n, 1)) for n in range(4))
-    told = CostTables(
+    cost_tables = CostTables(
         unary={"a": np.array([0.6, 0.1 + 0.2, np.inf, 0.3])},
-        computing={"a": np.array([0.2, 0.1, 0, 0.25])},
+        compute={"a": np.array([0.2, 0.1, 0, 0.25])},
     )
-    assert alternatives(told, {"a": splits}, {"a": 3})["a"] == (
+    assert alternatives(cost_tables, {"a": splits}, {"a": 3})["a"] == (
         Alternative(splits[3], 0.25, 0.05, 0.0),
         Alternative(splits[1], 0.1, 0.2, 0.0),
         Alternative(splits[0], 0.2, 0.4, 0.3),

@@ -1,4 +1,4 @@
-"""What a plan would run on gathered tensors is listed, with the bytes that are sent for it."""
+"""Operators that run on gathered tensors are listed with the bytes sent for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import hetconv
 from hetconv.autotune.cli.show import show_gathers, show_plan
 from hetconv.comm.rank_group import count_sent
 from hetconv.cost.estimator import gathers
-from hetconv.schemas.plan import Gathered, Plan
+from hetconv.schemas.plan import GatheredOp, Plan
 from tests.nets import ResNet
 from tests.spawn import on_ranks
 
@@ -73,7 +73,7 @@ def test_nothing_is_listed_where_nothing_gathers() -> None:
 def test_a_plan_file_keeps_them(tmp_path: Path) -> None:
     plan = planned(ResNet(), 2, 3, 37, 30)
     listed = Plan(
-        **{**vars(plan), "gathers": (Gathered("sort_3", "sort", (1, 2), 5_000_000),)}
+        **{**vars(plan), "gathers": (GatheredOp("sort_3", "sort", (1, 2), 5_000_000),)}
     )
     listed.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").gathers == listed.gathers
@@ -87,16 +87,16 @@ def test_show_lists_them(listed: bool) -> None:
         plan = Plan(
             **{
                 **vars(plan),
-                "gathers": (Gathered("sort_3", "sort", (1, 2), 5_000_000),),
+                "gathers": (GatheredOp("sort_3", "sort", (1, 2), 5_000_000),),
             }
         )
     console = Console(record=True, width=120)
     show_gathers(plan, console)
     show_plan(plan, console)
-    said = console.export_text()
-    assert ("sort_3" in said and "1x2" in said and "5.00" in said) is listed
-    assert ("1 operators run on gathered tensors" in said) is listed
-    assert ("no operator gathers" in said) is not listed
+    text = console.export_text()
+    assert ("sort_3" in text and "1x2" in text and "5.00" in text) is listed
+    assert ("1 operators run on gathered tensors" in text) is listed
+    assert ("no operator gathers" in text) is not listed
     show_gathers(plan.with_splits({}), console)
     assert "changed by hand" in console.export_text()
 

@@ -1,5 +1,6 @@
-"""Plans of known architectures: never worse than what they are compared with, the same
-every time, within seconds.
+"""Plans of known architectures.
+
+They are never worse than what they are compared with, and the same in every process.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def test_no_plan_is_predicted_to_be_worse_than_what_it_is_compared_with(
     assert plan.predicted is not None
     assert plan.alternatives is not None
     assert plan.predicted.step_s <= min(plan.alternatives.values()) * (1 + 1e-12)
-    assert plan.predicted.step_s <= plan.predicted.summed_s * 1.01
+    assert plan.predicted.step_s <= plan.predicted.operator_sum_s * 1.01
     assert {
         "planned",
         EVEN,
@@ -96,14 +97,14 @@ hetconv.make_plan(captured("U-Net", 16), modelled(4)).save(sys.argv[1])
 def test_the_same_input_gives_the_same_plan_in_any_process(tmp_path: Path) -> None:
     plan = planned("U-Net", 4)
     plan.save(tmp_path / "own.json")
-    said, seed = (
+    path, seed = (
         tmp_path / "its.json",
         str(int(os.environ.get("PYTHONHASHSEED", "0").replace("random", "0")) + 1),
     )
     subprocess.run(
-        [sys.executable, "-c", SAVE, said],
+        [sys.executable, "-c", SAVE, path],
         check=True,
         env=os.environ | {"PYTHONHASHSEED": seed},
     )
-    assert said.read_bytes() == (tmp_path / "own.json").read_bytes()
+    assert path.read_bytes() == (tmp_path / "own.json").read_bytes()
     assert Plan.load(tmp_path / "own.json") == plan

@@ -1,4 +1,4 @@
-"""Shares on which all devices finish together: on plain curves, and exact in whole units."""
+"""Balanced shares, on plain curves, and exactly in whole units."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_where_one_device_is_fastest_the_plan_says_so_and_uses_it_alone() -> Non
     assert all(s.sizes[1] == 0 for s in plan.splits.values())
     assert plan.predicted is not None
     assert (
-        plan.predicted.step_s == max(plan.predicted.busy_s) < 1.0
+        plan.predicted.step_s == max(plan.predicted.compute_s) < 1.0
     )  # it tells no other what it computed
 
 

@@ -1,4 +1,4 @@
-"""Memory caps: met where anything meets them, and refused with what would do."""
+"""Memory limits are met where anything meets them; else the error names what would."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.planner import memory_limits
 from hetconv.planner.candidates import Candidates
-from hetconv.planner.cost_tables import Copies, CostTables
-from hetconv.planner.memory_limits import Memory, least_memory, solve_within
+from hetconv.planner.cost_tables import CostTables, ReceiveBuffers
+from hetconv.planner.memory_limits import MemoryOfChoice, least_memory, solve_within
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.split import SplitKind
@@ -45,8 +45,8 @@ def test_a_cap_that_only_an_uneven_plan_meets_is_met() -> None:
     caps = 0.9 * whole, 0.3 * whole, 0.2 * whole
     plan = hetconv.make_plan(graph, PROFILE, memory_limit=caps)
     assert all(m <= c for m, c in zip(memory(plan), caps, strict=True))
-    ways = Candidates(graph, PROFILE, "train")
-    for name, splits in ways.whole_models().items():
+    candidates = Candidates(graph, PROFILE, "train")
+    for name, splits in candidates.whole_models().items():
         if name.startswith(("even split", "fastest device alone", "replicated")):
             used = estimate(graph, PROFILE, splits, "train")[0].memory_bytes
             assert any(m > c for m, c in zip(used, caps, strict=True)), name
@@ -61,7 +61,9 @@ def test_a_refusal_names_memory_with_which_planning_succeeds(
         hetconv.make_plan(graph, PROFILE, memory_limit=(2e5, 1e5, 5e4), kinds=kinds)
     found = GB.search(str(refused.value))
     assert found is not None
-    needed = [1.01e9 * float(s) for s in found[1].split(",")]  # said in three digits
+    needed = [
+        1.01e9 * float(s) for s in found[1].split(",")
+    ]  # three digits are printed
     plan = hetconv.make_plan(graph, PROFILE, memory_limit=needed, kinds=kinds)
     assert all(m <= n for m, n in zip(memory(plan), needed, strict=True))
 
@@ -81,7 +83,7 @@ def test_less_memory_never_makes_a_step_faster() -> None:
 
 def built(
     held: Mapping[str, Sequence[Sequence[float]]], slower_s: Sequence[float]
-) -> tuple[CostTables, Memory]:
+) -> tuple[CostTables, MemoryOfChoice]:
     """Operators of two choices each on two devices. ``held``: by choice; the second one
     takes as much longer.
     """
@@ -99,7 +101,7 @@ def built(
     return tables, used
 
 
-def plain() -> tuple[CostTables, Memory]:
+def plain() -> tuple[CostTables, MemoryOfChoice]:
     """The faster choice takes 4 bytes of one device, the slower one a byte."""
     return built(
         {"a": [(4, 1), (1, 1)], "b": [(4, 1), (1, 1)], "c": [(1, 4), (1, 1)]},
@@ -157,7 +159,7 @@ def test_copies_between_two_operators_count(
     copied = np.array(
         [[[0.0], [5.0]], [[7.0], [0.0]]]
     )  # (choices of b, choices of a, devices)
-    tables.copies.append(Copies("b", "a", lambda: copied))
+    tables.receive_buffers.append(ReceiveBuffers("b", "a", lambda: copied))
 
     def used(choice: Mapping[str, int]) -> tuple[float, ...]:
         return tuple(copied[choice["b"], choice["a"]])

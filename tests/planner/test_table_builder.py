@@ -1,6 +1,4 @@
-"""Tables add up to what `StepEstimator` says of the same splits: exactly, for any choice of
-every layer.
-"""
+"""Cost tables add up to what `StepEstimator` predicts, for any choice of splits."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ from hetconv.schemas.plan import Mode
 from hetconv.schemas.provenance import MeasurementConditions
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.split import KINDS, KINDS_WITHIN_NODES, REPLICATE, Split
-from hetconv.solver.elimination import minimize, solve
-from hetconv.solver.milp import minimize_milp
+from hetconv.solver.elimination import solve
 from hetconv.tracing.graph import Graph
 from tests.nets import Chain, MobileBlock, ResNet, Twice, UNet, Volumes, Waves
+from tests.random_tables import minimize, minimize_milp
 
 SHEETS = ClusterProfile.from_devices(
     "A100-SXM4-80GB, V100-SXM2-32GB, T4", link="pcie3-x16"
@@ -220,17 +218,19 @@ def test_tables_add_up_to_the_priced_sum(net: str, mode: Mode) -> None:
     make, shape = NETS[net]
     with torch.set_grad_enabled(mode == "train"):
         graph = hetconv.capture(make().train(mode == "train"), torch.randn(shape))
-    choices, pricer = choices_of(graph), StepEstimator(graph, PROFILE, mode)
+    choices, step_estimator = choices_of(graph), StepEstimator(graph, PROFILE, mode)
     known = build_tables(graph, PROFILE, choices, mode)
     draw = random.Random(0)
     for _ in range(12):
         picked = {name: draw.randrange(len(splits)) for name, splits in choices.items()}
-        priced, _ = pricer.estimate(
+        prediction, _ = step_estimator.estimate(
             {name: choices[name][k] for name, k in picked.items()}
         )
-        assert least(known, picked)[1] == pytest.approx(priced.summed_s, rel=1e-9)
+        assert least(known, picked)[1] == pytest.approx(
+            prediction.operator_sum_s, rel=1e-9
+        )
         if mode == "infer":  # gradients' sums may take longer than they count
-            assert priced.step_s <= priced.summed_s * (1 + 1e-9)
+            assert prediction.step_s <= prediction.operator_sum_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -249,7 +249,7 @@ def test_tables_hold_the_priced_bytes_of_training(
     monkeypatch.setattr(estimator, "memory_bytes", staying)
     make, shape = NETS[net]
     graph = hetconv.capture(make(), torch.randn(shape))
-    choices, pricer = choices_of(graph), StepEstimator(graph, PROFILE, "train")
+    choices, step_estimator = choices_of(graph), StepEstimator(graph, PROFILE, "train")
     known = build_tables(graph, PROFILE, choices, "train")
     draw = random.Random(1)
     for _ in range(4):
@@ -259,7 +259,7 @@ def test_tables_hold_the_priced_bytes_of_training(
             table[tuple(states[name] for name in scope)]
             for scope, table in known.all_bytes().items()
         )
-        memory = pricer.estimate(
+        memory = step_estimator.estimate(
             {name: choices[name][k] for name, k in picked.items()}
         )[0].memory_bytes
         assert held == pytest.approx(memory, abs=1)
@@ -305,17 +305,19 @@ def test_deep_dense_blocks_are_eliminated_and_add_up() -> None:
     graph, choices = dense_block(14)
     known = build_tables(graph, PROFILE, choices, "train")
     found = solve(known.unary, known.pairwise)
-    assert found.how == "elimination"
-    priced, _ = StepEstimator(graph, PROFILE, "train").estimate(
+    assert found.method == "elimination"
+    prediction, _ = StepEstimator(graph, PROFILE, "train").estimate(
         {name: choices[name][found.choice[name]] for name in choices}
     )
-    assert known.constant + found.cost == pytest.approx(priced.summed_s, rel=1e-9)
+    assert known.constant + found.cost == pytest.approx(
+        prediction.operator_sum_s, rel=1e-9
+    )
 
 
 def test_layers_without_choices_are_replicated() -> None:
     graph = hetconv.capture(Dense(), torch.randn(4, 3, 16, 16))
     known = build_tables(graph, PROFILE, {}, "train")
     assert known.constant == pytest.approx(
-        StepEstimator(graph, PROFILE, "train").estimate({})[0].summed_s, rel=1e-9
+        StepEstimator(graph, PROFILE, "train").estimate({})[0].operator_sum_s, rel=1e-9
     )
     assert not known.unary

@@ -1,6 +1,4 @@
-"""Channel splits whose sums every rank gets whole: as many bytes in fewer messages, and
-the same results.
-"""
+"""Channel splits whose sums every rank gets whole."""
 
 from __future__ import annotations
 

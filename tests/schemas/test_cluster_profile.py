@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hetconv
-from hetconv.schemas.catalog import catalogue
+from hetconv.schemas.catalog import load_catalog
 from hetconv.schemas.cluster_profile import (
     ClusterProfile,
     Curve,
@@ -239,7 +239,7 @@ def test_what_is_not_catalogued_is_refused_with_what_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "options", "said"),
+    ("devices", "options", "message"),
     [
         ("", {}, "'' names no device"),
         ([], {}, "'' names no device"),
@@ -258,9 +258,9 @@ def test_what_is_not_catalogued_is_refused_with_what_is(name: str) -> None:
     ],
 )
 def test_a_cluster_that_is_spelled_wrongly_is_refused(
-    devices: Any, options: dict[str, str], said: str
+    devices: Any, options: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(hetconv.ProfileError, match=said):
+    with pytest.raises(hetconv.ProfileError, match=message):
         ClusterProfile.from_devices(devices, **options)
 
 
@@ -273,20 +273,20 @@ DTYPES = {"float64", "float32", "tf32", "float16", "bfloat16"}
 
 
 def test_the_catalogue_has_what_is_in_use_under_names_that_can_be_spelled() -> None:
-    assert set(WANTED.split()) <= set(catalogue().devices)
+    assert set(WANTED.split()) <= set(load_catalog().devices)
     assert {f"pcie{n}-x{lanes}" for n in (3, 4, 5) for lanes in (8, 16)} <= set(
-        catalogue().links
+        load_catalog().links
     )
-    assert {f"ethernet-{n}g" for n in (25, 100, 200, 400)} <= set(catalogue().links)
-    for name in (*catalogue().devices, *catalogue().links):
+    assert {f"ethernet-{n}g" for n in (25, 100, 200, 400)} <= set(load_catalog().links)
+    for name in (*load_catalog().devices, *load_catalog().links):
         assert re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name), (
             name
         )  # no digit first: 2x is a count
 
 
-@pytest.mark.parametrize("name", catalogue().devices)
+@pytest.mark.parametrize("name", load_catalog().devices)
 def test_a_device_has_plausible_numbers_and_a_source(name: str) -> None:
-    sheet = catalogue().devices[name]
+    sheet = load_catalog().devices[name]
     rates, gpu = sheet.flops_per_s, sheet.kind == "cuda"
     assert re.search(r"\b20[12]\d\b", sheet.source)
     assert rates.keys() <= DTYPES
@@ -308,9 +308,9 @@ def test_a_device_has_plausible_numbers_and_a_source(name: str) -> None:
         assert rates["tf32"] == pytest.approx(rates["float16"] / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("name", catalogue().links)
+@pytest.mark.parametrize("name", load_catalog().links)
 def test_a_link_has_plausible_numbers_and_a_source(name: str) -> None:
-    sheet = catalogue().links[name]
+    sheet = load_catalog().links[name]
     assert re.search(r"\b20[12]\d\b", sheet.source)
     assert 1e-6 <= sheet.latency_s <= 1e-4
     if found := re.fullmatch(r"pcie(\d)-x(\d+)(-switch)?", name):

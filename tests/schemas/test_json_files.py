@@ -1,4 +1,4 @@
-"""Reading plan and profile files: what is not a valid file of this version is refused by name."""
+"""Plan and profile files: an error names what is not valid in them."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_other_versions_are_refused_by_name(
     version = KINDS[kind].version + 1 if version == "newer" else version
     (tmp_path / "x.json").write_text(json.dumps(valid(kind)[0] | {"version": version}))
     todo = "update hetconv" if version == KINDS[kind].version + 1 else "make it anew"
-    said = (
+    message = (
         rf"x\.json: version is {version!r}, but this hetconv reads version "
         rf"{KINDS[kind].version}; {todo}"
     )
-    with pytest.raises(KINDS[kind].error, match=said):
+    with pytest.raises(KINDS[kind].error, match=message):
         KINDS[kind].type.load(tmp_path / "x.json")
 
 
@@ -150,7 +150,7 @@ def test_numbers_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
             [1.0],
             "layer 'conv' has 1 numbers for 2 devices",
         ),
-        ("plan", "predicted busy_s", [], "predicted has 0 numbers for 2 devices"),
+        ("plan", "predicted compute_s", [], "predicted has 0 numbers for 2 devices"),
         (
             "plan",
             "predicted sent_bytes 0",
@@ -284,8 +284,8 @@ def check(kind: str, path: Path, content: bytes) -> None:
     try:
         value = KINDS[kind].type.load(path)
     except KINDS[kind].error as e:
-        said = str(e)
-        assert said.startswith(f"{path}: ")
+        message = str(e)
+        assert message.startswith(f"{path}: ")
     else:
         value.save(path)
         assert KINDS[kind].type.load(path) == value

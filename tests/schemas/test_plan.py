@@ -1,4 +1,4 @@
-"""Plan files: written and read back alike, refused by name where they do not fit."""
+"""Plan files are read as they were written; an error names what does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Least sums of tables by HiGHS, against elimination: alone, and where that is too wide."""
+"""Minima by HiGHS, against elimination."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import scipy.optimize
 
 from hetconv.errors import PlanError
-from hetconv.solver.elimination import Solution, minimize, solve
+from hetconv.solver.elimination import Solution, solve
 from hetconv.solver.factor_graph import FactorGraph
-from hetconv.solver.milp import minimize_milp, minimize_tables
+from hetconv.solver.milp import minimize_tables
 from tests.random_tables import (
     CLIQUE,
     Array,
@@ -20,6 +20,8 @@ from tests.random_tables import (
     check,
     drawn,
     forbidding,
+    minimize,
+    minimize_milp,
     price,
     tables,
 )
@@ -48,7 +50,7 @@ def test_what_is_too_wide_goes_to_highs() -> None:
     found, cost = minimize(unary, pairs)
     assert solve(unary, pairs) == Solution(found, cost, 0.0, "elimination")
     solution = solve(unary, pairs, memory_bytes=10)
-    assert (solution.choice, solution.cost, solution.how) == (found, cost, "milp")
+    assert (solution.choice, solution.cost, solution.method) == (found, cost, "milp")
     assert solution.gap < 1e-9
 
 
@@ -137,7 +139,7 @@ def test_what_highs_does_not_find_in_time_is_found_by_descent(seed: int) -> None
 
 def test_a_plan_is_found_where_highs_has_no_time() -> None:
     solution = solve(*CLIQUE, memory_bytes=0, time_limit=0)
-    assert solution.how == "milp"
+    assert solution.method == "milp"
     assert price(solution.choice, *CLIQUE) == pytest.approx(solution.cost)
     assert solution.cost <= 1.2 * minimize(*CLIQUE)[1]
 

@@ -1,1 +1,1 @@
-"""Predicted seconds, bytes and memory of a plan. No ranks, no tensors."""
+"""Cost model: predicted seconds, sent bytes and memory of a plan."""

@@ -1,1 +1,1 @@
-"""From a graph and a cluster profile to the plan with the least predicted step time."""
+"""Planner: finds the plan of least predicted step time for a graph on a cluster."""

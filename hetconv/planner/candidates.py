@@ -94,13 +94,10 @@ class Candidates:
     @property
     def kinds_within_nodes(self) -> list[SplitKind]:
         """Kinds by which a hierarchical split may split within nodes."""
-        return [
-            kind
-            for kind in KINDS_WITHIN_NODES
-            if self.ranks_by_node
-            and kind in self.kinds
-            and has_dimension(self.graph, kind)
-        ]
+        if not self.ranks_by_node:
+            return []
+        allowed = (kind for kind in KINDS_WITHIN_NODES if kind in self.kinds)
+        return [kind for kind in allowed if has_dimension(self.graph, kind)]
 
     def curves(self, name: str, axis: Axis) -> list[Curve]:
         """Returns seconds by share of a layer on each device, all passes together.
@@ -229,10 +226,11 @@ class Candidates:
             Splits by name.
         """
         found = self._single_devices(limits)
+        replicated = dict.fromkeys(self.graph.layers, REPLICATE)
         even = (1.0,) * self.profile.world
         for kind in self.kinds:
             if kind == "replicate":
-                found.setdefault("replicated", self._replicated())
+                found["replicated"] = replicated
             elif has_dimension(self.graph, kind):
                 found[f"{EVEN} by {kind}"] = self.whole(kind, even)
                 found[f"uneven {kind} split"] = self.balanced(kind)
@@ -246,7 +244,7 @@ class Candidates:
             found[tuned_name(tuned)] = self.whole(tuned.kind, tuned.weights)
         if (best := self.tuned_plan()) is not None:
             found[plan_name(best)] = dict(best.splits)
-        return found or {"replicated": self._replicated()}
+        return found or {"replicated": replicated}
 
     def _single_devices(self, limits: Sequence[float]) -> dict[str, Splits]:
         found: dict[str, Splits] = {}
@@ -259,9 +257,6 @@ class Candidates:
             if (splits := self.single_device(rank)) is not None:
                 found[f"{SINGLE_DEVICE} ({rank}: {device.name})"] = splits
         return found
-
-    def _replicated(self) -> Splits:
-        return dict.fromkeys(self.graph.layers, REPLICATE)
 
     def single_device(self, rank: int) -> Splits | None:
         """Gives all work to one device, as a split in which the others get nothing.

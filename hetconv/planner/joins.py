@@ -55,11 +55,9 @@ class Strategies:
         """
         reads = tuple(zip(*(s.input_layouts for s in shardings), strict=True))
         if isinstance(node.op, SplitView):
-            by_choice = [
-                [piece.output for piece in node.op.shardings(s.input_layouts)]  # type: ignore[arg-type]
-                for s in shardings
-            ]
-            outputs = tuple(zip(*by_choice, strict=True))
+            pieces = [node.op.shardings(s.input_layouts) for s in shardings]  # type: ignore[arg-type]
+            layouts = ([piece.output for piece in of_choice] for of_choice in pieces)
+            outputs = tuple(zip(*layouts, strict=True))
         else:
             outputs = (tuple(s.output for s in shardings),) * len(node.outputs)
         return Strategies(splits, shardings, reads, outputs)

@@ -106,8 +106,8 @@ class MovementCosts:
         reads: tuple[Layout | ReadRegion, ...],
         reader: str | None,
         *,
-        overlap: Overlap | None = None,
-        gradient: bool = True,
+        overlap: Overlap | None,
+        gradient: bool,
     ) -> None:
         """Adds the movement of a value to a reader, and of its gradient back.
 

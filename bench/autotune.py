@@ -44,7 +44,8 @@ from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.measure.models import build_model, channels_last, random_input
 from hetconv.autotune.measure.paired_rounds import Round, Step, paired_rounds
-from hetconv.autotune.search.tune import Job, tune
+from hetconv.autotune.search.job import Job
+from hetconv.autotune.search.tune import tune
 from hetconv.comm.rank_group import no_payload, rank_group_of
 from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.make_plan import PLANNED, make_plan

@@ -23,7 +23,7 @@ from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import paired
-from hetconv.autotune.search.tune import step_of
+from hetconv.autotune.search.race import step_of
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import whole_model

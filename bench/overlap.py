@@ -32,7 +32,7 @@ from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.models import channels_last, random_input
 from hetconv.autotune.measure.overlap import gathering
 from hetconv.autotune.measure.paired_rounds import paired
-from hetconv.autotune.search.tune import step_of
+from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import blocking, rank_group_of, through_backend
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan

@@ -28,13 +28,15 @@ from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.measure.models import channels_last, random_input
 from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.search.job import Job
+from hetconv.autotune.search.race import step_of
 from hetconv.autotune.search.ratio_search import (
     RatioKind,
     Weights,
     format_weights,
     ratio_of,
 )
-from hetconv.autotune.search.tune import Job, step_of, tune
+from hetconv.autotune.search.tune import tune
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import HetConvError
 from hetconv.nn.parallelize import parallelize

@@ -24,12 +24,8 @@ from bench.shared.verdict import Demand, Row
 from hetconv.planner.candidates import Candidates
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.table_builder import build_tables
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
-    DeviceModel,
-    LinkModel,
-    SharedWire,
-)
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import DeviceModel, LinkModel, SharedWire
 from hetconv.solver.elimination import solve
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetconv.nn.split_layer import PlainConv
+from hetconv.nn.layers import PlainConv
 from hetconv.operators.layers import conv_spec
 from hetconv.planner.partition import with_whole_sum
 from hetconv.schemas.plan import LayerPlan, Plan

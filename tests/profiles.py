@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
-    Curve,
-    DeviceModel,
-    LinkModel,
-    OperatorModel,
-    TunedRatio,
-    nodes_of,
-)
+from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio, nodes_of
+from hetconv.schemas.device_model import Curve, DeviceModel, LinkModel, OperatorModel
 from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 
 OLD, NEW = (

@@ -19,9 +19,10 @@ from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.device_info import here
 from hetconv.autotune.measure.model_inputs import InputSpec
 from hetconv.autotune.measure.models import build_model
+from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.journal import claimed, journal_of
 from hetconv.autotune.search.record import Record
-from hetconv.autotune.search.tune import Job, tune
+from hetconv.autotune.search.tune import tune
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.timeline import Event, chrome_trace
 from hetconv.errors import HetConvError, PlanError, ProfileError

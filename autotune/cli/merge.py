@@ -11,14 +11,12 @@ from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
 from hetconv.errors import ProfileError, few
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
+from hetconv.schemas.cluster_profile import ClusterProfile, between_nodes, nodes_of
+from hetconv.schemas.device_model import (
     DeviceModel,
     LinkModel,
     OperatorModel,
     SharedWire,
-    between_nodes,
-    nodes_of,
 )
 from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 from hetconv.schemas.tuning_results import TunedTile

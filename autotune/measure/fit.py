@@ -13,12 +13,7 @@ import torch
 
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.cost.operator_cost import arithmetic
-from hetconv.schemas.cluster_profile import (
-    Curve,
-    DeviceModel,
-    LinkModel,
-    OperatorModel,
-)
+from hetconv.schemas.device_model import Curve, DeviceModel, LinkModel, OperatorModel
 
 from .device_info import conditions, identity, memory_bytes
 from .layer_workloads import LayerWorkload, Workload, forward_flops

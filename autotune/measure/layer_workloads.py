@@ -17,7 +17,7 @@ from hetconv import kernels
 from hetconv.autotune.launch.throttle import stretched
 from hetconv.cost.operator_cost import kind_of, operator_key
 from hetconv.planner.partition import extent_of, granularity
-from hetconv.schemas.cluster_profile import Axis
+from hetconv.schemas.device_model import Axis
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.split import SplitKind

@@ -20,12 +20,8 @@ from hetconv.comm.rank_group import RankGroup, all_gather_object, shared_memory_
 from hetconv.comm.redistribute import start_sum
 from hetconv.cost.network import Array, Network
 from hetconv.runtime.gradient_sync import GradientSync
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
-    Copying,
-    LinkModel,
-    SharedWire,
-)
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import Copying, LinkModel, SharedWire
 from hetconv.sharding.layout import Box
 
 from . import fit

@@ -31,7 +31,8 @@ from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.operator_cost import layer_curve
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
-from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import DeviceModel
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import DeviceModel
 from hetconv.sharding.layout import Boxes
 from hetconv.sharding.moves import Exchange
 from hetconv.sharding.param_shards import Ranks, all_reduce_among

@@ -14,7 +14,7 @@ from hetconv.operators.norms import BatchNorm, GroupNorm
 from hetconv.operators.pooling import AdaptivePool, Pool
 from hetconv.operators.resampling import Interpolate
 from hetconv.operators.views import SplitView, View
-from hetconv.schemas.cluster_profile import Axis, Curve, DeviceModel
+from hetconv.schemas.device_model import Axis, Curve, DeviceModel
 from hetconv.sharding.layer_rules import Conv, Linear, concatenates_halos
 from hetconv.sharding.layout import Boxes
 from hetconv.sharding.rule import Operator, OpSharding

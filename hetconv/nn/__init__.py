@@ -1,1 +1,1 @@
-"""Models: split layers, what happens around their forward, checkpoints and state."""
+"""Parallelized models: split layers, calls, gradients, states and checkpoints."""

@@ -41,7 +41,7 @@ from hetconv.runtime.het_tensor import HetTensor
 from hetconv.torch_internals import tree_map_only, unflatten_state_dict
 
 from .optimizer_state import local_optim_state, sharded_optim_state_dict
-from .parameters import team_of_model
+from .parameters import group_of_model
 from .state_dict import (
     Slice,
     State,
@@ -54,9 +54,8 @@ from .state_dict import (
 )
 
 T = TypeVar("T")
-METADATA = (
-    ".metadata"  # the file that a torch.distributed.checkpoint has when it is complete
-)
+METADATA = ".metadata"
+"""File that a checkpoint of torch.distributed.checkpoint has once it is complete."""
 
 
 def save_checkpoint(
@@ -66,45 +65,37 @@ def save_checkpoint(
     *,
     extra: Any = None,
 ) -> None:
-    """Writes model, optimizer and other objects as a directory. Collective.
+    """Saves a model, and its optimizer's state, as a directory; collective.
 
-    Each rank writes its slices; rank 0 writes what is replicated. The format is that of
-    ``torch.distributed.checkpoint.save({"model": ..., "optimizer": ...})`` with the state
-    dicts of the unsplit model, which loads it without hetconv. Among data-parallel replicas
-    of a split model, one saves.
-
-    A checkpoint at ``path`` is replaced once the new one is complete. After a crash
-    `load_checkpoint` finds the one or the other; a directory ``.NAME.*`` beside ``path`` may
-    be deleted.
+    Each rank writes its slices, and rank 0 what is replicated. The format is that of
+    ``torch.distributed.checkpoint.save({"model": ..., "optimizer": ...})`` with the
+    state dicts of the plain model. Of data-parallel replicas one saves. A checkpoint at
+    ``path`` is replaced once the new one is complete: after a crash `load_checkpoint`
+    finds one of the two, and a directory ``.NAME.*`` beside ``path`` can be deleted.
 
     Args:
-        path: a directory that all ranks see.
-        model: a model, parallelized or not.
-        optimizer: its optimizer, if any.
-        extra: any object that `torch.save` takes; rank 0's is written.
+        path: Directory in a file system that all ranks share.
+        model: A plain or parallelized model.
+        optimizer: Its optimizer, if its state is to be saved.
+        extra: Any object that `torch.save` takes; rank 0's is saved.
 
     Raises:
-        HetConvError: writing failed on a rank, or something else is at ``path``; on every
-            rank.
+        HetConvError: On every rank, if writing fails on one, or if something else than a
+            checkpoint is at ``path``.
     """
-    group, path = team_of_model(model), Path(path).resolve()
+    group, path = group_of_model(model), Path(path).resolve()
 
     def prepare() -> State:
-        if (
-            path.exists()
-            and not (path / METADATA).is_file()
-            and not (path.is_dir() and not any(path.iterdir()))
-        ):
+        is_empty = path.is_dir() and not any(path.iterdir())
+        if path.exists() and not is_empty and not (path / METADATA).is_file():
             raise HetConvError(
                 f"{path} is there and is not a checkpoint; give the path of a new or an empty "
                 "directory"
             )
         state = {"model": sharded_state_dict(model)}
-        return (
-            state
-            if optimizer is None
-            else state | {"optimizer": sharded_optim_state_dict(model, optimizer)}
-        )
+        if optimizer is not None:
+            state["optimizer"] = sharded_optim_state_dict(model, optimizer)
+        return state
 
     state = agreed(
         model,
@@ -114,16 +105,15 @@ def save_checkpoint(
     )
     state = tree_map_only(HetTensor, _own_slice, state)
     if extra is not None:
-        state["extra"] = (
-            extra,
-        )  # DCP keeps a tuple as it is, and turns the keys of a dictionary into strings
+        # DCP keeps a tuple as it is, but turns the keys of a dictionary into strings.
+        state["extra"] = (extra,)
     new, leads = _sibling(path, group), group is None or group.rank == 0
     try:
         _by_dcp(group, f"saving {path}", lambda: _write(state, new, group))
         agreed(
             model,
             "save_checkpoint",
-            lambda: _put(new, path) if leads else None,
+            lambda: _replace(path, new) if leads else None,
             lambda _: "written",
         )
     except BaseException:
@@ -135,24 +125,26 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
 ) -> Any:
-    """Loads what `save_checkpoint` wrote, under any plan or none. Collective.
+    """Loads a checkpoint, which may have been saved under another plan; collective.
 
-    A checkpoint that ``torch.distributed.checkpoint.save`` wrote of an unsplit model is
-    loaded as well. Checkpoints are unpickled: load none that you do not trust.
+    It may also be one that ``torch.distributed.checkpoint.save`` wrote of a plain model,
+    in the format of `save_checkpoint`. Checkpoints are unpickled: load none that you do
+    not trust.
 
     Args:
-        path: the directory.
-        model: a model, parallelized or not.
-        optimizer: its optimizer, if any; it may have made no step yet.
+        path: The directory that `save_checkpoint` was given.
+        model: A plain or parallelized model.
+        optimizer: Its optimizer, which may have made no step yet, if its state is to be
+            loaded.
 
     Returns:
-        What was saved as ``extra``.
+        The ``extra`` that was saved, or None.
 
     Raises:
-        HetConvError: the checkpoint cannot be read or does not fit; on every rank, before
-            anything changes.
+        HetConvError: On every rank, before anything changes, if the checkpoint cannot
+            be read or does not fit.
     """
-    group, path = team_of_model(model), _readable(Path(path).resolve())
+    group, path = group_of_model(model), _readable(Path(path).resolve())
 
     def prepare() -> tuple[Metadata, State]:
         metadata = _metadata(path)
@@ -165,17 +157,17 @@ def load_checkpoint(
         lambda found: f"{path}, {signature(found[1])}",
     )
     _by_dcp(group, f"loading {path}", lambda: _read(flat, path, group))
-    state = {"model": {}} | unflatten_state_dict(
-        flat, metadata.planner_data
-    )  # DCP drops what is empty
+    # DCP drops empty dictionaries.
+    state = {"model": {}} | unflatten_state_dict(flat, metadata.planner_data)
 
-    def parts() -> tuple[State, State]:
+    def local_states() -> tuple[State, State]:
         own = local_state(model, state["model"])
-        return own, {} if optimizer is None else local_optim_state(
-            model, optimizer, {"state": {}} | state["optimizer"]
-        )
+        if optimizer is None:
+            return own, {}
+        optim_state = {"state": {}} | state["optimizer"]
+        return own, local_optim_state(model, optimizer, optim_state)
 
-    own, own_optim = agreed(model, "load_checkpoint", parts, lambda _: "read")
+    own, own_optim = agreed(model, "load_checkpoint", local_states, lambda _: "read")
     model.load_state_dict(own)
     if optimizer is not None:
         optimizer.load_state_dict(own_optim)
@@ -183,10 +175,7 @@ def load_checkpoint(
 
 
 class _Slice(Slice):
-    """A tensor of which this rank writes or reads its box, as DCP takes it.
-
-    It has the methods of DCP's ``_Checkpointable``.
-    """
+    """Slice that implements DCP's protocol `_Checkpointable`: a rank writes its own box."""
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         box = self.box  # an empty one would share its offset with its neighbour
@@ -197,12 +186,12 @@ class _Slice(Slice):
         )
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        of = TensorProperties.create_from_tensor(self.local)
+        properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, of, self.size()),
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -229,21 +218,25 @@ def _among(group: RankGroup | None) -> dict[str, Any]:
 
 
 def _by_dcp(group: RankGroup | None, what: str, action: Callable[[], T]) -> T:
-    """Runs a function of DCP, and turns an error that it raises on all ranks into ours."""
+    """Runs an action of DCP, and raises its errors as `HetConvError`.
+
+    DCP raises on all ranks if one failed.
+    """
     try:
         with warnings.catch_warnings():
+            # Without a group torch.distributed is not used, which DCP warns of.
             warnings.filterwarnings(
                 "ignore", "torch.distributed is disabled", UserWarning
-            )  # so it is, without a group
-            return (
-                action() if group is None else translate_backend_errors(group, action)
             )
+            if group is None:
+                return action()
+            return translate_backend_errors(group, action)
     except CheckpointException as e:
-        told = "; ".join(
+        failures = "; ".join(
             f"on rank {rank}: {type(x).__name__}: {x}"
             for rank, (x, _) in sorted(e.failures.items())
         )
-        raise HetConvError(f"{what} failed {told}") from e
+        raise HetConvError(f"{what} failed {failures}") from e
 
 
 def _sibling(path: Path, group: RankGroup | None) -> Path:
@@ -257,36 +250,28 @@ def _sibling(path: Path, group: RankGroup | None) -> Path:
     return path.with_name(name[0])
 
 
-def _put(new: Path, path: Path) -> None:
-    """Moves ``new`` to ``path``.
-
-    Until it is there, the old directory is there, or at `_aside`.
-    """
+def _replace(path: Path, new: Path) -> None:
+    """Moves ``new`` to ``path``; meanwhile an old checkpoint is there or at `_backup`."""
     storage: dict[Any, Any] = _metadata(new).storage_data
-    if lost := sorted(
-        {
-            x.relative_path
-            for x in storage.values()
-            if not (new / x.relative_path).is_file()
-        }
-    ):
+    files = {x.relative_path for x in storage.values()}
+    if lost := sorted(name for name in files if not (new / name).is_file()):
         raise HetConvError(
             f"rank 0 does not find {lost} in {new}; give a path in a file system that all "
             "ranks share"
         )
     if path.exists():
-        shutil.rmtree(_aside(path), ignore_errors=True)
-        path.rename(_aside(path))
+        shutil.rmtree(_backup(path), ignore_errors=True)
+        path.rename(_backup(path))
     new.rename(path)
-    shutil.rmtree(_aside(path), ignore_errors=True)
+    shutil.rmtree(_backup(path), ignore_errors=True)
 
 
-def _aside(path: Path) -> Path:
+def _backup(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
 def _readable(path: Path) -> Path:
-    return path if path.exists() or not _aside(path).exists() else _aside(path)
+    return path if path.exists() or not _backup(path).exists() else _backup(path)
 
 
 def _metadata(path: Path) -> Metadata:
@@ -302,19 +287,17 @@ def _metadata(path: Path) -> Metadata:
 def _targets(
     metadata: Metadata, model: nn.Module, optimizer: Optimizer | None
 ) -> State:
-    """Returns what is to be read, by key.
+    """Returns what is to be read, by key: empty tensors in host memory, or None.
 
-    These are empty tensors in host memory, slices of tensors that are not whole on every
-    rank, and None for other objects.
+    They are slices for parameters that are not whole on every rank.
     """
     entries = metadata.state_dict_metadata
     sizes = {
         key: tuple(x.size) if isinstance(x, TensorStorageMetadata) else None
         for key, x in entries.items()
     }
-    places = {
-        key: (metadata.planner_data or {}).get(key, (key,)) for key in entries
-    }  # in the nested state
+    # Path of each key in the nested state.
+    places = {key: (metadata.planner_data or {}).get(key, (key,)) for key in entries}
     of_model = [
         (key, place)
         for key, place in places.items()
@@ -340,10 +323,8 @@ def _targets(
         share = next((found[name] for name in places[key][1:3] if name in found), None)
         if share is None or size != share.held.shape:
             return torch.empty(size, dtype=entry.properties.dtype, device="cpu")
-        return _Slice.of(
-            torch.empty(share.box.shape, dtype=entry.properties.dtype, device="cpu"),
-            share.box,
-            size,
-        )
+        dtype = entry.properties.dtype
+        local = torch.empty(share.box.shape, dtype=dtype, device="cpu")
+        return _Slice.of(local, share.box, size)
 
     return {key: target(key) for key, place in places.items() if place[0] in wanted}

@@ -1,7 +1,7 @@
-"""Modules of torch's own that run on shards without a torch function.
+"""Fast paths for torch's norms and activations on shards.
 
-A norm or an activation reaches `ops.dispatch` through several Python functions of torch,
-which take longer than a small operator. The result here is what it would be there.
+Such a module reaches `ops.dispatch` through several Python functions of torch, which on
+small shards take longer than the operator. These forwards do the same without them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hetconv.comm import call_tags
 from hetconv.comm.redistribute import redistribute_local
 from hetconv.operators.base import reduce_scattered
-from hetconv.ops.local_batch_norm import Norm, on_own_channels
+from hetconv.ops.batch_norm import Norm, on_own_channels
 from hetconv.runtime.gradient_sync import running_stats_of
 from hetconv.runtime.het_tensor import HetTensor, gather
 
@@ -40,14 +40,18 @@ BATCH_NORMS: tuple[type[nn.Module], ...] = (
 
 
 class LocalForward:
-    """A replacement for a module's forward. A copy of the module gets its own."""
+    """Replacement of a module's forward; a copy of the module gets its own.
+
+    Args:
+        module: One of `ELEMENTWISE` or `BATCH_NORMS`.
+    """
 
     def __init__(self, module: nn.Module):
         self._module, self._forward = module, module.forward
         self._normalizes = type(module) in BATCH_NORMS
 
     def __call__(self, x: Any) -> Any:
-        """Runs the module on a shard, or its own forward."""
+        """Runs on the local shard if no rank needs another one's."""
         if x.__class__ is HetTensor and x.pending is None:
             if x.placement.kind == "partial":
                 x = self._summed(x)
@@ -63,7 +67,7 @@ class LocalForward:
         return self._forward(x)
 
     def _summed(self, x: HetTensor) -> Tensor:
-        """Returns a partial sum as its consumer wants it: whole, or this rank's channels."""
+        """Sums a partial value to the layout that its consumer reads."""
         call_tags.enter(type(self._module).__name__)
         wanted = reduce_scattered(x.placement)
         if wanted.kind == "replicated":
@@ -73,7 +77,10 @@ class LocalForward:
         )
 
     def _is_on_own_channels(self, x: HetTensor) -> bool:
-        """Returns whether each rank has all statistics that it needs."""
+        """Returns whether each rank has the statistics that it needs.
+
+        It is False also for a batch that torch would refuse.
+        """
         norm: Any = self._module
         if x.shape[1:2] != (norm.num_features,):
             return False
@@ -89,7 +96,7 @@ class LocalForward:
             mean = var = None
         elif norm.training and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
-            if momentum is None:  # then all batches weigh alike
+            if momentum is None:  # a cumulative average
                 momentum = 1 / float(norm.num_batches_tracked)
         of_all = Norm(
             norm.weight, norm.bias, mean, var, norm.training, momentum or 0.0, norm.eps
@@ -98,9 +105,10 @@ class LocalForward:
 
 
 def use_local_forwards(model: nn.Module) -> None:
-    """Replaces the forward of torch's own activations and batch norms in a model.
+    """Replaces the forwards of torch's own norms and activations in a model.
 
-    Subclasses, and modules that write in place, stay as they are.
+    Subclasses, modules with a forward of their own and modules that write in place are
+    left as they are.
     """
     for module in model.modules():
         known = type(module) in ELEMENTWISE or type(module) in BATCH_NORMS

@@ -1,4 +1,4 @@
-"""Gradient clipping and loss scaling, for a model of which each rank has slices."""
+"""Gradient clipping and loss scaling for models whose ranks hold slices of gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetconv.comm.redistribute import all_gather_tensors
 from hetconv.errors import HetConvError
 from hetconv.sharding.param_shards import ParamShards
 
-from .parameters import sharded_parameters, team_of_model
+from .parameters import group_of_model, sharded_parameters
 
 
 def clip_grad_norm_(
@@ -24,31 +24,32 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips the gradients of a parallelized model by the norm of all of them. Collective.
+    """Clips the gradients of a parallelized model by their global norm; collective.
 
-    It replaces `torch.nn.utils.clip_grad_norm_`.
+    It does what `torch.nn.utils.clip_grad_norm_` does for a plain model.
 
     Args:
-        model: a parallelized model.
-        max_norm: the largest norm.
-        norm_type: p of the p-norm; may be infinite.
-        error_if_nonfinite: whether a norm that is not finite raises an error.
+        model: The parallelized model.
+        max_norm: Largest norm of the clipped gradients.
+        norm_type: Order of the norm, positive or ``float("inf")``.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
 
     Returns:
         The norm before clipping, the same on every rank.
 
     Raises:
-        HetConvError: the norm is not finite; on every rank, before anything is clipped.
+        HetConvError: On every rank, before anything is clipped, if the norm is not
+            finite and ``error_if_nonfinite``, or if ``norm_type`` is wrong.
     """
-    group = team_of_model(model)
+    group = group_of_model(model)
     if group is None:
         whole: Tensor = nn.utils.clip_grad_norm_(
             model.parameters(), max_norm, norm_type, error_if_nonfinite
         )
         return whole
-    said = f"max_norm {max_norm}, norm_type {norm_type}"
+    options = f"max_norm {max_norm}, norm_type {norm_type}"
     validate_together(
-        group, "clip_grad_norm_", lambda: _check(norm_type), lambda _: said
+        group, "clip_grad_norm_", lambda: _check(norm_type), lambda _: options
     )
     held = sharded_parameters(model)
     with torch.no_grad():
@@ -80,18 +81,16 @@ def _check(norm_type: float) -> None:
 
 
 def _owned(gradient: Tensor | None, held: ParamShards, rank: int) -> Tensor | None:
-    """Returns the part of a gradient that this rank counts; every element counts once."""
-    return (
-        local_slice(gradient, held.boxes[rank], held.primary.boxes[rank])
-        if gradient is not None
-        else None
-    )
+    """Returns the part of a gradient that this rank counts; each element counts once."""
+    if gradient is None:
+        return None
+    return local_slice(gradient, held.boxes[rank], held.primary.boxes[rank])
 
 
 def _norm(
     gradients: Iterable[Tensor | None], norm_type: float, device: torch.device
 ) -> Tensor:
-    """Returns the norm of all gradients together, in float32 at least; zero of none."""
+    """Returns the norm of all gradients together, in float64; zero for none."""
     norms = [
         torch.linalg.vector_norm(
             g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32)
@@ -105,21 +104,22 @@ def _norm(
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` of a parallelized model.
+    """Gradient scaler for a parallelized model, otherwise like `torch.amp.GradScaler`.
 
     If a slice overflows on one rank, all ranks skip the step. Every rank calls the same
     methods in the same order.
 
     Args:
-        model: a parallelized model.
-        options: those of `torch.amp.GradScaler`.
+        model: The parallelized model.
+        device: Type of its devices.
+        options: Further options of `torch.amp.GradScaler`.
     """
 
     asks_all_ranks = True  # torch's own is refused where ranks hold slices
 
     def __init__(self, model: nn.Module, device: str = "cuda", **options: Any):
         super().__init__(device, **options)
-        self._group = team_of_model(model)
+        self._group = group_of_model(model)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Layers that are split among ranks, with their slices of the parameters."""
+"""Split convolutions and linear layers, which hold this rank's slice of the parameters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,11 @@ from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout, Shape
 from hetconv.sharding.split import Split
 
-from .split_layer import (
-    Output,
-    PlainConv,
-    SplitLayer,
-    _check_output,
-    _inherit,
-    has_wire_format,
-)
+from .split_layer import Output, SplitLayer, check_output, has_wire_format, inherit
 
-MAX_LAYOUTS = 256  # of inputs for which a layer remembers how it runs
+PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
+MAX_CACHED_CASES = 256
+"""Number of input layouts for which a layer caches how it runs."""
 CONV_ATTRIBUTES = (
     "in_channels",
     "out_channels",
@@ -43,17 +38,19 @@ CONV_ATTRIBUTES = (
 
 
 class HetConv(SplitLayer):
-    """A split convolution of any rank. See `HetConv1d`, `HetConv2d` and `HetConv3d`."""
+    """Split convolution: the base class of `HetConv1d`, `HetConv2d` and `HetConv3d`.
+
+    Attributes:
+        spatial_dims: Number of spatial dimensions.
+        fusible: Names of the functions that consume the result, in order. Without
+            autograd they are fused into the convolution.
+        chunks: Number of chunks of the batch in which the result of a filter split is
+            gathered without autograd: each travels while the next is computed.
+    """
 
     spatial_dims: ClassVar[int]
     fusible: tuple[str, ...] = ()
-    """The functions that without autograd are computed as the result is stored, if they
-    alone consume it.
-    """
     chunks: int = 1
-    """Of the batch: without autograd each travels while the next is computed, where a
-    filter split is gathered.
-    """
 
     def __init__(
         self,
@@ -75,24 +72,15 @@ class HetConv(SplitLayer):
     ):
         super().__init__()
         self.group = rank_group_of(group)
-        args = (
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            padding_mode,
-        )
+        shape = (in_channels, out_channels, kernel_size, stride, padding, dilation)
+        args = (*shape, groups, bias, padding_mode)
 
         def check() -> PlainConv:
             try:
                 plain = CONVS[self.spatial_dims - 1](*args, device=device, dtype=dtype)  # type: ignore[arg-type]
             except (ValueError, TypeError, RuntimeError) as e:
                 raise HetConvError(str(e)) from e
-            _check_output(output)
+            check_output(output)
             minimal_op(plain).check(split, self.group.size)
             return plain
 
@@ -114,16 +102,19 @@ class HetConv(SplitLayer):
         group: dist.ProcessGroup | None = None,
         output: Output = "replicated",
     ) -> Self:
-        """Splits a convolution. Collective.
+        """Makes a split convolution with rank 0's weights; collective.
 
         Args:
-            conv: a plain convolution, which stays as it is. Rank 0's weights are used.
-            split: how it is split.
-            group: the ranks; None for all.
-            output: "replicated" for a plain tensor on every rank, "split" for a HetTensor.
+            conv: A plain convolution, which is left as it is.
+            split: How to split it.
+            group: The ranks; all of them by default.
+            output: Whether the result is "replicated" or "split".
+
+        Returns:
+            The split convolution.
 
         Raises:
-            SplitError: the split does not fit; on every rank.
+            HetConvError: On every rank, if the convolution cannot be split like this.
         """
         rank_group = rank_group_of(group)
 
@@ -138,7 +129,7 @@ class HetConv(SplitLayer):
                 raise HetConvError(
                     f"the {type(conv).__name__} computes or keeps its weight in a way of its own"
                 )
-            _check_output(output)
+            check_output(output)
             minimal_op(conv).check(split, rank_group.size)
 
         validate_together(
@@ -149,30 +140,30 @@ class HetConv(SplitLayer):
                 f"{conv} {split} {output} {conv.weight.dtype} {has_wire_format(conv.weight)}"
             ),
         )
-        made = cls._local(conv, split, rank_group, output)
+        layer = cls._local(conv, split, rank_group, output)
         full = {name: p.detach().clone() for name, p in conv.named_parameters()}
         broadcast(rank_group, list(full.values()))
-        made.load_full(full)
-        return made
+        layer.load_full(full)
+        return layer
 
     @classmethod
     def _local(
         cls, conv: PlainConv, split: Split, group: RankGroup, output: Output
     ) -> Self:
-        """Splits a convolution whose arguments are checked and whose weights are rank 0's."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.group = group
-        made._adopt(conv, split, output)
-        return made
+        """Makes a split convolution without communication, of checked arguments."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.group = group
+        layer._adopt(conv, split, output)
+        return layer
 
     def _adopt(self, conv: PlainConv, split: Split, output: Output) -> None:
         for name in CONV_ATTRIBUTES:
             setattr(self, name, getattr(conv, name))
         self._reversed_padding = conv._reversed_padding_repeated_twice
         self.split, self.output = split, output
-        self._ways: dict[int, ConvCase] = {}  # by the id of the input's layout
-        _inherit(self, conv, minimal_op(conv).param_shards(split, self.group.size))
+        self._cases: dict[int, ConvCase] = {}  # by the id of the input's layout
+        inherit(self, conv, minimal_op(conv).param_shards(split, self.group.size))
 
     def _plain(self) -> nn.Module:
         options: Any = {name: getattr(self, name) for name in CONV_ATTRIBUTES}
@@ -181,8 +172,8 @@ class HetConv(SplitLayer):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in CONV_ATTRIBUTES and (ways := vars(self).get("_ways")):
-            ways.clear()  # they go by these
+        if name in CONV_ATTRIBUTES and (cases := vars(self).get("_cases")):
+            cases.clear()  # they depend on these attributes
         super().__setattr__(name, value)
 
     def _run(self, x: Tensor) -> Tensor:
@@ -192,13 +183,12 @@ class HetConv(SplitLayer):
             self._check(tuple(x.shape))
             x = F.pad(x, self._reversed_padding, mode=cast(str, self.padding_mode))
         src = x.placement if isinstance(x, HetTensor) else layout_of(x, self.group)
-        way = self._ways.get(id(src))
-        if (
-            way is None or way.src is not src
-        ):  # a copy of this layer has the ids of another one's layouts
-            way = self._way_of(src)
+        case = self._cases.get(id(src))
+        # A copy of this layer has the ids of another layer's layouts.
+        if case is None or case.src is not src:
+            case = self._new_case(src)
         w, b = self._slice("weight"), self._parameters["bias"]
-        y = convolution(x, w, b, way, self.group, self.fusible, self.chunks)
+        y = convolution(x, w, b, case, self.group, self.fusible, self.chunks)
         return y if self.output == "split" else self._result(y)
 
     def _check(self, x_shape: Shape) -> None:
@@ -210,20 +200,20 @@ class HetConv(SplitLayer):
                 f"{type(self).__name__} expects ({expected}), but was given {x_shape}"
             )
 
-    def _way_of(self, src: Layout) -> ConvCase:
+    def _new_case(self, src: Layout) -> ConvCase:
         self._check(src.shape)
         op = conv_op(self, src.shape, self._slice("weight").dtype)
         if min(op.spec.y_shape[2:]) < 1:
             raise HetConvError(
                 f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}"
             )
-        if len(self._ways) >= MAX_LAYOUTS:
-            del self._ways[next(iter(self._ways))]
-        self._ways[id(src)] = way = conv_case(op, src, self.split, self.group)
-        return way
+        if len(self._cases) >= MAX_CACHED_CASES:
+            del self._cases[next(iter(self._cases))]
+        self._cases[id(src)] = case = conv_case(op, src, self.split, self.group)
+        return case
 
     def extra_repr(self) -> str:
-        """Returns the options as they are printed."""
+        """Returns what `repr` shows of the layer."""
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
             f"split={self.split}"
@@ -231,42 +221,63 @@ class HetConv(SplitLayer):
 
 
 class HetConv1d(HetConv):
-    """A split 1-D convolution, of (N, C, W). See `HetConv2d`."""
+    """Split 1-D convolution of (N, C, W); see `HetConv2d`."""
 
     spatial_dims = 1
 
 
 class HetConv2d(HetConv):
-    """A 2-D convolution that is split among ranks; otherwise `torch.nn.Conv2d`.
+    """Split 2-D convolution, otherwise like `torch.nn.Conv2d`.
 
-    The input (N, C, H, W) is a plain tensor, the same on every rank, or a HetTensor. The
-    output (N, K, P, Q) is a plain tensor on every rank (``output="replicated"``) or a
-    HetTensor (``"split"``). Constructing it is collective; rank 0's weights are used.
+    The input (N, C, H, W) is a plain tensor, the same on every rank, or a HetTensor.
+    The output (N, K, P, Q) is a plain tensor on every rank, or a HetTensor if
+    ``output`` is "split". ``weight`` is this rank's slice under ``filter`` and
+    ``channel`` splits, and empty on a rank without a share. The constructor is
+    collective, and all ranks get rank 0's weights.
 
-    Attributes:
-        weight: what this rank computes with: its slice under ``filter`` and ``channel``
-            splits, else the whole, and nothing on a rank with size zero.
-        bias: likewise, or None.
+    Args:
+        in_channels: As in `torch.nn.Conv2d`, like the following arguments.
+        out_channels: Number of filters.
+        kernel_size: Size of the kernel.
+        stride: Stride of the kernel.
+        padding: Padding on both sides, or "same" or "valid".
+        dilation: Distance of the kernel's taps.
+        groups: Number of groups of channels.
+        bias: Whether there is a bias.
+        padding_mode: What the padding holds.
+        split: How the layer is split among the ranks.
+        group: The ranks; all of them by default.
+        output: Whether the result is "replicated" or "split".
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
-        SplitError: arguments are wrong on a rank; on every rank.
+        SplitError: On every rank, if the layer cannot be split like this.
+        HetConvError: On every rank, if arguments are wrong on one.
     """
 
     spatial_dims = 2
 
 
 class HetConv3d(HetConv):
-    """A split 3-D convolution, of (N, C, D, H, W). See `HetConv2d`."""
+    """Split 3-D convolution of (N, C, D, H, W); see `HetConv2d`."""
 
     spatial_dims = 3
 
 
 HET_CONVS: tuple[type[HetConv], ...] = (HetConv1d, HetConv2d, HetConv3d)
-"""By spatial dimensions, from one on."""
+"""Split convolutions of one, two and three spatial dimensions."""
 
 
 class HetLinear(SplitLayer):
-    """A split linear layer, which `parallelize` makes of a `torch.nn.Linear`."""
+    """Split linear layer, which `parallelize` makes from a `torch.nn.Linear`.
+
+    Args:
+        linear: The plain layer.
+        split: How it is split.
+        group: The ranks.
+        output: Whether the result is "replicated" or "split".
+    """
 
     def __init__(
         self,
@@ -278,13 +289,8 @@ class HetLinear(SplitLayer):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group, self.split, self.output = group, split, output
-        _inherit(
-            self,
-            linear,
-            Linear((1, self.in_features), self.out_features).param_shards(
-                split, group.size
-            ),
-        )
+        op = Linear((1, self.in_features), self.out_features)
+        inherit(self, linear, op.param_shards(split, group.size))
 
     def _plain(self) -> nn.Module:
         return nn.Linear(
@@ -301,32 +307,25 @@ class HetLinear(SplitLayer):
         return self._result(linear(x, w, b, op, self.split, self.group))
 
     def extra_repr(self) -> str:
-        """Returns the options as they are printed."""
+        """Returns what `repr` shows of the layer."""
         return f"{self.in_features}, {self.out_features}, split={self.split}"
 
 
 def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
-    """Returns the operator of a convolution on an input of this shape.
+    """Returns the operator of a convolution module on an input of a given shape.
 
     Args:
-        conv: a plain or split convolution.
-        x_shape: shape of the input.
-        dtype: of the input.
+        conv: A plain or split convolution.
+        x_shape: Shape of the input (N, C, *size), before padding other than zeros.
+        dtype: That of the weight.
     """
     w_shape = (conv.out_channels, conv.in_channels // conv.groups, *conv.kernel_size)
     padding = 0 if conv.padding_mode != "zeros" else conv.padding
-    return Conv(
-        conv_spec(
-            x_shape, w_shape, dtype, conv.stride, padding, conv.dilation, conv.groups
-        )
-    )
+    options = (conv.stride, padding, conv.dilation, conv.groups)
+    return Conv(conv_spec(x_shape, w_shape, dtype, *options))
 
 
 def minimal_op(conv: PlainConv) -> Conv:
-    """Returns the operator on an input of one pixel.
-
-    Which splits fit does not depend on the size of the input.
-    """
-    return conv_op(
-        conv, (1, conv.in_channels, *(1,) * len(conv.kernel_size)), conv.weight.dtype
-    )
+    """Returns the operator on an input of one pixel, to check splits with."""
+    pixel = (1,) * len(conv.kernel_size)
+    return conv_op(conv, (1, conv.in_channels, *pixel), conv.weight.dtype)

@@ -1,8 +1,8 @@
-"""Calls of a parallelized model from outside.
+"""Calls of a parallelized model: of the model itself, of its modules or of its methods.
 
-They are calls of the model, of a module of it, or through a method such as decode. A
-module at or above a split layer that is called while no other call of the model is open
-is an entry: all ranks agree before it, and what it returns holds plain tensors only.
+A module that contains a split layer, or is one, is an entry if it is called while no
+other call of the model is active. Before an entry's call all ranks check that they call
+alike, and its result holds plain tensors. Calls within it just run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hetconv.runtime.running_stats import RunningStats
 from hetconv.signature_cache import SignatureCaches, preserve_current
 from hetconv.torch_internals import disable_dynamo, dynamo_is_loaded, tracer_in_use
 
-from .parameters import Parameters, parameters_of
+from .parameters import Parameters, parameters_of, split_layers
 from .replica_sync import sync_replicated
 from .split_layer import SplitLayer
 
@@ -40,9 +40,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(fn: F) -> F:
-    """Makes a function, with all that it calls, one graph break of a compiled graph.
+    """Makes a function run eagerly in a compiled graph, as one graph break.
 
-    Dynamo is imported only by programs that compile.
+    Dynamo, which takes seconds to import, is used only if it is loaded already.
     """
     disabled = disable_dynamo(fn)
 
@@ -57,11 +57,11 @@ class ModelContext:
     """State that the calls of one parallelized model share.
 
     Args:
-        model: the root.
-        group: the ranks.
-        sync_every: number of forwards in training after which replicas are compared; 0 for
+        model: The root module.
+        group: The ranks that it is parallelized over.
+        sync_every: Forward passes in training after which replicas are compared; 0 for
             never.
-        signatures: number of input signatures for which call information is kept.
+        signatures: Number of input signatures for which it is cached how operators run.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class ModelContext:
         self._model, self._group, self._sync_every = model, group, sync_every
         self._trained, self._running = 0, RunningStats(group)
         self._caches = SignatureCaches(signatures)
-        self._cut: list[SplitLayer] = []
-        self._entered: set[int] = set()  # ids of modules that were called from outside
+        self._split_layers: list[SplitLayer] = []
+        self._entered: set[int] = set()  # ids of modules that were entries
 
     def attach(self) -> None:
-        """Makes the model and each of its modules that contains a split layer an entry."""
+        """Replaces the forwards of all modules that contain a split layer."""
         for name, module in self._model.named_modules():
             if isinstance(module, SplitLayer):
                 module.context, module.called = self, f"layer {name!r}"
-                self._cut.append(module)
+                self._split_layers.append(module)
             elif module is self._model or any(
                 isinstance(m, SplitLayer) for m in module.modules()
             ):
                 module.forward = EntryForward(module, self)
 
     def is_entry(self, module: nn.Module) -> bool:
-        """Returns whether a call of ``module`` comes from outside.
+        """Returns whether a call of ``module`` is not within another call of the model.
 
-        A checkpoint that recomputes a region in the backward pass repeats the calls of the
-        forward pass, and these are entries again.
+        Checkpointing repeats calls of the forward pass in the backward pass: an entry of
+        the forward pass is one again.
         """
         scope = ACTIVE_SYNC.get()
         if scope is not None and scope.owner is self:
@@ -105,46 +105,42 @@ class ModelContext:
         kwargs: Any,
         name: str | None = None,
     ) -> Any:
-        """Calls the forward of a module as an entry.
+        """Calls an entry; collective.
 
         Args:
-            module: the module.
-            forward: its forward.
-            args: arguments of the forward.
-            kwargs: keyword arguments of the forward.
-            name: what the ranks agree to do; None for the forward of the module.
+            module: The module that is called.
+            forward: What to run.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            name: Name of the call, which ranks compare; None for the module's forward.
 
         Returns:
-            What the forward returns, with plain tensors.
+            The result with plain tensors.
 
         Raises:
-            DisagreementError: ranks make different calls; on all of them, before anything is
-                sent.
-            HetConvError: a parameter is not this rank's slice; or the call is traced, exported
-                or transformed by `torch.func`; or the result cannot be searched for tensors.
+            DisagreementError: On every rank, before tensors are exchanged, if ranks call
+                differently.
+            HetConvError: A parameter is not this rank's slice; or the call is traced,
+                exported or transformed by `torch.func`; or its result cannot be searched
+                for tensors.
         """
         _refuse_tracers(module)
         run_backward_here()
         tensors = tensors_in((args, kwargs), opaque=True)
         self._agree(module, tensors, name)
         self._running.sync()
-        if (
-            module.training
-            and torch.is_grad_enabled()
-            and self._sync_every
-            and not in_recomputation()
-        ):
+        trains = module.training and torch.is_grad_enabled()
+        if trains and self._sync_every and not in_recomputation():
             self._trained += 1
             if self._trained % self._sync_every == 0:
                 sync_replicated(self._model)
-        token = ACTIVE_SYNC.set(
-            self._scope(module, any(map(_is_channels_last, tensors)))
-        )
+        channels_last = any(map(_is_channels_last, tensors))
+        token = ACTIVE_SYNC.set(self._gradient_sync(module, channels_last))
         try:
             result = forward(*args, **kwargs)
             call_tags.enter("the result of the forward")
             whole = _plain(result)
-            compute_deferred()  # what is left would read parameters and inputs as they are later
+            compute_deferred()  # later they would read changed parameters and inputs
             self._running.sync()
             return whole
         finally:
@@ -154,36 +150,27 @@ class ModelContext:
     def _agree(
         self, module: nn.Module, tensors: list[Tensor], name: str | None
     ) -> None:
-        """Checks that all ranks make the same call. Collective."""
-        said = ", ".join(
+        """Raises on all ranks unless they call alike; collective."""
+        inputs = ", ".join(
             f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}"
             for x in tensors
         )
-        said = (
-            f"inputs {said or 'none'}; training {module.training}; gradients "
-            f"{torch.is_grad_enabled()}"
+        call = (
+            f"inputs {inputs or 'none'}; training {module.training}; gradients "
+            f"{torch.is_grad_enabled()}; autocast {_autocast(self._model)}"
         )
-        said += f"; autocast {_autocast(self._model)}"
-        if self._running.pending:  # of a forward that raised an error
-            said += (
-                f"; running statistics of {self._running.pending} norms, not told yet"
-            )
+        if self._running.pending:  # a forward pass raised an error before
+            call += f"; running statistics of {self._running.pending} norms, not exchanged yet"
         if name is None:
             name = f"forward of {self._name_of(module)}".removesuffix(" of ")
-        values = ""
-        if (
-            (seen := name + said) not in self._caches
-        ):  # once per signature: other batches are easy to get wrong
-            values = (
-                "; checksums of input values "
-                f"{[checksum(x) for x in tensors if not isinstance(x, HetTensor)]}"
-            )
-        misfit = next(
-            (error for layer in self._cut if (error := layer.misfit()) is not None),
-            None,
-        )
-        assert_consensus(self._group, name, said + values, misfit)
-        self._caches.use(seen)
+        signature, values = name + call, ""
+        if signature not in self._caches:  # values are compared once per signature
+            plain = [x for x in tensors if not isinstance(x, HetTensor)]
+            values = f"; checksums of input values {list(map(checksum, plain))}"
+        errors = (layer.misfit() for layer in self._split_layers)
+        misfit = next((error for error in errors if error is not None), None)
+        assert_consensus(self._group, name, call + values, misfit)
+        self._caches.use(signature)
 
     def _name_of(self, module: nn.Module) -> str:
         """Returns the module's name in the model; empty for the model itself."""
@@ -194,8 +181,8 @@ class ModelContext:
             type(module).__name__,
         )
 
-    def _scope(self, module: nn.Module, channels_last: bool) -> GradientSync:
-        """Returns the gradient synchronization of a call; empty without autograd."""
+    def _gradient_sync(self, module: nn.Module, channels_last: bool) -> GradientSync:
+        """Returns what sums gradients of elements that several ranks hold, in one call."""
         grad = torch.is_grad_enabled() and self._group.size > 1
         found = parameters_of(module) if grad else Parameters([], {}, set())
         shared = [
@@ -215,9 +202,11 @@ class ModelContext:
 
 
 class EntryForward:
-    """A replacement for a module's forward, which makes calls from outside entries.
+    """Replacement of a module's forward; a copy of the module gets its own.
 
-    A copy of the module gets its own.
+    Args:
+        module: A module that contains a split layer.
+        context: What the calls of its model share.
     """
 
     def __init__(self, module: nn.Module, context: ModelContext):
@@ -226,12 +215,12 @@ class EntryForward:
 
     @property
     def __code__(self) -> Any:
-        """`torch.export` reads the names of the arguments there."""
+        """Code of the module's forward, where `torch.export` reads argument names."""
         return getattr(self._forward, "__code__", None)
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward, as an entry if the call comes from outside."""
+        """Runs the forward, through the model's context if the call is an entry."""
         if not self._context.is_entry(self._module):
             return self._forward(*args, **kwargs)
         within_another = ACTIVE_SYNC.get() is not None
@@ -242,45 +231,39 @@ class EntryForward:
 def call_with_whole_weights(
     model: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function that reads weights of a parallelized model. Collective.
+    """Calls a function that reads weights of a parallelized model; collective.
 
-    An example is a penalty in a training loop. Outside of the model's forward a weight is
-    this rank's slice. In the function it is whole, as in the forward. The gradients of the
-    result reach the slices.
+    An example is a penalty in a training loop. Outside of the model's forward a weight
+    is this rank's slice; in the function it is whole, as in the forward. Gradients of
+    the result reach the slices.
 
     Args:
-        model: a parallelized model.
-        function: what to call, alike on every rank.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        model: A parallelized model.
+        function: What to call, on every rank alike.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
 
     Returns:
-        What the function returns, with plain tensors that are the same on every rank.
+        The function's result with plain tensors, the same on every rank.
 
     Raises:
-        HetConvError: the model is not parallelized, or the result cannot be searched for
-            tensors.
-        DisagreementError: ranks make different calls; on all of them, before anything is
-            sent.
+        HetConvError: The model is not parallelized, or the result cannot be searched
+            for tensors.
+        DisagreementError: On every rank, before tensors are exchanged, if ranks call
+            differently.
     """
-    context = next(
-        (
-            m.context
-            for m in model.modules()
-            if isinstance(m, SplitLayer) and m.context is not None
-        ),
-        None,
-    )
+    contexts = (layer.context for layer in split_layers(model))
+    context = next((c for c in contexts if c is not None), None)
     if context is None:
         raise HetConvError(
-            "the model has no cut layer; call hetconv.parallelize(model, plan) first"
+            "the model has no split layer; call hetconv.parallelize(model, plan) first"
         )
     name = getattr(function, "__name__", type(function).__name__)
     return context.call(model, function, args, kwargs, f"{name}, with whole weights")
 
 
 def _plain(result: Any) -> Any:
-    """Returns a result with every HetTensor gathered. Collective."""
+    """Returns the result with every HetTensor gathered; collective."""
     if isinstance(result, Tensor):
         return gather(result, images=True)
     return map_tensors(functools.partial(gather, images=True), result)
@@ -302,10 +285,8 @@ def _autocast(model: nn.Module) -> torch.dtype | None:
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    """Returns whether a tensor is a batch of images in channels-last format only."""
+    """Returns whether ``x`` is a batch of images that are channels-last only."""
     last = CHANNELS_LAST.get(x.dim())
-    return (
-        last is not None
-        and not x.is_contiguous()
-        and x.is_contiguous(memory_format=last)
-    )
+    if last is None or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=last)

@@ -1,4 +1,4 @@
-"""The state of an optimizer of a split model, with the names and shapes of the whole."""
+"""States of a parallelized model's optimizer, with the names and shapes of the plain model."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .state_dict import State, agreed, shares, signature, values, whole
 
 
 def full_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
-    """Returns the optimizer's state in the shapes of whole parameters. Collective.
+    """Gathers an optimizer's state on every rank; collective.
 
     Args:
-        model: a parallelized model.
-        optimizer: its optimizer.
+        model: The parallelized model.
+        optimizer: Its optimizer.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}`` on every
-        rank, as `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict returns
-        it for an unsplit model, and `set_optimizer_state_dict` takes it.
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, in
+        the format of `get_optimizer_state_dict` and `set_optimizer_state_dict` in
+        torch.distributed.checkpoint.state_dict.
 
     Raises:
-        HetConvError: a parameter is not the model's, or the optimizer keeps for slices what
-            is neither a number nor a slice; on every rank.
+        HetConvError: On every rank, if a parameter is not the model's, or if the state
+            of a slice holds a tensor that is neither a number nor of the slice's shape.
     """
     state = agreed(
         model,
@@ -46,18 +46,18 @@ def full_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
 def load_full_optim_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Loads what `full_optim_state_dict` returned. Collective.
-
-    The ``state_dict`` of an unsplit model's optimizer is loaded as well.
+    """Loads the state of a plain model's optimizer; collective.
 
     Args:
-        model: a parallelized model.
-        optimizer: its optimizer; it may have made no step yet.
-        state: the state.
+        model: The parallelized model.
+        optimizer: Its optimizer, which may have made no step yet.
+        state: What `full_optim_state_dict`, or ``state_dict`` of the plain model's
+            optimizer, returned.
 
     Raises:
-        HetConvError: the state, or its parameter groups, do not fit; on every rank, before
-            anything changes.
+        HetConvError: On every rank, before anything changes, if names, shapes or groups
+            of parameters do not fit on some rank.
+        DisagreementError: On every rank, if ranks were given different values.
     """
     what = "load_full_optim_state_dict"
     optimizer.load_state_dict(
@@ -71,30 +71,26 @@ def load_full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
-    """Returns the state by names, with HetTensors as in `sharded_state_dict`.
+    """Returns the state by names, with HetTensors as in `sharded_state_dict`; local.
 
-    This is local; tensors share the optimizer's memory.
+    The tensors share the optimizer's memory.
     """
-    params, cut, own = (
-        _params_of(model, optimizer),
-        shares(model),
-        optimizer.state_dict(),
-    )
-    names = list(params)
+    params, sharded = _params_of(model, optimizer), shares(model)
+    own, names = optimizer.state_dict(), list(params)
     if other := own["state"].keys() - set(range(len(names))):
         raise HetConvError(
             f"{type(optimizer).__name__} keeps state of no parameter, under "
             f"{sorted(map(str, other))}"
         )
 
-    def placed(name: str, x: Tensor) -> Tensor:
-        _check(name, x, params[name].shape, optimizer, bool(cut))
-        return cut[name].owned(x) if name in cut and x.dim() else x
+    def wrap(name: str, x: Tensor) -> Tensor:
+        _check(name, x, params[name].shape, optimizer, bool(sharded))
+        return sharded[name].owned(x) if name in sharded and x.dim() else x
 
     by_name = {names[i]: own["state"][i] for i in sorted(own["state"])}
     return {
         "state": {
-            name: tree_map_only(Tensor, partial(placed, name), kept)
+            name: tree_map_only(Tensor, partial(wrap, name), kept)
             for name, kept in by_name.items()
         },
         "param_groups": [
@@ -106,17 +102,19 @@ def sharded_optim_state_dict(model: nn.Module, optimizer: Optimizer) -> State:
 def local_optim_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> State:
-    """Returns what this rank's optimizer takes of a state.
+    """Returns what this rank's optimizer loads.
 
     Args:
-        model: a parallelized model.
-        optimizer: its optimizer.
-        state: a state of whole tensors, or of slices (`Slice`).
+        model: The parallelized model.
+        optimizer: Its optimizer.
+        state: A state of whole tensors or of `Slice`, by name or by number.
+
+    Raises:
+        HetConvError: The state does not fit the optimizer.
     """
-    params, cut = _params_of(model, optimizer), shares(model)
-    names = dict(enumerate(params)) | {
-        name: name for name in params
-    }  # a plain optimizer counts its parameters
+    params, sharded = _params_of(model, optimizer), shares(model)
+    # A plain optimizer numbers its parameters.
+    names = dict(enumerate(params)) | {name: name for name in params}
     groups = [
         [names.get(p, str(p)) for p in group["params"]]
         for group in state["param_groups"]
@@ -126,19 +124,14 @@ def local_optim_state(
     )
 
     def own(name: str, x: Tensor) -> Tensor:
-        _check(
-            name,
-            x,
-            cut[name].held.shape if name in cut else params[name].shape,
-            optimizer,
-            bool(cut),
-        )
+        param, share = params[name], sharded.get(name)
+        shape = share.held.shape if share is not None else param.shape
+        _check(name, x, shape, optimizer, bool(sharded))
         if not x.dim():
             return x.clone()
-        mine = cut[name].of(x) if name in cut else x
-        like = (
-            params[name] if mine.shape == params[name].shape else mine
-        )  # for its device and memory format
+        mine = share.of(x) if share is not None else x
+        # Memory format and device are the parameter's.
+        like = param if mine.shape == param.shape else mine
         return torch.empty_like(like, dtype=mine.dtype).copy_(mine)
 
     position = {name: i for i, name in enumerate(params)}
@@ -172,13 +165,13 @@ def _params_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter
 def _check(
     name: str, x: Tensor, shape: Shape, optimizer: Optimizer, sliced: bool
 ) -> None:
-    """Raises `HetConvError` for a state of slices that is no number and not of their shape."""
+    """Checks that a tensor is a number or has its parameter's shape, so that it can be split."""
     if sliced and x.dim() and x.shape != shape:
         raise HetConvError(
             f"{type(optimizer).__name__} keeps a tensor of shape {tuple(x.shape)} for "
             f"{name!r}, but expected is "
-            f"{tuple(shape)}, the parameter's, or a number: of nothing else do the parts make "
-            "the whole"
+            f"{tuple(shape)}, the parameter's, or a number: nothing else can be gathered "
+            "from slices"
         )
 
 

@@ -1,4 +1,4 @@
-"""Replaces layers of a model by split layers."""
+"""The function `parallelize`, which replaces the layers of a model by split layers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ from hetconv.sharding.split import Split
 from hetconv.torch_internals import move_hooks
 
 from .fast_modules import use_local_forwards
-from .layers import HET_CONVS, HetLinear, minimal_op
+from .layers import HET_CONVS, HetLinear, PlainConv, minimal_op
 from .model_call import ModelContext
-from .split_layer import PlainConv, has_wire_format
+from .split_layer import has_wire_format
 
-Tiles = dict[
-    tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]
-]  # by device, torch and triton
-_warned: set[str] = set()  # names of devices
+Tiles = dict[tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]]
+"""Tuned tiles by device name, version of torch and version of Triton."""
+_warned_devices: set[str] = set()
 
 
 def parallelize(
@@ -48,33 +47,38 @@ def parallelize(
     sync_every: int = 100,
     signatures: int = 128,
 ) -> nn.Module:
-    """Replaces the layers that a plan names by split layers, in place. Collective.
+    """Replaces the layers that a plan names by split layers, in place; collective.
 
-    Parameter names stay. Rank 0's parameters and buffers are sent to all ranks. Afterwards
-    every rank calls the model with the same plain input, and gets the same plain output.
+    All ranks get rank 0's parameters and buffers. Afterwards every rank calls the model
+    with the same plain input and gets the same plain output.
 
     Args:
-        model: the plain model, alike on every rank.
-        plan: splits of its layers. Kernels use its tiles where these were tuned on a GPU of
-            this rank's name with the versions in use; otherwise a warning says so once.
-        group: the ranks; None for all.
-        fuse: whether, without autograd, a split convolution computes the batch norm in
-            evaluation, the residual and the activation that follow it in its epilogue. Results
-            are the same up to rounding. Convolutions that ATen computes are not fused, as
-            that would take longer.
-        sync_every: number of forwards in training after which `sync_replicated` compares the
-            replicas; 0 for never.
-        signatures: number of sets of input shapes, dtypes and modes for which the model
-            keeps how its operators run. The least recently used one is dropped. Each takes a
-            few tenths of a megabyte.
+        model: The plain model, the same on every rank.
+        plan: How its layers are split. Its tuned tiles are used if they were tuned on a
+            GPU of this rank's name with the versions in use; else a warning is given,
+            once.
+        group: The ranks; all of them by default.
+        fuse: Whether, without autograd, a split convolution also computes the batch
+            norm, the residual and the activation that follow it according to the plan.
+            Results are the same up to rounding. Convolutions that ATen computes are not
+            fused, because that is slower.
+        sync_every: Forward passes in training after which `sync_replicated` compares
+            the replicas, which may diverge on different hardware; 0 for never.
+        signatures: Number of input signatures (shapes, dtypes and modes) for which it is
+            cached how operators run; each takes some tenths of a megabyte.
 
     Returns:
         The model, or the split layer if the model itself is one layer.
 
     Raises:
-        PlanError: the plan does not fit the model or the number of ranks; on every rank,
-            before anything changes.
-        DisagreementError: ranks have different plans, models or options; on every rank.
+        PlanError: On every rank, before anything changes, if the plan does not fit the
+            model or the number of ranks.
+        DisagreementError: On every rank, if ranks have different plans, models or
+            options.
+
+    Example:
+        >>> model = hetconv.parallelize(model, hetconv.Plan.load("plan.json"))
+        >>> y = model(x)
     """
     rank_group = rank_group_of(group)
 
@@ -100,7 +104,7 @@ def parallelize(
 def _checked(
     model: nn.Module, plan: Plan, world: int, signatures: int
 ) -> tuple[dict[str, nn.Module], Tiles]:
-    """Returns the layers and tiles that the plan names, or raises this rank's error."""
+    """Returns the layers and tiles that the plan names, or raises `PlanError`."""
     if signatures < 1:
         raise HetConvError(
             f"signatures is {signatures}, but the current one must be remembered; give 1 or more"
@@ -126,27 +130,23 @@ def _swap(
     group: RankGroup,
     fuse: bool,
 ) -> nn.Module:
-    """Puts split layers in the place of plain ones, and returns the model."""
-    swapped: dict[int, nn.Module] = {}
+    """Replaces the layers, and returns the model, which may be one of them itself."""
+    split: dict[int, nn.Module] = {}
     for name, layer in found.items():
-        if id(layer) not in swapped:
-            swapped[id(layer)] = _swapped(layer, plan.layers[name], group, fuse)
-            move_hooks(layer, swapped[id(layer)])
+        if id(layer) not in split:
+            split[id(layer)] = _split_layer(layer, plan.layers[name], group, fuse)
+            move_hooks(layer, split[id(layer)])
     for path, layer in list(model.named_modules(remove_duplicate=False)):
         parent, _, child = path.rpartition(".")
-        if id(layer) in swapped and path:
-            setattr(model.get_submodule(parent), child, swapped[id(layer)])
-    return swapped.get(id(model), model)
+        if id(layer) in split and path:
+            setattr(model.get_submodule(parent), child, split[id(layer)])
+    return split.get(id(model), model)
 
 
 def _check_modules(layers: Mapping[str, nn.Module]) -> None:
     for name, layer in layers.items():
-        if any(
-            map(
-                nn.parameter.is_lazy,
-                (*layer.parameters(recurse=False), *layer.buffers(recurse=False)),
-            )
-        ):
+        own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        if any(map(nn.parameter.is_lazy, own)):
             raise PlanError(
                 f"layer {name!r} is a {type(layer).__name__} whose parameters have no shapes "
                 "yet; call the model once "
@@ -156,7 +156,7 @@ def _check_modules(layers: Mapping[str, nn.Module]) -> None:
             raise PlanError(
                 f"layer {name!r} is a SyncBatchNorm, which would count the batch once per "
                 "rank; leave "
-                "convert_sync_batchnorm out: batch norm on parts has the statistics of the "
+                "convert_sync_batchnorm out: batch norm on shards has the statistics of the "
                 "whole batch"
             )
 
@@ -189,7 +189,10 @@ def _check_sharing(
     found: Mapping[str, nn.Module],
     splits: Mapping[str, Split],
 ) -> None:
-    """Refuses different splits of one layer, and split layers that share a parameter."""
+    """Checks that a layer with two names has one split, and that no parameter is shared.
+
+    A parameter of two layers cannot stay in both when one of them is split.
+    """
     planned = {id(layer): name for name, layer in found.items()}
     for name, layer in found.items():
         first = planned[id(layer)]
@@ -218,21 +221,23 @@ def _signature(model: nn.Module) -> str:
     return f"{type(model).__name__}({shapes})"
 
 
-def _swapped(
+def _split_layer(
     layer: nn.Module, planned: LayerPlan, group: RankGroup, fuse: bool
 ) -> nn.Module:
     if isinstance(layer, PlainConv):
-        made = HET_CONVS[len(layer.kernel_size) - 1]._local(
-            layer, planned.split, group, "split"
-        )
-        made.fusible, made.chunks = planned.fusible if fuse else (), planned.chunks
-        return made
+        het_conv = HET_CONVS[len(layer.kernel_size) - 1]
+        conv = het_conv._local(layer, planned.split, group, "split")
+        conv.fusible, conv.chunks = planned.fusible if fuse else (), planned.chunks
+        return conv
     assert isinstance(layer, nn.Linear)
     return HetLinear(layer, planned.split, group)
 
 
 def _share_random_state(group: RankGroup, model: nn.Module) -> None:
-    """Gives all ranks the random state of the first, for operators on replicated values."""
+    """Gives all ranks the first one's random state.
+
+    Random functions of replicated values must draw the same numbers on every rank.
+    """
     state = torch.get_rng_state()
     translate_backend_errors(
         group, partial(dist.broadcast, state, group=group.control, group_src=0)
@@ -252,7 +257,7 @@ def _share_random_state(group: RankGroup, model: nn.Module) -> None:
 
 
 def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
-    """Groups tiles by device and versions. Raises `KernelError` for an unknown tile."""
+    """Groups tiles by where they were tuned; raises `KernelError` for an unknown choice."""
     found: Tiles = {}
     for t in tiles:
         choice: kernels.tiles.Entry = (
@@ -265,17 +270,14 @@ def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
 
 
 def _install(tiles: Tiles, device: torch.device) -> None:
-    """Installs the tiles that were tuned on a device of this name.
-
-    Warns if there are others only.
-    """
+    """Installs the tiles that were tuned on such a device; warns if there are only others."""
     if not tiles or kernels.dispatch.obstacle(device) is not None:
         return
     here = (kernels.dispatch.device_name(device), *kernels.tiles.versions_in_use())
     if here in tiles:
         kernels.tiles.install(tiles[here], here[0], here[1:])
-    elif here[0] not in _warned:
-        _warned.add(here[0])
+    elif here[0] not in _warned_devices:
+        _warned_devices.add(here[0])
         there = "; ".join(_origin(*origin) for origin in sorted(tiles))
         warnings.warn(
             f"the plan's tiles were tuned on {there}, and this is {_origin(*here)}: they are "

@@ -1,4 +1,4 @@
-"""Split layers of a parallelized model, and shards of its parameters."""
+"""Split layers of a model, and which ranks hold what of its parameters."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def split_layers(model: nn.Module) -> list[SplitLayer]:
 
 
 def sharded_parameters(model: nn.Module) -> dict[int, ParamShards]:
-    """Returns, by id, the shards of the parameters that are not whole on every rank."""
+    """Returns the shards of parameters that are not whole on every rank, by id."""
     return parameters_of(model).shards
 
 
 class Parameters(NamedTuple):
-    """Parameters of a parallelized model.
+    """Parameters of a model.
 
     Attributes:
-        every: every parameter once.
-        shards: by id, those that are not whole on every rank.
-        as_wired: ids of those that are channels-last on all ranks.
+        every: Every parameter once.
+        shards: Which ranks hold what of those that are not whole on every rank, by id.
+        as_wired: Ids of those whose gradients are sent channels-last.
     """
 
     every: list[nn.Parameter]
@@ -38,13 +38,13 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(model: nn.Module) -> Parameters:
-    """Returns the parameters of a parallelized model."""
+    """Returns the parameters of a model."""
     params: dict[int, nn.Parameter] = {}
     held: dict[int, ParamShards] = {}
     as_wired: set[int] = set()
     for module in model.modules():
-        # Slices, also while a checkpoint computes a region again, to which they would
-        # be given whole.
+        # dict.values gives slices even while checkpointing recomputes a region, in which
+        # parameters are read whole.
         params |= {id(p): p for p in dict.values(module._parameters) if p is not None}
         if isinstance(module, SplitLayer):
             held |= {
@@ -56,16 +56,16 @@ def parameters_of(model: nn.Module) -> Parameters:
     return Parameters([*params.values()], held, as_wired)
 
 
-def team_of_model(model: nn.Module) -> RankGroup | None:
+def group_of_model(model: nn.Module) -> RankGroup | None:
     """Returns the ranks that a model is parallelized over, or None.
 
     Raises:
-        HetConvError: its layers name several groups.
+        HetConvError: Its layers are split over several process groups.
     """
-    teams = {layer.group for layer in split_layers(model)}
-    if len(teams) > 1:
+    groups = {layer.group for layer in split_layers(model)}
+    if len(groups) > 1:
         raise HetConvError(
-            "the layers of this model are cut over several process groups; call this for each "
+            "the layers of this model are split over several process groups; call this for each "
             "of them"
         )
-    return teams.pop() if teams else None
+    return groups.pop() if groups else None

@@ -1,4 +1,4 @@
-"""Keeps replicas equal that unequal hardware rounds differently."""
+"""Synchronization of replicas that diverged because devices round differently."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import all_gather_tensors, run_rounds
 from hetconv.sharding.param_shards import ParamShards, Ranks, all_reduce_among
 
-from .parameters import sharded_parameters, team_of_model
+from .parameters import group_of_model, sharded_parameters
 
 log = logging.getLogger("hetconv")
 
 
 @torch.no_grad()
 def sync_replicated(model: nn.Module) -> float:
-    """Makes parameters and buffers that several ranks hold equal. Collective.
+    """Makes replicas of parameters and buffers equal; collective.
 
-    Ranks whose values differ get those of the first rank that holds them. Checksums are
-    compared first; where all are equal, nothing else is sent and nothing is written to.
+    Checksums are compared first. A tensor that differs gets the values of the first rank
+    that holds it, and rank 0 logs the largest difference.
 
     Args:
-        model: a parallelized model.
+        model: A parallelized model.
 
     Returns:
-        The largest difference of any number on any rank, the same on every rank. Rank 0
-        logs it unless it is zero.
+        The largest difference of any number on any rank, the same on every rank.
     """
-    group = team_of_model(model)
+    group = group_of_model(model)
     if group is None or group.size == 1:
         return 0.0
     call_tags.enter("sync_replicated")
@@ -50,8 +49,8 @@ def sync_replicated(model: nn.Module) -> float:
     )
     apart = [
         c
-        for c, told in zip(copies, every.t().tolist(), strict=True)
-        if len({told[r] for r in c.holders}) > 1
+        for c, of_ranks in zip(copies, every.t().tolist(), strict=True)
+        if len({of_ranks[r] for r in c.holders}) > 1
     ]
     if not apart:
         return 0.0
@@ -74,12 +73,12 @@ def sync_replicated(model: nn.Module) -> float:
 
 
 class Replica(NamedTuple):
-    """A tensor that several ranks hold.
+    """Tensor that several ranks hold.
 
     Attributes:
-        local: the tensor; empty on other ranks.
-        holders: the ranks that hold it, the first of them first.
-        numel: number of elements.
+        local: This rank's copy; empty on ranks that do not hold it.
+        holders: The ranks that hold it. The others follow the first one.
+        numel: Number of its elements.
     """
 
     local: Tensor
@@ -88,9 +87,13 @@ class Replica(NamedTuple):
 
 
 def replicas(model: nn.Module, group: RankGroup) -> list[Replica]:
-    """Returns the parameters and buffers, or slices of them, that several ranks hold.
+    """Returns the parts of parameters and buffers that several ranks hold.
 
-    They are views, without autograd or version counts.
+    They are views without autograd; writes to them are not counted as versions.
+
+    Args:
+        model: A parallelized model.
+        group: Its ranks.
     """
     shared, everyone, found = sharded_parameters(model), tuple(range(group.size)), []
     for t in (*model.parameters(), *model.buffers()):
@@ -110,16 +113,14 @@ def replicas(model: nn.Module, group: RankGroup) -> list[Replica]:
 
 
 def _spread(group: RankGroup, same: Sequence[Replica]) -> None:
-    """Sends tensors that the same ranks hold from the first of these to all of them."""
+    """Broadcasts tensors that the same ranks hold from the first of these ranks."""
     holders, numel = same[0].holders, sum(c.numel for c in same)
     rounds = all_reduce_among(holders, numel, group.size)
     first = ParamShards.on_ranks(
         (numel,), [rank == holders[0] for rank in range(group.size)]
     ).boxes
-    rounds = (
-        (first, rounds[0][1]),
-        *rounds[1:],
-    )  # as in a sum to which that one alone gives
+    # A broadcast is an all-reduce to which one rank alone contributes.
+    rounds = ((first, rounds[0][1]), *rounds[1:])
     flat = torch.cat([c.local.flatten() for c in same])[: first[group.rank].numel]
     new = run_rounds(group, flat, rounds, first[group.rank], rounds[-1][1][group.rank])
     if group.rank in holders:
@@ -128,7 +129,5 @@ def _spread(group: RankGroup, same: Sequence[Replica]) -> None:
 
 
 def _largest(group: RankGroup, differences: Sequence[Tensor]) -> float:
-    worst = torch.stack(
-        [d.max().double() if d.numel() else d.sum().double() for d in differences]
-    ).max()
-    return float(all_gather_tensors(group, worst).max())
+    largest = [(d.max() if d.numel() else d.sum()).double() for d in differences]
+    return float(all_gather_tensors(group, torch.stack(largest).max()).max())

@@ -1,4 +1,8 @@
-"""The interface of `torch.nn.Module` to parameters of which each rank holds slices."""
+"""Base class of modules whose parameters are sharded.
+
+Whatever torch does with the parameters of a module acts on the whole parameters, or is
+refused where it would give wrong results on slices.
+"""
 
 from __future__ import annotations
 
@@ -26,47 +30,44 @@ from hetconv.torch_patches import (
     register_patch,
 )
 
-OF_MODULES = frozenset(
-    vars(nn.Module())
-)  # attributes that every module has: parameters, hooks, the mode
-Writes = dict[
-    str, tuple[int, int]
-]  # which tensor a parameter is, and how many times it was written to
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes that every module has, such as parameters, hooks and the mode."""
+Versions = dict[str, tuple[int, int]]
+"""For each parameter the id of its tensor, and how many times that was written to."""
 
 
 class _Parameters(dict[str, nn.Parameter | None]):
-    """The parameters of a sharded module; whole ones within a call of the model."""
+    """Parameters of a sharded module, which are whole if read within a call of the model."""
 
     def __init__(self, module: ShardedModule):
         super().__init__(module._parameters)
         self._module = module
 
     def items(self) -> Any:
-        """Returns names and parameters."""
         if not self._module._within_call():
             return super().items()
         return {name: self._module._read(name) for name in self}.items()
 
     def values(self) -> Any:
-        """Returns the parameters."""
         return dict(self.items()).values()
 
 
 class ShardedModule(nn.Module, ABC):
-    """A module whose parameters are split among ranks.
+    """Module whose parameters are sharded.
 
-    What is called on it acts on whole parameters, or is refused. Within a call of the model
-    a parameter that is read, as penalties and tied decoders do, is whole, and so is its
-    gradient. Outside of calls it is this rank's slice, as an optimizer needs it.
+    Within a call of the model a parameter that user code reads, such as a penalty or a
+    tied decoder, is whole, and so is its gradient. Outside of calls it is this rank's
+    slice, which an optimizer updates.
+
+    Attributes:
+        group: The ranks.
+        held: Which ranks hold what of each parameter.
+        context: What the calls of the parallelized model share (`ModelContext`), or None.
     """
 
     group: RankGroup
     held: dict[str, ParamShards]
-    """Which ranks hold what of each parameter."""
     context: Any = None
-    """What the calls of the parallelized model share that this is a layer of, see
-    `entry.ModelContext`.
-    """
     _shapes: tuple[tuple[str, Shape], ...]  # of the slices that this rank holds
 
     def _adopt_shards(self, held: Mapping[str, ParamShards]) -> None:
@@ -79,15 +80,15 @@ class ShardedModule(nn.Module, ABC):
         _sharded.add(self)
 
     def _slice(self, name: str) -> nn.Parameter:
-        """Returns this rank's slice of a parameter."""
+        """Returns what this rank holds of a parameter."""
         own = self._parameters[name]
         assert own is not None
         return own
 
     def misfit(self) -> HetConvError | None:
-        """Returns the error for a parameter that has not the shape of this rank's slice.
+        """Returns an error if a parameter does not have the shape of this rank's slice.
 
-        `functional_call` may replace parameters by such ones.
+        `torch.func.functional_call` may give it another one.
         """
         for name, shape in self._shapes:
             given = self._parameters.get(name)
@@ -107,14 +108,14 @@ class ShardedModule(nn.Module, ABC):
         return super().__getattr__(name)
 
     def _within_call(self) -> bool:
-        """Returns whether a call of the model is under way, or recomputed by a checkpoint."""
+        """Returns whether a call of the model, or its recomputation, is active."""
         scope, context = ACTIVE_SYNC.get(), self.context
         return context is not None and (
             scope.owner is context if scope is not None else in_recomputation()
         )
 
     def _read(self, name: str) -> Tensor | None:
-        """Returns a parameter as the user's code reads it: whole, within a call."""
+        """Returns a parameter as user code reads it: a HetTensor if it is sharded."""
         own, of = self._parameters.get(name), self.held.get(name)
         if own is None or of is None or of.is_replicated:
             return own
@@ -125,38 +126,42 @@ class ShardedModule(nn.Module, ABC):
         return HetTensor.wrap(owned, of.primary, self.group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's parameters are slices too."""
+        """Registers a copy of the module."""
         super().__setstate__(state)
         _sharded.add(self)
 
     @abstractmethod
     def _plain(self) -> nn.Module:
-        """Returns the plain module, with parameters on the meta device."""
+        """Returns a plain module like this one, with parameters on the meta device."""
 
     @torch.no_grad()
     def load_full(self, full: Mapping[str, Tensor]) -> None:
-        """Takes this rank's slices of whole parameters; local."""
+        """Loads this rank's slices of whole parameters; local.
+
+        Args:
+            full: The whole parameters by name.
+        """
         for name, of in self.held.items():
             self._slice(name).copy_(
                 full[name][of.boxes[self.group.rank].slices_in(Box.whole(of.shape))]
             )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Applies a function to torch's own layer with the whole parameters. Collective.
+        """Applies a function to the plain layer with the whole parameters; collective.
 
-        What it writes to these is split again, with rank 0's values. Attributes, hooks, the mode
-        and ``requires_grad`` become the module's too.
+        Parameters that it writes to are sharded again, with rank 0's values. Attributes,
+        hooks, the mode and ``requires_grad`` become the module's too.
 
         Args:
-            fn: a function of a module, as `torch.nn.Module.apply` takes it.
+            fn: The function, as in `torch.nn.Module.apply`.
 
         Raises:
-            HetConvError: ``fn`` raised an error on a rank, or gave the layer other parameters,
-                or parameters of other shapes; on every rank.
+            HetConvError: On every rank, if ``fn`` raised an error on one, or changed the
+                names or shapes of parameters.
         """
         assert_consensus(self.group, f"apply to a {type(self).__name__}", repr(self))
         plain = self._whole()
-        attributes, before = dict(vars(plain)), _writes(plain)
+        attributes, before = dict(vars(plain)), _versions(plain)
 
         def written() -> list[str]:
             fn(plain)
@@ -165,7 +170,9 @@ class ShardedModule(nn.Module, ABC):
                 raise HetConvError(
                     f"apply gave a layer the parameters {shapes}, where {wanted} were expected"
                 )
-            return [name for name, now in _writes(plain).items() if now != before[name]]
+            return [
+                name for name, now in _versions(plain).items() if now != before[name]
+            ]
 
         changed = validate_together(self.group, "apply", written, str)
         own = dict(plain.named_parameters())
@@ -176,19 +183,19 @@ class ShardedModule(nn.Module, ABC):
             self._slice(name).requires_grad_(p.requires_grad)
         self.training = plain.training
         for name, value in vars(plain).items():
-            if name not in OF_MODULES and (
+            if name not in MODULE_ATTRIBUTES and (
                 name not in attributes or attributes[name] is not value
             ):
                 setattr(self, name, value)
         return self
 
     def reset_parameters(self) -> None:
-        """Draws new parameters as torch's own layer does, alike on every rank. Collective."""
+        """Draws new parameters as the plain layer does; collective."""
         self.apply(lambda plain: plain.reset_parameters())  # type: ignore[operator]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Registers a parameter; refuses those of parametrizations."""
-        if self._is_of_slice(name):
+        """Registers a parameter; refuses those that normalize or prune a sharded one."""
+        if self._is_parametrization(name):
             self._refuse_parametrization(name)
         super().register_parameter(name, param)
 
@@ -197,8 +204,8 @@ class ShardedModule(nn.Module, ABC):
             self._refuse_parametrization(name)
         super().__delattr__(name)
 
-    def _is_of_slice(self, name: str) -> bool:
-        """Returns whether a name is what weight norm and pruning keep in place of a parameter."""
+    def _is_parametrization(self, name: str) -> bool:
+        """Returns whether weight norm or pruning uses this name, such as ``weight_g``."""
         return any(name.startswith(f"{held}_") for held in vars(self).get("held", {}))
 
     def _refuse_parametrization(self, name: str) -> None:
@@ -213,7 +220,7 @@ class ShardedModule(nn.Module, ABC):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        """Takes this rank's slices of whole tensors, as a plain model's state has them."""
+        """Loads this rank's slices, also from the whole tensors of a plain model's state."""
         for name, of in self.held.items():
             given, box = state_dict.get(prefix + name), of.boxes[self.group.rank]
             if (
@@ -226,7 +233,7 @@ class ShardedModule(nn.Module, ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _whole(self) -> nn.Module:
-        """Returns the plain module, with current values and this module's hooks. Collective."""
+        """Returns the plain module with the current values and hooks; collective."""
         plain, rank = self._plain(), self.group.rank
         for name, of in self.held.items():
             own = self._slice(name)
@@ -241,22 +248,22 @@ class ShardedModule(nn.Module, ABC):
                 nn.Parameter(whole.detach().clone(), requires_grad=own.requires_grad),
             )
         for name, value in vars(self).items():
-            if name in OF_MODULES and "hooks" in name:
+            if name in MODULE_ATTRIBUTES and "hooks" in name:
                 plain.__dict__[name] = value
         return plain.train(self.training)
 
 
 _sharded: WeakSet[ShardedModule] = WeakSet()
-_BY_WHOLE_TENSORS = tuple(
+_WHOLE_TENSOR_OPTIMIZERS = tuple(
     kind
     for name in ("LBFGS", "Adafactor", "Muon")
     if (kind := getattr(torch.optim, name, None)) is not None
 )
-"""Optimizers of which a step of one number goes by others of its tensor, or of all tensors."""
+"""Optimizers that compute the step of an element from other elements."""
 
 
 def _slice_in(params: Iterable[Tensor]) -> str | None:
-    """Returns the error for the first parameter that is a slice; None if all are whole."""
+    """Describes the first of some parameters that is a slice; None if there is none."""
     own = {id(p) for p in params}
     for module in _sharded:
         for name, of in module.held.items():
@@ -275,21 +282,20 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if (
-        isinstance(optimizer, _BY_WHOLE_TENSORS)
-        and (said := _slice_in(_params_of(optimizer))) is not None
+        isinstance(optimizer, _WHOLE_TENSOR_OPTIMIZERS)
+        and (description := _slice_in(_params_of(optimizer))) is not None
     ):
         raise HetConvError(
-            f"{type(optimizer).__name__} goes by whole tensors, but {said}; use an optimizer "
-            "that computes each number "
-            "by itself, such as SGD, Adam or AdamW, or cut the layer by sample or height, "
-            "with a share for every rank"
+            f"{type(optimizer).__name__} goes by whole tensors, but {description}; use an "
+            "optimizer that computes each number by itself, such as SGD, Adam or AdamW, or "
+            "split the layer by sample or height, with a share for every rank"
         )
 
 
 def _check_clipping(params: list[Tensor]) -> None:
-    if (said := _slice_in(params)) is not None:
+    if (description := _slice_in(params)) is not None:
         raise HetConvError(
-            f"torch.nn.utils.clip_grad_norm_ {said}, so that ranks would clip by norms of "
+            f"torch.nn.utils.clip_grad_norm_ {description}, so that ranks would clip by norms of "
             "their own; call "
             f"hetconv.clip_grad_norm_(model, max_norm) instead"
         )
@@ -298,10 +304,10 @@ def _check_clipping(params: list[Tensor]) -> None:
 def _check_unscaling(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
     if (
         not getattr(scaler, "asks_all_ranks", False)
-        and (said := _slice_in(_params_of(optimizer))) is not None
+        and (description := _slice_in(_params_of(optimizer))) is not None
     ):
         raise HetConvError(
-            f"torch.amp.GradScaler {said}, so that one rank would skip a step that others "
+            f"torch.amp.GradScaler {description}, so that one rank would skip a step that others "
             "take; use "
             f"hetconv.GradScaler(model) instead"
         )
@@ -312,5 +318,5 @@ register_patch(lambda: check_before_clipping(_check_clipping))
 register_patch(lambda: check_before_unscaling(_check_unscaling))
 
 
-def _writes(module: nn.Module) -> Writes:
+def _versions(module: nn.Module) -> Versions:
     return {name: (id(p), write_count(p)) for name, p in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""What all layers that are split among ranks have in common."""
+"""Base class of split layers, and how they take over a plain layer's parameters."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .sharded_module import ShardedModule
 Output = Literal["replicated", "split"]
 
 
-PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
-
-
 class SplitLayer(ShardedModule):
-    """A layer that is split among ranks. Subclasses say which operator it is.
+    """Layer that is split among ranks.
 
     Attributes:
-        weight: this rank's slice.
-        bias: likewise, or None.
-        split: how the layer is split.
-        output: what `forward` returns: "replicated" (a plain tensor) or "split".
+        weight: This rank's slice of the weight.
+        bias: This rank's slice of the bias, or None.
+        split: How the layer is split.
+        output: Whether the result is "replicated" or "split".
+        as_wired: Whether the weight was channels-last when it was split, on all ranks.
+            Its gradients are sent in this memory format.
+        called: Name of the layer in the tags of its messages.
     """
 
     weight: nn.Parameter
@@ -41,17 +41,13 @@ class SplitLayer(ShardedModule):
     split: Split
     output: Output
     as_wired: bool
-    """Whether the weight was channels-last when it was cut, on all ranks: its gradients
-    travel so.
-    """
     called: str = "a layer"
-    """What messages of it say that they are of."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the layer.
+        """Computes the layer's result.
 
         Args:
-            x: the input, a plain tensor that is the same on every rank, or a HetTensor.
+            x: A plain tensor, the same on every rank, or a HetTensor.
         """
         if ACTIVE_SYNC.get() is None:
             if self.context is None:
@@ -63,10 +59,10 @@ class SplitLayer(ShardedModule):
 
     @abstractmethod
     def _run(self, x: Tensor) -> Tensor:
-        """Returns the layer's result for an input that all ranks agree on."""
+        """Computes the layer's result of an input that all ranks agree on."""
 
     def __prepare_scriptable__(self) -> Any:
-        """`torch.jit.script` asks every module for what it compiles instead."""
+        """Refuses `torch.jit.script`, which asks here for what it compiles."""
         raise HetConvError(
             f"a {type(self).__name__} exchanges messages between ranks, which cannot be "
             "compiled to TorchScript; "
@@ -76,57 +72,55 @@ class SplitLayer(ShardedModule):
     def _allocate(
         self, held: Mapping[str, ParamShards], bias: bool, options: dict[str, Any]
     ) -> None:
-        self._adopt_shards(
-            {name: of for name, of in held.items() if name == "weight" or bias}
-        )
-        for name, of in held.items():
-            local = (
-                nn.Parameter(torch.empty(of.boxes[self.group.rank].shape, **options))
-                if name in self.held
-                else None
-            )
-            self.register_parameter(name, local)
+        names = ("weight", "bias") if bias else ("weight",)
+        self._adopt_shards({name: held[name] for name in names})
+        for name, shards in held.items():
+            local = torch.empty(shards.boxes[self.group.rank].shape, **options)
+            param = nn.Parameter(local) if name in names else None
+            self.register_parameter(name, param)
 
     def _result(self, y: Tensor) -> Tensor:
         return gather(y) if self.output == "replicated" else y
 
     def _agree_on_input(self, x: Tensor) -> None:
-        """Checks that the ranks call alike, outside the forward of a parallelized model."""
-        said = f"x {tuple(x.shape)} {x.dtype}, {self.split}, gradients {torch.is_grad_enabled()}"
-        assert_consensus(self.group, type(self).__name__, said, self.misfit())
+        """Checks that ranks call alike, for a layer outside of a parallelized model."""
+        call = f"x {tuple(x.shape)} {x.dtype}, {self.split}, gradients {torch.is_grad_enabled()}"
+        assert_consensus(self.group, type(self).__name__, call, self.misfit())
 
 
 def has_wire_format(weight: Tensor) -> bool:
-    """Returns whether filters are channels-last, by their strides.
+    """Returns whether filters are channels-last.
 
-    Strides tell the formats apart even for 1x1 kernels, which are contiguous in both.
+    The strides show it even for 1x1 kernels, which are contiguous in both formats.
     """
-    return weight.dim() in kernels.CHANNELS_LAST and weight.stride(
-        1
-    ) == 1 != weight.stride(-1)
+    is_filter = weight.dim() in kernels.CHANNELS_LAST
+    return is_filter and weight.stride(1) == 1 != weight.stride(-1)
 
 
-def _check_output(output: str) -> None:
+def check_output(output: str) -> None:
+    """Raises `HetConvError` unless ``output`` is "replicated" or "split"."""
     if output not in get_args(Output):
         raise HetConvError(
             f"output={output!r} is not known; give 'replicated' or 'split'"
         )
 
 
-def _inherit(
-    made: SplitLayer, plain: PlainConv | nn.Linear, held: Mapping[str, ParamShards]
-) -> None:
-    """Gives a split layer the plain layer's values, hooks and settings."""
+def inherit(layer: SplitLayer, plain: Any, held: Mapping[str, ParamShards]) -> None:
+    """Gives a split layer the plain one's parameters, memory format and mode.
+
+    Args:
+        layer: The split layer.
+        plain: The plain convolution or linear layer.
+        held: Which ranks hold what of each parameter.
+    """
     weight = plain.weight
-    made._allocate(
-        held, plain.bias is not None, {"device": weight.device, "dtype": weight.dtype}
-    )
-    made.as_wired = has_wire_format(weight)
-    if made.as_wired:
-        made.weight.data = made.weight.data.to(
-            memory_format=kernels.CHANNELS_LAST[weight.dim()]
-        )
-    made.load_full(dict(plain.named_parameters(recurse=False)))
+    options = {"device": weight.device, "dtype": weight.dtype}
+    layer._allocate(held, plain.bias is not None, options)
+    layer.as_wired = has_wire_format(weight)
+    if layer.as_wired:
+        last = kernels.CHANNELS_LAST[weight.dim()]
+        layer.weight.data = layer.weight.data.to(memory_format=last)
+    layer.load_full(dict(plain.named_parameters(recurse=False)))
     for name, p in plain.named_parameters(recurse=False):
-        getattr(made, name).requires_grad_(p.requires_grad)
-    made.train(plain.training)
+        getattr(layer, name).requires_grad_(p.requires_grad)
+    layer.train(plain.training)

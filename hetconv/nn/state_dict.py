@@ -1,4 +1,4 @@
-"""The state of a split model with the keys and shapes of the whole model."""
+"""States of a parallelized model, with the keys and shapes of the plain model."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ State = dict[str, Any]
 
 
 def full_state_dict(model: nn.Module) -> State:
-    """Returns the state of the whole model on every rank. Collective.
-
-    Keys and shapes are those of the unsplit model. Every tensor is contiguous and in memory
-    of its own, as safetensors needs it.
+    """Gathers the state of a parallelized model on every rank; collective.
 
     Args:
-        model: a parallelized model.
+        model: The parallelized model.
+
+    Returns:
+        The state with the keys and shapes of the plain model. Every tensor is contiguous
+        and has its own memory, as safetensors requires.
     """
     return whole(
         agreed(model, "full_state_dict", lambda: sharded_state_dict(model), signature)
@@ -45,18 +46,16 @@ def full_state_dict(model: nn.Module) -> State:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads what `full_state_dict`, or the unsplit model's ``state_dict``, returned.
-
-    This is collective.
+    """Loads a state of the plain model; collective.
 
     Args:
-        model: a parallelized model.
-        state: the state, the same on every rank.
+        model: The parallelized model.
+        state: What `full_state_dict`, or ``state_dict`` of the plain model, returned.
 
     Raises:
-        HetConvError: keys or shapes do not fit on some rank; on every rank, before anything
-            changes.
-        DisagreementError: ranks were given different values.
+        HetConvError: On every rank, before anything changes, if keys or shapes do not
+            fit on some rank.
+        DisagreementError: On every rank, if ranks were given different values.
     """
     model.load_state_dict(
         agreed(
@@ -69,9 +68,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def sharded_state_dict(model: nn.Module) -> State:
-    """Returns the state with HetTensors where not every rank has the whole.
+    """Returns the state with HetTensors where not every rank has the whole; local.
 
-    This is local; tensors share the model's memory.
+    The tensors share the model's memory.
     """
     state = dict(model.state_dict())
     return state | {
@@ -80,11 +79,14 @@ def sharded_state_dict(model: nn.Module) -> State:
 
 
 def local_state(model: nn.Module, state: Mapping[str, Any]) -> State:
-    """Returns what this rank's model takes of a state.
+    """Returns what this rank's model loads.
 
     Args:
-        model: a parallelized model.
-        state: a state of whole tensors, or of slices (`Slice`).
+        model: The parallelized model.
+        state: A state of whole tensors or of `Slice`.
+
+    Raises:
+        HetConvError: The state does not fit the model.
     """
     check_fit(model, {k: shape_of(v) for k, v in state.items()})
     found = shares(model)
@@ -92,11 +94,14 @@ def local_state(model: nn.Module, state: Mapping[str, Any]) -> State:
 
 
 def check_fit(model: nn.Module, shapes: Mapping[str, Shape | None]) -> None:
-    """Raises `HetConvError` unless these are the whole model's keys and shapes.
+    """Checks the keys and shapes of a state.
 
     Args:
-        model: a parallelized model.
-        shapes: by key; None for what is no tensor.
+        model: The parallelized model.
+        shapes: Shape of each entry; None for what is no tensor.
+
+    Raises:
+        HetConvError: They are not those of the plain model.
     """
     own = {k: shape_of(v) for k, v in sharded_state_dict(model).items()}
     missing, unknown = (
@@ -116,20 +121,19 @@ def check_fit(model: nn.Module, shapes: Mapping[str, Shape | None]) -> None:
 
 
 class Slice(Tensor):
-    """This rank's slice of a tensor, with the shape of the whole; for states alone."""
+    """Slice of a tensor that has the shape of the whole; only for states.
+
+    Attributes:
+        local: The elements that this rank holds.
+        box: Their box in the whole tensor.
+    """
 
     local: Tensor
     box: Box
 
     @classmethod
     def of(cls, local: Tensor, box: Box, shape: Shape) -> Self:
-        """Makes a slice.
-
-        Args:
-            local: this rank's part.
-            box: of ``local`` in the whole.
-            shape: of the whole.
-        """
+        """Makes the slice of a tensor of a given shape."""
         made: Self = make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.box = local, box
         return made
@@ -142,34 +146,37 @@ class Slice(Tensor):
 
 
 class Share(NamedTuple):
-    """How a tensor is held that is not whole on every rank."""
+    """Parameter that is not whole on every rank.
+
+    Attributes:
+        held: Which ranks hold what of it.
+        group: The ranks.
+    """
 
     held: ParamShards
     group: RankGroup
 
     @property
     def box(self) -> Box:
-        """Box that this rank holds."""
+        """Box of the elements that this rank holds."""
         return self.held.boxes[self.group.rank]
 
     def owned(self, local: Tensor) -> HetTensor:
-        """Returns a view of what this rank gives, so that every element is given once."""
+        """Wraps this rank's slice; of elements that several ranks hold, one gives them."""
         own = self.held.primary.boxes[self.group.rank]
         return HetTensor.wrap(
             local_slice(local, self.box, own), self.held.primary, self.group
         )
 
     def of(self, x: Tensor) -> Tensor:
-        """Returns a view of what this rank holds of a whole tensor."""
-        return (
-            x.local
-            if isinstance(x, Slice)
-            else local_slice(x, Box.whole(self.held.shape), self.box)
-        )
+        """Returns a view of what this rank holds of a whole tensor, or of a `Slice`."""
+        if isinstance(x, Slice):
+            return x.local
+        return local_slice(x, Box.whole(self.held.shape), self.box)
 
 
 def shares(model: nn.Module) -> dict[str, Share]:
-    """Returns, by key, the parameters that are not whole on every rank."""
+    """Returns the parameters that are not whole on every rank, by their state keys."""
     return {
         f"{path}.{name}" if path else name: Share(held, layer.group)
         for path, layer in model.named_modules(remove_duplicate=False)
@@ -182,14 +189,24 @@ def shares(model: nn.Module) -> dict[str, Share]:
 def agreed(
     model: nn.Module, what: str, prepare: Callable[[], T], saying: Callable[[T], str]
 ) -> T:
-    """Runs `validate_together` among the ranks of a model, if it is parallelized."""
-    teams = dict.fromkeys(layer.group for layer in split_layers(model))
-    results = [validate_together(group, what, prepare, saying) for group in teams]
+    """Prepares something on all ranks of a model, or raises on all of them; collective.
+
+    Args:
+        model: A plain or parallelized model.
+        what: Name of the action, which all ranks must take.
+        prepare: Prepares the result.
+        saying: Describes the result; all ranks must agree on this text.
+
+    Returns:
+        What ``prepare`` returned.
+    """
+    groups = dict.fromkeys(layer.group for layer in split_layers(model))
+    results = [validate_together(group, what, prepare, saying) for group in groups]
     return results[0] if results else prepare()
 
 
 def whole(state: State) -> State:
-    """Returns a state with every HetTensor gathered, all in new memory. Collective."""
+    """Returns the state with every HetTensor gathered, in new memory; collective."""
     full: State = tree_map_only(
         Tensor,
         lambda x: gather(x).detach().clone(memory_format=torch.contiguous_format),
@@ -199,7 +216,7 @@ def whole(state: State) -> State:
 
 
 def signature(state: State) -> str:
-    """Returns what ranks compare of states of slices: keys, shapes and types."""
+    """Describes the keys, shapes and types of a state, which ranks compare."""
     return ", ".join(
         f"{keystr(path)} "
         f"{f'{tuple(x.shape)} {x.dtype}' if isinstance(x, Tensor) else type(x).__name__}"
@@ -208,7 +225,7 @@ def signature(state: State) -> str:
 
 
 def values(state: Mapping[str, Any]) -> str:
-    """Returns what ranks compare of a whole state: a checksum of its values."""
+    """Describes the values of a whole state by a checksum, which ranks compare."""
     tensors = [x for x in tree_leaves(dict(state)) if isinstance(x, Tensor)]
     return (
         f"a state of bytes {sum(checksum(x) * (i + 1) for i, x in enumerate(tensors))}"
@@ -216,5 +233,5 @@ def values(state: Mapping[str, Any]) -> str:
 
 
 def shape_of(value: Any) -> Shape | None:
-    """Returns the shape of a tensor; None for anything else."""
+    """Returns the shape of a tensor, and None for anything else."""
     return tuple(value.shape) if isinstance(value, Tensor) else None

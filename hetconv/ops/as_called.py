@@ -1,17 +1,18 @@
-"""Operators whose local computation is the call itself.
+"""Calls that run on shards, and operators whose local computation is the call itself.
 
-They are elementwise functions, reductions, products, new tensors, dropout and noise.
-Random numbers come from seeds that are drawn from the state that the ranks share
-(`parallelize`). This state advances alike on all of them, and where it is set again, by
-`torch.manual_seed` or by checkpointing, the same numbers are drawn again.
+These are elementwise functions, reductions, einsum and matrix products, new tensors, and
+random functions. For the latter every rank draws its own random numbers or all ranks draw
+the same ones, as the layout requires. The seeds come from the generator state that all
+ranks share (see `parallelize`). This state advances alike on all ranks, so that the same
+numbers are drawn again where it is restored by `torch.manual_seed` or by checkpointing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,182 +25,181 @@ from hetconv.operators.elementwise import Pointwise, PRelu
 from hetconv.operators.random import Dropout, Like, NoiseLike
 from hetconv.operators.reductions import AlongDim, Reduction
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import (
-    Args,
-    Func,
-    Kwargs,
-    Runner,
-    as_called,
-    called_on,
-    to_layout,
-)
+from hetconv.runtime.inputs import Args, Func, Kwargs, to_layout
+from hetconv.sharding.layout import Box, Layout
 from hetconv.sharding.rule import OpSharding
 
-
-def pointwise(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs an elementwise function on the shards of its inputs."""
-    local = {
-        id(x): to_layout(x, r, group)
-        for x, r in zip(call.inputs, sharding.input_layouts, strict=True)
-    }
-    return HetTensor.wrap(called_on(local, func, args, kwargs), sharding.output, group)
-
-
-def contracted(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs a matrix product or einsum on shards.
-
-    One tensor may be two inputs, of which different shards are read.
-    """
-    parts = [
-        to_layout(x, read, group)
-        for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
-    ]
-    equation = args[:1] if args and isinstance(args[0], str) else ()
-    return HetTensor.wrap(func(*equation, *parts), sharding.output, group)
-
-
 NAN_IF_EMPTY = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
-"""Of which torch warns, or gives NaN, where there are no numbers."""
+"""Reductions for which torch warns, or returns NaN, if the input is empty."""
 
 
-def along_dim(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> Any:
-    """Runs a function along some dimensions on this rank's shard.
+class ShardedCall(NamedTuple):
+    """Call of a torch function that runs on shards.
 
-    Where the shard is a slice of the dimensions, a mean counts as the shard's share of all
-    entries.
+    Attributes:
+        call: The operator and its tensors, as read from the arguments.
+        sharding: Layouts in which the operator reads its inputs and leaves its output.
+        group: Ranks that hold the shards.
+        func: The torch function that was called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
-    local = {
-        id(x): to_layout(x, read, group)
-        for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
-    }
-    (x, *_), op, name = local.values(), call.op, function_name(func)
-    if isinstance(op, Reduction) and name in NAN_IF_EMPTY and not x.numel():
-        nothing = x.sum(
-            op.dims, keepdim=op.keepdim, dtype=kwargs.get("dtype") or x.dtype
+
+    call: Call
+    sharding: OpSharding
+    group: RankGroup
+    func: Func
+    args: Args
+    kwargs: Kwargs
+
+    @property
+    def output(self) -> Layout:
+        """Layout of the result."""
+        return self.sharding.output
+
+    @property
+    def box(self) -> Box:
+        """This rank's box of the result."""
+        return self.output.boxes[self.group.rank]
+
+    def local_inputs(self, start: int = 0) -> list[Tensor]:
+        """Returns this rank's shard of the inputs from ``start`` on, as they are read."""
+        pairs = [*zip(self.call.inputs, self.sharding.input_layouts, strict=True)]
+        return [to_layout(x, layout, self.group) for x, layout in pairs[start:]]
+
+    def local_input(self) -> Tensor:
+        """Returns this rank's shard of the first input."""
+        return to_layout(
+            self.call.inputs[0], self.sharding.input_layouts[0], self.group
         )
-        y: Any = (nothing, nothing) if name.endswith("_mean") else nothing
-    else:
-        y = called_on(local, func, args, kwargs)
-        if (
-            isinstance(op, Reduction)
-            and name == "mean"
-            and sharding.output.kind == "partial"
-        ):
-            own, whole = (
-                prod(t.shape[d] for d in op.dims) for t in (x, call.inputs[0])
-            )
-            y = y * (
-                own / whole
-            )  # after it: a sum of half precision may be beyond its range
-    if isinstance(y, Tensor):
-        return HetTensor.wrap(y, sharding.output, group)
-    return type(y)(
-        tuple(HetTensor.wrap(each, sharding.output, group) for each in y)
-    )  # a named tuple, as torch's
+
+    def on(self, x: Tensor) -> Any:
+        """Returns the result of the same call with ``x`` as its first argument."""
+        rest = {name: v for name, v in self.kwargs.items() if name != "input"}
+        return self.func(x, *self.args[1:], **rest)
+
+    def wrap(self, y: Tensor) -> HetTensor:
+        """Wraps this rank's shard of the result."""
+        return HetTensor.wrap(y, self.output, self.group)
 
 
-def like(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Makes a new tensor in the shape of another one."""
-    return HetTensor.wrap(
-        as_called(func, args, kwargs)(shown(call, sharding, group)),
-        sharding.output,
-        group,
-    )
+Runner = Callable[[ShardedCall], HetTensor | tuple[HetTensor, ...]]
+"""Runs a call on shards."""
 
 
-def shown(call: Call, sharding: OpSharding, group: RankGroup) -> Tensor:
-    """Returns a tensor in the shape of this rank's shard of the result.
-
-    It has the memory order of the input where that has this shape.
-    """
-    (x,), shape = call.inputs, sharding.output.boxes[group.rank].shape
-    assert isinstance(x, HetTensor)
-    return x.local if x.local.shape == shape else x.local.new_empty(shape)
-
-
-def dropout(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs dropout on shards."""
-    assert isinstance(call.op, Dropout)
-    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
-    check_draws(
-        group,
-        func,
-        (call.op.seed_rank(sharding.output, rank) for rank in range(group.size)),
-    )
-    with _seeded(x.device, group, call.op.seed_rank(sharding.output, group.rank)):
-        y = as_called(func, args, kwargs)(x)
-    return HetTensor.wrap(y, sharding.output, group)
-
-
-def noise_like(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Draws noise in the shape of another tensor."""
-    with _seeded(call.inputs[0].device, group, group.rank):
-        return like(call, sharding, group, func, args, kwargs)
-
-
-def check_draws(group: RankGroup, func: Func, drawn_by: Iterable[int]) -> None:
-    """Raises `HetConvError` where ranks would draw different numbers but must not.
+def called_on(
+    local: Mapping[int, Tensor], func: Func, args: Args, kwargs: Kwargs
+) -> Any:
+    """Returns the result of a call in which some tensors are replaced.
 
     Args:
-        group: the ranks.
-        func: the function that draws.
-        drawn_by: for each rank, the rank whose seed it uses.
+        local: The new tensors, by the id of the argument that each replaces.
+        func: The function to call.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
-    if not group.agreements.draws_alike and [*drawn_by] != [*range(group.size)]:
+    new_kwargs = {name: local.get(id(v), v) for name, v in kwargs.items()}
+    return func(*(local.get(id(a), a) for a in args), **new_kwargs)
+
+
+def _on_local_inputs(c: ShardedCall, local: list[Tensor]) -> Any:
+    by_id = {id(x): shard for x, shard in zip(c.call.inputs, local, strict=True)}
+    return called_on(by_id, c.func, c.args, c.kwargs)
+
+
+def pointwise(c: ShardedCall) -> HetTensor:
+    """Runs an elementwise function on the local shards."""
+    return c.wrap(_on_local_inputs(c, c.local_inputs()))
+
+
+def contraction(c: ShardedCall) -> HetTensor:
+    """Runs einsum or a matrix product on the local shards.
+
+    The shards are passed by position, because one tensor may be two inputs, of which
+    different shards are read.
+    """
+    equation = c.args[:1] if c.args and isinstance(c.args[0], str) else ()
+    return c.wrap(c.func(*equation, *c.local_inputs()))
+
+
+def along_dim(c: ShardedCall) -> Any:
+    """Runs a reduction, or a function along a dimension, on the local shard.
+
+    If the reduced dimension is sharded, a mean is weighted by the shard's fraction of
+    all elements, so that the partial results sum to the mean of the whole.
+    """
+    x, *_ = local = c.local_inputs()
+    op, name = c.call.op, function_name(c.func)
+    if isinstance(op, Reduction) and name in NAN_IF_EMPTY and not x.numel():
+        dtype = c.kwargs.get("dtype") or x.dtype
+        zero = x.sum(op.dims, keepdim=op.keepdim, dtype=dtype)
+        y: Any = (zero, zero) if name.endswith("_mean") else zero
+    else:
+        y = _on_local_inputs(c, local)
+        partial = c.output.kind == "partial"
+        if isinstance(op, Reduction) and name == "mean" and partial:
+            own, whole = (
+                prod(t.shape[d] for d in op.dims) for t in (x, c.call.inputs[0])
+            )
+            # Weighted after the mean: a half-precision sum may overflow.
+            y = y * (own / whole)
+    if isinstance(y, Tensor):
+        return c.wrap(y)
+    return type(y)(tuple(map(c.wrap, y)))  # a named tuple, as torch returns
+
+
+def like(c: ShardedCall) -> HetTensor:
+    """Runs a function such as ``zeros_like``, which reads only the form of its input.
+
+    The local input is its shard, with its memory format, where that has the right
+    shape, and else a new tensor of the result's local shape.
+    """
+    (x,), shape = c.call.inputs, c.box.shape
+    assert isinstance(x, HetTensor)
+    return c.wrap(c.on(x.local if x.local.shape == shape else x.local.new_empty(shape)))
+
+
+def dropout(c: ShardedCall) -> HetTensor:
+    """Runs dropout on the local shard, with the seed of the rank that the layout names."""
+    op = c.call.op
+    assert isinstance(op, Dropout)
+    x = c.local_input()
+    seed_ranks = [op.seed_rank(c.output, rank) for rank in range(c.group.size)]
+    check_draws(c.group, c.func, seed_ranks)
+    with _seeded(x.device, c.group, seed_ranks[c.group.rank]):
+        return c.wrap(c.on(x))
+
+
+def noise_like(c: ShardedCall) -> HetTensor:
+    """Draws noise in the shape of the local shard, with this rank's own seed."""
+    with _seeded(c.call.inputs[0].device, c.group, c.group.rank):
+        return like(c)
+
+
+def check_draws(group: RankGroup, func: Func, seed_ranks: Iterable[int]) -> None:
+    """Checks that ranks that must draw the same random numbers can do so.
+
+    Args:
+        group: The ranks.
+        func: The function that draws, for the message.
+        seed_ranks: For each rank, the rank whose seed it uses.
+
+    Raises:
+        HetConvError: Ranks share a seed, but are devices of different kinds.
+    """
+    if not group.agreements.draws_alike and [*seed_ranks] != [*range(group.size)]:
         raise HetConvError(
             f"{func.__name__} draws random numbers for values that several ranks hold, and "
             "some compute on a CPU, "
-            "others on a GPU, which draw different numbers; cut the layer before it by "
+            "others on a GPU, which draw different numbers; split the layer before it by "
             "height, width or sample, draw "
             "outside of the model, or give all ranks devices of one kind"
         )
 
 
 @contextmanager
-def _seeded(device: torch.device, group: RankGroup, by: int) -> Iterator[None]:
-    """Context in which the device's generator has the seed of rank ``by``."""
+def _seeded(device: torch.device, group: RankGroup, seed_rank: int) -> Iterator[None]:
+    """Seeds the device's generator with a rank's seed while the context lasts."""
     seeds = torch.randint(2**62, (group.size,), device="cpu").tolist()
     generator = (
         torch.cuda.default_generators[device.index]
@@ -207,7 +207,7 @@ def _seeded(device: torch.device, group: RankGroup, by: int) -> Iterator[None]:
         else torch.default_generator
     )
     state = generator.get_state()
-    generator.manual_seed(seeds[by])
+    generator.manual_seed(seeds[seed_rank])
     try:
         yield
     finally:
@@ -216,11 +216,11 @@ def _seeded(device: torch.device, group: RankGroup, by: int) -> Iterator[None]:
 
 RUN: dict[type[Any], Runner] = {
     AlongDim: along_dim,
-    Contraction: contracted,
+    Contraction: contraction,
+    Dropout: dropout,
     Like: like,
+    NoiseLike: noise_like,
     Pointwise: pointwise,
     PRelu: pointwise,
     Reduction: along_dim,
-    Dropout: dropout,
-    NoiseLike: noise_like,
 }

@@ -1,13 +1,14 @@
-"""Batch norm on shards, with the statistics of the whole batch.
+"""Batch norm on shards with the statistics of the whole batch.
 
-The moments of shards are combined as in Chan et al., 1979.
+The moments of shards are combined, weighted by their sizes (Chan, Golub and LeVeque,
+1979, "Updating formulae and a pairwise algorithm for computing sample variances").
 """
 
 from __future__ import annotations
 
 from functools import lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,72 +18,215 @@ from hetconv.comm import call_tags
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import redistribute_local, run_rounds
 from hetconv.kernels.epilogue import per_channel
-from hetconv.operators.base import Call
-from hetconv.operators.norms import BatchNormCall
+from hetconv.operators.norms import BatchNorm, BatchNormCall
+from hetconv.runtime.gradient_sync import running_stats_of, synced_grad
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import (
-    Args,
-    Func,
-    Kwargs,
-    differentiable_gradients,
-    to_layout,
-)
+from hetconv.runtime.inputs import differentiable_gradients
+from hetconv.runtime.running_stats import RunningStats
 from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.sharding.rule import OpSharding
 
-from .local_batch_norm import (
-    Norm,
-    _own_slice,
-    _settle,
-    _sliced,
-    _track,
-    exact_of,
-    norm_of,
-    on_own_channels,
-)
+from .as_called import ShardedCall
 
 
-def batch_norm(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs batch norm on an input with two or more dimensions.
+class Norm(NamedTuple):
+    """Batch norm of C channels.
 
-    An input that is sharded over channels alone needs no messages; otherwise moments are
-    combined.
+    Attributes:
+        weight: (C,), or None.
+        bias: (C,), or None.
+        mean: Running mean (C,), which it reads in evaluation and updates in training.
+        var: Running variance (C,), likewise.
+        training: Whether it uses the statistics of the batch.
+        momentum: Weight of the batch in the running statistics.
+        eps: Added to the variance.
     """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+    @property
+    def tracks(self) -> bool:
+        """Returns whether it is in training and updates running statistics."""
+        return self.training and self.mean is not None
+
+
+def norm_of(call: BatchNormCall) -> Norm:
+    """Returns the batch norm that a call computes."""
+    assert isinstance(call.op, BatchNorm)
+    params = (call.weight, call.bias, call.mean, call.var)
+    return Norm(*params, call.op.training, call.momentum, call.eps)
+
+
+def batch_norm(c: ShardedCall) -> HetTensor:
+    """Normalizes the local shard of x (N, C, ...) with the statistics of the whole.
+
+    If channels are sharded, the statistics are local; else the ranks combine theirs.
+    """
+    call, group, layout = c.call, c.group, c.output
     assert isinstance(call, BatchNormCall)
-    layout, norm = sharding.output, norm_of(call)
-    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
+    norm, x = norm_of(call), c.local_input()
     if not norm.training or layout.dim == 1 or group.size == 1:
-        return HetTensor.wrap(on_own_channels(x, norm, layout, group), layout, group)
-    _settle(norm, (), group)
-    return HetTensor.wrap(
-        _SplitBatchNorm.apply(x, norm.weight, norm.bias, norm, sharding, group),
-        layout,
-        group,
+        return c.wrap(on_own_channels(x, norm, layout, group))
+    _sync_running_stats(norm, (), group)
+    args = (x, norm.weight, norm.bias, norm, c.sharding, group)
+    return c.wrap(_SplitBatchNorm.apply(*args))
+
+
+def on_own_channels(x: Tensor, norm: Norm, layout: Layout, group: RankGroup) -> Tensor:
+    """Normalizes a shard without communication.
+
+    Args:
+        x: This rank's shard.
+        norm: In evaluation, or in training with sharded channels.
+        layout: Layout of x.
+        group: The ranks.
+    """
+    sizes = _local_sizes(layout)
+    running = _sync_running_stats(norm, sizes, group)
+    own = _local_slice(layout, group)
+    weight, bias, mean, var, training, momentum, eps = norm
+    weight, bias = (
+        _sliced(synced_grad(group, p), own) if p is not None else None
+        for p in (weight, bias)
     )
+    if norm.tracks and group.size > 1:
+        mean, var, momentum = _tracked(x, norm, sizes, own, running, group)
+    else:
+        mean, var = _sliced(mean, own), _sliced(var, own)
+    if not x.numel() and group.size > 1:
+        return empty_result(x, weight, bias)
+    cudnn = torch.backends.cudnn.enabled
+    return torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn)
+
+
+def scale_and_shift(
+    norm: Norm, dtype: torch.dtype, layout: Layout, group: RankGroup
+) -> tuple[Tensor, Tensor]:
+    """Returns the scale and shift (c,) of this rank's channels in evaluation.
+
+    Args:
+        norm: A batch norm in evaluation.
+        dtype: That of the shard; the result is in float32 at least.
+        layout: Layout of the normalized tensor.
+        group: The ranks.
+    """
+    _sync_running_stats(norm, _local_sizes(layout), group)
+    own, exact = _local_slice(layout, group), torch.promote_types(dtype, torch.float32)
+    of_own = (_sliced(t, own) for t in (norm.mean, norm.var, norm.weight, norm.bias))
+    mean, var, weight, bias = (t.to(exact) if t is not None else None for t in of_own)
+    assert mean is not None
+    assert var is not None
+    scale = (var + norm.eps).rsqrt_()
+    scale = scale.mul_(weight) if weight is not None else scale
+    shift = (
+        -mean * scale if bias is None else torch.addcmul(bias, mean, scale, value=-1)
+    )
+    return scale, shift
+
+
+def _local_sizes(layout: Layout) -> tuple[int, ...]:
+    """Returns how many channels' statistics each rank updates; () if all update all."""
+    return layout.sizes if layout.dim == 1 else ()
+
+
+def _sync_running_stats(
+    norm: Norm, sizes: tuple[int, ...], group: RankGroup
+) -> RunningStats | None:
+    """Makes sure that each rank knows the running statistics that it is about to use.
+
+    Args:
+        norm: A batch norm.
+        sizes: How many channels each rank uses; () if all ranks use all.
+        group: The ranks.
+
+    Returns:
+        Where statistics are noted that ranks exchange later, within a model's forward.
+    """
+    running = running_stats_of(group)
+    if running is not None and norm.mean is not None:
+        running.ensure_synced(norm.mean, sizes)
+    return running
+
+
+def _local_slice(layout: Layout, group: RankGroup) -> slice | None:
+    """Returns the slice of this rank's channels, or None if it has all."""
+    box = layout.boxes[group.rank]
+    lo, hi = box.lo[1], box.hi[1]
+    return slice(lo, hi) if hi - lo < layout.shape[1] else None
+
+
+def _sliced(t: Tensor | None, own: slice | None) -> Tensor | None:
+    return t[own] if t is not None and own is not None else t
+
+
+def _tracked(
+    x: Tensor,
+    norm: Norm,
+    sizes: tuple[int, ...],
+    own: slice | None,
+    later: RunningStats | None,
+    group: RankGroup,
+) -> tuple[Tensor | None, Tensor | None, float]:
+    """Notes that running statistics change, and returns what torch is to update.
+
+    Returns:
+        This rank's running mean and variance, and the momentum of torch's update: zero
+        if they were updated here already.
+    """
+    assert norm.mean is not None
+    assert norm.var is not None
+    # Autograd saves what torch is given; with .data the statistics can still be written
+    # to before the backward pass.
+    mean, var = _sliced(norm.mean.data, own), _sliced(norm.var.data, own)
+    running = later if later is not None else RunningStats(group)
+    running.note((norm.mean, norm.var), sizes, exact_of(x))
+    if later is not None:
+        return mean, var, norm.momentum
+    if (
+        x.numel()
+    ):  # a recomputation may stop at the first saved tensor, so update before
+        with torch.no_grad():
+            torch.batch_norm_update_stats(x, mean, var, norm.momentum)
+    running.sync()
+    return mean, var, 0.0
+
+
+def _track(norm: Norm, mean: Tensor, var: Tensor, count: int) -> None:
+    """Updates the running statistics with those of a batch of ``count`` per channel."""
+    assert norm.mean is not None
+    assert norm.var is not None
+    with torch.no_grad():
+        norm.mean.lerp_(mean.to(norm.mean.dtype), norm.momentum)
+        norm.var.lerp_(
+            var.to(norm.var.dtype) * (count / max(count - 1, 1)), norm.momentum
+        )
+
+
+def exact_of(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which the statistics of ``x`` are computed."""
+    return x.dtype if x.dtype == torch.float64 else torch.float32
 
 
 def _moments(x: Tensor, exact: torch.dtype) -> Tensor:
-    """Returns variance and mean of a shard, (2, c); zero for an empty one."""
+    """Returns (2, c): variance and mean of a shard; zeros if it is empty."""
     if not x.numel():
         return x.new_zeros((2, x.shape[1]), dtype=exact)
-    mean, var = torch.batch_norm_update_stats(
-        x.to(exact), None, None, 0.0
-    )  # on a CPU many times var_mean's speed
+    # On a CPU this is many times as fast as var_mean.
+    mean, var = torch.batch_norm_update_stats(x.to(exact), None, None, 0.0)
     return torch.stack((var, mean))
 
 
 class _SplitBatchNorm(torch.autograd.Function):
-    """Batch norm in training where shards have other samples or positions.
+    """Trains on shards of the batch or of space.
 
-    The gradients of weight and bias are those of the whole batch. C channels, of which this
-    rank has c.
+    The gradients of weight and bias are whole, because they come from global sums.
+    Letters: C channels, of which this rank has c.
     """
 
     @staticmethod
@@ -97,50 +241,31 @@ class _SplitBatchNorm(torch.autograd.Function):
     ) -> Tensor:
         count = prod(sharding.output.shape) // sharding.output.shape[1]
         exact = exact_of(x)
-        held = _own_slice(sharding.output, group)
-        own = _among_all(_moments(x, exact), held, sharding)
-        (move,) = sharding.forward_moves
-        each = run_rounds(
-            group,
-            own[None],
-            move.forward,
-            move.src.boxes[group.rank],
-            move.dst.boxes[group.rank],
-        )
+        held = _local_slice(sharding.output, group)
+        own = _pad_to_all(_moments(x, exact), held, sharding)
+        (move,), rank = sharding.forward_moves, group.rank
+        src, dst = move.src.boxes[rank], move.dst.boxes[rank]
+        each = run_rounds(group, own[None], move.forward, src, dst)
         variances, means = each.unbind(1)
         share = _shares(sharding.output, exact, x.device)
         mean = (share * means).sum(0)
         apart = means - mean
         var = (share * torch.addcmul(variances, apart, apart)).sum(0)
-        # One fused pass, in the input's own precision outside (x, y) and in `exact` inside.
+        # One fused pass: x and y have the input's precision, the rest is in `exact`.
         gain, shift = (_sliced(_as(p, exact, x), held) for p in (weight, bias))
         if x.numel():
-            y = F.batch_norm(
-                x,
-                _sliced(mean, held),
-                _sliced(var, held),
-                gain,
-                shift,
-                False,
-                0.0,
-                norm.eps,
-            )
+            stats = _sliced(mean, held), _sliced(var, held)
+            y = F.batch_norm(x, *stats, gain, shift, False, 0.0, norm.eps)
         else:
             y = x.clone()  # torch refuses one without channels
-        if (
-            norm.mean is not None
-        ):  # before anything is saved: by that a checkpoint knows how far to compute again
+        # A recomputation may stop at the first saved tensor, so update before.
+        if norm.mean is not None:
             _track(norm, mean, var, count)
         ctx.save_for_backward(
             x, weight, _sliced(mean, held), _sliced((var + norm.eps).rsqrt(), held)
         )
-        ctx.sharding, ctx.group, ctx.count, ctx.held, ctx.eps = (
-            sharding,
-            group,
-            count,
-            held,
-            norm.eps,
-        )
+        ctx.sharding, ctx.group = sharding, group
+        ctx.count, ctx.held, ctx.eps = count, held, norm.eps
         ctx.bias_dtype = bias.dtype if bias is not None else None
         ctx.call = call_tags.forward_call()
         return y
@@ -154,23 +279,18 @@ class _SplitBatchNorm(torch.autograd.Function):
                 ctx.sharding.output.shape[1], dtype=ctx.bias_dtype or x.dtype
             )
             bias.requires_grad_(ctx.needs_input_grad[2])
-            again = partial(_differentiable, ctx.eps, ctx.sharding, ctx.group)
-            return (
-                *differentiable_gradients(again, (x, weight, bias), g),
-                None,
-                None,
-                None,
-            )
+            compute = partial(_differentiable, ctx.eps, ctx.sharding, ctx.group)
+            gradients = differentiable_gradients(compute, (x, weight, bias), g)
+            return *gradients, None, None, None
         held, (move,) = ctx.held, ctx.sharding.backward_moves
-        own = _among_all(_sums(g, x, mean, invstd), held, ctx.sharding)
+        own = _pad_to_all(_sums(g, x, mean, invstd), held, ctx.sharding)
         whole = Box.whole(tuple(own.shape))
         sums = run_rounds(ctx.group, own, move.forward, whole, whole)
         gx = None
         if ctx.needs_input_grad[0]:
             scale = invstd if weight is None else invstd * _sliced(weight, held)
-            along, shift = (sums if held is None else sums[:, held]) * (
-                -scale / ctx.count
-            )
+            local_sums = sums if held is None else sums[:, held]
+            along, shift = local_sums * (-scale / ctx.count)
             along = along * invstd
             scale, along, shift = (
                 per_channel(t, x) for t in (scale, along, shift - along * mean)
@@ -189,41 +309,31 @@ def _differentiable(
     weight: Tensor | None,
     bias: Tensor,
 ) -> Tensor:
-    """Computes `_SplitBatchNorm` by operators that autograd knows."""
-    held, exact, (move,) = (
-        _own_slice(sharding.output, group),
-        exact_of(x),
-        sharding.forward_moves,
-    )
+    """Computes `_SplitBatchNorm` by operators that autograd can differentiate again."""
+    held, exact = _local_slice(sharding.output, group), exact_of(x)
+    (move,) = sharding.forward_moves
     if x.numel():
-        var, mean = torch.var_mean(
-            x.to(exact), [d for d in range(x.dim()) if d != 1], correction=0
-        )
+        dims = [d for d in range(x.dim()) if d != 1]
+        var, mean = torch.var_mean(x.to(exact), dims, correction=0)
         own = torch.stack((var, mean))
     else:
         own = x.sum().to(exact).expand(2, x.shape[1]) * 0
-    # Each rank uses all statistics, and the whole weight, for its own part: their
-    # gradients are contributions.
-    each = redistribute_local(
-        group,
-        _among_all(own, held, sharding)[None],
-        move.src,
-        ReadRegion(move.dst.shape, move.dst.boxes),
-    )
+    # Each rank uses all statistics, and the whole weight, for its own shard: the
+    # gradients of the ranks are summed.
+    read = ReadRegion(move.dst.shape, move.dst.boxes)
+    every = _pad_to_all(own, held, sharding)[None]
+    each = redistribute_local(group, every, move.src, read)
     variances, means = each.unbind(1)
     share = _shares(sharding.output, exact, x.device)
     mean = (share * means).sum(0)
     invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
     shape, world = (sharding.output.shape[1],), group.size
+    whole, everything = (
+        Layout.replicated(shape, world),
+        ReadRegion.everything(shape, world),
+    )
     gain, shift = (
-        redistribute_local(
-            group,
-            p,
-            Layout.replicated(shape, world),
-            ReadRegion.everything(shape, world),
-        )
-        if p is not None
-        else None
+        redistribute_local(group, p, whole, everything) if p is not None else None
         for p in (weight, bias)
     )
     scale = invstd if gain is None else invstd * gain.to(exact)
@@ -235,7 +345,7 @@ def _differentiable(
 
 @lru_cache(1024)
 def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns which part of the elements of each channel each rank has, (P, C)."""
+    """Returns (ranks, C): the fraction of each channel's elements that each rank holds."""
     count = prod(layout.shape) // layout.shape[1]
     shares = torch.zeros((layout.world, layout.shape[1]), dtype=dtype, device="cpu")
     for of_rank, box in zip(shares, layout.boxes, strict=True):
@@ -245,20 +355,18 @@ def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     return shares.to(device)
 
 
-def _among_all(own: Tensor, held: slice | None, sharding: OpSharding) -> Tensor:
-    """Returns (2, C) with this rank's (2, c) in its channels, and zero in the others."""
-    return (
-        own
-        if held is None
-        else F.pad(own, (held.start, sharding.output.shape[1] - held.stop))
-    )
+def _pad_to_all(own: Tensor, held: slice | None, sharding: OpSharding) -> Tensor:
+    """Pads (2, c) of the local channels with zeros to (2, C) of all."""
+    if held is None:
+        return own
+    return F.pad(own, (held.start, sharding.output.shape[1] - held.stop))
 
 
 def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    """Returns the sums of g times normalized x, and of g, over a shard: (2, c)."""
+    """Returns (2, c): the shard's sums of g times the normalized x, and of g."""
     if not x.numel():
         return torch.zeros((2, x.shape[1]), dtype=mean.dtype, device=mean.device)
-    if x.is_cuda:  # whose native_batch_norm_backward wants running statistics
+    if x.is_cuda:  # there native_batch_norm_backward needs running statistics
         total, centred, _, _ = torch.batch_norm_backward_reduce(
             g, x, mean, invstd, None, True, False, False
         )
@@ -272,5 +380,20 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
 
 
 def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
-    """Returns a parameter in the dtype of the statistics, for half inputs."""
+    """Casts a parameter to ``exact``, unless the input has that dtype anyway.
+
+    In mixed precision, half-precision inputs come with float32 parameters.
+    """
     return p.to(exact) if p is not None and x.dtype != exact else p
+
+
+def empty_result(x: Tensor, *params: Tensor | None) -> Tensor:
+    """Returns an empty result where torch refuses an empty input.
+
+    Args:
+        x: The empty shard.
+        params: Parameters that the autograd graph must still reach.
+    """
+    # The product saves a tensor, as the norms of other shards do: checkpointing counts
+    # saved tensors to know how far to compute again.
+    return sum((p.sum() * 0 for p in params if p is not None), x * x.new_ones(()))

@@ -1,8 +1,8 @@
-"""Cache of calls for which nothing is sent.
+"""Cache of calls that need no communication.
 
-Such a call runs on local shards without being read again. Most calls between the
-convolutions of a CNN are of this kind, and reading a call takes longer than a small one
-does.
+The same call again runs on the local shards without being read anew. Most operators
+between the convolutions of a CNN are of this kind, and reading a call takes longer than
+a small operator does.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.operators.base import Call
 from hetconv.operators.elementwise import Pointwise
 from hetconv.operators.norms import BatchNorm
 from hetconv.runtime.het_tensor import HetTensor, compute_deferred
 from hetconv.runtime.inputs import Args, Func, Kwargs
 from hetconv.sharding.layout import Box, Layout, ReadRegion
-from hetconv.sharding.rule import OpSharding
 from hetconv.signature_cache import Cache
 
 from . import views
+from .as_called import ShardedCall
 
 PLAIN = {
     bool,
@@ -37,32 +36,33 @@ PLAIN = {
 
 
 class Key(NamedTuple):
-    """All that decides whether something is sent for a call.
+    """Signature of a call: all that decides whether it needs communication.
 
     Attributes:
-        said: function, arguments, and ids of layouts.
-        held: the layouts, so that their ids stay valid.
+        signature: The function and the properties of its arguments.
+        layouts: The layouts whose ids are part of the signature, kept alive by it.
     """
 
-    said: tuple[Any, ...]
-    held: list[Layout]
+    signature: tuple[Any, ...]
+    layouts: list[Layout]
 
 
 class _Known(NamedTuple):
     run: Func
     output: Layout
     in_place: bool
-    held: list[Layout]
+    layouts: list[Layout]
 
 
 _known: Cache[tuple[Any, ...], _Known] = Cache()
 
 
 def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
-    """Runs a call that is in the cache.
+    """Looks a call up, and runs it if it is stored.
 
     Returns:
-        Its result; or the key to store it by; or None for a call that is never cached.
+        The result of a call that is stored; else the key to store it under, or None for
+        a call that can never be stored.
     """
     graded = torch.is_grad_enabled()
     key: list[Any] = [func, graded]
@@ -89,10 +89,10 @@ def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
             key.append((a.shape, a.requires_grad) if graded else a.shape)
         else:
             return None
-    said = tuple(key)
-    known = _known.current.get(said)
+    signature = tuple(key)
+    known = _known.current.get(signature)
     if known is None:
-        return Key(said, [a.placement for a in args if a.__class__ is HetTensor])
+        return Key(signature, [a.placement for a in args if a.__class__ is HetTensor])
     target: HetTensor | None = args[0] if known.in_place else None
     if target is not None:
         if not views.may_write(target, known.output):
@@ -105,42 +105,35 @@ def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
     return target
 
 
-def store(key: Key, call: Call, sharding: OpSharding, rank: int, args: Args) -> None:
-    """Stores a call that just ran, if nothing was sent and it is the same call on shards.
+def store(key: Key, c: ShardedCall) -> None:
+    """Stores a call that just ran on shards, if it can run without communication.
+
+    It can if no input moved, and if the local computation is the call itself.
 
     Args:
-        key: from `lookup`.
-        call: the call as it was read.
-        sharding: how it ran.
-        rank: this rank.
-        args: the arguments.
+        key: What `lookup` returned for the call.
+        c: The call.
     """
-    op, output = call.op, sharding.output
-    given = [id(x) for x in args if isinstance(x, HetTensor)]
-    lone = output.world == 1  # to whose part nobody contributes
-    as_called = isinstance(op, Pointwise) or (
-        isinstance(op, BatchNorm)
-        and (
-            lone
-            or (not op.training and output.inner_dim != 1 and output.boxes[rank].numel)
-        )
-    )
-    placed = dict(
-        zip(given, key.held, strict=True)
-    )  # before the call, which in place may have changed it
-    changes = call.in_place and placed.get(id(call.inputs[0])) != output
-    if (
-        not as_called
-        or changes
-        or (any(map(_wants_gradient, call.params)) and not lone)
-    ):
+    call, op, output = c.call, c.call.op, c.output
+    alone = output.world == 1  # no other rank contributes to gradients
+    if isinstance(op, BatchNorm):
+        statistics_are_local = not op.training and output.inner_dim != 1
+        runs_as_called = alone or (statistics_are_local and c.box.numel)
+    else:
+        runs_as_called = isinstance(op, Pointwise)
+    # Layouts before the call, which in place may have changed them.
+    given = [id(x) for x in c.args if isinstance(x, HetTensor)]
+    before = dict(zip(given, key.layouts, strict=True))
+    moves_target = call.in_place and before.get(id(call.inputs[0])) != output
+    if not runs_as_called or moves_target:
         return
-    if all(
-        _stays(x, placed.get(id(x)), read, lone)
-        for x, read in zip(call.inputs, sharding.input_layouts, strict=True)
-    ):
-        run = DIRECT.get(key.said[0], key.said[0])
-        _known.add(key.said, _Known(run, output, call.in_place, key.held))
+    if any(map(_wants_gradient, call.params)) and not alone:
+        return
+    reads = zip(call.inputs, c.sharding.input_layouts, strict=True)
+    if all(_stays(x, before.get(id(x)), read, alone) for x, read in reads):
+        run = DIRECT.get(c.func, c.func)
+        known = _Known(run, output, call.in_place, key.layouts)
+        _known.add(key.signature, known)
 
 
 def _batch_norm(
@@ -155,7 +148,7 @@ def _batch_norm(
 ) -> Tensor:
     """Runs `torch.nn.functional.batch_norm` without its check of the batch size.
 
-    Reading the call made that check.
+    The check is made when a call is read.
     """
     cudnn = torch.backends.cudnn.enabled
     return torch.batch_norm(
@@ -164,19 +157,20 @@ def _batch_norm(
 
 
 DIRECT: dict[Func, Func] = {F.batch_norm: _batch_norm}
-"""What torch's Python functions come to, once it is known that the call is one of parts."""
+"""What runs in the place of torch's Python functions for a call that is stored."""
 
 
 def _stays(
-    x: Tensor, placed: Layout | None, read: Layout | ReadRegion, lone: bool
+    x: Tensor, layout: Layout | None, read: Layout | ReadRegion, alone: bool
 ) -> bool:
-    if placed is not None:
-        return placed == read
-    return (lone or not _wants_gradient(x)) and all(
-        box == Box.whole(read.shape) for box in read.boxes
-    )
+    """Returns whether an input is read as it is; ``layout`` is that of a HetTensor."""
+    if layout is not None:
+        return layout == read
+    if _wants_gradient(x) and not alone:
+        return False
+    return all(box == Box.whole(read.shape) for box in read.boxes)
 
 
 def _wants_gradient(x: Tensor) -> bool:
-    """Returns whether the ranks' contributions to a gradient are summed."""
+    """Returns whether a plain tensor has a gradient, which ranks must sum."""
     return torch.is_grad_enabled() and x.requires_grad

@@ -1,6 +1,7 @@
-"""What a HetTensor does when a torch function is called on it.
+"""Dispatch of torch functions that are called on HetTensors.
 
-The module of each family of operators says how its calls run.
+A function runs on shards if its operator has a sharding rule, and else on gathered
+tensors. There is one module per family of operators, which runs its calls.
 """
 
 from __future__ import annotations
@@ -26,15 +27,7 @@ from hetconv.operators.resampling import Interpolate, Pad, PixelUnshuffle
 from hetconv.operators.shapes import Cat, PixelShuffle
 from hetconv.runtime import het_tensor
 from hetconv.runtime.het_tensor import HetTensor, compute_deferred, register_dispatcher
-from hetconv.runtime.inputs import (
-    Args,
-    Func,
-    Kwargs,
-    Runner,
-    cached_sharding,
-    called_on,
-    layout_of,
-)
+from hetconv.runtime.inputs import Args, Func, Kwargs, cached_sharding, layout_of
 from hetconv.sharding.rule import Gather, OpSharding
 from hetconv.torch_internals import (
     checkpoint_saver,
@@ -45,20 +38,28 @@ from hetconv.torch_internals import (
 )
 from hetconv.torch_patches import Undo, register_patch, replace_function_apply
 
-from . import as_called, call_cache, conv, group_norm, pooling, resampling, views
-from .as_called import check_draws
+from . import (
+    as_called,
+    call_cache,
+    conv,
+    group_norm,
+    pooling,
+    resampling,
+    views,
+)
+from .as_called import Runner, ShardedCall, called_on, check_draws
 from .deferred import fuse
 from .trial_run import Verdict, trial
 
 
 def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
-    """Makes custom autograd functions run on gathered tensors.
+    """Patches `torch.autograd.Function.apply`, so that it runs on gathered tensors.
 
     Args:
-        on_gathered: runs `torch.autograd.Function.apply` where it is given a HetTensor.
+        on_gathered: Runs a function whose arguments include HetTensors.
 
     Returns:
-        A function that undoes this.
+        A function that undoes the patch.
     """
 
     def apply(cls: type, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
             type, result if isinstance(result, tuple) else (result,)
         ):
             raise HetConvError(
-                f"{cls.__name__} returned a tensor in parts, whose gradient would be lost; "
+                f"{cls.__name__} returned a sharded tensor, whose gradient would be lost; "
                 "return hetconv.gather(y) "
                 f"from it, and give torch.utils.checkpoint use_reentrant=False"
             )
@@ -81,11 +82,7 @@ def gather_for_functions(on_gathered: Callable[..., Any]) -> Undo:
     return replace_function_apply(apply)
 
 
-# Asked of the wrapper, which knows the global shape, or of the local part, which knows
-# autograd and memory.
-PROPERTIES = """
-    shape ndim dtype device layout itemsize is_cuda is_sparse is_quantized is_mkldnn
-    """.split()
+# The wrapper answers these, because it has the global shape.
 GLOBAL: set[Any] = {
     Tensor.size,
     Tensor.dim,
@@ -100,8 +97,23 @@ GLOBAL: set[Any] = {
     torch.is_floating_point,
     torch.is_complex,
     Tensor.get_device,
-    *(getattr(Tensor, name).__get__ for name in PROPERTIES),
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "shape",
+            "ndim",
+            "dtype",
+            "device",
+            "layout",
+            "itemsize",
+            "is_cuda",
+            "is_sparse",
+            "is_quantized",
+            "is_mkldnn",
+        )
+    ),
 }
+# The local shard answers these, because it has the autograd graph and the memory.
 LOCAL: set[Any] = {
     Tensor.is_contiguous,
     Tensor.is_inference,
@@ -111,10 +123,10 @@ LOCAL: set[Any] = {
         for name in ("requires_grad", "grad_fn", "is_leaf")
     ),
 }
-# Done to a gathered copy they would never see a gradient.
+# On a gathered copy these would never see a gradient.
 REFUSED = {Tensor.register_hook, Tensor.retain_grad}
-ASKED = GLOBAL | LOCAL | REFUSED
-# What a model calls on images alone.
+QUERIES = GLOBAL | LOCAL | REFUSED
+# Operators whose inputs are images.
 IMAGES = (
     AdaptivePool,
     BatchNorm,
@@ -135,17 +147,12 @@ def dispatch(
     args: Args = (),
     kwargs: Kwargs | None = None,
 ) -> Any:
-    """Runs a torch function that was given a HetTensor.
-
-    It runs on shards where the operator has a sharding rule, else on gathered tensors.
-    """
+    """Runs a torch function on HetTensors; the signature is that of `__torch_function__`."""
     kwargs = kwargs or {}
-    if func in ASKED:
+    if func in QUERIES:
         with no_torch_function():
-            return _answered(func, args, kwargs)
-    call_tags.enter(
-        func
-    )  # also of a call that is remembered here: another rank may not remember it
+            return _answer(func, args, kwargs)
+    call_tags.enter(func)  # before the look-up, because ranks may have other caches
     known = call_cache.lookup(func, args, kwargs)
     if isinstance(known, HetTensor):
         return known
@@ -154,93 +161,70 @@ def dispatch(
 
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> Any:
-    """Runs a call, and stores it under ``key`` if nothing was sent for it."""
+    """Runs a call, and stores it under ``key`` if it needs no communication."""
     verdict, found = trial(func, args, kwargs)
     if verdict.returns is not None:
         return found[verdict.returns]
-    # An argument that waits leaves no key.
-    if key is None and (folded := fuse(func, args, kwargs)) is not None:
-        return folded
+    # A deferred argument has no key.
+    if key is None and (fused := fuse(func, args, kwargs)) is not None:
+        return fused
     call = read_call(func, args, kwargs)
-    if (
-        call is not None
-        and isinstance(call.op, Gather | Pointwise)
-        and not _het(call.inputs)
-    ):
+    inputs = call.inputs if call is not None else ()
+    group = next((x.group for x in inputs if isinstance(x, HetTensor)), None)
+    if call is not None and group is None and isinstance(call.op, Gather | Pointwise):
         return _without_values(func, args, kwargs)
     written = [found[i] for i in verdict.writes] or _written(func, args, kwargs)
-    if (
-        verdict.empty
-        or verdict.reshapes
-        or (call is not None and not _writes_alone(call, written))
-    ):
+    other_writes = call is not None and not _writes_target_only(call, written)
+    if verdict.empty or verdict.reshapes or other_writes:
         call = None
-    if call is not None:
-        group = (
-            next(x.group for x in call.inputs if isinstance(x, HetTensor))
-            if _het(call.inputs)
-            else None
-        )
-        sharding = (
-            cached_sharding(call.op, tuple(layout_of(x, group) for x in call.inputs))
-            if group
-            else None
-        )
-        fits = sharding is not None and _fits(
-            verdict, sharding, (*args, *kwargs.values()), found
-        )
-        if (
-            group is not None
-            and sharding is not None
-            and fits
-            and runs_sharded(call, sharding)
-        ):
-            if call.in_place:
-                compute_deferred()
-            y = _finish(
-                call, RUN[type(call.op)](call, sharding, group, func, args, kwargs)
-            )
-            if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
-                views.link(
-                    y,
-                    found[0],
-                    _on_another(found[0], func, args, kwargs),
-                    copies=True,
-                    images=verdict.by_order,
-                )
-            elif verdict.by_order and isinstance(
-                y, HetTensor
-            ):  # a copy, also where the part lies as it should
-                y.local = clone_if_aliased(y.local, found[0].local)
-            elif key is not None:
-                call_cache.store(key, call, sharding, group.rank, args)
-            return y
-        if group is not None and isinstance(call.op, Dropout | NoiseLike):
+    if call is not None and group is not None:
+        layouts = tuple(layout_of(x, group) for x in call.inputs)
+        sharding = cached_sharding(call.op, layouts)
+        fits = _fits(verdict, sharding, (*args, *kwargs.values()), found)
+        if fits and runs_sharded(call, sharding):
+            sharded = ShardedCall(call, sharding, group, func, args, kwargs)
+            return _run_sharded(sharded, verdict, found, key)
+        if isinstance(call.op, Dropout | NoiseLike):
             check_draws(group, func, [0] * group.size)
     if written:
         compute_deferred()
-    return on_gathered(
-        func,
-        args,
-        kwargs,
-        images=call is not None and _of_images(call),
-        written=written,
-    )
+    images = call is not None and _reads_images(call)
+    return on_gathered(func, args, kwargs, images=images, written=written)
 
 
-def _answered(func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _run_sharded(
+    c: ShardedCall,
+    verdict: Verdict,
+    found: Sequence[HetTensor],
+    key: call_cache.Key | None,
+) -> Any:
+    if c.call.in_place:
+        compute_deferred()
+    y = _finish(c.call, RUN[type(c.call.op)](c))
+    if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
+        retake = _on_another(found[0], c.func, c.args, c.kwargs)
+        views.link(y, found[0], retake, copies=True, images=verdict.by_order)
+    elif verdict.by_order and isinstance(y, HetTensor):
+        # On one device it may be a copy, so that it is one here too.
+        y.local = clone_if_aliased(y.local, found[0].local)
+    elif key is not None:
+        call_cache.store(key, c)
+    return y
+
+
+def _answer(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if func in GLOBAL:
         return func(*args, **kwargs)
     if func in LOCAL:
         return func(args[0].local, *args[1:], **kwargs)
     raise HetConvError(
-        f"{func.__name__} was called on a tensor in parts; call it on y = hetconv.gather(x) "
+        f"{func.__name__} was called on a sharded tensor; call it on y = hetconv.gather(x) "
         "and go on with y"
     )
 
 
 def _without_values(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Runs a function that reads only dtype and device, such as ``like.new_zeros(3)``."""
+    """Runs a call that reads only dtype and device of HetTensors, such as x.new_zeros(3)."""
 
     def own(x: Any) -> Any:
         return x.local if isinstance(x, HetTensor) else x
@@ -248,23 +232,21 @@ def _without_values(func: Func, args: Args, kwargs: Kwargs) -> Any:
     return func(*map(own, args), **{k: own(v) for k, v in kwargs.items()})
 
 
-def _het(tensors: Sequence[Tensor]) -> bool:
-    return any(isinstance(x, HetTensor) for x in tensors)
-
-
 def runs_sharded(call: Call, sharding: OpSharding) -> bool:
     """Returns whether a call runs on shards.
 
-    It does not where the result is replicated anyway, nor where more than this rank's shard
-    is written to.
+    It does not if the result is replicated anyway, nor if a call in place must write to
+    more than this rank's shard.
     """
-    if sharding.output.kind == "replicated" or not call.in_place:
-        return sharding.output.kind != "replicated"
+    if sharding.output.kind == "replicated":
+        return False
+    if not call.in_place:
+        return True
     target = call.inputs[0]
     return isinstance(target, HetTensor) and views.may_write(target, sharding.output)
 
 
-def _writes_alone(call: Call, written: Sequence[HetTensor]) -> bool:
+def _writes_target_only(call: Call, written: Sequence[HetTensor]) -> bool:
     """Returns whether a call writes to nothing but the target of a call in place."""
     return all(call.in_place and x is call.inputs[0] for x in written)
 
@@ -275,30 +257,27 @@ def _fits(
     arguments: Iterable[Any],
     found: Sequence[HetTensor],
 ) -> bool:
-    """Returns whether the rule gives what PyTorch gives.
+    """Returns whether a sharding rule gives the result that PyTorch does.
 
-    A view of a tensor in a list is not taken of shards.
+    Views of a tensor in a list are not taken of shards.
     """
     if verdict.shares and not any(a is found[0] for a in arguments):
         return False
-    return (
-        verdict.shapes is None
-        or len(verdict.shapes) != 1
-        or verdict.shapes[0] == sharding.output.shape
-    )
+    shapes = verdict.shapes
+    return shapes is None or len(shapes) != 1 or shapes[0] == sharding.output.shape
 
 
 def _on_another(
     x: HetTensor, func: Func, args: Args, kwargs: Kwargs
 ) -> Callable[[Tensor], Any]:
-    """Returns a function that makes the same call with another tensor in place of ``x``."""
+    """Returns the same call with another tensor in the place of ``x``."""
     return lambda other: called_on({id(x): other}, func, args, kwargs)
 
 
 def _finish(
     call: Call, y: HetTensor | tuple[HetTensor, ...]
 ) -> HetTensor | tuple[HetTensor, ...]:
-    """Leaves the result of a call in place in the HetTensor that it was called on."""
+    """Stores the result of a call in place in the HetTensor that it was called on."""
     target = call.inputs[0]
     if not call.in_place or not isinstance(target, HetTensor) or isinstance(y, tuple):
         return y
@@ -306,11 +285,10 @@ def _finish(
     return target
 
 
-def _of_images(call: Call) -> bool:
-    """Returns whether all inputs are images with the model's memory format."""
-    return isinstance(call.op, IMAGES) or (
-        isinstance(call.op, Cat) and call.op.dim == 1
-    )
+def _reads_images(call: Call) -> bool:
+    """Returns whether all inputs are images, in the memory format of the model's inputs."""
+    op = call.op
+    return isinstance(op, IMAGES) or (isinstance(op, Cat) and op.dim == 1)
 
 
 def on_gathered(
@@ -321,17 +299,17 @@ def on_gathered(
     images: bool = False,
     written: Sequence[HetTensor] = (),
 ) -> Any:
-    """Gathers every HetTensor among the arguments and runs the function on plain tensors.
+    """Gathers every HetTensor among the arguments and runs the function; collective.
 
-    A HetTensor that the call writes to, or returns a view of, becomes replicated together
-    with all that share its memory, so that they go on sharing it.
+    A HetTensor that the call writes to, or returns a view of, becomes replicated, so
+    that both still share memory. So does every tensor that shares its memory on shards.
 
     Args:
-        func: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        images: see `gather`.
-        written: HetTensors that the call writes to.
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        images: As in `gather`.
+        written: The HetTensors that the call writes to.
     """
     for x in written:
         views.make_whole(x)
@@ -357,7 +335,7 @@ def on_gathered(
     copied = [
         x for x, _ in seen if views.shared(x) and views.shows(x, func, args, kwargs)
     ]
-    if copied:  # the view is of a copy of what they share
+    if copied:  # the result is a view of a copy of the shared memory
         for x in copied:
             views.make_whole(x)
         return on_gathered(func, args, kwargs, images=images, written=written)
@@ -368,11 +346,9 @@ def on_gathered(
 
 
 def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
-    """Returns the HetTensors that a call writes to, by its name and arguments."""
-    targets = [
-        kwargs.get("out"),
-        args[0] if args and writes_in_place(func, kwargs) else None,
-    ]
+    """Returns the HetTensors that a call writes to, by its name and its arguments."""
+    in_place = args and writes_in_place(func, kwargs)
+    targets = [kwargs.get("out"), args[0] if in_place else None]
     return [x for x in tree_iter(targets) if isinstance(x, HetTensor)]
 
 
@@ -381,7 +357,7 @@ def _written(func: Func, args: Args, kwargs: Kwargs) -> list[HetTensor]:
     assigned=("__name__", "__qualname__", "__doc__", "__annotations__"),
 )
 def gather(x: Tensor, *, images: bool = False) -> Tensor:
-    """Gathers a tensor as a call of the user's program. See `het_tensor.gather`."""
+    """Gathers a HetTensor, as a call of its own in messages of errors."""
     call_tags.enter("hetconv.gather")
     return het_tensor.gather(x, images=images)
 

@@ -1,4 +1,4 @@
-"""Group, layer and similar norms on shards, with the statistics of the whole."""
+"""Group norm with the statistics of the whole, and norms that are local to a shard."""
 
 from __future__ import annotations
 
@@ -14,70 +14,50 @@ from hetconv.comm import call_tags
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import redistribute_local, run_rounds
 from hetconv.kernels.epilogue import per_channel
-from hetconv.operators.base import Call, function_name
+from hetconv.operators.base import function_name
 from hetconv.operators.norms import BatchNorm, GroupNorm, LocalNorm, NormCall
 from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
-from hetconv.runtime.inputs import (
-    Args,
-    Func,
-    Kwargs,
-    Runner,
-    as_called,
-    called_on,
-    differentiable_gradients,
-    to_layout,
-)
+from hetconv.runtime.inputs import differentiable_gradients
 from hetconv.sharding.layout import Box, ReadRegion
 from hetconv.sharding.rule import OpSharding
 
-from .batch_norm import batch_norm
-from .local_batch_norm import empty_result, exact_of
+from .as_called import Runner, ShardedCall, called_on
+from .batch_norm import batch_norm, empty_result, exact_of
 
 
-def group_norm(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs group norm on (N, C, ...).
+def group_norm(c: ShardedCall) -> HetTensor:
+    """Normalizes the local shard of x (N, C, ...) with the statistics of whole groups.
 
-    Nothing is sent where samples or whole groups of channels are sharded; otherwise moments
-    are combined.
+    If samples or whole groups of channels are sharded, the statistics are local; else
+    the ranks combine their moments.
     """
+    call, group, box = c.call, c.group, c.box
     assert isinstance(call, NormCall)
     assert isinstance(call.op, GroupNorm)
-    op, box = call.op, sharding.output.boxes[group.rank]
-    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
-    if (
-        function_name(func) == "group_norm"
-        and torch.is_autocast_enabled("cuda")
-        and x.is_cuda
-        and x.dtype != torch.float64
-    ):
-        x = x.float()  # as torch's autocast does, though for instance norm it does not
+    x, op = c.local_input(), call.op
+    casts = function_name(c.func) == "group_norm" and torch.is_autocast_enabled("cuda")
+    if casts and x.is_cuda and x.dtype != torch.float64:
+        x = x.float()  # as torch's autocast does; for instance norm it does not
     own = slice(box.lo[1], box.hi[1])
     weight, bias = (
         synced_grad(group, gather(p))[own] if p is not None else None
         for p in (call.weight, call.bias)
     )
-    if sharding.forward_moves:
-        y = _SplitGroupNorm.apply(x, weight, bias, call.eps, op, sharding, group)
+    if c.sharding.forward_moves:
+        y = _SplitGroupNorm.apply(x, weight, bias, call.eps, op, c.sharding, group)
     elif not x.numel():
         y = empty_result(x, weight, bias)
-    else:  # torch.nn.functional's refuses a part of one element per group
+    else:  # torch.nn.functional's refuses a shard of one element per group
         y = torch.group_norm(x, x.shape[1] // op.channels, weight, bias, call.eps)
-    return HetTensor.wrap(y, sharding.output, group)
+    return c.wrap(y)
 
 
 class _SplitGroupNorm(torch.autograd.Function):
-    """Group norm where ranks have parts of the same groups.
+    """Normalizes shards of groups that several ranks share.
 
-    Weight and bias are those of the rank's own channels. x is (n, c, ...), of the rank's
-    samples and channels; mean and invstd are (n, G), of the groups.
+    Letters: x (n, c, ...) has the local samples and channels, weight and bias (c,) the
+    local channels; mean and invstd (n, G) are those of whole groups.
     """
 
     @staticmethod
@@ -94,17 +74,12 @@ class _SplitGroupNorm(torch.autograd.Function):
         exact = exact_of(x)
         layout, lo = sharding.output, sharding.output.boxes[group.rank].lo[1]
         own = _group_moments(x.to(exact), op, lo)
-        (move,) = sharding.forward_moves
-        each = run_rounds(
-            group,
-            own[None],
-            move.forward,
-            move.src.boxes[group.rank],
-            move.dst.boxes[group.rank],
-        )
+        (move,), rank = sharding.forward_moves, group.rank
+        src, dst = move.src.boxes[rank], move.dst.boxes[rank]
+        each = run_rounds(group, own[None], move.forward, src, dst)
         variances, means = each.view(len(each), 2, -1, op.groups).unbind(1)
-        mates = layout.peers(group.rank)
-        share = each.new_tensor(op.shares(layout)[mates.start : mates.stop])[:, None]
+        peers = layout.peers(group.rank)
+        share = each.new_tensor(op.shares(layout)[peers.start : peers.stop])[:, None]
         mean = (share * means).sum(0)
         invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
         scale, centre = _to_channels(invstd, op, lo, x), _to_channels(mean, op, lo, x)
@@ -128,14 +103,9 @@ class _SplitGroupNorm(torch.autograd.Function):
             bias = x.new_zeros(
                 x.shape[1], dtype=ctx.bias_dtype or x.dtype
             ).requires_grad_(ctx.needs_input_grad[2])
-            again = partial(_differentiable, ctx.eps, ctx.op, ctx.sharding, ctx.group)
-            return (
-                *differentiable_gradients(again, (x, weight, bias), g),
-                None,
-                None,
-                None,
-                None,
-            )
+            compute = partial(_differentiable, ctx.eps, ctx.op, ctx.sharding, ctx.group)
+            gradients = differentiable_gradients(compute, (x, weight, bias), g)
+            return *gradients, None, None, None, None
         op, lo, dims = ctx.op, ctx.lo, list(range(2, x.dim()))
         scale = _to_channels(invstd, op, lo, x)
         centred = (x.to(mean.dtype) - _to_channels(mean, op, lo, x)) * scale
@@ -174,18 +144,17 @@ def _differentiable(
     weight: Tensor | None,
     bias: Tensor,
 ) -> Tensor:
-    """Computes `_SplitGroupNorm` by operators that autograd knows."""
+    """Computes `_SplitGroupNorm` by operators that autograd can differentiate again."""
     layout, exact, (move,) = sharding.output, exact_of(x), sharding.forward_moves
     lo = layout.boxes[group.rank].lo[1]
-    own = (
-        _group_moments(x.to(exact), op, lo) + x.sum().to(exact) * 0
-    )  # also of an empty part
+    # The added zero keeps an empty shard in the graph.
+    own = _group_moments(x.to(exact), op, lo) + x.sum().to(exact) * 0
     each = redistribute_local(
         group, own[None], move.src, ReadRegion(move.dst.shape, move.dst.boxes)
     )
     variances, means = each.view(len(each), 2, -1, op.groups).unbind(1)
-    mates = layout.peers(group.rank)
-    share = each.new_tensor(op.shares(layout)[mates.start : mates.stop])[:, None]
+    peers = layout.peers(group.rank)
+    share = each.new_tensor(op.shares(layout)[peers.start : peers.stop])[:, None]
     mean = (share * means).sum(0)
     invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
     y = (x.to(exact) - _to_channels(mean, op, lo, x)) * _to_channels(invstd, op, lo, x)
@@ -194,7 +163,10 @@ def _differentiable(
 
 
 def _group_moments(x: Tensor, op: GroupNorm, lo: int) -> Tensor:
-    """Returns variance and mean of a shard for each group, (2, n G); zero if it is empty."""
+    """Returns (2, N G): variance and mean of the local shard of each sample's groups.
+
+    Those of an empty shard are zero, and have no weight.
+    """
     if not x.numel():
         return x.new_zeros((2, len(x) * op.groups))
     var, mean = torch.var_mean(x, list(range(2, x.dim())), correction=0)
@@ -207,39 +179,27 @@ def _group_moments(x: Tensor, op: GroupNorm, lo: int) -> Tensor:
 
 
 def _to_groups(v: Tensor, op: GroupNorm, lo: int) -> Tensor:
-    """Sums (N, c) of the rank's channels, which begin at ``lo``, to (N, G) per group."""
-    return (
-        F.pad(v, (lo, op.shape[1] - lo - v.shape[1]))
-        .reshape(-1, op.groups, op.channels)
-        .sum(2)
-    )
+    """Sums (N, c) of the local channels, which begin at ``lo``, per group: (N, G)."""
+    every = F.pad(v, (lo, op.shape[1] - lo - v.shape[1]))
+    return every.reshape(-1, op.groups, op.channels).sum(2)
 
 
 def _to_channels(v: Tensor, op: GroupNorm, lo: int, like: Tensor) -> Tensor:
-    """Expands (N, G) to (N, c, 1, ...) of the rank's channels, with the rank of ``like``."""
+    """Repeats (N, G) for the local channels: (N, c, 1, ...), which broadcasts to ``like``."""
     own = v.repeat_interleave(op.channels, 1)[:, lo : lo + like.shape[1]]
     return own.view(*own.shape, *[1] * (like.dim() - 2))
 
 
-def local_norm(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs a norm over whole dimensions on the rank's shard."""
-    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
-    if (
-        function_name(func) == "local_response_norm" and not x.numel()
-    ):  # torch returns x itself, not of autocast's dtype
-        one = as_called(func, args, kwargs)(x.new_ones((1,) * x.dim()))
-        return HetTensor.wrap((x * 1).to(one.dtype), sharding.output, group)
-    local = {id(call.inputs[0]): x} | {
-        id(p): synced_grad(group, gather(p)) for p in call.params
-    }
-    return HetTensor.wrap(called_on(local, func, args, kwargs), sharding.output, group)
+def local_norm(c: ShardedCall) -> HetTensor:
+    """Normalizes within the local shard, such as layer norm and local response norm."""
+    x = c.local_input()
+    if function_name(c.func) == "local_response_norm" and not x.numel():
+        # torch returns x itself, in another dtype than autocast's
+        dtype = c.on(x.new_ones((1,) * x.dim())).dtype
+        return c.wrap((x * 1).to(dtype))
+    params = {id(p): synced_grad(c.group, gather(p)) for p in c.call.params}
+    local = {id(c.call.inputs[0]): x} | params
+    return c.wrap(called_on(local, c.func, c.args, c.kwargs))
 
 
 RUN: dict[type[Any], Runner] = {

@@ -1,9 +1,9 @@
-"""Convolutions of a rank's own rows and of the halo rows of other ranks.
+"""Convolution of local shards, with the halo exchange of spatial splits.
 
-Convolution is linear: conv(own rows + halo) = conv(own rows) + conv(halo). The halo
-contributes to the few output rows beside a boundary only. Own rows are therefore neither
-copied nor padded, and the exchange runs while they are computed. The backward pass sends
-the halo's cotangent first, and computes the rest meanwhile.
+A spatial split uses that convolution is linear: conv(own rows + halos) = conv(own rows)
++ conv(halos). A halo adds only to the few output rows next to the boundary, so that own
+rows are never copied or padded, and the exchange overlaps with their computation. The
+backward pass sends the halos' gradients back first and computes the rest meanwhile.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from hetconv.kernels import Route, aten
 from hetconv.kernels.aten import summed_pixels
 from hetconv.kernels.epilogue import per_channel
 from hetconv.runtime.inputs import differentiable_gradients, tie_to_graph, uncounted
-from hetconv.sharding.conv_geometry import Geometry
-from hetconv.sharding.conv_spec import Segment
+from hetconv.sharding.conv_spec import Segment, Span
 from hetconv.torch_internals import materialized
+
+from .conv_geometry import Geometry, Slab
 
 
 class FusedEpilogue(NamedTuple):
-    """The epilogue activation(scale * y + shift + residual) of a convolution y.
+    """Operators fused after a convolution: activation(scale * y + shift + residual).
 
     Attributes:
-        scale: one number per filter of this rank, in float32 at least; or None.
-        shift: likewise.
-        residual: a tensor like y, or None.
-        activation: name of the activation, or None.
-        slope: its slope below zero.
+        scale: One number per local filter, in float32 at least; None for 1.
+        shift: Likewise; None for 0.
+        residual: A tensor like y; None for 0.
+        activation: Name of the activation, or None.
+        slope: Negative slope of a leaky ReLU.
     """
 
     scale: Tensor | None = None
@@ -48,78 +49,73 @@ class FusedEpilogue(NamedTuple):
     slope: float = 0.0
 
 
-IDENTITY, ANY = FusedEpilogue(), Route()
+IDENTITY, ANY_ROUTE = FusedEpilogue(), Route()
 
 
-def computed(
+def compute(
     x: Tensor,
     w: Tensor,
     b: Tensor | None,
     geo: Geometry,
     group: RankGroup,
-    after: FusedEpilogue = IDENTITY,
-    route: Route = ANY,
+    epilogue: FusedEpilogue = IDENTITY,
+    route: Route = ANY_ROUTE,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Computes this rank's output, without autograd.
+    """Computes the local output of a convolution, without autograd.
 
     Args:
-        x: this rank's input.
-        w: its filters.
-        b: their bias.
-        geo: what it computes.
-        group: the ranks.
-        after: the epilogue.
-        route: which kernels to use.
+        x: This rank's shard of the input.
+        w: Its weights.
+        b: Its bias.
+        geo: Its share of the convolution.
+        group: The ranks, which exchange halos.
+        epilogue: What is computed on the result.
+        route: Which kernel computes it.
 
     Returns:
-        The output, and the halos by sender.
+        The local output, and the halos that were received, by sender.
     """
     bias = b if geo.adds_bias else None
-    whole = geo.covers and bool(x.numel() and w.numel())
-    if whole and not geo.held and geo.own is not None:
-        return _run(geo, x, geo.own, geo.own_lo, w, bias, after, route), {}
-    under_way = start_exchange(group, x, geo.held, geo.wanted) if geo.held else None
-    scaled = FusedEpilogue(
-        scale=after.scale
-    )  # what a part of the sums gets, when all of them are not there yet
-    if whole:
-        assert geo.own is not None
-        first = (
-            after._replace(residual=None, activation=None)
-            if geo.halos and after is not IDENTITY
-            else after
-        )
-        y = _run(geo, x, geo.own, geo.own_lo, w, bias, first, route)
+    own = geo.own if x.numel() and w.numel() else None
+    covers = own is not None and geo.covers
+    if own is not None and covers and not geo.held:
+        return _run(geo, x, own, w, bias, epilogue, route), {}
+    exchange = start_exchange(group, x, geo.held, geo.wanted) if geo.held else None
+    scaled = FusedEpilogue(scale=epilogue.scale)  # what each partial result needs
+    if own is not None and covers:
+        first = epilogue
+        if geo.halos:  # residual and activation come after the halos
+            first = epilogue._replace(residual=None, activation=None)
+        y = _run(geo, x, own, w, bias, first, route)
     else:
-        y = _constant(x.new_zeros(geo.y_shape), bias, after)
-        if geo.own is not None and x.numel() and w.numel():
-            _rows(y, geo, geo.own).add_(
-                _run(geo, x, geo.own, geo.own_lo, w, None, scaled, route)
-            )
-    got = under_way.wait() if under_way is not None else {}
-    for peer, segment, lo in geo.halos:
-        if segment is not None:
-            _rows(y, geo, segment).add_(
-                _run(geo, got[peer], segment, lo, w, None, scaled, route)
-            )
-    if geo.halos or not whole:
-        kernels.finish_in_place(y, after.residual, after.activation, after.slope)
-    return y, got
+        y = _add_constant(x.new_zeros(geo.y_shape), bias, epilogue)
+        if own is not None:
+            _rows(y, geo, own).add_(_run(geo, x, own, w, None, scaled, route))
+    halos = exchange.wait() if exchange is not None else {}
+    for peer, slab in geo.halos:
+        if slab is not None:
+            part = _run(geo, halos[peer], slab, w, None, scaled, route)
+            _rows(y, geo, slab).add_(part)
+    if geo.halos or not covers:
+        kernels.finish_in_place(
+            y, epilogue.residual, epilogue.activation, epilogue.slope
+        )
+    return y, halos
 
 
-def _constant(y: Tensor, bias: Tensor | None, after: FusedEpilogue) -> Tensor:
-    """Adds the convolution of zeros; a rank without output rows need not hold the bias."""
-    if not y.numel():
+def _add_constant(y: Tensor, bias: Tensor | None, epilogue: FusedEpilogue) -> Tensor:
+    """Adds the scaled bias and the shift to ``y``, in place."""
+    if not y.numel():  # such a rank need not hold the bias
         return y
     if bias is not None:
-        y += per_channel(bias if after.scale is None else bias * after.scale, y)
-    if after.shift is not None:
-        y += per_channel(after.shift, y)
+        y += per_channel(bias if epilogue.scale is None else bias * epilogue.scale, y)
+    if epilogue.shift is not None:
+        y += per_channel(epilogue.shift, y)
     return y
 
 
 class LocalConv(torch.autograd.Function):
-    """A convolution of one rank's shard, with its backward."""
+    """Convolution of local shards, with autograd; see `compute`."""
 
     @staticmethod
     def forward(
@@ -130,9 +126,9 @@ class LocalConv(torch.autograd.Function):
         geo: Geometry,
         group: RankGroup,
     ) -> Tensor:
-        """Computes this rank's output."""
-        y, got = computed(x, w, b, geo, group)
-        ctx.save_for_backward(x, w, *(got[peer] for peer, _, _ in geo.halos))
+        """Computes the local output and saves what the backward pass needs."""
+        y, halos = compute(x, w, b, geo, group)
+        ctx.save_for_backward(x, w, *(halos[peer] for peer, _ in geo.halos))
         ctx.geo, ctx.group, ctx.biases = geo, group, len(b) if b is not None else 0
         ctx.call = call_tags.forward_call()
         return y
@@ -141,250 +137,201 @@ class LocalConv(torch.autograd.Function):
     def backward(
         ctx: Any, g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """Computes the gradients of input, weight and bias."""
-        (x, w, *halos), geo, group, g = (
-            ctx.saved_tensors,
-            ctx.geo,
-            ctx.group,
-            materialized(g),
-        )
+        """Computes the gradients of shard, weight and bias, and exchanges those of halos."""
+        (x, w, *halos), geo, group = ctx.saved_tensors, ctx.geo, ctx.group
+        g = materialized(g)
         call_tags.enter_backward(ctx.call)
-        if torch.is_grad_enabled():
-            gx, gw = differentiable_gradients(
-                partial(_differentiable, geo, group), (x, w), g
-            )
-            gb = summed_pixels(g)[: ctx.biases] if ctx.needs_input_grad[2] else None
-            return (
-                gx,
-                gw,
-                gb if gb is None or geo.adds_bias else uncounted(gb),
-                None,
-                None,
-            )
         want_x, want_w, want_b = ctx.needs_input_grad[:3]
-        partial_w: list[tuple[Segment, Tensor]] = []
-        home: dict[int, Tensor] = {}
-        for (peer, segment, lo), halo in zip(geo.halos, halos, strict=True):
-            home[peer] = torch.zeros_like(halo) if want_x else halo
-            if segment is not None:
-                gx, gw, _ = _back(geo, g, halo, segment, lo, w, (want_x, want_w, False))
-                if want_x:
-                    home[peer] = _placed(gx, halo, geo, segment, lo)
-                if want_w:
-                    partial_w.append((segment, gw))
-        under_way = _send_home(geo, group, x, home) if want_x and geo.held else None
-        gx, gw, gb = None, None, None
+        if torch.is_grad_enabled():
+            again = partial(_differentiable, geo, group)
+            gx, gw = differentiable_gradients(again, (x, w), g)
+            gb = summed_pixels(g)[: ctx.biases] if want_b else None
+            if gb is not None and not geo.adds_bias:
+                gb = uncounted(gb)
+            return gx, gw, gb, None, None
+        w_parts: list[tuple[Segment, Tensor]] = []
+        halo_grads: dict[int, Tensor] = {}
+        for (peer, slab), halo in zip(geo.halos, halos, strict=True):
+            gx, wants = None, (want_x, want_w, False)
+            if slab is not None:
+                gx, gw, _ = _gradients(geo, g, halo, slab, w, wants)
+                w_parts += [(slab.segment, gw)] if want_w else []
+            halo_grads[peer] = torch.zeros_like(halo) if gx is None else gx
+        sends = want_x and geo.held
+        exchange = _return_halos(geo, group, x, halo_grads) if sends else None
+        gx, gb = None, None
         if geo.own is not None and x.numel() and w.numel():
             wants = (want_x, want_w, want_b and geo.covers and ctx.biases == len(w))
-            gx, gw, gb = _back(geo, g, x, geo.own, geo.own_lo, w, wants)
-            gx = _placed(gx, x, geo, geo.own, geo.own_lo) if want_x else None
-            partial_w[:0] = [(geo.own, gw)] if want_w else []
+            gx, gw, gb = _gradients(geo, g, x, geo.own, w, wants)
+            w_parts[:0] = [(geo.own.segment, gw)] if want_w else []
         if want_b and gb is None:
-            gb = summed_pixels(g)[: ctx.biases]  # of which a rank may hold none
-        gx = x.new_zeros(x.shape) if want_x and gx is None else gx
-        if under_way is not None:
-            with under_way as came:
-                _add_home(gx, came, geo, group)
-        return (
-            gx,
-            _weight_gradient(partial_w, w, geo) if want_w else None,
-            gb,
-            None,
-            None,
-        )
+            gb = summed_pixels(g)[: ctx.biases]  # this rank may hold no bias
+        if want_x and gx is None:
+            gx = x.new_zeros(x.shape)
+        if exchange is not None:
+            with exchange as received:
+                _add_halo_gradients(gx, received, geo, group)
+        return gx, _weight_gradient(w_parts, w, geo) if want_w else None, gb, None, None
 
 
 def _differentiable(geo: Geometry, group: RankGroup, x: Tensor, w: Tensor) -> Tensor:
-    """Computes `computed` without bias by operators that autograd knows."""
+    """Computes the result without bias by operators that autograd can differentiate."""
     y, sources = x.new_zeros(geo.y_shape), [x, w]
-    parts = [] if geo.own is None else [(x, geo.own, geo.own_lo)]
+    parts = [(x, geo.own)]
     if geo.held:
-        joined, *got = _FetchedHalos.apply(x, geo, group)
-        y, sources = y + joined, [x, w, joined]
-        parts += [
-            (halo, s, lo)
-            for halo, (_, s, lo) in zip(got, geo.halos, strict=True)
-            if s is not None
-        ]
-    for rows, segment, lo in parts:
-        if rows.numel() and w.numel():
-            own, taps = _cut(rows, w, geo, segment, lo)
-            s = geo.op.spec
-            part = aten.conv(
-                own, taps, None, s.stride, geo.padding(segment), s.dilation, geo.groups
-            )
-            before = segment.out[0] - geo.first_out
-            beyond = y.shape[geo.dim] - before - part.shape[geo.dim]
-            y = y + F.pad(part, (*(0, 0) * (y.dim() - 1 - geo.dim), before, beyond))
+        zero, *halos = _FetchHalos.apply(x, geo, group)
+        y, sources = y + zero, [x, w, zero]
+        parts += zip(halos, (slab for _, slab in geo.halos), strict=True)
+    s = geo.op.spec
+    for rows, slab in parts:
+        if slab is None or not (rows.numel() and w.numel()):
+            continue
+        rows, taps = _cut(rows, w, geo, slab)
+        pad = geo.padding(slab.segment)
+        part = aten.conv(rows, taps, None, s.stride, pad, s.dilation, geo.groups)
+        before = slab.segment.out[0] - geo.first_out
+        after = y.shape[geo.dim] - before - part.shape[geo.dim]
+        y = y + F.pad(part, (*(0, 0) * (y.dim() - 1 - geo.dim), before, after))
     return tie_to_graph(y, *sources)
 
 
-class _FetchedHalos(torch.autograd.Function):
-    """Halos of a rank, in the order of ``geo.halos``.
+class _FetchHalos(torch.autograd.Function):
+    """Receives the halos, in the order of ``geo.halos``.
 
-    A zero that ties every rank to the exchange comes first.
+    The first result is a zero that makes every rank take part in the backward exchange.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, geo: Geometry, group: RankGroup
     ) -> tuple[Tensor, ...]:
-        ctx.geo, ctx.group, ctx.shape, ctx.call = (
-            geo,
-            group,
-            x.shape,
-            call_tags.forward_call(),
-        )
-        got = start_exchange(group, x, geo.held, geo.wanted).wait()
-        return x.new_zeros(()), *(got[peer] for peer, _, _ in geo.halos)
+        ctx.geo, ctx.group, ctx.shape = geo, group, x.shape
+        ctx.call = call_tags.forward_call()
+        halos = start_exchange(group, x, geo.held, geo.wanted).wait()
+        return x.new_zeros(()), *(halos[peer] for peer, _ in geo.halos)
 
     @staticmethod
-    def backward(ctx: Any, joined: Tensor, *halos: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, zero: Tensor, *halos: Tensor) -> tuple[Tensor, None, None]:
         call_tags.enter_backward(ctx.call)
-        return (
-            _HalosSentHome.apply(joined, ctx.shape, ctx.geo, ctx.group, *halos),
-            None,
-            None,
-        )
+        gx = _ReturnHalos.apply(zero, ctx.shape, ctx.geo, ctx.group, *halos)
+        return gx, None, None
 
 
-class _HalosSentHome(torch.autograd.Function):
-    """Adjoint of `_FetchedHalos`: the cotangent of own rows that other ranks read."""
+class _ReturnHalos(torch.autograd.Function):
+    """Sends the halos' gradients back: the adjoint of `_FetchHalos`."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        joined: Tensor,
+        zero: Tensor,
         shape: torch.Size,
         geo: Geometry,
         group: RankGroup,
         *halos: Tensor,
     ) -> Tensor:
         ctx.geo, ctx.group, ctx.call = geo, group, call_tags.forward_call()
-        gx = joined.new_zeros(shape)
-        home = {peer: halo for (peer, _, _), halo in zip(geo.halos, halos, strict=True)}
-        with _send_home(geo, group, gx, home) as came:
-            _add_home(gx, came, geo, group)
+        gx = zero.new_zeros(shape)
+        grads = {peer: halo for (peer, _), halo in zip(geo.halos, halos, strict=True)}
+        with _return_halos(geo, group, gx, grads) as received:
+            _add_halo_gradients(gx, received, geo, group)
         return gx
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         call_tags.enter_backward(ctx.call)
-        joined, *halos = _FetchedHalos.apply(g, ctx.geo, ctx.group)
-        return joined, None, None, None, *halos
+        zero, *halos = _FetchHalos.apply(g, ctx.geo, ctx.group)
+        return zero, None, None, None, *halos
 
 
-def _send_home(
-    geo: Geometry, group: RankGroup, x: Tensor, home: dict[int, Tensor]
+def _return_halos(
+    geo: Geometry, group: RankGroup, x: Tensor, halo_grads: dict[int, Tensor]
 ) -> PendingExchange:
-    """Sends each halo's cotangent to its owner, and receives those of this rank's rows."""
-    return PendingExchange(
-        group, x, home, exchange_plan(geo.wanted, geo.held, group.rank).comes
-    )
+    """Starts to send each halo's gradient to the rank that owns the rows."""
+    receives = exchange_plan(geo.wanted, geo.held, group.rank).comes
+    return PendingExchange(group, x, halo_grads, receives)
 
 
-def _add_home(
-    gx: Any, came: dict[int, Tensor], geo: Geometry, group: RankGroup
+def _add_halo_gradients(
+    gx: Any, received: dict[int, Tensor], geo: Geometry, group: RankGroup
 ) -> None:
-    """Adds the cotangents of rows that others read; in one pass unless several read one."""
+    """Adds the gradients of own rows that other ranks read."""
     held = geo.held[group.rank]
-    boxes = [geo.wanted[peer].intersect(held) for peer in came]
+    boxes = [geo.wanted[peer].intersect(held) for peer in received]
     views = [gx[box.slices_in(held)] for box in boxes]
     if disjoint(boxes):
-        kernels.unpack(list(came.values()), views, add=True)
-    else:
-        for piece, view in zip(came.values(), views, strict=True):
+        kernels.unpack(list(received.values()), views, add=True)
+    else:  # several ranks read the same rows
+        for piece, view in zip(received.values(), views, strict=True):
             view += piece
 
 
 def _weight_gradient(
     parts: list[tuple[Segment, Tensor]], w: Tensor, geo: Geometry
 ) -> Tensor:
+    """Sums the gradients of the taps that each segment uses."""
     if parts and parts[0][1].shape == w.shape:
         (_, total), *parts = parts
     else:
         total = torch.zeros_like(w)
     for segment, gw in parts:
-        total.narrow(geo.dim, segment.taps[0], segment.taps[1] - segment.taps[0]).add_(
-            gw
-        )
+        _narrow(total, geo.dim, segment.taps).add_(gw)
     return total
 
 
 def _run(
     geo: Geometry,
     x: Tensor,
-    segment: Segment,
-    lo: int,
+    slab: Slab,
     w: Tensor,
     b: Tensor | None,
-    after: FusedEpilogue,
+    epilogue: FusedEpilogue,
     route: Route,
 ) -> Tensor:
-    """Returns what the rows of a segment contribute to the output.
-
-    Args:
-        geo: what the rank computes.
-        x: rows of the input.
-        segment: of these rows.
-        lo: index of the first row of ``x``.
-        w: the filters.
-        b: the bias.
-        after: the epilogue.
-        route: which kernels to use.
-    """
+    """Computes what the rows of a slab in ``x`` add to the output."""
     s = geo.op.spec
-    x, w = _cut(x, w, geo, segment, lo)
-    args = (x, w, b, s.stride, geo.padding(segment), s.dilation, geo.groups)
-    if after is IDENTITY:
+    x, w = _cut(x, w, geo, slab)
+    args = (x, w, b, s.stride, geo.padding(slab.segment), s.dilation, geo.groups)
+    if epilogue is IDENTITY:
         return kernels.conv_forward(*args, route=route)
-    return kernels.conv_forward(*args, **after._asdict(), route=route)
+    return kernels.conv_forward(*args, **epilogue._asdict(), route=route)
 
 
-def _back(
+def _gradients(
     geo: Geometry,
     g: Tensor,
     x: Tensor,
-    segment: Segment,
-    lo: int,
+    slab: Slab,
     w: Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Any, Any, Any]:
-    s = geo.op.spec
-    g = _rows(g, geo, segment)
-    x, w = _cut(x, w, geo, segment, lo)
-    pad = geo.padding(segment)
-    return kernels.conv_backward(g, x, w, s.stride, pad, s.dilation, geo.groups, wanted)
-
-
-def _cut(
-    x: Tensor, w: Tensor, geo: Geometry, segment: Segment, lo: int
-) -> tuple[Tensor, Tensor]:
-    (a, b), (r0, r1) = segment.rows, segment.taps
-    x = (
-        x
-        if (a - lo, b - a) == (0, x.shape[geo.dim])
-        else x.narrow(geo.dim, a - lo, b - a)
+    """Computes the wanted gradients of ``x``, of the taps that are used, and of the bias."""
+    s, pad = geo.op.spec, geo.padding(slab.segment)
+    rows, taps = _cut(x, w, geo, slab)
+    gx, gw, gb = kernels.conv_backward(
+        _rows(g, geo, slab), rows, taps, s.stride, pad, s.dilation, geo.groups, wanted
     )
-    return x, w if (r0, r1) == (0, w.shape[geo.dim]) else w.narrow(geo.dim, r0, r1 - r0)
+    if gx is None or not wanted[0]:
+        return None, gw, gb
+    if gx.shape != x.shape:  # rows that are not read have a gradient of zero
+        whole = torch.zeros_like(x)
+        _cut(whole, w, geo, slab)[0].copy_(gx)
+        gx = whole
+    return gx, gw, gb
 
 
-def _rows(y: Tensor, geo: Geometry, segment: Segment) -> Tensor:
-    """Returns the rows of an output tensor that a segment contributes to."""
-    lo, hi = segment.out
-    return (
-        y
-        if hi - lo == y.shape[geo.dim]
-        else y.narrow(geo.dim, lo - geo.first_out, hi - lo)
-    )
+def _cut(x: Tensor, w: Tensor, geo: Geometry, slab: Slab) -> tuple[Tensor, Tensor]:
+    """Returns the rows of ``x`` and the taps of ``w`` that a slab's segment uses."""
+    (lo, hi), first = slab.segment.rows, slab.first
+    rows = _narrow(x, geo.dim, (lo - first, hi - first))
+    return rows, _narrow(w, geo.dim, slab.segment.taps)
 
 
-def _placed(gx: Tensor, x: Tensor, geo: Geometry, segment: Segment, lo: int) -> Tensor:
-    """Returns the gradient of a segment's rows, with zeros for rows that were not read."""
-    if gx.shape == x.shape:
-        return gx
-    whole = torch.zeros_like(x)
-    whole.narrow(
-        geo.dim, segment.rows[0] - lo, segment.rows[1] - segment.rows[0]
-    ).copy_(gx)
-    return whole
+def _rows(y: Tensor, geo: Geometry, slab: Slab) -> Tensor:
+    """Returns the rows of the local output that a slab adds to."""
+    lo, hi = slab.segment.out
+    return _narrow(y, geo.dim, (lo - geo.first_out, hi - geo.first_out))
+
+
+def _narrow(x: Tensor, dim: int, span: Span) -> Tensor:
+    lo, hi = span
+    return x if span == (0, x.shape[dim]) else x.narrow(dim, lo, hi - lo)

@@ -10,22 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.comm.rank_group import RankGroup
-from hetconv.operators.base import Call
 from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import (
-    Args,
-    Func,
-    Kwargs,
-    Runner,
-    as_called,
-    empty_output,
-    to_layout,
-)
+from hetconv.runtime.inputs import empty_output
 from hetconv.sharding.conv_spec import Span, Window
 from hetconv.sharding.layout import Box
-from hetconv.sharding.rule import OpSharding
+
+from .as_called import Runner, ShardedCall
 
 MAX: dict[int, Callable[..., Tensor]] = {
     1: F.max_pool1d,
@@ -49,118 +40,88 @@ ADAPTIVE: dict[str, dict[int, Callable[..., Tensor]]] = {
         3: F.adaptive_avg_pool3d,
     },
 }
-"""By the number of spatial dimensions."""
+"""Torch's functions, by kind and by the number of spatial dimensions."""
 
 
-def pool(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs a pooling.
+def pool(c: ShardedCall) -> HetTensor:
+    """Pools the local shard.
 
-    Where samples or channels are sharded, it runs as called; where space is, on the rows
-    that the rank's outputs read.
+    If a spatial dimension is sharded, the local outputs are computed from the slab of
+    the input that they read.
     """
-    op = call.op
+    op = c.call.op
     assert isinstance(op, Pool)
 
-    def pooled(x: Tensor, dim: int, box: Box) -> Tensor:
+    def pool_slab(x: Tensor, dim: int, box: Box) -> Tensor:
         if op.kind == "other":
-            y: Tensor = as_called(func, args, kwargs)(_differentiable(x, op))
+            y: Tensor = c.on(_differentiable(x, op))
             return y
-        return _slab(
-            op, x, dim, (box.lo[dim], box.hi[dim]), tuple(call.inputs[0].shape[2:])
-        )
+        sizes = tuple(c.call.inputs[0].shape[2:])
+        return _slab(op, x, dim, (box.lo[dim], box.hi[dim]), sizes)
 
-    return own_outputs(call, sharding, group, func, args, kwargs, pooled)
+    return local_outputs(c, pool_slab)
 
 
-def own_outputs(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-    over_space: Callable[[Tensor, int, Box], Tensor],
+def local_outputs(
+    c: ShardedCall, on_slab: Callable[[Tensor, int, Box], Tensor]
 ) -> HetTensor:
-    """Computes a rank's outputs of a pooling.
+    """Computes the local outputs of an operator with spatial windows.
 
     Args:
-        call: the call.
-        sharding: how it is sharded.
-        group: the ranks.
-        func: torch's function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        over_space: computes the outputs where space is sharded, from the rows that they
-            read, the sharded dimension, and the box of the outputs.
+        c: The call. If samples or channels are sharded, it runs on the shard as it is.
+        on_slab: Computes the outputs if a spatial dimension is sharded, from this
+            rank's slab of the input, the sharded dimension and the box of the outputs.
     """
-    layout = sharding.output
-    assert layout.inner_dim is not None
-    x, box = (
-        to_layout(call.inputs[0], sharding.input_layouts[0], group),
-        layout.boxes[group.rank],
-    )
-    if not box.numel:
-        y = empty_part(x, call, box.shape, func, args, kwargs)
-    elif layout.inner_dim < 2:
-        y = as_called(func, args, kwargs)(_differentiable(x, call.op))
-    else:
-        y = over_space(x, layout.inner_dim, box)
-    return HetTensor.wrap(y, layout, group)
+    dim = c.output.inner_dim
+    assert dim is not None
+    x = c.local_input()
+    if not c.box.numel:
+        return c.wrap(empty_shard(x, c))
+    if dim < 2:
+        return c.wrap(c.on(_differentiable(x, c.call.op)))
+    return c.wrap(on_slab(x, dim, c.box))
 
 
 def _differentiable(x: Tensor, op: object) -> Tensor:
-    """Returns x in a memory format for which PyTorch's gradient is right.
+    """Returns ``x`` in a memory format for which PyTorch's gradient is right.
 
-    On CUDA the gradient of an average pool with padding is wrong for channels-last images
-    (PyTorch 2.11 to 2.13, issue 188344). What other ranks sent is channels-last where a plain
-    model has contiguous images.
+    On CUDA the gradient of an average pool with padding is wrong for channels-last
+    images (PyTorch 2.11 to 2.13, issue 188344), and images from other ranks are
+    channels-last where those of a plain model are contiguous.
     """
-    averages = (
-        isinstance(op, Pool) and op.kind != "max" and any(w.pad_lo for w in op.windows)
-    )
-    return in_plain_order(x) if averages and x.is_cuda else x
+    if isinstance(op, Pool) and op.kind != "max" and x.is_cuda:
+        return in_plain_order(x) if any(w.pad_lo for w in op.windows) else x
+    return x
 
 
 def in_plain_order(x: Tensor) -> Tensor:
-    """Returns x with the strides of a new tensor.
+    """Returns ``x`` with the strides of a new contiguous tensor.
 
-    `Tensor.contiguous` does not change those of an image with a single channel.
+    `Tensor.contiguous` leaves the strides of a tensor with one channel as they are.
     """
-    strides = torch.empty(x.shape, device="meta").stride()
-    return (
-        x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
-    )
+    if x.stride() == torch.empty(x.shape, device="meta").stride():
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-def empty_part(
-    x: Tensor,
-    call: Call,
-    shape: tuple[int, ...],
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> Tensor:
-    """Returns `empty_output` in the dtype of the call, which under autocast torch decides."""
-    y = empty_output(shape, x)
+def empty_shard(x: Tensor, c: ShardedCall) -> Tensor:
+    """Returns an empty shard of the result, in the dtype that the call gives.
+
+    Under autocast only torch knows this dtype, so that the call is run on zeros.
+    """
+    y = empty_output(c.box.shape, x)
     if not torch.is_autocast_enabled(x.device.type):
         return y
     with torch.no_grad():
-        whole = x.new_zeros(()).expand(call.inputs[0].shape)
-        dtype: torch.dtype = as_called(func, args, kwargs)(whole).dtype
+        dtype: torch.dtype = c.on(x.new_zeros(()).expand(c.call.inputs[0].shape)).dtype
     return y.to(dtype)
 
 
 def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> Tensor:
-    """Computes a span of outputs from the rows that they read.
+    """Pools the slab ``x`` to the output span ``out`` along ``dim``.
 
-    Padding is explicit where any side has some.
+    Padding is added explicitly, because the two sides of a slab may differ. An average
+    over it is rescaled where the padding must not count.
     """
     sides = [(w.pad_lo, w.pad_hi) for w in op.windows]
     sides[dim - 2] = op.windows[dim - 2].padding(out, sizes[dim - 2])
@@ -173,16 +134,12 @@ def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> T
     if all(w.pad_hi == (w.pad_lo if op.count_padding else 0) for w in op.windows):
         return average(x, kernel, stride)
     y = average(x, kernel, stride)
-    scale = torch.ones(
-        (),
-        dtype=torch.float64 if y.dtype == torch.float64 else torch.float32,
-        device=x.device,
-    )
+    exact = torch.float64 if y.dtype == torch.float64 else torch.float32
+    scale = torch.ones((), dtype=exact, device=x.device)
     for d, (window, size) in enumerate(zip(op.windows, sizes, strict=True), 2):
         span = out if d == dim else (0, window.out_size(size))
-        each = window.kernel / _counts(
-            window, size, span, op.count_padding, x.device
-        ).to(scale.dtype)
+        counts = _counts(window, size, span, op.count_padding, x.device)
+        each = window.kernel / counts.to(exact)
         scale = scale * each.view([-1 if e == d else 1 for e in range(x.dim())])
     return (y * scale).to(y.dtype)
 
@@ -190,9 +147,9 @@ def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> T
 def _counts(
     window: Window, size: int, out: Span, padding: bool, device: torch.device
 ) -> Tensor:
-    """Returns how many numbers each output averages.
+    """Returns how many numbers each output of a window averages.
 
-    These are inputs and, if asked for, as much padding after as before them.
+    With ``padding``, as many padding elements count after the inputs as before them.
     """
     extra = window.pad_lo if padding else 0
     starts = [p * window.stride - window.pad_lo for p in range(*out)]
@@ -200,59 +157,39 @@ def _counts(
     return torch.tensor(counts, device=device)
 
 
-def adaptive_pool(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs adaptive pooling; where space is sharded, each output from its own inputs."""
-    op = call.op
+def adaptive_pool(c: ShardedCall) -> HetTensor:
+    """Pools adaptively on shards.
+
+    Along a sharded spatial dimension each local output is pooled from the inputs that
+    it reads.
+    """
+    op = c.call.op
     assert isinstance(op, AdaptivePool)
 
-    def pooled(x: Tensor, dim: int, box: Box) -> Tensor:
-        first, n, size = (
-            sharding.input_layouts[0].boxes[group.rank].lo[dim],
-            call.inputs[0].shape[dim],
-            list(box.shape[2:]),
-        )
+    def pool_slab(x: Tensor, dim: int, box: Box) -> Tensor:
+        first = c.sharding.input_layouts[0].boxes[c.group.rank].lo[dim]
+        n, size = c.call.inputs[0].shape[dim], list(box.shape[2:])
         size[dim - 2] = 1
         pooling = ADAPTIVE[op.kind][len(size)]
         reads = (op.reads(dim, n, (i, i + 1)) for i in range(box.lo[dim], box.hi[dim]))
-        return torch.cat(
-            [pooling(x.narrow(dim, lo - first, hi - lo), size) for lo, hi in reads], dim
-        )
+        outputs = [
+            pooling(x.narrow(dim, lo - first, hi - lo), size) for lo, hi in reads
+        ]
+        return torch.cat(outputs, dim)
 
-    return own_outputs(call, sharding, group, func, args, kwargs, pooled)
+    return local_outputs(c, pool_slab)
 
 
-def global_average_pool(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs average pooling to one pixel.
+def global_average_pool(c: ShardedCall) -> HetTensor:
+    """Averages over all of space.
 
-    Where space is sharded, each rank's summand is its sum over the count of all pixels.
+    If space is sharded, the result is partial: each rank's sum over the global count.
     """
-    op = call.op
-    assert isinstance(op, GlobalAveragePool)
-    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
-    shape = sharding.output.boxes[group.rank].shape
-    if sharding.output.kind == "partial":
-        y = x.sum(tuple(range(2, x.dim())), keepdim=True) / prod(
-            call.inputs[0].shape[2:]
-        )
-    elif x.numel():
-        y = as_called(func, args, kwargs)(x)
-    else:
-        y = empty_part(x, call, shape, func, args, kwargs)
-    return HetTensor.wrap(y, sharding.output, group)
+    x = c.local_input()
+    if c.output.kind == "partial":
+        count = prod(c.call.inputs[0].shape[2:])
+        return c.wrap(x.sum(tuple(range(2, x.dim())), keepdim=True) / count)
+    return c.wrap(c.on(x) if x.numel() else empty_shard(x, c))
 
 
 RUN: dict[type[Any], Runner] = {

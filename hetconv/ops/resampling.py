@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.comm.rank_group import RankGroup
-from hetconv.operators.base import Call
 from hetconv.operators.resampling import (
     TAPS,
     CircularPad,
@@ -18,20 +16,12 @@ from hetconv.operators.resampling import (
     PixelUnshuffle,
 )
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import (
-    Args,
-    Func,
-    Kwargs,
-    Runner,
-    as_called,
-    cropped,
-    to_layout,
-)
+from hetconv.runtime.inputs import cropped
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layout import Box
-from hetconv.sharding.rule import OpSharding
 
-from .pooling import empty_part, own_outputs
+from .as_called import Runner, ShardedCall
+from .pooling import empty_shard, local_outputs
 
 MODES = {
     ("linear", 1): "linear",
@@ -41,51 +31,32 @@ MODES = {
 }
 
 
-def interpolate(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Runs interpolation.
+def interpolate(c: ShardedCall) -> HetTensor:
+    """Interpolates the local shard.
 
-    Where samples or channels are sharded, it runs as called; where space is, each rank
-    computes its outputs from the rows that they read.
+    If a spatial dimension is sharded, the local outputs are computed from the slab of
+    the input that they read.
     """
-    op = call.op
+    op = c.call.op
     assert isinstance(op, Interpolate)
 
-    def resized(x: Tensor, dim: int, box: Box) -> Tensor:
-        sizes, out = tuple(call.inputs[0].shape), (box.lo[dim], box.hi[dim])
+    def resize(x: Tensor, dim: int, box: Box) -> Tensor:
+        sizes, out = tuple(c.call.inputs[0].shape), (box.lo[dim], box.hi[dim])
         return _slab(op, x, dim, sizes, out, op.reads(dim, sizes[dim], out)[0])
 
-    return own_outputs(call, sharding, group, func, args, kwargs, resized)
+    return local_outputs(c, resize)
 
 
 def _slab(
     op: Interpolate, x: Tensor, dim: int, sizes: tuple[int, ...], out: Span, first: int
 ) -> Tensor:
-    """Computes a span of outputs from the rows that they read.
-
-    Args:
-        op: the interpolation.
-        x: rows of the input.
-        dim: the sharded dimension.
-        sizes: of the whole input.
-        out: span of outputs.
-        first: index of the first row of ``x``.
-    """
+    """Computes the output span ``out`` from the slab ``x``, which begins at ``first``."""
     k = op.factor(dim, sizes[dim])
     if not k and op.filter in ("nearest", "nearest-exact"):
-        at = torch.arange(*out, dtype=torch.float64, device=x.device) + (
-            0.5 if op.filter == "nearest-exact" else 0
-        )
-        index = (at * op.ratio(dim, sizes[dim])).long().clamp(
-            max=sizes[dim] - 1
-        ) - first
-        return _by_torch(op, x.index_select(dim, index), dim, 1)
+        centre = 0.5 if op.filter == "nearest-exact" else 0
+        at = torch.arange(*out, dtype=torch.float64, device=x.device) + centre
+        source = (at * op.ratio(dim, sizes[dim])).long().clamp(max=sizes[dim] - 1)
+        return _by_torch(op, x.index_select(dim, source - first), dim, 1)
     if not k:
         return _weighted(op, x, dim, sizes[dim], out, first)
     y = _by_torch(op, x, dim, k)
@@ -93,7 +64,10 @@ def _slab(
 
 
 def _by_torch(op: Interpolate, x: Tensor, dim: int, factor: int) -> Tensor:
-    """Returns ``x`` interpolated by torch to ``factor`` times its size along ``dim``."""
+    """Interpolates ``x`` to ``factor`` times its size along ``dim``, by torch.
+
+    The other dimensions are interpolated as in the call.
+    """
     mode: str = MODES.get((op.filter or "", x.dim() - 2), op.filter or "")
     align = op.align_corners if op.filter in ("linear", "cubic") else None
     if op.scales[0] is None:
@@ -108,9 +82,10 @@ def _by_torch(op: Interpolate, x: Tensor, dim: int, factor: int) -> Tensor:
 def _weighted(
     op: Interpolate, x: Tensor, dim: int, n: int, out: Span, first: int
 ) -> Tensor:
-    """Interpolates linearly or cubically along one dimension, by a sum of weighted taps.
+    """Interpolates linearly or cubically by a factor that is not an integer.
 
-    torch interpolates the other dimensions.
+    Torch interpolates the other dimensions; then each output along ``dim`` is a
+    weighted sum of its taps.
     """
     assert op.filter is not None
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -127,16 +102,16 @@ def _weighted(
     last = first + x.shape[dim] - 1
     terms = []
     for tap, weight in zip(range(*TAPS[op.filter]), weights, strict=True):
-        # Beyond the slab there is the edge, which repeats, or what rounding alone gives a weight.
+        # A tap beyond the slab is the repeated edge, or has a weight from rounding alone.
         index = (below.long() + tap).clamp(first, last) - first
         terms.append(rows.index_select(dim, index) * weight.view(along))
     return sum(terms[1:], terms[0]).to(rows.dtype)
 
 
 def _cubic(t: Tensor) -> tuple[Tensor, ...]:
-    """Returns the weights of four taps at a distance ``t`` beyond the second.
+    """Returns the weights of four taps at a distance ``t`` beyond the second one.
 
-    See Keys, 1981, with a = -0.75.
+    See Keys (1981), "Cubic convolution interpolation", with a = -0.75.
     """
     a = -0.75
 
@@ -149,63 +124,33 @@ def _cubic(t: Tensor) -> tuple[Tensor, ...]:
     return far(t + 1), near(t), near(1 - t), far(2 - t)
 
 
-def pad(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Pads or crops; a side of the sharded dimension by the rank that has it."""
-    op, layout = call.op, sharding.output
+def pad(c: ShardedCall) -> HetTensor:
+    """Pads the local shard; a side of the sharded dimension on the rank that holds it."""
+    op, layout, read = c.call.op, c.output, c.sharding.input_layouts[0]
     assert isinstance(op, Pad)
     assert layout.inner_dim is not None
-    x, box, dim = (
-        to_layout(call.inputs[0], sharding.input_layouts[0], group),
-        layout.boxes[group.rank],
-        layout.inner_dim,
-    )
-    pads, (a, b), held = (
-        list(op.pads),
-        op.sources(layout)[group.rank],
-        sharding.input_layouts[0].boxes[group.rank],
-    )
-    if pads[dim] != (0, 0) and isinstance(op, CircularPad):
-        before, after = (
-            to_layout(y, read, group)
-            for y, read in zip(call.inputs[1:], sharding.input_layouts[1:], strict=True)
-        )
-        x, pads[dim] = torch.cat([before, x, after], dim), (0, 0)
-    elif pads[dim] != (0, 0):
-        pads[dim] = held.lo[dim] - a, b - held.hi[dim]
-    if not box.numel:
-        return HetTensor.wrap(
-            empty_part(x, call, box.shape, func, args, kwargs), layout, group
-        )
-    given = len(args[1] if len(args) > 1 else kwargs["pad"]) // 2
+    x = c.local_input()
+    dim, pads = layout.inner_dim, list(op.pads)
+    if pads[dim] != (0, 0):
+        if isinstance(op, CircularPad):
+            before, after = c.local_inputs(start=1)
+            x, pads[dim] = torch.cat([before, x, after], dim), (0, 0)
+        else:
+            first, last = op.sources(layout)[c.group.rank]
+            held = read.boxes[c.group.rank]
+            pads[dim] = held.lo[dim] - first, last - held.hi[dim]
+    if not c.box.numel:
+        return c.wrap(empty_shard(x, c))
+    given = len(c.args[1] if len(c.args) > 1 else c.kwargs["pad"]) // 2
     flat = [n for side in reversed(pads[len(pads) - given :]) for n in side]
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "pad")}
-    return HetTensor.wrap(func(x, flat, *args[2:], **rest), layout, group)
+    rest = {k: v for k, v in c.kwargs.items() if k not in ("input", "pad")}
+    return c.wrap(c.func(x, flat, *c.args[2:], **rest))
 
 
-def pixel_unshuffle(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Moves blocks of pixels into channels."""
-    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
-    shape = sharding.output.boxes[group.rank].shape
-    y = (
-        as_called(func, args, kwargs)(x)
-        if x.numel()
-        else empty_part(x, call, shape, func, args, kwargs)
-    )
-    return HetTensor.wrap(y, sharding.output, group)
+def pixel_unshuffle(c: ShardedCall) -> HetTensor:
+    """Runs `torch.nn.functional.pixel_unshuffle` on the local shard."""
+    x = c.local_input()
+    return c.wrap(c.on(x) if x.numel() else empty_shard(x, c))
 
 
 RUN: dict[type[Any], Runner] = {

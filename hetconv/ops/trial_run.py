@@ -1,8 +1,8 @@
-"""What PyTorch does with a call on one device.
+"""Trial run of a call, which shows what PyTorch does with it on one device.
 
-It may refuse the call, return an argument, or return a view of one. A call is run once on
-meta tensors of the global shapes, and the verdict is cached. All ranks make the same
-calls, so that all come to the same verdict before anything is sent.
+PyTorch may refuse a call, return an argument itself, or return a view of one. A call is
+run once on meta tensors of the global shapes, and the verdict is cached. All ranks make
+the same calls, so that all of them see an error before anything is sent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PLAIN = {
     torch.layout,
     torch.Size,
 }
-# They change a tensor's own record, or call back: nothing of that may happen twice.
+# These change a tensor's autograd state or call back, which must not happen twice.
 NOT_TRIED: set[Any] = {
     Tensor.backward,
     Tensor.requires_grad_,
@@ -62,21 +62,22 @@ NOT_TRIED: set[Any] = {
         for name in ("__deepcopy__", "__reduce_ex__", "__setstate__")
     ),
 }
-Lay = Callable[[HetTensor], Tensor]
-"""A tensor with the global shape of a HetTensor, in some order of memory, without its values."""
+MakeTensor = Callable[[HetTensor], Tensor]
+"""Returns a tensor with the global shape of a HetTensor, without its values."""
 
 
 class Verdict(NamedTuple):
-    """What a call of these shapes, dtypes and plain arguments does.
+    """Effects of a call with given shapes, dtypes and plain arguments.
 
     Attributes:
-        shapes: of the tensors that it returns; None if the trial could not tell.
-        returns: indices of the HetTensors among its arguments that it returns.
-        shares: whether the result shares memory with the first argument, without being it.
-        by_order: whether the two above depend on the memory order of the first argument.
-        empty: whether an argument or a result has no elements.
-        reshapes: whether it changes the shape of an argument.
-        writes: indices of the HetTensors that it writes to.
+        shapes: Shapes of the tensors that it returns; None if the trial could not tell.
+        returns: Index of the HetTensor that it returns, among those in its arguments.
+        shares: Whether the result shares memory with the first argument, without being it.
+        by_order: Whether ``returns`` and ``shares`` depend on the memory format of the
+            first argument.
+        empty: Whether an argument or a result has no elements.
+        reshapes: Whether it changes the shape of an argument.
+        writes: Indices of the HetTensors that it writes to.
     """
 
     shapes: tuple[Shape, ...] | None = None
@@ -89,31 +90,38 @@ class Verdict(NamedTuple):
 
 
 UNKNOWN = Verdict()
-REFUSED_BY_META = Verdict(
-    empty=True
-)  # what is empty runs on whole tensors, where all ranks meet the same error
+# Like a call on empty tensors it runs on gathered ones, where all ranks raise one error.
+REFUSED_BY_META = Verdict(empty=True)
 _known: Cache[tuple[Any, ...], Verdict] = Cache()
 
 
 def trial(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTensor]]:
-    """Returns what a call does on one device, and the HetTensors among its arguments.
+    """Finds out what a call does on one device.
+
+    Args:
+        func: The torch function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The verdict, and the HetTensors among the arguments, in order.
 
     Raises:
-        Exception: PyTorch's own, where it refuses the call.
+        Exception: PyTorch's own, if it refuses the call.
     """
-    said: list[Any] = [func]
+    signature: list[Any] = [func]
     found: list[HetTensor] = []
     for a in args:
-        _sign(a, said, found)
+        _sign(a, signature, found)
     for name, a in kwargs.items():
-        said.append(name)
-        _sign(a, said, found)
-    if None in said or func in NOT_TRIED or not found:
+        signature.append(name)
+        _sign(a, signature, found)
+    if None in signature or func in NOT_TRIED or not found:
         return UNKNOWN, found
     kind = found[0].device.type
     if torch.is_autocast_enabled(kind):
-        said.append(torch.get_autocast_dtype(kind))
-    key = tuple(said)
+        signature.append(torch.get_autocast_dtype(kind))
+    key = tuple(signature)
     verdict = _known.current.get(key)
     if verdict is None:
         verdict = _known.add(key, _verdict(func, args, kwargs, found))
@@ -130,26 +138,26 @@ def trial(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTens
     return verdict, found
 
 
-def _sign(a: Any, said: list[Any], found: list[HetTensor]) -> None:
-    """Appends what decides the verdict of an argument; None if that is not known."""
+def _sign(a: Any, signature: list[Any], found: list[HetTensor]) -> None:
+    """Adds what of an argument decides the verdict; None if that is not known."""
     kind = a.__class__
     if kind is HetTensor:
         found.append(a)
-        said.append((a.placement.shape, a.dtype))
+        signature.append((a.placement.shape, a.dtype))
     elif kind in PLAIN:
-        said.append((kind, a))
+        signature.append((kind, a))
     elif isinstance(a, Tensor):
-        said.append((a.shape, a.dtype, a.device))
+        signature.append((a.shape, a.dtype, a.device))
     elif kind is list or kind is tuple:
-        said.append((kind, len(a)))
-        for one in a:
-            _sign(one, said, found)
+        signature.append((kind, len(a)))
+        for item in a:
+            _sign(item, signature, found)
     elif kind is slice:
-        said.append(slice)
-        for one in (a.start, a.stop, a.step):
-            _sign(one, said, found)
+        signature.append(slice)
+        for item in (a.start, a.stop, a.step):
+            _sign(item, signature, found)
     else:
-        said.append(None)
+        signature.append(None)
 
 
 def _verdict(
@@ -161,26 +169,21 @@ def _verdict(
         return UNKNOWN
     except Exception as refused:
         return _confirmed(func, args, kwargs, refused)
-    if any(
-        not x.is_floating_point() or (x.dtype in HALF and x.device.type == "cpu")
-        for x in found
-    ):
+    half_on_cpu = any(x.dtype in HALF and x.device.type == "cpu" for x in found)
+    if half_on_cpu or not all(x.is_floating_point() for x in found):
         _check_dtypes(func, args, kwargs)
     tensors = [r for r in tree_iter(result) if isinstance(r, Tensor)]
     verdict = Verdict(
         tuple(tuple(r.shape) for r in tensors),
         empty=any(0 in t.shape for t in (*tensors, *found)),
         reshapes=any(
-            tuple(m.shape) != x.placement.shape
-            for m, x in zip(metas, found, strict=True)
+            meta.shape != x.placement.shape
+            for meta, x in zip(metas, found, strict=True)
         ),
         writes=_written(func, args, kwargs, found, metas),
     )
-    if (
-        not isinstance(result, Tensor)
-        or writes_in_place(func, kwargs)
-        or kwargs.get("out") is not None
-    ):
+    writes = writes_in_place(func, kwargs) or kwargs.get("out") is not None
+    if writes or not isinstance(result, Tensor):
         return verdict
     return _alias(verdict, func, args, kwargs, [_contiguous, _channels_last, _reversed])
 
@@ -192,10 +195,10 @@ def _written(
     found: Sequence[HetTensor],
     metas: Sequence[Tensor],
 ) -> tuple[int, ...]:
-    """Returns which of the HetTensors a call wrote to in its trial."""
+    """Returns the indices of the HetTensors that a call wrote to in its trial."""
     if "batch_norm" in function_name(
         func
-    ):  # its writes to running statistics are not counted
+    ):  # versions do not count its writes to statistics
         call = read_call(func, args, kwargs)
         statistics = (
             (call.mean, call.var) if isinstance(call, BatchNormCall) else args[3:5]
@@ -205,19 +208,23 @@ def _written(
 
 
 def _alias(
-    verdict: Verdict, func: Func, args: Args, kwargs: Kwargs, orders: Sequence[Lay]
+    verdict: Verdict,
+    func: Func,
+    args: Args,
+    kwargs: Kwargs,
+    orders: Sequence[MakeTensor],
 ) -> Verdict:
-    """Completes a verdict by trials with the first argument in several memory orders.
+    """Completes the verdict by what the call returns for each of these memory formats.
 
     Raises:
-        Exception: PyTorch's own, where it refuses the call in all of them.
+        Exception: PyTorch's own, if it refuses the call in all of them.
     """
     seen: list[tuple[int | None, bool]] = []
     errors: list[Exception] = []
-    for lay in orders:
+    for make in orders:
         try:
-            result, metas = _on_meta(func, args, kwargs, lay)
-        except Exception as error:  # a view that this order does not have
+            result, metas = _on_meta(func, args, kwargs, make)
+        except Exception as error:  # this memory format has no such view
             errors.append(error)
             if len(errors) == len(orders):
                 raise
@@ -225,20 +232,20 @@ def _alias(
             continue
         returns = next((i for i, m in enumerate(metas) if m is result), None)
         seen.append((returns, storage_id(result) == storage_id(metas[0])))
-    # Images are contiguous or channels-last: what only one of these returns as it is,
-    # is a view that may be a copy.
-    usual = seen[:2]
+    # Images are contiguous or channels-last. A call that returns only one of these as it
+    # is returns a view that may be a copy.
+    of_images = seen[:2]
     return verdict._replace(
-        returns=usual[0][0] if len(set(usual)) == 1 else None,
-        shares=any(shares for _, shares in usual),
+        returns=of_images[0][0] if len(set(of_images)) == 1 else None,
+        shares=any(shares for _, shares in of_images),
         by_order=verdict.by_order or len(set(seen)) > 1,
     )
 
 
 def _on_meta(
-    func: Func, args: Args, kwargs: Kwargs, lay: Lay
+    func: Func, args: Args, kwargs: Kwargs, make: MakeTensor
 ) -> tuple[Any, list[Tensor]]:
-    """Runs a call on meta tensors, and returns its result and these tensors."""
+    """Runs a call on meta tensors; returns its result and each HetTensor's meta tensor."""
     metas: dict[int, Tensor] = {}
     order: list[Tensor] = []
     own = next(
@@ -249,15 +256,12 @@ def _on_meta(
 
     def meta(a: Any) -> Any:
         if isinstance(a, torch.device):
-            return (
-                torch.device("meta")
-                if a.type == own.type and a.index in (None, own.index)
-                else a
-            )
+            is_own = a.type == own.type and a.index in (None, own.index)
+            return torch.device("meta") if is_own else a
         if not isinstance(a, Tensor):
             return a
         if id(a) not in metas:
-            metas[id(a)] = lay(a) if isinstance(a, HetTensor) else _like(a)
+            metas[id(a)] = make(a) if isinstance(a, HetTensor) else _like(a)
         if isinstance(a, HetTensor):
             order.append(metas[id(a)])
         return metas[id(a)]
@@ -270,7 +274,7 @@ def _on_meta(
         k: torch.device(v) if k == "device" and isinstance(v, str) else v
         for k, v in kwargs.items()
     }
-    # Tensors of inference mode do not count writes.
+    # Tensors of inference mode have no versions, which count writes.
     with (
         no_torch_dispatch(),
         torch.inference_mode(False),
@@ -282,7 +286,7 @@ def _on_meta(
 
 
 def _confirmed(func: Func, args: Args, kwargs: Kwargs, refused: Exception) -> Verdict:
-    """Raises PyTorch's error of the real device, if that refuses the call as well."""
+    """Raises PyTorch's error if the real device refuses the call as well."""
     try:
         _on_device(func, args, kwargs, _zeros)
     except Exception as error:
@@ -293,7 +297,10 @@ def _confirmed(func: Func, args: Args, kwargs: Kwargs, refused: Exception) -> Ve
 
 
 def _check_dtypes(func: Func, args: Args, kwargs: Kwargs) -> None:
-    """Raises PyTorch's error where the device cannot compute with these dtypes."""
+    """Raises PyTorch's error if the device cannot compute with these dtypes.
+
+    Meta tensors do not show this.
+    """
     try:
         _on_device(func, args, kwargs, _zeros)
     except Exception as error:
@@ -302,7 +309,7 @@ def _check_dtypes(func: Func, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_write(func: Func, args: Args, kwargs: Kwargs) -> None:
-    """Raises PyTorch's error where it does not let one of the views be written to."""
+    """Raises PyTorch's error if it does not allow to write to one of the views."""
     try:
         _on_device(
             func,
@@ -311,25 +318,25 @@ def _check_write(func: Func, args: Args, kwargs: Kwargs) -> None:
             lambda x: views.stand_in(x, device=x.device),
             torch.is_grad_enabled(),
         )
-    except RuntimeError as error:  # another one is of the stand-in's values
+    except RuntimeError as error:  # other errors come from the stand-in's values
         if any(
-            words in str(error)
-            for words in ("modified inplace", "in-place operation", "written-to")
+            phrase in str(error)
+            for phrase in ("modified inplace", "in-place operation", "written-to")
         ):
             raise
 
 
 def _on_device(
-    func: Func, args: Args, kwargs: Kwargs, lay: Lay, with_grad: bool = False
+    func: Func, args: Args, kwargs: Kwargs, make: MakeTensor, with_grad: bool = False
 ) -> None:
-    """Runs a call on the real device, with tensors from ``lay`` in place of HetTensors."""
+    """Runs a call on the real device, with tensors that ``make`` gives for HetTensors."""
     whole: dict[int, Tensor] = {}
 
     def real(a: Any) -> Any:
         if not isinstance(a, Tensor):
             return a
         if id(a) not in whole:
-            whole[id(a)] = lay(a) if isinstance(a, HetTensor) else a.detach().clone()
+            whole[id(a)] = make(a) if isinstance(a, HetTensor) else a.detach().clone()
         return whole[id(a)]
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -365,7 +372,7 @@ def _channels_last(x: HetTensor) -> Tensor:
 
 
 def _reversed(x: HetTensor) -> Tensor:
-    """Returns a tensor with its dimensions in the opposite memory order."""
+    """Returns a tensor whose dimensions are stored in reverse, as after a transposition."""
     shape = x.placement.shape
     return torch.empty(shape[::-1], dtype=x.dtype, device="meta").permute(
         *range(len(shape))[::-1]

@@ -1,9 +1,9 @@
-"""Views on shards.
+"""Views of shards, and which HetTensors share memory.
 
-What shares memory on one device shares it on shards, or becomes whole before it is
-written to. A view of a shard is written to as in torch, where that keeps its layout.
-Anything else gathers the base of the views, and takes the views of it again by the calls
-that made them.
+Tensors that share memory on one device share it on shards too, or are replicated before
+one of them is written to. A view of a shard is written to as in torch, if the write
+leaves its layout as it is. Any other write gathers the tensor that the views were taken
+of, and takes the views of it again, by the calls that made them.
 """
 
 from __future__ import annotations
@@ -17,38 +17,31 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hetconv.comm.rank_group import RankGroup
 from hetconv.kernels import CHANNELS_LAST
-from hetconv.operators.base import Call
 from hetconv.operators.shapes import Cat, PixelShuffle, Reshape, Stack
 from hetconv.operators.views import SplitView, View
 from hetconv.runtime.het_tensor import HetTensor, gather
-from hetconv.runtime.inputs import (
-    Args,
-    Func,
-    Kwargs,
-    Runner,
-    as_called,
-    empty_output,
-    to_layout,
-)
+from hetconv.runtime.inputs import Args, Func, Kwargs, empty_output
 from hetconv.sharding.layout import Layout
 from hetconv.sharding.rule import OpSharding
 from hetconv.torch_internals import storage_id, tree_iter, tree_map
 
+from .as_called import Runner, ShardedCall
+
 Retake = Callable[[Tensor], Tensor]
+"""Takes a view again, of the whole tensor."""
 
 
 @dataclass(eq=False)
 class Family:
-    """HetTensors that share memory.
+    """HetTensor and its views, which share memory.
 
     Attributes:
-        views: in the order in which they were taken, with their sources.
-        copies: whether some may be copies, on any rank, where a shard has another memory
-            order than the whole.
-        images: whether some are copies on one device, if the base is channels-last.
-        read_only: whether PyTorch may refuse to write to some.
+        views: The views, in the order in which they were taken.
+        copies: Whether some may be copies, on this rank or another, because a shard's
+            memory format is not that of the whole.
+        images: Whether some are copies on one device if the tensor is channels-last.
+        read_only: Whether PyTorch may refuse to write to some.
     """
 
     views: list[ref[HetTensor]] = field(default_factory=list)
@@ -58,14 +51,14 @@ class Family:
 
 
 class Source(NamedTuple):
-    """What a view was taken of.
+    """Origin of a view.
 
     Attributes:
-        tensor: the source.
-        retake: takes the view again.
-        with_grad: whether it was taken with autograd.
-        read_only: whether PyTorch may refuse to write to the view, as it does for one of
-            several that a call returned, or an expanded one.
+        tensor: The tensor that it is a view of.
+        retake: Takes it again, of the whole tensor.
+        with_grad: Whether autograd was on.
+        read_only: Whether PyTorch may refuse to write to it, because the call returned
+            several views, or expanded the tensor.
     """
 
     tensor: HetTensor
@@ -87,15 +80,18 @@ def link(
     images: bool = False,
     read_only: bool = False,
 ) -> HetTensor:
-    """Records that a view shares the memory of its source.
+    """Records that ``view`` shares the memory of ``source``.
 
     Args:
-        view: the view.
-        source: what it was taken of.
-        retake: takes the view of the whole.
-        copies: see `Family`.
-        images: see `Family`.
-        read_only: see `Family`.
+        view: The view.
+        source: The tensor that it is a view of.
+        retake: Takes the view again, of the whole tensor.
+        copies: As in `Family`.
+        images: As in `Family`.
+        read_only: As in `Source`.
+
+    Returns:
+        The view.
     """
     family = _families.setdefault(source, Family())
     family.views.append(ref(view))
@@ -108,34 +104,36 @@ def link(
 
 
 def shared(x: HetTensor) -> bool:
-    """Returns whether a tensor has or is a view. The same on every rank.
+    """Returns whether a tensor has views or is one; the same on every rank.
 
-    Views that nobody holds any more count too.
+    Views that nobody holds any more count too, because ranks free them at other times.
     """
     return x in _families
 
 
 def may_write(x: HetTensor, output: Layout) -> bool:
-    """Returns whether a call in place may write to this rank's shard alone.
+    """Returns whether a call in place may write to the local shard alone.
 
     Args:
-        x: what is written to.
-        output: layout of the result.
+        x: The tensor that the call writes to.
+        output: Layout of the result.
     """
-    if x.placement.kind == "replicated":  # plain views of the whole may be out
+    if x.placement.kind == "replicated":  # plain views of the whole may exist
         return False
     family = _families.get(x)
     if family is None:
         return True
-    if (
-        family.read_only and torch.is_grad_enabled()
-    ):  # which PyTorch may refuse to read afterwards
+    # PyTorch may refuse to read such views after the write.
+    if family.read_only and torch.is_grad_enabled():
         return False
     return not family.copies and output == x.placement
 
 
 def make_whole(x: HetTensor) -> None:
-    """Replicates a tensor and all that share its memory. Collective."""
+    """Replicates a tensor and all that share its memory; collective.
+
+    Afterwards they share memory as on one device.
+    """
     if x.placement.kind == "replicated":
         return
     root, family = x, _families.get(x, Family())
@@ -155,9 +153,9 @@ def make_whole(x: HetTensor) -> None:
 
 
 def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
-    """Returns whether a call gives a view of a view in its memory order on one device.
+    """Returns whether a call on a view returns a view on one device.
 
-    A tensor that is gathered alone has another order.
+    There a view has the strides that its source gives it; gathered alone, it has others.
     """
     with torch.no_grad():
         like = stand_in(x)
@@ -165,7 +163,7 @@ def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
             result = func(
                 *tree_map(lambda a: like if a is x else a, args), **dict(kwargs)
             )
-        except Exception:  # it takes more than this tensor and numbers
+        except Exception:  # the call takes other tensors too
             return True
     memory = storage_id(like)
     return any(
@@ -176,12 +174,12 @@ def shows(x: HetTensor, func: Func, args: Args, kwargs: Kwargs) -> bool:
 def stand_in(
     x: HetTensor, *, images: bool = False, device: torch.device | str = "meta"
 ) -> Tensor:
-    """Returns a tensor without values that has the strides of ``x`` on one device.
+    """Returns a tensor of zeros with the strides that ``x`` has on one device.
 
     Args:
-        x: a HetTensor whose base is contiguous.
-        images: whether the base is channels-last instead.
-        device: of the result.
+        x: A tensor that may be a view.
+        images: Whether its source is channels-last on one device, not contiguous.
+        device: Device of the result.
     """
     taken, root = list[Source](), x
     while root in _sources:
@@ -203,9 +201,9 @@ def stand_in(
 
 
 def may_be_refused(x: HetTensor) -> bool:
-    """Returns whether PyTorch may refuse writes to a tensor, as it does for some views.
+    """Returns whether PyTorch may refuse to write to ``x``, as it does to some views.
 
-    A shard of a view need not be a view.
+    The write to a shard does not show it, because the shard need not be a view.
     """
     while (source := _sources.get(x)) is not None:
         if source.read_only or not source.with_grad:
@@ -217,14 +215,14 @@ def may_be_refused(x: HetTensor) -> bool:
 def local_view(
     op: View, local: Tensor, read: Layout, output: Layout, rank: int
 ) -> Tensor:
-    """Returns this rank's shard of a view, as a view of the source's shard.
+    """Returns a view's local shard; it shares the memory of the source's shard.
 
     Args:
-        op: the view.
-        local: shard of the source.
-        read: layout of the source.
-        output: layout of the view.
-        rank: this rank.
+        op: The view.
+        local: The source's shard on this rank.
+        read: Layout of the source.
+        output: Layout of the view.
+        rank: This rank.
     """
     box, seen = read.boxes[rank], output.boxes[rank]
     index: list[slice | int] = []
@@ -245,123 +243,74 @@ def local_view(
     return local if tuple(local.shape) == seen.shape else local.expand(seen.shape)
 
 
-def viewed(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Takes a view."""
-    assert isinstance(call.op, View)
-    return _taken(call, call.op, sharding, group, as_called(func, args, kwargs))
+def view(c: ShardedCall) -> HetTensor:
+    """Takes a view of the local shard."""
+    assert isinstance(c.call.op, View)
+    return _take(c, c.call.op, c.sharding, c.on)
 
 
-def pieces(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> tuple[HetTensor, ...]:
-    """Takes several views."""
-    assert isinstance(call.op, SplitView)
-    (x,) = call.inputs
+def split_view(c: ShardedCall) -> tuple[HetTensor, ...]:
+    """Takes several views of the local shard, such as those of `torch.split`."""
+    op, (x,) = c.call.op, c.call.inputs
+    assert isinstance(op, SplitView)
     assert isinstance(x, HetTensor)
-    again = as_called(func, args, kwargs)
 
-    def piece(i: int) -> Retake:
-        return lambda whole: again(whole)[i]
+    def retake(i: int) -> Retake:
+        return lambda whole: c.on(whole)[i]
 
-    taken = enumerate(
-        zip(call.op.views, call.op.shardings((x.placement,)), strict=True)
-    )
+    views = enumerate(zip(op.views, op.shardings((x.placement,)), strict=True))
     return tuple(
-        _taken(call, op, own, group, piece(i), several=True) for i, (op, own) in taken
+        _take(c, one, sharding, retake(i), several=True) for i, (one, sharding) in views
     )
 
 
-def _taken(
-    call: Call,
+def _take(
+    c: ShardedCall,
     op: View,
     sharding: OpSharding,
-    group: RankGroup,
     retake: Retake,
     several: bool = False,
 ) -> HetTensor:
-    (x,), read = call.inputs, sharding.input_layouts[0]
+    (x,), read, output = c.call.inputs, sharding.input_layouts[0], sharding.output
     assert isinstance(x, HetTensor)
     assert isinstance(read, Layout)
-    view = HetTensor.wrap(
-        local_view(op, x.local, read, sharding.output, group.rank),
-        sharding.output,
-        group,
-    )
-    return link(view, x, retake, read_only=several or view.numel() > x.numel())
+    local = local_view(op, x.local, read, output, c.group.rank)
+    taken = HetTensor.wrap(local, output, c.group)
+    return link(taken, x, retake, read_only=several or taken.numel() > x.numel())
 
 
-def cat(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Concatenates, or stacks along a new dimension."""
-    assert isinstance(call.op, Cat | Stack)
-    parts = [
-        to_layout(x, r, group)
-        for x, r in zip(call.inputs, sharding.input_layouts, strict=True)
-    ]
-    join = torch.cat if isinstance(call.op, Cat) else torch.stack
-    return HetTensor.wrap(join(parts, call.op.dim), sharding.output, group)
+def cat(c: ShardedCall) -> HetTensor:
+    """Concatenates or stacks the local shards."""
+    op = c.call.op
+    assert isinstance(op, Cat | Stack)
+    join = torch.cat if isinstance(op, Cat) else torch.stack
+    return c.wrap(join(c.local_inputs(), op.dim))
 
 
-def reshaped(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Reshapes a shard by the same call."""
-    x = to_layout(call.inputs[0], sharding.input_layouts[0], group)
+def pixel_shuffle(c: ShardedCall) -> HetTensor:
+    """Runs `torch.nn.functional.pixel_shuffle` on the local shard."""
+    x = c.local_input()
     if not x.numel():  # torch's own backward gives an empty gradient of another shape
-        return HetTensor.wrap(
-            empty_output(sharding.output.boxes[group.rank].shape, x),
-            sharding.output,
-            group,
-        )
-    return HetTensor.wrap(as_called(func, args, kwargs)(x), sharding.output, group)
+        return c.wrap(empty_output(c.box.shape, x))
+    return c.wrap(c.on(x))
 
 
-def regrouped(
-    call: Call,
-    sharding: OpSharding,
-    group: RankGroup,
-    func: Func,
-    args: Args,
-    kwargs: Kwargs,
-) -> HetTensor:
-    """Reshapes a shard to a view where its strides allow it, else to a copy.
+def reshape(c: ShardedCall) -> HetTensor:
+    """Reshapes the local shard.
 
-    Both count as views that may be copies.
+    The result is a view where the shard's memory format allows it, and else a copy. Both
+    count as views that may be copies, because ranks may differ in this.
     """
-    (x,), shape = call.inputs, sharding.output.boxes[group.rank].shape
+    (x,) = c.call.inputs
     assert isinstance(x, HetTensor)
-    y = HetTensor.wrap(x.local.reshape(shape), sharding.output, group)
-    return link(y, x, as_called(func, args, kwargs), copies=True)
+    return link(c.wrap(x.local.reshape(c.box.shape)), x, c.on, copies=True)
 
 
 RUN: dict[type[Any], Runner] = {
     Cat: cat,
-    SplitView: pieces,
-    PixelShuffle: reshaped,
-    Reshape: regrouped,
+    SplitView: split_view,
+    PixelShuffle: pixel_shuffle,
+    Reshape: reshape,
     Stack: cat,
-    View: viewed,
+    View: view,
 }

@@ -9,7 +9,8 @@ from itertools import chain
 
 from hetconv.cost.operator_cost import axis_of, layer_curve
 from hetconv.errors import SplitError
-from hetconv.schemas.cluster_profile import Axis, ClusterProfile, Curve, TunedRatio
+from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.device_model import Axis, Curve
 from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.layer_rules import Conv, Linear

@@ -11,7 +11,7 @@ from operator import or_
 
 import numpy as np
 
-from hetconv.schemas.cluster_profile import Curve
+from hetconv.schemas.device_model import Curve
 
 MIN_SHARE = 1e-9
 # Sums of curves that never fall may fall by this much, through rounding.

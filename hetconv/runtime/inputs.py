@@ -13,7 +13,6 @@ from torch import Tensor
 from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import redistribute_local
-from hetconv.operators.base import Call
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape
 from hetconv.sharding.rule import Operator, OpSharding
@@ -26,14 +25,6 @@ from .het_tensor import HetTensor
 Func = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
-Runner = Callable[
-    [Call, OpSharding, RankGroup, Func, Args, Kwargs], HetTensor | tuple[HetTensor, ...]
-]
-"""Runs a call on parts as its step says; ``func``, ``args`` and ``kwargs`` are the call
-as it was made.
-"""
-
-
 _steps: Cache[tuple[Operator, tuple[Layout, ...], Split], OpSharding] = Cache()
 
 
@@ -219,26 +210,3 @@ def autocast(
         return x, w, b
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), b.to(dtype) if b is not None else None
-
-
-def as_called(func: Func, args: Args, kwargs: Kwargs) -> Callable[[Tensor], Any]:
-    """Returns a function that makes the same call on another input."""
-    rest = {k: v for k, v in kwargs.items() if k != "input"}
-    return lambda x: func(x, *args[1:], **rest)
-
-
-def called_on(
-    local: Mapping[int, Tensor], func: Func, args: Args, kwargs: Kwargs
-) -> Any:
-    """Makes the same call on this rank's parts of its tensors.
-
-    Args:
-        local: this rank's parts, by the id of the tensor.
-        func: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-    """
-    return func(
-        *(local.get(id(a), a) for a in args),
-        **{k: local.get(id(v), v) for k, v in kwargs.items()},
-    )

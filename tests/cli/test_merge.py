@@ -11,13 +11,8 @@ from hetconv.autotune.cli.merge import merge
 from hetconv.autotune.cli.outdated import stale
 from hetconv.errors import ProfileError
 from hetconv.schemas.catalog import find_link
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
-    Copying,
-    DeviceModel,
-    LinkModel,
-    SharedWire,
-)
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import Copying, DeviceModel, LinkModel, SharedWire
 from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 from hetconv.schemas.tuning_results import TunedChunks, TunedPlan, TunedTile
 from hetconv.sharding.conv_spec import Conv2dSpec, ConvSpec

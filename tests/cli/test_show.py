@@ -16,7 +16,8 @@ from hetconv.autotune.cli.diff import show_diff
 from hetconv.autotune.cli.picture import NAME, draw, shortened
 from hetconv.autotune.cli.show import show_layer, show_profile
 from hetconv.errors import HetConvError, PlanError
-from hetconv.schemas.cluster_profile import ClusterProfile, Copying
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import Copying
 from hetconv.schemas.plan import Alternative, LayerPlan, Plan, Prediction
 from hetconv.sharding.split import REPLICATE, Split
 from tests.nets import Chain, plan_of, splits_of

@@ -15,8 +15,8 @@ import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.cost.network import Network
 from hetconv.cost.timeline import Clocks, Pass
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import (
     Copying,
     Curve,
     DeviceModel,

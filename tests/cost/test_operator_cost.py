@@ -17,10 +17,11 @@ import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.cost.operator_cost import Operators, layer_curve, operator_key, seams_of
 from hetconv.cost.propagate import propagate
+from hetconv.ops.conv_geometry import spatial_geometry
 from hetconv.planner.partition import whole_model, with_whole_sum
-from hetconv.schemas.cluster_profile import (
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import (
     Axis,
-    ClusterProfile,
     Curve,
     DeviceModel,
     LinkModel,
@@ -28,7 +29,6 @@ from hetconv.schemas.cluster_profile import (
 )
 from hetconv.schemas.plan import Mode
 from hetconv.schemas.provenance import MeasurementConditions
-from hetconv.sharding.conv_geometry import spatial_geometry
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout
@@ -289,9 +289,9 @@ def test_seams_are_what_halos_add_to(cut: tuple[Conv, Split]) -> None:
     found = seams_of(op, split, op.sharding((x,), split)) or [[] for _ in range(world)]
     for rank, seams in enumerate(found):
         halos = [
-            segment
-            for _, segment, _ in spatial_geometry(op, x, split, rank).halos
-            if segment is not None
+            slab.segment
+            for _, slab in spatial_geometry(op, x, split, rank).halos
+            if slab is not None
         ]
         assert [seam.share for seam in seams] == pytest.approx(
             [(h.out[1] - h.out[0]) / s.y_shape[2] for h in halos]

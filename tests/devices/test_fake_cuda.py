@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetconv.kernels import aten
-from hetconv.ops import group_norm, local_batch_norm
+from hetconv.ops import batch_norm, group_norm
 from tests import ROOT
 
 SHAPE = (4, 6, 8, 7)
@@ -57,7 +57,7 @@ def batch_norm_of_given_moments(device: str, dtype: torch.dtype) -> list[Tensor 
 def moments_of_groups(device: str, dtype: torch.dtype) -> list[Tensor | None]:
     x = images(device, dtype)
     op = group_norm.GroupNorm(SHAPE, 3)
-    return [group_norm._group_moments(x.to(local_batch_norm.exact_of(x)), op, 0)]
+    return [group_norm._group_moments(x.to(batch_norm.exact_of(x)), op, 0)]
 
 
 def convolution(device: str, dtype: torch.dtype) -> list[Tensor | None]:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetconv import Split, kernels
+from hetconv import kernels
 from hetconv.kernels.aten import overruns
 from hetconv.nn.layers import HetConv2d
 from hetconv.runtime.het_tensor import gather
+from hetconv.sharding.split import Split
 from tests.equivalence import full_gradients
 from tests.spawn import on_ranks
 

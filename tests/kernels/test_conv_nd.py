@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from hetconv.autotune.measure import overlap
 from hetconv.errors import HetConvError, PlanError, SplitError
 from hetconv.nn.layers import HET_CONVS, HetConv1d, HetConv2d, HetConv3d
 from hetconv.operators.layers import CONVS
-from hetconv.ops.deferred import fuse_anywhere
 from hetconv.planner.partition import whole_model
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.conv_spec import ConvSpec
@@ -73,7 +73,7 @@ def inferred(net: str, kind: SplitKind, ratio: tuple[int, ...]) -> Differences:
     )
     assert any(layer.fusible for layer in plan.layers.values())
     plan = plan.with_splits(splits_of(serial, (kind,), ratio))
-    with fuse_anywhere():
+    with patch("hetconv.nn.parallelize.fusion_pays", return_value=True):
         cut = hetconv.parallelize(cut, plan, fuse=True)
     for layer in cut.modules():
         if isinstance(layer, HET_CONVS):

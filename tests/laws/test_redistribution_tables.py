@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetconv import LayoutError
 from hetconv.cost import redistribution
 from hetconv.cost.network import Network
 from hetconv.cost.redistribution import (
@@ -15,6 +14,7 @@ from hetconv.cost.redistribution import (
     movement_tables,
     received_bytes,
 )
+from hetconv.errors import LayoutError
 from hetconv.sharding.layer_rules import window_reads
 from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape, apportion
 from hetconv.sharding.moves import Exchange, Move, bytes_per_pair

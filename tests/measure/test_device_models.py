@@ -18,7 +18,8 @@ from hetconv.autotune.measure.sampling import Passes
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.operator_cost import operator_key
 from hetconv.planner.make_plan import PLANNED
-from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel, LinkModel
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import DeviceModel, LinkModel
 from hetconv.schemas.plan import SINGLE_DEVICE
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv

@@ -24,13 +24,8 @@ from hetconv.comm.rank_group import (
     through_backend,
 )
 from hetconv.cost.network import Network
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
-    Copying,
-    DeviceModel,
-    LinkModel,
-    SharedWire,
-)
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import Copying, DeviceModel, LinkModel, SharedWire
 from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 from tests.spawn import on_ranks
 

@@ -21,7 +21,7 @@ from hetconv.autotune.measure.layer_workloads import LayerWorkload
 from hetconv.autotune.measure.sampling import PassCalls, Passes, TimePasses
 from hetconv.autotune.search import stages
 from hetconv.comm.rank_group import rank_group_of
-from hetconv.schemas.cluster_profile import LinkModel
+from hetconv.schemas.device_model import LinkModel
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv
 from tests.spawn import on_ranks

@@ -1,4 +1,4 @@
-"""Serial equivalence of models that others wrote, under planned, all-height, all-filter
+"""Serial equivalence of models from libraries, under planned, all-height, all-filter
 and all-depth plans.
 """
 

@@ -1,5 +1,5 @@
-"""A net of everything that gives images another size, in parts: equal to the whole, and
-sends what was planned.
+"""A net of everything that gives images another size, on shards: equal to the whole, and
+sends the planned bytes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Nets of views, shapes and reductions, some written to, in parts: equal to the whole,
-and send what is planned.
+"""Nets of views, shapes and reductions, some written to, on shards: equal to the whole,
+and send the planned bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Norms and activations of torch's own run on own parts without being read as calls,
+"""Norms and activations of torch's own run on local shards without being read as calls,
 and as they would otherwise.
 """
 

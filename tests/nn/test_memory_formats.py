@@ -1,4 +1,4 @@
-"""Images that lie channels-last stay so on parts, through a whole training step: torch
+"""Channels-last images stay so on shards, through a whole training step: torch
 is much slower otherwise.
 """
 

@@ -1,4 +1,4 @@
-"""Calls that are remembered: not read again, and never taken for another one."""
+"""Cached calls are not read again, and never taken for another call."""
 
 from __future__ import annotations
 

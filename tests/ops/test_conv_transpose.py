@@ -1,4 +1,4 @@
-"""Transposed convolutions and PReLU on parts, in every placement, against plain torch."""
+"""Transposed convolutions and PReLU on shards, in every placement, against plain torch."""
 
 from __future__ import annotations
 

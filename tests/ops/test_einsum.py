@@ -1,4 +1,4 @@
-"""Matrix products and einsum on parts: equal to the whole, and what of the inputs they read."""
+"""Matrix products and einsum on shards: equal to the whole, and what they read of the inputs."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import kernels
-from hetconv.ops.deferred import fuse_anywhere
 from hetconv.sharding.split import SplitKind
 from hetconv.tracing.fusion import fusible_functions
 from tests import interpreter  # noqa: F401 (before ranks are forked, it mends how bfloat16 is multiplied)
@@ -128,7 +128,7 @@ def fused(
     with torch.no_grad():
         following = fusible_functions(hetconv.capture(model, x))
     cut = copy.deepcopy(model)
-    with fuse_anywhere():
+    with patch("hetconv.nn.parallelize.fusion_pays", return_value=True):
         plan = plan_of(cut, splits_of(cut, kinds, ratio, whole), len(ratio), following)
         return hetconv.parallelize(cut, plan, fuse=True)
 

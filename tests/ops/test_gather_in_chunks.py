@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from hetconv.autotune.launch import throttle
 from hetconv.autotune.measure import overlap
 from hetconv.comm.exchange import PendingExchange
 from hetconv.comm.rank_group import blocking, count_sent
-from hetconv.ops.deferred import fuse_anywhere
 from hetconv.schemas.plan import Plan
 from hetconv.schemas.tuning_results import TunedChunks
 from hetconv.sharding.conv_spec import ConvSpec
@@ -65,7 +65,7 @@ def cut(
         following = fusible_functions(hetconv.capture(model, x))
     plan = plan_of(model, splits_of(model, (kind,), ratio), len(ratio), following)
     layers = {n: replace(layer, chunks=chunks) for n, layer in plan.layers.items()}
-    with fuse_anywhere():
+    with patch("hetconv.nn.parallelize.fusion_pays", return_value=True):
         return hetconv.parallelize(
             copy.deepcopy(model), replace(plan, layers=layers), fuse=True
         )

@@ -1,4 +1,4 @@
-"""Normalizations on parts: every function in every placement, models in training, and
+"""Normalizations on shards: every function in every placement, models in training, and
 what a plan says of them.
 """
 

@@ -1,4 +1,4 @@
-"""What fuse=True does not fold, and what it refuses: the results are those without it,
+"""What fuse=True does not fuse, and what it refuses: the results are those without it,
 or an error says why.
 """
 

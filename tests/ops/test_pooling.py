@@ -1,4 +1,4 @@
-"""Poolings on parts: equal to torch's in every placement."""
+"""Poolings on shards: equal to torch's in every placement."""
 
 from __future__ import annotations
 

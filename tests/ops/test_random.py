@@ -1,4 +1,4 @@
-"""Dropout and noise on parts: not the numbers of one device, but the laws that random
+"""Dropout and noise on shards: not the numbers of one device, but the laws that random
 numbers have to keep.
 """
 

@@ -1,4 +1,4 @@
-"""Interpolation, padding and poolings on parts: equal to torch's in every placement,
+"""Interpolation, padding and poolings on shards: equal to torch's in every placement,
 and what is sent for them.
 """
 

@@ -1,4 +1,4 @@
-"""Views, shapes, reductions and softmax on parts: what they give, whom they share
+"""Views, shapes, reductions and softmax on shards: what they give, whom they share
 memory with, and what they send.
 """
 

@@ -15,7 +15,8 @@ from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.cost_tables import CostTables
 from hetconv.planner.search import alternatives
 from hetconv.planner.table_builder import build_tables
-from hetconv.schemas.cluster_profile import ClusterProfile, LinkModel
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import LinkModel
 from hetconv.schemas.plan import Alternative, Mode
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.split import KINDS, REPLICATE, Split

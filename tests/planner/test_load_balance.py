@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetconv.planner.load_balance import added, balance, balanced_sizes
-from hetconv.schemas.cluster_profile import Curve
+from hetconv.schemas.device_model import Curve
 
 
 def straight(start: float, whole: float) -> Curve:
@@ -69,7 +69,8 @@ def test_a_whole_block_is_taken_where_a_part_takes_longer() -> None:
         (1 / 48, 15 / 48, 16 / 48, 17 / 48, 31 / 48, 32 / 48, 33 / 48, 1.0),
         (1, 2, 1.5, 2.1, 4, 3, 3.1, 5),
     )
-    assert balanced_sizes([blocks, blocks.times(2)], 48) == (32, 16)
+    slower = Curve(blocks.shares, tuple(2 * seconds for seconds in blocks.seconds))
+    assert balanced_sizes([blocks, slower], 48) == (32, 16)
     assert balanced_sizes([blocks, blocks, blocks], 48) == (16, 16, 16)
 
 

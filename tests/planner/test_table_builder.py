@@ -19,7 +19,8 @@ from hetconv.cost.memory import MemoryUse, memory_bytes
 from hetconv.planner.cost_tables import CostTables
 from hetconv.planner.partition import aligned, split_of, with_whole_sum
 from hetconv.planner.table_builder import build_tables
-from hetconv.schemas.cluster_profile import ClusterProfile, Curve, OperatorModel
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import Curve, OperatorModel
 from hetconv.schemas.plan import Mode
 from hetconv.schemas.provenance import MeasurementConditions
 from hetconv.sharding.layer_rules import Conv, Linear

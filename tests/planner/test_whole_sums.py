@@ -14,7 +14,8 @@ from hetconv.cost.estimator import estimate
 from hetconv.errors import SplitError
 from hetconv.operators.base import reduce_scattered
 from hetconv.planner.make_plan import make_plan
-from hetconv.schemas.cluster_profile import ClusterProfile, DeviceModel, LinkModel
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.device_model import DeviceModel, LinkModel
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layout import Layout
 from hetconv.sharding.split import Split, SplitKind

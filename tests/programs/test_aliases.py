@@ -1,4 +1,4 @@
-"""Writes in place to tensors on parts, through whatever shares their memory, and calls
+"""Writes in place to tensors on shards, through whatever shares their memory, and calls
 that PyTorch refuses.
 """
 

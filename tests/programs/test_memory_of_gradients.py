@@ -1,4 +1,4 @@
-"""Gradients that splits hand to PyTorch's operators lie in memory as those of a plain model do.
+"""Gradients that PyTorch's operators get have the memory format that they have on one device.
 
 `torch.nn.functional.instance_norm` of a single sample takes a channels-last gradient
 for a contiguous one, and then gives a wrong gradient (PyTorch 2.13).

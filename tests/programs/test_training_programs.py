@@ -1,4 +1,4 @@
-"""Programs that people train with give on parts what they give on one device."""
+"""Programs that people train with give on shards what they give on one device."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_outside_of_the_forward_by_a_call_of_its_own(
 
 
 def test_of_a_plain_model_is_refused() -> None:
-    with pytest.raises(hetconv.HetConvError, match="no cut layer; call hetconv"):
+    with pytest.raises(hetconv.HetConvError, match="no split layer; call hetconv"):
         hetconv.call_with_whole_weights(nn.Conv2d(1, 1, 1), float)
 
 

@@ -70,9 +70,7 @@ def reset(run: Run) -> None:
 
 @PROGRAMS.program
 def attributes_set_by_a_function(run: Run) -> None:
-    """Padding that wraps around, frozen filters, and hooks, after a forward that ran
-    without them.
-    """
+    """Sets circular padding, frozen filters and hooks after a forward without them."""
     model, seen = run.parallel(Net()), list[Tensor]()
     run.note("before", model(run.images()))
 
@@ -80,9 +78,7 @@ def attributes_set_by_a_function(run: Run) -> None:
         if isinstance(module, nn.Conv2d):
             module.padding_mode = "circular"
             module.weight.requires_grad_(False)
-            module.register_forward_hook(
-                lambda _, args, y: seen.append(hetconv.gather(y))
-            )
+            module.register_forward_hook(lambda _, x, y: seen.append(hetconv.gather(y)))
 
     model.apply(change)
     trained(run, model)
@@ -96,10 +92,8 @@ def the_state_of_a_plain_model(run: Run) -> None:
     backbone = {
         k: v for k, v in pretrained.state_dict().items() if not k.startswith("head")
     }
-    assert set(model.load_state_dict(backbone, strict=False).missing_keys) == {
-        "head.weight",
-        "head.bias",
-    }
+    missing = model.load_state_dict(backbone, strict=False).missing_keys
+    assert set(missing) == {"head.weight", "head.bias"}
     trained(run, model)
     model.train().load_state_dict(Net().state_dict())
     trained(run, model)
@@ -313,9 +307,7 @@ def test_what_would_see_slices_is_refused(how: str, said: str, place: str) -> No
 
 
 def given_whole(place: str, names: tuple[str, ...], alone: bool) -> str:
-    """What is said where layers are given whole tensors by `functional_call`, of a
-    model or of a layer alone.
-    """
+    """Returns the error of `functional_call` with whole tensors, of a model or a layer."""
     torch.set_default_dtype(torch.float64)
     plain = Net()
     model = Run(place).parallel(copy.deepcopy(plain))
@@ -323,16 +315,10 @@ def given_whole(place: str, names: tuple[str, ...], alone: bool) -> str:
     if alone:
         plain = nn.Sequential(nn.Conv2d(3, 6, 3))
         kind, sizes = PLACES[place]
-        sizes = (
-            (4, 2)
-            if kind == "filter" and all(sizes)
-            else (6, 0)
-            if kind == "filter"
-            else sizes
-        )
-        model = nn.Sequential(
-            hetconv.HetConv2d.from_conv(plain[0], hetconv.Split(kind, sizes))
-        )
+        if kind == "filter":
+            sizes = (4, 2) if all(sizes) else (6, 0)
+        split = hetconv.Split(kind, sizes)
+        model = nn.Sequential(hetconv.HetConv2d.from_conv(plain[0], split))
         whole = dict(plain.named_parameters())
     x = torch.randn(3, 3, 9, 7)
     with pytest.raises(hetconv.HetConvError) as e:
@@ -353,9 +339,8 @@ def test_whole_tensors_in_the_place_of_slices_are_refused_on_all_ranks(
     if place == "height on one" and "head.weight" in names:
         place = "channel"  # a linear layer has no height
     for said in on_ranks(2, given_whole, place, names, not names):
-        assert re.search(
-            r"rank [01].*of a Het.*has the shape .*, but this rank holds .* of ", said
-        )
+        shapes = "has the shape .*, but this rank holds .* of "
+        assert re.search(rf"rank [01].*of a Het.*{shapes}", said)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

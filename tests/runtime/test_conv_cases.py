@@ -34,7 +34,7 @@ def with_the_ways_of_another() -> float:
     ]
     with torch.no_grad():
         conv(parts[0])
-        conv._ways = {id(cuts[1]): conv._ways[id(cuts[0])]}
+        conv._cases = {id(cuts[1]): conv._cases[id(cuts[0])]}
         return float((conv(parts[1]) - conv(x)).abs().max())
 
 
@@ -42,7 +42,7 @@ def test_another_layouts_way_is_not_taken() -> None:
     assert max(on_ranks(2, with_the_ways_of_another)) <= 1e-6
 
 
-def ways(
+def case_of(
     kind: str, sizes: tuple[int, ...], kernel: int, dim: int | None
 ) -> tuple[bool, bool, bool]:
     """(nothing is brought, nothing travels, one call of torch's own convolution) of a
@@ -57,20 +57,20 @@ def ways(
         if dim is None
         else Layout.sharded(shape, dim, (3 * shape[dim] // 4, shape[dim] // 4))
     )
-    way = conv_case(op, src, Split(kind, sizes), group)  # type: ignore[arg-type]
-    assert way.geo is not None
-    return way.is_local, not way.geo.held, way.torchs is not None
+    case = conv_case(op, src, Split(kind, sizes), group)  # type: ignore[arg-type]
+    assert case.geo is not None
+    return case.is_local, not case.geo.held, case.torch_call is not None
 
 
-def test_what_moves_nothing_is_one_call_of_torchs() -> None:
-    assert on_ranks(2, ways, "sample", (3, 1), 3, 0) == [(True, True, True)] * 2
-    assert on_ranks(2, ways, "height", (3, 1), 1, 2) == [(True, True, True)] * 2
-    assert on_ranks(2, ways, "height", (3, 1), 3, 2) == [(True, False, False)] * 2
+def test_what_moves_nothing_is_one_call_of_torch() -> None:
+    assert on_ranks(2, case_of, "sample", (3, 1), 3, 0) == [(True, True, True)] * 2
+    assert on_ranks(2, case_of, "height", (3, 1), 1, 2) == [(True, True, True)] * 2
+    assert on_ranks(2, case_of, "height", (3, 1), 3, 2) == [(True, False, False)] * 2
     assert (
-        on_ranks(2, ways, "height", (3, 1), 3, None) == [(False, True, False)] * 2
+        on_ranks(2, case_of, "height", (3, 1), 3, None) == [(False, True, False)] * 2
     )  # padded on one side
-    assert on_ranks(2, ways, "filter", (3, 1), 3, None) == [(False, True, True)] * 2
-    assert on_ranks(2, ways, "channel", (3, 1), 3, 1)[1] == (
+    assert on_ranks(2, case_of, "filter", (3, 1), 3, None) == [(False, True, True)] * 2
+    assert on_ranks(2, case_of, "channel", (3, 1), 3, 1)[1] == (
         True,
         True,
         False,

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 import hetconv
 from hetconv.schemas.catalog import load_catalog
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
+from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
+from hetconv.schemas.device_model import (
     Curve,
     DeviceModel,
     LinkModel,
     OperatorModel,
     SharedWire,
-    TunedRatio,
 )
 
 CURVE = Curve((0.25, 0.5, 1.0), (1.0, 1.5, 3.5))

@@ -21,8 +21,9 @@ from hetconv.autotune.measure.layer_workloads import LayerWorkload, workloads_of
 from hetconv.autotune.measure.links import link_models
 from hetconv.autotune.measure.model_inputs import InputSpec, TensorSpec
 from hetconv.autotune.search import race, stages
+from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.journal import journal_of
-from hetconv.autotune.search.tune import REFINING, Job, tune
+from hetconv.autotune.search.tune import REFINING, tune
 from hetconv.errors import HetConvError
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile

@@ -1,4 +1,4 @@
-"""The catalogue of devices and links as tables that a person reads."""
+"""Tables of the known devices and links."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
 
 
 def show_devices(console: Console) -> None:
-    """Devices with memory, bandwidth and TFLOP/s by dtype, links with bandwidth and
-    latency; then their sources.
-    """
+    """Prints devices with memory, bandwidth and TFLOP/s by dtype, links, and their sources."""
     known = load_catalog()
     sheets: list[DeviceSheet | LinkSheet] = [
         *known.devices.values(),

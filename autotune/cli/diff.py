@@ -1,6 +1,4 @@
-"""Two plans side by side: what they are for and are predicted to take, and the layers
-that they cut differently.
-"""
+"""Comparison of two plans."""
 
 from __future__ import annotations
 
@@ -35,8 +33,10 @@ WHOLE: dict[str, Callable[[Plan], str]] = {
 
 
 def show_diff(a: Plan, b: Plan, console: Console) -> bool:
-    """Prints what differs as far as it can be told apart there, or that nothing does;
-    whether anything does.
+    """Prints what differs between two plans, or that nothing does.
+
+    Returns:
+        Whether anything differs.
     """
     whole = [(said, of(a), of(b)) for said, of in WHOLE.items() if of(a) != of(b)]
     layers = [

@@ -1,6 +1,4 @@
-"""``hetconv doctor``: what there is to compute on, and which backends join which pairs
-of devices, tried for real.
-"""
+"""``hetconv doctor``: devices, versions, and which backends connect which devices."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ SHARING = (
 
 @dataclass(frozen=True)
 class Found:
-    """A device: which it is, and bytes of its memory."""
+    """A device that is present."""
 
     device: str
     name: str
@@ -41,7 +39,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks, what of each backend came, and whether they are on one device."""
+    """Two ranks and the outcome of each backend.
+
+    Attributes:
+        devices: devices of the two ranks.
+        shared: whether both ranks are on one device.
+        outcomes: by backend.
+    """
 
     devices: tuple[str, str]
     shared: bool
@@ -49,6 +53,7 @@ class Pair:
 
     @property
     def working(self) -> list[str]:
+        """Returns the backends that work."""
         return [
             backend
             for backend, outcome in self.outcomes.items()
@@ -58,7 +63,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it. ``versions`` of what is installed; ``cores`` that this process may use."""
+    """What was found.
+
+    Attributes:
+        host: name of the host.
+        cpu: name of the CPU.
+        cores: number of cores that this process may use.
+        versions: of what is installed.
+        devices: what was examined.
+        pairs: every pair of devices.
+    """
 
     host: str
     cpu: str
@@ -73,18 +87,25 @@ class Report:
         return all(pair.working for pair in self.pairs)
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the report as a JSON document."""
         return asdict(self) | {"healthy": self.healthy}
 
 
 def visible() -> list[DeviceName]:
-    """The CPU and all GPUs; the CPU twice where it is alone, for two ranks can share it."""
+    """Returns the CPU and all GPUs; the CPU twice where it is alone."""
     gpus = [DeviceName(f"cuda:{i}") for i in range(torch.cuda.device_count())]
     return [DeviceName("cpu"), *(gpus or [DeviceName("cpu")])]
 
 
 def examine(devices: Sequence[DeviceName], timeout: float) -> Report:
-    """What is there, and `try_pairs` of it. Raises `HetConvError` for a device that is
-    not there.
+    """Examines devices and tries all pairs.
+
+    Args:
+        devices: one per rank.
+        timeout: seconds that each operation of a pair may take.
+
+    Raises:
+        HetConvError: a device is not present.
     """
     found = tuple(map(_found, devices))
     cores = (
@@ -109,8 +130,12 @@ def examine(devices: Sequence[DeviceName], timeout: float) -> Report:
 def try_pairs(
     devices: Sequence[Found], timeout: float, attempt: Try = try_pair
 ) -> tuple[Pair, ...]:
-    """Every pair of devices with each of its `backends`. ``timeout`` in seconds, of
-    each operation.
+    """Tries every pair of devices with each of its backends.
+
+    Args:
+        devices: one per rank.
+        timeout: seconds that each operation may take.
+        attempt: tries one pair with one backend.
     """
     pairs = []
     for a, b in combinations(devices, 2):
@@ -123,7 +148,7 @@ def try_pairs(
 
 
 def backends(a: Found, b: Found) -> tuple[str, ...]:
-    """Those that could join two devices: gloo, and NCCL if both are GPUs."""
+    """Returns the backends that may connect two devices: gloo, and NCCL between GPUs."""
     gpus = all(torch.device(found.device).type == "cuda" for found in (a, b))
     return ("gloo", "nccl") if gpus else ("gloo",)
 
@@ -166,9 +191,7 @@ def _versions() -> dict[str, str]:
 
 
 def show_report(report: Report, console: Console) -> None:
-    """The devices, then the pairs by backend; what hangs or fails, and the way out, in
-    a line each.
-    """
+    """Prints devices, the pairs by backend, and a line for each problem."""
     console.print(
         f"[bold]{report.host}[/bold], {report.cpu}, {report.cores} cores",
         highlight=False,
@@ -219,7 +242,7 @@ def _cell(outcome: Outcome | None) -> str:
 
 
 def advice(pair: Pair) -> list[str]:
-    """What does not work between two ranks, and what to do, in a line each."""
+    """Returns lines that say what does not work between two ranks, and what to do."""
     between = " - ".join(pair.devices)
     lines = [
         f"{between}: {name} {o.problem}"

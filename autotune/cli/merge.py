@@ -1,6 +1,4 @@
-"""``hetconv merge``: several profiles as one, of what they measured on the same devices
-and on others.
-"""
+"""``hetconv merge``: one profile of several."""
 
 from __future__ import annotations
 
@@ -33,8 +31,11 @@ entries are of the same.
 
 
 class Place(NamedTuple):
-    """What stands for a rank in every profile: its device, and the how manieth of the
-    ranks that share that it is.
+    """What identifies a rank in every profile.
+
+    Attributes:
+        device: its device.
+        among: its number among the ranks that share the device.
     """
 
     device: DeviceIdentity
@@ -43,14 +44,20 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A profile, what its file is called, and the place of each of its ranks."""
+    """A profile that is merged.
+
+    Attributes:
+        name: of its file.
+        profile: the profile.
+        places: of its ranks.
+    """
 
     name: str
     profile: ClusterProfile
     places: tuple[Place, ...]
 
     def ranks_of(self, places: Sequence[Place]) -> list[int] | None:
-        """Where each of these is in this profile, if all are."""
+        """Returns the ranks of these places in this profile; None if one is missing."""
         if not set(places) <= set(self.places):
             return None
         return [self.places.index(place) for place in places]
@@ -59,18 +66,23 @@ class Source:
 def merge(
     profiles: Mapping[str, ClusterProfile], between: str | None = None
 ) -> tuple[ClusterProfile, list[str]]:
-    """One profile of all devices, and in words what had to be left out.
+    """Merges profiles into one of all devices.
 
-    ``profiles`` by the names of their files. Of what several of them measured on the
-    same device, or between the same two, the newest counts, and what was measured
-    before what was estimated; an entry that is older than the rest of its device says
-    so. What belongs to all devices together is the newest profile's of all of them;
-    where there is none, overlap, sums and messages at work are the worst that a profile
-    says. ``between``: a link of the catalogue that joins the hosts between which
-    nothing was measured.
+    Of what several profiles measured on the same device, or between the same two, the newest
+    counts, and what was measured before what was estimated. What belongs to all devices
+    together comes from the newest profile of all of them; if there is none, the worst value
+    counts.
 
-    Raises `ProfileError` for a device that does not say which it is, for devices or
-    hosts that are not what another profile calls so, and for links that are missing.
+    Args:
+        profiles: by the name of the file.
+        between: a known link that connects the hosts between which nothing was measured.
+
+    Returns:
+        The profile, and lines that say what was left out.
+
+    Raises:
+        ProfileError: a device has no identity, profiles contradict each other, or links are
+            missing.
     """
     sources = [
         Source(name, profile, _places(name, profile))
@@ -107,9 +119,7 @@ def merge(
 
 
 def _by_age(sources: Sequence[Source], places: Sequence[Place]) -> dict[str, Any]:
-    """Fields of which the newest profile's count: of all devices together where there
-    is one that has them all, and the worst otherwise.
-    """
+    """Returns fields of all devices together: the newest, or the worst value."""
     by_age = sorted(
         sources,
         key=lambda source: max(_at(one.measured) for one in source.profile.devices),
@@ -149,7 +159,7 @@ def _places(name: str, profile: ClusterProfile) -> tuple[Place, ...]:
 
 
 def _check_identities(sources: Sequence[Source]) -> None:
-    """A GPU is on one host and has one name; a host has one kind of CPU."""
+    """Raises `ProfileError` for a GPU on two hosts or with two names, or a host with two CPUs."""
     first: dict[str, tuple[str, tuple[str, ...]]] = {}
     for source in sources:
         for device in source.profile.devices:
@@ -171,19 +181,17 @@ def _check_identities(sources: Sequence[Source]) -> None:
 
 
 def _at(measured: MeasurementConditions | None) -> tuple[bool, str]:
-    """What is greater counts; what was not measured counts least."""
+    """Returns a key by which newer measurements are greater."""
     return measured is not None, measured.at if measured is not None else ""
 
 
 def _newest(entries: Iterable[T], measured: Any = lambda entry: entry.measured) -> T:
-    """The newest entry, of equals the last."""
+    """Returns the newest entry; of equal ones the last."""
     return sorted(entries, key=lambda entry: _at(measured(entry)))[-1]
 
 
 def _device(models: Sequence[DeviceModel]) -> DeviceModel:
-    """The newest, with the newest of each operator; none that were estimated, if
-    anything was measured.
-    """
+    """Returns the newest model of a device, with the newest of each operator."""
     newest = _newest(models)
     known = [m for m in models if (m.measured is None) is (newest.measured is None)]
     operators = _operators([(m.operators, m.measured) for m in known], newest.measured)
@@ -210,9 +218,7 @@ def _operators(
     found: Sequence[tuple[Mapping[str, OperatorModel], MeasurementConditions | None]],
     with_device: MeasurementConditions | None,
 ) -> dict[str, OperatorModel]:
-    """The newest of each; it says under which conditions it was measured if those are
-    not its device's.
-    """
+    """Returns the newest of each operator, with its conditions if they are not the device's."""
     by_key: dict[str, list[OperatorModel]] = {}
     for operators, measured in found:
         for key, operator in operators.items():
@@ -233,7 +239,7 @@ def _versions(device: DeviceModel) -> MeasurementConditions | None:
 def _links(
     sources: Sequence[Source], places: Sequence[Place]
 ) -> tuple[dict[str, LinkModel], list[tuple[int, int]]]:
-    """The newest of each pair of ranks, and the pairs that no profile has."""
+    """Returns the newest link of each pair of ranks, and the pairs that have none."""
     links: dict[str, LinkModel] = {}
     missing = []
     for a, b in combinations(range(len(places)), 2):
@@ -256,7 +262,7 @@ def _joined(
     hosts: Sequence[str],
     between: str | None,
 ) -> tuple[dict[str, LinkModel], tuple[SharedWire, ...]]:
-    """Links of the catalogue for the missing ones, and the hosts' cards that these go through."""
+    """Returns known links for the missing pairs, and the network cards that they share."""
     if within := [
         pair
         for pair in missing
@@ -297,15 +303,13 @@ def _joined(
 
 
 def _moved(wire: SharedWire, source: Source, places: Sequence[Place]) -> SharedWire:
-    """The same wire by the merged profile's ranks."""
+    """Returns a wire with the ranks of the merged profile."""
     rank = [places.index(place) for place in source.places]
     return replace(wire, pairs=tuple((rank[a], rank[b]) for a, b in wire.pairs))
 
 
 def _wires(shared: Iterable[SharedWire]) -> tuple[SharedWire, ...]:
-    """What several profiles call alike is one wire, of all their pairs, and as fast as
-    the newest says.
-    """
+    """Joins wires of one name: all their pairs, and the newest speed."""
     found: dict[str, list[SharedWire]] = {}
     for wire in shared:
         found.setdefault(wire.name, []).append(wire)
@@ -322,9 +326,7 @@ def _wires(shared: Iterable[SharedWire]) -> tuple[SharedWire, ...]:
 def _of_all(
     sources: Sequence[Source], places: Sequence[Place]
 ) -> tuple[dict[str, Any], list[str]]:
-    """By field, the newest of each of what was tuned on these devices in this order;
-    and in words, what was not.
-    """
+    """Returns the newest tuning results of these devices, and lines for those left out."""
     found: dict[str, dict[object, list[Any]]] = {field: {} for field in SAME_PROBLEM}
     left_out = []
     for source in sources:

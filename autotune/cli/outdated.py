@@ -1,6 +1,4 @@
-"""What a profile holds that was measured under other versions than the newest, or than
-those in use.
-"""
+"""Measurements of a profile that were made with other versions."""
 
 from __future__ import annotations
 
@@ -15,8 +13,13 @@ TODO = "measure anew with hetconv autotune"
 
 
 class Entry(NamedTuple):
-    """A measurement: of what (a device, links, ...), its name there, on which host (if
-    that is known).
+    """A measurement.
+
+    Attributes:
+        of: kind of the measured thing.
+        name: its name.
+        host: where it was measured, if that is known.
+        measured: its conditions.
     """
 
     of: str
@@ -28,12 +31,12 @@ class Entry(NamedTuple):
 def stale(
     profile: ClusterProfile, in_use: tuple[str, MeasurementConditions] | None = None
 ) -> list[str]:
-    """In a line for each device and reason: what was measured under other versions, how
-    they differ, what to do.
+    """Returns a line for each device and reason: what is outdated, and what to do.
 
-    Against the newest measurement of the same host, which has a driver and builds of
-    torch of its own, and the newest of all; or against those ``in_use``, of this
-    process: the name of its host and their versions.
+    Args:
+        profile: the profile.
+        in_use: host and versions of this process. Without it, measurements are compared
+            with the newest of the same host, and with the newest of all.
     """
     entries = list(_entries(profile))
     newest = {
@@ -64,9 +67,7 @@ def stale(
 
 
 def _differs(measured: MeasurementConditions, now: MeasurementConditions) -> list[str]:
-    """The versions that differ. One that is not known, or not there, does not; of
-    torch, it does.
-    """
+    """Returns the versions that differ; unknown ones do not, except torch's."""
     if not measured.torch:
         return ["versions that the file does not tell"]
     return [
@@ -79,7 +80,7 @@ def _differs(measured: MeasurementConditions, now: MeasurementConditions) -> lis
 
 
 def _public(conditions: MeasurementConditions) -> MeasurementConditions:
-    """What hosts have in common: torch without its build, no driver."""
+    """Returns the versions that hosts have in common: torch without its build, no driver."""
     return MeasurementConditions(
         conditions.at, conditions.torch.partition("+")[0], conditions.triton
     )

@@ -38,7 +38,7 @@ from hetconv.tracing.graph import Graph
 from . import timer
 from .models import channels_last, random_input
 from .paired_rounds import paired
-from .statistics import error_of_median
+from .sampling import error_of_median
 
 CHUNKS = (2, 4, 8)
 ROUNDS, FINAL_ROUNDS = 5, 9

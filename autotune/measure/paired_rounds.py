@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hetconv.comm.rank_group import RankGroup, all_gather_object, rank_group_of
 
 from .barrier import tight_barrier
-from .statistics import log_error_of_median
+from .sampling import log_error_of_median
 from .timer import timed
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 31

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from hetconv.autotune.measure.paired_rounds import Round
-from hetconv.autotune.measure.statistics import log_error_of_median
+from hetconv.autotune.measure.sampling import log_error_of_median
 from hetconv.planner.candidates import EVEN
 from hetconv.schemas.plan import SINGLE_DEVICE
 

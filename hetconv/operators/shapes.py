@@ -11,14 +11,7 @@ from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.hierarchical import HierarchicalLayout
-from hetconv.sharding.layout import (
-    Layout,
-    Layouts,
-    ReadRegion,
-    Shape,
-    apportion,
-    spans,
-)
+from hetconv.sharding.layout import Layout, Layouts, ReadRegion, Shape, apportion, spans
 from hetconv.sharding.rule import OpSharding
 from hetconv.sharding.split import REPLICATE, Split
 

@@ -39,12 +39,7 @@ from hetconv.sharding.rule import OpSharding
 from hetconv.sharding.split import Split
 
 from .as_called import Runner, ShardedCall
-from .conv_geometry import (
-    Geometry,
-    group_geometry,
-    slab_geometry,
-    spatial_geometry,
-)
+from .conv_geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
 from .deferred import DeferredConv, may_defer, version
 from .halo_exchange import LocalConv, compute
 

@@ -14,12 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hetconv.cost.memory import (
-    input_bytes,
-    kept_results,
-    parameter_bytes,
-    result_bytes,
-)
+from hetconv.cost.memory import input_bytes, kept_results, parameter_bytes, result_bytes
 from hetconv.cost.network import Array, Network
 from hetconv.cost.operator_cost import Operators
 from hetconv.operators.shapes import Reshape

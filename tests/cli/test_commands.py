@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hetconv
-from hetconv.autotune.cli import main
+from hetconv.autotune.cli import autotune_command, main
 from hetconv.autotune.launch.launcher import parse_devices
 from hetconv.autotune.measure.models import build_model
 from hetconv.autotune.search import journal
@@ -216,7 +216,7 @@ def test_without_a_profile_on_this_machine_a_plan_is_refused(tmp_path: Path) -> 
 
 def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any) -> Any:
     """What comes of ``hetconv autotune`` where these are the ranks."""
-    monkeypatch.setattr(main, "run_on", ranks)
+    monkeypatch.setattr(autotune_command, "run_on", ranks)
     monkeypatch.delenv("RANK", raising=False)
     args = [
         *PAIR,

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hetconv.autotune.cli import main
+from hetconv.autotune.cli import autotune_command, main
 from hetconv.autotune.cli.summary import Summary, Way, show_summary, summarize
 from hetconv.autotune.launch.launcher import parse_devices
 from hetconv.autotune.measure.model_inputs import InputSpec
@@ -212,8 +212,8 @@ def autotune(
         print(TALK, end="")
         return build_model(*args)
 
-    monkeypatch.setattr(main, "run_on", run_on)
-    monkeypatch.setattr(main, "build_model", talkative)
+    monkeypatch.setattr(autotune_command, "run_on", run_on)
+    monkeypatch.setattr(autotune_command, "build_model", talkative)
     return run
 
 

@@ -9,11 +9,7 @@ from hypothesis import strategies as st
 
 from hetconv.cost import redistribution
 from hetconv.cost.network import Network
-from hetconv.cost.redistribution import (
-    MovedValue,
-    movement_tables,
-    received_bytes,
-)
+from hetconv.cost.redistribution import MovedValue, movement_tables, received_bytes
 from hetconv.errors import LayoutError
 from hetconv.sharding.layer_rules import window_reads
 from hetconv.sharding.layout import Box, Layout, ReadRegion, Shape, apportion

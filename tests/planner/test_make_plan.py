@@ -15,10 +15,7 @@ import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.planner.candidates import Candidates, group_sizes
 from hetconv.planner.make_plan import contenders
-from hetconv.schemas.cluster_profile import (
-    ClusterProfile,
-    TunedRatio,
-)
+from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.layer_rules import Linear
 from hetconv.sharding.split import Split, SplitKind

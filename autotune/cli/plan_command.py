@@ -1,0 +1,142 @@
+"""``hetconv plan``: makes a plan from a profile, or from data sheets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from hetconv.autotune.measure.device_info import here
+from hetconv.autotune.measure.model_inputs import InputSpec
+from hetconv.autotune.measure.models import build_model
+from hetconv.cost.estimator import StepEstimator
+from hetconv.cost.timeline import Event, chrome_trace
+from hetconv.errors import ProfileError
+from hetconv.planner.make_plan import make_plan
+from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.json_files import write
+from hetconv.schemas.plan import Plan
+from hetconv.sharding.split import KINDS
+from hetconv.tracing.graph import Graph
+from hetconv.tracing.tracer import capture
+
+from .options import (
+    DEFAULT_PROFILE,
+    Input,
+    Inputs,
+    Mode,
+    Model,
+    ModelArgs,
+    ModeName,
+    Seed,
+    make_console,
+)
+from .outdated import stale
+from .show import show_plan
+
+
+def plan(
+    model: Model,
+    input: Input = None,
+    inputs: Inputs = None,
+    model_args: ModelArgs = "{}",
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="The profile that autotune wrote.", show_default=str(DEFAULT_PROFILE)
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of a profile, of what hetconv devices lists: T4,2xL4 or, on two "
+            "nodes, 4xT4/2xL4."
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="Joins a node's devices, pcie4-x16 by default; or one per node: nvlink2/pcie3-x16."
+        ),
+    ] = None,
+    between: Annotated[
+        str | None, typer.Option(help="Joins the nodes, as in ethernet-100g.")
+    ] = None,
+    mode: Mode = ModeName.train,
+    kinds: Annotated[
+        str, typer.Option(help=f"The only kinds to use, of {','.join(KINDS)}.")
+    ] = ",".join(KINDS),
+    memory_limit: Annotated[
+        float | None, typer.Option(help="GB per device; the profile's by default.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The plan to write.")
+    ] = Path("plan.json"),
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the simulated step, to be opened at ui.perfetto.dev."
+        ),
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Choose how to cut every layer, and write the plan."""
+    cluster = _cluster(profile, devices, link, between)
+    given = InputSpec.parse(input or (), inputs).make(seed)
+    built = build_model(model, model_args, seed).train(mode is ModeName.train)
+    with torch.set_grad_enabled(mode is ModeName.train):
+        graph = capture(built, *given.args, **given.kwargs)
+    limit = memory_limit * 1e9 if memory_limit is not None else None
+    chosen: Any = tuple(kinds.split(","))
+    made = make_plan(graph, cluster, mode=mode.value, memory_limit=limit, kinds=chosen)
+    made.save(output)
+    show_plan(made, make_console())
+    if devices is not None:
+        print(", ".join(f"{what} {name}" for what, name in cluster.fingerprint.items()))
+    print(f"wrote {output}")
+    if trace is not None:
+        write_trace(trace, graph, cluster, made)
+        print(f"wrote {trace}")
+
+
+def _cluster(
+    profile: Path | None, devices: str | None, link: str | None, between: str | None
+) -> ClusterProfile:
+    """What was measured, or put together from the catalogue."""
+    if devices is None:
+        if link is not None or between is not None:
+            raise ProfileError(
+                "--link and --between describe devices of the catalogue; name them with --devices"
+            )
+        if profile is None and not DEFAULT_PROFILE.exists():
+            raise ProfileError(
+                f"there is no profile at {DEFAULT_PROFILE}; measure one with hetconv autotune, "
+                "give another with "
+                "--profile, or plan for devices of the catalogue with --devices"
+            )
+        cluster = ClusterProfile.load(profile or DEFAULT_PROFILE)
+        for line in stale(cluster, here()):
+            print(f"warning: {profile or DEFAULT_PROFILE}: {line}", file=sys.stderr)
+        return cluster
+    if profile is not None:
+        raise ProfileError(
+            f"--profile {profile} and --devices {devices} were given; give one, measured or "
+            "catalogued"
+        )
+    joined = {"link": link} if link is not None else {}
+    return ClusterProfile.from_devices(devices, **joined, between=between)
+
+
+def write_trace(path: Path, graph: Graph, profile: ClusterProfile, plan: Plan) -> None:
+    """Simulates the plan's step on the cluster and writes when each device computes,
+    sends and receives, and waits.
+    """
+    events: list[Event] = []
+    StepEstimator(graph, profile, plan.mode).of(plan.chosen).estimate(
+        plan.splits, events.append
+    )
+    write(path, (json.dumps(chrome_trace(plan.devices, events)) + "\n").encode())

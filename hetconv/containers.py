@@ -1,5 +1,6 @@
-"""Tensors inside whatever Python code passes and returns: tuples, dicts, dataclasses,
-outputs of libraries, objects.
+"""Tensors inside whatever Python code passes and returns.
+
+These are tuples, dicts, dataclasses, outputs of libraries, and other objects.
 """
 
 from __future__ import annotations
@@ -160,9 +161,7 @@ class _Search:
         return found
 
     def _built(self, value: Any) -> Any:
-        """What takes the place of ``value``: as `copy.deepcopy` does it, but that what
-        does not differ stays.
-        """
+        """Returns the replacement of a value; what does not differ stays the same object."""
         at = id(value)
         if at in self._new or at not in self._differ:
             return self._new.get(at, value)
@@ -213,9 +212,7 @@ class _Search:
         return _object(value)
 
     def _function(self, value: Any) -> _Opened:
-        """Nothing can be put into a function or an iterator, and an iterator cannot be
-        read without being used up.
-        """
+        """Refuses functions and iterators that hold tensors: nothing can be put into them."""
 
         def refuse(*_: Any) -> NoReturn:
             raise HetConvError(

@@ -1,5 +1,6 @@
-"""The errors that a caller can act on. Each message says what was given, what was
-expected and what to do.
+"""Errors that a caller can act on.
+
+Each message says what was given, what was expected and what to do.
 """
 
 from collections.abc import Iterable
@@ -34,9 +35,7 @@ class LostRankError(HetConvError, RuntimeError):
 
 
 class KernelError(HetConvError):
-    """Arguments that a kernel does not take: shapes, types, devices or memory that do
-    not fit, or a missing backend.
-    """
+    """Arguments that a kernel does not take, or a missing backend."""
 
 
 def few(names: Iterable[str]) -> str:

@@ -22,8 +22,9 @@ _caches: list[Cache[Any, Any]] = []
 
 
 class Cache(Generic[K, V]):
-    """What is remembered under the signature of the current call, or of the last one:
-    backward passes read it too.
+    """Values that are kept under the signature of the current call.
+
+    Backward passes read those of the last call.
     """
 
     def __init__(self) -> None:
@@ -63,9 +64,7 @@ class SignatureCaches:
         _install(contents)
 
     def __deepcopy__(self, memo: Any) -> SignatureCaches:
-        """Without what is remembered, some of it by the identity of objects that a copy
-        does not have.
-        """
+        """Returns caches without contents, some of which refer to objects by identity."""
         return SignatureCaches(self._most)
 
 

@@ -1,5 +1,4 @@
-"""What hetconv reads or replaces inside PyTorch, in one place. All other modules use
-PyTorch's public interface.
+"""All that hetconv reads inside PyTorch. Other modules use its public interface.
 
 Each entry of `INTERNALS` says what is used, why, and what happens in a version of
 PyTorch that has no such name: either hetconv does without it, or importing this module
@@ -26,8 +25,13 @@ TESTED_WITH = ("2.11", "2.13", "2.14")
 
 
 class Internal(NamedTuple):
-    """A name inside PyTorch: ``module.name``, what it is used for, and whether hetconv
-    works without it.
+    """A name inside PyTorch.
+
+    Attributes:
+        module: where it is.
+        name: the name.
+        purpose: what it is used for.
+        optional: whether hetconv works without it.
     """
 
     module: str
@@ -193,9 +197,7 @@ _node_types: dict[type, Any] = find(INTERNALS["SUPPORTED_NODES"])
 
 
 def tree_node_types() -> dict[type, Any]:
-    """The containers that PyTorch's pytrees know, with ``flatten_fn`` and
-    ``unflatten_fn`` of each.
-    """
+    """Returns the containers of PyTorch's pytrees, with the functions that open them."""
     return _node_types
 
 
@@ -205,10 +207,9 @@ def dynamo_is_loaded() -> bool:
 
 
 def transform_in_use() -> bool:
-    """Whether a transform of `torch.func` (grad, jvp, vmap, ...) or autograd's forward
-    mode is in use.
+    """Returns whether a transform of `torch.func`, or forward-mode autograd, is in use.
 
-    Or a backward pass runs for a batch of cotangents, which PyTorch does by an older vmap.
+    A backward pass for a batch of cotangents counts too: PyTorch runs it by an older vmap.
     """
     if _transform_level() is not None or torch.autograd.forward_ad._current_level >= 0:
         return True
@@ -235,8 +236,9 @@ def gpu_sleep(cycles: int) -> None:
 
 
 def fake_tensor_mode(**options: Any) -> Any:
-    """A mode in which operators compute shapes alone. Its module is imported by the
-    first call only: it is large.
+    """Returns a mode in which operators compute shapes alone.
+
+    Its module is large, so that it is imported by the first call only.
     """
     return find(INTERNALS["fake_tensor_mode"])(**options)
 
@@ -254,36 +256,36 @@ def foreach_copy_(
 
 
 def storage_id(x: Tensor) -> int:
-    """A number that two tensors share exactly if they share memory; unlike an address,
-    fake tensors have it too.
+    """Returns a number that two tensors share exactly if they share memory.
+
+    Unlike an address, fake tensors have it too.
     """
     return int(x.untyped_storage()._cdata)
 
 
 def is_view(x: Tensor) -> bool:
-    """Whether autograd takes ``x`` for a view of another tensor, also of one that has
-    no gradient.
-    """
+    """Returns whether autograd takes ``x`` for a view of another tensor."""
     return bool(x._is_view())
 
 
 def materialized(x: Tensor) -> Tensor:
-    """``x``, with memory of its own also if it is one of the zeros that autograd makes
-    without any.
-    """
+    """Returns ``x`` with memory of its own, also for zeros that autograd makes without any."""
     return x.clone() if x._is_zerotensor() else x
 
 
 def write_count(x: Tensor) -> int:
-    """How many times ``x`` was written to in place. Raises `RuntimeError` for an
-    inference tensor.
+    """Returns how many times ``x`` was written to in place.
+
+    Raises:
+        RuntimeError: it is an inference tensor.
     """
     return int(x._version)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long the ranks of a gloo group wait for each other; PyTorch's default where
-    the group does not tell.
+    """Returns how long the ranks of a gloo group wait for each other.
+
+    It is PyTorch's default where the group does not tell.
     """
     try:
         timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
@@ -293,9 +295,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The `torch.distributed.Store` of a group, to leave words in; None where PyTorch
-    does not tell.
-    """
+    """Returns the `torch.distributed.Store` of a group; None where PyTorch does not tell."""
     store: Any = dist
     return (
         None

@@ -54,11 +54,14 @@ def remove_patches() -> None:
 def replace_function_apply(
     wrap: Callable[[type, Callable[..., Any], Any, Any], Any],
 ) -> Undo:
-    """From now on ``wrap(cls, apply, args, kwargs)`` runs where
-    `torch.autograd.Function.apply` is called.
+    """Makes ``wrap`` run where `torch.autograd.Function.apply` is called.
 
-    ``apply`` is PyTorch's own, bound to ``cls``. It applies functions without asking a
-    tensor's class.
+    Args:
+        wrap: has the arguments (cls, apply, args, kwargs); ``apply`` is PyTorch's own, bound
+            to ``cls``.
+
+    Returns:
+        A function that undoes this.
     """
     plain: Any = inspect.getattr_static(
         torch.autograd.Function, "apply"
@@ -80,10 +83,15 @@ def replace_function_apply(
 
 
 def check_before_clipping(check: Callable[[list[Tensor]], None]) -> Undo:
-    """From now on `torch.nn.utils.clip_grad_norm_` calls ``check`` with its parameters
-    before it changes gradients.
+    """Makes `torch.nn.utils.clip_grad_norm_` call a check before it changes gradients.
 
     `torch.nn.utils.clip_grads_with_norm_`, which is given a norm, does not.
+
+    Args:
+        check: has the parameters as its argument.
+
+    Returns:
+        A function that undoes this.
     """
     plain, module = (
         find(INTERNALS["clip_grads_with_norm_"]),
@@ -105,8 +113,13 @@ def check_before_clipping(check: Callable[[list[Tensor]], None]) -> Undo:
 
 
 def check_before_unscaling(check: Callable[[Any, torch.optim.Optimizer], None]) -> Undo:
-    """From now on a `torch.amp.GradScaler` calls ``check`` with itself and the
-    optimizer before it reads gradients.
+    """Makes a `torch.amp.GradScaler` call a check before it reads gradients.
+
+    Args:
+        check: has the scaler and the optimizer as its arguments.
+
+    Returns:
+        A function that undoes this.
     """
     plain: Any = torch.amp.GradScaler._unscale_grads_
 

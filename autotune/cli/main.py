@@ -93,8 +93,9 @@ def diff(
     first: Annotated[Path, typer.Argument(help="A plan.", show_default=False)],
     second: Annotated[Path, typer.Argument(help="Another plan.", show_default=False)],
 ) -> None:
-    """Show where two plans differ. Exit status is 0 if they do not, 1 if they do, 2 if
-    one cannot be read.
+    """Show where two plans differ.
+
+    Exit status is 0 if they do not differ, 1 if they do, 2 if one cannot be read.
     """
     if show_diff(Plan.load(first), Plan.load(second), make_console()):
         raise typer.Exit(1)
@@ -119,8 +120,10 @@ def merge(
         ),
     ] = None,
 ) -> None:
-    """Write one profile of what several measured: of the same devices the newest, and
-    of several hosts one cluster.
+    """Write one profile of several.
+
+    The newest measurement of each device counts; devices of several hosts become one
+    cluster.
     """
     merged, left_out = merge_profiles(
         {str(file): ClusterProfile.load(file) for file in files}, between
@@ -147,8 +150,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON document instead of tables.")
     ] = False,
 ) -> None:
-    """Show what there is to compute on, and try for real which backends join which
-    pairs of devices.
+    """Show the devices, and try which backends connect which of them.
 
     Exit status is 0 if each pair has a backend that works, 1 if one has none, 2 if a
     device is not there.

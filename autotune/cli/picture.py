@@ -1,6 +1,4 @@
-"""A plan as a picture: what a step is spent on, what else could have been done, and how
-every layer is cut.
-"""
+"""A plan as a picture: where the time of a step goes, alternatives, and every split."""
 
 from __future__ import annotations
 
@@ -183,9 +181,7 @@ def _layers(axis: Axes, layers: list[tuple[str, LayerPlan]], rows: int) -> None:
 
 
 def shortened(name: str) -> str:
-    """With initials for the first parts of a long dotted name, as in
-    ``e.s.12.layers.35.layer.1.convolution``.
-    """
+    """Shortens a long dotted name, as in ``e.s.12.layers.35.layer.1.convolution``."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if len(".".join(parts)) <= NAME:

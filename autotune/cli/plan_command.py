@@ -132,8 +132,13 @@ def _cluster(
 
 
 def write_trace(path: Path, graph: Graph, profile: ClusterProfile, plan: Plan) -> None:
-    """Simulates the plan's step on the cluster and writes when each device computes,
-    sends and receives, and waits.
+    """Simulates a step of the plan and writes it as a Chrome trace.
+
+    Args:
+        path: the file.
+        graph: of the model.
+        profile: of the cluster.
+        plan: the plan.
     """
     events: list[Event] = []
     StepEstimator(graph, profile, plan.mode).of(plan.chosen).estimate(

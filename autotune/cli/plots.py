@@ -1,6 +1,4 @@
-"""A tuning job as figures: its studies, trial by trial; what was measured of the
-heaviest layers; the links.
-"""
+"""Figures of a tuning job: trials of its studies, measured layers, and links."""
 
 from __future__ import annotations
 
@@ -28,10 +26,15 @@ INK = "#333333"
 
 @contextmanager
 def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure of so many inches to draw on; afterwards it is in the file, whole,
-    unless an error was raised.
+    """Context with a figure to draw on, which is written when the context ends.
 
-    Raises `HetConvError` for a file of no known format, and without matplotlib.
+    Args:
+        path: the file.
+        width: in inches.
+        height: in inches.
+
+    Raises:
+        HetConvError: the file has no known format, or matplotlib is missing.
     """
     if path.suffix not in FORMATS:
         raise HetConvError(
@@ -61,8 +64,10 @@ def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
 
 
 def prepare(folder: Path) -> None:
-    """So that nothing stands in the way of figures in a folder. Raises `HetConvError`
-    if something does.
+    """Makes a folder for figures.
+
+    Raises:
+        HetConvError: it cannot be made, or matplotlib is missing.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,6 +81,7 @@ def prepare(folder: Path) -> None:
 
 
 def require_matplotlib() -> None:
+    """Raises `HetConvError` if matplotlib is missing."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:
@@ -103,8 +109,10 @@ WHY = 70  # letters of an error
 
 
 def draw(record: Record, folder: Path) -> list[Path]:
-    """The files written. Nothing is drawn of a study without trials, nor of the links
-    of one device.
+    """Draws all figures of a tuning job.
+
+    Returns:
+        The files written. Studies without trials and the links of one device have none.
     """
     studies = [study for study in record.studies if study.trials]
     layers = heaviest(record)
@@ -220,9 +228,7 @@ def _whole(samples: Samples) -> float:
 def plot_layers(
     layers: Mapping[str, Sequence[Samples]], names: Sequence[str], path: Path
 ) -> None:
-    """Every sample as a point, over the share of the layer; the curve through their
-    medians that the planner reads.
-    """
+    """Draws every sample of some layers, and the curves through their medians."""
     columns, rows = min(COLUMNS, len(layers)), ceil(len(layers) / COLUMNS)
     with figure(path, 4 * COLUMNS, 3 * rows + 0.6) as whole:
         axes = list(whole.subplots(rows, columns, squeeze=False).flat)

@@ -30,10 +30,9 @@ def share_bar(split: Split) -> str:
 
 
 def sizes_text(split: Split) -> str:
-    """One size per rank: ``3:1``; of two levels node after node, and the samples of
-    each: ``3:1 | 2:2, samples 5:3``.
+    """Returns the sizes of a split, as in ``3:1`` or ``3:1, whole sum``.
 
-    And whether its sum is whole on every rank: ``3:1, whole sum``.
+    A split of two levels is written node by node, ``3:1 | 2:2, samples 5:3``.
     """
     nodes = spans(split.ranks or (len(split.sizes),))
     text = (
@@ -48,21 +47,22 @@ def sizes_text(split: Split) -> str:
 
 
 def split_text(split: Split) -> str:
+    """Returns kind and sizes of a split."""
     return f"{split.kind} {sizes_text(split)}".strip()
 
 
 def milliseconds(seconds: float | None, decimals: int = 2) -> str:
+    """Returns seconds as milliseconds in text; a dash for None."""
     return f"{seconds * 1e3:.{decimals}f}" if seconds is not None else "-"
 
 
 def megabytes(size: float) -> str:
+    """Returns bytes as megabytes in text."""
     return f"{size / 1e6:.2f}"
 
 
 def seconds_of(layer: LayerPlan) -> list[float]:
-    """Predicted seconds of a layer on each device, forward and backward; none if
-    nothing was predicted.
-    """
+    """Returns predicted seconds of a layer on each device; empty if there are none."""
     return [
         sum(passes)
         for passes in zip(
@@ -72,9 +72,7 @@ def seconds_of(layer: LayerPlan) -> list[float]:
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Layer, kind, shares as bars, predicted milliseconds per device and megabytes
-    moved; then the alternatives.
-    """
+    """Prints the layers of a plan with shares, milliseconds and megabytes; then alternatives."""
     marks = [
         f"{FILLS[r % len(FILLS)]} {r}: {name}{' (emulated)' * ('@' in name)}"
         for r, name in enumerate(plan.devices)
@@ -134,9 +132,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def show_gathers(plan: Plan, console: Console) -> None:
-    """What runs on gathered tensors, with the megabytes that are sent for it, forward
-    and backward.
-    """
+    """Prints what runs on gathered tensors, with the megabytes that are sent for it."""
     if not plan.gathers:
         made = (
             "the plan was changed by hand, and not priced"
@@ -159,11 +155,10 @@ def show_gathers(plan: Plan, console: Console) -> None:
 
 
 def show_layer(plan: Plan, name: str, console: Console) -> None:
-    """The splits that a layer could have had, the least costly first: milliseconds, and
-    why it has none of the others.
+    """Prints the alternatives of a layer, the fastest first, and why they were not chosen.
 
-    Raises `PlanError` for a layer that the plan does not name, and if it does not know
-    what was considered.
+    Raises:
+        PlanError: the plan does not name the layer, or holds no alternatives.
     """
     if name not in plan.layers:
         raise PlanError(f"the plan has no layer {name!r}; it has {few(plan.layers)}")

@@ -1,6 +1,4 @@
-"""What tuning came to: the plan beside an even split and the fastest device alone,
-measured and predicted.
-"""
+"""Result of a tuning job: the plan beside an even split and the fastest single device."""
 
 from __future__ import annotations
 
@@ -56,12 +54,19 @@ class Way:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of a model and mode: the tuned plan, if one was measured, an even split and the
-    fastest device alone.
+    """Result for a model and mode.
 
-    ``layers``: how many of the tuned plan are cut by each kind, none where it is a
-    device alone. ``shares``: of the operations of those that are cut, each device's
-    part. ``trials``: plans that were measured.
+    Attributes:
+        model: name of the model.
+        mode: whether the steps train.
+        devices: names of the devices.
+        tuned: the tuned plan, if one was measured.
+        even: the even split.
+        alone: the fastest single device.
+        layers: number of layers of each kind; empty where one device is the fastest.
+        shares: part of the operations of split layers that each device has.
+        ratio: the tuned ratio, if one was searched.
+        trials: number of plans that were measured.
     """
 
     model: str
@@ -108,8 +113,10 @@ def _faster(way: Way | None, than: Way | None) -> float | None:
 
 
 def summarize(graph: Graph, profile: ClusterProfile, mode: Mode) -> Summary:
-    """Pure. Where no whole plan was measured, the even split and the device that are
-    predicted to be the fastest.
+    """Summarizes a profile.
+
+    Where no plan was measured, the even split and the device are those that are predicted
+    to be the fastest.
     """
     ways = Candidates(graph, profile, mode)
     best, ratio = ways.tuned_plan(), next(iter(ways.tuned()), None)
@@ -186,8 +193,14 @@ def _shares(graph: Graph, splits: Splits, world: int) -> tuple[float, ...]:
 def report(
     record: Record, job: Job, console: Console, *, as_json: bool, plot: Path | None
 ) -> None:
-    """What came of a tuning job, as the job's ``quiet``, ``as_json`` and ``plot``, a
-    folder for figures, have it.
+    """Prints the result of a tuning job, and draws its figures.
+
+    Args:
+        record: what the job measured.
+        job: its options.
+        console: for the table.
+        as_json: whether to print one JSON document instead.
+        plot: a folder for figures, if any.
     """
     drawn = draw(record, plot) if plot is not None else []
     summary = summarize(record.graph, record.profile, job.mode)

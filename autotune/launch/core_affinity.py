@@ -15,12 +15,16 @@ SLACK = 1e-6  # for sums of speeds
 def cores_of(
     devices: Sequence[DeviceName], cores: Collection[int]
 ) -> list[Cores | None]:
-    """For each rank those that are its own, or that it shares with others so slow that
-    they make one CPU together.
+    """Returns the cores of each rank.
 
-    ``cpu,cpu@0.5,cpu@0.5`` are so on two cores as fast as their names say, whatever
-    their shares of the work: none of the slow ones takes time from the fast one. None
-    of a GPU, of all where nothing is slowed, and where there are too few cores.
+    Ranks on CPUs have cores of their own, or share one with others so slow that together
+    they are one CPU: ``cpu,cpu@0.5,cpu@0.5`` on two cores are as fast as their names say.
+    It is empty for a GPU. Every rank has all cores where nothing is slowed, and where there
+    are too few.
+
+    Args:
+        devices: one per rank.
+        cores: numbers of the cores of this process.
     """
     on_cpus = [
         rank for rank, d in enumerate(devices) if torch.device(d.device).type == "cpu"

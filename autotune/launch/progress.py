@@ -1,6 +1,4 @@
-"""What a person sees while ranks measure: a bar on a terminal, plain lines elsewhere;
-rank 0 alone speaks.
-"""
+"""Progress of the measurements: a bar on a terminal, lines elsewhere; rank 0 alone prints."""
 
 from __future__ import annotations
 
@@ -74,8 +72,11 @@ class Reporter:
             self._bar.add_task(f"{self._title}: {name}", total=total, best="", note="")
 
     def advance(self, note: str = "", value: float | None = None) -> None:
-        """One step of the stage is done. ``value``: relative seconds of a trial, of
-        which the least so far is said.
+        """Counts one step of the stage.
+
+        Args:
+            note: what was done.
+            value: relative seconds of a trial; the lowest is shown.
         """
         self._done += 1
         log_last_action(f"{self._stage} {self._done}/{self._total} {note}")

@@ -1,12 +1,11 @@
-"""A device slowed on purpose, to try uneven pairs on one machine: ``cpu@0.5`` computes
-at half the speed of ``cpu``.
+"""Devices that are slowed on purpose, to try uneven pairs on one machine.
 
-Every local convolution and linear, forward and backward, is stretched by sleeping after
-it: a hook around them, see `hetconv.kernels.compute_hook`, is installed while the
-device is slowed, or while somebody listens. A CPU with one thread is slowed to that
-speed however often others have its core: what it waited for the core, in computations
-and between them, it sleeps less. So two of ``cpu@0.5`` can share one. What is measured
-or printed of such a device is marked as emulated by its name.
+``cpu@0.5`` computes at half the speed of ``cpu``. Every local convolution and linear
+layer, forward and backward, is followed by a sleep: a hook around them (see
+`hetconv.kernels.compute_hook`) is installed while the device is slowed, or while there is
+a listener. A CPU with one thread has that speed however often others use its core: it
+sleeps less for the time that it waited for the core. So two of ``cpu@0.5`` can share
+one. What is measured or printed of such a device is marked as emulated.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class _Clocks(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """What was `stretched`, ``start`` to ``end`` in seconds of time.perf_counter, in
-    ``own_s`` of the thread's clock.
+    """A computation that was slowed.
 
-    The end is where it would be if the computation had not been shorter for what was
-    waited before it. The thread's own seconds are without others' turns on its core,
-    and without sleep.
+    Attributes:
+        start: seconds of time.perf_counter.
+        end: likewise, as if nothing had been waited for before it.
+        own_s: seconds of the thread's clock, without sleep or others' turns on the core.
     """
 
     start: float
@@ -60,8 +59,9 @@ _listeners: list[Callable[[Computation], None]] = []
 
 @dataclass(frozen=True)
 class DeviceName:
-    """``cpu``, ``cuda:1`` or, emulated, ``cpu@0.5``: a torch device and the speed that
-    is left of it.
+    """A device of torch, and the speed that is left of it.
+
+    It is written ``cpu``, ``cuda:1`` or, slowed on purpose, ``cpu@0.5``.
     """
 
     device: str
@@ -69,8 +69,11 @@ class DeviceName:
 
     @staticmethod
     def parse(text: str) -> DeviceName:
-        """Raises `HetConvError` for what is neither a CPU nor a CUDA device, or a speed
-        outside (0, 1].
+        """Reads a device.
+
+        Raises:
+            HetConvError: the text is neither a CPU nor a CUDA device, or the speed is outside
+                (0, 1].
         """
         device, at, speed = text.strip().partition("@")
         try:
@@ -90,6 +93,7 @@ class DeviceName:
 
     @property
     def emulated(self) -> bool:
+        """Whether the device is slowed on purpose."""
         return self.speed < 1
 
     def __str__(self) -> str:
@@ -126,9 +130,7 @@ def as_it_is() -> bool:
 
 @contextmanager
 def listening(listener: Callable[[Computation], None]) -> Iterator[None]:
-    """Within it, ``listener`` is told of every computation that was `stretched`, when
-    it is over.
-    """
+    """Context in which ``listener`` is called after every computation."""
     _listeners.append(listener)
     _install()
     try:
@@ -172,8 +174,7 @@ def stretched(compute: Callable[[], T], device: torch.device) -> T:
 
 
 def both_stretched(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """`stretched`, and so is the backward of what autograd has as one node, such as a
-    convolution of torch's.
+    """Slows a computation, and the backward of its one autograd node.
 
     The node may be followed by views of its result, as a linear layer's is.
     """
@@ -242,7 +243,8 @@ def _shares_its_core(device: torch.device) -> bool:
 
 
 def tells_turns(device: torch.device) -> bool:
-    """Whether the clock of the thread that works on a device tells when others have its
-    core: of one thread alone.
+    """Returns whether the thread's clock tells when others have its core.
+
+    It does for a CPU with one thread.
     """
     return device.type == "cpu" and torch.get_num_threads() == 1

@@ -218,8 +218,10 @@ def device_model(
 def _fitted(
     workload: Workload, samples: Mapping[float, Passes], device: torch.device
 ) -> OperatorModel:
-    """More pixels never take less; kernels may take whole blocks of filters or channels
-    faster than a part.
+    """Fits the passes of a workload.
+
+    More pixels never take less; whole blocks of filters or channels may be faster than a
+    part.
     """
     if not isinstance(workload, LayerWorkload):
         return operator_model(samples)

@@ -103,9 +103,7 @@ class LayerWorkload:
 
     @property
     def _cut_in_grains(self) -> bool:
-        """Pixels are computed one by one; of filters and channels plans may cut no less
-        than some multiple.
-        """
+        """Returns in which steps plans may divide the axis: single pixels, blocks of channels."""
         return self.axis == "pixels" or self.cut > 1
 
     @property
@@ -183,9 +181,10 @@ class LayerWorkload:
         dtype: str,
         device: torch.device,
     ) -> tuple[Tensor, Tensor, Iterator[tuple[Tensor, Tensor]]]:
-        """Input, output's gradient, and (input, weight) in turn from copies that caches
-        cannot keep if a step's data is more than they hold: a layer finds in them what
-        the one before wrote, and nothing of its own last step.
+        """Returns input, output gradient, and (input, weight) pairs that take turns.
+
+        The pairs exceed the caches if the data of a step does: a layer finds there what the one
+        before it wrote, and nothing of its own last step.
         """
         memory = kernels.CHANNELS_LAST.get(len(x_shape), torch.contiguous_format)
         x, w, dy = (

@@ -79,9 +79,7 @@ def link_models(
 
 
 def _one_way(round_trips: Sequence[float], answers: Sequence[float]) -> list[float]:
-    """Seconds of messages that were answered, less half of what an answer and a message
-    as small take.
-    """
+    """Returns seconds of messages, less half of a round trip as small as the answer."""
     answer_s = median(answers) / 2
     return [max(seconds - answer_s, answer_s) for seconds in round_trips]
 
@@ -146,8 +144,9 @@ def with_contention(
 def _hosts(
     profile: ClusterProfile, group: RankGroup, device: torch.device
 ) -> list[SharedWire]:
-    """The ranks of every host gather an image of their own, with all the copying that
-    the runtime does for it. Where they do that themselves there is no wire.
+    """Measures how the ranks of every host gather an image, with all copies.
+
+    There is no shared wire where the ranks copy by themselves.
     """
     nodes = [
         ranks
@@ -276,9 +275,7 @@ def _copying(
 def _time_own(
     group: RankGroup, action: Callable[[], T], device: torch.device
 ) -> tuple[float, T]:
-    """For how many seconds this rank is at work for an action that all begin together,
-    and what it returned.
-    """
+    """Returns this rank's seconds of work for an action that all begin together."""
     returned: list[T] = []
     tight_barrier(group)
     seconds = timed(lambda: returned.append(action()), device, time.thread_time)
@@ -292,10 +289,14 @@ def _gather(
     device: torch.device,
     sums: bool = False,
 ) -> Start:
-    """Gathers an image per host, cut by channels as filters leave it, of ``size`` bytes
-    on each of its ranks.
+    """Gathers an image per host whose channels are sharded.
 
-    ``sums``: the other way round, whole summands on all of them become parts of their sum.
+    Args:
+        nodes: ranks of each host.
+        group: the ranks.
+        size: bytes of each rank.
+        device: of this rank.
+        sums: whether to sum whole images to shards instead.
     """
     height = size // ROW_BYTES
     images = Box.whole((len(nodes), max(map(len, nodes)) * CHANNELS, height, WIDTH))
@@ -336,9 +337,7 @@ def _is_slower(wire: SharedWire, links_alone: Network) -> bool:
 def _time_all(
     group: RankGroup, actions: Mapping[int, Callable[[], Any]], device: torch.device
 ) -> dict[int, Array]:
-    """Times actions, by their bytes, that all ranks begin together: (repeats, ranks)
-    seconds of each.
-    """
+    """Times actions that all ranks begin together: seconds by (repeat, rank)."""
     own: dict[int, list[float]] = {size: [] for size in actions}
     for _, (size, action) in product(range(VISITS), actions.items()):
         for repeat in range(_repeats(size)):

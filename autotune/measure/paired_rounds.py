@@ -51,6 +51,7 @@ class LogRatio(NamedTuple):
 
     @property
     def ratio(self) -> float:
+        """The ratio itself."""
         return exp(self.value)
 
     def surely_above(self, limit: float) -> bool:

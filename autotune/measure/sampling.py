@@ -125,11 +125,10 @@ TimePasses = Callable[[PassCalls], Passes]
 
 @cache
 def _order_statistic(n: int) -> int | None:
-    """k, so that the median lies from the kth smallest to the kth largest of n samples
-    with `CONFIDENCE`; None for too few samples.
+    """Returns k so that the median lies between the kth smallest and kth largest of n.
 
-    Whatever the samples' distribution, their number below its median is binomial
-    (Conover, 1999, section 3.2).
+    It does so with `CONFIDENCE`, whatever the distribution: the number of samples below the
+    median is binomial (Conover, 1999, section 3.2). It is None for too few samples.
     """
     tail, k = 0.0, 0
     while (tail := tail + comb(n, k) / 2**n) <= (1 - CONFIDENCE) / 2:
@@ -247,8 +246,9 @@ def explore(
 
 
 def _line_error(first: Passes, middle: Passes, last: Passes, at: float) -> float:
-    """How far off the line between two others what was measured in the middle is, of
-    what it was: the worse pass. One that was not measured at all three does not count.
+    """Returns how far the middle is off the line between two others, as a part of it.
+
+    The worse pass counts; a pass that was not measured at all three does not.
     """
     return max(
         _certain_line_error(*pass_, at) if all(pass_) else 0.0

@@ -230,12 +230,11 @@ def _time_together(
     shares: Collection[float],
     backward: Callable[[PassCalls], bool],
 ) -> dict[float, Passes]:
-    """Each rank takes as many shares and repeats as its own curve wants, and waits for
-    none meanwhile.
+    """Times shares of a workload while all ranks work.
 
-    One that is done goes on with what it ran last until all are, so that nobody is left
-    with more of the memory's bandwidth, or of the power, than there is in a plan's step,
-    in which all are done at about the same time, whatever their shares.
+    Each rank takes as many shares and repeats as its own curve needs. A rank that is done
+    repeats what it ran last until all are done, so that nobody has more of the memory's
+    bandwidth, or of the power, than in a step.
     """
     group = rank_group_of()
     throttled = not isinstance(workload, NonLayerOperator)

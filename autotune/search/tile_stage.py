@@ -63,6 +63,7 @@ class Contest:
         return [product.extents for product in _products(self._question)], self._chip
 
     def __call__(self, choice: Choice) -> float:
+        """Times one choice."""
         if choice == "aten":
             return timer.call_seconds(lambda: self._run("aten"), self._device)
         with _new_memory_is_nan():
@@ -153,9 +154,7 @@ Product = fprop.Correlation | wgrad.WeightGradient
 
 
 def _products(question: Question) -> list[Product]:
-    """The matrix products of a pass, on tensors in channels_last; an input gradient has
-    one for each phase.
-    """
+    """Returns the matrix products of a pass; an input gradient has one per phase."""
     s, precision = question.spec, question.precision
     shapes = (s.x_shape, s.w_shape, s.y_shape)
     lies = (

@@ -1,6 +1,4 @@
-"""What a plan is predicted to take: its operators in order on the clocks of the
-devices, and all that moves. Pure.
-"""
+"""Predicted step of a plan: its operators in order on the devices, and all messages."""
 
 from __future__ import annotations
 
@@ -35,6 +33,14 @@ from .timeline import Clocks, Listener, Pass
 
 @dataclass(frozen=True)
 class LayerCost:
+    """Predicted cost of a layer.
+
+    Attributes:
+        forward_s: seconds by device.
+        backward_s: likewise; empty in inference.
+        sent_bytes: that all ranks send together.
+    """
+
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     sent_bytes: int
@@ -107,8 +113,9 @@ class _Known:
 
 
 class StepEstimator:
-    """Prices many plans of one model on one cluster; what an operator takes is
-    remembered from plan to plan.
+    """Predicts steps of many plans of one model on one cluster.
+
+    What an operator takes is kept from plan to plan.
     """
 
     def __init__(self, graph: Graph, profile: ClusterProfile, mode: Mode):
@@ -176,9 +183,7 @@ class StepEstimator:
         return self._lone
 
     def over(self, profile: ClusterProfile) -> StepEstimator:
-        """Who prices plans on these devices with the links of ``profile``; what the
-        devices compute is remembered.
-        """
+        """Returns an estimator for the same devices with the links of another profile."""
         other = copy(self)
         other.profile, other.network, other._known, other._lone = (
             profile,
@@ -194,9 +199,7 @@ class StepEstimator:
         return pricer.walked_s(pricer.walk(splits))
 
     def walked_s(self, walked: Schedule) -> float:
-        """`step_s` of a plan with which this estimator, or one that it was made `over`
-        from, has walked.
-        """
+        """Returns the seconds of a step of a schedule that this estimator made."""
         applied, sums = walked
         computing = _in_order([self._of(a) for a in applied])
         passes = [*computing, *self._summing(sums, self._rounds(sums))]
@@ -279,9 +282,7 @@ class StepEstimator:
         return self._computing[key]
 
     def _summed(self, known: Sequence[_Known], sums: Transfers) -> float:
-        """What every operator and movement takes alone, added up; halos are hidden by
-        what is computed meanwhile.
-        """
+        """Returns the sum of all operators and messages; computation hides halos."""
         total = sum(chain(*(k.summed_s for k in known)), 0.0)
         for rounds, itemsize in sums:
             (held, _), *_ = rounds
@@ -316,8 +317,15 @@ def estimate(
 def gathers(
     graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode
 ) -> tuple[GatheredOp, ...]:
-    """The operators, but for layers that ``splits`` replicates, that run on the whole;
-    those that send most first.
+    """Returns the operators that run on gathered tensors; those that send most first.
+
+    Layers that are replicated do not count.
+
+    Args:
+        graph: of the model.
+        splits: by layer.
+        world: number of ranks.
+        mode: whether steps train.
     """
     found = []
     for a in propagate(graph, splits, world, mode)[0]:

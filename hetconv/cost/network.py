@@ -1,5 +1,6 @@
-"""How long messages between ranks take: a profile's links as arrays, for many rounds of
-exchange at once. Pure.
+"""Seconds of messages between ranks, for many exchanges at once.
+
+The links of a profile are arrays, (P, P) from sender to receiver.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Network:
 
     @classmethod
     def of(cls, profile: ClusterProfile) -> Network:
+        """Makes the network of a profile."""
         latency_s, s_per_byte = np.zeros((2, profile.world, profile.world))
         for a, b in permutations(range(profile.world), 2):
             link = profile.link(a, b)
@@ -111,6 +113,7 @@ class Network:
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return len(self.latency_s)
 
     def spent(
@@ -119,13 +122,18 @@ class Network:
         added_bytes: Array | float = 0.0,
         joined_bytes: Array | float = 0.0,
     ) -> Array:
-        """(..., P, P), sender by receiver -> (..., P): seconds in which each rank sends
-        and receives all of one round.
+        """Returns the seconds in which each rank sends and receives all of an exchange.
 
-        Of ranks that begin together. A rank sends one message after the other; by wires
-        it receives meanwhile, by memory afterwards. No bytes are no message and cost no
-        latency. Then (..., P) ``added_bytes`` of what it has are added to others, or
-        messages and its own part are joined to so many.
+        Ranks begin together. A rank sends one message after the other; over wires it receives
+        meanwhile, through memory afterwards. No bytes are no message and have no latency.
+
+        Args:
+            sent_bytes: (..., P, P), from sender to receiver.
+            added_bytes: (..., P) that each rank adds to others.
+            joined_bytes: (..., P) that each rank assembles from messages and its own part.
+
+        Returns:
+            (..., P) seconds.
         """
         sending, receiving = self._sides(sent_bytes, added_bytes, joined_bytes)
         return _there(sending, sent_bytes > 0) + receiving
@@ -133,9 +141,7 @@ class Network:
     def _sides(
         self, sent_bytes: Array, added_bytes: Array | float, joined_bytes: Array | float
     ) -> tuple[Array, Array]:
-        """(..., P) seconds before and after messages lie where receivers find them, see
-        `Messages`.
-        """
+        """Returns (..., P) seconds before and after messages are where receivers find them."""
         pairs, added = sent_bytes > 0, added_bytes * self.adding
         by_wire = (pairs * self.latency_s + sent_bytes * self.s_per_byte) * ~np.asarray(
             self.by_memory
@@ -155,8 +161,12 @@ class Network:
         added_bytes: Array | float = 0.0,
         joined_bytes: Array | float = 0.0,
     ) -> Array:
-        """(..., P, P) -> (...): how long one round takes: what the slowest rank or the
-        busiest shared wire does.
+        """Returns the seconds of an exchange: of the slowest rank or the busiest shared wire.
+
+        Args:
+            sent_bytes: (..., P, P), from sender to receiver.
+            added_bytes: see `spent`.
+            joined_bytes: see `spent`.
         """
         slowest: Array = self.spent(sent_bytes, added_bytes, joined_bytes).max(-1)
         if self.shared:
@@ -174,10 +184,14 @@ class Network:
         return loads.reshape(-1, len(self.shared))
 
     def messages(self, one: Exchange, itemsize: int, apart: bool = False) -> Messages:
-        """Of one round, remembered. Ranks whose messages share a wire are done when
-        that has carried all of them.
+        """Returns the messages of an exchange, from a cache.
 
-        ``apart``: what arrives is not joined with what a rank has, as halos are not.
+        Ranks whose messages share a wire are done when it has carried all of them.
+
+        Args:
+            one: the exchange.
+            itemsize: bytes of an element.
+            apart: whether what arrives stays separate from a rank's own part, as halos do.
         """
         key = id(one), itemsize, apart  # equal ones are long to compare
         if key not in self._same:
@@ -219,9 +233,7 @@ class Network:
         )
 
     def s_per_summed_byte(self, holders: Ranks) -> float:
-        """Seconds for a byte of a large sum among some ranks, as those of parameters'
-        gradients are; remembered.
-        """
+        """Returns the seconds for a byte of a large sum among some ranks, from a cache."""
         if holders not in self._per_byte:
             moving = self.rounds_s(
                 all_reduce_among(holders, SUMMED_BYTES // 4, self.world), 4
@@ -243,27 +255,27 @@ class Network:
 
 
 def elements_to_add(common: Array, wanted: Array) -> Array:
-    """(..., P, P), (..., P) -> (..., P): what each receiver adds, of all that senders,
-    itself among them, have of it.
+    """Returns how many elements each receiver adds.
 
-    What several have is summed: beyond the first summand of each element, all are added.
+    Args:
+        common: (..., P, P) elements that each sender has for each receiver.
+        wanted: (..., P) elements of each receiver.
+
+    Returns:
+        (..., P): all elements beyond the first summand of each.
     """
     more: Array = np.maximum(common.sum(-2) - wanted, 0.0)
     return more
 
 
 def _there(sending: Array, pairs: npt.NDArray[np.bool_]) -> Array:
-    """(..., P), (..., P, P) -> (..., P): when all that each rank sends and gets lies
-    where it is to be found.
-    """
+    """Returns (..., P): when all messages of each rank are where they are to be found."""
     there: Array = np.maximum(sending, np.where(pairs, sending[..., None], 0.0).max(-2))
     return there
 
 
 def _adding(device: DeviceModel) -> float:
-    """Of two that are read and one that is written; nothing where that was not
-    measured, as data sheets say nothing.
-    """
+    """Returns seconds per added byte: two are read and one is written; 0 if not measured."""
     model = device.others.get("elementwise float32")
     return (
         model.forward.at(3.0 * SUMMED_BYTES) / SUMMED_BYTES
@@ -273,9 +285,7 @@ def _adding(device: DeviceModel) -> float:
 
 
 def _common(held: Boxes, wanted: Boxes) -> Array:
-    """(P, P): elements that each rank's held box and each rank's wanted one have in
-    common, as `layout.overlaps` does.
-    """
+    """Returns (P, P): elements that held and wanted boxes have in common."""
     common = np.ones((len(held), len(wanted)))
     corners = (
         np.array([(b.lo, b.hi) for b in boxes], dtype=np.float64).transpose(2, 1, 0)

@@ -47,8 +47,9 @@ def operator_key(op: Operator, axis: Axis, dtype: str) -> str:
 
 
 def kind_of(op: Operator) -> str | None:
-    """What is measured in place of an operator that is no layer: one that takes as long
-    for as many bytes.
+    """Returns the kind of operator that is measured in place of one that is no layer.
+
+    It takes as long for as many bytes.
     """
     match op:
         case Conv() | Linear() | ConvTranspose() | Contraction() | SplitView() | View():
@@ -67,8 +68,9 @@ def kind_of(op: Operator) -> str | None:
 
 
 def arithmetic(op: Operator, dtype: str) -> str:
-    """The dtype by whose rate an operator runs: torch computes convolutions of float32,
-    no linears, in TF32.
+    """Returns the dtype by whose rate an operator runs.
+
+    torch computes convolutions of float32 in TF32, linear layers not.
     """
     return (
         "tf32" if dtype == "float32" and isinstance(op, Conv | ConvTranspose) else dtype
@@ -78,8 +80,17 @@ def arithmetic(op: Operator, dtype: str) -> str:
 def layer_curve(
     device: DeviceModel, op: Conv | Linear, axis: Axis, backward: bool, dtype: str
 ) -> Curve:
-    """Seconds of a layer by share: measured along this axis, or along the one most like
-    it, or by the roofline.
+    """Returns the seconds of a layer by share.
+
+    They were measured along the axis, or along the one most like it, or come from the
+    roofline.
+
+    Args:
+        device: the device.
+        op: the layer.
+        axis: what a share is a share of.
+        backward: whether it is the backward pass.
+        dtype: of the result.
     """
     for along in sorted(
         LIKENESS, key=lambda other: abs(LIKENESS[other] - LIKENESS[axis])
@@ -117,8 +128,11 @@ def shares_of(split: Split, sharding: OpSharding) -> list[float]:
 
 
 class Seam(NamedTuple):
-    """What a halo adds to: a ``share`` of the layer's pixels, through a part of the
-    kernel's ``taps``.
+    """What a halo contributes to.
+
+    Attributes:
+        share: of the layer's pixels.
+        taps: part of the kernel.
     """
 
     share: float
@@ -170,8 +184,9 @@ def numels(boxes: Sequence[Boxes]) -> Array:
 
 
 class Operators:
-    """Seconds that the operators of a graph take on each device; what a layer takes by
-    share is looked up once.
+    """Seconds that the operators of a graph take on each device.
+
+    What a layer takes by share is looked up once.
     """
 
     def __init__(self, graph: Graph, devices: Sequence[DeviceModel]):
@@ -240,9 +255,7 @@ class Operators:
         )
 
     def forks(self, node: Node, steps: Sequence[OpSharding], backward: bool) -> Array:
-        """(steps, P): of adding up, in backward, the gradients of a result that several
-        operators read.
-        """
+        """Returns (shardings, P) seconds of adding gradients of results with several readers."""
         times = (
             self.graph.extra_gradients.get(node.outputs[0], 0)
             if backward and len(node.outputs) == 1
@@ -262,9 +275,7 @@ class Operators:
     def _other_s(
         self, kind: str, moved: Array, backward: bool, seconds: Array
     ) -> Array:
-        """(n, P) ``seconds`` of ``redistribute_local`` bytes, but what was measured of this kind on
-        devices where it was.
-        """
+        """Returns (n, P) seconds: as measured for this kind, or as given."""
         for rank, device in enumerate(self.devices):
             if (model := device.others.get(kind)) is not None:
                 curve = model.backward if backward else model.forward

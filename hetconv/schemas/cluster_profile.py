@@ -1,6 +1,4 @@
-"""ClusterProfile: what was measured of a cluster's devices and links, or estimated from
-data sheets; one JSON file.
-"""
+"""ClusterProfile: measured or estimated devices and links of a cluster; one JSON file."""
 
 from __future__ import annotations
 
@@ -121,10 +119,12 @@ class ClusterProfile:
 
     @property
     def world(self) -> int:
+        """Number of devices."""
         return len(self.devices)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the devices."""
         return tuple(d.name for d in self.devices)
 
     def link(self, a: int, b: int) -> LinkModel:
@@ -140,8 +140,13 @@ class ClusterProfile:
         )
 
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
-        """Of the batch, for a convolution cut by filter in these sizes: one unless more
-        were measured to be faster.
+        """Returns in how many chunks the batch of a filter split is gathered.
+
+        It is one unless more were measured to be faster.
+
+        Args:
+            spec: the convolution.
+            sizes: filters of each rank.
         """
         return next(
             (
@@ -158,8 +163,10 @@ class ClusterProfile:
 
     @staticmethod
     def load(path: str | Path) -> ClusterProfile:
-        """Raises `ProfileError`, naming the key, for a file that is not a profile of
-        this version.
+        """Reads a profile.
+
+        Raises:
+            ProfileError: the file is not a profile of this version; it names the key.
         """
         return json_files.load(path, "profile", VERSION, ClusterProfile, ProfileError)
 
@@ -175,21 +182,23 @@ class ClusterProfile:
         link: str = "pcie4-x16",
         between: str | None = None,
     ) -> ClusterProfile:
-        """A profile without hardware, from the data sheets in ``devices.json``; marked
-        as estimated.
+        """Makes a profile from data sheets, without hardware. It is marked as estimated.
 
-        ``devices``: catalogued names in rank order, such as ``["A100-SXM4-80GB",
-        "2xT4", "cpu@0.5"]``: two T4, and a CPU at half its speed. Or as one string,
-        with commas between devices and slashes between nodes: ``"4xV100-SXM2-32GB /
-        4xT4"``. ``link`` joins the devices of a node; where nodes differ, one for each:
-        ``"nvlink2 / pcie3-x16"``. ``between`` joins the nodes.
+        Every node has one network card, which carries in each direction what ``between``
+        carries. PCIe goes through the host: all devices of a node together send what two of them
+        send each other at once. With ``-switch`` in the link's name, all use their links at
+        once.
 
-        Every node has one network card, which carries in each direction, all its
-        devices together, what ``between`` carries. PCIe goes through the host, which
-        carries, all devices of a node together, what two of them send each other at
-        once, so that three or more share it; with ``-switch`` in its name, all can fill
-        their links at once. Raises `ProfileError` for a name that is not catalogued,
-        and for several nodes with nothing between.
+        Args:
+            devices: names from ``devices.json`` in rank order, such as ``["A100-SXM4-80GB",
+                "2xT4", "cpu@0.5"]``, or one string with commas between devices and slashes
+                between nodes: ``"4xV100-SXM2-32GB / 4xT4"``.
+            link: connects the devices of a node; one for each node where they differ:
+                ``"nvlink2 / pcie3-x16"``.
+            between: connects the nodes.
+
+        Raises:
+            ProfileError: a name is not known, or several nodes have nothing between them.
         """
         names = parse_nodes(devices)
         ranks = iter(range(sum(map(len, names))))
@@ -212,8 +221,9 @@ class ClusterProfile:
 
 
 def nodes_of(devices: Sequence[DeviceModel]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host; a device that does not say which it is counts as one of a
-    host without a name.
+    """Returns the ranks of each host.
+
+    Devices without an identity count as those of one host without a name.
     """
     hosts = [device.identity.host if device.identity else "" for device in devices]
     return tuple(
@@ -273,8 +283,12 @@ def _within(nodes: Sequence[Sequence[int]], link: str) -> Wiring:
 def between_nodes(
     nodes: Sequence[Sequence[int]], between: str | None, names: Sequence[str] = ()
 ) -> Wiring:
-    """The links from node to node, and the card of each node, out and in, by the nodes'
-    ``names`` or numbers.
+    """Returns the links between nodes, and the network card of each node, out and in.
+
+    Args:
+        nodes: ranks of each node.
+        between: name of the link.
+        names: of the nodes; their numbers if empty.
     """
     if len(nodes) == 1 and between is None:
         return {}, ()

@@ -1,6 +1,4 @@
-"""Models of performance, as a profile has them: seconds of operators on a device, and
-of bytes between two.
-"""
+"""Performance models in a profile: seconds of operators, and of bytes between devices."""
 
 from __future__ import annotations
 
@@ -46,6 +44,7 @@ class Curve:
             )
 
     def at(self, share: float) -> float:
+        """Returns the seconds at a share, by linear interpolation."""
         if share <= 0:
             return 0.0
         x, y = self.shares, self.seconds
@@ -74,12 +73,12 @@ class OperatorModel:
 
 @dataclass(frozen=True)
 class Copying:
-    """What messages through memory take the devices themselves, while all of a host are
-    at it, in seconds per byte.
+    """Seconds per byte that messages through memory take a device, while all of a host send.
 
-    ``sends``: of a message, to put it where the receiver reads it, whoever may wait
-    there; ``joins``: of what is put together of messages and a device's own part;
-    ``adds``: of what is added to something.
+    Attributes:
+        sends: to write a message where the receiver reads it.
+        joins: to assemble messages and the device's own part.
+        adds: to add a message to something.
     """
 
     sends: Positive
@@ -90,18 +89,27 @@ class Copying:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """One device, while all are at work. What was not measured takes the roofline
-    fitted to what was.
+    """Performance of one device while all are at work.
 
-    ``operators``: layers by operator and axis; ``others``: of what a plan does not
-    name, by kind and dtype, the seconds of bytes read and written. ``flops_per_s`` by
-    dtype, with ``tf32`` beside ``float32`` where convolutions of float32 run on tensor
-    cores. ``overhead_s``: what the host takes to call an operator, and
-    ``backward_overhead_s`` what training adds to that; where it is not known, the first
-    times ``backward_ratio``. ``corrections``, by kind of split: what layers were found
-    to take in whole steps, of what they take one by one. ``measured``: under which
-    conditions; nothing was, if it says nothing. ``copying``: of messages to ranks of its
-    host, unless links carry them by themselves.
+    What was not measured follows the roofline fitted to what was.
+
+    Attributes:
+        name: of the device.
+        kind: "cpu" or "cuda".
+        memory_bytes: size of its memory.
+        flops_per_s: by dtype; ``tf32`` beside ``float32`` where convolutions of float32 run on
+            tensor cores.
+        bytes_per_s: bandwidth of its memory.
+        overhead_s: what the host takes to call an operator.
+        backward_ratio: backward over forward, where the backward was not measured.
+        emulated: whether it was slowed on purpose.
+        operators: layers, by operator and axis.
+        identity: which device it is.
+        measured: conditions; None for a data sheet.
+        backward_overhead_s: what training adds to ``overhead_s``.
+        others: operators that are no layers, by kind and dtype: seconds of bytes.
+        corrections: by kind of split, factors found in whole steps.
+        copying: for messages to ranks of its host; None where links carry them alone.
     """
 
     name: str
@@ -139,8 +147,15 @@ class DeviceModel:
     def roofline(
         self, flops: float, moved_bytes: float, dtype: str, backward: bool
     ) -> float:
-        """Seconds of an unmeasured operator: the longer of computing and moving, and
-        what a call costs.
+        """Returns the seconds of an operator that was not measured.
+
+        They are the longer of computation and memory traffic, and the overhead of a call.
+
+        Args:
+            flops: operations.
+            moved_bytes: read and written.
+            dtype: of the arithmetic.
+            backward: whether it is a backward pass.
         """
         if flops + moved_bytes <= 0:
             return 0.0
@@ -152,10 +167,13 @@ class DeviceModel:
 
 @dataclass(frozen=True)
 class LinkModel:
-    """A pair of devices: seconds = latency + bytes * seconds per byte; ``measured``, or
-    from a data sheet.
+    """A pair of devices: seconds = latency + bytes * seconds per byte.
 
-    ``back_s_per_byte``: from the second device to the first, if that is another number.
+    Attributes:
+        latency_s: of a message.
+        s_per_byte: from the first device to the second.
+        measured: conditions; None for a data sheet.
+        back_s_per_byte: from the second to the first, if it differs.
     """
 
     latency_s: AtLeastZero
@@ -175,10 +193,13 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class SharedWire:
-    """What the messages of several (sender, receiver) pairs share, such as a network
-    card in one direction.
+    """What the messages of several pairs share, such as a network card in one direction.
 
-    ``measured``, or from a data sheet.
+    Attributes:
+        name: of the wire.
+        pairs: (sender, receiver).
+        s_per_byte: seconds per byte of all messages together.
+        measured: conditions; None for a data sheet.
     """
 
     name: str

@@ -63,7 +63,7 @@ def entry(choice: str = str(SMALL), **changed: Any) -> TunedTile:
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tiles, "_installed", {})
-    monkeypatch.setattr(parallelize, "_warned", set())
+    monkeypatch.setattr(parallelize, "_warned_devices", set())
     with multiplying_in("ieee"):
         yield
 

@@ -128,7 +128,8 @@ def _wait(
     ended: dict[int, int] = {}  # exit status by rank, in the order in which they ended
     while len(ended) < len(processes) and time.monotonic() < deadline:
         watched = max_silence_s is not None or deadline < math.inf
-        running = [p.sentinel for p in processes if p.exitcode is None]
+        # Not by their exit codes: one that ended since the last look would be left out.
+        running = [p.sentinel for rank, p in enumerate(processes) if rank not in ended]
         connection.wait(running, POLL_S if watched else None)
         for rank, process in enumerate(processes):
             if process.exitcode is not None and rank not in ended:

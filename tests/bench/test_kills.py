@@ -17,10 +17,8 @@ from hetconv.autotune.search.journal import Store
 
 
 def survived(folder: Path) -> bool:
-    """Whether a job was killed twice, and all was right; or it was over before, as
-    where no plan with a ratio is likely to be the fastest.
-    """
-    for victim, table, rows in (("launcher", RECORDS, 5), ("rank 0", TRIALS, 2)):
+    """Whether a job was killed twice, and all was right; or it was over before."""
+    for victim, table, rows in (("launcher", RECORDS, 4), ("rank 0", RECORDS, 7)):
         tuning, latest = Tuning(folder), time.monotonic() + 180
         while tuning.launcher.poll() is None and tuning.grown(table) < rows:
             assert time.monotonic() < latest, tuning.said
@@ -39,8 +37,10 @@ def survived(folder: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_what_was_measured_survives_the_death_of_any_process(tmp_path: Path) -> None:
-    """While operators are measured, and in the midst of a study's trials: once, for one
-    kill may be among the last.
+    """Of the launcher and of a rank; once, for a job may be over before the second kill.
+
+    Whether a ratio is searched depends on the machine; `python -m bench kills` kills at
+    random moments, trials included.
     """
     assert any(survived(tmp_path / str(job)) for job in range(3))
 

@@ -31,12 +31,19 @@ import triton
 
 from hetconv.errors import KernelError
 from hetconv.kernels import tiles
-from hetconv.kernels.epilogue import PLAIN, Finish
-from hetconv.kernels.launch import CHIPS, Memory, Program, Recipe
-from hetconv.kernels.tiles import Extents, Pass, Tile
-from hetconv.kernels.triton import conv2d_parts, fprop, wgrad
+from hetconv.kernels.epilogue import EpilogueSpec
+from hetconv.kernels.launch import CHIPS, Launch, StridedLayout
+from hetconv.kernels.tiles import GemmShape, Pass, Tile
+from hetconv.kernels.triton import (
+    conv2d_parts,
+    device_functions,
+    dgrad,
+    fprop,
+    gemm_launch,
+    wgrad,
+)
 from hetconv.kernels.triton.compile_report import Report, report
-from hetconv.sharding.conv_spec import ITEMSIZE, Conv2dSpec
+from hetconv.sharding.conv_spec import ITEMSIZE, ConvSpec
 
 DTYPES = {
     "fp16": ("float16", "ieee"),
@@ -47,9 +54,9 @@ DTYPES = {
 PASSES: tuple[Pass, ...] = get_args(Pass)
 COLUMNS = tuple(f.name for f in fields(Report))
 
-Work = fprop.Correlation | conv2d_parts.Segments | wgrad.WeightGradient
+Product = gemm_launch.ImplicitGemm | conv2d_parts.MultiInputGemm | wgrad.WeightGradient
 
-BIAS = Finish(shifted=True)
+BIAS = EpilogueSpec(has_shift=True)
 
 
 @dataclass(frozen=True)
@@ -59,12 +66,13 @@ class Case:
     channels, each in a tensor of its own; none where they are in one.
     """
 
-    spec: Conv2dSpec
+    spec: ConvSpec
     passes: tuple[Pass, ...] = PASSES
-    every: tuple[tiles.Path, ...] = ()
+    every: tuple[tiles.TileKind, ...] = ()
     filters: int | None = None
-    splits: int = 1
-    finish: Finish = BIAS
+    split_k: int = 1
+    epilogue: EpilogueSpec = BIAS
+    residual: bool = False
     parts: tuple[int, ...] = ()
 
 
@@ -73,21 +81,29 @@ def _case(
 ) -> Case:
     pads = (R // 2, R // 2)
     return Case(
-        Conv2dSpec(N, C, size, size, K, R, R, (stride, stride), (pads, pads)), **more
+        ConvSpec(N, C, (size, size), K, (R, R), (stride, stride), (pads, pads), (1, 1)),
+        **more,
     )
 
 
 FORWARD: tuple[Pass, ...] = ("forward",)
 WEIGHT: tuple[Pass, ...] = ("weight gradient",)
 CASES = {
-    "3x3": _case(64, 256, 56, 256, 3, every=("boxes", "pointers")),
-    "3x3 of one image": _case(1, 256, 28, 256, 3, passes=WEIGHT, every=("boxes",)),
-    "3x3 of small images": _case(32, 256, 14, 256, 3, passes=WEIGHT, every=("boxes",)),
+    "3x3": _case(64, 256, 56, 256, 3, every=("tma", "pointer")),
+    "3x3 of one image": _case(1, 256, 28, 256, 3, passes=WEIGHT, every=("tma",)),
+    "3x3 of small images": _case(32, 256, 14, 256, 3, passes=WEIGHT, every=("tma",)),
     "3x3 of 48 filters": _case(64, 256, 56, 48, 3, filters=256),
     "3x3 of 160 filters": _case(64, 256, 56, 160, 3, filters=256),
-    "3x3 in splits": _case(64, 256, 56, 256, 3, splits=20),
+    "3x3 in splits": _case(64, 256, 56, 256, 3, split_k=20),
     "3x3, finished": _case(
-        64, 256, 56, 256, 3, passes=("forward",), finish=Finish(True, True, "silu")
+        64,
+        256,
+        56,
+        256,
+        3,
+        passes=("forward",),
+        epilogue=EpilogueSpec(True, True, activation="silu"),
+        residual=True,
     ),
     "3x3 in splits, finished": _case(
         64,
@@ -96,8 +112,9 @@ CASES = {
         256,
         3,
         passes=("forward",),
-        splits=20,
-        finish=Finish(True, True, "relu"),
+        split_k=20,
+        epilogue=EpilogueSpec(True, True, activation="relu"),
+        residual=True,
     ),
     "3x3 of 2**31 numbers": _case(1024, 256, 112, 256, 3),
     "3x3/2": _case(64, 256, 56, 256, 3, 2),
@@ -203,104 +220,88 @@ def run(args: Namespace) -> None:
 
 
 def items(archs: Sequence[int] = tuple(CHIPS), quick: bool = False) -> Iterator[Item]:
-    """What is compiled for these chips: every tile that `tiles.default` can choose, and
-    every form of a kernel.
+    """Yields what is compiled: every tile that can be a default, every form of a kernel.
+
+    Args:
+        archs: Compute capabilities, as 90 for 9.0.
+        quick: Whether bf16 alone is compiled, and one tile for each form.
     """
-    for arch, dtype, (name, case) in product(
-        archs, ("bf16",) if quick else DTYPES, CASES.items()
-    ):
+    dtypes = ("bf16",) if quick else DTYPES
+    for arch, dtype, (name, case) in product(archs, dtypes, CASES.items()):
         for what in case.passes:
-            work = work_of(case, what, dtype)[0]
-            boxes = tiles.takes_boxes(work, CHIPS[arch])
-            path: tiles.Path = "boxes" if boxes else "pointers"
-            best = min(
-                _tiles(work, arch, path, tiles.depths(work, path)[-1:]), key=work.padded
-            )
-            if isinstance(
-                work, conv2d_parts.Segmented
-            ):  # fewer tiles do without a spill
-                best = conv2d_parts.default(work, CHIPS[arch])
-            yield Item(arch, what, dtype, name, str(replace(best, splits=case.splits)))
-            if case.splits > 1:
-                yield Item(
-                    arch,
-                    what,
-                    dtype,
-                    name,
-                    str(replace(best, splits=case.splits)),
-                    True,
-                )
-            for path in case.every if not quick else ():
-                depths = [k for k in (64, 32, 16) if k * ITEMSIZE[work.dtype] <= 128]
-                every = (
-                    _tiles(work, arch, path, depths)
-                    if boxes or path == "pointers"
-                    else ()
-                )
-                yield from (
-                    Item(arch, what, dtype, name, str(t)) for t in every if t != best
-                )
+            shape = product_of(case, what, dtype).shape
+            best = _best_tile(shape, arch)
+            chosen = str(replace(best, split_k=case.split_k))
+            yield Item(arch, what, dtype, name, chosen)
+            if case.split_k > 1:
+                yield Item(arch, what, dtype, name, chosen, True)
+            for kind in case.every if not quick else ():
+                if kind == "pointer" or tiles.uses_tma(shape, CHIPS[arch]):
+                    depths = [
+                        k for k in (64, 32, 16) if k * ITEMSIZE[shape.dtype] <= 128
+                    ]
+                    found = tiles.largest_stages(shape, CHIPS[arch], kind, depths)
+                    for tile in found:
+                        if tile != best:
+                            yield Item(arch, what, dtype, name, str(tile))
 
 
-def _tiles(
-    work: Extents, arch: int, path: tiles.Path, depths: Sequence[int]
-) -> Iterator[Tile]:
-    """With as many stages as fit, as `tiles.default` has them; larger first."""
-    for (m, n, warps, stages), k in product(tiles.shapes(work, path), depths):
-        some = (Tile(path, m, n, k, warps, s) for s in range(stages, 1, -1))
-        yield from [t for t in some if tiles.fits(t, work, CHIPS[arch])][:1]
+def _best_tile(shape: GemmShape, arch: int) -> Tile:
+    """The largest tile of those that pad least; of several inputs the default one."""
+    chip = CHIPS[arch]
+    if isinstance(
+        shape, conv2d_parts.MultiInputShape
+    ):  # fewer tiles do without a spill
+        return conv2d_parts.default_tile(shape, chip)
+    kind: tiles.TileKind = "tma" if tiles.uses_tma(shape, chip) else "pointer"
+    shallowest = tiles.tile_depths(shape, kind)[-1:]
+    found = tiles.largest_stages(shape, chip, kind, shallowest)
+    return min(found, key=shape.padded_results)
 
 
-def recipe(item: Item) -> Recipe:
+def launch_of(item: Item) -> Launch:
+    """Returns the launch of an item."""
     tile = Tile.parse(item.tile)
-    correlation: Any = work_of(CASES[item.case], item.what, item.dtype)[1]
-    if isinstance(correlation, wgrad.WeightGradient):
-        program: Program = wgrad.program(correlation, tile)
-    elif isinstance(correlation, conv2d_parts.Segments):
-        program = conv2d_parts.program(correlation, tile, CASES[item.case].finish)
+    gemm = product_of(CASES[item.case], item.what, item.dtype)
+    if isinstance(gemm, wgrad.WeightGradient):
+        found = wgrad.launches(gemm, tile)
+    elif isinstance(gemm, conv2d_parts.MultiInputGemm):
+        found = conv2d_parts.launches(gemm, tile)
     else:
-        program = fprop.program(
-            correlation,
-            tile,
-            CASES[item.case].finish if item.what == "forward" else PLAIN,
-        )
-    return program.recipes[-1 if item.of_sum else 0]
+        found = gemm_launch.launches(gemm, tile)
+    return found.launches[-1 if item.of_sum else 0]
 
 
-def work_of(case: Case, what: Pass, dtype: str) -> tuple[Extents, Work]:
-    """The pass on channels_last tensors; at stride 2 the phase of the input gradient
-    that has most taps.
+def product_of(case: Case, what: Pass, dtype: str) -> Product:
+    """Returns a pass as a matrix product, on channels_last tensors.
+
+    At stride 2 it is the phase of the input gradient that has most taps.
+
+    Args:
+        case: The convolution.
+        what: The pass.
+        dtype: One of `DTYPES`.
     """
     name, precision = DTYPES[dtype]
     spec = replace(case.spec, dtype=name)
-    x, w, y = (_memory(s, name) for s in (spec.x_shape, spec.w_shape, spec.y_shape))
+    shapes = (spec.x_shape, spec.w_shape, spec.y_shape)
+    x, w, y = (StridedLayout.packed(shape, name) for shape in shapes)
     if case.filters is not None:  # a slot beside those of other slices
-        y = y._replace(
-            strides=_memory((spec.N, case.filters, spec.P, spec.Q), name).strides
-        )
+        whole = (spec.N, case.filters, spec.P, spec.Q)
+        y = y._replace(strides=StridedLayout.packed(whole, name).strides)
     if what == "weight gradient":
-        d = wgrad.weight_gradient(spec, x, w, y, precision)
-        return d.extents, d
+        return wgrad.weight_gradient(spec, x, w, y, precision)
+    if what == "input gradient":
+        phases = dgrad.phases(spec, y, w, x, precision)
+        gemms = (phase.gemm for phase in phases if phase.gemm is not None)
+        return max(gemms, key=lambda gemm: gemm.rows.count * gemm.cols.count)
+    epilogue = case.epilogue._replace(residual=y) if case.residual else case.epilogue
     if case.parts:
-        lying = tuple(_memory((spec.N, C, spec.H, spec.W), name) for C in case.parts)
-        s = conv2d_parts.forward(spec, lying, w, y, precision)
-        return s.extents, s
-    if what == "forward":
-        c = fprop.forward(
-            spec, x, w, y, precision, y if case.finish.activation else None
+        parts = tuple(
+            StridedLayout.packed((spec.N, C, spec.H, spec.W), name) for C in case.parts
         )
-    else:
-        parts = (p.correlation for p in fprop.phases(spec, y, w, x, precision))
-        c = max(
-            (p for p in parts if p is not None),
-            key=lambda p: p.rows.count * p.cols.count,
-        )
-    return c.extents, c
-
-
-def _memory(shape: tuple[int, int, int, int], dtype: str) -> Memory:
-    _, C, H, W = shape
-    return Memory(shape, (C * H * W, 1, W * C, C), dtype)
+        return conv2d_parts.forward(spec, parts, w, y, precision, epilogue)
+    return fprop.forward(spec, x, w, y, precision, epilogue)
 
 
 def compiled(found: Sequence[Item], workers: int) -> dict[Item, Report]:
@@ -338,7 +339,7 @@ def _compiling() -> Iterator[None]:
 
 
 def compile_one(item: Item) -> Report:
-    return report(recipe(item), DTYPES[item.dtype][0], item.arch)
+    return report(launch_of(item), DTYPES[item.dtype][0], item.arch)
 
 
 def digest(found: Sequence[Item]) -> str:
@@ -347,13 +348,15 @@ def digest(found: Sequence[Item]) -> str:
     It tells whether a table was made from other kernels. Comments, docstrings and line
     breaks do not change it.
     """
-    recipes = [recipe(item) for item in found]
-    sources = sorted({_code(r.kernel.fn) for r in recipes})
-    launches = [
-        (str(i), r.scalars, r.constants, r.descriptors)
-        for i, r in zip(found, recipes, strict=True)
+    launches = [launch_of(item) for item in found]
+    helpers = [f for f in vars(device_functions).values() if hasattr(f, "fn")]
+    functions = {launch.kernel.fn for launch in launches} | {f.fn for f in helpers}
+    sources = sorted(_code(function) for function in functions)
+    arguments = [
+        (str(i), launch.scalars, launch.constants, launch.descriptors)
+        for i, launch in zip(found, launches, strict=True)
     ]
-    return hashlib.sha256(repr((sources, launches)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((sources, arguments)).encode()).hexdigest()[:16]
 
 
 def _code(function: Any) -> str:

@@ -1,11 +1,10 @@
-"""Local convolutions on plain tensors: no rank, no plan. Letters as in
-`hetconv.sharding.conv_spec`.
+"""Local convolutions, concatenation and packing on plain tensors, without ranks or plans.
 
-`conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its halves.
-`backend_choice` says who computes, ATen or Triton, whose kernels are in `triton`.
-`conv_forward` and `conv_backward` are the halves of a convolution of any rank.
+`conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its two passes.
+`backend_choice` decides between ATen and Triton, whose kernels are in `triton`.
+`conv_forward` and `conv_backward` take any number of spatial dimensions.
 `concat_channels` joins parts, `conv2d_parts` convolves them; `pack` and `unpack` move
-boxes of images to messages and back.
+boxes of images to messages and back. Letters are those of `hetconv.sharding.conv_spec`.
 """
 
 if __name__ == "kernels":
@@ -15,13 +14,13 @@ if __name__ == "kernels":
     globals()["__file__"] = None
 else:
     from . import backend_choice, tiles
+    from .backend_choice import Route
     from .compute_hook import ComputeHook, call_layer, set_compute_hook
-    from .concat import concat_channels, finish_in_place
+    from .concat import concat_channels, epilogue_in_place
     from .conv2d_op import conv2d
     from .conv2d_parts_op import conv2d_parts
     from .conv_nd import CHANNELS_LAST, conv_backward, conv_forward
     from .dispatch import (
-        Route,
         conv2d_backward,
         conv2d_forward,
         only_aten,
@@ -45,7 +44,7 @@ __all__ = [
     "conv2d_parts",
     "conv_backward",
     "conv_forward",
-    "finish_in_place",
+    "epilogue_in_place",
     "only_aten",
     "pack",
     "route",

@@ -1,5 +1,7 @@
-"""Convolutions of any rank through ATen, with padding per side, and their gradients.
-Letters as for images.
+"""Convolutions with any number of spatial dimensions by ATen, padded per side.
+
+Workarounds for wrong results and crashes of oneDNN on CPUs are here, each with the
+version of torch that it was found in.
 """
 
 from __future__ import annotations
@@ -11,216 +13,186 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetconv.sharding.conv_spec import Ints, Span
+from hetconv.sharding.conv_spec import ConvGeometry, Ints, Padding
 
-from .epilogue import Finish, finished, per_channel, shift_with
+from .epilogue import Epilogue
 
-Sides = tuple[Span, ...]
+Wanted = tuple[bool, bool, bool]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def forward(
     x_NCHW: Tensor,
     w_KCRS: Tensor,
     bias_K: Tensor | None,
-    stride: Ints,
-    padding: Sides,
-    dilation: Ints,
-    groups: int,
+    geometry: ConvGeometry,
     y_shape: Ints,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    finish: Finish,
+    epilogue: Epilogue,
 ) -> Tensor:
-    """y of ``y_shape``, finished; with scale and shift in the filters where these are
-    fewer than the results.
-    """
-    if (scale is not None or shift is not None) and w_KCRS.numel() < prod(y_shape):
-        w_KCRS, bias_K, scale, shift = _folded(w_KCRS, bias_K, scale, shift)
-    if w_KCRS.numel():
-        y = conv(x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups)
-    else:  # which torch refuses, or answers with another shape
-        y = x_NCHW.new_zeros(y_shape)
-        y = y if bias_K is None else y.add_(per_channel(bias_K, y))
-    return finished(y, scale, shift, residual, finish.activation, finish.slope)
+    """Returns a convolution with its epilogue.
 
+    Scale and shift are multiplied into filters that are fewer than the results: a pass
+    over y less.
 
-def _folded(
-    w: Tensor, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Scale and shift as part of the filters and the bias, unless these are less
-    precise: a pass over y less.
+    Args:
+        x_NCHW: Input (N, C, *size).
+        w_KCRS: Filters (K, C / groups, *kernel).
+        bias_K: Bias (K), if any.
+        geometry: Stride, padding, dilation and groups.
+        y_shape: Shape (N, K, *out_size) of the result.
+        epilogue: What is applied to the convolution.
     """
-    if any(t is not None and t.dtype != w.dtype for t in (scale, shift)):
-        return w, bias, scale, shift
-    scaled = w if scale is None else w * scale.view(-1, *(1,) * (w.dim() - 1))
-    return scaled, shift_with(bias, scale, shift), None, None
+    if not w_KCRS.numel():  # ATen refuses it, or returns another shape
+        return epilogue.with_bias(bias_K).apply(x_NCHW.new_zeros(y_shape))
+    factors = [t for t in (epilogue.scale, epilogue.shift) if t is not None]
+    is_as_precise = all(t.dtype == w_KCRS.dtype for t in factors)
+    if factors and is_as_precise and w_KCRS.numel() < prod(y_shape):
+        folded = epilogue.with_bias(bias_K)
+        if epilogue.scale is not None:
+            w_KCRS = w_KCRS * epilogue.scale.view(-1, *(1,) * (w_KCRS.dim() - 1))
+        bias_K, epilogue = folded.shift, epilogue._replace(scale=None, shift=None)
+    return epilogue.apply(conv(x_NCHW, w_KCRS, bias_K, geometry))
 
 
 def conv(
-    x_NCHW: Tensor,
-    w_KCRS: Tensor,
-    bias_K: Tensor | None,
-    stride: Ints,
-    padding: Sides,
-    dilation: Ints,
-    groups: int,
+    x_NCHW: Tensor, w_KCRS: Tensor, bias_K: Tensor | None, geometry: ConvGeometry
 ) -> Tensor:
-    """y (N, K, P, Q). ``padding`` is ((top, bottom), (left, right)); unequal sides copy
-    the input once.
+    """Returns a convolution (N, K, *out_size); unequal padding copies the input once.
+
+    Args:
+        x_NCHW: Input (N, C, *size).
+        w_KCRS: Filters (K, C / groups, *kernel), not empty.
+        bias_K: Bias (K), if any.
+        geometry: Stride, padding, dilation and groups.
     """
-    x, pad = _evenly_padded(x_NCHW, padding)
-    w, b, dtype, no_extra = w_KCRS, bias_K, x.dtype, (0,) * len(pad)
-    if _is_miscomputed(x, w, stride, pad, dilation):
+    x, pad = _evenly_padded(x_NCHW, geometry.padding)
+    w, b, dtype = w_KCRS, bias_K, x.dtype
+    if is_miscomputed(x, w, geometry, pad):
         x, w, b = x.float(), w.float(), b.float() if b is not None else None
-    return torch.convolution(
-        x, w, b, stride, pad, dilation, False, no_extra, groups
-    ).to(dtype)
+    stride, _, dilation, groups = geometry
+    no_extra = (0,) * len(pad)
+    y = torch.convolution(x, w, b, stride, pad, dilation, False, no_extra, groups)
+    return y.to(dtype)
 
 
 def backward(
     g_NKPQ: Tensor,
     x_NCHW: Tensor,
     w_KCRS: Tensor,
-    stride: Ints,
-    padding: Sides,
-    dilation: Ints,
-    groups: int,
-    wanted: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, filters and bias, where ``wanted``, of `conv` called with
-    the same arguments.
+    geometry: ConvGeometry,
+    wanted: Wanted,
+) -> Gradients:
+    """Returns the gradients of input, filters and bias of `conv`, each where wanted.
+
+    Args:
+        g_NKPQ: Gradient of the result.
+        x_NCHW: Input, as `conv` was given it.
+        w_KCRS: Filters, as `conv` was given them; they may be empty.
+        geometry: Stride, padding, dilation and groups.
+        wanted: Which of the three gradients are computed; the others are None.
     """
     if not w_KCRS.numel():
-        zeros = (
-            torch.zeros_like(x_NCHW),
-            torch.zeros_like(w_KCRS),
-            summed_pixels(g_NKPQ),
+        return (
+            torch.zeros_like(x_NCHW) if wanted[0] else None,
+            torch.zeros_like(w_KCRS) if wanted[1] else None,
+            summed_pixels(g_NKPQ) if wanted[2] else None,
         )
-        gx, gw, gb = (t if w else None for t, w in zip(zeros, wanted, strict=True))
-        return gx, gw, gb
-    geometry = stride, padding, dilation, groups
-    if (
-        not any(wanted[1:])
-        or x_NCHW.device.type != "cpu"
-        or not overruns(tuple(w_KCRS.shape), stride)
-    ):
-        return _torch_backward(g_NKPQ, x_NCHW, w_KCRS, *geometry, wanted)
-    input_only = (True, False, False)
-    gx = (
-        _torch_backward(g_NKPQ, x_NCHW, w_KCRS, *geometry, input_only)[0]
-        if wanted[0]
-        else None
-    )
-    gw = (
-        _of_read_pixels(g_NKPQ, x_NCHW, w_KCRS, stride, padding, groups)
-        if wanted[1]
-        else None
-    )
+    is_safe = x_NCHW.device.type != "cpu" or not overruns(w_KCRS.shape, geometry.stride)
+    if is_safe or not any(wanted[1:]):
+        return _torch_backward(g_NKPQ, x_NCHW, w_KCRS, geometry, wanted)
+    gx = gw = None
+    if wanted[0]:
+        input_only = (True, False, False)
+        gx = _torch_backward(g_NKPQ, x_NCHW, w_KCRS, geometry, input_only)[0]
+    if wanted[1]:
+        gw = _weight_gradient_of_read_pixels(g_NKPQ, x_NCHW, w_KCRS, geometry)
     # oneDNN would compute the bias's gradient together with that of the filters.
     return gx, gw, summed_pixels(g_NKPQ) if wanted[2] else None
 
 
 def _torch_backward(
-    g_NKPQ: Tensor,
-    x_NCHW: Tensor,
-    w_KCRS: Tensor,
-    stride: Ints,
-    padding: Sides,
-    dilation: Ints,
-    groups: int,
-    wanted: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """ATen's own, in one call."""
-    x, pad = _evenly_padded(x_NCHW, padding)
-    g, w, dtype, no_extra = g_NKPQ, w_KCRS, x_NCHW.dtype, (0,) * len(pad)
-    if _is_miscomputed(x, w, stride, pad, dilation):
+    g: Tensor, x_NCHW: Tensor, w: Tensor, geometry: ConvGeometry, wanted: Wanted
+) -> Gradients:
+    x, pad = _evenly_padded(x_NCHW, geometry.padding)
+    dtype = x.dtype
+    if is_miscomputed(x, w, geometry, pad):
         g, x, w = g.float(), x.float(), w.float()
-    gx, gw, gb = (
-        y.to(dtype) if y is not None else None
-        for y in torch.ops.aten.convolution_backward(
-            g,
-            x,
-            w,
-            [w.shape[0]],
-            stride,
-            pad,
-            dilation,
-            False,
-            no_extra,
-            groups,
-            wanted,
-        )
+    stride, padding, dilation, groups = geometry
+    no_extra, biases = (0,) * len(pad), [w.shape[0]]
+    found = torch.ops.aten.convolution_backward(
+        g, x, w, biases, stride, pad, dilation, False, no_extra, groups, wanted
     )
+    gx, gw, gb = (t.to(dtype) if t is not None else None for t in found)
     if gx is not None and gx.shape != x_NCHW.shape:
-        before = (
-            (0 if lo == hi else lo, n)
-            for (lo, hi), n in zip(padding, x_NCHW.shape[2:], strict=True)
-        )
-        gx = gx[(slice(None), slice(None), *(slice(lo, lo + n) for lo, n in before))]
+        for dim, (lo, hi) in enumerate(padding, 2):
+            gx = gx.narrow(dim, 0 if lo == hi else lo, x_NCHW.shape[dim])
     return gx, gw, gb
 
 
 def overruns(w_shape: Ints, stride: Ints) -> bool:
-    """Whether oneDNN's gradient of such filters writes beyond its memory on some CPUs
-    (torch 2.13): 1 x 1, strided, of fewer channels than a register holds. It may crash
-    at any time after it.
+    """Returns whether oneDNN's weight gradient writes beyond its memory on some CPUs.
+
+    Found in torch 2.13, for strided filters of one tap with fewer channels than a
+    register holds. The process may crash at any time after it.
     """
     return max(w_shape[2:]) == 1 < max(stride) and w_shape[1] < 16
 
 
-def _of_read_pixels(
-    g: Tensor, x: Tensor, w: Tensor, stride: Ints, padding: Sides, groups: int
+def _weight_gradient_of_read_pixels(
+    g: Tensor, x: Tensor, w: Tensor, geometry: ConvGeometry
 ) -> Tensor:
-    """The gradient of filters of one tap: that of a convolution without stride, of the
-    pixels that are read.
+    """The weight gradient of filters of one tap, from the pixels that they read.
+
+    These are an image that is convolved without stride, see `overruns`.
     """
-    if any(side != (0, 0) for side in padding):
-        x = F.pad(x, [n for side in reversed(padding) for n in side])
-    steps = (
-        slice(0, (n - 1) * s + 1, s) for n, s in zip(g.shape[2:], stride, strict=True)
-    )
-    read = x[(slice(None), slice(None), *steps)]
-    ones, nothing = (1,) * len(stride), ((0, 0),) * len(stride)
-    _, gw, _ = backward(g, read, w, ones, nothing, ones, groups, (False, True, False))
+    if any(side != (0, 0) for side in geometry.padding):
+        x = F.pad(x, [n for side in reversed(geometry.padding) for n in side])
+    for dim, stride in enumerate(geometry.stride, 2):
+        last = (g.shape[dim] - 1) * stride
+        x = x.narrow(dim, 0, last + 1)[
+            (slice(None),) * dim + (slice(None, None, stride),)
+        ]
+    ones, no_padding = (1,) * len(geometry.stride), ((0, 0),) * len(geometry.stride)
+    unstrided = ConvGeometry(ones, no_padding, ones, geometry.groups)
+    gw = backward(g, x, w, unstrided, (False, True, False))[1]
     assert gw is not None
     return gw
 
 
 def summed_pixels(g_NKPQ: Tensor) -> Tensor:
-    """The gradient of a bias."""
+    """Returns the gradient (K) of a bias from that of the result."""
     return g_NKPQ.sum((0, *range(2, g_NKPQ.dim())))
 
 
-def _evenly_padded(x: Tensor, padding: Sides) -> tuple[Tensor, Ints]:
-    """The input with its unequal paddings made explicit, and the equal ones that are left."""
-    explicit, pad = _uneven(padding)
+def _evenly_padded(x: Tensor, padding: Padding) -> tuple[Tensor, Ints]:
+    """The input, padded where sides are unequal, and the equal padding that is left."""
+    explicit, pad = _split_padding(padding)
     return F.pad(x, explicit) if explicit else x, pad
 
 
 @lru_cache
-def _uneven(padding: Sides) -> tuple[list[int], Ints]:
-    """Unequal paddings, last dimension first as `F.pad` takes them (none if all are
-    equal), and the equal ones.
-    """
-    uneven = [(0, 0) if lo == hi else (lo, hi) for lo, hi in padding]
-    explicit = (
-        [n for side in reversed(uneven) for n in side]
-        if any(side != (0, 0) for side in uneven)
-        else []
-    )
-    return explicit, tuple(lo if lo == hi else 0 for lo, hi in padding)
+def _split_padding(padding: Padding) -> tuple[list[int], Ints]:
+    """Unequal padding as `F.pad` takes it, empty if there is none, and equal padding."""
+    equal = tuple(lo if lo == hi else 0 for lo, hi in padding)
+    if all(lo == hi for lo, hi in padding):
+        return [], equal
+    uneven = [(0, 0) if lo == hi else (lo, hi) for lo, hi in reversed(padding)]
+    return [n for side in uneven for n in side], equal
 
 
-def _is_miscomputed(
-    x: Tensor, w: Tensor, stride: Ints, pad: Ints, dilation: Ints
-) -> bool:
-    """Half precision on a CPU with one column of output, as halos have: oneDNN's
-    results are wrong (torch 2.13).
+def is_miscomputed(x: Tensor, w: Tensor, geometry: ConvGeometry, pad: Ints) -> bool:
+    """Returns whether oneDNN's results are wrong: half precision, one column of output.
+
+    Found on CPUs with torch 2.13; halos are such images.
+
+    Args:
+        x: Input (N, C, *size).
+        w: Filters.
+        geometry: Stride, dilation and groups.
+        pad: Padding on both sides of each dimension.
     """
     if x.device.type != "cpu" or x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return bool(
-        (x.shape[-1] + 2 * pad[-1] - dilation[-1] * (w.shape[-1] - 1) - 1) // stride[-1]
-        == 0
-    )
+    reach = geometry.dilation[-1] * (w.shape[-1] - 1)
+    steps = (x.shape[-1] + 2 * pad[-1] - reach - 1) // geometry.stride[-1]
+    return bool(steps == 0)

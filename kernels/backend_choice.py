@@ -1,98 +1,82 @@
-"""Who computes: Triton or ATen (cuDNN on CUDA). A table read from the top, whose first
-row that fits decides.
-"""
+"""Choice between Triton and ATen (cuDNN on CUDA) for each pass of a convolution."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from hetconv.errors import KernelError
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.sharding.conv_spec import ConvSpec
 
-from .launch import HUGE
-from .tiles import Pass, Tile, tuned
+from .launch import MIN_ELEMENTS_FOR_INT64
+from .tiles import Entry, Pass, Tile, tuned_entry
 
 Backend = Literal["auto", "triton", "aten"]
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_TAPS = 63  # a kernel has a bit for each
 
 
 @dataclass(frozen=True)
-class Question:
-    """One pass of a convolution on a device: its GPU's name, or "cpu", and what keeps
-    Triton from running there.
+class KernelQuery:
+    """One pass of a convolution on a device.
+
+    Attributes:
+        pass_name: Forward, input gradient or weight gradient.
+        spec: The convolution.
+        precision: "tf32" or "ieee", how float32 is multiplied.
+        device: Name of the GPU, or "cpu".
+        unavailable: Why Triton cannot run on the device, or None.
+        tile: Tile that the caller asks for, if any.
     """
 
-    what: Pass
-    spec: Conv2dSpec
+    pass_name: Pass
+    spec: ConvSpec
     precision: str
     device: str
-    obstacle: str | None = None
+    unavailable: str | None = None
     tile: Tile | None = None
 
     @property
-    def thin(self) -> bool:
-        """Groups too narrow to fill a tensor core, depthwise among them."""
-        s = self.spec
-        return s.groups > 1 and min(s.C, s.K) // s.groups < 16
-
-    @property
-    def entry(self) -> Tile | Literal["aten"] | None:
-        return tuned(self.device, self.what, self.spec, self.precision)
+    def tuned(self) -> Entry | None:
+        """Tile, or "aten", that was tuned for this pass on this device."""
+        return tuned_entry(self.device, self.pass_name, self.spec, self.precision)
 
 
-class Answer(NamedTuple):
-    triton: bool
-    tile: Tile | None
-    why: str
+class Route(NamedTuple):
+    """Backend that computes a pass, and its tile; arguments of `conv2d_forward`.
+
+    Attributes:
+        backend: "triton", "aten", or "auto" where it is not decided yet.
+        tile: Tile of the Triton kernel; None for the default one.
+    """
+
+    backend: Backend = "auto"
+    tile: Tile | None = None
 
 
-Row = tuple[str, Callable[[Question], bool], Callable[[Question], Answer]]
+ATEN = Route("aten")
 
 
-def _aten(why: str) -> Callable[[Question], Answer]:
-    return lambda _: Answer(False, None, why)
-
-
-def unable(q: Question) -> str | None:
-    """Why no kernel computes this, or None."""
-    s = q.spec
-    if q.obstacle is not None:
-        return q.obstacle
-    if s.dtype not in ("float16", "bfloat16", "float32"):
+def unsupported_reason(query: KernelQuery) -> str | None:
+    """Returns why no Triton kernel computes a pass, or None if one does."""
+    s = query.spec
+    if query.unavailable is not None:
+        return query.unavailable
+    if s.dtype not in DTYPES:
         return f"the kernels compute in float16, bfloat16 and float32, not {s.dtype}"
-    if s.R * s.S > 63:
-        return f"the kernels take filters of up to 63 taps, not {s.R} x {s.S}"
-    if s.K * s.C // s.groups * s.R * s.S >= HUGE:
+    if s.R * s.S > MAX_TAPS:
+        return f"the kernels take filters of up to {MAX_TAPS} taps, not {s.R} x {s.S}"
+    if s.K * s.C // s.groups * s.R * s.S >= MIN_ELEMENTS_FOR_INT64:
         return "the kernels address filters of up to 2**30 numbers"
     return None
 
 
-# A GPU on which nothing was tuned computes with cuDNN: nobody has measured yet where
-# these kernels beat it.
-TABLE: tuple[Row, ...] = (
-    (
-        "no kernel can",
-        lambda q: unable(q) is not None,
-        lambda q: Answer(False, None, unable(q) or ""),
-    ),
-    (
-        "ATen was faster",
-        lambda q: q.entry == "aten",
-        _aten("ATen was faster when this was tuned"),
-    ),
-    (
-        "tuned",
-        lambda q: isinstance(q.entry, Tile),
-        lambda q: Answer(True, q.entry, "tuned"),  # type: ignore[arg-type]
-    ),
-    ("thin groups", lambda q: q.thin, _aten("groups are too narrow for tensor cores")),
-    ("not tuned", lambda q: True, _aten("this problem was not tuned on this device")),
-)
+def check_backend(backend: Backend) -> Backend:
+    """Returns a backend's name.
 
-
-def known(backend: Backend) -> Backend:
-    """The same. Raises `KernelError` for a name that is none."""
+    Raises:
+        KernelError: There is no such backend.
+    """
     if backend not in get_args(Backend):
         raise KernelError(
             f"backend={backend!r} is not known; give 'auto', 'triton' or 'aten'"
@@ -100,26 +84,33 @@ def known(backend: Backend) -> Backend:
     return backend
 
 
-def choose(question: Question, backend: Backend) -> Answer:
-    """Raises `KernelError` where Triton is asked for and cannot."""
-    if known(backend) == "aten":
-        if question.tile is not None:
+def choose(query: KernelQuery, backend: Backend) -> Route:
+    """Returns who computes a pass.
+
+    "auto" takes what was tuned and else ATen: on a GPU on which nothing was tuned nobody
+    has measured where these kernels beat cuDNN.
+
+    Raises:
+        KernelError: Triton is asked for and cannot compute it, or ATen with a tile.
+    """
+    if check_backend(backend) == "aten":
+        if query.tile is not None:
             raise KernelError(
-                f"tile {question.tile} was given with backend='aten', which has no tiles; "
+                f"tile {query.tile} was given with backend='aten', which has no tiles; "
                 "leave out one of them"
             )
-        return Answer(False, None, "asked for")
-    if backend == "triton" or question.tile is not None:
-        why = unable(question)
-        if why is not None:
+        return ATEN
+    is_asked_for = backend == "triton" or query.tile is not None
+    reason = unsupported_reason(query)
+    if reason is not None:
+        if is_asked_for:
             raise KernelError(
-                f"{question.what} of {question.spec} was asked of Triton, but {why}; use "
+                f"{query.pass_name} of {query.spec} was asked of Triton, but {reason}; use "
                 "backend='auto'"
             )
-        entry = question.entry
-        return Answer(
-            True,
-            question.tile or (entry if isinstance(entry, Tile) else None),
-            "asked for",
-        )
-    return next(answer(question) for _, fits, answer in TABLE if fits(question))
+        return ATEN
+    entry = query.tuned
+    tuned_tile = entry if isinstance(entry, Tile) else None
+    if is_asked_for:
+        return Route("triton", query.tile or tuned_tile)
+    return ATEN if tuned_tile is None else Route("triton", tuned_tile)

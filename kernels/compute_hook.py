@@ -1,7 +1,7 @@
-"""A hook around the local computation of every layer, by which a device can be slowed
-on purpose or listened to.
+"""A hook around the local computation of every layer.
 
-Nothing is installed by default, and the computations then run as they are.
+It can slow a device on purpose, or listen to it. Nothing is installed by default, and the
+computations then run as they are.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ class ComputeHook(Protocol):
     def with_backward(
         self, compute: Callable[[], Tensor], device: torch.device
     ) -> Tensor:
-        """Runs a computation whose backward pass is one node of autograd's graph, and
-        sees to that node as well.
-        """
+        """Runs a computation whose backward pass is one node of autograd, and hooks that too."""
 
 
 _hook: ComputeHook | None = None
@@ -43,8 +41,9 @@ def set_compute_hook(hook: ComputeHook | None) -> None:
 def hooked(
     compute: Callable[Concatenate[Tensor, P], T], /
 ) -> Callable[Concatenate[Tensor, P], T]:
-    """Decorates a computation on the device of its first argument, so that it runs
-    through the hook.
+    """Decorates a computation so that it runs through the hook.
+
+    The computation is on the device of its first argument.
     """
 
     @wraps(compute)

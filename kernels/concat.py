@@ -1,6 +1,4 @@
-"""`concat_channels`: what several devices computed of an image becomes one image,
-finished in the same pass.
-"""
+"""Concatenation of channels that several devices computed, with an epilogue, in one pass."""
 
 from __future__ import annotations
 
@@ -14,12 +12,18 @@ from torch.autograd.function import once_differentiable
 
 from hetconv.errors import KernelError
 
-from .backend_choice import Backend, known
-from .dispatch import obstacle, said, wants_triton
-from .epilogue import Finish, finished
-from .launch import Memory, Program, empty, in_rows, nhwc
+from .backend_choice import DTYPES, Backend, check_backend
+from .checks import (
+    check_channels_contiguous,
+    check_no_gradients,
+    check_tensor,
+    describe,
+)
+from .dispatch import prefers_triton, unavailable_reason
+from .epilogue import Epilogue, EpilogueSpec
+from .launch import LaunchSequence, StridedLayout, empty, nhwc, with_even_pixels
 
-MOST_PARTS = 16
+MAX_PARTS = 16  # of one launch
 
 
 def concat_channels(
@@ -35,213 +39,183 @@ def concat_channels(
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """y = activation(scale * cat(parts) + shift + residual), (N, K, P, Q) in
-    channels_last, in one pass.
+    """Returns activation(scale * cat(parts) + shift + residual), (N, K, P, Q), channels_last.
 
-    ``parts``: tensors (N, k_i, P, Q), of which any may have no channels; or one flat
-    buffer that holds them one after the other as (N, P, Q, k_i), with their ``sizes``
-    k_i and ``image`` = (N, P, Q). ``scale`` and ``shift`` (K) in float32 come as a
-    pair; ``activation`` is one of relu, relu6, leaky_relu (with ``slope``), silu, gelu
-    and gelu_tanh. It is computed in float32. Differentiable in parts and residual.
-    ``out`` receives the result, without autograd.
+    It is computed in float32 and differentiable in parts and residual. On CUDA a Triton
+    kernel reads parts whose pixels lie at one stride where they are, and writes once;
+    elsewhere, and for more than 16 parts, ATen computes the same.
 
-    On CUDA a Triton kernel reads parts whose pixels lie at one stride where they are,
-    and writes once; elsewhere, and for more than 16 parts, ATen computes the same,
-    unless ``backend="triton"`` is given here. Raises `KernelError` for arguments that
-    do not fit each other.
+    Args:
+        parts: Tensors (N, k_i, P, Q), of which any may have no channels; or one flat
+            buffer that holds them one after the other as (N, P, Q, k_i).
+        sizes: The k_i of a flat buffer.
+        image: (N, P, Q) of a flat buffer.
+        scale: Factor per channel (K) in float32.
+        shift: Summand per channel (K) in float32.
+        residual: Summand (N, K, P, Q) in the data type of the parts.
+        activation: One of relu, relu6, leaky_relu, silu, gelu and gelu_tanh, or None.
+        slope: Slope of leaky_relu below zero.
+        out: Tensor that receives the result, without autograd.
+        backend: "triton" raises where Triton cannot compute this.
+
+    Raises:
+        KernelError: The arguments do not fit each other, or Triton is asked for here and
+            cannot compute this.
     """
-    found = parts_of(parts, sizes, image)
+    found = as_parts(parts, sizes, image)
+    check_parts(found)
     like = found[0]
     shape = (like.shape[0], sum(p.shape[1] for p in found), *like.shape[2:])
-    check_parts(found, shape, scale, shift, residual, activation, out)
-    finish = Finish.of(scale, shift, activation, slope)
-    if not wants_triton(like, known(backend)):
-        return _by_aten(found, scale, shift, residual, finish, out)
-    if (why := obstacle(like.device) or refusal(found)) is not None:
-        if backend == "triton":
-            raise KernelError(
-                f"a concatenation of channels was asked of Triton, but {why}; use backend='auto'"
-            )
-        return _by_aten(found, scale, shift, residual, finish, out)
-    ready = [in_rows(p) for p in found]
-    scale, shift = (t.contiguous() if t is not None else None for t in (scale, shift))
-    residual = nhwc(residual) if residual is not None else None
+    epilogue = Epilogue.of(scale, shift, residual, activation, slope)
+    epilogue.check(shape, like, torch.float32)
+    check_tensor("out", out, shape, like.dtype, like.device)
+    check_channels_contiguous(out)
+    check_no_gradients("concat_channels in scale and shift", scale, shift)
     if out is not None:
-        return joined(ready, scale, shift, residual, finish, out)
-    y: Tensor = _Concat.apply(scale, shift, residual, finish, *ready)
-    return y
+        check_no_gradients("out=", *found, residual, out)
+    reason = unavailable_reason(like.device) or unsupported_parts_reason(found)
+    if check_backend(backend) == "triton" and reason is not None:
+        raise KernelError(
+            f"a concatenation of channels was asked of Triton, but {reason}; use "
+            "backend='auto'"
+        )
+    if reason is not None or not prefers_triton(like, backend):
+        y = epilogue.apply(torch.cat(found, 1))
+        if out is not None:
+            return out.copy_(y)
+        return y.contiguous(memory_format=torch.channels_last)
+    ready = [with_even_pixels(p) for p in found]
+    epilogue = epilogue.for_triton()
+    if out is not None:
+        return launch_concat(ready, epilogue, out)
+    result: Tensor = _Concat.apply(epilogue, epilogue.residual, *ready)
+    return result
 
 
-def _by_aten(
-    parts: list[Tensor],
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    finish: Finish,
-    out: Tensor | None,
-) -> Tensor:
-    y = finished(
-        torch.cat(parts, 1), scale, shift, residual, finish.activation, finish.slope
-    )
-    return (
-        y.contiguous(memory_format=torch.channels_last) if out is None else out.copy_(y)
-    )
-
-
-def finish_in_place(
+def epilogue_in_place(
     y: Tensor, residual: Tensor | None, activation: str | None, slope: float = 0.01
 ) -> Tensor:
-    """activation(y + residual), each as wanted, in y's own memory and in one pass over
-    it on CUDA; without autograd.
+    """Returns activation(y + residual) in y's own memory, without autograd.
+
+    On CUDA it is one pass over y.
+
+    Args:
+        y: Tensor (N, K, ...) that is overwritten.
+        residual: Summand of the same shape, if any.
+        activation: See `concat_channels`, as is slope.
     """
-    if residual is None and activation is None:
+    epilogue = Epilogue.of(None, None, residual, activation, slope)
+    if epilogue.is_identity:
         return y
-    finish = Finish.of(None, None, activation, slope)
-    able = (
-        obstacle(y.device) is None and refusal([y]) is None and wants_triton(y, "auto")
-    )
-    if (
-        able
-        and y.dim() == 4
-        and y.numel()
-        and y.stride(1) == 1
-        and Memory.of(y).step is not None
-    ):
-        return joined(
-            [y], None, None, nhwc(residual) if residual is not None else None, finish, y
-        )
-    z = finished(y, None, None, residual, finish.activation, finish.slope)
+    is_image = y.dim() == 4 and y.numel() and y.stride(1) == 1
+    if is_image and StridedLayout.of(y).pixel_stride is not None and moves_by_triton(y):
+        return launch_concat([y], epilogue.for_triton(), y)
+    z = epilogue.apply(y)
     return y if z is y else y.copy_(z)
 
 
 class _Concat(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        residual: Tensor | None,
-        finish: Finish,
-        *parts: Tensor,
+        ctx: Any, epilogue: Epilogue, residual: Tensor | None, *parts: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(
-            scale, shift, residual, *(parts if finish.activation else ())
-        )
-        ctx.finish, ctx.sizes = finish, [p.shape[1] for p in parts]
-        return joined(parts, scale, shift, residual, finish)
+        read_again = parts if epilogue.activation else ()
+        ctx.save_for_backward(epilogue.scale, epilogue.shift, residual, *read_again)
+        ctx.activation, ctx.sizes = epilogue[3:], [p.shape[1] for p in parts]
+        return launch_concat(parts, epilogue)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         scale, shift, residual, *parts = ctx.saved_tensors
-        dr, gradients = parted(
-            nhwc(g), ctx.sizes, scale, shift, residual, ctx.finish, parts
-        )
-        return None, None, dr, None, *gradients
+        epilogue = Epilogue(scale, shift, residual, *ctx.activation)
+        dr, gradients = launch_split(nhwc(g), ctx.sizes, epilogue, parts)
+        return None, dr, *gradients
 
 
-def joined(
-    parts: Sequence[Tensor],
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    finish: Finish,
-    out: Tensor | None = None,
+def launch_concat(
+    parts: Sequence[Tensor], epilogue: Epilogue, out: Tensor | None = None
 ) -> Tensor:
-    """By Triton, of parts with their pixels at one stride; scale and shift are contiguous."""
+    """Returns `concat_channels` by Triton.
+
+    Args:
+        parts: Tensors (N, k_i, P, Q) as `with_even_pixels` returns them.
+        epilogue: As `Epilogue.for_triton` returns it.
+        out: Tensor (N, K, P, Q) that receives the result.
+    """
     N, _, P, Q = parts[0].shape
-    y = (
-        out
-        if out is not None
-        else empty((N, sum(p.shape[1] for p in parts), P, Q), parts[0])
-    )
+    K = sum(p.shape[1] for p in parts)
+    y = empty((N, K, P, Q), parts[0]) if out is None else out
     if y.numel():
-        lies = (
-            tuple(map(Memory.of, parts)),
-            Memory.of(y),
-            Memory.of(residual) if residual is not None else None,
-        )
-        _concat(*lies, finish).run(y=y, **_given(scale, shift, residual, parts))
+        layouts = tuple(map(StridedLayout.of, parts))
+        launch = _concat(layouts, StridedLayout.of(y), epilogue.spec)
+        launch.run(y=y, **epilogue.tensors, **_numbered("part", parts))
     return y
 
 
-def parted(
-    g: Tensor,
-    sizes: Sequence[int],
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    finish: Finish,
-    parts: Sequence[Tensor],
+def launch_split(
+    g: Tensor, sizes: Sequence[int], epilogue: Epilogue, parts: Sequence[Tensor]
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The adjoint: gradients of the residual, if any, and of the parts, which an
-    activation alone reads.
+    """Returns the gradients of the residual, if there is one, and of the parts.
+
+    Args:
+        g: Gradient of `launch_concat`'s result (N, K, P, Q).
+        sizes: Channels of each part.
+        epilogue: As `launch_concat` was given it.
+        parts: As `launch_concat` was given them; they are read under an activation.
     """
     N, K, P, Q = g.shape
     gradients = [empty((N, k, P, Q), g) for k in sizes]
-    dr = empty((N, K, P, Q), g) if residual is not None else None
+    written = _numbered("gradient", gradients)
+    if epilogue.residual is not None:
+        written["dr"] = empty((N, K, P, Q), g)
     if g.numel():
-        read = parts if finish.activation else gradients
-        given = _given(scale, shift, residual, read) | {
-            f"gradient{i}": t for i, t in enumerate(gradients)
-        }
-        lies = (
-            tuple(map(Memory.of, read)),
-            Memory.of(g),
-            Memory.of(residual) if residual is not None else None,
-        )
-        _split(*lies, finish).run(
-            g=g, **given, **({"dr": dr} if dr is not None else {})
-        )
-    return dr, gradients
+        read = parts if epilogue.activation else gradients
+        layouts = tuple(map(StridedLayout.of, read))
+        launch = _split(layouts, StridedLayout.of(g), epilogue.spec)
+        launch.run(g=g, **written, **epilogue.tensors, **_numbered("part", read))
+    return written.get("dr"), gradients
 
 
-def _given(
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    parts: Sequence[Tensor],
-) -> dict[str, Tensor]:
-    named = {f"part{i}": t for i, t in enumerate(parts)}
-    return named | {
-        n: t
-        for n, t in (("scale", scale), ("shift", shift), ("residual", residual))
-        if t is not None
-    }
+def _numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"{name}{i}": t for i, t in enumerate(tensors)}
 
 
 @lru_cache(4096)
 def _concat(
-    parts: tuple[Memory, ...], y: Memory, residual: Memory | None, finish: Finish
-) -> Program:
-    from .triton.concat import concat_recipe
+    parts: tuple[StridedLayout, ...], y: StridedLayout, epilogue: EpilogueSpec
+) -> LaunchSequence:
+    from .triton.concat import concat_launch
 
-    return Program((concat_recipe(parts, y, residual, finish),))
+    return LaunchSequence((concat_launch(parts, y, epilogue),))
 
 
 @lru_cache(4096)
 def _split(
-    parts: tuple[Memory, ...], g: Memory, residual: Memory | None, finish: Finish
-) -> Program:
-    from .triton.concat import split_recipe
+    parts: tuple[StridedLayout, ...], g: StridedLayout, epilogue: EpilogueSpec
+) -> LaunchSequence:
+    from .triton.concat import split_launch
 
-    return Program((split_recipe(parts, g, residual, finish),))
+    return LaunchSequence((split_launch(parts, g, epilogue),))
 
 
-def parts_of(
+def as_parts(
     parts: Tensor | Sequence[Tensor],
     sizes: Sequence[int] | None,
     image: tuple[int, int, int] | None,
 ) -> list[Tensor]:
+    """Returns the parts of `concat_channels`, of a flat buffer as views of it.
+
+    Args:
+        parts: See `concat_channels`, as are sizes and image.
+
+    Raises:
+        KernelError: The arguments do not fit each other.
+    """
     if not isinstance(parts, Tensor):
         if sizes is not None or image is not None:
             raise KernelError(
                 "sizes and image are of a flat buffer; a list of parts has its own"
-            )
-        if not parts or any(p.dim() != 4 for p in parts):
-            raise KernelError(
-                "parts must be tensors (N, k, P, Q), one at least, not "
-                f"{[tuple(p.shape) for p in parts]}"
             )
         return list(parts)
     if sizes is None or image is None:
@@ -251,81 +225,44 @@ def parts_of(
         )
     N, P, Q = image
     numbers = [N * P * Q * k for k in sizes]
-    if (
-        parts.dim() != 1
-        or not parts.is_contiguous()
-        or min(sizes, default=-1) < 0
-        or parts.numel() != sum(numbers)
-    ):
+    is_flat = parts.dim() == 1 and parts.is_contiguous()
+    if not is_flat or min(sizes, default=-1) < 0 or parts.numel() != sum(numbers):
         raise KernelError(
-            f"the flat buffer is {said(parts)}, but sizes {tuple(sizes)} of an image {image} "
-            "take a contiguous one of "
-            f"{sum(numbers)} numbers"
+            f"the flat buffer is {describe(parts)}, but sizes {tuple(sizes)} of an image "
+            f"{image} take a contiguous one of {sum(numbers)} numbers"
         )
     split = zip(parts.split(numbers), sizes, strict=True)
     return [t.view(N, P, Q, k).permute(0, 3, 1, 2) for t, k in split]
 
 
-def check_parts(
-    parts: list[Tensor],
-    shape: tuple[int, ...],
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    out: Tensor | None,
-) -> None:
+def check_parts(parts: Sequence[Tensor]) -> None:
+    """Raises `KernelError` for parts that are no images or differ in more than channels."""
+    if not parts or any(p.dim() != 4 for p in parts):
+        raise KernelError(
+            "parts must be tensors (N, k, P, Q), one at least, not "
+            f"{[tuple(p.shape) for p in parts]}"
+        )
     like = parts[0]
     for i, p in enumerate(parts):
         fits = (p.shape[0], *p.shape[2:]) == (like.shape[0], *like.shape[2:])
         if not fits or p.dtype != like.dtype or p.device != like.device:
             raise KernelError(
-                f"part {i} is {said(p)}, but part 0 is {said(like)}; they may differ in "
-                "channels alone"
-            )
-    for name, t in (("residual", residual), ("out", out)):
-        if t is not None and (
-            tuple(t.shape) != shape or t.dtype != like.dtype or t.device != like.device
-        ):
-            raise KernelError(
-                f"{name} is {said(t)}, but the result is {shape} in {like.dtype} on {like.device}"
-            )
-    if (scale is None) != (shift is None):
-        raise KernelError(
-            "scale and shift come as a pair; give ones or zeros for the other"
-        )
-    for name, t in (("scale", scale), ("shift", shift)):
-        if t is not None and (
-            tuple(t.shape) != (shape[1],)
-            or t.dtype != torch.float32
-            or t.device != like.device
-        ):
-            raise KernelError(
-                f"{name} is {said(t)}, but must be ({shape[1]},) in torch.float32 on {like.device}"
-            )
-        if t is not None and t.requires_grad and torch.is_grad_enabled():
-            raise KernelError(
-                f"{name} requires a gradient, which is not computed; fold it under torch.no_grad()"
-            )
-    if out is not None:
-        needing = [
-            t for t in (*parts, residual, out) if t is not None and t.requires_grad
-        ]
-        if torch.is_grad_enabled() and needing:
-            raise KernelError(
-                "out= is not differentiable, but an argument requires a gradient; use "
-                "torch.no_grad()"
-            )
-        if out.numel() and out.stride(1) != 1 and out.shape[1] > 1:
-            raise KernelError(
-                f"out has strides {out.stride()}, but its channels must lie beside each other"
+                f"part {i} is {describe(p)}, but part 0 is {describe(like)}; they may differ "
+                "in channels alone"
             )
 
 
-def refusal(parts: Sequence[Tensor]) -> str | None:
-    """Why no kernel that only moves numbers takes these, or None."""
-    if parts[0].dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"it computes in float16, bfloat16 and float32, not {parts[0].dtype}"
-    if len(parts) > MOST_PARTS:
-        return f"it takes up to {MOST_PARTS} parts, not {len(parts)}"
+def unsupported_parts_reason(parts: Sequence[Tensor]) -> str | None:
+    """Returns why no kernel that only moves numbers takes these tensors, or None."""
+    dtype = parts[0].dtype
+    if str(dtype)[6:] not in DTYPES:
+        return f"it computes in float16, bfloat16 and float32, not {dtype}"
+    if len(parts) > MAX_PARTS:
+        return f"it takes up to {MAX_PARTS} parts, not {len(parts)}"
     return None
+
+
+def moves_by_triton(like: Tensor) -> bool:
+    """Returns whether Triton moves the numbers of such a tensor."""
+    reason = unavailable_reason(like.device) or unsupported_parts_reason([like])
+    return reason is None and prefers_triton(like)

@@ -1,4 +1,4 @@
-"""`conv2d`, one operator for autograd and torch.compile, over the two halves in `dispatch`."""
+"""Differentiable 2-D convolution as one operator of torch.library, for torch.compile too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from hetconv.errors import KernelError
-from hetconv.sharding.conv_spec import Pair, pads_per_side
+from hetconv.sharding.conv_spec import ConvGeometry, Padding, Pair, pads_per_side
 
-from .backend_choice import Backend
-from .dispatch import Sides, conv2d_backward, conv2d_forward, preferred, said, spec_of
+from .backend_choice import Backend, Route
+from .checks import check_no_gradients, check_tensor
+from .dispatch import backward_2d, forward_2d, preferred, spec_of
+from .epilogue import Epilogue
 from .tiles import Tile
 
 
@@ -21,7 +23,7 @@ def conv2d(
     weight: Tensor,
     bias: Tensor | None = None,
     stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] | Sides = 0,
+    padding: str | int | Sequence[int] | Padding = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     *,
@@ -29,135 +31,127 @@ def conv2d(
     tile: Tile | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """A 2-D convolution y (N, K, P, Q) of x (N, C, H, W) with weight (K, C / groups, R,
-    S), as torch's own.
+    """Returns a 2-D convolution y (N, K, P, Q), as `torch.nn.functional.conv2d` does.
 
-    ``padding`` may also be given per side, ((top, bottom), (left, right)), without a
-    copy of x. Triton wants x and weight in memory as NHWC and KRSC (channels_last), at
-    any strides of samples, rows and columns and so as slices of larger tensors; what
-    lies otherwise is converted, once per call. Its sums are in float32, in an order
-    that is the same every time. float32 inputs are multiplied as torch.backends.cudnn
-    says (tf32 or ieee).
+    Triton reads x and weight in memory as NHWC and KRSC (channels_last), at any strides
+    of samples, rows and columns and so as slices of larger tensors; what lies otherwise
+    is converted, once per call. Its sums are in float32, in an order that is the same
+    every time. float32 inputs are multiplied as torch.backends.cudnn says (tf32 or
+    ieee).
 
-    ``out`` receives the result, say a slice of the channels of a larger tensor; such a
-    call is not differentiable. ``backend``: "aten", "triton", or "auto", ATen on a CPU
-    and on CUDA the faster one where it is known, see `backend_choice`. ``tile`` is the
-    Triton kernel's in the forward pass, by default `tiles.default`.
+    Args:
+        x: Input (N, C, H, W).
+        weight: Filters (K, C / groups, R, S).
+        bias: Bias (K), if any.
+        stride: Input rows and columns from output to output.
+        padding: PyTorch's argument, or zero rows and columns per side, as in
+            ((top, bottom), (left, right)), without a copy of x.
+        dilation: Input rows and columns from tap to tap.
+        groups: Number of groups of channels.
+        out: Tensor that receives the result, say a slice of the channels of a larger
+            one; such a call is not differentiable.
+        tile: Tile of the Triton kernel in the forward pass; `tiles.default_tile`'s if
+            None.
+        backend: "aten", "triton", or "auto": ATen on a CPU, and on CUDA the faster one
+            where it is known, see `backend_choice`.
 
-    Raises `KernelError` for shapes, dtypes and devices that do not fit, and where
-    Triton is asked for and cannot; `HetConvError` for a ``padding`` that is none.
+    Raises:
+        KernelError: The arguments do not fit each other, or Triton is asked for and
+            cannot compute this.
+        HetConvError: The padding is none.
     """
     x, weight, bias = autocast(x, weight, bias)
     steps, reach = pair_of(stride, "stride"), pair_of(dilation, "dilation")
-    sides = sides_of(padding, weight, steps, reach)
+    sides = padding_of(padding, weight, steps, reach)
     if out is not None:
-        return _into(out, x, weight, bias, steps, sides, reach, groups, tile, backend)
-    spec_of(x, weight, bias, steps, sides, reach, groups)
+        geometry = ConvGeometry(steps, sides, reach, groups)
+        y_shape = spec_of(x, weight, bias, geometry).y_shape
+        check_tensor("out", out, y_shape, x.dtype, x.device)
+        check_no_gradients("out=", out, x, weight, bias)
+        asked = Route(backend, tile)
+        return forward_2d(x, weight, bias, geometry, Epilogue(), out, asked)
     name = str(tile) if tile is not None else ""
-    flat = [*sides[0], *sides[1]]
+    flat = [n for side in sides for n in side]
     y: Tensor = torch.ops.hetconv.conv2d(
         x, weight, bias, steps, flat, reach, groups, backend, name
     )
     return y
 
 
-def _into(
-    out: Tensor,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    stride: Pair,
-    padding: Sides,
-    dilation: Pair,
-    groups: int,
-    tile: Tile | None,
-    backend: Backend,
-) -> Tensor:
-    spec = spec_of(x, w, bias, stride, padding, dilation, groups)
-    if (
-        tuple(out.shape) != spec.y_shape
-        or out.dtype != x.dtype
-        or out.device != x.device
-    ):
-        raise KernelError(
-            f"out is {said(out)}, but the output is {spec.y_shape} in {x.dtype} on {x.device}"
-        )
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (out, x, w, bias)
-    ):
-        raise KernelError(
-            "out= is not differentiable, but an argument requires a gradient; call it under "
-            "torch.no_grad()"
-        )
-    return conv2d_forward(
-        x,
-        w,
-        bias,
-        stride,
-        padding,
-        dilation,
-        groups,
-        out=out,
-        tile=tile,
-        backend=backend,
-    )
-
-
 def autocast(
     x: Tensor, w: Tensor, b: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The arguments in autocast's dtype, where it is on; as in torch, float64 stays."""
+    """Returns input, filters and bias in autocast's data type, where it is on.
+
+    As in PyTorch, float64 stays.
+    """
     kind = x.device.type
-    on = kind != "meta" and torch.is_autocast_enabled(kind)  # a meta tensor has none
-    if not on or x.dtype == torch.float64:
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)  # a meta tensor has none
+    if not is_on or x.dtype == torch.float64:
         return x, w, b
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), w.to(dtype), b.to(dtype) if b is not None else None
 
 
-def sides_of(padding: Any, w: Tensor, stride: Pair, dilation: Pair) -> Sides:
-    if (
-        not isinstance(padding, (str, int))
-        and len(padding) == 2
-        and not isinstance(padding[0], int)
-    ):
-        (top, bottom), (left, right) = padding
+def padding_of(padding: Any, w: Tensor, stride: Pair, dilation: Pair) -> Padding:
+    """Returns padding per side, ((top, bottom), (left, right)).
+
+    Args:
+        padding: The argument of `conv2d`.
+        w: Filters (K, C / groups, R, S).
+        stride: Stride per dimension.
+        dilation: Dilation per dimension.
+
+    Raises:
+        HetConvError: The argument is no padding.
+    """
+    given: Any = () if isinstance(padding, (str, int)) else padding
+    if len(given) == 2 and not isinstance(given[0], int):
+        (top, bottom), (left, right) = given
         return (top, bottom), (left, right)
-    kernel = (
-        (w.shape[-2], w.shape[-1]) if w.dim() == 4 else (1, 1)
-    )  # another dimension is refused later
-    rows, columns = pads_per_side(padding, kernel, stride, dilation)
-    return rows, columns
+    # Filters with another number of dimensions are refused later.
+    kernel = (w.shape[-2], w.shape[-1]) if w.dim() == 4 else (1, 1)
+    return pads_per_side(padding, kernel, stride, dilation)
 
 
 def pair_of(value: int | Sequence[int], name: str) -> Pair:
-    pair = (
-        (value, value)
-        if isinstance(value, int)
-        else tuple(value) * (2 // max(len(value), 1) or 1)
-    )
-    if len(pair) != 2:
+    """Returns an argument for both dimensions.
+
+    Args:
+        value: One integer, or one per dimension.
+        name: The argument's name.
+
+    Raises:
+        KernelError: There are more than two, or none.
+    """
+    given = (value,) if isinstance(value, int) else tuple(value)
+    if len(given) not in (1, 2):
         raise KernelError(
             f"{name}={value!r} does not fit a 2-D convolution; give one or two integers"
         )
-    return pair[0], pair[1]
+    return given[0], given[-1]
 
 
-def _memory_format(
-    x: Tensor, w: Tensor, backend: Backend, tile: str
-) -> torch.memory_format:
-    """The output's: the same whoever computes it, so that a compiled graph may rely on it."""
-    last = torch.channels_last
+def _is_channels_last(t: Tensor) -> bool:
+    """Whether a tensor is in channels_last and not, as one of one pixel, in both formats."""
+    is_last = t.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not t.is_contiguous()
+
+
+def _in_format(t: Tensor, channels_last: bool) -> Tensor:
+    last, first = torch.channels_last, torch.contiguous_format
+    return t.contiguous(memory_format=last if channels_last else first)
+
+
+def _like_output(
+    y: Tensor, x: Tensor, w: Tensor, backend: Backend, tile: str
+) -> Tensor:
+    """Returns y in the output's memory format.
+
+    It does not depend on who computes it, so that a compiled graph may rely on it.
+    """
     by_triton = tile or preferred(backend) == "triton"
-    return (
-        last
-        if by_triton
-        or any(
-            t.is_contiguous(memory_format=last) and not t.is_contiguous()
-            for t in (x, w)
-        )
-        else torch.contiguous_format
-    )
+    return _in_format(y, bool(by_triton) or any(map(_is_channels_last, (x, w))))
 
 
 _ARGUMENTS = (
@@ -170,37 +164,34 @@ _BACKWARD = (
 )
 
 
-def _unflat(stride: Any, padding: Any, dilation: Any) -> tuple[Pair, Sides, Pair]:
+def _geometry(stride: Any, padding: Any, dilation: Any, groups: int) -> ConvGeometry:
     top, bottom, left, right = padding
-    return tuple(stride), ((top, bottom), (left, right)), tuple(dilation)
+    sides = ((top, bottom), (left, right))
+    return ConvGeometry(tuple(stride), sides, tuple(dilation), groups)
 
 
 @torch.library.custom_op("hetconv::conv2d", mutates_args=(), schema=_FORWARD)
 def _conv2d(x, weight, bias, stride, padding, dilation, groups, backend, tile):
-    asked = Tile.parse(tile) if tile else None
-    args = _unflat(stride, padding, dilation)
-    y = conv2d_forward(x, weight, bias, *args, groups, tile=asked, backend=backend)
-    return y.contiguous(memory_format=_memory_format(x, weight, backend, tile))
+    geometry = _geometry(stride, padding, dilation, groups)
+    asked = Route(backend, Tile.parse(tile) if tile else None)
+    y = forward_2d(x, weight, bias, geometry, Epilogue(), None, asked)
+    return _like_output(y, x, weight, backend, tile)
 
 
 @_conv2d.register_fake
 def _(x, weight, bias, stride, padding, dilation, groups, backend, tile):
-    shape = spec_of(
-        x, weight, bias, *_unflat(stride, padding, dilation), groups
-    ).y_shape
-    return x.new_empty(shape).contiguous(
-        memory_format=_memory_format(x, weight, backend, tile)
-    )
+    spec = spec_of(x, weight, bias, _geometry(stride, padding, dilation, groups))
+    return _like_output(x.new_empty(spec.y_shape), x, weight, backend, tile)
 
 
 @torch.library.custom_op("hetconv::conv2d_backward", mutates_args=(), schema=_BACKWARD)
 def _conv2d_backward(
     g, x, weight, wanted, stride, padding, dilation, groups, backend, tile
 ):
-    args = _unflat(stride, padding, dilation)
-    found = conv2d_backward(g, x, weight, *args, groups, tuple(wanted), backend=backend)
+    geometry = _geometry(stride, padding, dilation, groups)
+    found = backward_2d(g, x, weight, geometry, tuple(wanted), Route(backend))
     return tuple(
-        _kept(t, like) if t is not None else g.new_empty(0)
+        _like_input(t, like) if t is not None else g.new_empty(0)
         for t, like in zip(found, (x, weight, g), strict=True)
     )
 
@@ -209,22 +200,14 @@ def _conv2d_backward(
 def _(g, x, weight, wanted, stride, padding, dilation, groups, backend, tile):
     likes = (x, weight, weight.new_empty(weight.shape[0]))
     return tuple(
-        _kept(torch.empty_like(t), t) if w else g.new_empty(0)
+        _like_input(torch.empty_like(t), t) if w else g.new_empty(0)
         for t, w in zip(likes, wanted, strict=True)
     )
 
 
-def _kept(t: Tensor, like: Tensor) -> Tensor:
+def _like_input(t: Tensor, like: Tensor) -> Tensor:
     """A gradient in the memory format of what it is the gradient of."""
-    if t.dim() != 4:
-        return t
-    last = (
-        like.is_contiguous(memory_format=torch.channels_last)
-        and not like.is_contiguous()
-    )
-    return t.contiguous(
-        memory_format=torch.channels_last if last else torch.contiguous_format
-    )
+    return _in_format(t, _is_channels_last(like)) if t.dim() == 4 else t
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:

@@ -1,25 +1,26 @@
-"""The two halves of a convolution of any rank: of images as `dispatch` says, of other
-ranks by ATen.
+"""Forward and backward pass of a convolution with any number of spatial dimensions.
+
+Those with two are computed as `dispatch` says, others by ATen.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetconv.sharding.conv_spec import ConvSpec, Ints
+from hetconv.sharding.conv_spec import ConvGeometry, ConvSpec, Ints, Padding
 
 from . import aten
+from .backend_choice import Route
 from .compute_hook import hooked
-from .dispatch import Route, conv2d_backward, conv2d_forward, only_aten
-from .epilogue import Finish
+from .dispatch import backward_2d, forward_2d, only_aten
+from .epilogue import Epilogue
 
 ANY = Route()
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The memory format that convolutions run fastest in, by a tensor's dimensions."""
+"""Memory format in which convolutions run fastest, by a tensor's number of dimensions."""
 
 
 @hooked
@@ -28,7 +29,7 @@ def conv_forward(
     w: Tensor,
     bias: Tensor | None,
     stride: Ints,
-    padding: aten.Sides,
+    padding: Padding,
     dilation: Ints,
     groups: int,
     *,
@@ -39,47 +40,28 @@ def conv_forward(
     slope: float = 0.01,
     route: Route = ANY,
 ) -> Tensor:
-    """y (N, K, ...) of x (N, C, ...), finished as by `conv2d_forward`; ``route`` says
-    who computes that of images.
+    """Returns a convolution (N, K, *out_size) with its epilogue, without autograd.
+
+    Args:
+        x: Input (N, C, *size).
+        w: Filters (K, C / groups, *kernel).
+        bias: Bias (K), if any.
+        stride: See `hetconv.sharding.conv_spec.ConvGeometry`, as are padding, dilation
+            and groups.
+        scale: See `conv2d_forward`, as are shift, residual, activation and slope.
+        route: Who computes a convolution with two spatial dimensions.
+
+    Raises:
+        KernelError: The arguments do not fit each other.
     """
-    geometry: Any = (stride, padding, dilation, groups)
-    unfinished = (
-        scale is None and shift is None and residual is None and activation is None
-    )
-    if unfinished and route == ANY and only_aten() and w.numel():
-        return aten.conv(x, w, bias, *geometry)
+    geometry = ConvGeometry(stride, padding, dilation, groups)
+    epilogue = Epilogue.of(scale, shift, residual, activation, slope)
+    if epilogue.is_identity and route == ANY and only_aten() and w.numel():
+        return aten.conv(x, w, bias, geometry)
     if x.dim() == 4:
-        return conv2d_forward(
-            x,
-            w,
-            bias,
-            *geometry,
-            scale=scale,
-            shift=shift,
-            residual=residual,
-            activation=activation,
-            slope=slope,
-            backend=route.backend,
-            tile=route.tile,
-        )
-    y_shape, finish = (
-        _y_shape(tuple(x.shape), tuple(w.shape), *geometry),
-        Finish.of(scale, shift, activation, slope),
-    )
-    return aten.forward(
-        x,
-        w,
-        bias,
-        stride,
-        padding,
-        dilation,
-        groups,
-        y_shape,
-        scale,
-        shift,
-        residual,
-        finish,
-    )
+        return forward_2d(x, w, bias, geometry, epilogue, None, route)
+    y_shape = _y_shape(tuple(x.shape), tuple(w.shape), geometry)
+    return aten.forward(x, w, bias, geometry, y_shape, epilogue)
 
 
 @hooked
@@ -88,26 +70,25 @@ def conv_backward(
     x: Tensor,
     w: Tensor,
     stride: Ints,
-    padding: aten.Sides,
+    padding: Padding,
     dilation: Ints,
     groups: int,
-    wanted: tuple[bool, bool, bool] = (True, True, True),
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, filters and bias, where ``wanted``, of `conv_forward`
-    called with the same arguments.
+    wanted: aten.Wanted = (True, True, True),
+) -> aten.Gradients:
+    """Returns the gradients of input, filters and bias of `conv_forward`.
+
+    Args:
+        g: Gradient of the result, (N, K, *out_size).
+        x: The other arguments are those that `conv_forward` was given.
+        wanted: Which of the three gradients are computed; the others are None.
     """
-    args: Any = (g, x, w, stride, padding, dilation, groups, wanted)
-    return (
-        conv2d_backward(*args)
-        if x.dim() == 4 and not only_aten()
-        else aten.backward(*args)
-    )
+    geometry = ConvGeometry(stride, padding, dilation, groups)
+    if x.dim() == 4 and not only_aten():
+        return backward_2d(g, x, w, geometry, wanted, ANY)
+    return aten.backward(g, x, w, geometry, wanted)
 
 
 @lru_cache(4096)
-def _y_shape(
-    x: Ints, w: Ints, stride: Ints, padding: aten.Sides, dilation: Ints, groups: int
-) -> Ints:
-    return ConvSpec(
-        x[0], x[1], x[2:], w[0], w[2:], stride, padding, dilation, groups
-    ).y_shape
+def _y_shape(x_shape: Ints, w_shape: Ints, geometry: ConvGeometry) -> Ints:
+    (N, C, *size), (K, _, *kernel) = x_shape, w_shape
+    return ConvSpec(N, C, tuple(size), K, tuple(kernel), *geometry).y_shape

@@ -1,6 +1,4 @@
-"""The two halves of a convolution, on plain tensors and without autograd, by whoever
-`backend_choice` says.
-"""
+"""Forward and backward pass of a 2-D convolution, by Triton or ATen, without autograd."""
 
 from __future__ import annotations
 
@@ -8,43 +6,48 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hetconv.errors import KernelError
-from hetconv.sharding.conv_spec import Conv2dSpec, Pair
+from hetconv.sharding.conv_spec import ConvGeometry, ConvSpec, Ints, Padding
 
 from . import aten
-from .backend_choice import Answer, Backend, Question, choose
-from .epilogue import Finish, shift_with
+from .backend_choice import ATEN, Backend, KernelQuery, Route, check_backend, choose
+from .checks import check_tensor, describe
+from .epilogue import Epilogue
 from .launch import chip_of, krsc, nhwc
-from .tiles import Pass, Tile, any_tuned
+from .tiles import Pass, Tile, any_installed
 
 T = TypeVar("T")
-Sides = tuple[Pair, Pair]
+ANY = Route()
 _backend: Backend = "auto"
-listeners: list[Callable[[Question], None]] = []
-"""Each is called with every pass that is about to be computed."""
+listeners: list[Callable[[KernelQuery], None]] = []
+"""Functions that are called with every pass that is about to be computed."""
 
 
 def set_backend(backend: Backend) -> None:
-    """Says what ``backend="auto"`` means in this process: "triton", "aten", or "auto",
-    as `backend_choice` has it.
+    """Sets what ``backend="auto"`` means in this process.
+
+    Args:
+        backend: "triton", "aten", or "auto", which is as `backend_choice` has it.
+
+    Raises:
+        KernelError: There is no such backend.
     """
     global _backend
-    choose(Question("forward", Conv2dSpec(1, 1, 1, 1, 1, 1, 1), "ieee", "cpu"), backend)
-    _backend = backend
+    _backend = check_backend(backend)
 
 
 def conv2d_forward(
     x_NCHW: Tensor,
     w_KCRS: Tensor,
     bias_K: Tensor | None,
-    stride: Pair,
-    padding: Sides,
-    dilation: Pair,
+    stride: Ints,
+    padding: Padding,
+    dilation: Ints,
     groups: int,
     *,
     scale: Tensor | None = None,
@@ -56,192 +59,213 @@ def conv2d_forward(
     tile: Tile | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`conv2d` without autograd, finished: activation(scale * y + shift + residual),
-    each as wanted.
+    """Returns activation(scale * y + shift + residual) of a 2-D convolution y.
 
-    ``scale`` and ``shift`` (K), say of a folded batch norm, are in float32, or in
-    float64 as x; ``residual`` is like y; ``activation`` is one of relu, relu6,
-    leaky_relu (with ``slope``), silu, gelu and gelu_tanh. Triton's kernels do it as
-    they store, ATen in place, with scale and shift in the filters where these are fewer
-    than the results.
+    Triton's kernels apply this epilogue as they store y, ATen in place, with scale and
+    shift in the filters where these are fewer than the results.
+
+    Args:
+        x_NCHW: Input (N, C, H, W).
+        w_KCRS: Filters (K, C / groups, R, S).
+        bias_K: Bias (K), if any.
+        stride: Input rows and columns from output to output.
+        padding: Zero rows and columns, ((top, bottom), (left, right)).
+        dilation: Input rows and columns from tap to tap.
+        groups: Number of groups of channels.
+        scale: Factor per filter (K), say of a folded batch norm, in float32, or in
+            float64 if x is.
+        shift: Summand per filter (K), likewise.
+        residual: Summand (N, K, P, Q) in the data type of x.
+        activation: One of relu, relu6, leaky_relu, silu, gelu and gelu_tanh, or None.
+        slope: Slope of leaky_relu below zero.
+        out: Tensor (N, K, P, Q) that receives the result.
+        tile: Tile of the Triton kernel.
+        backend: "aten", "triton" or "auto".
+
+    Raises:
+        KernelError: The arguments do not fit each other, or Triton is asked for and
+            cannot compute this.
     """
-    spec = spec_of(
-        x_NCHW, w_KCRS, bias_K, stride, padding, dilation, groups, cached=True
+    geometry = ConvGeometry(stride, padding, dilation, groups)
+    epilogue = Epilogue.of(scale, shift, residual, activation, slope)
+    return forward_2d(
+        x_NCHW, w_KCRS, bias_K, geometry, epilogue, out, Route(backend, tile)
     )
-    check_finish(spec, x_NCHW, scale, shift, residual)
-    answer = _ask("forward", spec, x_NCHW.device, tile, backend)
-    if answer.triton:
+
+
+def forward_2d(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    geometry: ConvGeometry,
+    epilogue: Epilogue,
+    out: Tensor | None,
+    asked: Route,
+) -> Tensor:
+    """Returns what `conv2d_forward` does, by arguments that are bundled.
+
+    Args:
+        x: Input, as are w, bias and out.
+        geometry: Stride, padding, dilation and groups.
+        epilogue: Scale, shift, residual and activation.
+        asked: Backend and tile that the caller asks for.
+    """
+    spec = spec_of(x, w, bias, geometry, cached=True)
+    epilogue.check(spec.y_shape, x)
+    route = _choose("forward", spec, x.device, asked)
+    if route.backend == "triton":
         from .triton import backend as triton_backend
 
-        shift = shift_with(bias_K, scale, shift)
-        finish = Finish.of(scale, shift, activation, slope)
-        args, rest = (
-            (spec, x_NCHW, w_KCRS, out, precision(spec)),
-            (scale, shift, residual, finish),
-        )
-        return _tiled(lambda t: triton_backend.forward(*args, t, *rest), answer, tile)
-    finish = Finish.of(scale, shift, activation, slope)
-    geometry, ends = (
-        (stride, padding, dilation, groups),
-        (scale, shift, residual, finish),
-    )
-    y = aten.forward(x_NCHW, w_KCRS, bias_K, *geometry, spec.y_shape, *ends)
+        epilogue = epilogue.with_bias(bias)
+        operands = (spec, x, w, out, precision(spec), epilogue)
+        return _with_tile(lambda t: triton_backend.forward(*operands, t), route, asked)
+    y = aten.forward(x, w, bias, geometry, spec.y_shape, epilogue)
     return y if out is None else out.copy_(y)
-
-
-class Route(NamedTuple):
-    """Who computes, and Triton by which tile: arguments of `conv2d_forward`."""
-
-    backend: Backend = "auto"
-    tile: Tile | None = None
 
 
 def route(
     x_NCHW: Tensor,
     w_KCRS: Tensor,
-    stride: Pair,
-    padding: Sides,
-    dilation: Pair,
+    stride: Ints,
+    padding: Padding,
+    dilation: Ints,
     groups: int,
 ) -> Route:
-    """As a convolution is computed that is asked of nobody in particular.
+    """Returns who computes a convolution for which nothing is asked.
 
-    Parts of its batch that take the same route add in the same order.
+    Parts of its batch that take the same route add in the same order. Arguments are
+    those of `conv2d_forward`.
     """
-    spec = spec_of(x_NCHW, w_KCRS, None, stride, padding, dilation, groups, cached=True)
-    answer = _ask("forward", spec, x_NCHW.device, None, "auto")
-    if not answer.triton:
-        return Route("aten")
+    geometry = ConvGeometry(stride, padding, dilation, groups)
+    spec = spec_of(x_NCHW, w_KCRS, None, geometry, cached=True)
+    chosen = _choose("forward", spec, x_NCHW.device, ANY)
+    if chosen.backend == "aten":
+        return chosen
     from .triton import backend as triton_backend
 
-    args = (spec, nhwc(x_NCHW), krsc(w_KCRS), precision(spec))
-    return Route(
-        "triton",
-        _tiled(lambda tile: triton_backend.forward_tile(*args, tile), answer, None),
-    )
+    operands = (spec, nhwc(x_NCHW), krsc(w_KCRS), precision(spec))
+    tile = _with_tile(lambda t: triton_backend.forward_tile(*operands, t), chosen, ANY)
+    return Route("triton", tile)
 
 
 def conv2d_backward(
     g_NKPQ: Tensor,
     x_NCHW: Tensor,
     w_KCRS: Tensor,
-    stride: Pair,
-    padding: Sides,
-    dilation: Pair,
+    stride: Ints,
+    padding: Padding,
+    dilation: Ints,
     groups: int,
-    wanted: tuple[bool, bool, bool] = (True, True, True),
+    wanted: aten.Wanted = (True, True, True),
     *,
     tile: Tile | None = None,
     backend: Backend = "auto",
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of input, filters and bias, where ``wanted``, of `conv2d` called
-    with the same arguments.
+) -> aten.Gradients:
+    """Returns the gradients of input, filters and bias of a 2-D convolution.
+
+    Args:
+        g_NKPQ: Gradient of the result, (N, K, P, Q).
+        x_NCHW: The other arguments are those that `conv2d_forward` was given.
+        wanted: Which of the three gradients are computed; the others are None.
+
+    Raises:
+        KernelError: See `conv2d_forward`.
     """
-    spec = spec_of(x_NCHW, w_KCRS, None, stride, padding, dilation, groups, cached=True)
-    if (
-        tuple(g_NKPQ.shape) != spec.y_shape
-        or g_NKPQ.dtype != x_NCHW.dtype
-        or g_NKPQ.device != x_NCHW.device
-    ):
-        raise KernelError(
-            f"the gradient is {said(g_NKPQ)}, but the convolution's output is {spec.y_shape} "
-            f"in {x_NCHW.dtype} "
-            f"on {x_NCHW.device}"
-        )
-    passes: tuple[Pass, Pass] = ("input gradient", "weight gradient")
-    asked = [
-        _ask(p, spec, x_NCHW.device, tile, backend) if w else None
-        for p, w in zip(passes, wanted, strict=False)
-    ]
-    by_triton = [a is not None and a.triton for a in asked]
-    by_aten = [
-        w and not t for w, t in zip(wanted, [*by_triton, any(by_triton)], strict=True)
-    ]
-    found: list[Tensor | None] = [None, None, None]
+    geometry = ConvGeometry(stride, padding, dilation, groups)
+    return backward_2d(g_NKPQ, x_NCHW, w_KCRS, geometry, wanted, Route(backend, tile))
+
+
+def backward_2d(
+    g: Tensor,
+    x: Tensor,
+    w: Tensor,
+    geometry: ConvGeometry,
+    wanted: aten.Wanted,
+    asked: Route,
+) -> aten.Gradients:
+    """Returns what `conv2d_backward` does, by arguments that are bundled.
+
+    Args:
+        g: Gradient of the result; x, w and wanted are as there.
+        geometry: Stride, padding, dilation and groups.
+        asked: Backend and tile that the caller asks for.
+    """
+    spec = spec_of(x, w, None, geometry, cached=True)
+    check_tensor("the gradient", g, spec.y_shape, x.dtype, x.device)
+    of_x = _choose("input gradient", spec, x.device, asked) if wanted[0] else ATEN
+    of_w = _choose("weight gradient", spec, x.device, asked) if wanted[1] else ATEN
+    x_by_triton, w_by_triton = of_x.backend == "triton", of_w.backend == "triton"
+    any_by_triton = x_by_triton or w_by_triton
+    by_aten = (
+        wanted[0] and not x_by_triton,
+        wanted[1] and not w_by_triton,
+        wanted[2] and not any_by_triton,
+    )
+    gx = gw = gb = None
     if any(by_aten):
-        args = (
-            g_NKPQ,
-            x_NCHW,
-            w_KCRS,
-            stride,
-            padding,
-            dilation,
-            groups,
-            tuple(by_aten),
-        )
-        found = list(aten.backward(*args))  # type: ignore[arg-type]
-    if any(by_triton):
+        gx, gw, gb = aten.backward(g, x, w, geometry, by_aten)
+    if any_by_triton:
         from .triton import backend as triton_backend
 
-        operands = (spec, g_NKPQ, x_NCHW, w_KCRS, precision(spec))
-        if asked[0] is not None and asked[0].triton:
-            found[0] = _tiled(
-                lambda t: triton_backend.input_gradient(*operands, t), asked[0], tile
+        operands = (spec, g, x, w, precision(spec))
+        if x_by_triton:
+            gx = _with_tile(
+                lambda t: triton_backend.input_gradient(*operands, t), of_x, asked
             )
-        if asked[1] is not None and asked[1].triton:
-            found[1] = _tiled(
-                lambda t: triton_backend.weight_gradient(*operands, t), asked[1], tile
+        if w_by_triton:
+            gw = _with_tile(
+                lambda t: triton_backend.weight_gradient(*operands, t), of_w, asked
             )
         if wanted[2]:
-            found[2] = aten.summed_pixels(g_NKPQ)
-    return found[0], found[1], found[2]
+            gb = aten.summed_pixels(g)
+    return gx, gw, gb
 
 
 def spec_of(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    stride: Pair,
-    padding: Sides,
-    dilation: Pair,
-    groups: int,
+    geometry: ConvGeometry,
     cached: bool = False,
-) -> Conv2dSpec:
-    """What is asked for, in integers. Raises `KernelError` for tensors that do not fit each other.
+) -> ConvSpec:
+    """Returns the sizes of a 2-D convolution in integers.
 
-    ``cached``: it may be an earlier one; not for tensors that are being traced, whose
-    sizes are symbols.
+    Args:
+        x: Input.
+        w: Filters.
+        bias: Bias, if any.
+        geometry: Stride, padding, dilation and groups.
+        cached: Whether the result may be an earlier one; not for tensors that are being
+            traced, whose sizes are symbols.
+
+    Raises:
+        KernelError: The arguments do not fit each other.
     """
     if x.dim() != 4 or w.dim() != 4:
         raise KernelError(
             "a 2-D convolution takes x (N, C, H, W) and weight (K, C / groups, R, S), not "
-            f"{said(x)} and {said(w)}"
+            f"{describe(x)} and {describe(w)}"
         )
     for name, t in (("weight", w), ("bias", bias)):
         if t is not None and (t.dtype != x.dtype or t.device != x.device):
             raise KernelError(
-                f"{name} is {said(t)}, but x is {said(x)}; give both in one dtype and on one device"
+                f"{name} is {describe(t)}, but x is {describe(x)}; give both in one dtype and "
+                "on one device"
             )
     biases = tuple(bias.shape) if bias is not None else None
     spec = _cached_spec if cached else _spec
-    return spec(
-        tuple(x.shape),
-        tuple(w.shape),
-        biases,
-        x.dtype,
-        stride,
-        padding,
-        dilation,
-        groups,
-    )
+    return spec(tuple(x.shape), tuple(w.shape), biases, x.dtype, geometry)
 
 
 def _spec(
-    x: tuple[int, ...],
-    w: tuple[int, ...],
-    bias: tuple[int, ...] | None,
-    dtype: torch.dtype,
-    stride: Pair,
-    padding: Sides,
-    dilation: Pair,
-    groups: int,
-) -> Conv2dSpec:
+    x: Ints, w: Ints, bias: Ints | None, dtype: torch.dtype, geometry: ConvGeometry
+) -> ConvSpec:
     (N, C, H, W), (K, c, R, S) = x, w
+    stride, padding, dilation, groups = geometry
     if groups < 1 or c * groups != C or K % groups:
         raise KernelError(
             f"x has {C} channels, so in {groups} groups weight (K, C / groups, R, S) needs {C} "
-            f"/ {groups} channels and "
-            f"a multiple of {groups} filters, but it is {w}"
+            f"/ {groups} channels and a multiple of {groups} filters, but it is {w}"
         )
     if bias is not None and bias != (K,):
         raise KernelError(
@@ -252,9 +276,7 @@ def _spec(
             f"filter {R} x {S}, stride {stride} and dilation {dilation} must be at least 1, "
             f"and padding {padding} at least 0"
         )
-    spec = Conv2dSpec(
-        N, C, H, W, K, R, S, stride, padding, dilation, groups, str(dtype)[6:]
-    )
+    spec = ConvSpec(N, C, (H, W), K, (R, S), *geometry, dtype=str(dtype)[6:])
     if min(spec.P, spec.Q) < 1:
         raise KernelError(
             f"an image of {H} x {W} with padding {padding} is smaller than the filter, {R} x "
@@ -266,97 +288,75 @@ def _spec(
 _cached_spec = lru_cache(4096)(_spec)
 
 
-def check_finish(
-    spec: Conv2dSpec,
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-) -> None:
-    exact = torch.promote_types(x.dtype, torch.float32)
-    for name, t in (("scale", scale), ("shift", shift)):
-        if t is not None and (
-            tuple(t.shape) != (spec.K,) or t.dtype != exact or t.device != x.device
-        ):
-            raise KernelError(
-                f"{name} is {said(t)}, but must be ({spec.K},) in {exact} on {x.device}"
-            )
-    r = residual
-    if r is not None and (
-        tuple(r.shape) != spec.y_shape or r.dtype != x.dtype or r.device != x.device
-    ):
-        raise KernelError(
-            f"residual is {said(r)}, but the output is {spec.y_shape} in {x.dtype} on {x.device}"
-        )
+def precision(spec: ConvSpec) -> str:
+    """Returns how float32 is multiplied: "tf32" where torch lets cuDNN use it, else "ieee"."""
+    allowed = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return "tf32" if spec.dtype == "float32" and allowed == "tf32" else "ieee"
 
 
-def precision(spec: Conv2dSpec) -> str:
-    """How float32 is multiplied: "tf32" where torch lets cuDNN use it, else "ieee"."""
-    return (
-        "tf32"
-        if spec.dtype == "float32"
-        and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-        else "ieee"
+def query_of(
+    pass_name: Pass, spec: ConvSpec, device: torch.device, tile: Tile | None
+) -> KernelQuery:
+    """Returns a pass on a device as `backend_choice` is asked about it."""
+    return KernelQuery(
+        pass_name,
+        spec,
+        precision(spec),
+        device_name(device),
+        unavailable_reason(device),
+        tile,
     )
 
 
-def _ask(
-    what: Pass,
-    spec: Conv2dSpec,
-    device: torch.device,
-    tile: Tile | None,
-    backend: Backend,
-) -> Answer:
-    question = Question(
-        what, spec, precision(spec), device_name(device), obstacle(device), tile
-    )
+def _choose(
+    pass_name: Pass, spec: ConvSpec, device: torch.device, asked: Route
+) -> Route:
+    query = query_of(pass_name, spec, device, asked.tile)
     for listener in listeners:
-        listener(question)
-    return choose(question, preferred(backend))
+        listener(query)
+    return choose(query, preferred(asked.backend))
 
 
-def _tiled(run: Callable[[Tile | None], T], answer: Answer, asked: Tile | None) -> T:
-    """By the answer's tile. One from the table was tuned on channels_last: if it cannot
-    run here, by the default.
+def _with_tile(run: Callable[[Tile | None], T], route: Route, asked: Route) -> T:
+    """Runs by the route's tile, or by the default if a tuned one cannot run here.
+
+    Tiles are tuned on channels_last tensors.
     """
     try:
-        return run(answer.tile)
+        return run(route.tile)
     except KernelError:
-        if answer.tile is None or asked is not None:
+        if route.tile is None or asked.tile is not None:
             raise
         return run(None)
 
 
 def preferred(backend: Backend) -> Backend:
-    """What was asked for, where "auto" is what `set_backend` made of it."""
+    """Returns the backend, where "auto" is what `set_backend` made of it."""
     return _backend if backend == "auto" else backend
 
 
 def only_aten() -> bool:
-    """Whether ATen computes whatever is asked of nobody in particular, and nobody listens."""
-    return not listeners and (
-        _backend == "aten" or (_backend == "auto" and not any_tuned())
-    )
+    """Returns whether ATen computes all for which nothing is asked, and nobody listens."""
+    is_certain = _backend == "aten" or (_backend == "auto" and not any_installed())
+    return is_certain and not listeners
 
 
-def wants_triton(like: Tensor, backend: Backend = "auto") -> bool:
-    """Whether Triton is asked to move numbers (not to multiply them): on CUDA it is,
-    unless told otherwise.
-    """
+def prefers_triton(like: Tensor, backend: Backend = "auto") -> bool:
+    """Returns whether Triton is to move numbers of such a tensor: on CUDA by default."""
     chosen = preferred(backend)
     return chosen == "triton" or (chosen == "auto" and like.is_cuda)
 
 
-def obstacle(device: torch.device) -> str | None:
-    """What keeps Triton from running there, or None."""
+def unavailable_reason(device: torch.device) -> str | None:
+    """Returns why Triton cannot run on a device, or None if it can."""
     if not _has_triton():
         return "triton is not installed"
     if device.type == "cuda":
-        chip = chip_of(device)
+        arch = chip_of(device).arch
+        if arch >= 80:
+            return None
         return (
-            None
-            if chip.arch >= 80
-            else f"the kernels need compute capability 8.0, and this device has {chip.arch / 10}"
+            f"the kernels need compute capability 8.0, and this device has {arch / 10}"
         )
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
@@ -373,9 +373,5 @@ def _has_triton() -> bool:
 
 @lru_cache
 def device_name(device: torch.device) -> str:
-    """A GPU's name, or "cpu"."""
+    """Returns a GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def said(t: Tensor) -> str:
-    return f"{tuple(t.shape)} in {t.dtype} on {t.device}"

@@ -1,8 +1,7 @@
-"""A kernel launch as data: decided once per problem, from integers alone, then run on
-any tensors that lie alike.
+"""Kernel launches as data: decided once per problem, run on any tensors of one layout.
 
-A `Recipe` holds everything but addresses, so it is cached, compiled ahead of time and
-looked at without a device.
+A `Launch` holds everything but addresses, so that it can be cached, compiled ahead of
+time and inspected without a device.
 """
 
 from __future__ import annotations
@@ -18,164 +17,175 @@ import torch
 from torch import Tensor
 
 from hetconv.errors import KernelError
-from hetconv.sharding.conv_spec import ITEMSIZE
+from hetconv.sharding.conv_spec import ITEMSIZE, Ints
 
-Four = tuple[int, int, int, int]
-HUGE = (
-    2**30
-)  # elements from which addresses take 64 bits: leaves room for what a last tile reaches beyond
+# 64-bit addresses from here on: it leaves room for what a last tile reaches beyond.
+MIN_ELEMENTS_FOR_INT64 = 2**30
+VECTOR_BYTES = 16  # of the widest load of a thread, and of TMA's alignment
+Slices = tuple[slice, ...]
 
 
-class Memory(NamedTuple):
-    """How a 4-D tensor lies in memory: torch's logical order, strides in elements,
-    alignment of its base in bytes.
+class StridedLayout(NamedTuple):
+    """Layout of a 4-D tensor in memory.
+
+    Attributes:
+        shape: (N, C, H, W), in PyTorch's logical order.
+        strides: In elements, in the same order. A dimension of one element has a stride
+            that does not limit `unit`.
+        dtype: PyTorch's name of the data type.
+        alignment: Largest power of two, at most 16, that divides the address, in bytes.
     """
 
-    shape: Four
-    strides: Four
+    shape: Ints
+    strides: Ints
     dtype: str
-    align: int = 16
+    alignment: int = VECTOR_BYTES
 
     @staticmethod
-    def of(t: Tensor) -> Memory:
-        base = (
-            t.data_ptr()
-            if t.device.type != "meta"
-            else t.storage_offset() * t.element_size()
-        )
-        return _lying(t.shape, t.stride(), t.dtype, base % 16)
+    def of(t: Tensor) -> StridedLayout:
+        """Returns the layout of a tensor."""
+        is_meta = t.device.type == "meta"
+        address = t.storage_offset() * t.element_size() if is_meta else t.data_ptr()
+        return _layout(t.shape, t.stride(), t.dtype, address % VECTOR_BYTES)
+
+    @staticmethod
+    def packed(shape: Ints, dtype: str) -> StridedLayout:
+        """Returns the layout of a contiguous channels_last tensor."""
+        _, C, H, W = shape
+        return StridedLayout(shape, (C * H * W, 1, W * C, C), dtype)
 
     @property
     def unit(self) -> int:
-        """The largest power of two, of at most 16 bytes, that every stride but the
-        channels' is a multiple of.
-        """
-        most = 16 // ITEMSIZE[self.dtype]
+        """Largest power of two, at most 16 bytes, that divides all strides but the channels'."""
         n, _, h, w = self.strides
-        return gcd(most, n, h, w)
+        return gcd(VECTOR_BYTES // ITEMSIZE[self.dtype], n, h, w)
 
     @property
-    def spans(self) -> int:
+    def span(self) -> int:
         """Elements from the first to the last, both included."""
-        return 1 + sum(
-            (size - 1) * stride
-            for size, stride in zip(self.shape, self.strides, strict=True)
-        )
+        sides = zip(self.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in sides)
 
     @property
-    def tma(self) -> bool:
-        """Whether a tensor descriptor can describe it: 16-byte base and strides,
-        channels beside each other.
-        """
-        return (
-            self.align == 16
-            and self.unit * ITEMSIZE[self.dtype] == 16
-            and self.strides[1] == 1
-            and min(self.strides) > 0
-        )
+    def supports_tma(self) -> bool:
+        """Whether a tensor descriptor can describe it: 16-byte address and strides."""
+        aligned = self.unit * ITEMSIZE[self.dtype] == VECTOR_BYTES == self.alignment
+        return aligned and self.strides[1] == 1 and min(self.strides) > 0
 
     @property
-    def step(self) -> int | None:
-        """The stride of all pixels, or None where they lie at several."""
+    def pixel_stride(self) -> int | None:
+        """Stride from pixel to pixel, or None where it differs among them."""
         (N, _, H, W), (n, _, h, w) = self.shape, self.strides
         step = w if W > 1 else h if H > 1 else n
-        return (
-            step
-            if (H == 1 or h == W * step) and (N == 1 or n == H * W * step)
-            else None
-        )
+        is_even = (H == 1 or h == W * step) and (N == 1 or n == H * W * step)
+        return step if is_even else None
 
     @property
     def is_one_row(self) -> bool:
-        """Whether all pixels lie at one stride, and are few enough to be one row of an image."""
+        """Whether all pixels have one stride and are few enough for one row of an image."""
         N, _, H, W = self.shape
-        return N * H * W < HUGE and self.step is not None
+        return N * H * W < MIN_ELEMENTS_FOR_INT64 and self.pixel_stride is not None
 
-    def as_one_row(self) -> Memory:
-        (N, C, H, W), c, step = self.shape, self.strides[1], self.step
+    def as_one_row(self) -> StridedLayout:
+        """Returns the layout with all pixels in one row of one image."""
+        (N, C, H, W), step = self.shape, self.pixel_stride
         assert step is not None
-        far = N * H * W * step
-        return Memory((1, C, 1, N * H * W), (far, c, far, step), self.dtype, self.align)
+        pixels = N * H * W
+        strides = (pixels * step, self.strides[1], pixels * step, step)
+        return self._replace(shape=(1, C, 1, pixels), strides=strides)
+
+    def stride_arguments(self, name: str, dims: str, unit: int = 1) -> dict[str, int]:
+        """Returns the strides of samples, rows and columns as a kernel takes them.
+
+        Args:
+            name: Letter of the tensor, as x in ``stride_xn``.
+            dims: Letters of samples, rows and columns, as n in ``stride_xn``.
+            unit: Elements that the strides are counted in.
+        """
+        n, _, h, w = self.strides
+        strides = zip(dims, (n, h, w), strict=True)
+        return {f"stride_{name}{dim}": stride // unit for dim, stride in strides}
 
 
 @lru_cache(4096)  # host time of every launch
-def _lying(
-    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, base: int
-) -> Memory:
-    n, c, h, w = shape
-    far = (
-        -(-c // 16) * 16 * max(h, 1) * max(w, 1)
-    )  # a stride that nothing is ever multiplied by
-    strides = tuple(
-        s if size > 1 else d
-        for s, size, d in zip(stride, shape, (far, 1, far, far), strict=True)
-    )
-    return Memory((n, c, h, w), strides, str(dtype)[6:], gcd(base, 16))  # type: ignore[arg-type]
+def _layout(
+    shape: torch.Size, stride: Ints, dtype: torch.dtype, address: int
+) -> StridedLayout:
+    _, c, h, w = shape
+    # Nothing is ever multiplied by the stride of a dimension of one element.
+    unused = -(-c // 16) * 16 * max(h, 1) * max(w, 1)
+    dims = zip(stride, shape, (unused, 1, unused, unused), strict=True)
+    strides = tuple(s if size > 1 else default for s, size, default in dims)
+    alignment = gcd(address, VECTOR_BYTES)
+    return StridedLayout(tuple(shape), strides, str(dtype)[6:], alignment)
 
 
 def nhwc(t: Tensor) -> Tensor:
-    """The tensor itself if its channels lie beside each other, else a copy in channels_last."""
-    return (
-        t
-        if t.shape[1] == 1 or t.stride(1) == 1
-        else t.contiguous(memory_format=torch.channels_last)
-    )
+    """Returns the tensor if its channels lie side by side, else a channels_last copy."""
+    if t.shape[1] == 1 or t.stride(1) == 1:
+        return t
+    return t.contiguous(memory_format=torch.channels_last)
 
 
 def krsc(w: Tensor) -> Tensor:
-    """The same of filters, which the kernels address with 32 bits: those strewn further
-    are copied too.
-    """
+    """Returns `nhwc` of filters, a copy also where they need 64-bit addresses."""
     w = nhwc(w)
-    return (
-        w
-        if Memory.of(w).spans < HUGE
-        else torch.empty_like(w, memory_format=torch.channels_last).copy_(w)
-    )
+    if StridedLayout.of(w).span < MIN_ELEMENTS_FOR_INT64:
+        return w
+    return torch.empty_like(w, memory_format=torch.channels_last).copy_(w)
 
 
-def in_rows(t: Tensor) -> Tensor:
-    """The tensor itself if its channels lie beside each other and its pixels at one
-    stride, else a copy.
-    """
+def with_even_pixels(t: Tensor) -> Tensor:
+    """Returns `nhwc` of a tensor, a copy also where its pixels have several strides."""
     t = nhwc(t)
-    return (
-        t
-        if t.numel() == 0 or Memory.of(t).step is not None
-        else t.contiguous(memory_format=torch.channels_last)
-    )
+    if t.numel() == 0 or StridedLayout.of(t).pixel_stride is not None:
+        return t
+    return t.contiguous(memory_format=torch.channels_last)
 
 
-def empty(shape: Four, like: Tensor) -> Tensor:
-    """A new tensor in channels_last."""
+def empty(shape: Ints, like: Tensor) -> Tensor:
+    """Returns a new channels_last tensor with the data type and device of ``like``."""
     return torch.empty(
         shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
     )
 
 
 class Descriptor(NamedTuple):
-    """A tiled tensor map over an argument."""
+    """Tiled TMA descriptor of a tensor: shape, strides in elements, shape of a box."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block: tuple[int, ...]
+    shape: Ints
+    strides: Ints
+    block: Ints
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """One launch. ``tensors`` maps a kernel's parameter to the name of the tensor, or
-    of several, that it is given.
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        kernel: The Triton kernel.
+        grid: Programs per dimension.
+        tensors: Name of the tensor, or of several, for each pointer parameter.
+        scalars: Integers, or tuples of them, for each run-time parameter.
+        constants: Values of the constexpr parameters.
+        warps: Warps per program.
+        stages: Stages of software pipelining.
+        descriptors: TMA descriptors of those tensors that the kernel reads through one.
+        slices: Index of the part of a tensor that the kernel is given.
+
+    Raises:
+        KernelError: The grid is larger than CUDA's.
     """
 
     kernel: Any
     grid: tuple[int, int, int]
     tensors: Mapping[str, str | tuple[str, ...]]
-    scalars: Mapping[str, int | tuple[int, ...]]
+    scalars: Mapping[str, int | Ints]
     constants: Mapping[str, Any]
     warps: int
-    stages: int
+    stages: int = 1
     descriptors: Mapping[str, Descriptor] = field(default_factory=dict)
-    slots: Mapping[str, tuple[slice, ...]] = field(default_factory=dict)
+    slices: Mapping[str, Slices] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if max(self.grid[1:]) > 65535 or self.grid[0] > 2**31 - 1:
@@ -184,18 +194,17 @@ class Recipe:
             )
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
+        """Launches the kernel on tensors, given by name."""
         arguments: dict[str, Any] = {
             p: tensors[name]
             if isinstance(name, str)
             else tuple(tensors[n] for n in name)
             for p, name in self.tensors.items()
         }
-        for p, index in self.slots.items():
+        for p, index in self.slices.items():
             arguments[p] = arguments[p][index]
         for p, d in self.descriptors.items():
-            arguments[p] = _descriptor()(
-                arguments[p], list(d.shape), list(d.strides), list(d.block)
-            )
+            arguments[p] = _tensor_descriptor()(arguments[p], *map(list, d))
         self.kernel[self.grid](
             **arguments,
             **self.scalars,
@@ -206,27 +215,31 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Program:
-    """Launches in order, and the float32 workspace (elements) that they share under the
-    name ``partial``.
+class LaunchSequence:
+    """Launches in order, which may share a workspace.
+
+    Attributes:
+        launches: What is launched.
+        workspace: Elements of a float32 tensor that they share, named ``partial``.
     """
 
-    recipes: tuple[Recipe, ...]
+    launches: tuple[Launch, ...]
     workspace: int = 0
 
     def run(self, **tensors: Tensor) -> None:
-        some = next(iter(tensors.values()))
-        with on_device(some.device):
+        """Launches all kernels on the device of the tensors, given by name."""
+        device = next(iter(tensors.values())).device
+        with on_device(device):
             if self.workspace:
                 tensors["partial"] = torch.empty(
-                    self.workspace, dtype=torch.float32, device=some.device
+                    self.workspace, dtype=torch.float32, device=device
                 )
-            for recipe in self.recipes:
-                recipe.run(tensors)
+            for launch in self.launches:
+                launch.run(tensors)
 
 
 def on_device(device: torch.device) -> Any:
-    """Triton launches on the current device; this makes it the tensors' own."""
+    """Returns a context in which a device is current, as Triton's launches need it."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -234,8 +247,12 @@ def on_device(device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Chip:
-    """What a tile is chosen for: compute capability (90 for 9.0), multiprocessors,
-    bytes of shared memory per block.
+    """Properties of a GPU that tiles are chosen for.
+
+    Attributes:
+        arch: Compute capability, 90 for 9.0.
+        sms: Number of multiprocessors.
+        shared: Bytes of shared memory per block.
     """
 
     arch: int
@@ -252,7 +269,7 @@ CHIPS = {
 
 
 def chip_of(device: torch.device) -> Chip:
-    """The chip behind a device; an H100 stands in where Triton's interpreter runs on the CPU."""
+    """Returns the chip of a device; an H100 stands in for Triton's interpreter on CPUs."""
     return _cuda_chip(device.index) if device.type == "cuda" else CHIPS[90]
 
 
@@ -266,7 +283,7 @@ def _cuda_chip(index: int) -> Chip:
 
 
 @lru_cache
-def _descriptor() -> Any:
+def _tensor_descriptor() -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor

@@ -20,7 +20,7 @@ from hetconv.kernels import Tile
 from hetconv.kernels.dispatch import precision
 from hetconv.kernels.launch import chip_of
 from hetconv.kernels.tiles import Pass
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.sharding.conv_spec import ConvSpec
 from tests.spawn import DEVICE
 
 from . import reference
@@ -28,7 +28,7 @@ from . import reference
 ON_GPU = DEVICE.type == "cuda"
 CHIP = chip_of(DEVICE)  # a Hopper stands in for the interpreter
 PASSES: tuple[Pass, ...] = ("forward", "input gradient", "weight gradient")
-POINTERS, BOXES = Tile("pointers", 64, 128, 32, 4, 2), Tile("boxes", 64, 64, 16, 4, 2)
+POINTER, TMA = Tile("pointer", 64, 128, 32, 4, 2), Tile("tma", 64, 64, 16, 4, 2)
 SAME = ((1, 1), (1, 1))  # the padding that keeps the size under a filter of 3 x 3
 BOUNDS = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
@@ -48,12 +48,14 @@ def images(
     S: int,
     *rest: Any,
     dtype: str = "float16",
-) -> Conv2dSpec:
+) -> ConvSpec:
     """A convolution of two images; ``rest``: stride, padding, dilation and groups."""
-    return Conv2dSpec(2, C, *size, K, R, S, *rest, dtype=dtype)
+    usual = (1, 1), ((0, 0), (0, 0)), (1, 1), 1
+    given = (*rest, *usual[len(rest) :])
+    return ConvSpec(2, C, size, K, (R, S), *given, dtype=dtype)
 
 
-def tensors(spec: Conv2dSpec, seed: int = 0) -> Tensors:
+def tensors(spec: ConvSpec, seed: int = 0) -> Tensors:
     """Random ones in channels_last."""
     random = torch.Generator().manual_seed(seed)
     shapes = (spec.x_shape, spec.w_shape, (spec.K,), spec.y_shape)
@@ -69,12 +71,12 @@ def tensors(spec: Conv2dSpec, seed: int = 0) -> Tensors:
     )
 
 
-def geometry(spec: Conv2dSpec) -> Any:
+def geometry(spec: ConvSpec) -> Any:
     return spec.stride, spec.padding, spec.dilation, spec.groups
 
 
 def by_triton(
-    what: Pass, spec: Conv2dSpec, t: Tensors, tile: Tile | None = None
+    what: Pass, spec: ConvSpec, t: Tensors, tile: Tile | None = None
 ) -> Tensor:
     if what == "forward":
         return kernels.conv2d_forward(
@@ -89,7 +91,7 @@ def by_triton(
     return gradient
 
 
-def truth(what: Pass, spec: Conv2dSpec, t: Tensors) -> Tensor:
+def truth(what: Pass, spec: ConvSpec, t: Tensors) -> Tensor:
     """By the definition, in float64 on the CPU."""
     x, w, bias, g = (a.detach().double().cpu().requires_grad_() for a in t)
     y = reference.conv2d(x, w, bias, *geometry(spec))
@@ -101,7 +103,7 @@ def truth(what: Pass, spec: Conv2dSpec, t: Tensors) -> Tensor:
 
 
 def skip_unless_it_runs(tile: Tile) -> None:
-    if tile.path == "boxes" and CHIP.arch < 90:
+    if tile.kind == "tma" and CHIP.arch < 90:
         pytest.skip("needs Hopper's copy engine")
 
 
@@ -116,7 +118,7 @@ def assert_close(found: Tensor, expected: Tensor, bound: float) -> None:
 
 
 def assert_right(
-    spec: Conv2dSpec,
+    spec: ConvSpec,
     t: Tensors,
     tile: Tile | None = None,
     passes: tuple[Pass, ...] = PASSES,

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from hetconv.kernels.concat import MOST_PARTS
+from hetconv.kernels.concat import MAX_PARTS
 from hetconv.kernels.epilogue import ACTIVATIONS
-from hetconv.sharding.conv_spec import Conv2dSpec, Window
+from hetconv.sharding.conv_spec import ConvSpec, Window
 from hetconv.sharding.hierarchical import HierarchicalLayout
 from hetconv.sharding.layout import Box, Layout, ReadRegion
 
@@ -108,7 +108,7 @@ def convolutions(
     strides: st.SearchStrategy[int],
     *,
     aligned: bool = False,
-) -> Conv2dSpec:
+) -> ConvSpec:
     """Draws a small 2-D convolution of any geometry.
 
     Args:
@@ -133,14 +133,12 @@ def convolutions(
         padding.append((lo, hi))
         image.append(max((out - 1) * s + d * (k - 1) + 1 + spare - lo - hi, 1))
     N, dtype = draw(st.integers(1, 2)), draw(st.sampled_from(dtypes))
-    return Conv2dSpec(
+    return ConvSpec(
         N,
         C * groups,
-        image[0],
-        image[1],
+        (image[0], image[1]),
         K * groups,
-        R,
-        S,
+        (R, S),
         stride,
         (padding[0], padding[1]),
         dilation,
@@ -176,7 +174,7 @@ def joins(draw: st.DrawFn) -> Join:
     widths = st.lists(
         st.integers(0, 24 // unit).map(lambda n: n * unit),
         min_size=1,
-        max_size=MOST_PARTS,
+        max_size=MAX_PARTS,
     )
     return Join(
         draw(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.shared.kernel_cases import Case, cases
-from bench.shared.kernel_checks import extents
+from bench.shared.kernel_checks import gemm_shapes
 from hetconv.autotune.search.tile_search import (
     Choice,
     WrongResultError,
@@ -28,7 +28,7 @@ from hetconv.autotune.search.tile_search import (
 )
 from hetconv.kernels import Tile
 from hetconv.kernels.launch import CHIPS, Chip
-from hetconv.kernels.tiles import Extents, Pass
+from hetconv.kernels.tiles import GemmShape, Pass
 from hetconv.sharding.conv_spec import ITEMSIZE
 
 FILE = Path(__file__).parent / "data" / "tile_tables.json"
@@ -103,7 +103,7 @@ def load(path: Path = FILE) -> list[Table]:
 
 def table(row: Mapping[str, Any], chip: Chip) -> Table:
     case, what = Case(**{f.name: row[f.name] for f in fields(Case)}), row["pass"]
-    work = extents(case, what)
+    work = gemm_shapes(case, what)
     rows = {r["tile"]: r for r in row["tiles"]} | {"aten": {"us": row["cudnn_us"]}}
     costs = {t: cost for t, cost in space(work, chip).items() if str(t) in rows}
     return Table(
@@ -139,13 +139,14 @@ def made_up() -> list[dict[str, Any]]:
 
 
 def _case(case: Case, what: Pass, chip: Chip, aten: float) -> dict[str, Any]:
-    (work,), default = extents(case, what), heuristic(extents(case, what), chip)
+    (work,), default = gemm_shapes(case, what), heuristic(gemm_shapes(case, what), chip)
     splits = sorted(
-        {t.splits for t in space([work], chip)}, key=lambda z: (z != default.splits, z)
+        {t.split_k for t in space([work], chip)},
+        key=lambda z: (z != default.split_k, z),
     )[:MOST_SPLITS]
     dice = random.Random(f"{case.name} {what} {chip.arch}")
     rows: list[dict[str, Any]] = []
-    for tile in (t for t in space([work], chip) if t.splits in splits):
+    for tile in (t for t in space([work], chip) if t.split_k in splits):
         us, fate = (
             seconds(tile, work, chip) * 1e6 * (1 + NOISE * dice.uniform(-1, 1)),
             dice.random(),
@@ -165,8 +166,8 @@ def _case(case: Case, what: Pass, chip: Chip, aten: float) -> dict[str, Any]:
     }
 
 
-def seconds(tile: Tile, work: Extents, chip: Chip) -> float:
-    """What a tile might take: another model than `tiles.cycles`, and no truer. Clock of
+def seconds(tile: Tile, work: GemmShape, chip: Chip) -> float:
+    """What a tile might take: another model than `tiles.estimated_cycles`, and no truer. Clock of
     1.6 GHz, 2.5 TB/s of memory.
     """
     item, hopper = ITEMSIZE[work.dtype], chip.arch >= 90
@@ -182,7 +183,7 @@ def seconds(tile: Tile, work: Extents, chip: Chip) -> float:
         (2048 if hopper else 1024)
         * 2
         / item
-        * (1.0 if tile.path == "boxes" or not hopper else 0.6)
+        * (1.0 if tile.kind == "tma" or not hopper else 0.6)
     )
     rate *= (
         tile.m
@@ -191,8 +192,8 @@ def seconds(tile: Tile, work: Extents, chip: Chip) -> float:
         / (tile.n + 40)
         * (0.9 if tile.m * tile.n > 2**14 else 1.0)
     )
-    each = ceil(work.steps(tile) / tile.splits)
-    programs = work.tiles(tile) * tile.splits
+    each = ceil(work.steps(tile) / tile.split_k)
+    programs = work.tiles(tile) * tile.split_k
     together = min(resident, ceil(programs / chip.sms))
     moved = (tile.m + tile.n) * tile.k * item
     wave = min(programs, chip.sms * together) * moved * min(each, 64)
@@ -212,7 +213,7 @@ def seconds(tile: Tile, work: Extents, chip: Chip) -> float:
     cycles = waves * (each * step + 1500 + tile.m * tile.n / 16)
     results = work.m * work.n * work.repeats
     partial = (
-        (8 * tile.splits + item) * results / 2.5e12 + 4e-6 if tile.splits > 1 else 0.0
+        (8 * tile.split_k + item) * results / 2.5e12 + 4e-6 if tile.split_k > 1 else 0.0
     )
     return max(cycles / 1.6e9, item * results / 2.5e12) + partial
 

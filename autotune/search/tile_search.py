@@ -5,8 +5,8 @@ It is an Optuna study that starts from a rough cost model and corrects it.
 Some thirty tiles, times splits, of which a few dozen can be measured: too few for a
 sampler that learns from nothing. After 15 % of the tiles of 300 tables, made up as
 those of the tests and by cost models that err more and more, the sampler here was 0.5,
-0.9 and 1.4 % off the best on average; the plain order of `tiles.cycles` 1.7, 2.2 and
-3.5 %, and TPE started with half of its trials in that order about the same; TPE from
+0.9 and 1.4 % off the best on average; the plain order of `tiles.estimated_cycles` 1.7,
+2.2 and 3.5 %, and TPE started with half of its trials in that order about the same; TPE from
 the heuristic alone 4.3, 4.5 and 7.0 %.
 """
 
@@ -29,8 +29,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from hetconv.errors import HetConvError, KernelError
 from hetconv.kernels import Tile, tiles
 from hetconv.kernels.launch import Chip
-from hetconv.kernels.tiles import Extents
-from hetconv.kernels.triton.backend import suited
+from hetconv.kernels.tiles import GemmShape
+from hetconv.kernels.triton.backend import usable_tile
 
 Choice = Tile | Literal["aten"]
 Numbers = np.ndarray[Any, Any]
@@ -49,10 +49,10 @@ POWERS = (
     "warps",
 )  # sizes that are powers of two: a study counts them by their logarithms
 DIMENSIONS: dict[str, BaseDistribution] = {
-    "path": CategoricalDistribution(["boxes", "pointers", "aten"]),
+    "kind": CategoricalDistribution(["tma", "pointer", "aten"]),
     **dict.fromkeys(POWERS, IntDistribution(0, 8)),
     "stages": IntDistribution(1, 16),
-    "splits": IntDistribution(1, max(tiles.SPLITS), log=True),
+    "split_k": IntDistribution(1, max(tiles.SPLIT_K_FACTORS), log=True),
 }
 
 
@@ -86,7 +86,7 @@ class Found:
     trials: tuple[Trial, ...]
 
 
-def space(works: Sequence[Extents], chip: Chip) -> dict[Tile, float]:
+def space(works: Sequence[GemmShape], chip: Chip) -> dict[Tile, float]:
     """Lists the tiles, with splits, that can compute all of a pass's products.
 
     Args:
@@ -94,33 +94,36 @@ def space(works: Sequence[Extents], chip: Chip) -> dict[Tile, float]:
         chip: the GPU.
 
     Returns:
-        The `tiles.cycles` of each tile.
+        The `tiles.estimated_cycles` of each tile.
     """
     longest = _longest(works, chip)
     found = [
-        replace(t, splits=z)
-        for t in tiles.space(longest, chip)
-        for z in tiles.splits(t, longest)
+        replace(t, split_k=z)
+        for t in tiles.search_space(longest, chip)
+        for z in tiles.split_k_candidates(t, longest)
     ]
     return {
-        t: sum(tiles.cycles(t, w, chip) for w in works)
+        t: sum(tiles.estimated_cycles(t, w, chip) for w in works)
         for t in found
         if all(_runs(t, w, chip) for w in works)
     }
 
 
-def heuristic(works: Sequence[Extents], chip: Chip) -> Tile:
-    """Returns `tiles.default` of the longest of a pass's products."""
-    return tiles.default(_longest(works, chip), chip)
+def heuristic(works: Sequence[GemmShape], chip: Chip) -> Tile:
+    """Returns `tiles.default_tile` of the longest of a pass's products."""
+    return tiles.default_tile(_longest(works, chip), chip)
 
 
-def _longest(works: Sequence[Extents], chip: Chip) -> Extents:
-    return max(works, key=lambda w: tiles.cycles(tiles.default(w, chip), w, chip))
+def _longest(works: Sequence[GemmShape], chip: Chip) -> GemmShape:
+    return max(
+        works,
+        key=lambda w: tiles.estimated_cycles(tiles.default_tile(w, chip), w, chip),
+    )
 
 
-def _runs(tile: Tile, work: Extents, chip: Chip) -> bool:
+def _runs(tile: Tile, work: GemmShape, chip: Chip) -> bool:
     try:
-        return suited(tile, work, chip) == tile
+        return usable_tile(tile, work, chip) == tile
     except KernelError:
         return False
 
@@ -322,31 +325,31 @@ class _Residuals(optuna.samplers.BaseSampler):
 
 
 def _where(tile: Tile) -> tuple[float, ...]:
-    sizes = (log2(v) for v in (tile.m, tile.n, tile.k, tile.splits))
-    return float(tile.path == "boxes"), *sizes, tile.stages / 2
+    sizes = (log2(v) for v in (tile.m, tile.n, tile.k, tile.split_k))
+    return float(tile.kind == "tma"), *sizes, tile.stages / 2
 
 
 def _parameters(choice: Choice) -> dict[str, Any]:
     """A choice as a study has it; ATen has no sizes."""
     if choice == "aten":
-        return {"path": "aten"} | dict.fromkeys(POWERS, 0) | {"stages": 1, "splits": 1}
+        return {"kind": "aten"} | dict.fromkeys(POWERS, 0) | {"stages": 1, "split_k": 1}
     sizes: dict[str, Any] = {
         name: getattr(choice, name).bit_length() - 1 for name in POWERS
     }
     return {
-        "path": choice.path,
+        "kind": choice.kind,
         "stages": choice.stages,
-        "splits": choice.splits,
+        "split_k": choice.split_k,
     } | sizes
 
 
 def _choice(parameters: Mapping[str, Any]) -> Choice:
-    if parameters["path"] == "aten":
+    if parameters["kind"] == "aten":
         return "aten"
     sizes = {name: 1 << parameters[name] for name in POWERS}
     return Tile(
-        parameters["path"],
+        parameters["kind"],
         **sizes,
         stages=parameters["stages"],
-        splits=parameters["splits"],
+        split_k=parameters["split_k"],
     )

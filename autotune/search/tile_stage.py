@@ -16,10 +16,10 @@ from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.measure import timer
 from hetconv.comm.rank_group import RankGroup, all_gather_object
 from hetconv.kernels import Tile, dispatch
-from hetconv.kernels.backend_choice import Backend, Question, unable
-from hetconv.kernels.launch import Chip, Memory, Program, chip_of
-from hetconv.kernels.tiles import Extents, versions_in_use
-from hetconv.kernels.triton import fprop, wgrad
+from hetconv.kernels.backend_choice import Backend, KernelQuery, unsupported_reason
+from hetconv.kernels.launch import Chip, LaunchSequence, StridedLayout, chip_of
+from hetconv.kernels.tiles import GemmShape, versions_in_use
+from hetconv.kernels.triton import dgrad, fprop, gemm_launch, wgrad
 from hetconv.schemas.tuning_results import TunedTile
 
 from .tile_search import (
@@ -45,8 +45,8 @@ class Contest:
     launch raised.
     """
 
-    def __init__(self, question: Question, device: torch.device):
-        s, self._what, self._device = question.spec, question.what, device
+    def __init__(self, question: KernelQuery, device: torch.device):
+        s, self._what, self._device = question.spec, question.pass_name, device
         self._question, self._chip = question, chip_of(device)
         self._bound = MAX_RELATIVE_ERROR[
             "tf32" if question.precision == "tf32" else s.dtype
@@ -58,9 +58,9 @@ class Contest:
         self._truth = self._exact()
 
     @property
-    def works(self) -> tuple[list[Extents], Chip]:
+    def works(self) -> tuple[list[GemmShape], Chip]:
         """The matrix products that a tile is chosen for, and the chip."""
-        return [product.extents for product in _products(self._question)], self._chip
+        return [product.shape for product in _products(self._question)], self._chip
 
     def __call__(self, choice: Choice) -> float:
         """Times one choice."""
@@ -96,7 +96,7 @@ class Contest:
             return None
         for product in _products(self._question):
             found = report(
-                _program(product, tile).recipes[0],
+                _program(product, tile).launches[0],
                 self._question.spec.dtype,
                 self._chip.arch,
             )
@@ -150,33 +150,31 @@ class Contest:
             torch.backends.cudnn.conv.fp32_precision = before  # type: ignore[attr-defined]
 
 
-Product = fprop.Correlation | wgrad.WeightGradient
+Product = gemm_launch.ImplicitGemm | wgrad.WeightGradient
 
 
-def _products(question: Question) -> list[Product]:
+def _products(question: KernelQuery) -> list[Product]:
     """Returns the matrix products of a pass; an input gradient has one per phase."""
     s, precision = question.spec, question.precision
     shapes = (s.x_shape, s.w_shape, s.y_shape)
     lies = (
         torch.empty(n, dtype=getattr(torch, s.dtype), device="meta") for n in shapes
     )
-    x, w, y = (Memory.of(t.contiguous(memory_format=torch.channels_last)) for t in lies)
-    if question.what == "forward":
+    x, w, y = (
+        StridedLayout.of(t.contiguous(memory_format=torch.channels_last)) for t in lies
+    )
+    if question.pass_name == "forward":
         return [fprop.forward(s, x, w, y, precision)]
-    if question.what == "weight gradient":
+    if question.pass_name == "weight gradient":
         return [wgrad.weight_gradient(s, x, w, y, precision)]
-    return [
-        p.correlation
-        for p in fprop.phases(s, y, w, x, precision)
-        if p.correlation is not None
-    ]
+    return [p.gemm for p in dgrad.phases(s, y, w, x, precision) if p.gemm is not None]
 
 
-def _program(product: Product, tile: Tile) -> Program:
+def _program(product: Product, tile: Tile) -> LaunchSequence:
     return (
-        wgrad.program(product, tile)
+        wgrad.launches(product, tile)
         if isinstance(product, wgrad.WeightGradient)
-        else fprop.program(product, tile)
+        else gemm_launch.launches(product, tile)
     )
 
 
@@ -202,7 +200,7 @@ def _new_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def questions(step: Callable[[], Any]) -> list[Question]:
+def questions(step: Callable[[], Any]) -> list[KernelQuery]:
     """Lists the distinct passes of a step that a kernel can compute.
 
     Args:
@@ -211,9 +209,9 @@ def questions(step: Callable[[], Any]) -> list[Question]:
     Returns:
         The passes, those with the most work first.
     """
-    found: Counter[Question] = Counter()
+    found: Counter[KernelQuery] = Counter()
 
-    def count(question: Question) -> None:
+    def count(question: KernelQuery) -> None:
         found[question] += 1
 
     dispatch.listeners.append(count)
@@ -222,7 +220,7 @@ def questions(step: Callable[[], Any]) -> list[Question]:
     finally:
         dispatch.listeners.remove(count)
     able = [
-        q for q in found if unable(q) is None and q.tile is None
+        q for q in found if unsupported_reason(q) is None and q.tile is None
     ]  # a chunk comes with its whole's tile
     return sorted(able, key=lambda q: q.spec.flops * found[q], reverse=True)
 
@@ -230,9 +228,11 @@ def questions(step: Callable[[], Any]) -> list[Question]:
 class Kept(Protocol):
     """Where measurements are kept: `job.Run`."""
 
-    def known(self, stage: str, key: str, type_: type[Found], /) -> Found | None: ...
+    def known(self, stage: str, key: str, type_: type[Found], /) -> Found | None:
+        """Returns what was kept under a key of a stage, or None."""
 
-    def keep(self, stage: str, key: str, value: Found, /) -> None: ...
+    def keep(self, stage: str, key: str, value: Found, /) -> None:
+        """Keeps a value under a key of a stage."""
 
 
 def tune_tiles(
@@ -262,7 +262,7 @@ def tune_tiles(
     asked = questions(step)
     own = asked if device.type == "cuda" else []
     counts = all_gather_object(group, len(own))
-    found: dict[Question, Found] = {}
+    found: dict[KernelQuery, Found] = {}
     for stage, trials in (("default tiles", 2), ("tiles", TRIALS)):
         say.stage(stage, max(counts))
         for i in range(max(counts)):
@@ -289,7 +289,7 @@ def tune_tiles(
 
 
 def studied(
-    question: Question,
+    question: KernelQuery,
     device: torch.device,
     trials: int,
     so_far: Found | None,
@@ -324,12 +324,12 @@ def studied(
     )
 
 
-def entry(question: Question, found: Found) -> TunedTile:
+def entry(question: KernelQuery, found: Found) -> TunedTile:
     """Makes a profile's entry of what a search found."""
     q, origin = question, (question.device, *versions_in_use())
     return TunedTile(
         *origin,
-        q.what,
+        q.pass_name,
         q.spec,
         q.precision,  # type: ignore[arg-type]
         str(found.choice),
@@ -348,7 +348,7 @@ def merged(every: Sequence[Sequence[TunedTile]]) -> tuple[TunedTile, ...]:
     return tuple(best.values())
 
 
-def _said(question: Question, found: Found) -> str:
+def _said(question: KernelQuery, found: Found) -> str:
     s, default = question.spec, found.heuristic_s
     than = (
         f", {default / found.seconds:.2f}x of the default tile"
@@ -356,4 +356,4 @@ def _said(question: Question, found: Found) -> str:
         else ""
     )
     shape = f"{s.N}x{s.C}x{s.H}x{s.W} by {s.K} filters {s.R}x{s.S}"
-    return f"{question.what} of {shape}: {found.choice}, {found.seconds * 1e6:.0f} us{than}"
+    return f"{question.pass_name} of {shape}: {found.choice}, {found.seconds * 1e6:.0f} us{than}"

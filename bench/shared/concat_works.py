@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bench.shared.kernel_checks import Error, error
 from hetconv import kernels
-from hetconv.kernels.concat import parted
-from hetconv.kernels.epilogue import PLAIN, Finish
+from hetconv.kernels.concat import launch_split
+from hetconv.kernels.epilogue import Epilogue
 
 What = Literal["concat", "finished", "adjoint", "finished adjoint"]
 WORKS: tuple[What, ...] = get_args(What)
@@ -142,17 +142,10 @@ def by_triton(what: What, case: Case, t: Inputs) -> Sequence[Tensor]:
             }
             return [kernels.concat_channels(t.parts, **finish, backend="triton")]
         case "adjoint":
-            return parted(t.g, case.sizes, None, None, None, PLAIN, ())[1]
+            return launch_split(t.g, case.sizes, Epilogue(), ())[1]
         case "finished adjoint":
-            return parted(
-                t.g,
-                case.sizes,
-                t.scale,
-                t.shift,
-                None,
-                Finish(True, True, "relu"),
-                t.parts,
-            )[1]
+            epilogue = Epilogue(t.scale, t.shift, activation="relu")
+            return launch_split(t.g, case.sizes, epilogue, t.parts)[1]
 
 
 def by_torch(what: What, case: Case, t: Inputs) -> Sequence[Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from hetconv.kernels.tiles import Pass
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.sharding.conv_spec import ConvSpec
 
 Dtype = Literal["bf16", "fp16", "tf32"]
 TORCH: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}
@@ -41,16 +41,14 @@ class Case:
     filters: int
 
     @property
-    def spec(self) -> Conv2dSpec:
+    def spec(self) -> ConvSpec:
         pads = (self.padding, self.padding)
-        return Conv2dSpec(
+        return ConvSpec(
             self.N,
             self.C,
-            self.H,
-            self.W,
+            (self.H, self.W),
             self.K,
-            self.R,
-            self.S,
+            (self.R, self.S),
             (self.stride, self.stride),
             (pads, pads),
             (self.dilation, self.dilation),

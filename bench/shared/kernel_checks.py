@@ -14,9 +14,9 @@ from torch import Tensor
 from bench.shared.kernel_cases import TORCH, Case, Dtype
 from hetconv import kernels
 from hetconv.kernels import tiles
-from hetconv.kernels.launch import Chip, Memory, chip_of
-from hetconv.kernels.tiles import Extents, Pass, Tile
-from hetconv.kernels.triton import fprop, wgrad
+from hetconv.kernels.launch import Chip, StridedLayout, chip_of
+from hetconv.kernels.tiles import GemmShape, Pass, Tile
+from hetconv.kernels.triton import dgrad, fprop, wgrad
 
 EXACT_FLOPS = 3e10  # of a reference in float64
 WANTED: dict[Pass, tuple[bool, bool, bool]] = {
@@ -226,36 +226,30 @@ def slots(case: Case, device: torch.device, count: int) -> Callable[[int], Tenso
     return lambda i: whole[i].permute(0, 3, 1, 2)[:, case.filters - K :]
 
 
-def extents(case: Case, what: Pass) -> list[Extents]:
+def gemm_shapes(case: Case, what: Pass) -> list[GemmShape]:
     """The matrix products of a pass; an input gradient has one for each phase of the stride."""
-    s, dtype = case.spec, getattr(torch, TORCH[case.dtype])
+    s = case.spec
     precision = "tf32" if case.dtype == "tf32" else "ieee"
-    x, w, y = (
-        Memory.of(
-            torch.empty(
-                shape, dtype=dtype, device="meta", memory_format=torch.channels_last
-            )
-        )
-        for shape in (s.x_shape, s.w_shape, s.y_shape)
-    )
+    shapes = (s.x_shape, s.w_shape, s.y_shape)
+    x, w, y = (StridedLayout.packed(shape, s.dtype) for shape in shapes)
     if what == "forward":
-        return [fprop.forward(s, x, w, y, precision).extents]
+        return [fprop.forward(s, x, w, y, precision).shape]
     if what == "weight gradient":
-        return [wgrad.weight_gradient(s, x, w, y, precision).extents]
-    found = [p.correlation for p in fprop.phases(s, y, w, x, precision)]
-    return [c.extents for c in found if c is not None]
+        return [wgrad.weight_gradient(s, x, w, y, precision).shape]
+    found = [p.gemm for p in dgrad.phases(s, y, w, x, precision)]
+    return [c.shape for c in found if c is not None]
 
 
 def default_tile(case: Case, what: Pass, device: torch.device) -> Tile:
     """What is taken where no tile is given; of several phases' the first."""
-    return tiles.default(extents(case, what)[0], chip_of(device))
+    return tiles.default_tile(gemm_shapes(case, what)[0], chip_of(device))
 
 
 def tiles_of(case: Case, what: Pass, chip: Chip) -> list[Tile]:
     """Every tile of the space, and each with the default's splits where that has some."""
     found: dict[Tile, None] = {}
-    for work in extents(case, what):
-        splits = tiles.default(work, chip).splits
-        for tile in tiles.space(work, chip):
-            found |= {tile: None, replace(tile, splits=splits): None}
+    for shape in gemm_shapes(case, what):
+        split_k = tiles.default_tile(shape, chip).split_k
+        for tile in tiles.search_space(shape, chip):
+            found |= {tile: None, replace(tile, split_k=split_k): None}
     return list(found)

@@ -271,7 +271,7 @@ def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
 
 def _install(tiles: Tiles, device: torch.device) -> None:
     """Installs the tiles that were tuned on such a device; warns if there are only others."""
-    if not tiles or kernels.dispatch.obstacle(device) is not None:
+    if not tiles or kernels.dispatch.unavailable_reason(device) is not None:
         return
     here = (kernels.dispatch.device_name(device), *kernels.tiles.versions_in_use())
     if here in tiles:

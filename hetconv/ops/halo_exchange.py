@@ -25,7 +25,7 @@ from hetconv.kernels import Route, aten
 from hetconv.kernels.aten import summed_pixels
 from hetconv.kernels.epilogue import per_channel
 from hetconv.runtime.inputs import differentiable_gradients, tie_to_graph, uncounted
-from hetconv.sharding.conv_spec import Segment, Span
+from hetconv.sharding.conv_spec import ConvGeometry, Segment, Span
 from hetconv.torch_internals import materialized
 
 from .conv_geometry import Geometry, Slab
@@ -97,7 +97,7 @@ def compute(
             part = _run(geo, halos[peer], slab, w, None, scaled, route)
             _rows(y, geo, slab).add_(part)
     if geo.halos or not covers:
-        kernels.finish_in_place(
+        kernels.epilogue_in_place(
             y, epilogue.residual, epilogue.activation, epilogue.slope
         )
     return y, halos
@@ -188,7 +188,9 @@ def _differentiable(geo: Geometry, group: RankGroup, x: Tensor, w: Tensor) -> Te
             continue
         rows, taps = _cut(rows, w, geo, slab)
         pad = geo.padding(slab.segment)
-        part = aten.conv(rows, taps, None, s.stride, pad, s.dilation, geo.groups)
+        part = aten.conv(
+            rows, taps, None, ConvGeometry(s.stride, pad, s.dilation, geo.groups)
+        )
         before = slab.segment.out[0] - geo.first_out
         after = y.shape[geo.dim] - before - part.shape[geo.dim]
         y = y + F.pad(part, (*(0, 0) * (y.dim() - 1 - geo.dim), before, after))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hetconv.sharding.conv_spec import Conv2dSpec, ConvSpec
+from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.split import Split
 
 from .json_files import STRICT, Positive
@@ -33,7 +33,7 @@ class TunedTile:
     torch: str
     triton: str
     what: Literal["forward", "input gradient", "weight gradient"]
-    spec: Conv2dSpec
+    spec: ConvSpec
     precision: Literal["ieee", "tf32"]
     choice: str
     seconds: float

@@ -1,5 +1,4 @@
-"""What a convolution is, in integers: one dimension of a sliding window, and a whole
-convolution of any rank.
+"""Convolutions in integers: one dimension of a sliding window, and a whole convolution.
 
 Letters as in the literature: input (N, C, H, W), filters (K, C / groups, R, S), output
 (N, K, P, Q). Of any rank: input (N, C, *size), filters (K, C / groups, *kernel).
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hetconv.errors import HetConvError
 
@@ -34,8 +33,16 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """A sliding window: output p reads inputs p * stride - pad_lo + r * dilation, 0 <=
-    r < kernel.
+    """A sliding window along one dimension.
+
+    Output p reads the inputs p * stride - pad_lo + r * dilation, for 0 <= r < kernel.
+
+    Attributes:
+        kernel: number of taps.
+        stride: inputs from one output to the next.
+        dilation: inputs from one tap to the next.
+        pad_lo: padding before the first input.
+        pad_hi: padding after the last input.
     """
 
     kernel: int
@@ -45,6 +52,7 @@ class Window:
     pad_hi: int = 0
 
     def out_size(self, size: int) -> int:
+        """Returns the number of outputs for a number of inputs."""
         return max(
             (size + self.pad_lo + self.pad_hi - self.dilation * (self.kernel - 1) - 1)
             // self.stride
@@ -53,8 +61,9 @@ class Window:
         )
 
     def reads(self, out: Span, size: int) -> Span:
-        """The input span (clipped to ``[0, size)``) that an output span reads; an empty
-        one for an empty one.
+        """Returns the inputs, within ``[0, size)``, that a span of outputs reads.
+
+        It is empty for an empty span.
         """
         lo, hi = self._unclipped(out)
         if out[0] >= out[1]:
@@ -63,17 +72,16 @@ class Window:
         return lo, max(min(hi, size), lo)
 
     def padding(self, out: Span, size: int) -> Span:
-        """The rows of padding above and below `reads`, so that the window gives the
-        span ``out`` and nothing else.
-        """
+        """Returns the padding before and after `reads` that gives exactly a span of outputs."""
         if out[0] >= out[1]:
             return (0, 0)
         lo, hi = self._unclipped(out)
         return min(max(-lo, 0), hi - lo), min(max(hi - max(size, lo), 0), hi - lo)
 
     def segment(self, rows: Span, out: Span) -> Segment | None:
-        """How the input rows ``[rows)`` add to the output rows ``[out)``, or None if no
-        tap of theirs meets them.
+        """Returns how a span of inputs contributes to a span of outputs.
+
+        It is None if no tap of these inputs reaches the outputs.
         """
         (a, b), s, d = rows, self.stride, self.dilation
         hits = [
@@ -114,28 +122,51 @@ def _first_last(lo: int, hi: int, stride: int, out: Span) -> tuple[int, ...]:
 
 Pair = tuple[int, int]
 Ints = tuple[int, ...]
-Four = tuple[int, int, int, int]
+Padding = tuple[Span, ...]
 
 
-class _Counted:
-    """What follows from the numbers of a convolution, however they are spelled."""
+class ConvGeometry(NamedTuple):
+    """How the filters of a convolution move over its input.
+
+    Attributes:
+        stride: Input rows from output row to output row, per spatial dimension.
+        padding: Zero rows (before, after) the input, per spatial dimension.
+        dilation: Input rows from tap to tap of a filter, per spatial dimension.
+        groups: Number of groups of channels that are convolved apart.
+    """
+
+    stride: Ints
+    padding: Padding
+    dilation: Ints
+    groups: int
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """Shapes and geometry of one convolution with any number of spatial dimensions.
+
+    H, W, R, S, P and Q are the names of two spatial dimensions.
+
+    Attributes:
+        N: Number of samples.
+        C: Number of input channels, of all groups.
+        size: Input size per spatial dimension.
+        K: Number of filters, of all groups.
+        kernel: Filter size per spatial dimension.
+        stride: See `ConvGeometry`, as are padding, dilation and groups.
+        dtype: PyTorch's name of the data type of all tensors.
+    """
 
     N: int
     C: int
+    size: Ints
     K: int
+    kernel: Ints
     stride: Ints
-    padding: tuple[Span, ...]
+    padding: Padding
     dilation: Ints
-    groups: int
-    dtype: str
-
-    if TYPE_CHECKING:  # else a dataclass would take them for the defaults of its fields
-
-        @property
-        def size(self) -> Ints: ...
-
-        @property
-        def kernel(self) -> Ints: ...
+    groups: int = 1
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.C % self.groups or self.K % self.groups:
@@ -145,32 +176,70 @@ class _Counted:
             )
 
     @property
-    def windows(
-        self,
-    ) -> tuple[
-        Window, ...
-    ]:  # torch.compile traces the kernels' spec, and can do so only uncached
+    def geometry(self) -> ConvGeometry:
+        """How the filters move over the input."""
+        return ConvGeometry(self.stride, self.padding, self.dilation, self.groups)
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """Sliding window of each spatial dimension."""
         sides = zip(self.kernel, self.stride, self.dilation, self.padding, strict=True)
         return tuple(Window(k, s, d, lo, hi) for k, s, d, (lo, hi) in sides)
 
     @property
+    def spatial_dims(self) -> int:
+        """Number of spatial dimensions."""
+        return len(self.size)
+
+    @property
     def x_shape(self) -> Ints:
+        """Shape of the input, (N, C, *size)."""
         return (self.N, self.C, *self.size)
 
     @property
     def w_shape(self) -> Ints:
+        """Shape of the filters, (K, C / groups, *kernel)."""
         return (self.K, self.C // self.groups, *self.kernel)
 
     @property
     def y_shape(self) -> Ints:
-        return (
-            self.N,
-            self.K,
-            *(v.out_size(n) for v, n in zip(self.windows, self.size, strict=True)),
-        )
+        """Shape of the output, (N, K, *out_size)."""
+        sizes = zip(self.windows, self.size, strict=True)
+        return (self.N, self.K, *(window.out_size(n) for window, n in sizes))
+
+    @property
+    def H(self) -> int:
+        """Rows of the input."""
+        return self.size[0]
+
+    @property
+    def W(self) -> int:
+        """Columns of the input."""
+        return self.size[1]
+
+    @property
+    def R(self) -> int:
+        """Rows of a filter."""
+        return self.kernel[0]
+
+    @property
+    def S(self) -> int:
+        """Columns of a filter."""
+        return self.kernel[1]
+
+    @property
+    def P(self) -> int:
+        """Rows of the output."""
+        return self.y_shape[2]
+
+    @property
+    def Q(self) -> int:
+        """Columns of the output."""
+        return self.y_shape[3]
 
     @property
     def itemsize(self) -> int:
+        """Bytes of one number."""
         return ITEMSIZE[self.dtype]
 
     @property
@@ -181,93 +250,23 @@ class _Counted:
     @property
     def bytes(self) -> int:
         """Bytes of input, filters and output, each counted once."""
-        return self.itemsize * sum(
-            map(prod, (self.x_shape, self.w_shape, self.y_shape))
-        )
-
-
-@dataclass(frozen=True)
-class ConvSpec(_Counted):
-    """One convolution, with a size, kernel, stride, padding (before, after) and
-    dilation per spatial dimension.
-
-    ``dtype`` is torch's name for it.
-    """
-
-    N: int
-    C: int
-    size: Ints
-    K: int
-    kernel: Ints
-    stride: Ints
-    padding: tuple[Span, ...]
-    dilation: Ints
-    groups: int = 1
-    dtype: str = "float32"
-
-    @cached_property
-    def windows(self) -> tuple[Window, ...]:  # the planner asks for them often
-        return super().windows
-
-    @property
-    def spatial_dims(self) -> int:
-        return len(self.size)
-
-
-@dataclass(frozen=True)
-class Conv2dSpec(_Counted):
-    """One 2-D convolution as the kernels spell it. ``padding`` is ((top, bottom),
-    (left, right)).
-    """
-
-    N: int
-    C: int
-    H: int
-    W: int
-    K: int
-    R: int
-    S: int
-    stride: Pair = (1, 1)
-    padding: tuple[Span, Span] = ((0, 0), (0, 0))
-    dilation: Pair = (1, 1)
-    groups: int = 1
-    dtype: str = "float32"
-
-    if TYPE_CHECKING:  # what they are of two dimensions
-
-        @property
-        def x_shape(self) -> Four: ...
-
-        @property
-        def w_shape(self) -> Four: ...
-
-        @property
-        def y_shape(self) -> Four: ...
-
-    @property
-    def size(self) -> Pair:
-        return self.H, self.W
-
-    @property
-    def kernel(self) -> Pair:
-        return self.R, self.S
-
-    @property
-    def P(self) -> int:
-        return self.y_shape[2]
-
-    @property
-    def Q(self) -> int:
-        return self.y_shape[3]
+        shapes = (self.x_shape, self.w_shape, self.y_shape)
+        return self.itemsize * sum(map(prod, shapes))
 
 
 def pads_per_side(
     padding: str | int | Sequence[int], kernel: Ints, stride: Ints, dilation: Ints
 ) -> tuple[Span, ...]:
-    """PyTorch's ``padding`` argument ("valid", "same", an int, one int per dimension)
-    as rows per side.
+    """Returns PyTorch's ``padding`` argument as padding before and after each dimension.
 
-    Raises `HetConvError` for what PyTorch refuses too: other words, and "same" under a stride.
+    Args:
+        padding: "valid", "same", a number, or one for each dimension.
+        kernel: taps by dimension.
+        stride: by dimension.
+        dilation: by dimension.
+
+    Raises:
+        HetConvError: PyTorch refuses it too: another word, or "same" with a stride.
     """
     rank = len(kernel)
     if isinstance(padding, str):

@@ -1,6 +1,4 @@
-"""The three passes on tensors by the Triton kernels: memory formats, cached programs,
-their launch.
-"""
+"""The three passes of a convolution on tensors by Triton: layouts, cached launches."""
 
 from __future__ import annotations
 
@@ -9,174 +7,205 @@ from functools import lru_cache
 from torch import Tensor
 
 from hetconv.errors import KernelError
-from hetconv.kernels.epilogue import Finish, finished
-from hetconv.kernels.launch import Chip, Memory, Program, chip_of, empty, krsc, nhwc
-from hetconv.kernels.tiles import Extents, Tile, default, fits
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.kernels.checks import check_channels_contiguous
+from hetconv.kernels.epilogue import Epilogue, EpilogueSpec
+from hetconv.kernels.launch import (
+    Chip,
+    LaunchSequence,
+    StridedLayout,
+    chip_of,
+    empty,
+    krsc,
+    nhwc,
+)
+from hetconv.kernels.tiles import GemmShape, Tile, default_tile, fits
+from hetconv.sharding.conv_spec import ConvSpec
 
-from . import fprop, wgrad
+from . import dgrad, fprop, gemm_launch, wgrad
 
 
 def forward(
-    spec: Conv2dSpec,
+    spec: ConvSpec,
     x: Tensor,
     w: Tensor,
     out: Tensor | None,
     precision: str,
+    epilogue: Epilogue,
     tile: Tile | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    finish: Finish,
 ) -> Tensor:
-    """y, written to ``out`` where one is given; all tensors as `dispatch` has checked them."""
+    """Returns the forward pass.
+
+    Args:
+        spec: The convolution; all tensors fit it.
+        x: Input.
+        w: Filters.
+        out: Tensor that receives the result.
+        precision: "tf32" or "ieee", how float32 is multiplied.
+        epilogue: What is applied to the result, bias included.
+        tile: Tile of the kernel; None for the default one.
+
+    Raises:
+        KernelError: The tile cannot compute this, or out's channels lie apart.
+    """
     x, w = nhwc(x), krsc(w)
+    check_channels_contiguous(out)
     y = out if out is not None else empty(spec.y_shape, x)
-    lies = Memory.of(y)
-    if lies.strides[1] != 1 and y.numel():
-        raise KernelError(
-            f"out has strides {y.stride()}, but its channels must lie beside each other; "
-            "give a channels_last tensor, or a slice of one"
-        )
     if y.numel() == 0:
         return y
     if w.numel() == 0:
-        return y.copy_(
-            finished(y.zero_(), scale, shift, residual, finish.activation, finish.slope)
-        )
-    given = {"x": x, "w": w, "y": y}
-    given |= {
-        name: t.contiguous()
-        for name, t in (("scale", scale), ("shift", shift))
-        if t is not None
-    }
-    added = None
-    if residual is not None:
-        given["residual"] = residual = nhwc(residual)
-        added = Memory.of(residual)
-    places = Memory.of(x), Memory.of(w), lies, added
-    _forward(spec, *places, precision, finish, tile, chip_of(x.device)).run(**given)
+        return y.copy_(epilogue.apply(y.zero_()))
+    epilogue = epilogue.for_triton()
+    layouts = StridedLayout.of(x), StridedLayout.of(w), StridedLayout.of(y)
+    chip = chip_of(x.device)
+    launch = _forward(spec, *layouts, precision, epilogue.spec, tile, chip)
+    launch.run(x=x, w=w, y=y, **epilogue.tensors)
     return y
 
 
 def forward_tile(
-    spec: Conv2dSpec, x: Tensor, w: Tensor, precision: str, tile: Tile | None
+    spec: ConvSpec, x: Tensor, w: Tensor, precision: str, tile: Tile | None
 ) -> Tile:
-    """The tile by which `forward` computes a packed y without an epilogue."""
-    _, K, P, Q = spec.y_shape
-    y = Memory(spec.y_shape, (P * Q * K, 1, Q * K, K), spec.dtype)
-    return suited(
-        tile,
-        fprop.forward(spec, Memory.of(x), Memory.of(w), y, precision).extents,
-        chip_of(x.device),
-    )
+    """Returns the tile by which `forward` computes a packed result without epilogue.
+
+    Args:
+        spec: See `forward`, as are the other arguments.
+
+    Raises:
+        KernelError: The tile cannot compute this.
+    """
+    y = StridedLayout.packed(spec.y_shape, spec.dtype)
+    layouts = StridedLayout.of(x), StridedLayout.of(w), y
+    shape = fprop.forward(spec, *layouts, precision).shape
+    return usable_tile(tile, shape, chip_of(x.device))
 
 
 def input_gradient(
-    spec: Conv2dSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None
+    spec: ConvSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None
 ) -> Tensor:
+    """Returns the gradient of the input.
+
+    Args:
+        spec: The convolution; all tensors fit it.
+        g: Gradient of the result.
+        x: Input.
+        w: Filters.
+        precision: "tf32" or "ieee", how float32 is multiplied.
+        tile: Tile of the kernels; None for the default ones.
+
+    Raises:
+        KernelError: The tile cannot compute this.
+    """
     g, w = nhwc(g), krsc(w)
     dx = empty(spec.x_shape, x)
     if dx.numel() == 0 or g.numel() == 0:
         return dx.zero_()
-    args = (
-        spec,
-        Memory.of(g),
-        Memory.of(w),
-        Memory.of(dx),
-        precision,
-        tile,
-        chip_of(x.device),
-    )
-    covered, programs = _input_gradient(*args)
-    if not covered:
+    layouts = StridedLayout.of(g), StridedLayout.of(w), StridedLayout.of(dx)
+    chip = chip_of(x.device)
+    is_covered, launches = _input_gradient(spec, *layouts, precision, tile, chip)
+    if not is_covered:
         dx.zero_()
-    for program in programs:
-        program.run(x=g, w=w, y=dx)
+    for launch in launches:
+        launch.run(x=g, w=w, y=dx)
     return dx
 
 
 def weight_gradient(
-    spec: Conv2dSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None
+    spec: ConvSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None
 ) -> Tensor:
+    """Returns the gradient of the filters.
+
+    Args:
+        spec: See `input_gradient`, as are the other arguments.
+
+    Raises:
+        KernelError: The tile cannot compute this.
+    """
     g, x = nhwc(g), nhwc(x)
     K, C, R, S = spec.w_shape
     dw = w.new_empty(K, R, S, C)
     if g.numel() == 0 or dw.numel() == 0 or x.numel() == 0:
         dw.zero_()
     else:
-        _weight_gradient(
-            spec, Memory.of(g), Memory.of(x), precision, tile, chip_of(x.device)
-        ).run(x=x, g=g, dw=dw)
+        layouts = StridedLayout.of(g), StridedLayout.of(x)
+        launch = _weight_gradient(spec, *layouts, precision, tile, chip_of(x.device))
+        launch.run(x=x, g=g, dw=dw)
     return dw.permute(0, 3, 1, 2)
 
 
 @lru_cache(4096)
 def _forward(
-    spec: Conv2dSpec,
-    x: Memory,
-    w: Memory,
-    y: Memory,
-    residual: Memory | None,
+    spec: ConvSpec,
+    x: StridedLayout,
+    w: StridedLayout,
+    y: StridedLayout,
     precision: str,
-    finish: Finish,
+    epilogue: EpilogueSpec,
     tile: Tile | None,
     chip: Chip,
-) -> Program:
-    c = fprop.forward(spec, x, w, y, precision, residual)
-    return fprop.program(c, suited(tile, c.extents, chip), finish)
+) -> LaunchSequence:
+    gemm = fprop.forward(spec, x, w, y, precision, epilogue)
+    return gemm_launch.launches(gemm, usable_tile(tile, gemm.shape, chip))
 
 
 @lru_cache(4096)
 def _input_gradient(
-    spec: Conv2dSpec,
-    g: Memory,
-    w: Memory,
-    dx: Memory,
+    spec: ConvSpec,
+    g: StridedLayout,
+    w: StridedLayout,
+    dx: StridedLayout,
     precision: str,
     tile: Tile | None,
     chip: Chip,
-) -> tuple[bool, tuple[Program, ...]]:
-    phases = fprop.phases(spec, g, w, dx, precision)
-    read = [(p.correlation, p.slot) for p in phases if p.correlation is not None]
-    return len(read) == len(phases), tuple(
-        fprop.program(c, suited(tile, c.extents, chip), slot=s) for c, s in read
+) -> tuple[bool, tuple[LaunchSequence, ...]]:
+    """Whether the launches write all of dx, and the launches of its phases."""
+    phases = dgrad.phases(spec, g, w, dx, precision)
+    found = tuple(
+        gemm_launch.launches(p.gemm, usable_tile(tile, p.gemm.shape, chip), p.slices)
+        for p in phases
+        if p.gemm is not None
     )
+    return len(found) == len(phases), found
 
 
 @lru_cache(4096)
 def _weight_gradient(
-    spec: Conv2dSpec,
-    g: Memory,
-    x: Memory,
+    spec: ConvSpec,
+    g: StridedLayout,
+    x: StridedLayout,
     precision: str,
     tile: Tile | None,
     chip: Chip,
-) -> Program:
-    _, C, R, S = spec.w_shape
-    w = Memory(spec.w_shape, (R * S * C, 1, S * C, C), x.dtype)
-    d = wgrad.weight_gradient(spec, x, w, g, precision)
-    return wgrad.program(d, suited(tile, d.extents, chip))
+) -> LaunchSequence:
+    w = StridedLayout.packed(spec.w_shape, x.dtype)
+    gradient = wgrad.weight_gradient(spec, x, w, g, precision)
+    return wgrad.launches(gradient, usable_tile(tile, gradient.shape, chip))
 
 
-def suited(tile: Tile | None, work: Extents, chip: Chip) -> Tile:
-    """The tile that was asked for, or the default. Raises `KernelError` for one that
-    cannot run this.
+def usable_tile(tile: Tile | None, shape: GemmShape, chip: Chip) -> Tile:
+    """Returns the tile that was asked for, or the default one.
+
+    Args:
+        tile: Tile that was asked for, if any.
+        shape: Matrix product that is computed.
+        chip: GPU that computes it.
+
+    Raises:
+        KernelError: The tile cannot compute this.
     """
     if tile is None:
-        return default(work, chip)
-    if tile.path == "boxes" and (not work.boxes or chip.arch < 90):
+        return default_tile(shape, chip)
+    if tile.kind == "tma" and (not shape.supports_tma or chip.arch < 90):
         raise KernelError(
-            f"tile {tile} fetches boxes, which takes a Hopper GPU, 16-byte aligned "
-            "channels_last operands, stride 1 "
-            "(or 2 on even images) and half precision or tf32; give a tile of pointers, or none"
+            f"tile {tile} reads by TMA, which takes a Hopper GPU, 16-byte aligned "
+            "channels_last operands, stride 1 (or 2 on even images) and half precision or "
+            "tf32; give a tile of pointers, or none"
         )
-    if tile.path == "boxes" and work.whole and work.channels % tile.k:
+    if tile.kind == "tma" and shape.k_divides_channels and shape.channels % tile.k:
         raise KernelError(
-            f"tile {tile} steps by {tile.k}, which must divide the {work.channels} channels here; "
-            "give such a tile, or none"
+            f"tile {tile} steps by {tile.k}, which must divide the {shape.channels} channels "
+            "here; give such a tile, or none"
         )
-    if not fits(tile, work, chip):
+    if not fits(tile, shape, chip):
         raise KernelError(
             f"tile {tile} needs more shared memory than the {chip.shared} bytes here; give "
             "fewer stages"

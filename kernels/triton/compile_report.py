@@ -1,6 +1,4 @@
-"""What the compiler makes of a launch, for a chip that need not be here: registers,
-spills, memory, instructions.
-"""
+"""Registers, spills, memory and instructions of a compiled launch, without a GPU."""
 
 from __future__ import annotations
 
@@ -16,23 +14,32 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hetconv.errors import KernelError
-from hetconv.kernels.launch import Recipe
+from hetconv.kernels.launch import Launch
 
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-FLOATS = ("partial", "scale", "shift")  # tensors in float32 whatever the dtype
+FLOAT32_TENSORS = ("partial", "scale", "shift")  # whatever the dtype
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Per thread and per program. ``spills``: instructions that move registers to or
-    from local memory.
+    """What the compiler made of a launch, per thread and per program.
 
-    ``wgmma`` and ``mma``: tensor core instructions; ``left``: those of the former whose
-    left operand comes from registers, which within a pipelined loop gives results that
-    differ from call to call (Triton 3.6 to 3.9). ``copies``: by the copy engine;
-    ``stores`` of 16 bytes and others; ``loop``: instructions of the main loop, from the
-    target of its branch to the branch, or 0 where there is none.
+    Attributes:
+        registers: Registers of a thread.
+        spills: Instructions that move registers to or from local memory.
+        shared: Bytes of shared memory.
+        wgmma: Hopper's tensor core instructions.
+        mma: Other tensor core instructions.
+        left: Those of wgmma whose left operand comes from registers, which within a
+            pipelined loop gives results that differ from call to call (Triton 3.6 to
+            3.9).
+        copies: Loads by TMA.
+        stores_128: Stores of 16 bytes.
+        stores_narrow: Other stores.
+        instructions: All instructions.
+        loop: Instructions of the main loop, from the target of its branch to the
+            branch, or 0 where there is none.
     """
 
     registers: int
@@ -48,20 +55,25 @@ class Report:
     loop: int
 
 
-def report(recipe: Recipe, dtype: str, arch: int) -> Report:
-    """Compiles a launch on tensors of ``dtype`` for compute capability ``arch`` (90 for
-    9.0), without a GPU.
+def report(launch: Launch, dtype: str, arch: int) -> Report:
+    """Compiles a launch, without a GPU.
 
-    Raises `KernelError` in a process that runs Triton's interpreter, which compiles nothing.
+    Args:
+        launch: The launch.
+        dtype: PyTorch's name of the tensors' data type.
+        arch: Compute capability, 90 for 9.0.
+
+    Raises:
+        KernelError: The process runs Triton's interpreter, which compiles nothing.
     """
-    if not isinstance(recipe.kernel, triton.JITFunction):
+    if not isinstance(launch.kernel, triton.JITFunction):
         raise KernelError(
             "nothing is compiled under TRITON_INTERPRET=1; unset it and start a new process"
         )
     kernel = triton.compile(
-        source(recipe, dtype),
+        source(launch, dtype),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": recipe.warps, "num_stages": recipe.stages},
+        options={"num_warps": launch.warps, "num_stages": launch.stages},
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(kernel.asm["cubin"])
@@ -95,38 +107,43 @@ def report(recipe: Recipe, dtype: str, arch: int) -> Report:
 
 
 def left_in_registers(ptx: str) -> int:
-    """Hopper's tensor core instructions whose left operand, after the list of results,
-    is a list of registers too.
+    """Returns how many of Hopper's tensor core instructions take a left operand in registers.
+
+    That is one after the list of results that is a list of registers too.
     """
-    return sum(
-        bool(re.search(r"\},\s*\{", text))
-        for text in re.findall(r"wgmma\.mma_async[^;]*;", ptx)
-    )
+    instructions = re.findall(r"wgmma\.mma_async[^;]*;", ptx)
+    return sum(bool(re.search(r"\},\s*\{", text)) for text in instructions)
 
 
 def _loop(code: list[tuple[int, str]]) -> int:
-    """Instructions of the shortest run from the target of a branch backwards to it that
-    holds the most products.
+    """Instructions of the loop with the most products, of several the shortest.
 
-    Others wait for a copy, from out of line, or sum what is left of a loop that was unrolled.
+    Other loops wait for a copy, from out of line, or sum what is left of a loop that was
+    unrolled.
     """
     tensor = any(re.search(r"\bH(G)?MMA\b", text) for _, text in code)
     product = re.compile(r"\bH(G)?MMA\b" if tensor else r"\bFFMA\b")
     found = []
-    for at, text in code:
+    for address, text in code:
         branch = re.search(r"\bBRA\b.*?\b0x([0-9a-f]+)", text)
-        if branch and int(branch[1], 16) < at:
-            body = [t for a, t in code if int(branch[1], 16) <= a <= at]
+        start = int(branch[1], 16) if branch else address
+        if start < address:
+            body = [t for a, t in code if start <= a <= address]
             found.append((sum(bool(product.search(t)) for t in body), -len(body)))
     products, length = max(found, default=(0, 0))
     return -length if products else 0
 
 
-def source(recipe: Recipe, dtype: str) -> ASTSource:
-    """A launch as the compiler takes it, specialized on its integers as a launch would be."""
-    names: list[str] = recipe.kernel.arg_names
+def source(launch: Launch, dtype: str) -> ASTSource:
+    """Returns a launch as the compiler takes it, specialized as Triton would at run time.
+
+    Args:
+        launch: The launch.
+        dtype: PyTorch's name of the tensors' data type.
+    """
+    names: list[str] = launch.kernel.arg_names
     constants: dict[tuple[int, ...], Any] = {
-        (names.index(n),): v for n, v in recipe.constants.items()
+        (names.index(n),): v for n, v in launch.constants.items()
     }
     aligned: list[tuple[int, ...]] = []
 
@@ -134,14 +151,14 @@ def source(recipe: Recipe, dtype: str) -> ASTSource:
         if value == 1:
             constants[at] = 1
             return "constexpr"
-        if name not in recipe.descriptors and (
+        if name not in launch.descriptors and (
             isinstance(value, str) or value % 16 == 0
         ):
             aligned.append(at)
-        return _type(recipe, name, value, dtype)
+        return _type(launch, name, value, dtype)
 
     signature: dict[str, Any] = dict.fromkeys(names, "constexpr")
-    given: dict[str, Any] = {**recipe.tensors, **recipe.scalars}
+    given: dict[str, Any] = {**launch.tensors, **launch.scalars}
     for name, value in given.items():
         i = names.index(name)
         if isinstance(value, tuple):
@@ -150,17 +167,17 @@ def source(recipe: Recipe, dtype: str) -> ASTSource:
             signature[name] = typed((i,), name, value)
     attrs = {at: [["tt.divisibility", 16]] for at in aligned}
     return ASTSource(
-        fn=recipe.kernel, signature=signature, constexprs=constants, attrs=attrs
+        fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs
     )
 
 
-def _type(recipe: Recipe, name: str, value: int | str, dtype: str) -> str:
+def _type(launch: Launch, name: str, value: int | str, dtype: str) -> str:
     if isinstance(value, int):
         return "i32" if value < 2**31 else "i64"
-    kind = "fp32" if value in FLOATS else TYPES[dtype]
-    if name in recipe.descriptors:
+    kind = "fp32" if value in FLOAT32_TENSORS else TYPES[dtype]
+    if name in launch.descriptors:
         return (
-            f"tensordesc<{kind}[{','.join(map(str, recipe.descriptors[name].block))}]>"
+            f"tensordesc<{kind}[{','.join(map(str, launch.descriptors[name].block))}]>"
         )
     return f"*{kind}"
 

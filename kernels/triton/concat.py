@@ -1,8 +1,14 @@
-"""Slices of channels that came from several devices, as one image: concatenated and
-finished in one pass, and back.
+"""Concatenation of channels with an epilogue, in one pass, and its gradient.
 
-y[n, k, p, q] = activation(scale[k] part[n, k, p, q] + shift[k] + residual[n, k, p, q]),
-the parts side by side along k.
+y[n, k, p, q] = activation(scale[k] part[n, k, p, q] + shift[k] + residual[n, k, p, q])
+
+where the parts are side by side along k. Each program takes BLOCK_N pixels by BLOCK_M
+blocks of UNIT channels. Parameters of both kernels beside those of `implicit_gemm`:
+
+    parts       pointer to each part, whose pixels lie at one stride
+    widths      stride from pixel to pixel of each part, in units of UNIT elements
+    STARTS      first channel of each part, then their sum, in units of UNIT
+    UNIT        channels that lie side by side in one part, at most 16 bytes
 """
 
 from __future__ import annotations
@@ -14,276 +20,207 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from hetconv.kernels.epilogue import Finish
-from hetconv.kernels.launch import HUGE, Memory, Recipe
+from hetconv.kernels.epilogue import EpilogueSpec
+from hetconv.kernels.launch import (
+    MIN_ELEMENTS_FOR_INT64,
+    VECTOR_BYTES,
+    Launch,
+    StridedLayout,
+)
 from hetconv.sharding.conv_spec import ITEMSIZE
 
-from .activations import activated, activated_adjoint
+from .device_functions import (
+    activate,
+    activation_gradient,
+    load_float32,
+    pixel_position,
+    scale_and_shift,
+)
 
-Names = dict[str, str | tuple[str, ...]]
-ELEMENTS, WARPS = (
-    8192,
-    8,
-)  # of a program: 64 bytes of each operand per thread in half precision
+BLOCK_ELEMENTS = 8192  # of a program: 64 bytes of each operand per thread in float16
+MAX_BLOCK_M = 32
+WARPS = 8
 
 
 @triton.jit
-def _loaded(
-    parts,
-    pixel,
-    j,
-    u,
-    inside,
-    widths,
-    STARTS: tl.constexpr,
-    UNIT: tl.constexpr,
-    SHAPE: tl.constexpr,
-):
-    """The parts' numbers in float32: j counts blocks of UNIT channels, each of which
-    lies within one part.
-    """
+def _block_position(
+    pixels, STARTS: tl.constexpr, UNIT: tl.constexpr, INT64: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Pixels, blocks of channels and channels within a block of a program; their mask."""
+    block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
+    pixel = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
+    j = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
+    u = tl.arange(0, UNIT)[None, None, :]
+    inside = (pixel < pixels) & (j < STARTS[len(STARTS) - 1])
+    return pixel, j, u, inside
+
+
+@triton.jit
+def _load_parts(
+    parts, pixel, j, u, inside, widths,
+    STARTS: tl.constexpr, UNIT: tl.constexpr, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """The parts' numbers in float32, each block of UNIT channels from its part."""
     z = tl.zeros(SHAPE, tl.float32)
     for i in tl.static_range(len(STARTS) - 1):
         here = inside & (j >= STARTS[i]) & (j < STARTS[i + 1])
-        x = tl.load(
-            parts[i] + (pixel * widths[i] + j - STARTS[i]) * UNIT + u,
-            mask=here,
-            other=0.0,
-        )
-        z = tl.where(here, x.to(tl.float32), z)  # a sum would make 0 of -0
+        at = (pixel * widths[i] + j - STARTS[i]) * UNIT + u
+        x = load_float32(parts[i] + at, here)
+        z = tl.where(here, x, z)  # a sum would make 0 of -0
     return z
 
 
 @triton.jit
 def concat(
-    parts,
-    y,
-    scale,
-    shift,
-    residual,
-    pixels,
-    P,
-    Q,
+    parts, y, scale, shift, residual,
+    pixels, P, Q,
     widths,
-    yn,
-    yp,
-    yq,
-    rn,
-    rp,
-    rq,
-    STARTS: tl.constexpr,
-    UNIT: tl.constexpr,
-    YU: tl.constexpr,
-    RU: tl.constexpr,
-    SCALED: tl.constexpr,
-    ADDED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """BLOCK_N pixels by BLOCK_M blocks of UNIT channels. ``STARTS`` and ``widths`` (of
-    a pixel) count in UNIT.
-    """
-    block = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
-    pixel = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
-    j = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
-    u = tl.arange(0, UNIT)[None, None, :]
-    inside = (pixel < pixels) & (j < STARTS[len(STARTS) - 1])
-    z = _loaded(
-        parts, pixel, j, u, inside, widths, STARTS, UNIT, (BLOCK_N, BLOCK_M, UNIT)
-    )
-    q = pixel % Q
-    p = pixel // Q % P
-    n = pixel // Q // P
+    stride_yn, stride_yp, stride_yq,
+    stride_rn, stride_rp, stride_rq,
+    STARTS: tl.constexpr, UNIT: tl.constexpr,
+    Y_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INT64: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Computes a block of y; parameters are explained in the module's docstring."""
+    pixel, j, u, inside = _block_position(pixels, STARTS, UNIT, INT64, BLOCK_N, BLOCK_M)
+    SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M, UNIT)
+    z = _load_parts(parts, pixel, j, u, inside, widths, STARTS, UNIT, SHAPE)
+    n, p, q = pixel_position(pixel, P, Q)
     k = j * UNIT + u
-    if SCALED:
-        z = z * tl.load(scale + k, mask=inside, other=0.0) + tl.load(
-            shift + k, mask=inside, other=0.0
-        )
-    if ADDED:
-        z += tl.load(
-            residual + (n * rn + p * rp + q * rq) * RU + k, mask=inside, other=0.0
-        ).to(tl.float32)
-    z = activated(z, ACTIVATION, SLOPE)
-    tl.store(
-        y + (n * yn + p * yp + q * yq) * YU + k, z.to(y.dtype.element_ty), mask=inside
-    )
+    z = scale_and_shift(z, scale, shift, k, inside, HAS_SCALE, HAS_SHIFT)
+    if HAS_RESIDUAL:
+        r_pixel = n * stride_rn + p * stride_rp + q * stride_rq
+        z += load_float32(residual + r_pixel * RESIDUAL_UNIT + k, inside)
+    z = activate(z, ACTIVATION, SLOPE)
+    y_pixel = n * stride_yn + p * stride_yp + q * stride_yq
+    tl.store(y + y_pixel * Y_UNIT + k, z.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def split(
-    parts,
-    gradients,
-    g,
-    dr,
-    scale,
-    shift,
-    residual,
-    pixels,
-    P,
-    Q,
+    parts, gradients, g, dr, scale, shift, residual,
+    pixels, P, Q,
     widths,
-    gn,
-    gp,
-    gq,
-    rn,
-    rp,
-    rq,
-    STARTS: tl.constexpr,
-    UNIT: tl.constexpr,
-    GU: tl.constexpr,
-    RU: tl.constexpr,
-    SCALED: tl.constexpr,
-    ADDED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """The adjoint: of g, the gradients of every part, packed, and dr, packed, of the
-    residual. z is computed again.
+    stride_gn, stride_gp, stride_gq,
+    stride_rn, stride_rp, stride_rq,
+    STARTS: tl.constexpr, UNIT: tl.constexpr,
+    G_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INT64: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Computes a block of the gradients of `concat`'s parts and residual from g.
+
+    ``gradients`` (of the parts) and ``dr`` (of the residual) point to packed tensors.
+    Under an activation its input is computed again from the parts. Other parameters are
+    explained in the module's docstring.
     """
-    block = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
-    pixel = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
-    j = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
-    u = tl.arange(0, UNIT)[None, None, :]
-    inside = (pixel < pixels) & (j < STARTS[len(STARTS) - 1])
-    q = pixel % Q
-    p = pixel // Q % P
-    n = pixel // Q // P
+    pixel, j, u, inside = _block_position(pixels, STARTS, UNIT, INT64, BLOCK_N, BLOCK_M)
+    n, p, q = pixel_position(pixel, P, Q)
     k = j * UNIT + u
-    d = tl.load(g + (n * gn + p * gp + q * gq) * GU + k, mask=inside, other=0.0).to(
-        tl.float32
-    )
+    g_pixel = n * stride_gn + p * stride_gp + q * stride_gq
+    d = load_float32(g + g_pixel * G_UNIT + k, inside)
     if ACTIVATION != "":
-        z = _loaded(
-            parts, pixel, j, u, inside, widths, STARTS, UNIT, (BLOCK_N, BLOCK_M, UNIT)
-        )
-        if SCALED:
-            z = z * tl.load(scale + k, mask=inside, other=0.0) + tl.load(
-                shift + k, mask=inside, other=0.0
-            )
-        if ADDED:
-            z += tl.load(
-                residual + (n * rn + p * rp + q * rq) * RU + k, mask=inside, other=0.0
-            ).to(tl.float32)
-        d = activated_adjoint(d, z, ACTIVATION, SLOPE)
-    if ADDED:
-        tl.store(
-            dr + pixel * STARTS[len(STARTS) - 1] * UNIT + k,
-            d.to(dr.dtype.element_ty),
-            mask=inside,
-        )
-    if SCALED:
-        d *= tl.load(scale + k, mask=inside, other=0.0)
+        SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M, UNIT)
+        z = _load_parts(parts, pixel, j, u, inside, widths, STARTS, UNIT, SHAPE)
+        z = scale_and_shift(z, scale, shift, k, inside, HAS_SCALE, HAS_SHIFT)
+        if HAS_RESIDUAL:
+            r_pixel = n * stride_rn + p * stride_rp + q * stride_rq
+            z += load_float32(residual + r_pixel * RESIDUAL_UNIT + k, inside)
+        d = activation_gradient(d, z, ACTIVATION, SLOPE)
+    if HAS_RESIDUAL:
+        dr_block = dr + pixel * STARTS[len(STARTS) - 1] * UNIT + k
+        tl.store(dr_block, d.to(dr.dtype.element_ty), mask=inside)
+    if HAS_SCALE:
+        d *= load_float32(scale + k, inside)
     for i in tl.static_range(len(STARTS) - 1):
         here = inside & (j >= STARTS[i]) & (j < STARTS[i + 1])
         at = (pixel * (STARTS[i + 1] - STARTS[i]) + j - STARTS[i]) * UNIT + u
         tl.store(gradients[i] + at, d.to(g.dtype.element_ty), mask=here)
 
 
-def concat_recipe(
-    parts: tuple[Memory, ...], y: Memory, residual: Memory | None, finish: Finish
-) -> Recipe:
-    """Tensors ``part0``, ``part1``, ..., each with its pixels at one stride, into y (N,
-    K, P, Q).
+def concat_launch(
+    parts: tuple[StridedLayout, ...], y: StridedLayout, epilogue: EpilogueSpec
+) -> Launch:
+    """Returns the launch that joins tensors ``part0``, ``part1``, ... into y (N, K, P, Q).
+
+    Args:
+        parts: Layouts, each with its pixels at one stride.
+        y: Layout of the result.
+        epilogue: What is applied to the parts.
     """
-    unit = _unit(parts, y, residual)
-    n, _, p, q = y.strides
-    common = _common(parts, y, residual, finish, unit)
-    names: Names = {"parts": _names("part", parts), "y": "y"}
-    return Recipe(
-        concat,
-        _grid(common[1], y),
-        names | finish.tensors(residual, "y"),
-        {"yn": n // y.unit, "yp": p // y.unit, "yq": q // y.unit} | common[0],
-        {"YU": y.unit} | common[1],
-        WARPS,
-        1,
-    )
+    tensors = {"parts": _numbered("part", parts), "y": "y"} | epilogue.tensors("y")
+    return _launch(concat, tensors, "y", parts, y, epilogue)
 
 
-def split_recipe(
-    parts: tuple[Memory, ...], g: Memory, residual: Memory | None, finish: Finish
-) -> Recipe:
-    """g (N, K, P, Q) into packed tensors ``gradient0``, ``gradient1``, ..., and ``dr``
-    where there is a residual.
+def split_launch(
+    parts: tuple[StridedLayout, ...], g: StridedLayout, epilogue: EpilogueSpec
+) -> Launch:
+    """Returns the launch that computes packed gradients of what `concat_launch` reads.
+
+    They are tensors ``gradient0``, ``gradient1``, ..., and ``dr`` if there is a residual.
+
+    Args:
+        parts: Layouts of the parts.
+        g: Layout of the gradient of the result (N, K, P, Q).
+        epilogue: What was applied to the parts.
     """
-    unit = _unit(parts, g, residual)
-    n, _, p, q = g.strides
-    common = _common(parts, g, residual, finish, unit)
-    names: Names = {
-        "parts": _names("part", parts),
-        "gradients": _names("gradient", parts),
+    tensors = {
+        "parts": _numbered("part", parts),
+        "gradients": _numbered("gradient", parts),
         "g": "g",
+        "dr": "dr" if epilogue.residual else "g",
     }
-    return Recipe(
-        split,
-        _grid(common[1], g),
-        names | {"dr": "dr" if residual else "g"} | finish.tensors(residual, "g"),
-        {"gn": n // g.unit, "gp": p // g.unit, "gq": q // g.unit} | common[0],
-        {"GU": g.unit} | common[1],
-        WARPS,
-        1,
-    )
+    return _launch(split, tensors | epilogue.tensors("g"), "g", parts, g, epilogue)
 
 
-def _common(
-    parts: tuple[Memory, ...],
-    y: Memory,
-    residual: Memory | None,
-    finish: Finish,
-    unit: int,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    (N, K, P, Q), added = y.shape, residual or y
-    n, _, p, q = added.strides
-    starts = tuple(
-        a // unit for a in accumulate((m.shape[1] for m in parts), initial=0)
-    )
-    blocks = min(triton.next_power_of_2(K // unit), 32)
-    scalars = {
-        "pixels": N * P * Q,
+def _launch(
+    kernel: Any,
+    tensors: dict[str, Any],
+    name: str,
+    parts: tuple[StridedLayout, ...],
+    y: StridedLayout,
+    epilogue: EpilogueSpec,
+) -> Launch:
+    (N, K, P, Q), residual = y.shape, epilogue.residual or y
+    sizes = [p.shape[1] for p in parts]
+    unit = _unit(parts, y, residual)
+    starts = tuple(start // unit for start in accumulate(sizes, initial=0))
+    block_m = min(triton.next_power_of_2(K // unit), MAX_BLOCK_M)
+    block_n = BLOCK_ELEMENTS // (block_m * unit)
+    pixels = N * P * Q
+    scalars: dict[str, Any] = {
+        "pixels": pixels,
         "P": P,
         "Q": Q,
-        "widths": tuple((m.step or 0) // unit for m in parts),
-        "rn": n // added.unit,
-        "rp": p // added.unit,
-        "rq": q // added.unit,
+        "widths": tuple((p.pixel_stride or 0) // unit for p in parts),
     }
-    constants = {
+    scalars |= y.stride_arguments(name, "npq", y.unit)
+    scalars |= residual.stride_arguments("r", "npq", residual.unit)
+    span = max(pixels * K, *(layout.span for layout in (*parts, y, residual)))
+    constants = epilogue.constants | {
         "STARTS": starts,
         "UNIT": unit,
-        "RU": added.unit,
-        "SCALED": finish.scaled,
-        "ADDED": residual is not None,
-        "ACTIVATION": finish.activation,
-        "SLOPE": finish.slope,
-        "BLOCK_N": ELEMENTS // (blocks * unit),
-        "BLOCK_M": blocks,
-        "WIDE": max(N * K * P * Q, *(m.spans for m in (*parts, y, added))) >= HUGE,
+        f"{name.upper()}_UNIT": y.unit,
+        "RESIDUAL_UNIT": residual.unit,
+        "INT64": span >= MIN_ELEMENTS_FOR_INT64,
+        "BLOCK_N": block_n,
+        "BLOCK_M": block_m,
     }
-    return scalars, constants
+    grid = (-(-pixels // block_n), -(-starts[-1] // block_m), 1)
+    return Launch(kernel, grid, tensors, scalars, constants, WARPS)
 
 
-def _unit(parts: tuple[Memory, ...], y: Memory, residual: Memory | None) -> int:
+def _unit(
+    parts: tuple[StridedLayout, ...], y: StridedLayout, residual: StridedLayout
+) -> int:
     """Channels that lie side by side in one part, at most 16 bytes, from an aligned address on."""
-    sizes = [v for m in parts if m.shape[1] for v in (m.shape[1], m.step or 0)]
-    return gcd(
-        16 // ITEMSIZE[y.dtype], y.unit, *sizes, *([residual.unit] if residual else [])
-    )
+    sizes = [n for p in parts if p.shape[1] for n in (p.shape[1], p.pixel_stride or 0)]
+    return gcd(VECTOR_BYTES // ITEMSIZE[y.dtype], y.unit, residual.unit, *sizes)
 
 
-def _grid(constants: dict[str, Any], y: Memory) -> tuple[int, int, int]:
-    N, _, P, Q = y.shape
-    return (
-        -(-N * P * Q // constants["BLOCK_N"]),
-        -(-constants["STARTS"][-1] // constants["BLOCK_M"]),
-        1,
-    )
-
-
-def _names(name: str, parts: tuple[Memory, ...]) -> tuple[str, ...]:
+def _numbered(name: str, parts: tuple[StridedLayout, ...]) -> tuple[str, ...]:
     return tuple(f"{name}{i}" for i in range(len(parts)))

@@ -1,8 +1,7 @@
-"""Boxes of images moved in one launch: each from where it lies to where it belongs, or
-added to what is there.
+"""Copy of several boxes of images in one launch, each to its place or added to it.
 
-target[n, c, h, w] = source[n, c, h, w], or target + source, for several pairs of boxes
-of any shapes.
+target[n, c, h, w] = source[n, c, h, w], or target + source, for pairs of boxes of any
+shapes.
 """
 
 from __future__ import annotations
@@ -15,37 +14,27 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from hetconv.kernels.launch import HUGE, Memory, Recipe
+from hetconv.kernels.launch import (
+    MIN_ELEMENTS_FOR_INT64,
+    VECTOR_BYTES,
+    Launch,
+    StridedLayout,
+)
 from hetconv.sharding.conv_spec import ITEMSIZE
 
-BLOCK, WARPS = (
-    512,
-    4,
-)  # units of a program, of at most 16 bytes: 64 bytes of each side per thread
+BLOCK_UNITS = 512  # of at most 16 bytes, per program: 64 bytes of each side per thread
+WARPS = 4
 
 
 @triton.jit
 def _move_block(
-    source,
-    target,
-    block,
-    number,
-    C,
-    W,
-    H,
-    sw,
-    sh,
-    sn,
-    tw,
-    th,
-    tn,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-):
-    """BLOCK units of a pair of boxes whose ``number`` units form runs of C, W runs in a
-    row, H rows in a sample.
-    """
+    source, target, block, number,
+    C, W, H,
+    stride_sw, stride_sh, stride_sn,
+    stride_tw, stride_th, stride_tn,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Moves BLOCK units of a pair of boxes; parameters are those of `move`, of one pair."""
     e = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
     u = tl.arange(0, UNIT)[None, :]
     inside = e < number
@@ -54,154 +43,138 @@ def _move_block(
     h, n = row % H, row // H
     # Only arithmetic turns a NaN into another or flushes what is denormal: a number
     # that is moved keeps its bits.
-    x = tl.load(source + (c + w * sw + h * sh + n * sn) * UNIT + u, mask=inside)
-    at = target + (c + w * tw + h * th + n * tn) * UNIT + u
+    s_at = (c + w * stride_sw + h * stride_sh + n * stride_sn) * UNIT + u
+    x = tl.load(source + s_at, mask=inside)
+    at = target + (c + w * stride_tw + h * stride_th + n * stride_tn) * UNIT + u
     if ADD:
-        x = (tl.load(at, mask=inside).to(tl.float32) + x.to(tl.float32)).to(
-            target.dtype.element_ty
-        )
+        total = tl.load(at, mask=inside).to(tl.float32) + x.to(tl.float32)
+        x = total.to(target.dtype.element_ty)
     tl.store(at, x, mask=inside)
 
 
 @triton.jit
 def move(
-    sources,
-    targets,
-    firsts,
-    numbers,
-    C,
-    W,
-    H,
-    sw,
-    sh,
-    sn,
-    tw,
-    th,
-    tn,
-    UNITS: tl.constexpr,
-    ADD: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Programs from ``firsts[i]`` on move pair i, whose sizes and strides count in
-    units of UNITS[i] numbers.
+    sources, targets, firsts, number,
+    C, W, H,
+    stride_sw, stride_sh, stride_sn,
+    stride_tw, stride_th, stride_tn,
+    UNITS: tl.constexpr, ADD: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Moves BLOCK units of one of several pairs of boxes.
+
+    Every run-time parameter has an entry for each pair.
+
+    Args:
+        sources: Pointers to the boxes that are read.
+        targets: Pointers to the boxes that are written.
+        firsts: First program of each pair, then the number of programs.
+        number: Units of a box.
+        C: Units of a run, which lie side by side in both boxes.
+        W: Runs in a row.
+        H: Rows in a sample.
+        stride_sw: Stride of source (s) from run to run, in units; stride_sh from row to
+            row, stride_sn from sample to sample, and likewise of target (t).
+        UNITS: Elements of a unit, for each pair.
+        ADD: Whether numbers are added, in float32.
+        INT64: Whether addresses take 64 bits.
+        BLOCK: Units of a program.
     """
     program = tl.program_id(0)
     for i in tl.static_range(len(UNITS)):
         if (program >= firsts[i]) & (program < firsts[i + 1]):
             block = program - firsts[i]
             _move_block(
-                sources[i],
-                targets[i],
-                block.to(tl.int64) if WIDE else block,
-                numbers[i],
-                C[i],
-                W[i],
-                H[i],
-                sw[i],
-                sh[i],
-                sn[i],
-                tw[i],
-                th[i],
-                tn[i],
-                UNITS[i],
-                BLOCK,
-                ADD,
-            )
+                sources[i], targets[i],
+                block.to(tl.int64) if INT64 else block, number[i],
+                C[i], W[i], H[i],
+                stride_sw[i], stride_sh[i], stride_sn[i],
+                stride_tw[i], stride_th[i], stride_tn[i],
+                UNITS[i], BLOCK, ADD,
+            )  # fmt: skip
 
 
 class Dim(NamedTuple):
-    """How often something is repeated, and at which strides, in elements."""
+    """Dimension of a pair of boxes: its size and both strides, in elements."""
 
     size: int
     source: int
     target: int
 
 
-class Pair(NamedTuple):
-    """What `move` is told of a pair of boxes, in units: how many there are, sizes,
-    strides of source and target.
+def move_launch(
+    pairs: Sequence[tuple[StridedLayout, StridedLayout]], add: bool
+) -> Launch:
+    """Returns the launch that moves ``source0`` to ``target0``, ``source1`` to ``target1``, ...
+
+    Args:
+        pairs: Layouts of source and target, of one shape that is not empty.
+        add: Whether sources are added to targets.
     """
-
-    numbers: int
-    C: int
-    W: int
-    H: int
-    sw: int
-    sh: int
-    sn: int
-    tw: int
-    th: int
-    tn: int
-
-
-def move_recipe(
-    sources: tuple[Memory, ...], targets: tuple[Memory, ...], add: bool
-) -> Recipe:
-    """Tensors ``source0``, ``source1``, ... to ``target0``, ``target1``, ..., each of
-    its pair's shape, none empty.
-    """
-    boxes = [(dims(s, t), t.dtype) for s, t in zip(sources, targets, strict=True)]
-    units = tuple(unit(of, dtype) for of, dtype in boxes)
-    pairs = [_pair(of, u) for (of, _), u in zip(boxes, units, strict=True)]
-    firsts = tuple(accumulate((-(-p.numbers // BLOCK) for p in pairs), initial=0))
-    return Recipe(
+    boxes = [merged_dims(source, target) for source, target in pairs]
+    units = tuple(
+        vector_unit(dims, target.dtype)
+        for dims, (_, target) in zip(boxes, pairs, strict=True)
+    )
+    arguments = [_arguments(*both) for both in zip(boxes, units, strict=True)]
+    blocks = (-(-of_pair["number"] // BLOCK_UNITS) for of_pair in arguments)
+    firsts = tuple(accumulate(blocks, initial=0))
+    names = ("sources", "targets")
+    spans = (layout.span for pair in pairs for layout in pair)
+    return Launch(
         move,
         (firsts[-1], 1, 1),
-        {
-            "sources": tuple(f"source{i}" for i in range(len(pairs))),
-            "targets": tuple(f"target{i}" for i in range(len(pairs))),
-        },
-        {
-            "firsts": firsts,
-            **dict(zip(Pair._fields, zip(*pairs, strict=True), strict=True)),
-        },
+        {s: tuple(f"{s[:-1]}{i}" for i in range(len(pairs))) for s in names},
+        {"firsts": firsts}
+        | {name: tuple(a[name] for a in arguments) for name in arguments[0]},
         {
             "UNITS": units,
             "ADD": add,
-            "WIDE": max(m.spans for m in (*sources, *targets)) >= HUGE,
-            "BLOCK": BLOCK,
+            "INT64": max(spans) >= MIN_ELEMENTS_FOR_INT64,
+            "BLOCK": BLOCK_UNITS,
         },
         WARPS,
-        1,
     )
 
 
-def dims(source: Memory, target: Memory) -> tuple[Dim, Dim, Dim, Dim]:
-    """Channels, columns, rows, samples; where some follow on each other on both sides,
-    they count as the ones within.
+def merged_dims(
+    source: StridedLayout, target: StridedLayout
+) -> tuple[Dim, Dim, Dim, Dim]:
+    """Returns runs of channels, columns, rows and samples of a pair of boxes.
 
-    So a slab of whole rows is one run per sample, and whole images are one run.
+    Dimensions that follow on each other on both sides count as one, the inner one, so
+    that a box of whole rows is one run per sample, and whole images are one run.
     """
     found = [Dim(source.shape[1], 1, 1)]
     for i in (3, 2, 0):
-        d, within = (
-            Dim(source.shape[i], source.strides[i], target.strides[i]),
-            found[-1],
-        )
-        if (d.source, d.target) == (
-            within.size * within.source,
-            within.size * within.target,
-        ):
-            found[-1] = within._replace(size=within.size * d.size)
-        elif d.size > 1:
-            found.append(d)
+        dim = Dim(source.shape[i], source.strides[i], target.strides[i])
+        size, *strides = found[-1]
+        if [dim.source, dim.target] == [size * stride for stride in strides]:
+            found[-1] = found[-1]._replace(size=size * dim.size)
+        elif dim.size > 1:
+            found.append(dim)
     run, row, rows, samples = (*found, *[Dim(1, 0, 0)] * (4 - len(found)))
     return run, row, rows, samples
 
 
-def unit(of: Sequence[Dim], dtype: str) -> int:
-    """Numbers that lie side by side on both sides wherever one lies, at most 16 bytes."""
-    run, *others = of
-    return gcd(
-        16 // ITEMSIZE[dtype],
-        run.size,
-        *(s for d in others for s in (d.source, d.target)),
-    )
+def vector_unit(dims: Sequence[Dim], dtype: str) -> int:
+    """Returns how many numbers, at most 16 bytes, lie side by side wherever one lies.
+
+    Args:
+        dims: Dimensions of a pair of boxes, as `merged_dims` returns them.
+        dtype: PyTorch's name of the data type.
+    """
+    run, *outer = dims
+    strides = (stride for dim in outer for stride in (dim.source, dim.target))
+    return gcd(VECTOR_BYTES // ITEMSIZE[dtype], run.size, *strides)
 
 
-def _pair(of: tuple[Dim, Dim, Dim, Dim], u: int) -> Pair:
-    run, w, h, n = of
-    numbers = prod(d.size for d in of) // u
-    sides = ((d.source // u for d in (w, h, n)), (d.target // u for d in (w, h, n)))
-    return Pair(numbers, run.size // u, w.size, h.size, *sides[0], *sides[1])
+def _arguments(dims: Sequence[Dim], unit: int) -> dict[str, int]:
+    """The run-time parameters of `move` for one pair."""
+    run, *outer = dims
+    found = {"number": prod(dim.size for dim in dims) // unit, "C": run.size // unit}
+    for letter, dim in zip("wh", outer, strict=False):
+        found[letter.upper()] = dim.size
+    for letter, dim in zip("whn", outer, strict=True):
+        found[f"stride_s{letter}"] = dim.source // unit
+        found[f"stride_t{letter}"] = dim.target // unit
+    return found

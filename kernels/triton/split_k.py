@@ -1,118 +1,98 @@
-"""Partial results of a split reduction, added in a fixed order: the same bits every
-time, without atomics.
+"""Sum of the partial results of a split reduction, in a fixed order, with an epilogue.
+
+y[n, p, q, m] = activation(scale[m] sum over z of partial[z, n, p, q, m] + shift[m]
+                           + residual[n, p, q, m])
+
+There are no atomics, so that results have the same bits every time.
 """
 
 import triton
 import triton.language as tl
 
-from hetconv.kernels.epilogue import PLAIN, Finish
-from hetconv.kernels.launch import HUGE, Memory, Recipe
+from hetconv.kernels.epilogue import NO_EPILOGUE, EpilogueSpec
+from hetconv.kernels.launch import (
+    MIN_ELEMENTS_FOR_INT64,
+    Launch,
+    Slices,
+    StridedLayout,
+)
 
-from .activations import activated
+from .device_functions import activate, load_float32, pixel_position, scale_and_shift
 
-BLOCK, SLABS = 256, 16
+BLOCK_ELEMENTS = 256  # results of a program
+BLOCK_SPLITS = 16  # partial results that are loaded at a time
+WARPS = 4
 
 
 @triton.jit
-def ordered_sum(
-    partial,
-    y,
-    scale,
-    shift,
-    residual,
-    pixels,
-    P,
-    Q,
-    M,
-    yn,
-    yp,
-    yq,
-    rn,
-    rp,
-    rq,
-    SCALED: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    ADDED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SLOPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLABS: tl.constexpr,
-):
-    """y[n, p, q, m] = activation(scale[m] * sum over z of partial[z, n p q, m] +
-    shift[m] + residual[n, p, q, m]).
+def sum_partials(
+    partial, y, scale, shift, residual,
+    pixels, P, Q, M,
+    stride_yn, stride_yp, stride_yq,
+    stride_rn, stride_rp, stride_rq,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INT64: tl.constexpr,
+    SPLIT_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Computes BLOCK elements of y from the partial sums of SPLIT_K programs.
+
+    ``partial`` points to a contiguous float32 tensor (SPLIT_K, pixels, M), of which
+    BLOCK_SPLITS sums are loaded at a time; here M and strides count elements. Other
+    parameters are explained in `implicit_gemm`.
     """
-    pid = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+    pid = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
     e = pid * BLOCK + tl.arange(0, BLOCK)
     inside = e < pixels * M
-    slab = tl.arange(0, SLABS)
+    split = tl.arange(0, BLOCK_SPLITS)
     total = tl.zeros((BLOCK,), tl.float32)
-    for z in range(0, SPLITS, SLABS):
-        at = (z + slab)[:, None].to(tl.int64) * (pixels * M) + e[None, :]
-        total += tl.sum(
-            tl.load(
-                partial + at,
-                mask=(z + slab < SPLITS)[:, None] & inside[None, :],
-                other=0.0,
-            ),
-            axis=0,
-        )
+    for z in range(0, SPLIT_K, BLOCK_SPLITS):
+        at = (z + split)[:, None].to(tl.int64) * (pixels * M) + e[None, :]
+        there = (z + split < SPLIT_K)[:, None] & inside[None, :]
+        total += tl.sum(tl.load(partial + at, mask=there, other=0.0), axis=0)
     m = e % M
     pixel = e // M
-    if SCALED:
-        total *= tl.load(scale + m, mask=inside, other=0.0).to(tl.float32)
-    if SHIFTED:
-        total += tl.load(shift + m, mask=inside, other=0.0).to(tl.float32)
-    q = pixel % Q
-    p = pixel // Q % P
-    n = pixel // Q // P
-    if ADDED:
-        total += tl.load(
-            residual + n * rn + p * rp + q * rq + m, mask=inside, other=0.0
-        ).to(tl.float32)
-    total = activated(total, ACTIVATION, SLOPE)
-    tl.store(
-        y + n * yn + p * yp + q * yq + m, total.to(y.dtype.element_ty), mask=inside
-    )
+    total = scale_and_shift(total, scale, shift, m, inside, HAS_SCALE, HAS_SHIFT)
+    n, p, q = pixel_position(pixel, P, Q)
+    if HAS_RESIDUAL:
+        r_block = residual + n * stride_rn + p * stride_rp + q * stride_rq + m
+        total += load_float32(r_block, inside)
+    total = activate(total, ACTIVATION, SLOPE)
+    y_block = y + n * stride_yn + p * stride_yp + q * stride_yq + m
+    tl.store(y_block, total.to(y.dtype.element_ty), mask=inside)
 
 
-def sum_recipe(
-    y: Memory,
-    splits: int,
-    finish: Finish = PLAIN,
-    residual: Memory | None = None,
-    slot: tuple[slice, ...] | None = None,
+def sum_launch(
+    y: StridedLayout,
+    split_k: int,
+    epilogue: EpilogueSpec = NO_EPILOGUE,
+    slices: Slices | None = None,
     name: str = "y",
-) -> Recipe:
-    """Adds ``partial`` (splits, N, P, Q, M) into y (N, M, P, Q), whose channels lie
-    beside each other.
+) -> Launch:
+    """Returns the launch that adds ``partial`` (split_k, N, P, Q, M) into y.
+
+    Args:
+        y: Layout of the result (N, M, P, Q), whose channels lie side by side.
+        split_k: Number of partial sums.
+        epilogue: What is applied to the sum.
+        slices: Part of the tensor that receives the result, if not all.
+        name: Name of the tensor that receives the result.
     """
-    (N, M, P, Q), (n, _, p, q), (rn, _, rp, rq) = (
-        y.shape,
-        y.strides,
-        (residual or y).strides,
-    )
-    return Recipe(
-        ordered_sum,
-        (-(-N * P * Q * M // BLOCK), 1, 1),
-        {"partial": "partial", "y": name} | finish.tensors(residual, name),
-        {
-            "pixels": N * P * Q,
-            "P": P,
-            "Q": Q,
-            "M": M,
-            "yn": n,
-            "yp": p,
-            "yq": q,
-            "rn": rn,
-            "rp": rp,
-            "rq": rq,
-        },
-        finish.constants(residual)
-        | {"WIDE": max(y.spans, (residual or y).spans) >= HUGE, "SPLITS": splits}
-        | {"BLOCK": BLOCK, "SLABS": SLABS},
-        4,
-        1,
-        slots={"y": slot} if slot else {},
+    N, M, P, Q = y.shape
+    residual = epilogue.residual or y
+    scalars = {"pixels": N * P * Q, "P": P, "Q": Q, "M": M}
+    scalars |= y.stride_arguments("y", "npq") | residual.stride_arguments("r", "npq")
+    constants = epilogue.constants | {
+        "INT64": max(y.span, residual.span) >= MIN_ELEMENTS_FOR_INT64,
+        "SPLIT_K": split_k,
+        "BLOCK": BLOCK_ELEMENTS,
+        "BLOCK_SPLITS": BLOCK_SPLITS,
+    }
+    return Launch(
+        sum_partials,
+        (-(-N * P * Q * M // BLOCK_ELEMENTS), 1, 1),
+        {"partial": "partial", "y": name} | epilogue.tensors(name),
+        scalars,
+        constants,
+        WARPS,
+        slices={"y": slices} if slices else {},
     )

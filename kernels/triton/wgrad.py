@@ -1,79 +1,69 @@
-"""Weight gradient: dw[k, c, r, s] = sum over n, p, q of g[n, k, p, q] x[n, c, p st + r
-dil - pad, q st + s dil - pad].
+"""Weight gradient: two Triton kernels and their launches.
 
-A product of filters by channels for each tap, reduced over all pixels and therefore
-split over many programs, whose float32 partial results are added in order. Local to a
-slice of the filters.
+dw[k, c, r, s] = sum over n, p, q of
+    g[n, k, p, q] x[n, c, p stride + r dilation - pad, q stride + s dilation - pad]
+
+is a matrix product of filters by channels for each tap, reduced over all pixels and
+therefore split over many programs, whose float32 partial results `split_k` adds in a
+fixed order. Over a slice of the filters it needs nothing of the others.
+
+Parameters of both kernels beside those of `implicit_gemm`:
+
+    dw                      pointer to the result, (K, R, S, C) of all groups, contiguous
+    SIZE_0, SIZE_1, SIZE_2  samples, rows and columns of g, in some order
+    ROWS, COLS              places of rows and columns in that order
+    K                       filters of a group, in units of K_UNIT
+    stride_dz               stride from one split's partial results to the next's
+    BLOCK_M, BLOCK_N        filters by channels of a program
+    BLOCK_K                 pixels that are reduced in one step
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from hetconv.kernels.launch import HUGE, Memory, Program, Recipe
-from hetconv.kernels.tiles import Extents, Tile, pixel_line
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.kernels.launch import (
+    MIN_ELEMENTS_FOR_INT64,
+    Descriptor,
+    Launch,
+    LaunchSequence,
+    StridedLayout,
+)
+from hetconv.kernels.tiles import Box, GemmShape, Tile, pixel_line
+from hetconv.sharding.conv_spec import ConvSpec
 
-from .fprop import Correlation, forward, image_box, x_box, x_unit
-from .split_k import sum_recipe
-
-Grid = tuple[int, int, int]
-TENSORS = {"x": "x", "g": "g"}
+from .fprop import forward
+from .gemm_launch import MAX_M_UNIT, ImplicitGemm, image_descriptor, x_descriptor
+from .split_k import sum_launch
 
 
 @triton.jit
-def wgrad_by_pointers(
-    x,
-    g,
-    dw,
-    SIZE_0,
-    SIZE_1,
-    SIZE_2,
-    H,
-    W,
-    K,
-    xn,
-    xh,
-    xw,
-    gn,
-    gp,
-    gq,
-    dz,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    HS: tl.constexpr,
-    H0: tl.constexpr,
-    HD: tl.constexpr,
-    WS: tl.constexpr,
-    W0: tl.constexpr,
-    WD: tl.constexpr,
-    XU: tl.constexpr,
-    GU: tl.constexpr,
-    KU: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """dw[z, k, tap, c] over the z-th part of the pixels; see `correlate.by_pointers`
-    for units and NUMBERS.
+def wgrad_pointers(
+    x, g, dw,
+    SIZE_0, SIZE_1, SIZE_2, H, W, K,
+    stride_xn, stride_xh, stride_xw,
+    stride_gn, stride_gp, stride_gq,
+    stride_dz,
+    C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+    STRIDE_H: tl.constexpr, OFFSET_H: tl.constexpr, DILATION_H: tl.constexpr,
+    STRIDE_W: tl.constexpr, OFFSET_W: tl.constexpr, DILATION_W: tl.constexpr,
+    X_UNIT: tl.constexpr, G_UNIT: tl.constexpr, K_UNIT: tl.constexpr,
+    PACKED: tl.constexpr, INT64: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile of dw for one tap and one part of the pixels, by pointers and masks.
 
-    A step takes BLOCK_K pixels along the last dimension of the sizes (samples, rows,
-    columns in some order, of which ROWS and COLS say the places), so that only one
-    coordinate differs among them.
+    A step takes BLOCK_K pixels along the last dimension of the sizes, so that only one
+    coordinate differs among them. Parameters are explained in the module's docstring.
     """
-    K = K * KU
+    K = K * K_UNIT
     TILES_C: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)  # taps fastest: they read the same pixels of g
     z = tl.program_id(1)
@@ -81,81 +71,67 @@ def wgrad_by_pointers(
     tap = pid % (R * S)
     c = (pid // (R * S)) % TILES_C * BLOCK_N + tl.arange(0, BLOCK_N)
     k = pid // (R * S) // TILES_C * BLOCK_M + tl.arange(0, BLOCK_M)
-    h0 = H0 + tap // S * HD
-    w0 = W0 + tap % S * WD
+    h0 = OFFSET_H + tap // S * DILATION_H
+    w0 = OFFSET_W + tap % S * DILATION_W
     line = tl.arange(0, BLOCK_K)
     runs = tl.cdiv(SIZE_2, BLOCK_K)
     steps = SIZE_0 * SIZE_1 * runs
-    each = tl.cdiv(steps, SPLITS)
+    each = tl.cdiv(steps, SPLIT_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for it in range(z * each, min(z * each + each, steps)):
-        wide = tl.cast(it, tl.int64 if WIDE else tl.int32)
-        at_2 = wide % runs * BLOCK_K + line
-        at_1 = wide // runs % SIZE_1
-        at_0 = wide // runs // SIZE_1
+        step = tl.cast(it, tl.int64 if INT64 else tl.int32)
+        at_2 = step % runs * BLOCK_K + line
+        at_1 = step // runs % SIZE_1
+        at_0 = step // runs // SIZE_1
         p = at_0 if ROWS == 0 else (at_1 if ROWS == 1 else at_2)
         q = at_1 if COLS == 1 else at_2
         n = at_2 if ROWS == 0 else at_0
-        h = p * HS + h0
-        v = q * WS + w0
+        h = p * STRIDE_H + h0
+        v = q * STRIDE_W + w0
         inside = at_2 < SIZE_2
-        g_at = (n * gn + p * gp + q * gq)[:, None] * GU + group * K + k[None, :]
+        g_pixel = (n * stride_gn + p * stride_gp + q * stride_gq)[:, None]
+        g_at = g_pixel * G_UNIT + group * K + k[None, :]
         g_tile = tl.load(g + g_at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
         inside = inside & (h >= 0) & (h < H)
-        if NUMBERS:
+        if PACKED:
             at = (v + line * 0)[:, None] + c[None, :]
-            x_at = (n * xn + h * xh + line * 0)[:, None] * XU + at
+            x_at = (n * stride_xn + h * stride_xh + line * 0)[:, None] * X_UNIT + at
             x_ok = inside[:, None] & (at >= 0) & (at < W) & (c < C)[None, :]
         else:
-            x_at = (n * xn + h * xh + v * xw)[:, None] * XU + group * C + c[None, :]
+            x_pixel = (n * stride_xn + h * stride_xh + v * stride_xw)[:, None]
+            x_at = x_pixel * X_UNIT + group * C + c[None, :]
             x_ok = (inside & (v >= 0) & (v < W))[:, None] & (c < C)[None, :]
         x_tile = tl.load(x + x_at, mask=x_ok, other=0.0)
         acc = tl.dot(g_tile.T, x_tile, acc, input_precision=PRECISION)
     at = ((group * K + k[:, None]) * (R * S) + tap) * C + c[None, :]
-    tl.store(
-        dw + tl.cast(z, tl.int64) * dz + at,
-        acc.to(dw.dtype.element_ty),
-        mask=(k < K)[:, None] & (c < C)[None, :],
-    )
+    stored = (k < K)[:, None] & (c < C)[None, :]
+    dw_block = dw + tl.cast(z, tl.int64) * stride_dz + at
+    tl.store(dw_block, acc.to(dw.dtype.element_ty), mask=stored)
 
 
 @triton.jit
-def wgrad_by_boxes(
-    x,
-    g,
-    dw,
-    SIZE_0,
-    SIZE_1,
-    SIZE_2,
-    K,
-    dz,
-    C: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
+def wgrad_tma(
+    x, g, dw,
+    SIZE_0, SIZE_1, SIZE_2, K,
+    stride_dz,
+    C: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     STRIDE: tl.constexpr,
-    H0: tl.constexpr,
-    HD: tl.constexpr,
-    W0: tl.constexpr,
-    WD: tl.constexpr,
-    XC: tl.constexpr,
-    KU: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    BOX_0: tl.constexpr,
-    BOX_1: tl.constexpr,
-    BOX_2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """The same on Hopper: boxes of g and x, shifted by the tap, come by the copy engine.
+    OFFSET_H: tl.constexpr, DILATION_H: tl.constexpr,
+    OFFSET_W: tl.constexpr, DILATION_W: tl.constexpr,
+    X_CHANNELS: tl.constexpr, K_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+    BOX_0: tl.constexpr, BOX_1: tl.constexpr, BOX_2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile of dw for one tap and one part of the pixels, by TMA descriptors.
 
-    Their samples, rows and columns are in any order; ROWS and COLS say at which place.
-    Pixels of a box beyond g are zero and still multiplied: an infinite or NaN x there
-    reaches taps that do not read it.
+    Hopper's copy engine fetches boxes of g and of x, the latter shifted by the tap; their
+    samples, rows and columns are in the order of the sizes, BOX_0, BOX_1 and BOX_2 of
+    them. Pixels of a box beyond g are zero and still multiplied: an infinite or NaN x
+    there reaches taps that do not read it. STRIDE and X_CHANNELS are those of
+    `implicit_gemm_tma`; other parameters are explained in the module's docstring.
     """
-    K = K * KU
+    K = K * K_UNIT
     BLOCK_K: tl.constexpr = BOX_0 * BOX_1 * BOX_2
     TILES_C: tl.constexpr = (C + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
@@ -164,8 +140,8 @@ def wgrad_by_boxes(
     tap = pid % (R * S)
     c0 = (pid // (R * S)) % TILES_C * BLOCK_N
     k0 = pid // (R * S) // TILES_C * BLOCK_M
-    h = H0 + tap // S * HD
-    v = W0 + tap % S * WD
+    h = OFFSET_H + tap // S * DILATION_H
+    v = OFFSET_W + tap % S * DILATION_W
     if STRIDE == 1:
         row = h
         col = v
@@ -178,7 +154,7 @@ def wgrad_by_boxes(
     tiles_1 = tl.cdiv(SIZE_1, BOX_1)
     tiles_2 = tl.cdiv(SIZE_2, BOX_2)
     steps = tl.cdiv(SIZE_0, BOX_0) * tiles_1 * tiles_2
-    each = tl.cdiv(steps, SPLITS)
+    each = tl.cdiv(steps, SPLIT_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for it in range(z * each, min(z * each + each, steps)):
         at_2 = it % tiles_2 * BOX_2
@@ -190,7 +166,7 @@ def wgrad_by_boxes(
                 [at_0 + shift_0, at_1 + shift_1, at_2 + shift_2, group * C + c0]
             )
         else:
-            channel = (v & 1) * XC + group * C + c0
+            channel = (v & 1) * X_CHANNELS + group * C + c0
             x_tile = x.load(
                 [h & 1, at_0 + shift_0, at_1 + shift_1, at_2 + shift_2, channel]
             )
@@ -200,149 +176,138 @@ def wgrad_by_boxes(
     k = k0 + tl.arange(0, BLOCK_M)
     c = c0 + tl.arange(0, BLOCK_N)
     at = ((group * K + k[:, None]) * (R * S) + tap) * C + c[None, :]
-    tl.store(
-        dw + tl.cast(z, tl.int64) * dz + at,
-        acc.to(dw.dtype.element_ty),
-        mask=(k < K)[:, None] & (c < C)[None, :],
-    )
+    stored = (k < K)[:, None] & (c < C)[None, :]
+    dw_block = dw + tl.cast(z, tl.int64) * stride_dz + at
+    tl.store(dw_block, acc.to(dw.dtype.element_ty), mask=stored)
 
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """The forward pass whose filters' gradient is meant, with g in the place of its output."""
+    """Weight gradient of a convolution.
 
-    forward: Correlation
+    Attributes:
+        forward: The forward pass, with g in the place of its result.
+    """
+
+    forward: ImplicitGemm
 
     @property
-    def extents(self) -> Extents:
+    def shape(self) -> GemmShape:
+        """The matrix product that tiles are chosen for."""
         f = self.forward
-        N, _, P, Q = f.y.shape
-        repeats = f.rows.count * f.cols.count * f.groups
-        work = Extents(
+        return GemmShape(
             f.M,
             f.C,
             1,
             1,
-            repeats,
+            f.rows.count * f.cols.count * f.groups,
             f.x.dtype,
-            (N, P, Q),
-            self.takes_boxes,
-            over_pixels=True,
+            f.image,
+            # TMA reads g as an image, and tf32 products cannot be reduced over rows.
+            supports_tma=f.supports_tma(f.y) and f.x.dtype != "float32",
+            reduces_pixels=True,
+            packed=f.packed,
+            ieee=f.ieee,
         )
-        return replace(work, numbers=f.numbers, ieee=f.ieee)
-
-    @property
-    def takes_boxes(self) -> bool:
-        """As for a correlation; g lies as an image, not as filters, and tf32 products
-        cannot be reduced over rows.
-        """
-        f = self.forward
-        return f.takes_boxes(f.y) and f.x.dtype != "float32"
 
 
 def weight_gradient(
-    spec: Conv2dSpec, x: Memory, w: Memory, g: Memory, precision: str
+    spec: ConvSpec,
+    x: StridedLayout,
+    w: StridedLayout,
+    g: StridedLayout,
+    precision: str,
 ) -> WeightGradient:
+    """Returns the weight gradient of a convolution.
+
+    Args:
+        spec: The convolution.
+        x: Layout of the input.
+        w: Layout of the filters.
+        g: Layout of the gradient of the result.
+        precision: "tf32" or "ieee", how float32 is multiplied.
+    """
     return WeightGradient(forward(spec, x, w, g, precision))
 
 
-def program(d: WeightGradient, tile: Tile) -> Program:
-    """The launches that compute dw (K, R, S, C), contiguous in memory, from tensors x and g."""
-    f = d.forward
-    K, taps = f.M * f.groups, f.rows.count * f.cols.count
-    size, ku = K * taps * f.C, gcd(f.M, 16)
-    scalars = {"K": f.M // ku, "dz": size}
+def launches(gradient: WeightGradient, tile: Tile) -> LaunchSequence:
+    """Returns the launches that compute tensor dw from tensors x and g.
+
+    Args:
+        gradient: What is computed; dw is (K, R, S, C), contiguous in memory.
+        tile: Tile of the kernel.
+    """
+    f = gradient.forward
+    size = f.M * f.groups * f.rows.count * f.cols.count * f.C
+    main = _launch(f, tile, size)
+    if tile.split_k == 1:
+        return LaunchSequence((main,))
+    row = StridedLayout.packed((1, size, 1, 1), f.x.dtype)
+    total = sum_launch(row, tile.split_k, name="dw")
+    return LaunchSequence((main, total), tile.split_k * size)
+
+
+def _launch(f: ImplicitGemm, tile: Tile, size: int) -> Launch:
+    line, k_unit = pixel_line(f.image, tile.k), gcd(f.M, MAX_M_UNIT)
+    taps = f.rows.count * f.cols.count
+    scalars: dict[str, int] = {"K": f.M // k_unit, "stride_dz": size}
+    scalars |= {f"SIZE_{i}": f.image[dim] for i, dim in enumerate(line.order)}
     constants: dict[str, Any] = {
         "C": f.C,
         "R": f.rows.count,
         "S": f.cols.count,
-        "H0": f.rows.offset,
-        "HD": f.rows.reach,
-        "W0": f.cols.offset,
-        "WD": f.cols.reach,
-        "KU": ku,
+        "ROWS": line.order.index(1),
+        "COLS": line.order.index(2),
+        "OFFSET_H": f.rows.offset,
+        "DILATION_H": f.rows.dilation,
+        "OFFSET_W": f.cols.offset,
+        "DILATION_W": f.cols.dilation,
+        "K_UNIT": k_unit,
         "PRECISION": f.precision,
         "BLOCK_M": tile.m,
         "BLOCK_N": tile.n,
-        "SPLITS": tile.splits,
+        "SPLIT_K": tile.split_k,
     }
-    build = _by_boxes if tile.path == "boxes" else _by_pointers
-    grid = (-(-f.M // tile.m) * -(-f.C // tile.n) * taps, tile.splits, f.groups)
-    main = build(f, tile, grid, scalars, constants)
-    if tile.splits == 1:
-        return Program((main,))
-    row = Memory((1, size, 1, 1), (size, 1, size, size), f.x.dtype)
-    return Program((main, sum_recipe(row, tile.splits, name="dw")), tile.splits * size)
-
-
-def _by_boxes(
-    f: Correlation,
-    tile: Tile,
-    grid: Grid,
-    scalars: dict[str, int],
-    constants: dict[str, Any],
-) -> Recipe:
-    (N, K, P, Q), (gn, _, gp, gq) = f.y.shape, f.y.strides
-    box = pixel_line((N, P, Q), tile.k)
-    constants |= {"STRIDE": f.rows.stride, "XC": f.x.shape[1]}
-    constants["BOX_0"], constants["BOX_1"], constants["BOX_2"] = box.sizes
-    constants |= {"ROWS": box.order.index(1), "COLS": box.order.index(2)}
-    scalars["SIZE_0"], scalars["SIZE_1"], scalars["SIZE_2"] = (
-        (N, P, Q)[i] for i in box.order
-    )
-    descriptors = {
-        "x": x_box(f, box, tile.n),
-        "g": image_box((N, P, Q), (gn, gp, gq), K, box, tile.m),
-    }
-    return Recipe(
-        wgrad_by_boxes,
-        grid,
-        TENSORS | {"dw": "partial" if tile.splits > 1 else "dw"},
+    descriptors: dict[str, Descriptor] = {}
+    if tile.kind == "tma":
+        kernel, own_constants, descriptors = _tma_arguments(f, tile, line)
+    else:
+        kernel, own_constants = wgrad_pointers, _pointer_constants(f, tile)
+        scalars |= {"H": f.x.shape[2], "W": f.x.shape[3]}
+        scalars |= f.x.stride_arguments("x", "nhw", f.x_unit)
+        scalars |= f.y.stride_arguments("g", "npq", f.y.unit)
+    return Launch(
+        kernel,
+        (-(-f.M // tile.m) * -(-f.C // tile.n) * taps, tile.split_k, f.groups),
+        {"x": "x", "g": "g", "dw": "partial" if tile.split_k > 1 else "dw"},
         scalars,
-        constants,
+        constants | own_constants,
         tile.warps,
         tile.stages,
         descriptors,
     )
 
 
-def _by_pointers(
-    f: Correlation,
-    tile: Tile,
-    grid: Grid,
-    scalars: dict[str, int],
-    constants: dict[str, Any],
-) -> Recipe:
-    (N, _, P, Q), (gn, _, gp, gq), (xn, _, xh, xw) = f.y.shape, f.y.strides, f.x.strides
-    xu, gu, line = x_unit(f), f.y.unit, pixel_line((N, P, Q), tile.k)
-    scalars["SIZE_0"], scalars["SIZE_1"], scalars["SIZE_2"] = (
-        (N, P, Q)[i] for i in line.order
-    )
-    scalars |= {"H": f.x.shape[2], "W": f.x.shape[3]}
-    constants |= {"ROWS": line.order.index(1), "COLS": line.order.index(2)}
-    scalars |= {
-        "xn": xn // xu,
-        "xh": xh // xu,
-        "xw": xw // xu,
-        "gn": gn // gu,
-        "gp": gp // gu,
-        "gq": gq // gu,
-    }
-    constants |= {
-        "HS": f.rows.stride,
-        "WS": f.cols.stride,
-        "XU": xu,
-        "GU": gu,
-        "NUMBERS": f.numbers,
+def _pointer_constants(f: ImplicitGemm, tile: Tile) -> dict[str, Any]:
+    return {
+        "STRIDE_H": f.rows.stride,
+        "STRIDE_W": f.cols.stride,
+        "X_UNIT": f.x_unit,
+        "G_UNIT": f.y.unit,
+        "PACKED": f.packed,
         "BLOCK_K": tile.k,
+        "INT64": max(f.x.span, f.y.span) >= MIN_ELEMENTS_FOR_INT64,
     }
-    constants |= {"WIDE": max(f.x.spans, f.y.spans) >= HUGE}
-    return Recipe(
-        wgrad_by_pointers,
-        grid,
-        TENSORS | {"dw": "partial" if tile.splits > 1 else "dw"},
-        scalars,
-        constants,
-        tile.warps,
-        tile.stages,
-    )
+
+
+def _tma_arguments(
+    f: ImplicitGemm, tile: Tile, line: Box
+) -> tuple[Any, dict[str, Any], dict[str, Descriptor]]:
+    K, (n, _, p, q) = f.y.shape[1], f.y.strides
+    constants = {"STRIDE": f.rows.stride, "X_CHANNELS": f.x.shape[1]}
+    constants |= {f"BOX_{i}": pixels for i, pixels in enumerate(line.sizes)}
+    descriptors = {
+        "x": x_descriptor(f, line, tile.n),
+        "g": image_descriptor(f.image, (n, p, q), K, line, tile.m),
+    }
+    return wgrad_tma, constants, descriptors

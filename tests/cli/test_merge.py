@@ -15,7 +15,7 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import Copying, DeviceModel, LinkModel, SharedWire
 from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
 from hetconv.schemas.tuning_results import TunedChunks, TunedPlan, TunedTile
-from hetconv.sharding.conv_spec import Conv2dSpec, ConvSpec
+from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.split import Split
 from tests.profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, took, tuned
 
@@ -356,7 +356,7 @@ def test_merging_knows_every_field_of_a_profile() -> None:
 
 
 def test_of_the_same_tile_the_newest_profiles_counts() -> None:
-    kernel = Conv2dSpec(1, 8, 8, 8, 8, 3, 3)
+    kernel = ConvSpec(1, 8, (8, 8), 8, (3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1))
     tiles = [
         TunedTile("A100", "2.13.0", "3.7.1", "forward", kernel, "tf32", c, 1.0)
         for c in ("aten", "16x32")

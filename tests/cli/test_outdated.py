@@ -9,7 +9,7 @@ from hetconv.autotune.cli.outdated import stale
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.provenance import MeasurementConditions
 from hetconv.schemas.tuning_results import TunedTile
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.sharding.conv_spec import ConvSpec
 from tests.profiles import A0, A1, B0, BEFORE, CPU, NEW, OLD, profile, tuned
 
 
@@ -79,7 +79,7 @@ def test_hosts_have_builds_and_drivers_of_their_own_but_one_version() -> None:
 
 
 def test_a_file_that_does_not_tell_its_versions_is_named_and_so_are_tiles() -> None:
-    kernel = Conv2dSpec(1, 8, 8, 8, 8, 3, 3)
+    kernel = ConvSpec(1, 8, (8, 8), 8, (3, 3), (1, 1), ((0, 0), (0, 0)), (1, 1))
     tile = TunedTile("A100", "2.11.0", "3.7.1", "forward", kernel, "tf32", "aten", 1.0)
     of = replace(profile([A0], MeasurementConditions("", "")), tiles=(tile,))
     assert [line.partition("; ")[0] for line in stale(of, ("a", NEW))] == [

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetconv.kernels import aten
 from hetconv.ops import batch_norm, group_norm
+from hetconv.sharding.conv_spec import ConvGeometry
 from tests import ROOT
 
 SHAPE = (4, 6, 8, 7)
-GEOMETRY = (2, 2), ((1, 1), (1, 1)), (1, 1), 2
+GEOMETRY = ConvGeometry((2, 2), ((1, 1), (1, 1)), (1, 1), 2)
 BRANCHES = {
     "hetconv/ops/batch_norm.py": "_sums",
     "hetconv/ops/group_norm.py": "group_norm",
@@ -63,7 +64,7 @@ def moments_of_groups(device: str, dtype: torch.dtype) -> list[Tensor | None]:
 def convolution(device: str, dtype: torch.dtype) -> list[Tensor | None]:
     return [
         aten.conv(
-            images(device, dtype), images(device, dtype, 8, 3, 3, 3), None, *GEOMETRY
+            images(device, dtype), images(device, dtype, 8, 3, 3, 3), None, GEOMETRY
         )
     ]
 
@@ -71,7 +72,7 @@ def convolution(device: str, dtype: torch.dtype) -> list[Tensor | None]:
 def convolution_backward(device: str, dtype: torch.dtype) -> list[Tensor | None]:
     g, w = images(device, dtype, 4, 8, 4, 4), images(device, dtype, 8, 3, 3, 3)
     return list(
-        aten.backward(g, images(device, dtype), w, *GEOMETRY, (True, True, True))
+        aten.backward(g, images(device, dtype), w, GEOMETRY, (True, True, True))
     )
 
 
@@ -84,7 +85,11 @@ def strided_filters_of_one_tap(device: str, dtype: torch.dtype) -> list[Tensor |
     )
     return list(
         aten.backward(
-            g, images(device, dtype), w, (2, 2), sides, (1, 1), 1, (True, True, True)
+            g,
+            images(device, dtype),
+            w,
+            ConvGeometry((2, 2), sides, (1, 1), 1),
+            (True, True, True),
         )
     )
 

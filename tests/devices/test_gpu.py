@@ -56,7 +56,7 @@ def differences(
     net: str,
     kind: SplitKind,
     dtype: torch.dtype,
-    backend: kernels.choice.Backend,
+    backend: kernels.backend_choice.Backend,
     ratio: tuple[int, ...],
     device: torch.device = DEVICE,
 ) -> dict[str, float]:

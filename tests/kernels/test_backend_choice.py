@@ -15,11 +15,17 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.errors import HetConvError, KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.kernels.backend_choice import Answer, Question, choose
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.kernels.backend_choice import (
+    ATEN,
+    KernelQuery,
+    Route,
+    choose,
+    unsupported_reason,
+)
+from hetconv.sharding.conv_spec import ConvSpec
 from tests.interpreter import DEVICE, ON_GPU, SAME, multiplying_in
 
-TILE = Tile("pointers", 16, 64, 16, 4, 2)
+TILE = Tile("pointer", 16, 64, 16, 4, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +134,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (X, W),
         {"backend": "aten", "tile": TILE},
         (
-            r"tile pointers:16x64x16:4w2s1z .* no "
+            r"tile pointer:16x64x16:4w2s1z .* no "
             r"tiles"
         ),
     ),
@@ -160,15 +166,15 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
     "a tile too large": (
         (X, W),
-        {"tile": Tile("pointers", 256, 256, 64, 4, 4)},
+        {"tile": Tile("pointer", 256, 256, 64, 4, 4)},
         (
-            r"tile pointers:256x256x64:4w4s1z .* give "
+            r"tile pointer:256x256x64:4w4s1z .* give "
             r"fewer stages"
         ),
     ),
     "boxes of float32": (
         (X, W),
-        {"tile": Tile("boxes", 64, 64, 16, 4, 2)},
+        {"tile": Tile("tma", 64, 64, 16, 4, 2)},
         r"half precision or tf32",
     ),
 }
@@ -203,74 +209,54 @@ def test_a_gradient_that_does_not_fit_is_refused(change: str) -> None:
     }
     with pytest.raises(
         KernelError,
-        match=r"the gradient is .*, but the convolution's output is \(2, 12, 4, 3\) in",
+        match=r"the gradient is .*, but must be \(2, 12, 4, 3\) in",
     ):
         kernels.conv2d_backward(g[change], X, W, (1, 1), ((0, 0), (0, 0)), (1, 1), 1)
 
 
-AREA = 3, 3, (1, 1), SAME, (1, 1)
-USUAL = Question(
-    "forward", Conv2dSpec(8, 64, 32, 32, 64, *AREA, 1, "float16"), "ieee", "a GPU"
+AREA = (3, 3), (1, 1), SAME, (1, 1)
+USUAL = KernelQuery(
+    "forward", ConvSpec(8, 64, (32, 32), 64, *AREA, 1, "float16"), "ieee", "a GPU"
 )
-FITTING = Tile("pointers", 64, 128, 32, 4, 2)
+FITTING = Tile("pointer", 64, 128, 32, 4, 2)
 
 
 @pytest.mark.parametrize(
-    ("question", "entry", "answer"),
+    ("query", "reason"),
     [
-        (
-            replace(USUAL, obstacle="it is far away"),
-            None,
-            Answer(False, None, "it is far away"),
-        ),
-        (
-            replace(USUAL, obstacle="it is far away"),
-            FITTING,
-            Answer(False, None, "it is far away"),
-        ),
+        (replace(USUAL, unavailable="it is far away"), "it is far away"),
         (
             replace(USUAL, spec=replace(USUAL.spec, dtype="float64")),
-            None,
-            Answer(
-                False,
-                None,
-                "the kernels compute in float16, bfloat16 and float32, not float64",
-            ),
+            "the kernels compute in float16, bfloat16 and float32, not float64",
         ),
         (
-            replace(USUAL, spec=replace(USUAL.spec, R=8, S=8)),
-            None,
-            Answer(False, None, "the kernels take filters of up to 63 taps, not 8 x 8"),
+            replace(USUAL, spec=replace(USUAL.spec, kernel=(8, 8))),
+            "the kernels take filters of up to 63 taps, not 8 x 8",
         ),
         (
-            replace(USUAL, spec=replace(USUAL.spec, C=2**16, K=2**15, R=1, S=1)),
-            None,
-            Answer(False, None, "the kernels address filters of up to 2**30 numbers"),
+            replace(USUAL, spec=replace(USUAL.spec, C=2**16, K=2**15, kernel=(1, 1))),
+            "the kernels address filters of up to 2**30 numbers",
         ),
-        (USUAL, "aten", Answer(False, None, "ATen was faster when this was tuned")),
-        (USUAL, FITTING, Answer(True, FITTING, "tuned")),
-        (
-            replace(USUAL, spec=replace(USUAL.spec, groups=8)),
-            None,
-            Answer(False, None, "groups are too narrow for tensor cores"),
-        ),
-        (USUAL, None, Answer(False, None, "this problem was not tuned on this device")),
     ],
 )
-def test_the_first_row_that_fits_decides(
-    question: Question, entry: Any, answer: Answer
+@pytest.mark.parametrize("entry", [None, FITTING])
+def test_what_no_kernel_computes_is_atens(
+    query: KernelQuery, reason: str, entry: Tile | None
 ) -> None:
     if entry is not None:
-        tiles.install(
-            {(question.what, question.spec, question.precision): entry}, question.device
-        )
-    assert choose(question, "auto") == answer
+        tiles.install({("forward", query.spec, query.precision): entry}, query.device)
+    assert unsupported_reason(query) == reason
+    assert choose(query, "auto") == ATEN
 
 
-def test_a_thin_problem_that_was_tuned_is_triton_s() -> None:
-    question = replace(USUAL, spec=replace(USUAL.spec, groups=64))
-    tiles.install({("forward", question.spec, "ieee"): FITTING}, question.device)
-    assert choose(question, "auto") == Answer(True, FITTING, "tuned")
+@pytest.mark.parametrize(
+    ("entry", "route"),
+    [(None, ATEN), ("aten", ATEN), (FITTING, Route("triton", FITTING))],
+)
+def test_what_was_tuned_decides(entry: Any, route: Route) -> None:
+    if entry is not None:
+        tiles.install({("forward", USUAL.spec, "ieee"): entry}, USUAL.device)
+    assert choose(USUAL, "auto") == route
 
 
 @pytest.mark.parametrize(
@@ -278,42 +264,38 @@ def test_a_thin_problem_that_was_tuned_is_triton_s() -> None:
     [
         {"device": "another GPU"},
         {"precision": "tf32"},
-        {"what": "input gradient"},
+        {"pass_name": "input gradient"},
         {"spec": replace(USUAL.spec, N=USUAL.spec.N + 1)},
     ],
 )
 def test_a_tuned_problem_says_nothing_about_others(other: dict[str, Any]) -> None:
     tiles.install({("forward", USUAL.spec, "ieee"): FITTING}, USUAL.device)
-    assert not choose(replace(USUAL, **other), "auto").triton
+    assert choose(replace(USUAL, **other), "auto") == ATEN
 
 
 def test_what_other_versions_measured_is_ignored() -> None:
     tiles.install(
         {("forward", USUAL.spec, "ieee"): FITTING}, USUAL.device, ("1.0", "1.0")
     )
-    assert choose(USUAL, "auto").why == "this problem was not tuned on this device"
+    assert choose(USUAL, "auto") == ATEN
 
 
 def test_what_is_asked_for_counts_more_than_the_table() -> None:
     tiles.install({("forward", USUAL.spec, "ieee"): "aten"}, USUAL.device)
-    assert choose(USUAL, "triton") == Answer(True, None, "asked for")
-    assert choose(replace(USUAL, tile=FITTING), "auto") == Answer(
-        True, FITTING, "asked for"
-    )
+    assert choose(USUAL, "triton") == Route("triton")
+    assert choose(replace(USUAL, tile=FITTING), "auto") == Route("triton", FITTING)
     tiles.install({("forward", USUAL.spec, "ieee"): FITTING}, USUAL.device)
-    assert choose(USUAL, "aten") == Answer(False, None, "asked for")
-    assert choose(USUAL, "triton") == Answer(True, FITTING, "asked for")
-    assert choose(replace(USUAL, tile=TILE), "triton") == Answer(
-        True, TILE, "asked for"
-    )
+    assert choose(USUAL, "aten") == ATEN
+    assert choose(USUAL, "triton") == Route("triton", FITTING)
+    assert choose(replace(USUAL, tile=TILE), "triton") == Route("triton", TILE)
 
 
 @pytest.mark.parametrize("tile", [None, FITTING])
 def test_triton_says_why_it_cannot(tile: Tile | None) -> None:
-    question = replace(USUAL, obstacle="it is far away", tile=tile)
+    question = replace(USUAL, unavailable="it is far away", tile=tile)
     with pytest.raises(
         KernelError,
-        match=r"forward of Conv2dSpec\(.*but it is far away; use backend='auto'",
+        match=r"forward of ConvSpec\(.*but it is far away; use backend='auto'",
     ):
         choose(question, "triton" if tile is None else "auto")
 

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.sharding.conv_spec import ConvSpec
 from tests import reference
 from tests.interpreter import (
     DEVICE,
@@ -26,12 +26,13 @@ from tests.interpreter import (
     SAME,
     assert_close,
     geometry,
+    images,
     multiplying_in,
     tensors,
 )
 
-SPEC = Conv2dSpec(2, 8, 6, 5, 12, 3, 3, (1, 1), SAME)
-TILE = Tile("pointers", 16, 64, 16, 4, 2)
+SPEC = images(8, 12, (6, 5), 3, 3, (1, 1), SAME, dtype="float32")
+TILE = Tile("pointer", 16, 64, 16, 4, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def gradients(y: Tensor, g: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
 
 
 def leaves(
-    spec: Conv2dSpec = SPEC, seed: int = 0
+    spec: ConvSpec = SPEC, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, w, b, g = tensors(spec, seed)
     return x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), g
@@ -82,13 +83,13 @@ def test_gradients_only_where_wanted(
     wanted: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[bool]] = []
-    halves = kernels.dispatch.conv2d_backward
+    halves = kernels.dispatch.backward_2d
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        asked.append(list(args[-1]))
+        asked.append(list(args[-2]))
         return halves(*args, **kwargs)
 
-    monkeypatch.setattr(kernels.conv2d_op, "conv2d_backward", recorded)
+    monkeypatch.setattr(kernels.conv2d_op, "backward_2d", recorded)
     *inputs, g = leaves()
     for t, want in zip(inputs, wanted, strict=True):
         t.requires_grad_(want)
@@ -191,7 +192,7 @@ LAYOUTS = {
 def test_the_operator_keeps_torchs_rules(
     layout: str, biased: bool, backend: str
 ) -> None:
-    spec = Conv2dSpec(2, 8, 5, 4, 8, 2, 2, (2, 1), ((0, 1), (1, 1)))
+    spec = images(8, 8, (5, 4), 2, 2, (2, 1), ((0, 1), (1, 1)), dtype="float32")
     x, w, b, g = (
         t.contiguous(memory_format=LAYOUTS[layout]) if t.dim() == 4 else t
         for t in (t.detach() for t in leaves(spec))
@@ -293,7 +294,7 @@ def out(
 OUTS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "shape": (
         lambda: out(2, 11, 6, 5),
-        r"out is \(2, 11, 6, 5\) .* the output is \(2, 12, 6, 5\)",
+        r"out is \(2, 11, 6, 5\) .* must be \(2, 12, 6, 5\)",
     ),
     "dtype": (
         lambda: out(2, 12, 6, 5, dtype=torch.float16),
@@ -301,7 +302,7 @@ OUTS: dict[str, tuple[Callable[[], Tensor], str]] = {
     ),
     "device": (
         lambda: out(2, 12, 6, 5, device="meta"),
-        r"out is .* on meta, but the output is .* on c",
+        r"out is .* on meta, but must be .* on c",
     ),
     "strides": (
         lambda: torch.empty(2, 12, 6, 5, device=DEVICE),

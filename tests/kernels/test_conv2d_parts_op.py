@@ -14,21 +14,20 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.errors import KernelError
-from hetconv.kernels import Tile
+from hetconv.kernels import Tile, dispatch
 from hetconv.kernels import concat as channels
-from hetconv.kernels import conv2d_parts_op as parts
 from hetconv.kernels.triton import conv2d_parts
 from hetconv.kernels.triton.concat import concat
-from hetconv.kernels.triton.implicit_gemm import by_pointers
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.kernels.triton.implicit_gemm import implicit_gemm_pointers
 from tests import ROOT
 from tests.interpreter import (
     BOUNDS,
-    BOXES,
     DEVICE,
     ON_GPU,
-    POINTERS,
+    POINTER,
+    TMA,
     assert_close,
+    images,
     skip_unless_it_runs,
     tensors,
 )
@@ -51,7 +50,7 @@ def test_a_result_fills_its_slot_and_nothing_else(
     assert whole is not None
     how: dict[str, Any] = {
         "backend": backend,
-        "tile": POINTERS if backend == "triton" else None,
+        "tile": POINTER if backend == "triton" else None,
     }
     parts = separate(t.x, WIDTHS[SPEC])
     assert called(SPEC, parts, t, out=slot, **how) is slot
@@ -65,7 +64,9 @@ def test_a_result_fills_its_slot_and_nothing_else(
 )
 def test_empty_convolutions(backend: str, empty: str) -> None:
     size = {"N": 2, "C": 16, "K": 24, empty: 0}
-    spec = Conv2dSpec(size["N"], size["C"], 6, 5, size["K"], 3, 3, dtype="float16")
+    spec = replace(
+        images(size["C"], size["K"], (6, 5), 3, 3, dtype="float16"), N=size["N"]
+    )
     t = tensors(spec)
     added = ends(spec)
     y = called(
@@ -87,14 +88,16 @@ def test_who_computes() -> None:
     """
     assert launched(backend="aten") == []
     assert launched(backend="auto") == [concat] * ON_GPU
-    assert launched(backend="auto", tile=POINTERS) == [concat] * ON_GPU + [by_pointers]
-    assert launched(backend="triton") == [conv2d_parts.by_segments]
+    assert launched(backend="auto", tile=POINTER) == [concat] * ON_GPU + [
+        implicit_gemm_pointers
+    ]
+    assert launched(backend="triton") == [conv2d_parts.implicit_gemm_parts]
     kernels.set_backend("triton")
-    assert launched(backend="auto") == [conv2d_parts.by_segments]
+    assert launched(backend="auto") == [conv2d_parts.implicit_gemm_parts]
     assert launched(backend="aten") == []
 
 
-SPLIT = replace(POINTERS, splits=3)
+SPLIT = replace(POINTER, split_k=3)
 UNABLE: dict[str, tuple[tuple[int, ...], Tile | None, str]] = {
     "many parts": (
         (*[0] * 15, 8, 16),
@@ -104,12 +107,12 @@ UNABLE: dict[str, tuple[tuple[int, ...], Tile | None, str]] = {
     "splits": (
         (8, 16),
         SPLIT,
-        "it takes tiles of pointers without splits, not pointers:64x128x32:4w2s3z",
+        "it takes tiles of pointers without split-k, not pointer:64x128x32:4w2s3z",
     ),
-    "boxes": (
+    "tma": (
         (8, 16),
-        BOXES,
-        "it takes tiles of pointers without splits, not boxes:64x64x16:4w2s1z",
+        TMA,
+        "it takes tiles of pointers without split-k, not tma:64x64x16:4w2s1z",
     ),
 }
 
@@ -117,7 +120,7 @@ UNABLE: dict[str, tuple[tuple[int, ...], Tile | None, str]] = {
 @pytest.mark.parametrize("name", UNABLE)
 def test_what_the_kernel_cannot_is_refused_or_joined(name: str) -> None:
     widths, tile, said = UNABLE[name]
-    skip_unless_it_runs(tile or POINTERS)
+    skip_unless_it_runs(tile or POINTER)
     t = tensors(SPEC)
     parts = separate(t.x, widths)
     with pytest.raises(KernelError, match=said):
@@ -127,7 +130,7 @@ def test_what_the_kernel_cannot_is_refused_or_joined(name: str) -> None:
         y = called(SPEC, parts, t, tile=tile, backend="auto")
     assert_close(y, definition(SPEC, t, True, None), BOUNDS["float16"])
     assert seen
-    assert conv2d_parts.by_segments not in [kernel for kernel, _ in seen]
+    assert conv2d_parts.implicit_gemm_parts not in [kernel for kernel, _ in seen]
 
 
 def test_other_dtypes_are_atens() -> None:
@@ -145,8 +148,10 @@ def test_other_dtypes_are_atens() -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in (channels, parts):
-        monkeypatch.setattr(room, "obstacle", lambda device: "triton is not installed")
+    for room in (channels, dispatch):
+        monkeypatch.setattr(
+            room, "unavailable_reason", lambda device: "triton is not installed"
+        )
     t = tensors(SPEC)
     x = separate(t.x, WIDTHS[SPEC])
     assert_close(
@@ -232,7 +237,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "another residual": (
         lambda: {"residual": ones(2, 40, 6, 4)},
         (
-            r"residual is \(2, 40, 6, 4\).* the output is "
+            r"residual is \(2, 40, 6, 4\).* must be "
             r"\(2, 40, 6, 5\)"
         ),
     ),
@@ -243,7 +248,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "another out": (
         lambda: {"out": ones(2, 40, 6, 4)},
         (
-            r"out is \(2, 40, 6, 4\).* the output is "
+            r"out is \(2, 40, 6, 4\).* must be "
             r"\(2, 40, 6, 5\)"
         ),
     ),
@@ -253,11 +258,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "another backend": (lambda: {"backend": "cudnn"}, "backend='cudnn' is not known"),
     "a tile for ATen": (
-        lambda: {"backend": "aten", "tile": POINTERS},
+        lambda: {"backend": "aten", "tile": POINTER},
         "tile .* was given with backend='aten'",
     ),
     "a tile that does not fit": (
-        lambda: {"backend": "triton", "tile": Tile("pointers", 256, 256, 128, 8, 4)},
+        lambda: {"backend": "triton", "tile": Tile("pointer", 256, 256, 128, 8, 4)},
         "needs more shared memory",
     ),
 }

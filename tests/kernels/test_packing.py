@@ -23,7 +23,7 @@ from hetconv import kernels
 from hetconv.comm.rank_group import count_sent, through_backend
 from hetconv.comm.redistribute import redistribute
 from hetconv.errors import KernelError
-from hetconv.kernels.launch import Recipe
+from hetconv.kernels.launch import Launch
 from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.sharding.moves import Move, bytes_per_pair, overlaps
 from tests import ROOT
@@ -37,13 +37,13 @@ from .triton.test_pack import image, same_bits
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many boxes each launch moved."""
     found: list[int] = []
-    run = Recipe.run
+    run = Launch.run
 
-    def recorded(self: Recipe, tensors: Any) -> None:
+    def recorded(self: Launch, tensors: Any) -> None:
         found.append(len(self.constants["UNITS"]))
         run(self, tensors)
 
-    monkeypatch.setattr(Recipe, "run", recorded)
+    monkeypatch.setattr(Launch, "run", recorded)
     return found
 
 
@@ -225,23 +225,22 @@ def test_what_does_not_fit_is_refused(name: str, backend: Any) -> None:
 COMPILED = """
 import json
 from dataclasses import asdict
-from hetconv.kernels.launch import Memory
+from hetconv.kernels.launch import StridedLayout
 from hetconv.kernels.triton.compile_report import report
-from hetconv.kernels.triton.pack import move_recipe
+from hetconv.kernels.triton.pack import move_launch
 whole = (56 * 56 * 256, 1, 56 * 256, 256)
-packed = lambda c, h, w: Memory((32, c, h, w), (c * h * w, 1, c * w, c), dtype)
+packed = lambda c, h, w: StridedLayout((32, c, h, w), (c * h * w, 1, c * w, c), dtype)
 def pair(c, h, w, back):
-    pair = Memory((32, c, h, w), whole, dtype), packed(c, h, w)
+    pair = StridedLayout((32, c, h, w), whole, dtype), packed(c, h, w)
     return pair[::-1] if back else pair
 found = {}
 for dtype, arch in (("bfloat16", 90), ("float32", 80)):
     shapes = {"rows": (256, 2, 56), "columns": (256, 56, 3), "channels": (64, 28, 28)}
     for name, shape in shapes.items():
         for back, add in ((False, False), (True, True)):
-            sources, targets = zip(pair(*shape, back), pair(*shape, back))
-            recipe = move_recipe(sources, targets, add)
+            launch = move_launch((pair(*shape, back),) * 2, add)
             key = f"{name} {dtype} sm_{arch} back={back} add={add}"
-            found[key] = asdict(report(recipe, dtype, arch))
+            found[key] = asdict(report(launch, dtype, arch))
 print(json.dumps(found))
 """
 
@@ -313,13 +312,13 @@ class Moved(NamedTuple):
 
 def rank_moving(cases: list[tuple[Layout, Place, Tensor, Tensor]]) -> list[Moved]:
     launched: list[int] = []
-    run = Recipe.run
+    run = Launch.run
 
-    def recorded(self: Recipe, tensors: Any) -> None:
+    def recorded(self: Launch, tensors: Any) -> None:
         launched.append(len(self.constants["UNITS"]))
         run(self, tensors)
 
-    Recipe.run = recorded  # type: ignore[method-assign]
+    Launch.run = recorded  # type: ignore[method-assign]
     rank, found = dist.get_rank(), []
     for src, dst, x, g in cases:
         whole = Box.whole(src.shape)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.kernels.launch import CHIPS, Chip, Memory
-from hetconv.kernels.tiles import Extents, Image
-from hetconv.kernels.triton import fprop
-from hetconv.kernels.triton.backend import suited
-from hetconv.sharding.conv_spec import Conv2dSpec, Window
+from hetconv.kernels.launch import CHIPS, Chip, StridedLayout
+from hetconv.kernels.tiles import GemmShape, Image
+from hetconv.kernels.triton import dgrad
+from hetconv.kernels.triton.backend import usable_tile
+from hetconv.sharding.conv_spec import ConvSpec, Window
 from tests.strategies import windows
 
 chips = st.sampled_from(list(CHIPS.values()))
@@ -24,7 +24,7 @@ images = st.tuples(st.integers(1, 64), st.integers(1, 256), st.integers(1, 256))
 powers = st.integers(4, 8).map(lambda i: 1 << i)
 any_tile = st.builds(
     Tile,
-    st.sampled_from(["boxes", "pointers"]),
+    st.sampled_from(["tma", "pointer"]),
     powers,
     powers,
     powers,
@@ -35,7 +35,7 @@ any_tile = st.builds(
 
 
 @st.composite
-def extents(draw: st.DrawFn) -> Extents:
+def extents(draw: st.DrawFn) -> GemmShape:
     """Of a pass over channels, or of one over pixels."""
     image, m, dtype, boxes = (
         draw(images),
@@ -52,7 +52,7 @@ def extents(draw: st.DrawFn) -> Extents:
         16 if whole else draw(st.sampled_from([1, 16]))
     )
     if draw(st.booleans()):
-        return Extents(
+        return GemmShape(
             m,
             channels,
             1,
@@ -61,9 +61,11 @@ def extents(draw: st.DrawFn) -> Extents:
             dtype,
             image,
             boxes and dtype != "float32",
-            over_pixels=True,
+            reduces_pixels=True,
         )
-    return Extents(m, prod(image), channels, taps, repeats, dtype, image, boxes, whole)
+    return GemmShape(
+        m, prod(image), channels, taps, repeats, dtype, image, boxes, whole
+    )
 
 
 @given(any_tile)
@@ -76,27 +78,27 @@ def test_a_tile_is_what_it_prints(tile: Tile) -> None:
     [
         "",
         "64x64x64",
-        "boxes:64x64:4w2s1z",
+        "tma:64x64:4w2s1z",
         "discs:64x64x64:4w2s1z",
-        "boxes:64x64x64:4w",
+        "tma:64x64x64:4w",
     ],
 )
 def test_other_words_are_no_tile(text: str) -> None:
-    with pytest.raises(KernelError, match="write it as boxes:128x128x64:8w4s1z"):
+    with pytest.raises(KernelError, match="write it as tma:128x128x64:8w4s1z"):
         Tile.parse(text)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "boxes:48x64x64:4w2s1z",
-        "boxes:64x8x64:4w2s1z",
-        "pointers:64x64x100:4w2s1z",
-        "pointers:64x64x64:3w2s1z",
-        "pointers:64x64x64:4w0s1z",
-        "pointers:64x64x64:4w2s0z",
-        "pointers:64x64x0:4w2s1z",
-        "boxes:512x64x16:4w2s1z",
+        "tma:48x64x64:4w2s1z",
+        "tma:64x8x64:4w2s1z",
+        "pointer:64x64x100:4w2s1z",
+        "pointer:64x64x64:3w2s1z",
+        "pointer:64x64x64:4w0s1z",
+        "pointer:64x64x64:4w2s0z",
+        "pointer:64x64x0:4w2s1z",
+        "tma:512x64x16:4w2s1z",
     ],
 )
 def test_a_tile_that_cannot_be_run_is_refused(text: str) -> None:
@@ -108,72 +110,76 @@ def test_a_tile_that_cannot_be_run_is_refused(text: str) -> None:
 
 
 @given(extents(), chips)
-def test_the_default_runs(work: Extents, chip: Chip) -> None:
-    tile = tiles.default(work, chip)
-    assert suited(tile, work, chip) == tile
-    assert (tile.path == "boxes") == tiles.takes_boxes(work, chip)
+def test_the_default_runs(work: GemmShape, chip: Chip) -> None:
+    tile = tiles.default_tile(work, chip)
+    assert usable_tile(tile, work, chip) == tile
+    assert (tile.kind == "tma") == tiles.uses_tma(work, chip)
 
 
 @given(extents(), chips)
 def test_the_default_leaves_no_program_without_a_step(
-    work: Extents, chip: Chip
+    work: GemmShape, chip: Chip
 ) -> None:
-    tile = tiles.default(work, chip)
-    each = -(-work.steps(tile) // tile.splits)
-    assert (tile.splits - 1) * each < work.steps(tile)
-    assert tile.splits == 1 or each >= tiles.FEWEST_STEPS
+    tile = tiles.default_tile(work, chip)
+    each = -(-work.steps(tile) // tile.split_k)
+    assert (tile.split_k - 1) * each < work.steps(tile)
+    assert tile.split_k == 1 or each >= tiles.MIN_STEPS_PER_SPLIT
 
 
 @given(extents(), chips)
-def test_the_space_holds_tiles_that_run(work: Extents, chip: Chip) -> None:
-    found = list(tiles.space(work, chip))
+def test_the_space_holds_tiles_that_run(work: GemmShape, chip: Chip) -> None:
+    found = list(tiles.search_space(work, chip))
     assert found
     assert len(set(found)) == len(found)
-    assert all(suited(tile, work, chip) == tile and tile.splits == 1 for tile in found)
-
-
-@given(extents(), any_tile)
-def test_tiles_cover_the_results(work: Extents, tile: Tile) -> None:
-    assert work.padded(tile) >= work.m * work.n * work.repeats
-    assert work.padded(tile) == work.tiles(tile) * tile.m * tile.n
-    assert work.steps(tile) * tile.k >= (
-        prod(work.image) if work.over_pixels else work.channels * work.taps
+    assert all(
+        usable_tile(tile, work, chip) == tile and tile.split_k == 1 for tile in found
     )
 
 
-WORK = Extents(64, 64, 48, 9, 1, "float16", (1, 8, 8), boxes=True, whole=True)
+@given(extents(), any_tile)
+def test_tiles_cover_the_results(work: GemmShape, tile: Tile) -> None:
+    assert work.padded_results(tile) >= work.m * work.n * work.repeats
+    assert work.padded_results(tile) == work.tiles(tile) * tile.m * tile.n
+    assert work.steps(tile) * tile.k >= (
+        prod(work.image) if work.reduces_pixels else work.channels * work.taps
+    )
+
+
+WORK = GemmShape(
+    64, 64, 48, 9, 1, "float16", (1, 8, 8), supports_tma=True, k_divides_channels=True
+)
 
 
 @pytest.mark.parametrize(
     ("tile", "work", "arch", "match"),
     [
-        ("boxes:64x64x16:4w2s1z", WORK, 80, "fetches boxes, which takes a Hopper GPU"),
+        ("tma:64x64x16:4w2s1z", WORK, 80, "reads by TMA, which takes a Hopper GPU"),
         (
-            "boxes:64x64x16:4w2s1z",
-            Extents(64, 64, 48, 9, 1, "float16", (1, 8, 8)),
+            "tma:64x64x16:4w2s1z",
+            GemmShape(64, 64, 48, 9, 1, "float16", (1, 8, 8)),
             90,
             "give a tile of pointers",
         ),
         (
-            "boxes:64x64x64:4w2s1z",
+            "tma:64x64x64:4w2s1z",
             WORK,
             90,
             "steps by 64, which must divide the 48 channels",
         ),
         (
-            "pointers:128x128x64:4w4s1z",
+            "pointer:128x128x64:4w4s1z",
             WORK,
             89,
             f"more shared memory than the {99 << 10} bytes",
         ),
-        ("pointers:256x256x64:4w4s1z", WORK, 90, "give fewer stages"),
+        ("pointer:256x256x64:4w4s1z", WORK, 90, "give fewer stages"),
     ],
 )
 def test_a_tile_that_does_not_fit_is_refused(
-    tile: str, work: Extents, arch: int, match: str
+    tile: str, work: GemmShape, arch: int, match: str
 ) -> None:
     with pytest.raises(KernelError, match=f"tile {tile} .*{match}"):
-        suited(Tile.parse(tile), work, CHIPS[arch])
+        usable_tile(Tile.parse(tile), work, CHIPS[arch])
 
 
 def covers(image: Image, box: tiles.Box) -> int:
@@ -222,11 +228,11 @@ def test_every_tap_that_meets_an_input_row_belongs_to_its_phase(
     )
     by_phases = []
     for a in range(min(window.stride, size)):
-        taps = fprop.taps(window, a)
+        taps = dgrad.taps_of_phase(window, a)
         for i, t in product(range(-(-(size - a) // window.stride)), range(taps.count)):
             r, p = (
                 taps.first + t * taps.step,
-                i * taps.stride + taps.offset + t * taps.reach,
+                i * taps.stride + taps.offset + t * taps.dilation,
             )
             if 0 <= p < outputs:
                 by_phases.append((a + i * window.stride, r, p))
@@ -239,22 +245,18 @@ def test_phases_cover_the_input_once(
 ) -> None:
     padding = (rows.pad_lo, rows.pad_hi), (cols.pad_lo, cols.pad_hi)
     strides, dilation = (rows.stride, cols.stride), (rows.dilation, cols.dilation)
-    spec = Conv2dSpec(
-        1, 4, H, W, 4, rows.kernel, cols.kernel, strides, padding, dilation
+    spec = ConvSpec(
+        1, 4, (H, W), 4, (rows.kernel, cols.kernel), strides, padding, dilation
     )
-    g, w, dx = (contiguous(s) for s in (spec.y_shape, spec.w_shape, spec.x_shape))
+    shapes = (spec.y_shape, spec.w_shape, spec.x_shape)
+    g, w, dx = (StridedLayout.packed(shape, "float32") for shape in shapes)
     count = [[0] * W for _ in range(H)]
-    for phase in fprop.phases(spec, g, w, dx, "ieee"):
-        _, _, over_rows, over_cols = phase.slot
+    for phase in dgrad.phases(spec, g, w, dx, "ieee"):
+        _, _, over_rows, over_cols = phase.slices
         for h, v in product(range(H)[over_rows], range(W)[over_cols]):
             count[h][v] += 1
-        if phase.correlation is not None:
-            assert prod(phase.correlation.y.shape) == 4 * len(
-                range(H)[over_rows]
-            ) * len(range(W)[over_cols])
+        if phase.gemm is not None:
+            assert prod(phase.gemm.y.shape) == 4 * len(range(H)[over_rows]) * len(
+                range(W)[over_cols]
+            )
     assert {n for row in count for n in row} == {1}
-
-
-def contiguous(shape: tuple[int, int, int, int]) -> Memory:
-    _, C, H, W = shape
-    return Memory(shape, (C * H * W, 1, W * C, C), "float32")

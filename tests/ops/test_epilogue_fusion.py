@@ -206,7 +206,10 @@ def test_with_a_mix_of_splits(net: str) -> None:
 
 
 def activated(
-    name: str, kind: SplitKind, dtype: torch.dtype, backend: kernels.choice.Backend
+    name: str,
+    kind: SplitKind,
+    dtype: torch.dtype,
+    backend: kernels.backend_choice.Backend,
 ) -> dict[str, float]:
     serial, shape = ready(lambda: Activated(name), dtype), (2, 4, 9, 7)
     cut = fused(serial, (kind,), (2, 1), shape)

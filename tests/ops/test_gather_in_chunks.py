@@ -76,7 +76,7 @@ def outputs(
     batch: int,
     chunks: int,
     dtype: torch.dtype,
-    backend: kernels.choice.Backend,
+    backend: kernels.backend_choice.Backend,
 ) -> tuple[dict[str, bool], float]:
     """Whether the bits and the bytes sent are those of one piece, and how far both are
     from the model on one device.

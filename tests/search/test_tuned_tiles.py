@@ -25,12 +25,11 @@ from hetconv.autotune.search.tile_search import TRIALS, Found, Trial, WrongResul
 from hetconv.autotune.search.tile_stage import Contest
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.kernels import Tile, dispatch, tiles
-from hetconv.kernels.backend_choice import Question
+from hetconv.kernels.backend_choice import KernelQuery
 from hetconv.kernels.triton import compile_report
 from hetconv.kernels.triton.compile_report import Report
 from hetconv.nn import parallelize
 from hetconv.schemas.tuning_results import TunedTile
-from hetconv.sharding.conv_spec import Conv2dSpec
 from hetconv.tracing.tracer import capture
 from tests.interpreter import (
     DEVICE,
@@ -38,19 +37,20 @@ from tests.interpreter import (
     PASSES,
     SAME,
     geometry,
+    images,
     multiplying_in,
     tensors,
 )
 from tests.nets import Chain, plan_of, splits_of
 from tests.spawn import on_ranks
 
-SPEC = Conv2dSpec(1, 16, 12, 12, 16, 3, 3, (1, 1), SAME, dtype="float16")
-SMALL = Tile("pointers", 16, 128, 64, 4, 2)
+SPEC = replace(images(16, 16, (12, 12), 3, 3, (1, 1), SAME), N=1)
+SMALL = Tile("pointer", 16, 128, 64, 4, 2)
 NAME = dispatch.device_name(DEVICE)
 
 
-def question(what: Any = "forward", **changed: Any) -> Question:
-    return Question(what, replace(SPEC, **changed), "ieee", NAME)
+def question(what: Any = "forward", **changed: Any) -> KernelQuery:
+    return KernelQuery(what, replace(SPEC, **changed), "ieee", NAME)
 
 
 def entry(choice: str = str(SMALL), **changed: Any) -> TunedTile:
@@ -178,7 +178,7 @@ def test_the_passes_of_a_step_are_noted_with_the_most_work_first() -> None:
         y.sum().backward()
 
     found = tile_stage.questions(step)
-    whats = [(q.what, q.spec.C, q.spec.padding) for q in found]
+    whats = [(q.pass_name, q.spec.C, q.spec.padding) for q in found]
     assert (
         len(set(whats)) == len(whats) == 3 * 3 - 1
     )  # nobody asks for the image's gradient
@@ -223,7 +223,7 @@ def staged(
                 1,
             )
 
-    def studied(q: Question, _: Any, trials: int, *__: Any) -> Found | None:
+    def studied(q: KernelQuery, _: Any, trials: int, *__: Any) -> Found | None:
         asked.append((q.spec.K, trials))
         seen = (
             Trial("aten", 1.0) if q.spec.K > 16 else Trial(SMALL, 1.0)
@@ -341,9 +341,9 @@ def test_tiles_of_this_device_and_these_versions_serve() -> None:
         )
         == []
     )
-    assert tiles.tuned(NAME, "forward", SPEC, "ieee") == SMALL
-    assert tiles.tuned(NAME, "weight gradient", SPEC, "ieee") == "aten"
-    assert tiles.tuned("K80", "forward", SPEC, "ieee") is None
+    assert tiles.tuned_entry(NAME, "forward", SPEC, "ieee") == SMALL
+    assert tiles.tuned_entry(NAME, "weight gradient", SPEC, "ieee") == "aten"
+    assert tiles.tuned_entry("K80", "forward", SPEC, "ieee") is None
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_tiles_of_others_are_left_out_and_named_once(changed: dict[str, str]) ->
             "hetconv autotune",
         )
     )
-    assert tiles.tuned(NAME, "forward", SPEC, "ieee") is None
+    assert tiles.tuned_entry(NAME, "forward", SPEC, "ieee") is None
     assert installed(entry(**changed)) == []
 
 
@@ -380,13 +380,13 @@ def test_a_tile_that_was_tuned_for_other_memory_gives_way() -> None:
     x = torch.nn.functional.pad(t.x, (0, 0, 0, 0, 0, 1)).contiguous(
         memory_format=torch.channels_last
     )[:, :16]
-    tiles.install({("forward", SPEC, "ieee"): Tile("boxes", 64, 64, 16, 4, 2)}, NAME)
+    tiles.install({("forward", SPEC, "ieee"): Tile("tma", 64, 64, 16, 4, 2)}, NAME)
     found = kernels.conv2d_forward(x, t.w, None, *geometry(SPEC), backend="triton")
     expected = kernels.conv2d_forward(t.x, t.w, None, *geometry(SPEC), backend="aten")
     assert (found - expected).norm() <= 2e-3 * expected.norm()
-    with pytest.raises(hetconv.KernelError, match="fetches boxes"):
+    with pytest.raises(hetconv.KernelError, match="reads by TMA"):
         kernels.conv2d_forward(
-            x, t.w, None, *geometry(SPEC), tile=Tile("boxes", 64, 64, 16, 4, 2)
+            x, t.w, None, *geometry(SPEC), tile=Tile("tma", 64, 64, 16, 4, 2)
         )
 
 
@@ -401,7 +401,7 @@ def parallelized(choice: str) -> Any:
     except hetconv.HetConvError as e:
         return str(e)
     finally:
-        served = tiles.tuned("cpu", "forward", SPEC, "ieee")
+        served = tiles.tuned_entry("cpu", "forward", SPEC, "ieee")
         tiles._installed.clear()
     return served
 

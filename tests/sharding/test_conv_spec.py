@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hetconv.errors import HetConvError
 from hetconv.sharding.conv_spec import (
-    Conv2dSpec,
     ConvSpec,
     Segment,
     Window,
@@ -235,10 +234,11 @@ def test_padding_that_torch_refuses_is_refused(
         pads_per_side(padding, (3, 3), stride, (1, 1))
 
 
-SPEC = Conv2dSpec(2, 6, 9, 11, 4, 3, 5, (2, 1), ((1, 0), (2, 2)), (1, 2), 2, "float16")
+SPEC = ConvSpec(
+    2, 6, (9, 11), 4, (3, 5), (2, 1), ((1, 0), (2, 2)), (1, 2), 2, "float16"
+)
 SPECS = [
     SPEC,
-    ConvSpec(2, 6, (9, 11), 4, (3, 5), (2, 1), ((1, 0), (2, 2)), (1, 2), 2, "float16"),
     ConvSpec(2, 6, (11,), 4, (5,), (2,), ((2, 1),), (2,), 2, "float16"),
     ConvSpec(
         2,
@@ -253,12 +253,12 @@ SPECS = [
         "float16",
     ),
 ]
-by_spelling = pytest.mark.parametrize(
-    "spec", SPECS, ids=lambda s: f"{type(s).__name__} of {len(s.size)}"
+by_dimensions = pytest.mark.parametrize(
+    "spec", SPECS, ids=lambda s: f"{len(s.size)} dimensions"
 )
 
 
-@by_spelling
+@by_dimensions
 def test_a_spec_has_the_output_of_torch(spec: ConvSpec) -> None:
     x, w = padded(numbers(*spec.x_shape), spec.padding), numbers(*spec.w_shape)
     y = CONVOLVE[len(spec.size)](
@@ -267,13 +267,13 @@ def test_a_spec_has_the_output_of_torch(spec: ConvSpec) -> None:
     assert spec.y_shape == tuple(y.shape)
 
 
-@by_spelling
+@by_dimensions
 def test_flops_count_each_product_and_each_sum(spec: ConvSpec) -> None:
     n, k, *image = spec.y_shape
     assert spec.flops == 2 * n * k * prod(image) * 3 * prod(spec.kernel)
 
 
-@by_spelling
+@by_dimensions
 def test_bytes_count_each_tensor_once(spec: ConvSpec) -> None:
     n, k, *image = spec.y_shape
     assert (n, k) == (2, 4)
@@ -282,15 +282,10 @@ def test_bytes_count_each_tensor_once(spec: ConvSpec) -> None:
     )
 
 
-def test_both_spellings_of_an_image_agree() -> None:
-    flat, whole = SPECS[0], SPECS[1]
-    assert (flat.x_shape, flat.w_shape, flat.y_shape) == (
-        whole.x_shape,
-        whole.w_shape,
-        whole.y_shape,
-    )
-    assert whole.y_shape[2:] == (SPEC.P, SPEC.Q)
-    assert flat.windows == whole.windows
+def test_letters_name_two_dimensions() -> None:
+    assert SPEC.size == (SPEC.H, SPEC.W)
+    assert SPEC.kernel == (SPEC.R, SPEC.S)
+    assert SPEC.y_shape[2:] == (SPEC.P, SPEC.Q)
 
 
 @pytest.mark.parametrize(
@@ -298,4 +293,4 @@ def test_both_spellings_of_an_image_agree() -> None:
 )
 def test_groups_must_divide_channels_and_filters(C: int, K: int, groups: int) -> None:
     with pytest.raises(HetConvError, match="groups"):
-        Conv2dSpec(1, C, 8, 8, K, 3, 3, groups=groups)
+        ConvSpec(1, C, (8,), K, (3,), (1,), ((0, 0),), (1,), groups)

@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.kernels.epilogue import ACTIVATIONS, PLAIN, Finish
-from hetconv.kernels.launch import HUGE, Memory, Recipe, in_rows
+from hetconv.kernels.epilogue import ACTIVATIONS, NO_EPILOGUE, EpilogueSpec
+from hetconv.kernels.launch import (
+    MIN_ELEMENTS_FOR_INT64,
+    Launch,
+    StridedLayout,
+    with_even_pixels,
+)
 from hetconv.kernels.triton import concat
 from tests.interpreter import BOUNDS, DEVICE, ON_GPU, assert_close
 from tests.strategies import Join, joins
@@ -205,13 +210,13 @@ def test_the_same_bits_twice(j: Join) -> None:
 )
 def test_it_is_one_launch_each_way(j: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    run = Recipe.run
+    run = Launch.run
 
-    def recorded(self: Recipe, tensors: Any) -> None:
+    def recorded(self: Launch, tensors: Any) -> None:
         launched.append(self.kernel)
         run(self, tensors)
 
-    monkeypatch.setattr(Recipe, "run", recorded)
+    monkeypatch.setattr(Launch, "run", recorded)
     called(drawn(j))
     assert launched == [concat.concat, concat.split]
 
@@ -240,7 +245,7 @@ def test_tensors_lie_anyhow(image: tuple[int, int, int], layout: str) -> None:
 def test_slices_of_channels_are_read_where_they_lie() -> None:
     for image in IMAGES:
         t = placed(drawn(Join(image, (16,))).parts[0], {1: (8, 1, 3)})
-        assert in_rows(t) is t
+        assert with_even_pixels(t) is t
 
 
 def test_a_cotangent_that_is_one_number_everywhere() -> None:
@@ -315,10 +320,11 @@ def test_nothing_at_all(backend: Any, name: str) -> None:
 
 def test_a_part_without_channels_costs_no_wide_access() -> None:
     aligned, without = (
-        Memory((2, k, 3, 4), (12 * k, 1, 4 * k, max(k, 1)), "float16") for k in (16, 0)
+        StridedLayout((2, k, 3, 4), (12 * k, 1, 4 * k, max(k, 1)), "float16")
+        for k in (16, 0)
     )
-    recipe = concat.concat_recipe((aligned, without), aligned, None, PLAIN)
-    assert recipe.constants["UNIT"] == 8
+    launch = concat.concat_launch((aligned, without), aligned, NO_EPILOGUE)
+    assert launch.constants["UNIT"] == 8
 
 
 FAR = [(2, 2**31 + 16), (3, 2**30)]
@@ -355,11 +361,11 @@ def test_an_output_beyond_32_bits(
 
 def test_gradients_beyond_32_bits_of_a_cotangent_that_is_expanded() -> None:
     """It spans a few numbers, but what is written of it does not."""
-    part = Memory(
+    part = StridedLayout(
         (2, 16, 2**12, 2**12), (2**28, 1, 2**16, 16), "float16"
     )  # 2**29 numbers
-    g = Memory((2, 32, 2**12, 2**12), (0, 1, 0, 0), "float16")
-    assert part.spans < HUGE
-    assert concat.split_recipe(
-        (part, part), g, None, Finish(activation="relu")
-    ).constants["WIDE"]
+    g = StridedLayout((2, 32, 2**12, 2**12), (0, 1, 0, 0), "float16")
+    assert part.span < MIN_ELEMENTS_FOR_INT64
+    assert concat.split_launch(
+        (part, part), g, EpilogueSpec(activation="relu")
+    ).constants["INT64"]

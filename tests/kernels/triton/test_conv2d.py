@@ -17,19 +17,22 @@ from hypothesis import strategies as st
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.kernels.launch import Memory, Recipe
-from hetconv.kernels.tiles import Extents, Pass, Path
-from hetconv.kernels.triton import fprop, wgrad
-from hetconv.kernels.triton.implicit_gemm import by_boxes, by_pointers
-from hetconv.kernels.triton.wgrad import wgrad_by_boxes, wgrad_by_pointers
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.kernels.launch import Launch, StridedLayout
+from hetconv.kernels.tiles import GemmShape, Pass, TileKind
+from hetconv.kernels.triton import dgrad, fprop, wgrad
+from hetconv.kernels.triton.implicit_gemm import (
+    implicit_gemm_pointers,
+    implicit_gemm_tma,
+)
+from hetconv.kernels.triton.wgrad import wgrad_pointers, wgrad_tma
+from hetconv.sharding.conv_spec import ConvSpec
 from tests.interpreter import (
-    BOXES,
     CHIP,
     ON_GPU,
     PASSES,
-    POINTERS,
+    POINTER,
     SAME,
+    TMA,
     assert_right,
     by_triton,
     geometry,
@@ -42,10 +45,10 @@ from tests.strategies import convolutions
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 HALVES = ("float16", "bfloat16")
-SPLIT_POINTERS, SPLIT_BOXES = replace(POINTERS, splits=3), replace(BOXES, splits=3)
-LONG_BOXES, SPLIT_LONG_BOXES = (
-    replace(BOXES, n=128, k=32),
-    replace(BOXES, n=128, k=32, splits=3),
+SPLIT_POINTER, SPLIT_TMA = replace(POINTER, split_k=3), replace(TMA, split_k=3)
+LONG_TMA, SPLIT_LONG_TMA = (
+    replace(TMA, n=128, k=32),
+    replace(TMA, n=128, k=32, split_k=3),
 )
 EXAMPLES = 16 if ON_GPU else 8  # on a GPU each compiles kernels of its own
 hopper = pytest.mark.skipif(CHIP.arch < 90, reason="needs Hopper's copy engine")
@@ -53,16 +56,16 @@ seeds = st.integers(0, 2**32)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What was launched since the test began."""
-    seen: list[Recipe] = []
-    run = Recipe.run
+    seen: list[Launch] = []
+    run = Launch.run
 
-    def recorded(self: Recipe, tensors: Any) -> None:
+    def recorded(self: Launch, tensors: Any) -> None:
         seen.append(self)
         run(self, tensors)
 
-    monkeypatch.setattr(Recipe, "run", recorded)
+    monkeypatch.setattr(Launch, "run", recorded)
     return seen
 
 
@@ -71,10 +74,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     convolutions(("float32", *HALVES), st.integers(1, 3)),
     seeds,
     st.sampled_from(["ieee", "tf32"]),
-    st.sampled_from([POINTERS, SPLIT_POINTERS]),
+    st.sampled_from([POINTER, SPLIT_POINTER]),
 )
 def test_any_convolution_by_pointers(
-    spec: Conv2dSpec, seed: int, precision: str, tile: Tile
+    spec: ConvSpec, seed: int, precision: str, tile: Tile
 ) -> None:
     with multiplying_in(precision):
         assert_right(spec, tensors(spec, seed), tile)
@@ -85,235 +88,235 @@ def test_any_convolution_by_pointers(
 @given(
     convolutions(HALVES, st.just(1), aligned=True),
     seeds,
-    st.sampled_from([LONG_BOXES, SPLIT_LONG_BOXES]),
+    st.sampled_from([LONG_TMA, SPLIT_LONG_TMA]),
 )
 def test_any_aligned_convolution_by_boxes(
-    spec: Conv2dSpec, seed: int, tile: Tile
+    spec: ConvSpec, seed: int, tile: Tile
 ) -> None:
     assert_right(spec, tensors(spec, seed), tile)
 
 
 @settings(max_examples=EXAMPLES)
 @given(convolutions(("float32", *HALVES), st.integers(1, 2), aligned=True), seeds)
-def test_any_convolution_by_the_default_tile(spec: Conv2dSpec, seed: int) -> None:
+def test_any_convolution_by_the_default_tile(spec: ConvSpec, seed: int) -> None:
     with multiplying_in("tf32"):
         assert_right(spec, tensors(spec, seed))
 
 
-def first(name: str, value: Any) -> Callable[[list[Recipe]], bool]:
+def first(name: str, value: Any) -> Callable[[list[Launch]], bool]:
     return lambda seen: {**seen[0].scalars, **seen[0].constants}[name] == value
 
 
-def made_by(*kernels: Any) -> Callable[[list[Recipe]], bool]:
+def made_by(*kernels: Any) -> Callable[[list[Launch]], bool]:
     return lambda seen: {r.kernel for r in seen if len(r.tensors) > 2} >= set(kernels)
 
 
 RGB = images(3, 20, (9, 11), 3, 7, (2, 2), ((1, 2), (3, 0)), dtype="float32")
 EVEN = images(32, 40, (8, 10), 3, 3, (2, 2), SAME)
 GROUPS = images(48, 96, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 3)
-ROUTES: dict[str, tuple[Pass, Conv2dSpec, Tile, Callable[[list[Recipe]], bool]]] = {
-    "an image's numbers": ("forward", RGB, POINTERS, first("NUMBERS", True)),
+ROUTES: dict[str, tuple[Pass, ConvSpec, Tile, Callable[[list[Launch]], bool]]] = {
+    "an image's numbers": ("forward", RGB, POINTER, first("PACKED", True)),
     "an image's numbers for filters": (
         "weight gradient",
         RGB,
-        POINTERS,
-        first("NUMBERS", True),
+        POINTER,
+        first("PACKED", True),
     ),
     "an image's numbers, split": (
         "forward",
         RGB,
-        SPLIT_POINTERS,
-        first("NUMBERS", True),
+        SPLIT_POINTER,
+        first("PACKED", True),
     ),
     "too few numbers for two groups": (
         "forward",
         images(6, 4, (5, 6), 3, 3, (1, 1), SAME, (1, 1), 2),
-        POINTERS,
-        first("NUMBERS", False),
+        POINTER,
+        first("PACKED", False),
     ),
     "31 taps": (
         "forward",
         images(8, 9, (5, 33), 1, 31, (1, 1), ((0, 0), (15, 15))),
-        POINTERS,
+        POINTER,
         first("S", 31),
     ),
     "32 taps": (
         "forward",
         images(8, 9, (6, 9), 4, 8, (1, 1), ((1, 2), (3, 4))),
-        POINTERS,
+        POINTER,
         first("S", 8),
     ),
     "63 taps": (
         "input gradient",
         images(8, 9, (8, 8), 9, 7, (1, 1), ((4, 4), (3, 3))),
-        POINTERS,
+        POINTER,
         first("R", 9),
     ),
     "channels in several steps": (
         "forward",
         images(72, 9, (3, 4), 2, 2),
-        POINTERS,
+        POINTER,
         first("C", 72),
     ),
     "one row of pixels": (
         "forward",
         images(24, 40, (5, 7), 1, 1),
-        POINTERS,
+        POINTER,
         first("Q", 70),
     ),
     "one row of gradients": (
         "weight gradient",
         images(24, 40, (5, 7), 1, 1),
-        POINTERS,
+        POINTER,
         first("SIZE_2", 70),
     ),
     "one row by boxes": (
         "forward",
         images(24, 40, (5, 7), 1, 1),
-        BOXES,
+        TMA,
         first("Q", 70),
     ),
     "a padded 1 x 1": (
         "forward",
         images(24, 40, (5, 7), 1, 1, (1, 1), SAME),
-        POINTERS,
-        first("H0", -1),
+        POINTER,
+        first("OFFSET_H", -1),
     ),
     "a strided 1 x 1 by pointers": (
         "forward",
         images(24, 40, (5, 7), 1, 1, (2, 3)),
-        POINTERS,
-        first("HS", 1),
+        POINTER,
+        first("STRIDE_H", 1),
     ),
     "a strided 1 x 1 by boxes": (
         "forward",
         images(24, 40, (5, 7), 1, 1, (2, 3)),
-        BOXES,
+        TMA,
         first("STRIDE", 1),
     ),
     "four phases": (
         "input gradient",
         images(9, 8, (7, 9), 3, 3, (2, 2), SAME),
-        POINTERS,
+        POINTER,
         lambda seen: len(seen) == 4,
     ),
     "phases that are split": (
         "input gradient",
         images(9, 8, (7, 9), 3, 3, (2, 2), SAME),
-        SPLIT_POINTERS,
+        SPLIT_POINTER,
         lambda seen: len(seen) == 8,
     ),
     "phases that no tap reads": (
         "input gradient",
         images(9, 8, (7, 8), 2, 1, (3, 2)),
-        POINTERS,
+        POINTER,
         lambda seen: len(seen) == 2,
     ),
     "one phase of dilated taps": (
         "input gradient",
         images(9, 8, (9, 9), 3, 3, (2, 2), SAME, (2, 2)),
-        POINTERS,
+        POINTER,
         lambda seen: len(seen) == 1,
     ),
     "phases of one tap": (
         "input gradient",
         images(9, 8, (6, 8), 2, 2, (2, 2)),
-        POINTERS,
+        POINTER,
         lambda seen: [r.constants["R"] for r in seen] == [1] * 4,
     ),
-    "boxes at stride 2": ("forward", EVEN, BOXES, first("STRIDE", 2)),
-    "boxes at stride 2, split": ("forward", EVEN, SPLIT_BOXES, first("STRIDE", 2)),
+    "boxes at stride 2": ("forward", EVEN, TMA, first("STRIDE", 2)),
+    "boxes at stride 2, split": ("forward", EVEN, SPLIT_TMA, first("STRIDE", 2)),
     "boxes at stride 2 of a dilated filter": (
         "forward",
         images(16, 24, (12, 10), 3, 3, (2, 2), ((2, 3), (1, 1)), (3, 2)),
-        BOXES,
+        TMA,
         first("STRIDE", 2),
     ),
     "boxes at stride 2 for filters": (
         "weight gradient",
         EVEN,
-        BOXES,
+        TMA,
         first("STRIDE", 2),
     ),
-    "boxes of phases": ("input gradient", EVEN, BOXES, made_by(by_boxes)),
-    "boxes of groups": ("forward", GROUPS, BOXES, made_by(by_boxes)),
+    "boxes of phases": ("input gradient", EVEN, TMA, made_by(implicit_gemm_tma)),
+    "boxes of groups": ("forward", GROUPS, TMA, made_by(implicit_gemm_tma)),
     "boxes of groups for inputs": (
         "input gradient",
         GROUPS,
-        SPLIT_BOXES,
-        made_by(by_boxes),
+        SPLIT_TMA,
+        made_by(implicit_gemm_tma),
     ),
     "boxes of groups for filters": (
         "weight gradient",
         GROUPS,
-        SPLIT_BOXES,
-        made_by(wgrad_by_boxes),
+        SPLIT_TMA,
+        made_by(wgrad_tma),
     ),
     "boxes of strided groups": (
         "forward",
         images(32, 32, (6, 6), 3, 3, (2, 2), SAME, (1, 1), 2),
-        BOXES,
+        TMA,
         first("STRIDE", 2),
     ),
     "boxes of strided groups for filters": (
         "weight gradient",
         images(32, 32, (6, 6), 3, 3, (2, 2), SAME, (1, 1), 2),
-        BOXES,
+        TMA,
         first("STRIDE", 2),
     ),
     "boxes of channels that end within a step": (
         "forward",
         images(24, 40, (5, 5), 3, 3),
-        BOXES,
-        made_by(by_boxes),
+        TMA,
+        made_by(implicit_gemm_tma),
     ),
-    "groups by pointers": ("forward", GROUPS, POINTERS, made_by(by_pointers)),
+    "groups by pointers": ("forward", GROUPS, POINTER, made_by(implicit_gemm_pointers)),
     "a filter per channel": (
         "forward",
         images(5, 10, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 5),
-        SPLIT_POINTERS,
-        made_by(by_pointers),
+        SPLIT_POINTER,
+        made_by(implicit_gemm_pointers),
     ),
     "a filter per channel for inputs": (
         "input gradient",
         images(5, 10, (6, 5), 3, 3, (2, 1), SAME, (1, 1), 5),
-        POINTERS,
-        made_by(by_pointers),
+        POINTER,
+        made_by(implicit_gemm_pointers),
     ),
     "a filter per channel for filters": (
         "weight gradient",
         images(5, 10, (6, 5), 3, 3, (1, 1), SAME, (1, 1), 5),
-        POINTERS,
-        made_by(wgrad_by_pointers),
+        POINTER,
+        made_by(wgrad_pointers),
     ),
     "more programs than are added at once": (
         "forward",
         images(40, 9, (4, 4), 3, 3),
-        Tile("pointers", 16, 64, 16, 4, 2, splits=27),
-        first("SPLITS", 27),
+        Tile("pointer", 16, 64, 16, 4, 2, split_k=27),
+        first("SPLIT_K", 27),
     ),
     "more programs than steps": (
         "forward",
         images(8, 9, (4, 4), 3, 3),
-        Tile("pointers", 16, 16, 16, 4, 2, splits=20),
-        first("SPLITS", 20),
+        Tile("pointer", 16, 16, 16, 4, 2, split_k=20),
+        first("SPLIT_K", 20),
     ),
     "more programs than steps for filters": (
         "weight gradient",
         images(8, 16, (4, 4), 2, 1),
-        Tile("boxes", 64, 64, 16, 4, 2, splits=20),
-        first("SPLITS", 20),
+        Tile("tma", 64, 64, 16, 4, 2, split_k=20),
+        first("SPLIT_K", 20),
     ),
 }
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_every_route_through_the_kernels(name: str, launches: list[Recipe]) -> None:
+def test_every_route_through_the_kernels(name: str, launches: list[Launch]) -> None:
     what, spec, tile, taken = ROUTES[name]
     skip_unless_it_runs(tile)
     assert_right(spec, tensors(spec), tile, (what,))
     assert taken(launches)
-    assert any("partial" in r.tensors.values() for r in launches) == (tile.splits > 1)
+    assert any("partial" in r.tensors.values() for r in launches) == (tile.split_k > 1)
 
 
 @hopper
@@ -327,20 +330,19 @@ def test_pixels_in_any_order_for_filters(
     rows: int,
     cols: int,
     stride: int,
-    launches: list[Recipe],
+    launches: list[Launch],
 ) -> None:
     N, P, Q = image
-    spec = Conv2dSpec(
-        N, 16, P * stride, Q * stride, 8, 3, 3, (stride, stride), SAME, dtype="float16"
-    )
-    assert_right(spec, tensors(spec), BOXES, ("weight gradient",))
+    spec = images(16, 8, (P * stride, Q * stride), 3, 3, (stride, stride), SAME)
+    spec = replace(spec, N=N)
+    assert_right(spec, tensors(spec), TMA, ("weight gradient",))
     assert (launches[0].constants["ROWS"], launches[0].constants["COLS"]) == (
         rows,
         cols,
     )
 
 
-NOT_IN_BOXES: dict[str, tuple[Pass, Conv2dSpec]] = {
+NOT_BY_TMA: dict[str, tuple[Pass, ConvSpec]] = {
     "an odd height at stride 2": (
         "forward",
         images(32, 40, (9, 10), 3, 3, (2, 2), SAME),
@@ -361,14 +363,14 @@ NOT_IN_BOXES: dict[str, tuple[Pass, Conv2dSpec]] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_IN_BOXES)
+@pytest.mark.parametrize("name", NOT_BY_TMA)
 def test_what_does_not_come_in_boxes_is_refused(name: str) -> None:
-    what, spec = NOT_IN_BOXES[name]
+    what, spec = NOT_BY_TMA[name]
     with (
         multiplying_in("ieee"),
-        pytest.raises(KernelError, match="boxes:64x64x16:4w2s1z fetches boxes"),
+        pytest.raises(KernelError, match="tma:64x64x16:4w2s1z reads by TMA"),
     ):
-        by_triton(what, spec, tensors(spec), BOXES)
+        by_triton(what, spec, tensors(spec), TMA)
     assert_right(spec, tensors(spec), None, (what,))
 
 
@@ -377,14 +379,14 @@ def test_what_does_not_come_in_boxes_is_refused(name: str) -> None:
 def test_tf32_by_boxes(what: Pass) -> None:
     spec = images(36, 24, (7, 6), 3, 3, (1, 1), ((1, 0), (2, 1)), dtype="float32")
     with multiplying_in("tf32"):
-        assert_right(spec, tensors(spec), SPLIT_BOXES, (what,))
+        assert_right(spec, tensors(spec), SPLIT_TMA, (what,))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_call_without_bias(splits: int) -> None:
     spec = images(8, 9, (4, 4), 3, 3)
     t = tensors(spec)
-    tile = Tile("pointers", 16, 64, 16, 4, 2, splits)
+    tile = Tile("pointer", 16, 64, 16, 4, 2, splits)
     y = kernels.conv2d_forward(
         t.x, t.w, None, *geometry(spec), tile=tile, backend="triton"
     )
@@ -395,12 +397,12 @@ def test_a_call_without_bias(splits: int) -> None:
 
 
 @pytest.mark.parametrize("what", get_args(Pass))
-@pytest.mark.parametrize("path", get_args(Path))
-def test_the_same_bits_every_time(what: Pass, path: Path) -> None:
+@pytest.mark.parametrize("path", get_args(TileKind))
+def test_the_same_bits_every_time(what: Pass, path: TileKind) -> None:
     spec = (
         images(32, 32, (7, 6), 2, 2) if not ON_GPU else images(96, 64, (40, 37), 3, 3)
     )
-    tile, t = Tile(path, 64, 64, 16, 4, 2, splits=5), tensors(spec)
+    tile, t = Tile(path, 64, 64, 16, 4, 2, split_k=5), tensors(spec)
     assert by_triton(what, spec, t, tile).equal(by_triton(what, spec, t, tile))
 
 
@@ -430,25 +432,21 @@ def test_default_tiles_give_the_same_bits_every_time(what: Pass, shape: Any) -> 
     assert all(first.equal(by_triton(what, spec, t)) for _ in range(7))
 
 
-def contiguous(shape: tuple[int, int, int, int], dtype: str) -> Memory:
-    _, C, H, W = shape
-    return Memory(shape, (C * H * W, 1, W * C, C), dtype)
-
-
-def work_of(what: Pass, spec: Conv2dSpec) -> Extents:
+def work_of(what: Pass, spec: ConvSpec) -> GemmShape:
     x, w, y = (
-        contiguous(s, spec.dtype) for s in (spec.x_shape, spec.w_shape, spec.y_shape)
+        StridedLayout.packed(s, spec.dtype)
+        for s in (spec.x_shape, spec.w_shape, spec.y_shape)
     )
     if what == "input gradient":
-        (phase,) = fprop.phases(spec, y, w, x, "tf32")
-        assert phase.correlation is not None
-        return phase.correlation.extents
+        (phase,) = dgrad.phases(spec, y, w, x, "tf32")
+        assert phase.gemm is not None
+        return phase.gemm.shape
     return (fprop.forward if what == "forward" else wgrad.weight_gradient)(
         spec, x, w, y, "tf32"
-    ).extents
+    ).shape
 
 
-def all_tiles() -> Iterator[tuple[Pass, Conv2dSpec, Tile]]:
+def all_tiles() -> Iterator[tuple[Pass, ConvSpec, Tile]]:
     """The tiles of the whole space at their most stages, every other one split; in the
     interpreter a few of them.
     """
@@ -456,10 +454,11 @@ def all_tiles() -> Iterator[tuple[Pass, Conv2dSpec, Tile]]:
     for what, dtype in product(PASSES, ("float16", "float32")):
         spec = images(*(large if ON_GPU else small), dtype=dtype)
         space = {
-            (t.path, t.m, t.n, t.k): t for t in tiles.space(work_of(what, spec), CHIP)
+            (t.kind, t.m, t.n, t.k): t
+            for t in tiles.search_space(work_of(what, spec), CHIP)
         }
         for i, tile in list(enumerate(space.values()))[:: 1 if ON_GPU else 7]:
-            yield what, spec, replace(tile, splits=1 + 2 * (i % 2))
+            yield what, spec, replace(tile, split_k=1 + 2 * (i % 2))
 
 
 @pytest.mark.slow
@@ -468,6 +467,6 @@ def all_tiles() -> Iterator[tuple[Pass, Conv2dSpec, Tile]]:
     list(all_tiles()),
     ids=lambda v: getattr(v, "dtype", str(v)),
 )
-def test_every_tile(what: Pass, spec: Conv2dSpec, tile: Tile) -> None:
+def test_every_tile(what: Pass, spec: ConvSpec, tile: Tile) -> None:
     with multiplying_in("tf32"):
         assert_right(spec, tensors(spec), tile, (what,))

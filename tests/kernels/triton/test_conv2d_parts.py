@@ -18,15 +18,15 @@ from torch import Tensor
 from hetconv import kernels
 from hetconv.kernels import Tile, tiles
 from hetconv.kernels.epilogue import ACTIVATIONS
-from hetconv.kernels.launch import CHIPS, Memory, Recipe
+from hetconv.kernels.launch import CHIPS, Launch, StridedLayout
 from hetconv.kernels.triton import conv2d_parts
-from hetconv.kernels.triton.implicit_gemm import by_pointers
-from hetconv.sharding.conv_spec import ITEMSIZE, Conv2dSpec
+from hetconv.kernels.triton.implicit_gemm import implicit_gemm_pointers
+from hetconv.sharding.conv_spec import ITEMSIZE, ConvSpec
 from tests.interpreter import (
     BOUNDS,
     DEVICE,
     ON_GPU,
-    POINTERS,
+    POINTER,
     SAME,
     Tensors,
     assert_close,
@@ -58,14 +58,14 @@ ENDS: dict[str, tuple[str, ...]] = {
 def launching() -> Iterator[list[tuple[Any, dict[str, Tensor]]]]:
     """The kernels that are launched within, each with its tensors."""
     seen: list[tuple[Any, dict[str, Tensor]]] = []
-    run = Recipe.run
+    run = Launch.run
 
-    def recorded(self: Recipe, tensors: dict[str, Tensor]) -> None:
+    def recorded(self: Launch, tensors: dict[str, Tensor]) -> None:
         seen.append((self.kernel, tensors))
         run(self, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recipe, "run", recorded)
+        patch.setattr(Launch, "run", recorded)
         yield seen
 
 
@@ -101,7 +101,7 @@ class Problem(NamedTuple):
     to its sums.
     """
 
-    spec: Conv2dSpec
+    spec: ConvSpec
     widths: tuple[int, ...]
     lying: str = "separate"
     ends: tuple[str, ...] = ()
@@ -129,7 +129,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 def called(
-    spec: Conv2dSpec, parts: list[Tensor], t: Tensors, bias: bool = True, **how: Any
+    spec: ConvSpec, parts: list[Tensor], t: Tensors, bias: bool = True, **how: Any
 ) -> Tensor:
     given: dict[str, Any] = {"backend": "triton", "slope": 0.1} | how
     return kernels.conv2d_parts(
@@ -149,7 +149,7 @@ def assert_right(p: Problem, t: Tensors, parts: list[Tensor], **how: Any) -> Non
     )
 
 
-@given(p=problems(), seed=st.integers(0, 2**32), tile=st.sampled_from([POINTERS, None]))
+@given(p=problems(), seed=st.integers(0, 2**32), tile=st.sampled_from([POINTER, None]))
 @settings(max_examples=EXAMPLES)
 def test_it_is_the_convolution_of_the_concatenation(
     p: Problem, seed: int, tile: Tile | None
@@ -161,9 +161,9 @@ def test_it_is_the_convolution_of_the_concatenation(
 @pytest.mark.parametrize("names", ENDS.values(), ids=list(ENDS))
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("spec", WIDTHS, ids=["3x3", "odd"])
-def test_each_end(spec: Conv2dSpec, bias: bool, names: tuple[str, ...]) -> None:
+def test_each_end(spec: ConvSpec, bias: bool, names: tuple[str, ...]) -> None:
     p, t = Problem(spec, WIDTHS[spec], "separate", names, bias, "relu"), tensors(spec)
-    assert_right(p, t, separate(t.x, p.widths), tile=POINTERS)
+    assert_right(p, t, separate(t.x, p.widths), tile=POINTER)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -172,25 +172,25 @@ def test_each_activation(activation: str) -> None:
         Problem(SPEC, WIDTHS[SPEC], "separate", ENDS["all"], True, activation),
         tensors(SPEC),
     )
-    assert_right(p, t, separate(t.x, p.widths), tile=POINTERS)
+    assert_right(p, t, separate(t.x, p.widths), tile=POINTER)
 
 
 def test_scale_and_shift_lie_anyhow() -> None:
     t, added = tensors(SPEC), ends(SPEC)
     added["scale"] = torch.full((), 0.5, device=DEVICE).expand(SPEC.K)
     added["shift"] = torch.stack((added["shift"], added["shift"] * torch.nan), 1)[:, 0]
-    y = called(SPEC, separate(t.x, WIDTHS[SPEC]), t, False, tile=POINTERS, **added)
+    y = called(SPEC, separate(t.x, WIDTHS[SPEC]), t, False, tile=POINTER, **added)
     assert_close(y, definition(SPEC, t, False, None, **added), BOUNDS["float16"])
 
 
 @pytest.mark.parametrize("spec", WIDTHS, ids=["3x3", "odd"])
-def test_it_is_one_launch(spec: Conv2dSpec) -> None:
+def test_it_is_one_launch(spec: ConvSpec) -> None:
     t = tensors(spec)
     with launching() as launched:
         called(
             spec, separate(t.x, WIDTHS[spec]), t, True, activation="silu", **ends(spec)
         )
-    assert [kernel for kernel, _ in launched] == [conv2d_parts.by_segments]
+    assert [kernel for kernel, _ in launched] == [conv2d_parts.implicit_gemm_parts]
 
 
 @pytest.mark.parametrize("lying", LYING)
@@ -199,7 +199,7 @@ def test_parts_are_not_copied(lying: str) -> None:
     t = tensors(SPEC)
     parts = LYING[lying](t.x, WIDTHS[SPEC])
     with launching() as launched:
-        called(SPEC, parts, t, tile=POINTERS)
+        called(SPEC, parts, t, tile=POINTER)
     ((_, read),) = launched
     assert [read[f"x{i}"].data_ptr() for i in range(2)] == [
         p.data_ptr() for p in parts if p.shape[1]
@@ -215,25 +215,25 @@ def test_parts_are_not_copied(lying: str) -> None:
     ],
     ids=["3x3", "31 taps", "32 taps"],
 )
-def test_one_part_has_the_bits_of_one_tensor(spec: Conv2dSpec) -> None:
+def test_one_part_has_the_bits_of_one_tensor(spec: ConvSpec) -> None:
     t = tensors(spec)
     with launching() as launched:
         whole = kernels.conv2d_forward(
-            t.x, t.w, t.bias, *geometry(spec), tile=POINTERS, backend="triton"
+            t.x, t.w, t.bias, *geometry(spec), tile=POINTER, backend="triton"
         )
-        assert called(spec, [t.x], t, tile=POINTERS).equal(whole)
-        assert called(spec, [t.x, t.x[:, :0]], t, tile=POINTERS).equal(whole)
+        assert called(spec, [t.x], t, tile=POINTER).equal(whole)
+        assert called(spec, [t.x, t.x[:, :0]], t, tile=POINTER).equal(whole)
     assert [kernel for kernel, _ in launched] == [
-        by_pointers,
-        *[conv2d_parts.by_segments] * 2,
+        implicit_gemm_pointers,
+        *[conv2d_parts.implicit_gemm_parts] * 2,
     ]
 
 
 @pytest.mark.parametrize("spec", WIDTHS, ids=["3x3", "odd"])
-def test_the_same_bits_every_time_wherever_parts_lie(spec: Conv2dSpec) -> None:
+def test_the_same_bits_every_time_wherever_parts_lie(spec: ConvSpec) -> None:
     t = tensors(spec)
     found = [
-        called(spec, lying(t.x, WIDTHS[spec]), t, tile=POINTERS)
+        called(spec, lying(t.x, WIDTHS[spec]), t, tile=POINTER)
         for lying in (*LYING.values(), separate)
     ]
     assert all(y.equal(found[0]) for y in found)
@@ -243,14 +243,14 @@ def test_the_same_bits_every_time_wherever_parts_lie(spec: Conv2dSpec) -> None:
 @pytest.mark.parametrize(
     "spec", [SPEC, images(24, 40, (6, 5), 1, 1, (2, 1))], ids=["3x3", "1x1"]
 )
-def test_tensors_lie_anyhow(spec: Conv2dSpec, layout: str) -> None:
+def test_tensors_lie_anyhow(spec: ConvSpec, layout: str) -> None:
     """Each of them: a part, the residual, the filters."""
     t, lie = tensors(spec), LAYOUTS[layout]
     first, second = separate(t.x, (8, 16))
     first = lie(first)
     t = t._replace(x=torch.cat([first, second], 1), w=lie(t.w))
     residual = lie(ends(spec)["residual"])
-    y = called(spec, [first, second], t, tile=POINTERS, residual=residual)
+    y = called(spec, [first, second], t, tile=POINTER, residual=residual)
     assert_close(
         y, definition(spec, t, True, None, residual=residual), BOUNDS["float16"]
     )
@@ -260,7 +260,7 @@ def test_sixteen_parts() -> None:
     spec = images(36, 9, (4, 4), 1, 1)
     t = tensors(spec)
     assert_right(
-        Problem(spec, ()), t, separate(t.x, (*range(9), *[0] * 7)), tile=POINTERS
+        Problem(spec, ()), t, separate(t.x, (*range(9), *[0] * 7)), tile=POINTER
     )
 
 
@@ -272,7 +272,7 @@ FAR = [(2, 2**31 + 16), (3, 2**30)]
 def test_inputs_beyond_32_bits(
     name: str, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
 ) -> None:
-    spec = Conv2dSpec(N, 24, 3, 4, 16, 2, 1, dtype="float16")
+    spec = replace(images(24, 16, (3, 4), 2, 1), N=N)
     t = tensors(spec)
     first, second = separate(t.x, (8, 16))
     residual = ends(spec)["residual"]
@@ -283,7 +283,7 @@ def test_inputs_beyond_32_bits(
             second = sparse(second, stride)
         case _:
             residual = sparse(residual, stride)
-    y = called(spec, [first, second], t, tile=POINTERS, residual=residual)
+    y = called(spec, [first, second], t, tile=POINTER, residual=residual)
     assert_close(
         y, definition(spec, t, True, None, residual=residual), BOUNDS["float16"]
     )
@@ -293,39 +293,36 @@ def test_inputs_beyond_32_bits(
 def test_an_output_beyond_32_bits(
     N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
 ) -> None:
-    spec = Conv2dSpec(N, 24, 3, 4, 16, 2, 1, dtype="float16")
+    spec = replace(images(24, 16, (3, 4), 2, 1), N=N)
     t = tensors(spec)
     slot, parts = sparse(t.g, stride).fill_(torch.nan), separate(t.x, (8, 16))
-    called(spec, parts, t, out=slot, tile=POINTERS)
-    assert slot.equal(called(spec, parts, t, tile=POINTERS))
+    called(spec, parts, t, out=slot, tile=POINTER)
+    assert slot.equal(called(spec, parts, t, tile=POINTER))
 
 
-def recipe(
-    widths: tuple[int, ...], tile: Tile = POINTERS, dtype: str = "float16"
-) -> Recipe:
+def launch(
+    widths: tuple[int, ...], tile: Tile = POINTER, dtype: str = "float16"
+) -> Launch:
     """Of packed parts."""
     spec = images(sum(widths), 40, (6, 5), 3, 3, (1, 1), SAME, dtype=dtype)
     shapes = [(2, k, 6, 5) for k in widths] + [spec.w_shape, spec.y_shape]
-    *parts, w, y = (
-        Memory(s, (s[1] * s[2] * s[3], 1, s[1] * s[3], s[1]), dtype) for s in shapes
-    )
-    return conv2d_parts.program(
-        conv2d_parts.forward(spec, tuple(parts), w, y, "ieee"), tile
-    ).recipes[0]
+    *parts, w, y = (StridedLayout.packed(s, dtype) for s in shapes)
+    gemm = conv2d_parts.forward(spec, tuple(parts), w, y, "ieee")
+    return conv2d_parts.launches(gemm, tile).launches[0]
 
 
 def test_a_part_without_channels_is_not_walked() -> None:
-    few, more = recipe((8, 16)), recipe((0, 8, 0, 16, 0))
+    few, more = launch((8, 16)), launch((0, 8, 0, 16, 0))
     assert (few.scalars, few.constants) == (more.scalars, more.constants)
     assert few.constants["FIRST"] == (0, 8)
     assert more.tensors["x"] == ("x0", "x1")
 
 
 def test_odd_parts_cost_no_one_else_wide_accesses() -> None:
-    assert recipe((3, 16, 12)).constants["XU"] == (1, 8, 4)
+    assert launch((3, 16, 12)).constants["X_UNIT"] == (1, 8, 4)
 
 
-WORK = conv2d_parts.Segmented(
+WORK = conv2d_parts.MultiInputShape(
     256, 2**16, 256, 9, 1, "float16", (1, 1, 2**16), widths=(96, 160)
 )
 
@@ -348,9 +345,11 @@ def test_the_default_tile(
     work = replace(
         WORK, m=m, channels=sum(widths), widths=tuple(widths), dtype=dtype, ieee=ieee
     )
-    tile = conv2d_parts.default(work, chip)
-    assert (tile.path, tile.splits) == ("pointers", 1)
-    most = {v[:3]: v[3] for v in tiles.SHAPES["pointers"]}[tile.m, tile.n, tile.warps]
+    tile = conv2d_parts.default_tile(work, chip)
+    assert (tile.kind, tile.split_k) == ("pointer", 1)
+    most = {v[:3]: v[3] for v in tiles.TILE_SHAPES["pointer"]}[
+        tile.m, tile.n, tile.warps
+    ]
     assert tile.stages == most or not tiles.fits(
         replace(tile, stages=tile.stages + 1), work, chip
     )
@@ -359,11 +358,11 @@ def test_the_default_tile(
         assert (tile.m, tile.n, tile.k) in ((128, 128, 16), (64, 32, 16), (32, 64, 16))
     else:
         deeper = [k for k in (32, 64) if tile.k < k <= 128 // ITEMSIZE[dtype]]
-        assert all(
-            work.steps_of("pointers", k) * k > work.steps(tile) * tile.k for k in deeper
-        )
+        assert all(work.steps_of(k) * k > work.steps(tile) * tile.k for k in deeper)
 
 
 def test_narrow_parts_are_not_read_in_wide_steps() -> None:
-    assert conv2d_parts.default(replace(WORK, widths=(16,) * 16), CHIPS[80]).k == 16
-    assert conv2d_parts.default(replace(WORK, widths=(64,) * 4), CHIPS[80]).k == 64
+    assert (
+        conv2d_parts.default_tile(replace(WORK, widths=(16,) * 16), CHIPS[80]).k == 16
+    )
+    assert conv2d_parts.default_tile(replace(WORK, widths=(64,) * 4), CHIPS[80]).k == 64

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.kernels.launch import Memory
+from hetconv.kernels.launch import StridedLayout
 from hetconv.kernels.triton import pack
 from hetconv.sharding.layout import Box
 from tests.interpreter import DEVICE, ON_GPU
@@ -269,9 +269,9 @@ def test_what_lies_side_by_side_is_moved_at_once(
 ) -> None:
     x = torch.empty(2, 6, 8, C, dtype=torch.float16, device="meta").permute(0, 3, 1, 2)
     y = torch.empty_like(x[of], memory_format=torch.channels_last)
-    recipe = pack.move_recipe((Memory.of(x[of]),), (Memory.of(y),), False)
-    assert recipe.constants["UNITS"] == (unit,)
-    dims = pack.dims(Memory.of(x[of]), Memory.of(y))
+    pair = StridedLayout.of(x[of]), StridedLayout.of(y)
+    assert pack.move_launch((pair,), False).constants["UNITS"] == (unit,)
+    dims = pack.merged_dims(*pair)
     assert sorted((d.size for d in dims[1:]), reverse=True) == list(sizes)
     assert dims[0].size * dims[1].size * dims[2].size * dims[3].size == y.numel()
 
@@ -295,11 +295,8 @@ def test_boxes_beyond_32_bits(
 
 def test_many_numbers_take_64_bits() -> None:
     """Wherever they are: a source may span few, as one that is expanded does."""
-    few = Memory((1, 8, 2**13, 2**12), (2**28, 1, 2**15, 8), "float16")
-    one = Memory((2, 8, 2**13, 2**13), (0, 1, 0, 8), "float16")
-    packed = Memory((2, 8, 2**13, 2**13), (2**29, 1, 2**16, 8), "float16")
-    for sources, targets, wide in (
-        ((few,), (few,), False),
-        ((few, one), (few, packed), True),
-    ):
-        assert pack.move_recipe(sources, targets, False).constants["WIDE"] == wide
+    few = StridedLayout((1, 8, 2**13, 2**12), (2**28, 1, 2**15, 8), "float16")
+    one = StridedLayout((2, 8, 2**13, 2**13), (0, 1, 0, 8), "float16")
+    packed = StridedLayout((2, 8, 2**13, 2**13), (2**29, 1, 2**16, 8), "float16")
+    for pairs, wide in (([(few, few)], False), ([(few, few), (one, packed)], True)):
+        assert pack.move_launch(pairs, False).constants["INT64"] == wide

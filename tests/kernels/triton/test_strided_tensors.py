@@ -15,13 +15,13 @@ from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile
 from hetconv.kernels.tiles import Pass
-from hetconv.sharding.conv_spec import Conv2dSpec
+from hetconv.sharding.conv_spec import ConvSpec
 from tests.interpreter import (
     BOUNDS,
-    BOXES,
     CHIP,
-    POINTERS,
+    POINTER,
     SAME,
+    TMA,
     assert_close,
     assert_right,
     by_triton,
@@ -97,7 +97,7 @@ ONE_TAP = images(16, 24, (6, 5), 1, 1)
     [LYING, ONE_TAP, replace(ONE_TAP, N=1)],
     ids=["3x3", "1x1", "1x1 of one image"],
 )
-def test_tensors_lie_anyhow(spec: Conv2dSpec, name: str, layout: str) -> None:
+def test_tensors_lie_anyhow(spec: ConvSpec, name: str, layout: str) -> None:
     t = tensors(spec)
     t = t._replace(**{name: LAYOUTS[layout](getattr(t, name))})
     passes: dict[str, tuple[Pass, ...]] = {
@@ -105,7 +105,7 @@ def test_tensors_lie_anyhow(spec: Conv2dSpec, name: str, layout: str) -> None:
         "w": ("forward", "input gradient"),
         "g": ("input gradient", "weight gradient"),
     }
-    assert_right(spec, t, POINTERS, passes[name])
+    assert_right(spec, t, POINTER, passes[name])
 
 
 @hopper
@@ -119,7 +119,7 @@ def test_boxes_come_from_tensors_that_lie_anyhow(
 ) -> None:
     t = tensors(LYING)
     assert_right(
-        LYING, t._replace(**{name: LAYOUTS[layout](getattr(t, name))}), BOXES, (what,)
+        LYING, t._replace(**{name: LAYOUTS[layout](getattr(t, name))}), TMA, (what,)
     )
 
 
@@ -127,22 +127,20 @@ def test_boxes_come_from_tensors_that_lie_anyhow(
 def test_boxes_are_refused_what_the_copy_engine_cannot_fetch(layout: str) -> None:
     t = tensors(LYING)
     with pytest.raises(
-        KernelError, match=r"boxes:64x64x16:4w2s1z fetches boxes.* 16-byte aligned"
+        KernelError, match=r"tma:64x64x16:4w2s1z reads by TMA.* 16-byte aligned"
     ):
-        by_triton("forward", LYING, t._replace(x=LAYOUTS[layout](t.x)), BOXES)
+        by_triton("forward", LYING, t._replace(x=LAYOUTS[layout](t.x)), TMA)
 
 
 def test_few_channels_of_a_wider_image_are_not_taken_for_its_numbers() -> None:
     spec = images(3, 20, (9, 11), 3, 7, (2, 2), ((1, 2), (3, 0)))
     t = tensors(spec)
     t = t._replace(x=placed(t.x, {1: (1, 1, 0)}))
-    assert_right(spec, t, POINTERS, ("forward", "weight gradient"))
+    assert_right(spec, t, POINTER, ("forward", "weight gradient"))
 
 
 @pytest.mark.parametrize("margins", PLACES.values(), ids=list(PLACES))
-@pytest.mark.parametrize(
-    "tile", [POINTERS, replace(POINTERS, splits=3), BOXES], ids=str
-)
+@pytest.mark.parametrize("tile", [POINTER, replace(POINTER, split_k=3), TMA], ids=str)
 def test_a_result_fills_its_slot_and_nothing_else(tile: Tile, margins: Margins) -> None:
     skip_unless_it_runs(tile)
     t = tensors(LYING)
@@ -157,9 +155,13 @@ def test_a_result_fills_its_slot_and_nothing_else(tile: Tile, margins: Margins) 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
 @pytest.mark.parametrize("empty", ["N", "C", "K"])
-def test_empty_convolutions(empty: str, backend: kernels.choice.Backend) -> None:
+def test_empty_convolutions(
+    empty: str, backend: kernels.backend_choice.Backend
+) -> None:
     sizes = {"N": 2, "C": 16, "K": 24, empty: 0}
-    spec = Conv2dSpec(sizes["N"], sizes["C"], 6, 5, sizes["K"], 3, 3, dtype="float16")
+    spec = replace(
+        images(sizes["C"], sizes["K"], (6, 5), 3, 3, dtype="float16"), N=sizes["N"]
+    )
     t = tensors(spec)
     zeros = kernels.conv2d_forward(t.x, t.w, None, *geometry(spec), backend=backend)
     assert zeros.shape == spec.y_shape
@@ -179,12 +181,12 @@ def test_empty_convolutions(empty: str, backend: kernels.choice.Backend) -> None
 
 @pytest.mark.parametrize(("N", "stride"), [(2, 2**31 + 16), (3, 2**30)])
 @pytest.mark.parametrize("name", ["x", "g"])
-@pytest.mark.parametrize("tile", [POINTERS, BOXES], ids=str)
+@pytest.mark.parametrize("tile", [POINTER, TMA], ids=str)
 def test_inputs_beyond_32_bits(
     tile: Tile, name: str, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
 ) -> None:
     skip_unless_it_runs(tile)
-    spec = Conv2dSpec(N, 16, 3, 4, 16, 2, 1, dtype="float16")
+    spec = replace(images(16, 16, (3, 4), 2, 1), N=N)
     t = tensors(spec)
     t = t._replace(**{name: sparse(getattr(t, name), stride)})
     assert_right(
@@ -196,14 +198,12 @@ def test_inputs_beyond_32_bits(
 
 
 @pytest.mark.parametrize(("N", "stride"), [(2, 2**31 + 16), (3, 2**30)])
-@pytest.mark.parametrize(
-    "tile", [POINTERS, replace(POINTERS, splits=3), BOXES], ids=str
-)
+@pytest.mark.parametrize("tile", [POINTER, replace(POINTER, split_k=3), TMA], ids=str)
 def test_an_output_beyond_32_bits(
     tile: Tile, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
 ) -> None:
     skip_unless_it_runs(tile)
-    spec = Conv2dSpec(N, 16, 3, 4, 16, 2, 1, dtype="float16")
+    spec = replace(images(16, 16, (3, 4), 2, 1), N=N)
     t = tensors(spec)
     slot = sparse(t.g, stride).fill_(torch.nan)
     args = (t.x, t.w, t.bias, *geometry(spec))
@@ -211,12 +211,12 @@ def test_an_output_beyond_32_bits(
     assert slot.equal(kernels.conv2d_forward(*args, tile=tile, backend="triton"))
 
 
-@pytest.mark.parametrize("tile", [POINTERS, BOXES], ids=str)
+@pytest.mark.parametrize("tile", [POINTER, TMA], ids=str)
 def test_filters_strewn_beyond_32_bits(
     tile: Tile, sparse: Callable[[Tensor, int], Tensor]
 ) -> None:
     skip_unless_it_runs(tile)
-    spec = Conv2dSpec(2, 16, 3, 4, 16, 2, 1, dtype="float16")
+    spec = images(16, 16, (3, 4), 2, 1)
     t = tensors(spec)
     assert_right(
         spec, t._replace(w=sparse(t.w, 2**28)), tile, ("forward", "input gradient")

@@ -280,7 +280,7 @@ class Tuning:
         last = self.said.splitlines()[-1]
         return (
             self.launcher.returncode == 2
-            and f"{rank} ({device}) was killed by SIGKILL; the last it did: " in last
+            and f"{rank} ({device}) was killed by SIGKILL; last action: " in last
         )
 
 

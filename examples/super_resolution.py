@@ -219,7 +219,7 @@ def typical_timeline(step: Callable[[], object]) -> pictures.Timeline:
 
         dist.barrier()
         start = time.perf_counter()
-        with throttle.listening(note):
+        with throttle.listen_to_computations(note):
             step()
         dist.barrier()
         length = time.perf_counter() - start

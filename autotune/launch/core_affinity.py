@@ -1,52 +1,62 @@
-"""On which cores ranks run, if some of their CPUs are slowed on purpose."""
+"""Assignment of CPU cores to ranks, some of which are slowed on purpose."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from .throttle import DeviceName
 
-Cores = frozenset[int]
-SLACK = 1e-6  # for sums of speeds
+SPEED_TOLERANCE = 1e-6  # of sums of speeds
 
 
-def cores_of(
+def assign_cores(
     devices: Sequence[DeviceName], cores: Collection[int]
-) -> list[Cores | None]:
-    """Returns the cores of each rank.
+) -> list[frozenset[int] | None]:
+    """Gives each CPU rank cores of its own, or with ranks whose speeds add up to one.
 
-    Ranks on CPUs have cores of their own, or share one with others so slow that together
-    they are one CPU: ``cpu,cpu@0.5,cpu@0.5`` on two cores are as fast as their names say.
-    It is empty for a GPU. Every rank has all cores where nothing is slowed, and where there
-    are too few.
+    On two cores the ranks of ``cpu,cpu@0.5,cpu@0.5`` are so as fast as their names say,
+    whatever their shares of the work: the slow ones take no time from the fast one.
 
     Args:
-        devices: one per rank.
-        cores: numbers of the cores of this process.
+        devices: The device of each rank.
+        cores: The cores that this process may use.
+
+    Returns:
+        The cores of each rank. None, for any core, on a GPU, where no CPU is slowed,
+        and where there are too few cores.
     """
-    on_cpus = [
-        rank for rank, d in enumerate(devices) if torch.device(d.device).type == "cpu"
+    cpu_ranks = [
+        rank
+        for rank, device in enumerate(devices)
+        if torch.device(device.device).type == "cpu"
     ]
-    groups: list[list[int]] = []
-    for rank in sorted(
-        on_cpus, key=lambda rank: -devices[rank].speed
-    ):  # first fit, the fastest first
-        fits = (
-            g for g in groups if sum(devices[r].speed for r in (*g, rank)) <= 1 + SLACK
-        )
-        group = next(fits, None)
-        if group is None:
-            groups.append([rank])
-        else:
-            group.append(rank)
-    slowed = any(devices[rank].emulated for rank in on_cpus)
-    each = len(cores) // len(groups) if slowed else 0
+    assigned: list[frozenset[int] | None] = [None] * len(devices)
+    if not any(devices[rank].emulated for rank in cpu_ranks):
+        return assigned
+    speeds = {rank: devices[rank].speed for rank in cpu_ranks}
+    groups = _first_fit(speeds)
     ordered = sorted(cores)
-    own = {
-        rank: frozenset(ordered[i * each : (i + 1) * each])
-        for i, group in enumerate(groups)
-        for rank in group
-    }
-    return [own.get(rank) or None for rank in range(len(devices))]
+    cores_per_group = len(ordered) // len(groups)
+    if cores_per_group == 0:
+        return assigned
+    for i, group in enumerate(groups):
+        first = i * cores_per_group
+        for rank in group:
+            assigned[rank] = frozenset(ordered[first : first + cores_per_group])
+    return assigned
+
+
+def _first_fit(speeds: Mapping[int, float]) -> list[list[int]]:
+    """Groups ranks whose speeds add up to at most one, the fastest ranks first."""
+    groups: list[list[int]] = []
+    for rank in sorted(speeds, key=lambda rank: -speeds[rank]):
+        for group in groups:
+            total = sum(speeds[member] for member in group) + speeds[rank]
+            if total <= 1 + SPEED_TOLERANCE:
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return groups

@@ -1,4 +1,4 @@
-"""Ranks: this process's own, under torchrun, or new local ones."""
+"""Functions on all ranks: those of torchrun, or new local processes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch.distributed as dist
 from hetconv.errors import HetConvError
 
 from . import throttle
-from .core_affinity import cores_of
+from .core_affinity import assign_cores
 from .supervisor import run_ranks
 from .throttle import DeviceName
 
-TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # Environment variables of the ranks that are started here, unless the user has set
-# them. glibc returns freed memory to the system and gets it back page by page, which
-# takes as long as some layers do; oneDNN would forget kernels when many plans take
-# turns.
+# them. By default glibc returns freed memory to the system and gets it back page by
+# page, which takes as long as some layers do, and oneDNN forgets kernels when many
+# plans take turns.
 CPU_SETTINGS = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TOP_PAD_": str(1 << 26),
@@ -65,8 +65,8 @@ def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) ->
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if world != len(devices):
             raise HetConvError(
-                f"torchrun started {world} ranks, but {len(devices)} devices were named; name "
-                "one per rank"
+                f"torchrun started {world} ranks, but {len(devices)} devices were named; name one "
+                "per rank"
             )
         return _run_rank(int(os.environ["RANK"]), "env://", devices, fn, args)
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // len(devices), 1))}
@@ -78,12 +78,12 @@ def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) ->
 @contextmanager
 def _unless_set(settings: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables, but for those that are set already."""
-    new = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ |= new
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ |= added
     try:
         yield
     finally:
-        for name in new:
+        for name in added:
             del os.environ[name]
 
 
@@ -95,7 +95,7 @@ def _run_local_rank(
     args: tuple[Any, ...],
 ) -> Any:
     if hasattr(os, "sched_setaffinity"):
-        cores = cores_of(devices, os.sched_getaffinity(0))[rank]
+        cores = assign_cores(devices, os.sched_getaffinity(0))[rank]
         if cores:
             os.sched_setaffinity(0, cores)
     world = str(len(devices))
@@ -128,7 +128,7 @@ def _run_rank(
         init_method=rendezvous,
         rank=rank,
         world_size=len(devices),
-        timeout=TIMEOUT,
+        timeout=COLLECTIVE_TIMEOUT,
     )
     result = fn(*args)
     dist.barrier()

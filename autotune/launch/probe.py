@@ -26,8 +26,8 @@ class Outcome:
     """Result of a test.
 
     Attributes:
-        problem: what went wrong, in words; None if all went well.
-        seconds: what the test took.
+        problem: What went wrong, in words; None if all went well.
+        seconds: What the test took.
     """
 
     problem: str | None
@@ -136,7 +136,7 @@ def _problem(failure: RankFailedError, timeout_s: float) -> str:
         return f"hangs in {failure.last_action}: no answer for {timeout_s:g} s"
     if failure.kind == "raised":
         return f"fails in {failure.last_action}: {main_reason(failure.detail)}"
-    output = f", having said: {failure.last_output}" if failure.last_output else ""
+    output = f"; last output: {failure.last_output}" if failure.last_output else ""
     return f"fails in {failure.last_action}: rank {failure.rank} died{output}"
 
 

@@ -1,10 +1,11 @@
-"""Progress of the measurements: a bar on a terminal, lines elsewhere; rank 0 alone prints."""
+"""Progress of a job: a bar on a terminal, plain lines elsewhere; only rank 0 shows it."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from math import inf
 from types import TracebackType
 
 from rich.console import Console
@@ -23,9 +24,18 @@ from .supervisor import log_last_action
 
 
 class Reporter:
-    """``with Reporter("autotune") as say: say.stage("operators", 12); say.advance("conv2d ...")``.
+    """Shows the stages of a job, and logs them as the last action of this rank.
 
-    ``budget``: seconds, of which is said how many are left. ``quiet``: nothing is said at all.
+    Args:
+        title: What stands before every line.
+        budget: Seconds that the job may take. The bar then shows how many are left.
+        quiet: Whether to show nothing.
+        console: Where to show it; standard error by default.
+
+    Example:
+        >>> with Reporter("autotune") as reporter:
+        ...     reporter.stage("operators", total=12)
+        ...     reporter.advance("conv2d 3x3")
     """
 
     def __init__(
@@ -37,16 +47,15 @@ class Reporter:
         console: Console | None = None,
     ):
         self._title, self._budget = title, budget
-        self._speaks = not quiet and os.environ.get("RANK", "0") == "0"
+        self._visible = not quiet and os.environ.get("RANK", "0") == "0"
         self._console = console or Console(stderr=True)
         self._start = time.monotonic()
-        self._bar = (
-            _bar(self._console, self._left)
-            if self._speaks and _draws(self._console)
-            else None
-        )
+        draws = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._bar: Progress | None = None
+        if self._visible and draws:
+            self._bar = _progress_bar(self._console, self._time_text)
         self._total = self._done = 0
-        self._stage, self._best = "", float("inf")
+        self._stage, self._best = "", inf
 
     def __enter__(self) -> Reporter:
         if self._bar is not None:
@@ -63,8 +72,8 @@ class Reporter:
             self._bar.stop()
 
     def stage(self, name: str, total: int) -> None:
-        """A new stage of ``total_cost`` steps."""
-        self._stage, self._total, self._done, self._best = name, total, 0, float("inf")
+        """Begins a stage of ``total`` steps."""
+        self._stage, self._total, self._done, self._best = name, total, 0, inf
         log_last_action(f"began {name}")
         if self._bar is not None:
             for task in self._bar.task_ids:
@@ -72,29 +81,29 @@ class Reporter:
             self._bar.add_task(f"{self._title}: {name}", total=total, best="", note="")
 
     def advance(self, note: str = "", value: float | None = None) -> None:
-        """Counts one step of the stage.
+        """Counts one step of the stage as done.
 
         Args:
-            note: what was done.
-            value: relative seconds of a trial; the lowest is shown.
+            note: What was done.
+            value: Relative seconds of a trial. The least of the stage is shown.
         """
         self._done += 1
-        log_last_action(f"{self._stage} {self._done}/{self._total} {note}")
-        self._best = min(self._best, value) if value is not None else self._best
-        best = f"best {self._best:.3f}x" if self._best < float("inf") else ""
+        text = f"{self._stage} {self._done}/{self._total} {note}"
+        if value is not None:
+            self._best = min(self._best, value)
+        best = f"best {self._best:.3f}x" if self._best < inf else ""
         if self._bar is not None:
+            log_last_action(text)
             self._bar.update(self._bar.task_ids[-1], advance=1, best=best, note=note)
-        elif self._speaks:
-            self.line(
-                f"{self._stage} {self._done}/{self._total} {note}{f', {best}' * bool(best)}"
-            )
+        else:
+            self.line(f"{text}, {best}" if best else text)
 
     def line(self, text: str) -> None:
-        """A line of its own, on standard error."""
+        """Shows a line of text, above the bar if there is one."""
         log_last_action(text)
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
-        elif self._speaks:
+        elif self._visible:
             limit = f" of {self._budget:.0f}" if self._budget else ""
             spent = f"{time.monotonic() - self._start:5.1f}{limit}"
             print(
@@ -103,21 +112,15 @@ class Reporter:
                 flush=True,
             )
 
-    def _left(self) -> str:
+    def _time_text(self) -> str:
         spent = time.monotonic() - self._start
-        return (
-            f"{spent:.0f} s"
-            if self._budget is None
-            else f"{max(self._budget - spent, 0):.0f} s left"
-        )
+        if self._budget is None:
+            return f"{spent:.0f} s"
+        return f"{max(self._budget - spent, 0):.0f} s left"
 
 
-def _draws(console: Console) -> bool:
-    return console.is_terminal and not console.is_dumb_terminal
-
-
-class _Time(ProgressColumn):
-    """Asked for at every refresh, also where no step is done."""
+class _TimeColumn(ProgressColumn):
+    """Column that changes at every refresh, not only after a step."""
 
     def __init__(self, text: Callable[[], str]):
         super().__init__(Column(no_wrap=True))
@@ -127,8 +130,8 @@ class _Time(ProgressColumn):
         return Text(self._text(), style="progress.remaining")
 
 
-def _bar(console: Console, left: Callable[[], str]) -> Progress:
-    """Where the terminal is narrow, the note is cut off."""
+def _progress_bar(console: Console, time_text: Callable[[], str]) -> Progress:
+    # The note is cut off where the terminal is narrow.
     note = TextColumn(
         "{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, ratio=1)
     )
@@ -137,7 +140,7 @@ def _bar(console: Console, left: Callable[[], str]) -> Progress:
         BarColumn(12),
         MofNCompleteColumn(),
         TextColumn("{task.fields[best]}"),
-        _Time(left),
+        _TimeColumn(time_text),
         note,
         console=console,
         expand=True,

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,11 +34,13 @@ class RankFailedError(HetConvError):
     """A local rank raised an error, died, or reported nothing for too long.
 
     Attributes:
-        rank: its number.
+        rank: Its number.
         kind: "raised", "died" or "hung".
-        detail: the error's text, how the process ended, or the limit in seconds.
-        last_action: what the rank reported last.
-        last_output: the last line that it printed, if its output was kept.
+        detail: The error's text, how the process ended, or the limit in seconds.
+        last_action: What the rank reported last.
+        last_output: The last line that it printed, if its output was kept.
+
+    The traceback of a rank that raised an error is a note of this one.
     """
 
     def __init__(
@@ -53,14 +55,15 @@ class RankFailedError(HetConvError):
         self.rank, self.kind, self.detail = rank, kind, detail
         self.last_action, self.last_output = last_action, last_output
         verb = "failed: " if kind == "raised" else ""
-        super().__init__(f"rank {rank} ({name}) {verb}{detail}{self._after()}")
-
-    def _after(self) -> str:
-        return f"; the last it did: {self.last_action}" if self.last_action else ""
+        action = f"; last action: {last_action}" if last_action else ""
+        super().__init__(f"rank {rank} ({name}) {verb}{detail}{action}")
 
 
 def log_last_action(action: str) -> None:
-    """Records what this rank is doing, for the report of its failure."""
+    """Records what this rank is doing, for the report of its failure.
+
+    It does nothing in a process that `run_ranks` did not start.
+    """
     if _action_file is not None:
         _action_file.write_text(action, encoding="utf-8")
 
@@ -81,11 +84,11 @@ def run_ranks(
     that fails.
 
     Args:
-        names: What error messages call each rank.
+        names: The names of the ranks in error messages, such as their devices.
         fn: A picklable function. ``rendezvous`` is the ``file://`` address of a process
             group.
         args: Picklable arguments.
-        start_method: Of `multiprocessing`.
+        start_method: A start method of `multiprocessing`.
         grace_s: Seconds in which the others may end after a failure.
         max_silence_s: Seconds after which a rank that logs no action counts as hung;
             None for never.
@@ -125,26 +128,26 @@ def _wait(
     max_silence_s: float | None,
 ) -> None:
     start, deadline = time.time(), math.inf
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
     ended: dict[int, int] = {}  # exit status by rank, in the order in which they ended
-    while len(ended) < len(processes) and time.monotonic() < deadline:
+    while running and time.monotonic() < deadline:
         watched = max_silence_s is not None or deadline < math.inf
-        # Not by their exit codes: one that ended since the last look would be left out.
-        running = [p.sentinel for rank, p in enumerate(processes) if rank not in ended]
-        connection.wait(running, POLL_S if watched else None)
-        for rank, process in enumerate(processes):
-            if process.exitcode is not None and rank not in ended:
-                ended[rank] = process.exitcode
+        for sentinel in connection.wait(list(running), POLL_S if watched else None):
+            assert isinstance(sentinel, int)
+            rank = running.pop(sentinel)
+            # A sentinel is ready a little before the exit status is known.
+            processes[rank].join()
+            ended[rank] = processes[rank].exitcode or 0
         if any(ended.values()):
             deadline = min(deadline, time.monotonic() + grace_s)
         elif max_silence_s is not None:
-            alive = [rank for rank in range(len(processes)) if rank not in ended]
-            _check_silence(alive, folder, names, start, max_silence_s)
+            _check_silence(running.values(), folder, names, start, max_silence_s)
     if any(ended.values()):
         raise _failure(folder, names, ended)
 
 
 def _check_silence(
-    alive: Sequence[int],
+    alive: Iterable[int],
     folder: Path,
     names: Sequence[str],
     start: float,
@@ -173,8 +176,10 @@ def _failure(
     died = [rank for rank, file in errors.items() if not file.exists()]
     if not died:
         rank = min(errors, key=lambda rank: errors[rank].stat().st_mtime_ns)
-        text, action = pickle.loads(errors[rank].read_bytes())
-        return RankFailedError(rank, names[rank], "raised", text, action)
+        text, action, stack = pickle.loads(errors[rank].read_bytes())
+        failure = RankFailedError(rank, names[rank], "raised", text, action)
+        failure.add_note(f"Of rank {rank}:\n{stack}")
+        return failure
     rank = died[0]
     status = ended[rank]
     detail = (
@@ -218,7 +223,8 @@ def _run_rank(
         # An error of hetconv's own says all that there is to say.
         complete = isinstance(e, HetConvError) and not isinstance(e, LostRankError)
         text = "".join(traceback.format_exception_only(e)).strip()
-        error = (str(e), "") if complete else (text, _last_action(folder, rank))
+        summary = (str(e), "") if complete else (text, _last_action(folder, rank))
+        error = (*summary, traceback.format_exc())
         (folder / f"{rank}.error").write_bytes(pickle.dumps(error))
         sys.stderr.flush()
         # At once: open connections could keep this process, and so the others.

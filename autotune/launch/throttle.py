@@ -1,11 +1,12 @@
-"""Devices that are slowed on purpose, to try uneven pairs on one machine.
+"""Devices slowed on purpose: ``cpu@0.5`` computes at half the speed of ``cpu``.
 
-``cpu@0.5`` computes at half the speed of ``cpu``. Every local convolution and linear
-layer, forward and backward, is followed by a sleep: a hook around them (see
-`hetconv.kernels.compute_hook`) is installed while the device is slowed, or while there is
-a listener. A CPU with one thread has that speed however often others use its core: it
-sleeps less for the time that it waited for the core. So two of ``cpu@0.5`` can share
-one. What is measured or printed of such a device is marked as emulated.
+With them, devices of unequal speed can be tried on one machine. A hook around every
+local convolution and linear layer (see `hetconv.kernels.compute_hook`) sleeps after
+each computation, forward and backward.
+
+Ranks on slowed CPUs may share a core. What such a rank, if it computes in one thread,
+waits for the core while others run on it counts as sleep. So it keeps the speed that
+its name says.
 """
 
 from __future__ import annotations
@@ -23,45 +24,19 @@ from hetconv.comm.cpu_time import waits_s
 from hetconv.errors import HetConvError
 from hetconv.kernels.compute_hook import set_compute_hook
 
+# By which a timer wakes a process late while another one has its turn on the core.
+MAX_TIMER_DELAY_S = 5e-3
+
 T = TypeVar("T")
-
-
-class _Clocks(NamedTuple):
-    """Seconds by the wall, and by the thread's own clock."""
-
-    wall: float
-    own: float
-
-
-class Computation(NamedTuple):
-    """A computation that was slowed.
-
-    Attributes:
-        start: seconds of time.perf_counter.
-        end: likewise, as if nothing had been waited for before it.
-        own_s: seconds of the thread's clock, without sleep or others' turns on the core.
-    """
-
-    start: float
-    end: float
-    own_s: float
-
-
-_slowness = 1.0
-_overslept = 0.0  # seconds, of all sleeps so far, and waited between what was stretched
-_waited = 0.0  # seconds until the last time that something had been stretched
-_aside = _Clocks(0.0, 0.0)  # so far, in all that was stretched
-# the latest that a timer wakes a process, in seconds, while others use its core for a
-# turn
-LATE = 5e-3
-_listeners: list[Callable[[Computation], None]] = []
 
 
 @dataclass(frozen=True)
 class DeviceName:
-    """A device of torch, and the speed that is left of it.
+    """A torch device and the part of its speed that is left.
 
-    It is written ``cpu``, ``cuda:1`` or, slowed on purpose, ``cpu@0.5``.
+    Attributes:
+        device: As torch writes it: ``cpu`` or ``cuda:1``.
+        speed: In (0, 1]; below 1 the device is slowed on purpose.
     """
 
     device: str
@@ -69,11 +44,11 @@ class DeviceName:
 
     @staticmethod
     def parse(text: str) -> DeviceName:
-        """Reads a device.
+        """Reads a name such as ``cpu``, ``cuda:1`` or ``cpu@0.5``.
 
         Raises:
-            HetConvError: the text is neither a CPU nor a CUDA device, or the speed is outside
-                (0, 1].
+            HetConvError: The text names neither a CPU nor a CUDA device, or the speed
+                is outside (0, 1].
         """
         device, at, speed = text.strip().partition("@")
         try:
@@ -82,12 +57,11 @@ class DeviceName:
             raise HetConvError(
                 f"device {text!r} is not understood; write cpu, cuda:0, or cpu@0.5 for half speed"
             ) from e
-        if (
-            torch.device(device).type not in ("cpu", "cuda")
-            or not 0 < parsed.speed <= 1
-        ):
+        known = torch.device(device).type in ("cpu", "cuda")
+        if not known or not 0 < parsed.speed <= 1:
             raise HetConvError(
-                f"device {text!r} is neither a CPU nor a CUDA device at a speed between 0 and 1"
+                f"device {text!r} is neither a CPU nor a CUDA device at a speed between 0 and 1; "
+                "write cpu, cuda:0, or cpu@0.5 for half speed"
             )
         return parsed
 
@@ -100,151 +74,196 @@ class DeviceName:
         return f"{self.device}@{self.speed:g}" if self.emulated else self.device
 
 
+class Computation(NamedTuple):
+    """Record of a computation that is over.
+
+    Attributes:
+        start: By `time.perf_counter`, in seconds.
+        end: Likewise, after the sleep of a slowed device, as if the sleep had not been
+            shorter for what the thread waited before the computation.
+        thread_s: Seconds of the thread's own clock, which counts neither the sleep nor
+            the turns of others on the core.
+    """
+
+    start: float
+    end: float
+    thread_s: float
+
+
+class _Times(NamedTuple):
+    wall_s: float
+    thread_s: float
+
+    def minus(self, other: _Times) -> _Times:
+        return _Times(self.wall_s - other.wall_s, self.thread_s - other.thread_s)
+
+
+class _Start(NamedTuple):
+    wall_s: float
+    net: _Times  # without all computations that were over by then
+    waited_s: float
+
+
+_slowdown = 1.0
+_listeners: list[Callable[[Computation], None]] = []
+_computed = _Times(0.0, 0.0)  # in all computations so far
+# By which the next sleep is shorter, because earlier ones ended late or the thread
+# waited for its core since the last computation.
+_late_s = 0.0
+_counted_waits_s = 0.0  # by `waits_s`; only later waits make a sleep shorter
+
+
 def set_speed(speed: float) -> None:
-    """From now on this process computes at ``speed`` (0 < speed <= 1) of what it could."""
-    global _slowness, _overslept
+    """Slows this process from now on.
+
+    Args:
+        speed: The part of its speed that is left, in (0, 1].
+
+    Raises:
+        HetConvError: The speed is outside (0, 1].
+    """
+    global _slowdown, _late_s
     if not 0 < speed <= 1:
         raise HetConvError(
             f"an emulated speed of {speed} was asked for; give one above 0 and at most 1"
         )
-    forget_waits()
-    _slowness, _overslept = 1 / speed, 0.0
-    _install()
+    discard_core_waits()
+    _slowdown, _late_s = 1 / speed, 0.0
+    _update_hook()
 
 
-def slowness() -> float:
-    """How many times as long as it could this process takes for what is `stretched`."""
-    return _slowness
+def slowdown() -> float:
+    """Returns how many times as long this process computes as at full speed."""
+    return _slowdown
 
 
-def forget_waits() -> None:
-    """No sleep is shorter any more for what this thread waited for its core until now."""
-    global _waited
-    _waited = waits_s()
-
-
-def as_it_is() -> bool:
-    """Whether nothing is slowed and nobody listens, so that `stretched` does nothing."""
-    return _slowness == 1 and not _listeners
+def discard_core_waits() -> None:
+    """Makes the next sleep no shorter for what the thread waited for its core so far."""
+    global _counted_waits_s
+    _counted_waits_s = waits_s()
 
 
 @contextmanager
-def listening(listener: Callable[[Computation], None]) -> Iterator[None]:
-    """Context in which ``listener`` is called after every computation."""
+def listen_to_computations(listener: Callable[[Computation], None]) -> Iterator[None]:
+    """Calls ``listener`` after each computation of a layer within the block."""
     _listeners.append(listener)
-    _install()
+    _update_hook()
     try:
         yield
     finally:
         _listeners.remove(listener)
-        _install()
+        _update_hook()
 
 
-class _Stretching:
-    """The hook around the local computations of layers."""
+def throttled(compute: Callable[[], T], device: torch.device) -> T:
+    """Runs a computation, and sleeps for as long as the speed of this process says.
 
-    def once(self, compute: Callable[[], T], device: torch.device) -> T:
-        return stretched(compute, device)
+    Args:
+        compute: The computation. Throttled ones within it are not slowed twice.
+        device: The device of this rank.
 
-    def with_backward(
-        self, compute: Callable[[], Tensor], device: torch.device
-    ) -> Tensor:
-        return both_stretched(compute, device)
-
-
-def _install() -> None:
-    set_compute_hook(None if as_it_is() else _Stretching())
-
-
-class _Begun(NamedTuple):
-    at: _Clocks
-    aside: _Clocks
-    # seconds, for the core since the last computation, which the sleep is to make good
-    waited: float
-
-
-def stretched(compute: Callable[[], T], device: torch.device) -> T:
-    """Runs ``compute``, and sleeps for as much longer as the emulated speed says."""
-    if as_it_is():
+    Returns:
+        What ``compute`` returns.
+    """
+    if not _active():
         return compute()
-    begun = _begin(device)
+    start = _begin(device)
     result = compute()
-    _finish(begun, device)
+    _finish(start, device)
     return result
 
 
-def both_stretched(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Slows a computation, and the backward of its one autograd node.
+def throttled_with_backward(
+    compute: Callable[[], Tensor], device: torch.device
+) -> Tensor:
+    """Throttles a computation and the node of autograd's graph that it makes.
 
-    The node may be followed by views of its result, as a linear layer's is.
+    Args:
+        compute: The computation, such as a convolution of PyTorch's. Its node may be
+            followed by views of the result, as that of a linear layer is.
+        device: The device of this rank.
+
+    Returns:
+        What ``compute`` returns.
     """
-    y = stretched(compute, device)
-    if as_it_is():
-        return y
-    node = y.grad_fn
+    y = throttled(compute, device)
+    node = y.grad_fn if _active() else None
     while node is not None and "View" in node.name():
         node = node.next_functions[0][0]
     if node is not None:
-        begun: list[_Begun] = []
-        node.register_prehook(lambda *_: begun.append(_begin(device)))
-        node.register_hook(lambda *_: _finish(begun.pop(), device))
+        starts: list[_Start] = []
+        node.register_prehook(lambda *_: starts.append(_begin(device)))
+        node.register_hook(lambda *_: _finish(starts.pop(), device))
     return y
 
 
-def _begin(device: torch.device) -> _Begun:
-    global _overslept
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    waited = max(waits_s() - _waited, 0.0) if _shares_its_core(device) else 0.0
-    waited = min(waited, LATE - _overslept)
-    _overslept += waited
-    return _Begun(_now(), _aside, waited)
-
-
-def _finish(begun: _Begun, device: torch.device) -> None:
-    """Sleeps for the rest. What was stretched in the middle is not stretched again."""
-    global _overslept, _aside
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    done = _now()
-    seconds = done.wall - begun.at.wall - (_aside.wall - begun.aside.wall)
-    own_s = done.own - begun.at.own - (_aside.own - begun.aside.own)
-    rest = (own_s if _shares_its_core(device) else seconds) * _slowness - seconds
-    heard = time.perf_counter()
-    if (
-        _slowness > 1 and rest > _overslept
-    ):  # to sleep for no time takes as long as the timer is late
-        time.sleep(rest - _overslept)
-    slept = time.perf_counter() - heard
-    # A sleep ends late: the next one is that much shorter, but for what a busy machine,
-    # not the timer, took.
-    _overslept = min(_overslept + slept - rest, LATE)
-    for listener in _listeners:
-        listener(Computation(begun.at.wall, done.wall + slept + begun.waited, own_s))
-    if _shares_its_core(device):
-        forget_waits()
-    _aside = _with_time_since(begun.at, begun.aside)
-
-
-def _now() -> _Clocks:
-    return _Clocks(time.perf_counter(), time.thread_time())
-
-
-def _with_time_since(began: _Clocks, before: _Clocks) -> _Clocks:
-    now = _now()
-    return _Clocks(
-        before.wall + now.wall - began.wall, before.own + now.own - began.own
-    )
-
-
-def _shares_its_core(device: torch.device) -> bool:
-    """Whether this process sleeps less for what others had its core."""
-    return _slowness > 1 and tells_turns(device)
-
-
-def tells_turns(device: torch.device) -> bool:
-    """Returns whether the thread's clock tells when others have its core.
-
-    It does for a CPU with one thread.
-    """
+def computes_in_one_thread(device: torch.device) -> bool:
+    """Tells whether the calling thread's clock counts all that a device computes."""
     return device.type == "cpu" and torch.get_num_threads() == 1
+
+
+class _ThrottleHook:
+    once = staticmethod(throttled)
+    with_backward = staticmethod(throttled_with_backward)
+
+
+def _active() -> bool:
+    return _slowdown > 1 or bool(_listeners)
+
+
+def _update_hook() -> None:
+    set_compute_hook(_ThrottleHook() if _active() else None)
+
+
+def _begin(device: torch.device) -> _Start:
+    global _late_s
+    _synchronize(device)
+    waited_s = 0.0
+    if _counts_waits(device):
+        # The last count may be another thread's.
+        waited_s = max(waits_s() - _counted_waits_s, 0.0)
+        waited_s = min(waited_s, MAX_TIMER_DELAY_S - _late_s)
+    _late_s += waited_s
+    now = _now()
+    return _Start(now.wall_s, now.minus(_computed), waited_s)
+
+
+def _finish(start: _Start, device: torch.device) -> None:
+    global _late_s, _computed
+    _synchronize(device)
+    end = _now()
+    wall_s, thread_s = end.minus(_computed).minus(start.net)
+    busy_s = thread_s if _counts_waits(device) else wall_s
+    pause_s = busy_s * _slowdown - wall_s
+    slept_s = _sleep(pause_s - _late_s)
+    # On a busy machine a sleep may last much longer than for what the timer is late.
+    _late_s = min(_late_s + slept_s - pause_s, MAX_TIMER_DELAY_S)
+    unshortened_end = end.wall_s + slept_s + start.waited_s
+    for listener in _listeners:
+        listener(Computation(start.wall_s, unshortened_end, thread_s))
+    if _counts_waits(device):
+        discard_core_waits()
+    _computed = _now().minus(start.net)
+
+
+def _sleep(seconds: float) -> float:
+    """Returns how long the sleep took."""
+    if seconds <= 0:
+        return 0.0
+    start = time.perf_counter()
+    time.sleep(seconds)
+    return time.perf_counter() - start
+
+
+def _counts_waits(device: torch.device) -> bool:
+    """Tells whether sleeps are shorter for what the thread waits for its core."""
+    return _slowdown > 1 and computes_in_one_thread(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _now() -> _Times:
+    return _Times(time.perf_counter(), time.thread_time())

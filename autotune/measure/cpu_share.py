@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from hetconv.autotune.launch.throttle import slowness, tells_turns
+from hetconv.autotune.launch.throttle import computes_in_one_thread, slowdown
 from hetconv.comm.cpu_time import SHARED
 from hetconv.comm.rank_group import RankGroup
 
@@ -46,7 +46,7 @@ def uses_thread_clock(device: torch.device, throttled: bool = True) -> bool:
         throttled: whether the work is slowed on a device that is slowed on purpose. It
             then sleeps less for others' turns, and takes what the wall clock says.
     """
-    return tells_turns(device) and (not throttled or slowness() == 1)
+    return computes_in_one_thread(device) and (not throttled or slowdown() == 1)
 
 
 def clock_and_factor(

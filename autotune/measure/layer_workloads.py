@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.autotune.launch.throttle import stretched
+from hetconv.autotune.launch.throttle import throttled
 from hetconv.cost.operator_cost import kind_of, operator_key
 from hetconv.planner.partition import extent_of, granularity
 from hetconv.schemas.device_model import Axis
@@ -131,8 +131,8 @@ class LayerWorkload:
         else:
             forward, backward = self._linear(self.op, size, device)
         return PassCalls(
-            lambda: stretched(forward, device),
-            lambda: stretched(backward, device),
+            lambda: throttled(forward, device),
+            lambda: throttled(backward, device),
             whole=size == self.extent,
         )
 

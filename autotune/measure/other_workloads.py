@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.autotune.launch.throttle import stretched
+from hetconv.autotune.launch.throttle import throttled
 from hetconv.comm.rank_group import RankGroup, rank_group_of
 from hetconv.ops.conv import conv_case, convolution
 from hetconv.runtime.het_tensor import HetTensor
@@ -202,10 +202,10 @@ class DispatchOverhead:
         args: Any = (spec.stride, spec.padding, spec.dilation, spec.groups)
         kernels_alone = time_passes(
             PassCalls(
-                lambda: stretched(
+                lambda: throttled(
                     lambda: kernels.conv_forward(x, w, None, *args), device
                 ),
-                lambda: stretched(
+                lambda: throttled(
                     lambda: kernels.conv_backward(dy, x, w, *args), device
                 ),
             )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetconv.autotune.launch.throttle import forget_waits
+from hetconv.autotune.launch.throttle import discard_core_waits
 from hetconv.comm.rank_group import all_gather_object, rank_group_of
 from hetconv.torch_internals import gpu_sleep
 
@@ -53,7 +53,7 @@ def timed(
     """Returns the seconds of one call, with the device idle before and after."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    forget_waits()
+    discard_core_waits()
     start = clock()
     action()
     if device.type == "cuda":

@@ -20,7 +20,7 @@ from torch import nn
 
 from hetconv.autotune.launch import throttle
 from hetconv.autotune.launch.supervisor import log_last_action
-from hetconv.autotune.launch.throttle import Computation, stretched
+from hetconv.autotune.launch.throttle import Computation, throttled
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.cpu_share import core_share, uses_thread_clock
 from hetconv.autotune.measure.model_inputs import ModelInputs
@@ -150,7 +150,7 @@ def plain_step(
         model = model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         inputs = map_tensors(torch.Tensor.contiguous, inputs)
     step, device = step_of(model, inputs, mode), device_of(model)
-    return lambda: stretched(step, device)
+    return lambda: throttled(step, device)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -265,10 +265,10 @@ class Race:
         found = []
         for _ in range(count):
             computations: list[Computation] = []
-            with throttle.listening(computations.append):
+            with throttle.listen_to_computations(computations.append):
                 seconds = time_step(step, self._device, group)
             if own_clock:
-                compute_s = sum(c.own_s for c in computations) / share
+                compute_s = sum(c.thread_s for c in computations) / share
             else:
                 compute_s = sum(c.end - c.start for c in computations)
             found.append(compute_s * step_s / seconds)

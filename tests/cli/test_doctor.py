@@ -95,7 +95,7 @@ def test_a_backend_that_raises_is_named_with_the_operation_and_the_reason() -> N
 
 def test_a_rank_that_dies_is_named_with_its_last_words() -> None:
     problem = try_pair(CPUS, "gloo", 30, dies).problem
-    assert problem == "fails in all_reduce: rank 1 died, having said: cannot go on"
+    assert problem == "fails in all_reduce: rank 1 died; last output: cannot go on"
 
 
 def test_a_wrong_sum_is_a_failure() -> None:

@@ -1,4 +1,4 @@
-"""Which ranks run on which cores."""
+"""Assignment of cores to ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hetconv.autotune.launch.core_affinity import cores_of
+from hetconv.autotune.launch.core_affinity import assign_cores
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 
 
@@ -20,7 +20,7 @@ from hetconv.autotune.launch.launcher import parse_devices, run_on
         ("cpu@0.4,cpu@0.3,cpu@0.3,cpu@0.6", 2, [{0}, {1}, {1}, {0}]),
         ("cpu,cpu@0.5", 5, [{0, 1}, {2, 3}]),
         ("cpu,cpu@0.6,cpu@0.5", 2, [None, None, None]),  # too few cores
-        ("cpu,cpu", 2, [None, None]),  # as the system likes
+        ("cpu,cpu", 2, [None, None]),  # any core
         ("cuda:0,cpu@0.5,cuda:1@0.5,cpu:0", 2, [None, {1}, None, {0}]),
         ("cuda:0@0.5,cpu", 2, [None, None]),
         ("cuda:0,cuda:1", 1, [None, None]),
@@ -29,18 +29,19 @@ from hetconv.autotune.launch.launcher import parse_devices, run_on
 def test_slow_cpus_share_a_core_that_is_as_fast_as_all_of_them(
     devices: str, cores: int, own: list[set[int] | None]
 ) -> None:
-    assert cores_of(parse_devices(devices), range(cores)) == own
+    assert assign_cores(parse_devices(devices), range(cores)) == own
 
 
-def bound() -> set[int]:
+def own_cores() -> set[int]:
     return os.sched_getaffinity(0)
 
 
 @pytest.mark.skipif(
-    not hasattr(os, "sched_getaffinity"), reason="ranks are not bound to cores here"
+    not hasattr(os, "sched_getaffinity"),
+    reason="the system does not bind processes to cores",
 )
 def test_ranks_run_on_their_cores() -> None:
     here = os.sched_getaffinity(0)
     for devices in ("cpu,cpu@0.5", "cpu,cpu"):
-        own = cores_of(parse_devices(devices), here)[0] or here
-        assert run_on(parse_devices(devices), bound) == own
+        own = assign_cores(parse_devices(devices), here)[0] or here
+        assert run_on(parse_devices(devices), own_cores) == own

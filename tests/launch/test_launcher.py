@@ -1,6 +1,4 @@
-"""Local ranks: what comes back, and how the others and the caller learn of one that
-fails or dies.
-"""
+"""Local ranks: their result, and what follows when one of them fails."""
 
 from __future__ import annotations
 
@@ -18,16 +16,17 @@ import pytest
 import torch.distributed as dist
 
 import hetconv
+from hetconv.autotune.launch import supervisor
 from hetconv.autotune.launch.launcher import CPU_SETTINGS, parse_devices, run_on
-from hetconv.autotune.launch.supervisor import log_last_action
+from hetconv.autotune.launch.supervisor import RankFailedError, log_last_action
 from hetconv.comm.rank_group import all_gather_object, rank_group_of
 from tests import ROOT
 
 PAIR = parse_devices("cpu,cpu@0.5")
 
 
-def behaving(how: str) -> Any:
-    """On rank 1 as said, while rank 0 waits for it, or computes."""
+def behave(how: str) -> Any:
+    """Fails on rank 1 in one of several ways while rank 0 waits for it, or is busy."""
     log_last_action("began")
     if dist.get_rank() == 1:
         if how == "is killed":
@@ -44,25 +43,25 @@ def behaving(how: str) -> Any:
     return {"rank": dist.get_rank()}
 
 
-def test_rank_0_s_result_comes_back() -> None:
-    assert run_on(PAIR, behaving, "is right") == {"rank": 0}
+def test_the_result_of_rank_0_is_returned() -> None:
+    assert run_on(PAIR, behave, "is right") == {"rank": 0}
 
 
-def much_said() -> int:
-    """Of what gloo's threads have let nothing go when the program ends."""
+def many_gathers() -> int:
+    """Makes messages of which gloo's threads may still hold some when the process ends."""
     group = rank_group_of()
     return sum(sum(all_gather_object(group, 1)) for _ in range(20))
 
 
-def test_ranks_end_in_order_right_after_a_message() -> None:
-    assert run_on(PAIR, much_said) == 40
+def test_ranks_end_without_error_right_after_a_message() -> None:
+    assert run_on(PAIR, many_gathers) == 40
 
 
 def settings() -> dict[str, str]:
     return {name: os.environ[name] for name in CPU_SETTINGS}
 
 
-def test_ranks_keep_kernels_unless_told_otherwise(
+def test_ranks_have_the_settings_for_cpus_unless_others_are_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in CPU_SETTINGS:
@@ -75,29 +74,42 @@ def test_ranks_keep_kernels_unless_told_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
-        (
-            "is killed",
-            r"rank 1 \(cpu@0.5\) was killed by SIGKILL; the last it did: began",
-        ),
-        ("exits", r"rank 1 \(cpu@0.5\) ended with status 7; the last it did: began"),
-        ("refuses", r"rank 1 \(cpu@0.5\) failed: no such plan"),
-        (
-            "raises",
-            r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began",
-        ),
-        (
-            "raises meanwhile",
-            r"rank 1 \(cpu@0.5\) failed: ValueError: of\ntwo lines; the last it did: began",
-        ),
+        ("is killed", "was killed by SIGKILL; last action: began"),
+        ("exits", "ended with status 7; last action: began"),
+        ("refuses", "failed: no such plan"),
+        ("raises", "failed: ValueError: of\ntwo lines; last action: began"),
+        ("raises meanwhile", "failed: ValueError: of\ntwo lines; last action: began"),
     ],
 )
-def test_the_first_that_fails_is_named_and_nobody_waits_for_it(
-    how: str, said: str
+def test_the_first_rank_that_fails_is_named_and_ends_the_others(
+    how: str, message: str
 ) -> None:
-    with pytest.raises(hetconv.HetConvError, match=f"^{said}$"):
-        run_on(PAIR, behaving, how)
+    with pytest.raises(RankFailedError) as error:
+        run_on(PAIR, behave, how)
+    assert str(error.value) == f"rank 1 (cpu@0.5) {message}"
+    assert isinstance(error.value, hetconv.HetConvError)
+    stacks = getattr(error.value, "__notes__", [])
+    assert ["in behave" in stack for stack in stacks] == [True] * ("failed" in message)
+
+
+class LateStatus:
+    """A process whose sentinel is ready before its exit status is known."""
+
+    exitcode: int | None = None
+
+    def __init__(self) -> None:
+        self.sentinel, end_of_process = os.pipe()
+        os.close(end_of_process)
+
+    def join(self) -> None:
+        self.exitcode = 0
+
+
+@pytest.mark.timeout(20)
+def test_an_exit_status_is_waited_for(tmp_path: Path) -> None:
+    supervisor._wait([LateStatus(), LateStatus()], tmp_path, ["cpu", "cpu"], 0.0, None)  # type: ignore[list-item]
 
 
 SLEEPING = """
@@ -123,11 +135,10 @@ def test_ranks_end_with_the_process_that_started_them(
         "TMPDIR": str(tmp_path),
     }
     command = [sys.executable, str(tmp_path / "sleeping.py"), str(tmp_path)]
-    heeding = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # which what runs in the background does not
+    # A process in the background ignores SIGINT by default.
+    heed_interrupt = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     launcher = subprocess.Popen(
-        command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heeding
+        command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupt
     )
     files = [tmp_path / "0", tmp_path / "1"]
     _until(lambda: all(f.exists() and f.read_text() for f in files))
@@ -145,7 +156,7 @@ def _until(done: Any) -> None:
 
 
 def pages_of_a_step() -> int:
-    """Pages that the system gives a step which needs 120 MiB, once memory has settled."""
+    """Returns the fewest pages that the system gives to one of 20 steps of 120 MiB."""
     import torch
 
     from hetconv.autotune.measure.timer import pages_taken
@@ -164,5 +175,5 @@ def pages_of_a_step() -> int:
     platform.libc_ver()[0] != "glibc",
     reason="other C libraries keep freed memory in other ways",
 )
-def test_ranks_that_are_started_keep_the_memory_that_a_step_frees() -> None:
+def test_ranks_keep_the_memory_that_a_step_frees() -> None:
     assert run_on(PAIR[:1], pages_of_a_step) < 1000  # of 30720 pages of 4 KiB

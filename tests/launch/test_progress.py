@@ -1,4 +1,4 @@
-"""What a person sees of a job that is under way, on terminals of every kind."""
+"""Progress of a job, on terminals of every kind."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hetconv.autotune.launch import progress
 from hetconv.autotune.launch.progress import Reporter
 
 
-def seen(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]:
-    """The lines of two stages, ten seconds apart."""
+def shown(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]:
+    """Returns the lines of two stages, ten seconds apart."""
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     monkeypatch.setenv("TERM", "dumb" if options.pop("dumb", False) else "xterm")
@@ -23,14 +23,16 @@ def seen(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]:
         options.get("budget"),
     )
     console = Console(file=io.StringIO(), force_terminal=bool(terminal), width=100)
-    with Reporter("autotune", budget=budget, quiet=bool(quiet), console=console) as say:
-        say.stage("operators", 2)
+    with Reporter(
+        "autotune", budget=budget, quiet=bool(quiet), console=console
+    ) as reporter:
+        reporter.stage("operators", 2)
         now[0] = 10.0
-        say.advance("a [conv]")
-        say.stage("ratio", 4)
+        reporter.advance("a [conv]")
+        reporter.stage("ratio", 4)
         for value in (1.0, 0.875, 0.9, None):
-            say.advance(f"tried {value}", value)
-        say.line("a line [of its own]")
+            reporter.advance(f"tried {value}", value)
+        reporter.line("a line [of its own]")
         now[0] = 200.0
     assert isinstance(console.file, io.StringIO)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
@@ -38,10 +40,10 @@ def seen(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]:
 
 
 @pytest.mark.parametrize("dumb", [False, True])
-def test_elsewhere_than_on_a_terminal_there_are_plain_lines(
+def test_plain_lines_without_a_terminal(
     dumb: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert seen(monkeypatch, terminal=dumb, dumb=dumb, budget=60.0) == [
+    assert shown(monkeypatch, terminal=dumb, dumb=dumb, budget=60.0) == [
         "[ 10.0 of 60 s] autotune: operators 1/2 a [conv]",
         "[ 10.0 of 60 s] autotune: ratio 1/4 tried 1.0, best 1.000x",
         "[ 10.0 of 60 s] autotune: ratio 2/4 tried 0.875, best 0.875x",
@@ -54,7 +56,7 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines(
 def test_a_bar_shows_the_stage_its_best_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = seen(monkeypatch, terminal=True, budget=60.0)
+    lines = shown(monkeypatch, terminal=True, budget=60.0)
     assert "a line [of its own]" in lines
     last = lines[-1]
     assert re.fullmatch(
@@ -66,17 +68,17 @@ def test_a_bar_shows_the_stage_its_best_and_the_time_left(
 def test_without_a_budget_the_time_spent_is_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert " 200 s " in seen(monkeypatch, terminal=True)[-1]
-    assert seen(monkeypatch, terminal=False)[0].startswith("[ 10.0 s] autotune")
+    assert " 200 s " in shown(monkeypatch, terminal=True)[-1]
+    assert shown(monkeypatch, terminal=False)[0].startswith("[ 10.0 s] autotune")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_quiet_one_says_nothing(
+def test_a_quiet_reporter_shows_nothing(
     terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert seen(monkeypatch, terminal=terminal, quiet=True) == []
+    assert shown(monkeypatch, terminal=terminal, quiet=True) == []
 
 
-def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert seen(monkeypatch, terminal=True) == []
+    assert shown(monkeypatch, terminal=True) == []

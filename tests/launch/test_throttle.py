@@ -1,4 +1,4 @@
-"""Devices slowed on purpose: their names, and how long they sleep."""
+"""Devices slowed on purpose: their names, and for how long they sleep."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hetconv.autotune.launch import throttle
 from hetconv.autotune.launch.throttle import (
     Computation,
     DeviceName,
-    both_stretched,
     set_speed,
-    stretched,
+    throttled,
+    throttled_with_backward,
 )
 from hetconv.autotune.measure.timer import timed
 from hetconv.errors import HetConvError
@@ -29,22 +29,22 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """In which this thread waited for its core, by turns."""
-    turns: list[float] = []
-    monkeypatch.setattr(throttle, "waits_s", lambda: sum(turns))
-    return turns
+def core_waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of each time that this thread waited for its core; tests append to them."""
+    seconds: list[float] = []
+    monkeypatch.setattr(throttle, "waits_s", lambda: sum(seconds))
+    return seconds
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What was slept; each look at a clock is a second later than the one before."""
-    slept: list[float] = []
-    monkeypatch.setattr(throttle.time, "sleep", slept.append)
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Seconds of each sleep. Whoever reads a clock finds it a second later each time."""
+    seconds: list[float] = []
+    monkeypatch.setattr(throttle.time, "sleep", seconds.append)
     for name in ("perf_counter", "thread_time"):
         ticks = iter(range(100))
         monkeypatch.setattr(throttle.time, name, lambda ticks=ticks: float(next(ticks)))
-    yield slept
+    yield seconds
     set_speed(1.0)
 
 
@@ -59,12 +59,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         ("cuda:0@1e-2", DeviceName("cuda:0", 0.01)),
     ],
 )
-def test_names_of_devices(text: str, name: DeviceName) -> None:
+def test_a_name_is_read_and_written(text: str, name: DeviceName) -> None:
     assert DeviceName.parse(text) == name
     assert DeviceName.parse(str(name)) == name
 
 
-def test_a_slowed_device_shows_it_in_its_name() -> None:
+def test_only_the_name_of_a_slowed_device_has_a_speed() -> None:
     assert (str(DeviceName("cpu", 0.5)), str(DeviceName("cpu"))) == ("cpu@0.5", "cpu")
     assert [DeviceName("cpu", s).emulated for s in (0.5, 1.0)] == [True, False]
 
@@ -86,34 +86,34 @@ def test_a_slowed_device_shows_it_in_its_name() -> None:
         "@1",
     ],
 )
-def test_what_is_no_device_is_refused(text: str) -> None:
+def test_a_text_that_names_no_device_is_refused(text: str) -> None:
     with pytest.raises(HetConvError, match="device"):
         DeviceName.parse(text)
 
 
 @pytest.mark.parametrize(("speed", "sleep"), [(0.5, 1.0), (0.25, 3.0), (0.1, 9.0)])
-def test_a_slowed_device_takes_as_much_longer(
-    speed: float, sleep: float, clock: list[float]
+def test_a_slowed_device_sleeps_for_the_rest_of_its_time(
+    speed: float, sleep: float, sleeps: list[float]
 ) -> None:
     set_speed(speed)
-    assert stretched(lambda: "done", CPU) == "done"
-    assert clock == pytest.approx([sleep])
+    assert throttled(lambda: "done", CPU) == "done"
+    assert sleeps == pytest.approx([sleep])
 
 
-def test_a_device_at_full_speed_never_sleeps(clock: list[float]) -> None:
+def test_a_device_at_full_speed_never_sleeps(sleeps: list[float]) -> None:
     set_speed(0.5)
     set_speed(1.0)
-    assert stretched(lambda: 3, CPU) == 3
-    assert clock == []
+    assert throttled(lambda: 3, CPU) == 3
+    assert sleeps == []
 
 
 @pytest.mark.parametrize("speed", [0.0, -0.5, 1.1, float("nan")])
-def test_a_speed_without_sense_is_refused(speed: float) -> None:
+def test_a_speed_out_of_range_is_refused(speed: float) -> None:
     with pytest.raises(HetConvError, match="speed"):
         set_speed(speed)
 
 
-def test_sleeps_that_end_late_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_ends_of_sleeps_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -127,14 +127,15 @@ def test_sleeps_that_end_late_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(throttle.time, name, lambda: now[0])
     set_speed(0.5)
     for _ in range(20):
-        stretched(compute, CPU)
+        throttled(compute, CPU)
     set_speed(1.0)
     assert now[0] == pytest.approx(20 * 0.02, abs=0.001)
 
 
-class Shared:
-    """Two clocks: a core that others have for ``others`` seconds in each computation of
-    one second.
+class SharedCore:
+    """The clocks of a core on which each computation takes one second.
+
+    During each of them others have the core for ``others`` seconds.
     """
 
     def __init__(self, others: float, monkeypatch: pytest.MonkeyPatch):
@@ -149,14 +150,14 @@ class Shared:
     def compute(self) -> None:
         self.now, self.worked = self.now + 1 + self.others, self.worked + 1
 
-    def stretched(self, speed: float, threads: int = 1) -> float:
-        """Seconds of ten computations."""
-        return self.seconds(lambda: stretched(self.compute, CPU), speed, threads)
+    def throttled(self, speed: float, threads: int = 1) -> float:
+        """Returns the seconds of ten computations."""
+        return self.seconds(lambda: throttled(self.compute, CPU), speed, threads)
 
     def seconds(
         self, action: Callable[[], object], speed: float, threads: int
     ) -> float:
-        """Of ten of these."""
+        """Returns the seconds of ten times this action."""
         before, start = torch.get_num_threads(), self.now
         try:
             torch.set_num_threads(threads)
@@ -173,11 +174,11 @@ class Shared:
     ("speed", "others", "threads", "seconds"),
     [
         (0.5, 0.0, 1, 20.0),
-        (0.5, 0.6, 1, 20.0),  # slept less
-        (0.5, 1.5, 1, 25.0),  # there was nothing left to sleep
+        (0.5, 0.6, 1, 20.0),  # sleeps less
+        (0.5, 1.5, 1, 25.0),  # nothing is left to sleep
         (0.25, 1.5, 1, 40.0),
-        (0.5, 0.5, 2, 30.0),  # of several threads only the first is known
-        (1.0, 0.5, 1, 15.0),  # nothing makes good for it
+        (0.5, 0.5, 2, 30.0),  # the clocks of other threads are unknown
+        (1.0, 0.5, 1, 15.0),  # there is no sleep to shorten
     ],
 )
 def test_a_slowed_device_is_no_slower_on_a_shared_core(
@@ -187,7 +188,7 @@ def test_a_slowed_device_is_no_slower_on_a_shared_core(
     seconds: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert Shared(others, monkeypatch).stretched(speed, threads) == pytest.approx(
+    assert SharedCore(others, monkeypatch).throttled(speed, threads) == pytest.approx(
         seconds
     )
 
@@ -195,9 +196,13 @@ def test_a_slowed_device_is_no_slower_on_a_shared_core(
 @pytest.mark.parametrize(
     ("speed", "wait", "seconds"),
     [
-        (0.5, 0.003, 20.003),  # nothing follows the last one
-        (0.5, 0.02, 20.2 - 9 * throttle.LATE),  # no more than a turn of others
-        (1.0, 0.003, 10.03),  # nothing makes good for it
+        (0.5, 0.003, 20.003),  # no sleep follows the last wait
+        (
+            0.5,
+            0.02,
+            20.2 - 9 * throttle.MAX_TIMER_DELAY_S,
+        ),  # at most the delay of a timer
+        (1.0, 0.003, 10.03),  # there is no sleep to shorten
     ],
 )
 def test_a_slowed_device_sleeps_less_for_what_it_waited_between_computations(
@@ -205,86 +210,84 @@ def test_a_slowed_device_sleeps_less_for_what_it_waited_between_computations(
     wait: float,
     seconds: float,
     monkeypatch: pytest.MonkeyPatch,
-    waited: list[float],
+    core_waits: list[float],
 ) -> None:
-    shared = Shared(0.0, monkeypatch)
+    core = SharedCore(0.0, monkeypatch)
 
     def message() -> None:
-        stretched(shared.compute, CPU)
-        shared.now += wait
-        waited.append(wait)
+        throttled(core.compute, CPU)
+        core.now += wait
+        core_waits.append(wait)
 
-    assert shared.seconds(message, speed, 1) == pytest.approx(seconds)
+    assert core.seconds(message, speed, 1) == pytest.approx(seconds)
 
 
-def test_what_is_measured_makes_good_for_nothing_before_it(
-    monkeypatch: pytest.MonkeyPatch, waited: list[float]
+def test_a_timed_computation_is_no_shorter_for_earlier_waits(
+    monkeypatch: pytest.MonkeyPatch, core_waits: list[float]
 ) -> None:
-    shared = Shared(0.0, monkeypatch)
+    core = SharedCore(0.0, monkeypatch)
     set_speed(0.5)
     try:
-        stretched(shared.compute, CPU)
-        waited.append(0.003)
+        throttled(core.compute, CPU)
+        core_waits.append(0.003)
         assert timed(
-            lambda: stretched(shared.compute, CPU), CPU, lambda: shared.now
+            lambda: throttled(core.compute, CPU), CPU, lambda: core.now
         ) == pytest.approx(2.0)
     finally:
         set_speed(1.0)
 
 
 @pytest.mark.parametrize("speed", [1.0, 0.5])
-def test_listeners_are_told_the_wall_and_the_threads_own_clock(
+def test_listeners_are_given_wall_time_and_thread_time(
     speed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others have the core for half a second of each."""
-    shared, heard = Shared(0.5, monkeypatch), list[Computation]()
-    with throttle.listening(heard.append):
-        shared.stretched(speed)
+    """Others have the core for half a second of each computation."""
+    core, computations = SharedCore(0.5, monkeypatch), list[Computation]()
+    with throttle.listen_to_computations(computations.append):
+        core.throttled(speed)
     seconds = 1.5 if speed == 1 else 2.0
-    assert [c.own_s for c in heard] == pytest.approx([1.0] * 10)
-    assert [c.end - c.start for c in heard] == pytest.approx([seconds] * 10)
+    assert [c.thread_s for c in computations] == pytest.approx([1.0] * 10)
+    assert [c.end - c.start for c in computations] == pytest.approx([seconds] * 10)
 
 
 @pytest.mark.parametrize(("threads", "again"), [(1, False), (1, True), (2, True)])
-def test_both_passes_of_a_node_are_stretched(
+def test_both_passes_of_a_node_are_throttled(
     threads: int, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes a second; what backward computes again for a checkpoint is stretched
-    by itself, and once.
+    """Each pass takes a second, and so does what backward computes again for a
+    checkpoint, which is throttled by itself and only once.
     """
-    shared = Shared(0.0, monkeypatch)
+    core = SharedCore(0.0, monkeypatch)
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            shared.compute()
+            core.compute()
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:
             if again:
-                stretched(shared.compute, CPU)
-            shared.compute()
+                throttled(core.compute, CPU)
+            core.compute()
             return g
 
     def passes() -> None:
-        both_stretched(
+        throttled_with_backward(
             lambda: Node.apply(torch.ones(1, requires_grad=True)), CPU
         ).sum().backward()  # type: ignore[no-any-return]
 
-    assert shared.seconds(passes, 0.5, threads) == pytest.approx(
-        60.0 if again else 40.0
-    )
+    assert core.seconds(passes, 0.5, threads) == pytest.approx(60.0 if again else 40.0)
 
 
-def watched(kind: SplitKind) -> Differences:
-    """With a listener to what is computed, as while tuning."""
-    heard: list[float] = []
-    with throttle.listening(lambda seen: heard.append(seen.end - seen.start)):
+def with_listener(kind: SplitKind) -> Differences:
+    """Compares a convolution with the plain one while somebody listens, as in tuning."""
+    computations: list[Computation] = []
+    with throttle.listen_to_computations(computations.append):
         found = standalone(kind, (1, 1), "split", {"padding": 1})
-    return found | {"nothing was computed": 0.0 if len(heard) >= 2 else 1.0}
+    return found | {"nothing was computed": 0.0 if len(computations) >= 2 else 1.0}
 
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
-def test_a_convolution_whose_seconds_are_told(kind: SplitKind) -> None:
-    assert_same(on_ranks(2, watched, kind))
+def test_a_listener_changes_no_result(kind: SplitKind) -> None:
+    assert_same(on_ranks(2, with_listener, kind))

@@ -141,7 +141,10 @@ def events(chunks: int) -> list[str]:
         noted("wait", arrived),
     )  # type: ignore[method-assign]
     try:
-        with torch.no_grad(), throttle.listening(lambda _: said.append("compute")):
+        with (
+            torch.no_grad(),
+            throttle.listen_to_computations(lambda _: said.append("compute")),
+        ):
             split(x)
     finally:
         PendingExchange.__init__, PendingExchange._arrived = start, arrived  # type: ignore[method-assign]

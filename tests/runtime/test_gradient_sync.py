@@ -64,7 +64,7 @@ def noted(seen: list[str]) -> Iterator[None]:
     gradient_sync._Bucket.start = noting("start", kept[0])  # type: ignore[method-assign]
     gradient_sync._Bucket.end = noting("end", kept[1])  # type: ignore[method-assign]
     try:
-        with throttle.listening(
+        with throttle.listen_to_computations(
             lambda _: seen.extend(["conv"] if seen[-1:] != ["conv"] else [])
         ):
             yield

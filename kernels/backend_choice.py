@@ -54,7 +54,7 @@ class Route(NamedTuple):
     tile: Tile | None = None
 
 
-ATEN = Route("aten")
+ATEN, ANY_ROUTE = Route("aten"), Route()
 
 
 def unsupported_reason(query: KernelQuery) -> str | None:

@@ -92,19 +92,15 @@ def concat_channels(
     return result
 
 
-def epilogue_in_place(
-    y: Tensor, residual: Tensor | None, activation: str | None, slope: float = 0.01
-) -> Tensor:
-    """Returns activation(y + residual) in y's own memory, without autograd.
+def epilogue_in_place(y: Tensor, epilogue: Epilogue) -> Tensor:
+    """Applies an epilogue to y in its own memory, without autograd, and returns y.
 
     On CUDA it is one pass over y.
 
     Args:
         y: Tensor (N, K, ...) that is overwritten.
-        residual: Summand of the same shape, if any.
-        activation: See `concat_channels`, as is slope.
+        epilogue: The epilogue.
     """
-    epilogue = Epilogue.of(None, None, residual, activation, slope)
     if epilogue.is_identity:
         return y
     is_image = y.dim() == 4 and y.numel() and y.stride(1) == 1

@@ -13,12 +13,11 @@ from torch import Tensor
 from hetconv.sharding.conv_spec import ConvGeometry, ConvSpec, Ints, Padding
 
 from . import aten
-from .backend_choice import Route
+from .backend_choice import ANY_ROUTE, Route
 from .compute_hook import hooked
 from .dispatch import backward_2d, forward_2d, only_aten
-from .epilogue import Epilogue
+from .epilogue import IDENTITY, Epilogue
 
-ANY = Route()
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Memory format in which convolutions run fastest, by a tensor's number of dimensions."""
 
@@ -33,12 +32,8 @@ def conv_forward(
     dilation: Ints,
     groups: int,
     *,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-    slope: float = 0.01,
-    route: Route = ANY,
+    epilogue: Epilogue = IDENTITY,
+    route: Route = ANY_ROUTE,
 ) -> Tensor:
     """Returns a convolution (N, K, *out_size) with its epilogue, without autograd.
 
@@ -48,15 +43,14 @@ def conv_forward(
         bias: Bias (K), if any.
         stride: See `hetconv.sharding.conv_spec.ConvGeometry`, as are padding, dilation
             and groups.
-        scale: See `conv2d_forward`, as are shift, residual, activation and slope.
+        epilogue: What is computed on the result before it is stored.
         route: Who computes a convolution with two spatial dimensions.
 
     Raises:
         KernelError: The arguments do not fit each other.
     """
     geometry = ConvGeometry(stride, padding, dilation, groups)
-    epilogue = Epilogue.of(scale, shift, residual, activation, slope)
-    if epilogue.is_identity and route == ANY and only_aten() and w.numel():
+    if epilogue.is_identity and route == ANY_ROUTE and only_aten() and w.numel():
         return aten.conv(x, w, bias, geometry)
     if x.dim() == 4:
         return forward_2d(x, w, bias, geometry, epilogue, None, route)
@@ -84,7 +78,7 @@ def conv_backward(
     """
     geometry = ConvGeometry(stride, padding, dilation, groups)
     if x.dim() == 4 and not only_aten():
-        return backward_2d(g, x, w, geometry, wanted, ANY)
+        return backward_2d(g, x, w, geometry, wanted, ANY_ROUTE)
     return aten.backward(g, x, w, geometry, wanted)
 
 

@@ -15,14 +15,21 @@ from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ConvGeometry, ConvSpec, Ints, Padding
 
 from . import aten
-from .backend_choice import ATEN, Backend, KernelQuery, Route, check_backend, choose
+from .backend_choice import (
+    ANY_ROUTE,
+    ATEN,
+    Backend,
+    KernelQuery,
+    Route,
+    check_backend,
+    choose,
+)
 from .checks import check_tensor, describe
 from .epilogue import Epilogue
 from .launch import chip_of, krsc, nhwc
 from .tiles import Pass, Tile, any_installed
 
 T = TypeVar("T")
-ANY = Route()
 _backend: Backend = "auto"
 listeners: list[Callable[[KernelQuery], None]] = []
 """Functions that are called with every pass that is about to be computed."""
@@ -138,13 +145,15 @@ def route(
     """
     geometry = ConvGeometry(stride, padding, dilation, groups)
     spec = spec_of(x_NCHW, w_KCRS, None, geometry, cached=True)
-    chosen = _choose("forward", spec, x_NCHW.device, ANY)
+    chosen = _choose("forward", spec, x_NCHW.device, ANY_ROUTE)
     if chosen.backend == "aten":
         return chosen
     from .triton import backend as triton_backend
 
     operands = (spec, nhwc(x_NCHW), krsc(w_KCRS), precision(spec))
-    tile = _with_tile(lambda t: triton_backend.forward_tile(*operands, t), chosen, ANY)
+    tile = _with_tile(
+        lambda t: triton_backend.forward_tile(*operands, t), chosen, ANY_ROUTE
+    )
     return Route("triton", tile)
 
 

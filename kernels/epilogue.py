@@ -179,6 +179,9 @@ class Epilogue(NamedTuple):
         return activate(z, self.activation, self.slope, in_place).to(y.dtype)
 
 
+IDENTITY = Epilogue()
+
+
 def per_channel(t: Tensor, like: Tensor) -> Tensor:
     """Returns t (K), viewed so that it is broadcast over the shape (N, K, ...) of ``like``."""
     return t.view(-1, *(1,) * (like.dim() - 2))

@@ -20,6 +20,8 @@ from hetconv.comm.exchange import PendingExchange
 from hetconv.comm.rank_group import RankGroup, all_gather_object
 from hetconv.comm.redistribute import start_exchange
 from hetconv.errors import HetConvError
+from hetconv.kernels.backend_choice import ANY_ROUTE
+from hetconv.kernels.epilogue import IDENTITY, Epilogue
 from hetconv.operators import read_call
 from hetconv.operators.base import function_name, writes_in_place
 from hetconv.operators.elementwise import activation_of
@@ -33,7 +35,7 @@ from hetconv.torch_internals import write_count
 from . import views
 from .batch_norm import norm_of, scale_and_shift
 from .conv_geometry import Geometry
-from .halo_exchange import ANY_ROUTE, IDENTITY, FusedEpilogue, compute
+from .halo_exchange import compute
 
 
 class DeferredConv(NamedTuple):
@@ -62,7 +64,7 @@ class DeferredConv(NamedTuple):
     group: RankGroup
     fusible: tuple[str, ...]
     chunks: int = 1
-    epilogue: FusedEpilogue = IDENTITY
+    epilogue: Epilogue = IDENTITY
     seen: tuple[tuple[Tensor, int], ...] = ()
 
     def __call__(self) -> Tensor:
@@ -165,8 +167,8 @@ def _fused(
             return None
         dtype, group = deferred.x.dtype, deferred.group
         scale, shift = scale_and_shift(norm, dtype, x.placement, group)
-        return deferred._replace(epilogue=FusedEpilogue(scale, shift))
-    if epilogue.activation is not None:
+        return deferred._replace(epilogue=Epilogue(scale, shift))
+    if epilogue.activation:
         return None
     if name == "add":
         return _with_residual(deferred, x, i, args, kwargs)

@@ -9,7 +9,7 @@ backward pass sends the halos' gradients back first and computes the rest meanwh
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,33 +23,13 @@ from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import start_exchange
 from hetconv.kernels import Route, aten
 from hetconv.kernels.aten import summed_pixels
-from hetconv.kernels.epilogue import per_channel
+from hetconv.kernels.backend_choice import ANY_ROUTE
+from hetconv.kernels.epilogue import IDENTITY, Epilogue, per_channel
 from hetconv.runtime.inputs import differentiable_gradients, tie_to_graph, uncounted
 from hetconv.sharding.conv_spec import ConvGeometry, Segment, Span
 from hetconv.torch_internals import materialized
 
 from .conv_geometry import Geometry, Slab
-
-
-class FusedEpilogue(NamedTuple):
-    """Operators fused after a convolution: activation(scale * y + shift + residual).
-
-    Attributes:
-        scale: One number per local filter, in float32 at least; None for 1.
-        shift: Likewise; None for 0.
-        residual: A tensor like y; None for 0.
-        activation: Name of the activation, or None.
-        slope: Negative slope of a leaky ReLU.
-    """
-
-    scale: Tensor | None = None
-    shift: Tensor | None = None
-    residual: Tensor | None = None
-    activation: str | None = None
-    slope: float = 0.0
-
-
-IDENTITY, ANY_ROUTE = FusedEpilogue(), Route()
 
 
 def compute(
@@ -58,7 +38,7 @@ def compute(
     b: Tensor | None,
     geo: Geometry,
     group: RankGroup,
-    epilogue: FusedEpilogue = IDENTITY,
+    epilogue: Epilogue = IDENTITY,
     route: Route = ANY_ROUTE,
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Computes the local output of a convolution, without autograd.
@@ -81,11 +61,11 @@ def compute(
     if own is not None and covers and not geo.held:
         return _run(geo, x, own, w, bias, epilogue, route), {}
     exchange = start_exchange(group, x, geo.held, geo.wanted) if geo.held else None
-    scaled = FusedEpilogue(scale=epilogue.scale)  # what each partial result needs
+    scaled = Epilogue(scale=epilogue.scale)  # what each partial result needs
     if own is not None and covers:
         first = epilogue
         if geo.halos:  # residual and activation come after the halos
-            first = epilogue._replace(residual=None, activation=None)
+            first = epilogue._replace(residual=None, activation="")
         y = _run(geo, x, own, w, bias, first, route)
     else:
         y = _add_constant(x.new_zeros(geo.y_shape), bias, epilogue)
@@ -97,13 +77,11 @@ def compute(
             part = _run(geo, halos[peer], slab, w, None, scaled, route)
             _rows(y, geo, slab).add_(part)
     if geo.halos or not covers:
-        kernels.epilogue_in_place(
-            y, epilogue.residual, epilogue.activation, epilogue.slope
-        )
+        kernels.epilogue_in_place(y, epilogue._replace(scale=None, shift=None))
     return y, halos
 
 
-def _add_constant(y: Tensor, bias: Tensor | None, epilogue: FusedEpilogue) -> Tensor:
+def _add_constant(y: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     """Adds the scaled bias and the shift to ``y``, in place."""
     if not y.numel():  # such a rank need not hold the bias
         return y
@@ -286,16 +264,24 @@ def _run(
     slab: Slab,
     w: Tensor,
     b: Tensor | None,
-    epilogue: FusedEpilogue,
+    epilogue: Epilogue,
     route: Route,
 ) -> Tensor:
     """Computes what the rows of a slab in ``x`` add to the output."""
     s = geo.op.spec
     x, w = _cut(x, w, geo, slab)
-    args = (x, w, b, s.stride, geo.padding(slab.segment), s.dilation, geo.groups)
-    if epilogue is IDENTITY:
-        return kernels.conv_forward(*args, route=route)
-    return kernels.conv_forward(*args, **epilogue._asdict(), route=route)
+    pads = geo.padding(slab.segment)
+    return kernels.conv_forward(
+        x,
+        w,
+        b,
+        s.stride,
+        pads,
+        s.dilation,
+        geo.groups,
+        epilogue=epilogue,
+        route=route,
+    )
 
 
 def _gradients(

@@ -145,9 +145,8 @@ def counting(first: Callable[[], object]) -> Iterator[dict[str, int]]:
 
     def counted(*args: Any, **options: Any) -> Tensor:
         counts["convolutions"] += 1
-        counts["finished"] += (
-            options.get("scale") is not None or options.get("activation") is not None
-        )
+        epilogue = options["epilogue"]
+        counts["finished"] += epilogue.scale is not None or bool(epilogue.activation)
         return conv(*args, **options)
 
     @functools.wraps(norm)

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from bench.shared.concat_works import (
 )
 from bench.shared.kernel_checks import poisoned
 from bench.shared.machine import facts, need_cuda
-from bench.shared.report import Report, untimed
+from bench.shared.report import Report, add_run_arguments, untimed
 from bench.shared.timing import ceilings, prepared, raced, sets_for
 from bench.shared.verdict import Demand, Row, timed
 from hetconv import kernels
@@ -99,19 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="the cases that a minute suffices for"
     )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="stop then, with what was measured",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the results here, after every case",
-    )
+    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ from bench.shared.kernel_checks import (
     tiles_of,
 )
 from bench.shared.machine import facts, need_cuda, save
+from bench.shared.report import add_run_arguments
 from bench.shared.timing import (
     Timed,
     ceilings,
@@ -68,19 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also check and time every tile for every case",
     )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="stop then, with what was measured",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the results here, after every case",
-    )
+    add_run_arguments(parser)
 
 
 @dataclass

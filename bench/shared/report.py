@@ -4,6 +4,7 @@ document.
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,23 @@ from bench.shared.timing import host_seconds, tried
 from bench.shared.verdict import Row, timed
 
 Measure = Callable[[], dict[str, Any]]
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for how long a run lasts and where its `Report` goes."""
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="stop then, with what was measured",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the results here, after every case",
+    )
 
 
 @dataclass

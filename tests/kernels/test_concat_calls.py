@@ -4,10 +4,6 @@ GPU, who calls it.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +19,7 @@ from hetconv.comm.redistribute import assemble
 from hetconv.errors import KernelError
 from hetconv.kernels import concat
 from hetconv.sharding.layout import Box
-from tests import ROOT
+from tests.compiled import check_wide_stores
 from tests.interpreter import DEVICE, ON_GPU
 
 
@@ -304,21 +300,4 @@ print(json.dumps({
 def test_compiled_for_gpus_it_stores_16_bytes_at_a_time_and_spills_nothing(
     tmp_path: Path,
 ) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path)
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == 8
-    for name, e in found.items():
-        assert e["spills"] == 0, name
-        assert e["stores_128"] > 0, name
-        assert e["stores_narrow"] == 0, name
+    check_wide_stores(COMPILED, tmp_path, 8)

@@ -4,7 +4,6 @@ refuse; who calls them.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from hetconv.kernels.launch import Launch
 from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.sharding.moves import Move, bytes_per_pair, overlaps
 from tests import ROOT
+from tests.compiled import check_wide_stores
 from tests.interpreter import DEVICE, ON_GPU
 from tests.spawn import spawn
 
@@ -248,24 +248,7 @@ print(json.dumps(found))
 def test_compiled_for_gpus_it_stores_16_bytes_at_a_time_and_spills_nothing(
     tmp_path: Path,
 ) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path)
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == 12
-    for name, e in found.items():
-        assert e["spills"] == 0, name
-        assert e["stores_128"] > 0, name
-        assert e["stores_narrow"] == 0, name
+    check_wide_stores(COMPILED, tmp_path, 12)
 
 
 def test_triton_is_not_loaded_before_it_is_used() -> None:

@@ -9,7 +9,7 @@ from hetconv.errors import few
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.provenance import MeasurementConditions
 
-TODO = "measure anew with hetconv autotune"
+REMEDY = "measure anew with hetconv autotune"
 
 
 class Entry(NamedTuple):
@@ -61,7 +61,7 @@ def stale(
         if differs:
             found.setdefault((e.of, ", ".join(differs)), []).append(e.name)
     return [
-        f"{of}: {few(names)}: measured with {why}; {TODO}"
+        f"{of}: {few(names)}: measured with {why}; {REMEDY}"
         for (of, why), names in found.items()
     ]
 

@@ -13,7 +13,7 @@ import pytest
 
 from hetconv.autotune.cli import main
 from hetconv.autotune.cli.doctor import Pair, Report
-from hetconv.autotune.cli.outdated import TODO
+from hetconv.autotune.cli.outdated import REMEDY
 from hetconv.autotune.launch.probe import Outcome
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.device_info import here
@@ -52,7 +52,7 @@ def test_profiles_are_merged_and_what_is_stale_is_named(command: Command) -> Non
     assert wrong.splitlines() == [
         "warning: a.json: 1 entry that was tuned on other devices, or in another order, left out",
         "warning: rank 0, cuda:0: y: measured with torch 2.11.0 (now 2.13.0), triton 3.6.0 "
-        "(now 3.7.1); " + TODO,
+        "(now 3.7.1); " + REMEDY,
     ]
     assert ClusterProfile.load("all.json").world == 2
 

@@ -19,9 +19,8 @@ from hetconv.autotune.search.journal import Store
 def survived(folder: Path) -> bool:
     """Whether a job was killed twice, and all was right; or it was over before."""
     for victim, table, rows in (("launcher", RECORDS, 4), ("rank 0", RECORDS, 7)):
-        tuning, latest = Tuning(folder), time.monotonic() + 180
+        tuning = Tuning(folder)
         while tuning.launcher.poll() is None and tuning.grown(table) < rows:
-            assert time.monotonic() < latest, tuning.said
             time.sleep(0.02)
         if victim not in (victims := tuning.victims):
             assert tuning.launcher.wait(timeout=60) == 0, tuning.said

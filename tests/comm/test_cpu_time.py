@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -74,9 +73,9 @@ def test_waits_for_a_core_that_is_shared_are_told() -> None:
     os.sched_setaffinity(0, {min(cores)})
     rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        before, start = waits_s(), time.perf_counter()
-        while waits_s() < before + 0.02:
-            assert time.perf_counter() < start + 60
+        before = waits_s()
+        while waits_s() < before + 0.02:  # the test's timeout is the limit
+            pass
     finally:
         rival.kill()
         rival.wait()

@@ -149,9 +149,7 @@ def test_ranks_end_with_the_process_that_started_them(
 
 
 def _until(done: Any) -> None:
-    latest = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < latest
+    while not done():  # the test's timeout is the limit
         time.sleep(0.05)
 
 

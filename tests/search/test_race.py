@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetconv.autotune.launch import throttle
+from hetconv.autotune.launch.throttle import Computation
 from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS
+from hetconv.autotune.search import race
 from hetconv.autotune.search.race import (
     CANDIDATE,
     REFERENCE,
@@ -50,16 +55,16 @@ class Failing(nn.Module):
 
 def raced(model: nn.Module, *requests: TimingRequest) -> list[Timings | str]:
     """What comes of each request, on rank 0."""
-    race, found = Race(model, X, "train", TIMEOUT_S), list[Timings | str]()
+    racing, found = Race(model, X, "train", TIMEOUT_S), list[Timings | str]()
     if dist.get_rank():
-        race.follow()
+        racing.follow()
     else:
         for request in requests:
             try:
-                found.append(race.lead(request))
+                found.append(racing.lead(request))
             except TrialFailedError as e:
                 found.append(str(e))
-        race.end()
+        racing.end()
     return found
 
 
@@ -86,14 +91,27 @@ def test_every_variant_is_timed_in_every_round() -> None:
     assert min(found[0].compute_s) > 0
 
 
+COMPUTATION = Computation(start=1.0, end=7.0, thread_s=2.0)
+STEP_S, RECORDED_STEP_S = 5.0, 10.0  # a step, and one while a listener makes it wait
+
+
 def compute_s_on(part: float, speed: float) -> tuple[float, ...]:
     """Seconds for which each rank computes, on a part of its core."""
+
+    @contextmanager
+    def listen(listener: Callable[[Computation], None]) -> Iterator[None]:
+        yield
+        listener(COMPUTATION)
+
     throttle.set_speed(speed)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hetconv.autotune.search.race.core_share", lambda _: part)
+            patch.setattr(race, "core_share", lambda _: part)
+            patch.setattr(race, "time_step", lambda *_: RECORDED_STEP_S)
+            patch.setattr(race, "time_rounds", lambda *_, **__: [{"trial": STEP_S}])
+            patch.setattr(race.throttle, "listen_to_computations", listen)
             request = TimingRequest(
-                "it", {"trial": plan((2, 2))}, 9, record_compute="trial"
+                "it", {"trial": plan((2, 2))}, 1, record_compute="trial"
             )
             timings = raced(Chain(), request)
     finally:
@@ -101,14 +119,22 @@ def compute_s_on(part: float, speed: float) -> tuple[float, ...]:
     return timings[0].compute_s if timings and isinstance(timings[0], Timings) else ()
 
 
-def test_computing_is_timed_as_operators_are() -> None:
-    """By the own clock, over the part of the core; of a slowed device by the wall."""
-    (whole, _), (part, _) = (
-        on_ranks(2, compute_s_on, part, 1.0) for part in (1.0, 0.01)
-    )
-    assert all(b > 20 * a > 0 for a, b in zip(whole, part, strict=True))
-    (slowed, _) = on_ranks(2, compute_s_on, 0.01, 0.9)
-    assert all(a < b / 5 for a, b in zip(slowed, part, strict=True))
+@pytest.mark.parametrize(
+    ("part", "speed", "compute_s"),
+    [
+        (1.0, 1.0, COMPUTATION.thread_s / 2),
+        (0.5, 1.0, COMPUTATION.thread_s),
+        (0.5, 0.9, (COMPUTATION.end - COMPUTATION.start) / 2),
+    ],
+)
+def test_computing_is_timed_as_operators_are(
+    part: float, speed: float, compute_s: float
+) -> None:
+    """By the own clock, over the part of the core; of a slowed device by the wall.
+
+    All of these are in proportion to a step that nobody listens to.
+    """
+    assert on_ranks(2, compute_s_on, part, speed)[0] == (compute_s, compute_s)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -132,15 +158,15 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_trial_runs(
 
 def given_up(limit: float) -> list[int]:
     """Rounds of a request that ends where the candidate takes more than ``limit``."""
-    race = Race(Chain(), X, "infer", TIMEOUT_S)
+    racing = Race(Chain(), X, "infer", TIMEOUT_S)
     if dist.get_rank():
-        race.follow()
+        racing.follow()
         return []
     variants = {REFERENCE: plan((3, 1)), CANDIDATE: plan((2, 2))}
-    found = race.lead(
+    found = racing.lead(
         TimingRequest("it", variants, MIN_ROUNDS + 3, give_up_above=limit)
     )
-    race.end()
+    racing.end()
     return [len(found.rounds)]
 
 

@@ -59,13 +59,15 @@ BUSY = "busy"  # behind a pair: the last rank shares its core with a busy proces
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
 # until who started it is gone
 RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
-ROUNDS, MOST_ROUNDS = 7, 101  # of all plans
-LEAST_S, LONGEST_S = 60.0, 200.0  # that these take together
-AGREE = 0.95  # Kendall's tau of two halves of them: with less, noise orders plans
-LAST_ROUNDS, LAST_S = 11, 45.0  # more rounds of the fastest
+ROUNDS, MAX_ROUNDS = 7, 101  # of all plans
+MIN_TOTAL_S, MAX_TOTAL_S = 60.0, 200.0  # that these take together
+MIN_AGREEMENT = (
+    0.95  # Kendall's tau of two halves of them: with less, noise orders plans
+)
+FINAL_ROUNDS, FINAL_S = 11, 45.0  # more rounds of the fastest
 # standard error of what the plan loses against the fastest of these, or twice as many
 # seconds
-SURE = 0.01
+MAX_DOUBT = 0.01
 LAYERS, REPEATED = "median error of layers", "of layers measured again"
 # how many times as long a step takes as its busiest device is predicted to compute
 OF_COMPUTING = "of computing"
@@ -269,9 +271,9 @@ def measure(
         if own == PLANNED:
             best[SILENT] = within(no_payload, steps[PLANNED])
             all_plans[SILENT] = all_plans[PLANNED]
-        again = paired_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
-        if doubt(again, own) > SURE:  # alike on all ranks
-            again += paired_rounds(best, LAST_ROUNDS, x.device, LAST_S, MOST_ROUNDS)
+        again = paired_rounds(best, FINAL_ROUNDS, x.device, FINAL_S, MAX_ROUNDS)
+        if doubt(again, own) > MAX_DOUBT:  # alike on all ranks
+            again += paired_rounds(best, FINAL_ROUNDS, x.device, FINAL_S, MAX_ROUNDS)
         layers = layer_errors(graph, profile, mode, x.device)
     found = {"chosen": plan.chosen} | figures(check) | gains(again, own)
     found |= {
@@ -304,16 +306,16 @@ def checked(
     """Collective: of rounds of all plans, until two halves of them say the same, or
     they have taken long enough.
     """
-    ran = paired_rounds(steps, ROUNDS, device, LEAST_S, MOST_ROUNDS)
+    ran = paired_rounds(steps, ROUNDS, device, MIN_TOTAL_S, MAX_ROUNDS)
     while True:
         found, took = (
             check(ran),
             sum(sum(one.values()) for one in ran),
         )
         if (
-            found.figures["tau of rounds"] >= AGREE
-            or took >= LONGEST_S
-            or len(ran) >= MOST_ROUNDS
+            found.figures["tau of rounds"] >= MIN_AGREEMENT
+            or took >= MAX_TOTAL_S
+            or len(ran) >= MAX_ROUNDS
         ):
             return found  # alike on all ranks
         ran += paired_rounds(steps, ROUNDS, device)

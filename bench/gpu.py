@@ -20,8 +20,8 @@ from typing import Literal
 
 from bench.shared.machine import RESULTS, ROOT, facts, need_cuda, results_file, slug
 
-SECONDS = 520.0  # in all
-GRACE = 5.0  # seconds that a stage gets to end by itself once it is interrupted
+BUDGET_S = 520.0  # in all
+GRACE_S = 5.0  # seconds that a stage gets to end by itself once it is interrupted
 PASSED = r"\b\d+ passed"
 # Without the project's settings: a key that no plugin knows is an error, and
 # pytest-timeout may be missing.
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=SECONDS,
+        default=BUDGET_S,
         help="for all stages together (default: %(default)s)",
     )
     parser.add_argument(
@@ -278,7 +278,7 @@ def performed(stage: Stage, left: float) -> Done:
         return Done(
             stage.name, "not run", 0.0, f"{', '.join(missing)} is not installed", said
         )
-    limit = min(stage.limit, left - GRACE)
+    limit = min(stage.limit, left - GRACE_S)
     if limit < 10:
         return Done(stage.name, "not run", 0.0, "no time was left", said)
     # What starts up or winds down takes time too: the stage's own budget ends before it
@@ -326,7 +326,7 @@ def streamed(
             )  # so that pytest still says what it has found
             killer.start()
 
-        killer = threading.Timer(GRACE, lambda: _signalled(p.pid, signal.SIGKILL))
+        killer = threading.Timer(GRACE_S, lambda: _signalled(p.pid, signal.SIGKILL))
         timer = threading.Timer(limit, interrupt)
         timer.start()
         lines = []

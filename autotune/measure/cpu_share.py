@@ -9,12 +9,12 @@ from functools import cache
 import torch
 
 from hetconv.autotune.launch.throttle import computes_in_one_thread, slowdown
-from hetconv.comm.cpu_time import SHARED
+from hetconv.comm.cpu_time import MAX_WAITING_PART
 from hetconv.comm.rank_group import RankGroup
 
 from .barrier import tight_barrier
 
-WATCH_S = 0.2
+SAMPLING_S = 0.2
 
 
 @cache
@@ -28,11 +28,11 @@ def core_share(group: RankGroup) -> float:
     """
     tight_barrier(group)
     start, worked = time.perf_counter(), time.thread_time()
-    while time.perf_counter() < start + WATCH_S:
+    while time.perf_counter() < start + SAMPLING_S:
         pass
     share = (time.thread_time() - worked) / (time.perf_counter() - start)
     tight_barrier(group)
-    return share if share < 1 - SHARED else 1.0
+    return share if share < 1 - MAX_WAITING_PART else 1.0
 
 
 def uses_thread_clock(device: torch.device, throttled: bool = True) -> bool:

@@ -16,7 +16,7 @@ from hetconv.sharding.conv_spec import ConvSpec
 Dtype = Literal["bf16", "fp16", "tf32"]
 TORCH: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}
 PASSES: tuple[Pass, ...] = get_args(Pass)
-MOST_BYTES = (
+MAX_BYTES = (
     10 << 30
 )  # of input, filters and output together; a run holds several times that
 
@@ -139,7 +139,7 @@ QUICK_FP16 = QUICK[:2]
 QUICK_ALONE = QUICK[2:5]  # at N 1
 
 
-def cases(most_bytes: int = MOST_BYTES) -> list[Case]:
+def cases(most_bytes: int = MAX_BYTES) -> list[Case]:
     """The whole suite, bf16 at N 32 first, without what would take more memory than
     ``most_bytes``.
     """
@@ -154,7 +154,7 @@ def cases(most_bytes: int = MOST_BYTES) -> list[Case]:
     return [case for case in found if case.spec.bytes <= most_bytes]
 
 
-def quick(most_bytes: int = MOST_BYTES) -> list[Case]:
+def quick(most_bytes: int = MAX_BYTES) -> list[Case]:
     """The cases that a few minutes suffice for: whole layers, then slices, then fp16,
     then single images.
     """

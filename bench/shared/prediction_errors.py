@@ -32,10 +32,10 @@ from hetconv.schemas.plan import SINGLE_DEVICE, Mode
 from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
 
-MOST_LAYERS = 16  # of which errors are asked for, along one axis each
+MAX_LAYERS = 16  # of which errors are asked for, along one axis each
 SHARES = 0.3, 0.7
 VISITS = 3  # of each, some seconds apart
-TRIES = 3  # of the plain model in each memory format
+FORMAT_TRIALS = 3  # of the plain model in each memory format
 Plans = Mapping[str, Mapping[str, Split]]
 
 
@@ -133,7 +133,7 @@ def layer_errors(
     own, group = profile.devices[rank_group_of().rank], rank_group_of()
     layers = [
         w for w in workloads_of(graph, group.size) if isinstance(w, LayerWorkload)
-    ][:MOST_LAYERS]
+    ][:MAX_LAYERS]
     shares = [
         (s, max(round(share * s.extent / s.cut), 1) * s.cut)
         for s in layers
@@ -218,7 +218,8 @@ def _fastest_alone(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Step:
         for variant in plain_variants(rank_group_of().rank, inputs)
     ]
     took = [
-        [timed(step, device_of(model)) for step in steps] for _ in range(1 + TRIES)
+        [timed(step, device_of(model)) for step in steps]
+        for _ in range(1 + FORMAT_TRIALS)
     ][1:]
     return min(
         zip(zip(*took, strict=True), steps, strict=True),

@@ -15,8 +15,8 @@ from torch import Tensor
 Run = Callable[[], Any]
 # seconds that a graph lasts at least, for a launch takes microseconds and events tick
 # in halves of one
-TARGET = 1.5e-3
-MOST_CALLS = 1024
+GRAPH_S = 1.5e-3
+MAX_CALLS = 1024
 
 
 def cuda_event() -> Any:
@@ -52,7 +52,7 @@ class Timed:
         return seconds(self.run) / self.calls
 
 
-def sets_for(set_bytes: int, cache_bytes: int, most: int = MOST_CALLS) -> int:
+def sets_for(set_bytes: int, cache_bytes: int, most: int = MAX_CALLS) -> int:
     """How many input sets to rotate over so that none is still in the cache: together
     more than twice its size.
     """
@@ -63,7 +63,7 @@ def calls_for(sets: int, least: float) -> int:
     """Calls in a graph: a multiple of ``sets`` that lasts `TARGET` if a call takes
     ``minimize_tables`` seconds.
     """
-    wanted = min(TARGET / max(least, 1e-6), MOST_CALLS)
+    wanted = min(GRAPH_S / max(least, 1e-6), MAX_CALLS)
     return sets * ceil(wanted / sets)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 
-SHARED = 0.05  # of the time, that a thread waits for a core that is not its own
-PERIOD_S = 0.02  # after which that is asked again: a few turns of the system's
+MAX_WAITING_PART = (
+    0.05  # of the time, that a thread waits for a core that is not its own
+)
+QUERY_INTERVAL_S = 0.02  # after which that is asked again: a few turns of the system's
 
 
 def waits_s() -> float:
@@ -36,8 +38,10 @@ class OwnCore:
     def __call__(self) -> bool:
         """Returns whether the calling thread had a core to itself since the last calls."""
         now = time.perf_counter()
-        if now > self._since + PERIOD_S:
+        if now > self._since + QUERY_INTERVAL_S:
             waited = waits_s()
-            self._own = 0 < waited < self._waited + SHARED * (now - self._since)
+            self._own = (
+                0 < waited < self._waited + MAX_WAITING_PART * (now - self._since)
+            )
             self._since, self._waited = now, waited
         return self._own

@@ -27,10 +27,10 @@ from hetconv.torch_internals import store_of
 
 from . import call_tags
 
-LONG_S = 2.0
+MIN_REPORTED_WAIT_S = 2.0
 """After which a wait is told to the other ranks."""
 POLL_S = 0.5
-APART = "apart"
+MISMATCH_KEY = "apart"
 """The key in the store under which a rank writes what each rank does, once two are in
 different calls.
 """
@@ -133,10 +133,10 @@ class DeadlockWatch:
     def calls_of_ranks(self) -> Mapping[int, str] | None:
         """Returns what each rank does, once two of them are in different calls."""
         with suppress(RuntimeError):  # the store is gone with the rank that has it
-            if self._store is not None and self._store.check([APART]):
+            if self._store is not None and self._store.check([MISMATCH_KEY]):
                 return {
                     int(rank): doing
-                    for rank, doing in json.loads(self._store.get(APART)).items()
+                    for rank, doing in json.loads(self._store.get(MISMATCH_KEY)).items()
                 }
         return None
 
@@ -149,8 +149,8 @@ class DeadlockWatch:
         if self._store is None:
             return
         with suppress(RuntimeError):
-            if not self._store.check([APART]):
-                self._store.set(APART, json.dumps(doings))
+            if not self._store.check([MISMATCH_KEY]):
+                self._store.set(MISMATCH_KEY, json.dumps(doings))
         self._end_own()
         self.stop()
 
@@ -188,7 +188,7 @@ class DeadlockWatch:
         number, beat, seen = 0, 0, dict[int, Wait]()
         while not self._ended.wait(POLL_S):
             here = self._now
-            if here is None or time.monotonic() < here.since + LONG_S:
+            if here is None or time.monotonic() < here.since + MIN_REPORTED_WAIT_S:
                 continue
             if here.number != number:
                 number, seen = here.number, {}

@@ -19,7 +19,7 @@ PACKET = struct.Struct("<BQQIQ")
 DESCRIPTOR = struct.Struct("i")  # of a file
 
 
-BESIDE = socket.CMSG_LEN(DESCRIPTOR.size)  # a packet, in bytes
+ANCILLARY_BYTES = socket.CMSG_LEN(DESCRIPTOR.size)  # a packet, in bytes
 
 
 Memory = mmap.mmap | bytearray
@@ -38,10 +38,10 @@ class PacketKind(IntEnum):
     MEMORY = 0  # comes with it, for all messages from now on
     MESSAGE = 1  # lies there
     TAKEN = 2  # are so many, and there is nothing else to say; nowhere
-    APART = 3  # are the two ranks: what the sender does lies there, as text
+    MISMATCH = 3  # are the two ranks: what the sender does lies there, as text
 
 
-class RanksApartError(DisagreementError):
+class CallMismatchError(DisagreementError):
     """The two ranks of a channel are in different calls."""
 
 

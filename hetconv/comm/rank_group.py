@@ -22,15 +22,15 @@ from hetconv.torch_patches import install_patches
 
 from . import call_tags
 from .deadlock import DeadlockWatch
-from .packets import RanksApartError
+from .packets import CallMismatchError
 from .shared_memory import Channel, open_channels
 
 T = TypeVar("T")
 ALL_RANKS_TAG = 1
 """The tag of words that all ranks say and hear: what each of them does is in the words."""
-ANSWER_S = 5.0
+MAX_ANSWER_DELAY_S = 5.0
 """In which another rank says what it does, if it waits for something."""
-PARTING_S = 0.02  # in which threads that wait for Python's lock get it
+THREAD_EXIT_S = 0.02  # in which threads that wait for Python's lock get it
 _counters: list[Counter[int]] = []
 
 
@@ -85,7 +85,7 @@ class RankGroup:
         )
 
 
-_teams: WeakKeyDictionary[dist.ProcessGroup, RankGroup] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[dist.ProcessGroup, RankGroup] = WeakKeyDictionary()
 
 
 def rank_group_of(group: dist.ProcessGroup | None = None) -> RankGroup:
@@ -107,7 +107,7 @@ def rank_group_of(group: dist.ProcessGroup | None = None) -> RankGroup:
     assert group is not None
     run_backward_here()
     install_patches()
-    if group not in _teams:
+    if group not in _groups:
         backend = str(dist.get_backend(group))
         if backend == "gloo":
             _part_in_time()
@@ -124,12 +124,12 @@ def rank_group_of(group: dist.ProcessGroup | None = None) -> RankGroup:
         rank_group = RankGroup(
             group, control, rank, size, backend, DeadlockWatch(control, rank, size)
         )
-        _teams[group] = (
+        _groups[group] = (
             _with_channels(rank_group)
             if backend == "gloo" and rank_group.size > 1
             else rank_group
         )
-    return _teams[group]
+    return _groups[group]
 
 
 def run_backward_here() -> None:
@@ -151,7 +151,7 @@ def _part_in_time() -> None:
     thread that frees a tensor after the end of the interpreter aborts the process (torch
     2.13).
     """
-    atexit.register(time.sleep, PARTING_S)
+    atexit.register(time.sleep, THREAD_EXIT_S)
 
 
 def _with_channels(group: RankGroup) -> RankGroup:
@@ -167,7 +167,7 @@ def _with_channels(group: RankGroup) -> RankGroup:
 
 def destroy(rank_group: RankGroup) -> None:
     """Closes the connections of a group. A rank that waits for this one gets an error."""
-    _teams.pop(rank_group.process_group, None)
+    _groups.pop(rank_group.process_group, None)
     rank_group.deadlock_watch.stop()
     for channel in rank_group.channels.values():
         channel.close()
@@ -259,7 +259,7 @@ def translate_backend_errors(group: RankGroup, action: Callable[[], T]) -> T:
     refuse_transforms()
     try:
         return action()
-    except RanksApartError as e:
+    except CallMismatchError as e:
         raise _apart(group) from e
     except HetConvError:
         raise
@@ -286,9 +286,11 @@ def _apart(group: RankGroup) -> DisagreementError:
     for channel in group.channels.values():
         with suppress(OSError):
             channel.tell(doing[group.rank])
-    until = time.monotonic() + ANSWER_S
+    until = time.monotonic() + MAX_ANSWER_DELAY_S
     for peer, channel in group.channels.items():
-        doing[peer] = channel.told(until) or f"it did not say within {ANSWER_S:g} s"
+        doing[peer] = (
+            channel.told(until) or f"it did not say within {MAX_ANSWER_DELAY_S:g} s"
+        )
         channel.close()
     if not group.one_host:
         group.deadlock_watch.end(doing)

@@ -12,9 +12,9 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-SECRET = 16  # bytes that a rank must know to be let in
-VISIT = struct.Struct(f"<{SECRET}sQ")  # the secret, and who it is
-PATIENCE = 1.0  # seconds, for what is there already
+SECRET_BYTES = 16  # bytes that a rank must know to be let in
+GREETING = struct.Struct(f"<{SECRET_BYTES}sQ")  # the secret, and who it is
+CONNECT_TIMEOUT_S = 1.0  # seconds, for what is there already
 Gather = Callable[[Any], list[Any]]
 """What every rank gives, in rank order; collective."""
 
@@ -30,7 +30,10 @@ def connect(rank: int, gather: Gather) -> dict[int, socket.socket]:
         gather(None)
         gather(())
         return {}
-    name, secret = f"\0hetconv-{secrets.token_hex(SECRET)}", secrets.token_bytes(SECRET)
+    name, secret = (
+        f"\0hetconv-{secrets.token_hex(SECRET_BYTES)}",
+        secrets.token_bytes(SECRET_BYTES),
+    )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(name)
         door.listen()
@@ -51,10 +54,10 @@ def _visited(rank: int, name: str, secret: bytes) -> socket.socket | None:
     It is None for a rank of another host, or in another network namespace.
     """
     to_peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    to_peer.settimeout(PATIENCE)
+    to_peer.settimeout(CONNECT_TIMEOUT_S)
     try:
         to_peer.connect(name)
-        to_peer.send(VISIT.pack(secret, rank))
+        to_peer.send(GREETING.pack(secret, rank))
     except OSError:
         to_peer.close()
         return None
@@ -66,12 +69,12 @@ def _let_in(
 ) -> dict[int, socket.socket]:
     """Accepts the connections of these ranks, which wait already, and of nobody else."""
     found: dict[int, socket.socket] = {}
-    door.settimeout(PATIENCE)
+    door.settimeout(CONNECT_TIMEOUT_S)
     while visitors - found.keys():
         visitor, _ = door.accept()
-        visitor.settimeout(PATIENCE)
+        visitor.settimeout(CONNECT_TIMEOUT_S)
         try:
-            said, peer = VISIT.unpack(visitor.recv(VISIT.size))
+            said, peer = GREETING.unpack(visitor.recv(GREETING.size))
         except (OSError, struct.error):
             said, peer = b"", -1
         if secrets.compare_digest(said, secret) and peer in visitors:

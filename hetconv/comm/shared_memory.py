@@ -29,27 +29,27 @@ from torch import Tensor
 
 from .cpu_time import OwnCore
 from .packets import (
-    BESIDE,
+    ANCILLARY_BYTES,
     DESCRIPTOR,
     PACKET,
+    CallMismatchError,
     Memory,
     Message,
     PacketKind,
     PendingReceive,
-    RanksApartError,
     Region,
     Shape,
 )
 from .rendezvous import Gather, connect
 
-FIRST = 1 << 20  # bytes of memory for messages one way, to begin with
-ALIGN = 64  # bytes, a cache line
-UNTOLD, UNTOLD_BYTES = (
+INITIAL_BYTES = 1 << 20  # bytes of memory for messages one way, to begin with
+CACHE_LINE_BYTES = 64
+MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES = (
     64,
     1 << 20,
 )  # of messages that were taken, and the sender does not know it
-LOOK_S = 1e-3  # for which a receiver looks for a message before it sleeps
-LONGEST = (1 << 31) - 1  # milliseconds that poll(2) can wait
+MAX_SPIN_S = 1e-3  # for which a receiver looks for a message before it sleeps
+MAX_POLL_MS = (1 << 31) - 1  # milliseconds that poll(2) can wait
 _own_core = OwnCore()
 
 
@@ -64,7 +64,7 @@ class Channel:
     def __init__(self, to_peer: socket.socket, timeout: timedelta):
         self._socket, self._timeout_ms = (
             to_peer,
-            min(timeout / timedelta(milliseconds=1), LONGEST),
+            min(timeout / timedelta(milliseconds=1), MAX_POLL_MS),
         )
         to_peer.setblocking(False)
         self._arrivals = select.poll()
@@ -80,7 +80,7 @@ class Channel:
         self._asked = self._got = 0
         self._lent: Message | None = None
         self._told: str | None = None  # what the other does, if the two are apart
-        self._untold = self._untold_bytes = 0  # that were taken
+        self._unacknowledged = self._unacknowledged_bytes = 0  # that were taken
 
     def send(self, piece: Tensor, tag: int = 0) -> None:
         """Sends a piece. When this returns, the piece may be overwritten."""
@@ -161,7 +161,7 @@ class Channel:
         text = torch.frombuffer(bytearray(doing.encode()), dtype=torch.uint8)
         start = self._room(text.nbytes)
         _piece(self._out, start, text.dtype, text.shape).copy_(text)
-        self._ring(PacketKind.APART, start, start + text.nbytes)
+        self._ring(PacketKind.MISMATCH, start, start + text.nbytes)
 
     def told(self, until: float) -> str | None:
         """Returns what the other rank does, if it tells so in time.
@@ -200,7 +200,7 @@ class Channel:
             prod(coming.shape) * coming.dtype.itemsize,
         )
         if message.tag != coming.tag or came != wanted:
-            raise RanksApartError(
+            raise CallMismatchError(
                 f"a message of {came} bytes came where one of {wanted} was expected, or of "
                 "another call: the two ranks "
                 "do different things; call the same on every rank, in the same order"
@@ -209,9 +209,12 @@ class Channel:
         return message, coming
 
     def _was_taken(self, message: Message) -> None:
-        self._untold += 1
-        self._untold_bytes += message.stop - message.start
-        if self._untold > UNTOLD or self._untold_bytes > UNTOLD_BYTES:
+        self._unacknowledged += 1
+        self._unacknowledged_bytes += message.stop - message.start
+        if (
+            self._unacknowledged > MAX_UNACKNOWLEDGED
+            or self._unacknowledged_bytes > MAX_UNACKNOWLEDGED_BYTES
+        ):
             with suppress(
                 ConnectionError
             ):  # of one that has ended and wants nothing any more
@@ -219,13 +222,15 @@ class Channel:
 
     def _room(self, size: int) -> int:
         """Returns the offset of free memory of this size; in new memory, if there is none."""
-        size = max(-(-size // ALIGN), 1) * ALIGN
+        size = max(-(-size // CACHE_LINE_BYTES), 1) * CACHE_LINE_BYTES
         start = self._gap(size)
         if start is None and self._places:
             self._listen()
             start = self._gap(size)
         if start is None:
-            self._grow(max(FIRST, 2 * len(self._out), 1 << (2 * size - 1).bit_length()))
+            self._grow(
+                max(INITIAL_BYTES, 2 * len(self._out), 1 << (2 * size - 1).bit_length())
+            )
             start = 0
         self._places.append(Region(start, start + size))
         return start
@@ -261,8 +266,8 @@ class Channel:
         tag: int = 0,
         *memory: int,
     ) -> None:
-        packet = PACKET.pack(what, start, stop, self._untold, tag)
-        self._untold = self._untold_bytes = 0
+        packet = PACKET.pack(what, start, stop, self._unacknowledged, tag)
+        self._unacknowledged = self._unacknowledged_bytes = 0
         while True:
             try:
                 if memory:
@@ -279,14 +284,14 @@ class Channel:
     def _await(self) -> None:
         """Waits for a packet."""
         if self._told is not None:
-            raise RanksApartError(f"the other rank is in another call: {self._told}")
+            raise CallMismatchError(f"the other rank is in another call: {self._told}")
         self._listen(self._timeout_ms)
 
     def _listen(self, wait_ms: float = 0) -> None:
         """Reads the packets that have arrived; waits for one if there is none."""
         while True:
             try:
-                packet, memory, *_ = self._socket.recvmsg(PACKET.size, BESIDE)
+                packet, memory, *_ = self._socket.recvmsg(PACKET.size, ANCILLARY_BYTES)
             except (
                 ConnectionResetError
             ):  # said once; what had come before can still be read
@@ -316,7 +321,7 @@ class Channel:
 
         A rank that sleeps wakes after 50 us, and the sender takes 30 us to wake it.
         """
-        until = time.perf_counter() + LOOK_S if _own_core() else 0.0
+        until = time.perf_counter() + MAX_SPIN_S if _own_core() else 0.0
         while time.perf_counter() < until:
             if self._arrivals.poll(0):
                 return True
@@ -334,7 +339,7 @@ class Channel:
             os.close(memory)
         elif what == PacketKind.MESSAGE:
             self._came.append(Message(self._in, start, stop, tag))
-        elif what == PacketKind.APART:
+        elif what == PacketKind.MISMATCH:
             self._told = bytes(self._in[start:stop]).decode()
 
 

@@ -73,7 +73,7 @@ class _Known:
         found = []
         for one, transfers in zip(self.passes, (a.forward, a.backward), strict=False):
             moving = (
-                sum(network.rounds_s(*t, apart=a.overlaps_halos) for t in transfers)
+                sum(network.rounds_s(*t, separate=a.overlaps_halos) for t in transfers)
                 if not a.is_stats_exchange
                 else 0.0
             )
@@ -100,7 +100,7 @@ class _Known:
             own = transfers[
                 : len(transfers) - len(statistics)
             ]  # statistics come last, and stay with nobody
-            made = receive_buffer_bytes(own, messages, world, apart=a.overlaps_halos)
+            made = receive_buffer_bytes(own, messages, world, separate=a.overlaps_halos)
             copies = copies if backward else made
             passing = np.maximum(
                 passing,
@@ -235,7 +235,7 @@ class StepEstimator:
         for rounds, itemsize in sums:  # one bucket after the other
             messages = [self.network.messages(one, itemsize) for one in rounds]
             bucket = receive_buffer_bytes(
-                ((rounds, itemsize),), messages, world, apart=False
+                ((rounds, itemsize),), messages, world, separate=False
             )
             passing = np.maximum(
                 passing, bucket + peak_transient_bytes(messages, world)

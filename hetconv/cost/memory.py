@@ -60,7 +60,7 @@ def _allocates(node: Node) -> bool:
 
 
 def receive_buffer_bytes(
-    transfers: Transfers, messages: Sequence[Messages], world: int, *, apart: bool
+    transfers: Transfers, messages: Sequence[Messages], world: int, *, separate: bool
 ) -> Array:
     """Returns the bytes of the tensors that are made of what arrives, (P,).
 
@@ -68,7 +68,7 @@ def receive_buffer_bytes(
         transfers: Transfers of an operator.
         messages: Messages of all rounds of the transfers.
         world: Number of ranks.
-        apart: Whether what arrives is not joined to a rank's own part; see
+        separate: Whether what arrives is not joined to a rank's own part; see
             `Network.messages`.
     """
     total, of_each_round = np.zeros(world), iter(messages)
@@ -77,7 +77,7 @@ def receive_buffer_bytes(
         # The tensor of a round lives until that of the next round is made.
         for (_, wanted), of_round in zip(rounds, of_each_round, strict=False):
             made = of_round.sent_bytes.sum(0)
-            if not apart:
+            if not separate:
                 made = np.where(made > 0, _box_bytes(wanted, itemsize), 0.0)
         total = total + made
     return total
@@ -107,8 +107,8 @@ def receive_buffer_table(moved: MovedValue) -> Array:
     """
     arriving = received_bytes(moved)
     joined = np.array([_box_bytes(read.boxes, moved.itemsize) for read in moved.reads])
-    if moved.apart is not None:
-        joined = np.where(moved.apart[..., None], arriving, joined)
+    if moved.separate is not None:
+        joined = np.where(moved.separate[..., None], arriving, joined)
     made: Array = np.where(arriving > 0, joined, 0.0)
     return made
 

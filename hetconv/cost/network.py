@@ -183,7 +183,9 @@ class Network:
                 loads[sender, receiver, wire] = s_per_byte
         return loads.reshape(-1, len(self.shared))
 
-    def messages(self, one: Exchange, itemsize: int, apart: bool = False) -> Messages:
+    def messages(
+        self, one: Exchange, itemsize: int, separate: bool = False
+    ) -> Messages:
         """Returns the messages of an exchange, from a cache.
 
         Ranks whose messages share a wire are done when it has carried all of them.
@@ -191,19 +193,21 @@ class Network:
         Args:
             one: the exchange.
             itemsize: bytes of an element.
-            apart: whether what arrives stays separate from a rank's own part, as halos do.
+            separate: whether what arrives stays separate from a rank's own part, as halos do.
         """
-        key = id(one), itemsize, apart  # equal ones are long to compare
+        key = id(one), itemsize, separate  # equal ones are long to compare
         if key not in self._same:
-            if (one, itemsize, apart) not in self._known:
-                self._known[one, itemsize, apart] = self._messages(one, itemsize, apart)
+            if (one, itemsize, separate) not in self._known:
+                self._known[one, itemsize, separate] = self._messages(
+                    one, itemsize, separate
+                )
             self._same[key] = (
                 one,
-                self._known[one, itemsize, apart],
+                self._known[one, itemsize, separate],
             )  # the round is kept, so that its id stays
         return self._same[key][1]
 
-    def _messages(self, one: Exchange, itemsize: int, apart: bool) -> Messages:
+    def _messages(self, one: Exchange, itemsize: int, separate: bool) -> Messages:
         held, wanted = one
         common = _common(held, wanted) * float(itemsize)
         wanted_bytes = np.array([box.numel * itemsize for box in wanted])
@@ -212,7 +216,7 @@ class Network:
         sending, receiving = self._sides(
             sent,
             elements_to_add(common, wanted_bytes),
-            sent.sum(0) if apart else wanted_bytes,
+            sent.sum(0) if separate else wanted_bytes,
         )
         for wire, load in (
             zip(self.shared, sent.reshape(-1) @ self._loads, strict=True)
@@ -224,11 +228,11 @@ class Network:
         return Messages(sent, pairs, sending, receiving)
 
     def rounds_s(
-        self, rounds: tuple[Exchange, ...], itemsize: int, apart: bool = False
+        self, rounds: tuple[Exchange, ...], itemsize: int, separate: bool = False
     ) -> float:
         """Seconds of rounds one after the other, each as long as its slowest rank takes."""
         return sum(
-            float(self.messages(one, itemsize, apart).together.max(initial=0.0))
+            float(self.messages(one, itemsize, separate).together.max(initial=0.0))
             for one in rounds
         )
 

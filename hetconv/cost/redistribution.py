@@ -25,8 +25,8 @@ from .network import Array, Network, elements_to_add
 # them.
 MAX_BLOCK_ELEMENTS = 15_000
 # One integer codes an exchange: held boxes, wanted boxes, whether what arrives stays
-# apart, and the bytes of an element, which are fewer than this flag.
-APART_FLAG = 1 << 7
+# separate, and the bytes of an element, which are fewer than this flag.
+SEPARATE_FLAG = 1 << 7
 MAX_BOXES = 1 << 24
 
 Ints = npt.NDArray[np.intp]
@@ -44,7 +44,7 @@ class MovedValue(NamedTuple):
         reads: What is read of it.
         itemsize: Bytes of an element.
         adjoint: Whether its gradient is moved back.
-        apart: Mask of shape (sources, reads): where what arrives is not joined to a
+        separate: Mask of shape (sources, reads): where what arrives is not joined to a
             rank's own part; see `Network.messages`.
     """
 
@@ -52,7 +52,7 @@ class MovedValue(NamedTuple):
     reads: Sequence[Layout | ReadRegion]
     itemsize: int
     adjoint: bool
-    apart: Mask | None = None
+    separate: Mask | None = None
 
 
 def movement_tables(values: Sequence[MovedValue], network: Network) -> list[Array]:
@@ -157,8 +157,8 @@ def _codes(moved: MovedValue, numbers: _BoxNumbers) -> Ints:
     if moved.adjoint:
         held, wanted = wanted, held
     flags: int | Ints = moved.itemsize
-    if moved.apart is not None:
-        flags = moved.itemsize | APART_FLAG * moved.apart
+    if moved.separate is not None:
+        flags = moved.itemsize | SEPARATE_FLAG * moved.separate
     codes: Ints = np.where(
         _exchange_mask(moved), (held * MAX_BOXES + wanted) << 8 | flags, -1
     )
@@ -220,11 +220,11 @@ class _Exchanges:
                 _common_elements(lo, hi, differs, own, other),
                 (len(block), world, world),
             )
-            apart, itemsize = np.divmod(flags[block, None], APART_FLAG)
+            separate, itemsize = np.divmod(flags[block, None], SEPARATE_FLAG)
             sent = common * to_others * itemsize[..., None]
             whole = numel[other] * itemsize
             added = elements_to_add(common, numel[other]) * itemsize
-            received = np.where(apart, sent.sum(-2), whole)
+            received = np.where(separate, sent.sum(-2), whole)
             result[block] = self.measure(sent, added, received)
         return result
 

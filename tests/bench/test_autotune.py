@@ -88,10 +88,10 @@ def test_who_is_the_fastest_is_not_told_by_the_rounds_that_tell_by_how_much() ->
 def test_a_plan_is_in_doubt_where_rounds_differ_about_it() -> None:
     """The fastest is in none: it loses nothing, however its steps vary."""
     steady = [{"a": 1.0, "b": 1.25}] * 8
-    assert plan_gains.doubt(steady, "b") < autotune.SURE
+    assert plan_gains.doubt(steady, "b") < autotune.MAX_DOUBT
     varying = [{"a": 1.0, "b": b} for b in (1.1, 1.5)] * 4
     assert plan_gains.doubt(varying, "a") == 0.0
-    assert plan_gains.doubt(varying, "b") > 5 * autotune.SURE
+    assert plan_gains.doubt(varying, "b") > 5 * autotune.MAX_DOUBT
 
 
 class Halves:
@@ -122,7 +122,7 @@ def test_rounds_go_on_until_their_halves_agree(
     monkeypatch.setattr(autotune, "paired_rounds", rounds)
     found: Any = autotune.checked({}, torch.device("cpu"), check)
     assert found.ran == 12 + 7 * more
-    assert asked == [autotune.LEAST_S, *[0.0] * more]
+    assert asked == [autotune.MIN_TOTAL_S, *[0.0] * more]
 
 
 def test_what_can_be_gained_hangs_on_how_fast_devices_are() -> None:

@@ -48,7 +48,7 @@ def test_a_result_tells_of_no_path_of_the_machine() -> None:
 def test_a_stage_that_hangs_is_ended_with_what_it_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu, "GRACE", 0.2)
+    monkeypatch.setattr(gpu, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         "print('on', flush=True); time.sleep(60)"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetconv.comm import cpu_time
-from hetconv.comm.cpu_time import PERIOD_S, SHARED, OwnCore, waits_s
+from hetconv.comm.cpu_time import MAX_WAITING_PART, QUERY_INTERVAL_S, OwnCore, waits_s
 
 
 class Core:
@@ -37,9 +37,9 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
 def test_a_core_is_ones_own_as_long_as_one_hardly_waits_for_it(core: Core) -> None:
     own = OwnCore()
     assert not own()  # nothing is known yet
-    core.passes(1.0, 0.9 * SHARED)
+    core.passes(1.0, 0.9 * MAX_WAITING_PART)
     assert own()
-    core.passes(1.0, 1.1 * SHARED)
+    core.passes(1.0, 1.1 * MAX_WAITING_PART)
     assert not own()
     core.passes(1.0, 0.0)
     assert own()
@@ -49,9 +49,9 @@ def test_it_is_asked_once_in_some_turns_of_the_system(core: Core) -> None:
     own = OwnCore()
     core.passes(1.0, 0.0)
     assert own()
-    core.passes(0.9 * PERIOD_S, PERIOD_S)
+    core.passes(0.9 * QUERY_INTERVAL_S, QUERY_INTERVAL_S)
     assert own()
-    core.passes(0.2 * PERIOD_S, 0.0)
+    core.passes(0.2 * QUERY_INTERVAL_S, 0.0)
     assert not own()
 
 

@@ -112,13 +112,13 @@ def rank_on_two_hosts(
         for peer, channel in group.channels.items()
         if peer % 2 == group.rank % 2
     }
-    rank_group._teams[group.process_group] = replace(
+    rank_group._groups[group.process_group] = replace(
         group, channels=near, one_host=False
     )
     try:
         return forward_and_back(src, dst, x, y)[:2]
     finally:
-        rank_group._teams[group.process_group] = group
+        rank_group._groups[group.process_group] = group
 
 
 def places(shape: tuple[int, ...], world: int) -> st.SearchStrategy[Place]:

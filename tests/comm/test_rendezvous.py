@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetconv.comm.rendezvous import VISIT, connect
+from hetconv.comm.rendezvous import GREETING, connect
 
 
 def said(by: socket.socket, to: socket.socket, word: bytes) -> bytes:
@@ -107,7 +107,7 @@ def test_a_stranger_is_not_let_in() -> None:
         def gather(rank: int, word: Any) -> list[Any]:
             words = hosts.gather(rank, word)
             if rank == 1 and all(words):  # before rank 1 knocks
-                for knock in (b"x", b"x" * VISIT.size, b""):
+                for knock in (b"x", b"x" * GREETING.size, b""):
                     strangers.append(
                         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                     )

@@ -94,8 +94,8 @@ def test_messages_come_in_order_whichever_is_waited_for_first(
 def test_what_is_lent_stays_where_it_lies_until_it_is_given_back(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "FIRST", 256)
-    monkeypatch.setattr(shared_memory, "UNTOLD", 0)
+    monkeypatch.setattr(shared_memory, "INITIAL_BYTES", 256)
+    monkeypatch.setattr(shared_memory, "MAX_UNACKNOWLEDGED", 0)
     here, there = ends
     lent = []
     for k in range(3):
@@ -179,7 +179,7 @@ def test_any_messages_under_way_at_once_keep_what_they_say(
 ) -> None:
     """In memory so small that its gaps are filled, and it is outgrown."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shared_memory, "FIRST", 1024)
+        patched.setattr(shared_memory, "INITIAL_BYTES", 1024)
         ends = Ends()
         for do, size in steps:
             do(ends, size)
@@ -193,7 +193,7 @@ def test_memory_does_not_grow_while_messages_are_taken(
     here, there = ends
     for _ in range(40):
         passed(here, there, torch.zeros(100_000))
-    assert len(here._out) <= 2 * (shared_memory.UNTOLD_BYTES + 400_000)
+    assert len(here._out) <= 2 * (shared_memory.MAX_UNACKNOWLEDGED_BYTES + 400_000)
     passed(here, there, torch.zeros(1_000_000))
     assert len(here._out) >= 4_000_000
 
@@ -207,7 +207,7 @@ def test_messages_lie_where_earlier_ones_lay(ends: tuple[Channel, Channel]) -> N
         passed(there, here, torch.zeros(1))
         passed(here, there, torch.zeros(5_000))
         lay |= {place.start for place in here._places}
-    assert max(lay) < 2 * 20_000 + shared_memory.ALIGN
+    assert max(lay) < 2 * 20_000 + shared_memory.CACHE_LINE_BYTES
 
 
 def test_who_answers_tells_what_was_taken_with_the_answer(
@@ -218,7 +218,7 @@ def test_who_answers_tells_what_was_taken_with_the_answer(
         passed(here, there, torch.full((500,), float(k)))
         assert passed(there, here, torch.full((300,), -float(k)))[0] == -k
     assert [len(end._places) for end in ends] == [0, 1]
-    assert [len(end._out) for end in ends] == [shared_memory.FIRST] * 2
+    assert [len(end._out) for end in ends] == [shared_memory.INITIAL_BYTES] * 2
 
 
 def test_more_packets_than_a_socket_holds_wait_until_they_are_read(
@@ -275,7 +275,7 @@ def test_a_receiver_sleeps_at_once_but_on_a_core_of_its_own(
     here, there = ends
     passed(here, there, torch.ones(1))  # memory for messages comes with the first one
     monkeypatch.setattr(shared_memory, "_own_core", lambda: own)
-    monkeypatch.setattr(shared_memory, "LOOK_S", MINUTE.total_seconds())
+    monkeypatch.setattr(shared_memory, "MAX_SPIN_S", MINUTE.total_seconds())
     slept = list[float]()
     monkeypatch.setattr(
         shared_memory,

@@ -244,7 +244,7 @@ def test_by_memory_each_rank_sends_and_then_joins_what_is_there() -> None:
     assert found.sending.tolist() == [2, 12]
     assert found.receiving.tolist() == [12, 24]
     assert found.together.tolist() == [12 + 12, 12 + 24]
-    assert net.messages(gathered, 1, apart=True).receiving.tolist() == [
+    assert net.messages(gathered, 1, separate=True).receiving.tolist() == [
         3 * 3,
         1 * 6,
     ]  # of what arrives alone

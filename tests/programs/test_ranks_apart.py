@@ -124,7 +124,7 @@ def said(
     the ranks.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadlock, "LONG_S", 0.3)
+        patch.setattr(deadlock, "MIN_REPORTED_WAIT_S", 0.3)
         patch.setattr(deadlock, "POLL_S", 0.1)
         return {
             program.__name__: said_by(program, kind, sizes, hosts)
@@ -141,7 +141,7 @@ def on_hosts(hosts: tuple[int, ...]) -> dist.ProcessGroup:
         for peer, channel in ranks.channels.items()
         if hosts[peer] == hosts[ranks.rank]
     }
-    rank_group._teams[group] = replace(
+    rank_group._groups[group] = replace(
         ranks, channels=near, one_host=len(set(hosts)) == 1
     )
     return group
@@ -227,7 +227,7 @@ def test_only_ranks_that_wait_for_each_other_for_ever_are_apart(
 def late() -> float:
     """What a model gives while one rank is late in each step, and both watch each other's waits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadlock, "LONG_S", 0.0)
+        patch.setattr(deadlock, "MIN_REPORTED_WAIT_S", 0.0)
         patch.setattr(deadlock, "POLL_S", 0.01)
         torch.manual_seed(0)
         model = Branches()

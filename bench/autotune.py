@@ -13,13 +13,9 @@ long the plan's own step takes without its messages, in turn with it.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -29,7 +25,7 @@ from typing import Any
 import torch
 
 from bench.overlap import within
-from bench.shared.machine import commit, now, save, software
+from bench.shared.machine import beside_a_busy_process, commit, now, save, software
 from bench.shared.plan_gains import OF_SILENT, SILENT, doubt, gains, last, possible
 from bench.shared.plan_sample import compared
 from bench.shared.prediction_errors import (
@@ -57,13 +53,10 @@ from hetconv.tracing.tracer import capture
 MODES: tuple[Mode, ...] = ("infer", "train")
 BUSY = "busy"  # behind a pair: the last rank shares its core with a busy process
 PAIRS = ("cpu,cpu@0.5", "cpu,cpu@0.25", "cpu,cpu@0.5,cpu@0.5", f"cpu,cpu {BUSY}")
-# until who started it is gone
-RIVAL = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 ROUNDS, MAX_ROUNDS = 7, 101  # of all plans
 MIN_TOTAL_S, MAX_TOTAL_S = 60.0, 200.0  # that these take together
-MIN_AGREEMENT = (
-    0.95  # Kendall's tau of two halves of them: with less, noise orders plans
-)
+# Kendall's tau of two halves of the rounds: with less, noise orders plans.
+MIN_AGREEMENT = 0.95
 FINAL_ROUNDS, FINAL_S = 11, 45.0  # more rounds of the fastest
 # standard error of what the plan loses against the fastest of these, or twice as many
 # seconds
@@ -327,27 +320,6 @@ def figures(check: Check) -> dict[str, Any]:
     return {n: round(v, 4) for n, v in check.figures.items()} | {
         "predicted and measured ms": steps
     }
-
-
-@contextmanager
-def beside_a_busy_process(wanted: bool) -> Iterator[None]:
-    """Binds this process to one core, the last, with a process that never rests;
-    another device for real.
-    """
-    if not wanted:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    core = {max(before)}
-    os.sched_setaffinity(0, core)
-    rival = subprocess.Popen([sys.executable, "-c", RIVAL])
-    os.sched_setaffinity(rival.pid, core)
-    try:
-        yield
-    finally:
-        rival.kill()
-        rival.wait()
-        os.sched_setaffinity(0, before)
 
 
 def demands(rows: list[dict[str, Any]]) -> list[Demand]:

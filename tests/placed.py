@@ -262,3 +262,29 @@ def check(found: list[dict[str, Differences]], tolerance: float = 1e-12) -> None
         if not value <= tolerance
     }
     assert not wrong
+
+
+def layouts_of(x: Tensor, world: int) -> list[Layout]:
+    """How a tensor of this shape can lie in parts."""
+    shape, found = tuple(x.shape), list[Layout]()
+    for d, n in enumerate(shape):
+        rest = n - n // 3 * (world - 1)
+        found.append(Layout.sharded(shape, d, (rest, *(n // 3,) * (world - 1))))
+    if shape:
+        d = len(shape) - 1
+        cut, n = found[d // 2], shape[d]
+        found.append(Layout(shape, "sharded", cut.boxes[::-1]))
+        found.append(Layout.sharded(shape, d, (0, n, *(0,) * (world - 2))))
+        found.append(
+            Layout.sharded(
+                shape, 0, (shape[0] // 2, *(0,) * (world - 2), shape[0] - shape[0] // 2)
+            )
+        )
+    if x.is_floating_point():
+        found.append(Layout.partial(shape, world, ()))
+    if x.is_floating_point() and len(shape) > 1 and shape[1] >= 2:
+        found.append(
+            Layout.partial(shape, world, (1, shape[1] - 1, *(0,) * (world - 2)))
+        )
+    found.append(Layout.replicated(shape, world))
+    return found

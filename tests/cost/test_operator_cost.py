@@ -1,14 +1,12 @@
-"""The heart of planning: predicted bytes are sent bytes, exactly; seconds follow the models."""
+"""Seconds of operators: those of the device models, and estimates of what they do not know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +16,6 @@ from hetconv.cost.estimator import estimate
 from hetconv.cost.operator_cost import Operators, layer_curve, operator_key, seams_of
 from hetconv.cost.propagate import propagate
 from hetconv.ops.conv_geometry import spatial_geometry
-from hetconv.planner.partition import whole_model, with_whole_sum
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.device_model import (
     Axis,
@@ -27,85 +24,12 @@ from hetconv.schemas.device_model import (
     LinkModel,
     OperatorModel,
 )
-from hetconv.schemas.plan import Mode
 from hetconv.schemas.provenance import MeasurementConditions
 from hetconv.sharding.conv_spec import ConvSpec
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout
-from hetconv.sharding.split import KINDS, REPLICATE, Split, SplitKind
+from hetconv.sharding.split import REPLICATE, Split, SplitKind
 from hetconv.tracing.graph import Node
-from tests.equivalence import captured, loss_of
-from tests.nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
-from tests.spawn import on_ranks
-
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet": (ResNet, (2, 3, 45, 40)),
-    "unet": (UNet, (2, 3, 20, 24)),
-    "mobile": (MobileBlock, (2, 4, 12, 11)),
-} | OTHER_RANKS
-CUTS = [
-    (case, kind)
-    for case, (_, shape) in CASES.items()
-    for kind in kinds_of(len(shape) - 2)
-]
-
-
-def sent_and_predicted(
-    case: str,
-    kind: SplitKind,
-    weights: tuple[int, ...],
-    mode: Mode,
-    input_gradient: bool,
-    whole: bool = False,
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes to every other rank in one step: as counted, and as the plan says."""
-    make, shape = CASES[case]
-    model = make().train(mode == "train")
-    x = torch.randn(shape, requires_grad=input_gradient)
-    world, rank = len(weights), dist.get_rank()
-    graph = captured(make, shape, mode, input_gradient)
-    splits = (
-        dict(whole_model(graph, kind, weights, KINDS).items())
-        if kind != "replicate"
-        else {}
-    )
-    splits = (
-        {name: with_whole_sum(split) for name, split in splits.items()}
-        if whole
-        else splits
-    )
-    predicted, _ = estimate(
-        graph, ClusterProfile.from_devices(["cpu"] * world, link="host"), splits, mode
-    )
-    model = hetconv.parallelize(model, plan_of(model, splits, world))
-    with hetconv.count_sent() as sent, torch.set_grad_enabled(mode == "train"):
-        y = model(x)
-        if mode == "train":
-            loss_of(y).backward()
-    return dict(sent), {
-        r: size for r, size in enumerate(predicted.sent_bytes[rank]) if size
-    }
-
-
-@pytest.mark.parametrize(
-    ("case", "kind", "weights"),
-    [(*cut, weights) for cut in CUTS for weights in ((3, 1), (5, 2, 1), (1, 0, 2))]
-    + [("resnet", kind, (2, 1, 1, 0)) for kind in ("sample", "height", "width")],
-)
-def test_predicted_bytes_are_sent_bytes(
-    case: str, kind: SplitKind, weights: tuple[int, ...]
-) -> None:
-    modes: list[tuple[Mode, bool]] = [
-        ("train", False),
-        ("train", True),
-        ("infer", False),
-    ]
-    for mode, input_gradient in modes:
-        for sent, predicted in on_ranks(
-            len(weights), sent_and_predicted, case, kind, weights, mode, input_gradient
-        ):
-            assert sent == predicted, mode
-
 
 SECONDS: dict[Axis, float] = {"pixels": 1.0, "filters": 2.0, "channels": 3.0}
 
@@ -462,16 +386,3 @@ def test_halos_overlap_where_the_cut_goes_on(second: SplitKind, overlaps: bool) 
         graph, {"0": Split("depth", (3, 3)), "1": Split(second, (2, 2))}, 2, "train"
     )
     assert [a.overlaps_halos for a in scheduled[:2]] == [False, overlaps]
-
-
-def test_a_split_of_another_world_is_refused_by_name() -> None:
-    graph = hetconv.capture(
-        nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(1, 3, 12, 12)
-    )
-    with pytest.raises(hetconv.PlanError, match="'0' is split into 3 parts"):
-        estimate(
-            graph,
-            ClusterProfile.from_devices(["T4", "T4"]),
-            {"0": Split("height", (4, 4, 2))},
-            "train",
-        )

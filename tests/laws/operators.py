@@ -23,7 +23,7 @@ import hetconv
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.layout import Layout
-from tests.placed import full_gradient, placed, summands, value
+from tests.placed import full_gradient, layouts_of, placed, summands, value
 
 from .survey import Result, in_step
 
@@ -145,32 +145,6 @@ def errors_of(op: Any, most: int) -> list[Sample]:
         ):
             found.append(one)
     return found[:most]
-
-
-def layouts_of(x: Tensor, world: int) -> list[Layout]:
-    """How a tensor of this shape can lie in parts."""
-    shape, found = tuple(x.shape), list[Layout]()
-    for d, n in enumerate(shape):
-        rest = n - n // 3 * (world - 1)
-        found.append(Layout.sharded(shape, d, (rest, *(n // 3,) * (world - 1))))
-    if shape:
-        d = len(shape) - 1
-        cut, n = found[d // 2], shape[d]
-        found.append(Layout(shape, "sharded", cut.boxes[::-1]))
-        found.append(Layout.sharded(shape, d, (0, n, *(0,) * (world - 2))))
-        found.append(
-            Layout.sharded(
-                shape, 0, (shape[0] // 2, *(0,) * (world - 2), shape[0] - shape[0] // 2)
-            )
-        )
-    if x.is_floating_point():
-        found.append(Layout.partial(shape, world, ()))
-    if x.is_floating_point() and len(shape) > 1 and shape[1] >= 2:
-        found.append(
-            Layout.partial(shape, world, (1, shape[1] - 1, *(0,) * (world - 2)))
-        )
-    found.append(Layout.replicated(shape, world))
-    return found
 
 
 def cases_of(op: Any, world: int, most: int) -> tuple[list[Sample], list[Case]]:

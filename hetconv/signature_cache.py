@@ -9,7 +9,7 @@ last, and no more.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -36,6 +36,28 @@ class Cache(Generic[K, V]):
         if len(self.current) >= MAX_ENTRIES:
             self.current.clear()
         self.current[key] = value
+        return value
+
+
+class RecentlyUsed(Generic[K, V]):
+    """Values of all signatures; the one that was not used for longest is forgotten.
+
+    Args:
+        most: The number of values.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._known: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Returns the value of ``key``, which is made if it is not remembered."""
+        value = self._known.pop(key, None)
+        if value is None:
+            value = make()
+        self._known[key] = value
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
         return value
 
 

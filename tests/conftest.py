@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bench.shared.torchvision_operators import declare_operators
 from hetconv import kernels
-from tests.spawn import DEVICE
+from tests.spawn import DEVICE, PRELOADED
 
 declare_operators()
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -64,6 +64,12 @@ def pytest_collection_modifyitems(
         for item in items:
             if "whole_laws" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.timeout(0))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Imports libraries once, before ranks are forked, if many tests need them."""
+    if any(item.path.parent.name == "models" for item in session.items):
+        PRELOADED.append("tests.libraries")
 
 
 @pytest.fixture

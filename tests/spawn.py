@@ -31,12 +31,16 @@ DEVICE = (
 )
 TIMEOUT = timedelta(seconds=60)
 GRACE = 10.0  # seconds that ranks get to finish once another one has failed
+# What most ranks import: the process that they are forked from does so once.
 PRELOADED = [
     "tests.conftest",
-    "hetconv.ops",
+    "tests.placed",
+    "tests.nets",
+    "hetconv.nn.checkpoint",
     "hetconv.nn.parallelize",
-    "hetconv.tracing.tracer",
     "hetconv.planner.make_plan",
+    "hetconv.tracing.tracer",
+    "torch._dynamo.polyfills.loader",
 ]
 # Not fork: autograd starts threads where torch is built for CUDA, and they do not survive it.
 Method = Literal["forkserver", "spawn"]

@@ -22,7 +22,7 @@ from hetconv.operators.norms import BatchNormCall
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Func, Kwargs
 from hetconv.sharding.layout import Shape
-from hetconv.signature_cache import Cache
+from hetconv.signature_cache import Cache, RecentlyUsed
 from hetconv.torch_internals import (
     no_torch_dispatch,
     storage_id,
@@ -62,6 +62,8 @@ NOT_TRIED: set[Any] = {
         for name in ("__deepcopy__", "__reduce_ex__", "__setstate__")
     ),
 }
+Alias = tuple[int | None, bool]
+"""Index of the HetTensor that is the result, and whether it shares the first one's memory."""
 MakeTensor = Callable[[HetTensor], Tensor]
 """Returns a tensor with the global shape of a HetTensor, without its values."""
 
@@ -93,6 +95,9 @@ UNKNOWN = Verdict()
 # Like a call on empty tensors it runs on gathered ones, where all ranks raise one error.
 REFUSED_BY_META = Verdict(empty=True)
 _known: Cache[tuple[Any, ...], Verdict] = Cache()
+# Of all models and signatures: blocks of a network repeat calls, and a trial takes a
+# millisecond or more.
+_recent: RecentlyUsed[tuple[Any, ...], Verdict] = RecentlyUsed(4096)
 
 
 def trial(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTensor]]:
@@ -124,7 +129,8 @@ def trial(func: Func, args: Args, kwargs: Kwargs) -> tuple[Verdict, list[HetTens
     key = tuple(signature)
     verdict = _known.current.get(key)
     if verdict is None:
-        verdict = _known.add(key, _verdict(func, args, kwargs, found))
+        run = partial(_verdict, func, args, kwargs, found)
+        verdict = _known.add(key, _recent.get((kind, *key), run))
     if verdict.by_order and views.shared(found[0]):
         verdict = _alias(
             verdict,
@@ -185,7 +191,8 @@ def _verdict(
     writes = writes_in_place(func, kwargs) or kwargs.get("out") is not None
     if writes or not isinstance(result, Tensor):
         return verdict
-    return _alias(verdict, func, args, kwargs, [_contiguous, _channels_last, _reversed])
+    first = _alias_of(result, metas)
+    return _alias(verdict, func, args, kwargs, [_channels_last, _reversed], first)
 
 
 def _written(
@@ -213,25 +220,24 @@ def _alias(
     args: Args,
     kwargs: Kwargs,
     orders: Sequence[MakeTensor],
+    *seen_before: Alias,
 ) -> Verdict:
     """Completes the verdict by what the call returns for each of these memory formats.
+
+    ``seen_before`` is what it returned for other ones.
 
     Raises:
         Exception: PyTorch's own, if it refuses the call in all of them.
     """
-    seen: list[tuple[int | None, bool]] = []
-    errors: list[Exception] = []
+    seen, refused = list(seen_before), 0
     for make in orders:
         try:
-            result, metas = _on_meta(func, args, kwargs, make)
-        except Exception as error:  # this memory format has no such view
-            errors.append(error)
-            if len(errors) == len(orders):
+            seen.append(_alias_of(*_on_meta(func, args, kwargs, make)))
+        except Exception:  # this memory format has no such view
+            refused += 1
+            if refused == len(orders) and not seen_before:
                 raise
             seen.append((None, False))
-            continue
-        returns = next((i for i, m in enumerate(metas) if m is result), None)
-        seen.append((returns, storage_id(result) == storage_id(metas[0])))
     # Images are contiguous or channels-last. A call that returns only one of these as it
     # is returns a view that may be a copy.
     of_images = seen[:2]
@@ -240,6 +246,11 @@ def _alias(
         shares=any(shares for _, shares in of_images),
         by_order=verdict.by_order or len(set(seen)) > 1,
     )
+
+
+def _alias_of(result: Tensor, metas: Sequence[Tensor]) -> Alias:
+    returns = next((i for i, m in enumerate(metas) if m is result), None)
+    return returns, storage_id(result) == storage_id(metas[0])
 
 
 def _on_meta(

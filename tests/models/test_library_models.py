@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal, get_args
 
 import pytest
@@ -45,9 +46,10 @@ GATHERS = {
     "diffusers UNet2DModel": ATTENTION,
 }  # in training, by a height plan
 
-pytest.importorskip("transformers")
-pytest.importorskip("diffusers")
-pytest.importorskip("monai")
+# Only ranks import them, which takes seconds.
+for library in ("transformers", "diffusers", "monai"):
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed", allow_module_level=True)
 
 
 def scaled(a: torch.Tensor | None, b: torch.Tensor | None) -> float:

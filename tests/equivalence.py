@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
@@ -19,6 +20,7 @@ from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
 from tests.nets import plan_of
 
+T = TypeVar("T")
 Differences = dict[str, float]
 Difference = Callable[[Tensor | None, Tensor | None], float]
 Model = Callable[..., Any]
@@ -29,6 +31,16 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What rank 0 makes: a plan takes long, and all ranks would make the same one."""
+    if not dist.is_initialized():
+        return make()
+    found: list[Any] = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    made: T = found[0]
+    return made
+
+
 @cache
 def captured(
     make: Callable[[], nn.Module],
@@ -37,11 +49,15 @@ def captured(
     input_gradient: bool,
 ) -> Graph:
     """A rank keeps it: most of a test's time would go into making the same again."""
-    with torch.set_grad_enabled(mode == "train"):
-        return hetconv.capture(
-            make().train(mode == "train"),
-            torch.zeros(shape, requires_grad=input_gradient),
-        )
+
+    def capture() -> Graph:
+        with torch.set_grad_enabled(mode == "train"):
+            return hetconv.capture(
+                make().train(mode == "train"),
+                torch.zeros(shape, requires_grad=input_gradient),
+            )
+
+    return from_rank_0(capture)
 
 
 def assert_same(found: list[Differences]) -> None:

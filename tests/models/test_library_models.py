@@ -21,6 +21,7 @@ from hetconv.tracing.graph import Graph
 from tests.equivalence import (
     Differences,
     apart,
+    from_rank_0,
     full_gradients,
     leaves,
     loss_of,
@@ -63,12 +64,17 @@ def scaled(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 @cache
 def planned(name: str, world: int, dtype: torch.dtype) -> tuple[Graph, Plan]:
     """A rank keeps them: most of a test's time would go into making the same again."""
-    make, shape = ZOO[name]
-    graph = hetconv.capture(make().to(dtype).train(), torch.zeros(shape, dtype=dtype))
-    profile = hetconv.ClusterProfile.from_devices(
-        ["cpu", "cpu@0.5", "cpu@0.5"][:world], link="host"
-    )
-    return graph, hetconv.make_plan(graph, profile)
+
+    def make_both() -> tuple[Graph, Plan]:
+        make, shape = ZOO[name]
+        model, x = make().to(dtype).train(), torch.zeros(shape, dtype=dtype)
+        graph = hetconv.capture(model, x)
+        profile = hetconv.ClusterProfile.from_devices(
+            ["cpu", "cpu@0.5", "cpu@0.5"][:world], link="host"
+        )
+        return graph, hetconv.make_plan(graph, profile)
+
+    return from_rank_0(make_both)
 
 
 def plan_for(name: str, kind: Kind, world: int) -> Plan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 import hetconv
 from bench.planner import modelled
 from hetconv.schemas.plan import Plan
-from tests.equivalence import Differences, apart, assert_same, full_gradients, leaves
+from tests.equivalence import (
+    Differences,
+    apart,
+    assert_same,
+    from_rank_0,
+    full_gradients,
+    leaves,
+)
 from tests.nets import plan_of, splits_of
 from tests.spawn import on_ranks
 
@@ -94,7 +102,12 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
+@cache
 def planned(name: str) -> Plan:
+    return from_rank_0(partial(by_planner, name))
+
+
+def by_planner(name: str) -> Plan:
     """The planner's own plan, of a model that is as before and gives what it gave before."""
     model, x = made(name).eval(), image(name)
     before, state = model(x), state_of(model)

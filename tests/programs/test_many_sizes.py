@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
-import os
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hetconv
+from hetconv.nn import layers
 from hetconv.nn.model_call import EntryForward
+from hetconv.ops import trial_run
 from hetconv.sharding.split import Split
 from hetconv.signature_cache import SignatureCaches
 from tests.equivalence import Differences, apart, assert_same, full_gradients
 from tests.nets import plan_of
-from tests.spawn import Pool, on_ranks
+from tests.spawn import on_ranks
 
 SPLITS = {
     "0": Split("height", (5, 3)),
     "4": Split("filter", (5, 3)),
     "8": Split("height", (5, 3)),
 }
-SIZES, LEVEL_AT, MOST_GROWTH = 2000, 300, 30.0  # megabytes
 
 
 def net() -> nn.Sequential:
@@ -91,46 +91,54 @@ def differences() -> Differences:
     }
 
 
-def growth(count: int) -> float:
-    """Megabytes that this rank's memory grew by, from the ``LEVEL_AT``-th size to the last."""
-    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = (
-        "8"  # PyTorch's own memory of sizes, full at 1024
-    )
+def growth(count: int, kept: int) -> int:
+    """Objects of Python that there are more of after twice as many sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "MAX_CACHED_CASES", kept)
+        return _growth(count, kept)
+
+
+def _growth(count: int, kept: int) -> int:
     model = net()
-    cut = hetconv.parallelize(model, plan_of(model, SPLITS, 2))
-    level = 0.0
-    for i, (h, w) in enumerate(sizes(count)):
+    cut = hetconv.parallelize(model, plan_of(model, SPLITS, 2), signatures=kept)
+    found: list[int] = []
+    for i, (h, w) in enumerate(sizes(2 * count), 1):
         with torch.set_grad_enabled(i % 4 == 0):
             y = cut(torch.randn(1, 3, h, w)).sum()
         if y.requires_grad:
             y.backward()
-        if i == LEVEL_AT:
-            level = resident()
-    return resident() - level
+        del y
+        if i % count == 0:
+            found.append(objects())
+    return found[1] - found[0]
 
 
-def resident() -> float:
+def objects() -> int:
+    """How many there are but for those of caches that keep a given number of entries."""
+    for cache in bounded_caches():
+        cache.cache_clear()
+    trial_run._recent._known.clear()
     gc.collect()
-    return (
-        int(Path("/proc/self/statm").read_text("ascii").split()[1])
-        * os.sysconf("SC_PAGESIZE")
-        / 1e6
-    )
+    return len(gc.get_objects())
+
+
+def bounded_caches() -> list[Any]:
+    return [
+        cache
+        for cache in gc.get_objects()
+        if type(cache) is functools._lru_cache_wrapper
+        and str(cache.__module__).startswith("hetconv.")
+        and cache.cache_parameters()["maxsize"] is not None
+    ]
 
 
 def test_forgotten_sizes_are_right_when_they_come_again() -> None:
     assert_same(on_ranks(2, differences))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_memory_stays_at_its_level() -> None:
-    pool = Pool(2, timeout=timedelta(minutes=4))
-    try:
-        found = pool.outcomes(growth, SIZES)
-    finally:
-        pool.close()
-    assert all(ok and megabytes < MOST_GROWTH for ok, megabytes in found), found
+    kept = 8
+    assert max(on_ranks(2, growth, 5 * kept, kept)) < kept
 
 
 def refusal() -> str:

@@ -247,7 +247,7 @@ def gathered(
 def in_every_placement(
     fn: Fn, dtype: torch.dtype = torch.float64, autocast: bool = False
 ) -> dict[str, Differences]:
-    """`reduce_scattered` by placement, under autocast to bfloat16 if asked."""
+    """Differences by placement, under autocast to bfloat16 if asked."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return {place: on_parts(fn, place, dtype) for place in PLACEMENTS}
 

@@ -60,7 +60,7 @@ def sets_for(set_bytes: int, cache_bytes: int, most: int = MAX_CALLS) -> int:
 
 
 def calls_for(sets: int, least: float) -> int:
-    """Calls in a graph: a multiple of ``sets`` that lasts `TARGET` if a call takes
+    """Calls in a graph: a multiple of ``sets`` that lasts `GRAPH_S` if a call takes
     ``minimize_tables`` seconds.
     """
     wanted = min(GRAPH_S / max(least, 1e-6), MAX_CALLS)

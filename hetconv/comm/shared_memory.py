@@ -57,7 +57,7 @@ class Channel:
     """Both directions between this rank and another. Messages arrive in the order sent.
 
     Its methods raise `OSError` once the other rank has closed the channel or lets this one
-    wait longer than the timeout, and `RanksApartError` if a message has another tag or size
+    wait longer than the timeout, and `CallMismatchError` if a message has another tag or size
     than expected, or if the other rank got such a message.
     """
 

@@ -1,7 +1,7 @@
 """Channels between two ranks of a host: what is sent comes, in order and bit by bit, or
 an error says that it will not.
 
-Both ends are in this process; `test_movement` has ranks use them.
+Both ends are in this process; `test_exchange` has ranks use them.
 """
 
 from __future__ import annotations

@@ -125,136 +125,87 @@ def stages(folder: Path) -> list[Stage]:
     """In order of what is known least without them. The longest benchmark comes last
     and takes what time is left.
     """
-    suites = ("concat", "parts", "kernels", "overlap")
-    concat, parts, kernels, overlap = (
-        str(results_file(folder, suite)) for suite in suites
-    )
-    on_ranks, model = ("tests/devices/test_gpu.py",), ("pydantic",)
-    several = in_parallel()
-    of_kernels = "tests/kernels/triton/test_"
-    passes = (
-        f"{of_kernels}conv2d.py",
-        f"{of_kernels}strided_tensors.py",
+    return [*kernel_stages(), *rank_stages(), *bench_stages(folder)]
+
+
+def kernel_stages() -> list[Stage]:
+    of_triton = "tests/kernels/triton/test_"
+    convolutions = (
+        f"{of_triton}conv2d.py",
+        f"{of_triton}conv2d_tiles.py",
+        f"{of_triton}strided_tensors.py",
         "tests/kernels/test_epilogue.py",
         "tests/kernels/test_conv2d_op.py",
     )
-    pieces = (
-        *(f"{of_kernels}{name}.py" for name in ("concat", "pack", "conv2d_parts")),
+    others = (
+        *(f"{of_triton}{name}.py" for name in ("concat", "pack", "conv2d_parts")),
         "tests/kernels/test_concat_calls.py",
         "tests/kernels/test_packing.py",
     )
+    needs = "pytest", "hypothesis"
+    return [
+        pytest_stage("convolutions", 170, "--maxfail=10", *convolutions, needs=needs),
+        pytest_stage(
+            "concatenation and packing", 80, "--maxfail=10", *others, needs=needs
+        ),
+    ]
+
+
+def rank_stages() -> list[Stage]:
+    ranks, model = "tests/devices/test_gpu.py", ("pydantic",)
+    names = "norms", "pooling", "random", "einsum"
     operators = (
         "tests/operators/test_functions_on_shards.py",
         "tests/measure/test_sampling.py",
-        *(
-            f"tests/ops/test_{name}.py"
-            for name in ("norms", "pooling", "random", "einsum")
-        ),
+        *(f"tests/ops/test_{name}.py" for name in names),
     )
+    generated = (*model, "hypothesis")
+    programs = (*generated, "timm", "torchvision")
     return [
-        Stage(
-            "kernels on the device",
-            (*PYTEST, *several, "--maxfail=10", *passes),
-            170,
-            ON_DEVICE,
-            ("pytest", "hypothesis"),
-            PASSED,
+        pytest_stage(
+            "messages over NCCL", 30, ranks, "-k", "nccl and messages", alone=True
         ),
-        Stage(
-            "joins and pieces on the device",
-            (*PYTEST, *several, "--maxfail=10", *pieces),
-            80,
-            ON_DEVICE,
-            ("pytest", "hypothesis"),
-            PASSED,
-        ),
-        Stage(
-            "messages over NCCL",
-            (*PYTEST, *on_ranks, "-k", "nccl and messages"),
-            30,
-            ON_DEVICE,
-            (),
-            PASSED,
-        ),
-        Stage(
+        pytest_stage(
             "model over NCCL",
-            (*PYTEST, *on_ranks, "-k", "nccl and model"),
             30,
-            ON_DEVICE,
-            model,
-            PASSED,
+            ranks,
+            "-k",
+            "nccl and model",
+            needs=model,
+            alone=True,
         ),
-        Stage(
-            "two ranks over gloo",
-            (*PYTEST, *several, *on_ranks, "-k", "gloo"),
-            80,
-            ON_DEVICE,
-            model,
-            PASSED,
-        ),
-        Stage(
-            "programs on ranks",
-            (*PYTEST, *several, "tests/programs"),
-            150,
-            ON_DEVICE,
-            (*model, "hypothesis", "timm", "torchvision"),
-            PASSED,
-        ),
-        Stage(
-            "laws on ranks",
-            (*PYTEST, *several, "tests/laws"),
-            100,
-            ON_DEVICE,
-            (*model, "hypothesis"),
-            PASSED,
-        ),
-        Stage(
-            "operators on ranks",
-            (*PYTEST, *several, *operators),
-            100,
-            ON_DEVICE,
-            (*model, "hypothesis"),
-            PASSED,
-        ),
-        Stage(
-            "channels joined",
-            ("-m", "bench", "concat", "--quick", "-o", concat, "--budget", "{seconds}"),
-            40,
-        ),
-        Stage(
-            "parts read in place",
-            ("-m", "bench", "parts", "--quick", "-o", parts, "--budget", "{seconds}"),
-            40,
-        ),
-        Stage(
-            "messages beside work",
-            (
-                "-m",
-                "bench",
-                "overlap",
-                "--quick",
-                "--devices",
-                "cuda:0,cuda:0@0.5",
-                "-o",
-                overlap,
-            ),
-            40,
-            needs=(*model, "optuna", "rich"),
-        ),
-        Stage(
-            "kernels against cuDNN",
-            (
-                "-m",
-                "bench",
-                "kernels",
-                "--quick",
-                "-o",
-                kernels,
-                "--budget",
-                "{seconds}",
-            ),
-            float("inf"),
-        ),
+        pytest_stage("two ranks over gloo", 80, ranks, "-k", "gloo", needs=model),
+        pytest_stage("programs on ranks", 150, "tests/programs", needs=programs),
+        pytest_stage("laws on ranks", 100, "tests/laws", needs=generated),
+        pytest_stage("operators on ranks", 100, *operators, needs=generated),
+    ]
+
+
+def pytest_stage(
+    name: str,
+    limit: float,
+    *arguments: str,
+    needs: tuple[str, ...] = (),
+    alone: bool = False,
+) -> Stage:
+    """A run of pytest on the device, one test after the other if each needs it ``alone``."""
+    workers = () if alone else in_parallel()
+    command = (*PYTEST, *workers, *arguments)
+    return Stage(name, command, limit, ON_DEVICE, needs, PASSED)
+
+
+def bench_stages(folder: Path) -> list[Stage]:
+    def bench(suite: str, *options: str) -> tuple[str, ...]:
+        output = str(results_file(folder, suite))
+        return ("-m", "bench", suite, "--quick", *options, "-o", output)
+
+    budget = "--budget", "{seconds}"
+    ranks = "--devices", "cuda:0,cuda:0@0.5"
+    needs = "pydantic", "optuna", "rich"
+    return [
+        Stage("concatenation against torch", bench("concat", *budget), 40),
+        Stage("messages beside work", bench("overlap", *ranks), 40, needs=needs),
+        Stage("kernels against cuDNN", bench("kernels", *budget), float("inf")),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import concat, gpu
+from bench import concat
 from bench.shared import concat_works, report, timing
 from bench.shared.concat_works import (
     CHANNELS,
@@ -198,17 +198,3 @@ def test_a_budget_stops_a_run_with_what_it_has(
     concat.run(parsed("--quick", "--budget", "0"))
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (document["stopped"], document["cases"]) == ("after the budget of 0 s", [])
-
-
-def test_it_is_a_stage_of_bench_gpu_before_the_convolutions(tmp_path: Path) -> None:
-    names = [s.name for s in gpu.stages(tmp_path)]
-    assert names[-4:] == [
-        "channels joined",
-        "parts read in place",
-        "messages beside work",
-        "kernels against cuDNN",
-    ]
-    stage = gpu.stages(tmp_path)[-4]
-    assert any(
-        c.startswith(str(tmp_path)) and c.endswith("concat.json") for c in stage.command
-    )

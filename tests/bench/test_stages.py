@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import gpu
+from bench.__main__ import COMMANDS, module_of
 from bench.gpu import Stage
+from tests import ROOT
 
 
 def stage(code: str, limit: float = 60, **rest: Any) -> Stage:
@@ -60,3 +65,21 @@ def test_a_stage_that_hangs_is_ended_with_what_it_started(
     assert status != 0
     assert not in_time
     assert lines[:1] == ["on"]
+
+
+def test_every_stage_runs_what_is_there(tmp_path: Path) -> None:
+    names = []
+    for each in gpu.stages(tmp_path):
+        names.append(each.name)
+        command = [word.format(seconds=1) for word in each.command]
+        paths = [word for word in command if word.startswith("tests/")]
+        assert all((ROOT / path).exists() for path in paths)
+        if command[1] == "pytest":
+            assert paths
+            assert each.expects == gpu.PASSED
+            continue
+        parser = argparse.ArgumentParser()
+        import_module(module_of(command[2])).add_arguments(parser)
+        assert command[2] in COMMANDS
+        assert parser.parse_args(command[3:]).output.parent == tmp_path
+    assert names[-1] == "kernels against cuDNN"

@@ -103,7 +103,7 @@ class LayerWorkload:
 
     @property
     def _cut_in_grains(self) -> bool:
-        """Returns in which steps plans may divide the axis: single pixels, blocks of channels."""
+        """Whether plans divide the axis only into pixels, or into multiples of ``cut``."""
         return self.axis == "pixels" or self.cut > 1
 
     @property

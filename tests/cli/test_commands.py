@@ -59,7 +59,7 @@ def test_the_road_from_devices_to_a_plan(tmp_path: Path, command: Command) -> No
         "--trials",
         "2",
         "--budget",
-        "25",
+        "12",
         "-o",
         "cluster.json",
         cwd=tmp_path,

@@ -108,7 +108,7 @@ def test_a_model_of_several_arguments_is_tuned(
         "--trials",
         "1",
         "--budget",
-        "8",
+        "2",
         "-o",
         "cluster.json",
         cwd=tmp_path,

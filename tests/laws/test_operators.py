@@ -12,7 +12,7 @@ import pytest
 from .operators import names, number_of_cases, run_cases
 from .survey import Fault, Subject, survey
 
-DRAWN = 30
+DRAWN = 20
 """Operators of each number of ranks, unless all are asked for."""
 
 
@@ -33,5 +33,5 @@ def test_operators_give_on_parts_what_they_give_on_the_whole(
     for _, found in survey(world, run_cases, subjects(world, whole_laws)):
         faults += found.faults
         right += found.right
-    assert right > 500
+    assert right > 300
     assert not faults, "\n".join(map(str, faults))

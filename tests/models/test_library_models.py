@@ -126,7 +126,9 @@ def test_two_unequal_ranks_compute_what_one_does(name: str, kind: Kind) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), CUTS)
+@pytest.mark.parametrize(
+    ("name", "kind"), [cut for cut in CUTS if cut[1] in ("planned", "height")]
+)
 def test_three_unequal_ranks_compute_what_one_does(name: str, kind: Kind) -> None:
     assert_equal(on_ranks(3, trained, name, kind, 3))
 

@@ -19,8 +19,8 @@ from hetconv.schemas.device_model import DeviceModel, LinkModel
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layout import Layout
 from hetconv.sharding.split import Split, SplitKind
-from tests.cost.test_operator_cost import CASES, sent_and_predicted
 from tests.equivalence import assert_same
+from tests.laws.test_planned_bytes import CASES, sent_and_predicted
 from tests.laws.test_serial_equivalence import RATIOS, trained
 from tests.nets import NETS, splits_of
 from tests.ops.test_epilogue_fusion import evaluated

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hetconv
-from hetconv.ops import call_cache, dispatch
+from hetconv.ops import call_cache, dispatch, trial_run
 from hetconv.runtime.het_tensor import HetTensor
+from hetconv.signature_cache import RecentlyUsed
 from tests.equivalence import Differences, assert_same
 from tests.placed import PLACEMENTS, SHAPE, WORLD, on_parts, placed
 from tests.spawn import on_ranks
@@ -129,3 +130,30 @@ def after_partial() -> list[float]:
 def test_a_partial_sum_is_summed_every_time() -> None:
     for found in on_ranks(WORLD, after_partial):
         assert max(found) < 1e-12
+
+
+def trials() -> list[int]:
+    """How often a call runs on meta tensors: first, and in two other signatures."""
+    counts, on_meta = list[int](), trial_run._on_meta
+
+    def counting(*args: Any) -> Any:
+        counts[-1] += 1
+        return on_meta(*args)
+
+    x, _ = placed(WHOLE, PLACEMENTS["rows"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial_run, "_on_meta", counting)
+        patch.setattr(trial_run, "_recent", RecentlyUsed(1))
+        for call in (torch.tanh, torch.tanh, torch.sinh, torch.tanh):
+            counts.append(0)
+            trial_run._known.current.clear()
+            call_cache._known.current.clear()
+            call(x)
+    return counts
+
+
+def test_a_call_is_tried_once_for_each_memory_format_and_not_for_each_signature() -> (
+    None
+):
+    formats = 3  # contiguous, channels-last and reversed
+    assert on_ranks(WORLD, trials) == [[formats, 0, formats, formats]] * WORLD

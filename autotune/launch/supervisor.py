@@ -65,7 +65,10 @@ def log_last_action(action: str) -> None:
     It does nothing in a process that `run_ranks` did not start.
     """
     if _action_file is not None:
-        _action_file.write_text(action, encoding="utf-8")
+        # Renamed when it is whole, for this process may be killed at any moment.
+        written = _action_file.with_suffix(".new")
+        written.write_text(action, encoding="utf-8")
+        written.replace(_action_file)
 
 
 def run_ranks(

@@ -94,6 +94,22 @@ def test_the_first_rank_that_fails_is_named_and_ends_the_others(
     assert ["in behave" in stack for stack in stacks] == [True] * ("failed" in message)
 
 
+def test_a_rank_that_is_killed_as_it_logs_has_the_action_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_action_file", tmp_path / "0.action")
+    log_last_action("began")
+
+    def killed(file: Path, text: str, **_: Any) -> None:
+        file.write_bytes(b"")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", killed)
+        log_last_action("went on")
+    assert supervisor._last_action(tmp_path, 0) == "began"
+
+
 class LateStatus:
     """A process whose sentinel is ready before its exit status is known."""
 

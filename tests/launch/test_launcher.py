@@ -104,9 +104,10 @@ def test_a_rank_that_is_killed_as_it_logs_has_the_action_before(
         file.write_bytes(b"")
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", killed)
-        log_last_action("went on")
+        with pytest.raises(KeyboardInterrupt):
+            log_last_action("went on")
     assert supervisor._last_action(tmp_path, 0) == "began"
 
 

@@ -18,8 +18,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 run: $(INSTALLED)
 	$(BIN)/python examples/super_resolution.py
 
+# With compiled modules on disk, as Python has it by default: tests start hundreds of processes.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 # The whole suite with every torch that hetconv is tested with, oldest first, each in a venv of its own.
 test-matrix:

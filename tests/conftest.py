@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -70,6 +71,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Imports libraries once, before ranks are forked, if many tests need them."""
     if any(item.path.parent.name == "models" for item in session.items):
         PRELOADED.append("tests.libraries")
+    gc.freeze()  # no garbage collection looks at thousands of tests again
 
 
 @pytest.fixture

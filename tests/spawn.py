@@ -8,6 +8,7 @@ function of a module, started alike on every rank.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import pickle
 import shutil
@@ -59,6 +60,7 @@ def _serve(
     timeout: timedelta,
     jobs: Connection,
 ) -> None:
+    gc.freeze()  # what was imported is not looked at again
     torch.set_num_threads(1)
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)

@@ -96,15 +96,12 @@ def test_a_model_of_several_arguments_is_planned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [NAMED, MADE])
-def test_a_model_of_several_arguments_is_tuned(
-    given: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_model_of_several_arguments_is_tuned(tmp_path: Path) -> None:
     done = hetconv_command(
         "autotune",
         *PAIR,
         *MODEL,
-        *given,
+        *MADE,
         "--trials",
         "1",
         "--budget",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-MAX_WAITING_PART = (
-    0.05  # of the time, that a thread waits for a core that is not its own
-)
-QUERY_INTERVAL_S = 0.02  # after which that is asked again: a few turns of the system's
+MAX_WAITING_PART = 0.05
+"""Part of the time that a thread waits for a core which it has to itself, at most."""
+QUERY_INTERVAL_S = 0.02  # a few turns of the system's scheduler
 
 
 def waits_s() -> float:

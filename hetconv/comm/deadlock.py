@@ -28,9 +28,9 @@ from hetconv.torch_internals import store_of
 from . import call_tags
 
 MIN_REPORTED_WAIT_S = 2.0
-"""After which a wait is told to the other ranks."""
+"""A wait that lasts longer is reported to the other ranks."""
 POLL_S = 0.5
-MISMATCH_KEY = "apart"
+MISMATCH_KEY = "mismatch"
 """The key in the store under which a rank writes what each rank does, once two are in
 different calls.
 """

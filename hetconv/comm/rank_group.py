@@ -27,10 +27,10 @@ from .shared_memory import Channel, open_channels
 
 T = TypeVar("T")
 ALL_RANKS_TAG = 1
-"""The tag of words that all ranks say and hear: what each of them does is in the words."""
+"""The tag of messages that every rank sends to every other one."""
 MAX_ANSWER_DELAY_S = 5.0
-"""In which another rank says what it does, if it waits for something."""
-THREAD_EXIT_S = 0.02  # in which threads that wait for Python's lock get it
+"""Within which a rank that waits for something reports what it does."""
+THREAD_EXIT_S = 0.02  # within which threads that wait for Python's lock get it
 _counters: list[Counter[int]] = []
 
 

@@ -42,14 +42,12 @@ from .packets import (
 )
 from .rendezvous import Gather, connect
 
-INITIAL_BYTES = 1 << 20  # bytes of memory for messages one way, to begin with
+INITIAL_BYTES = 1 << 20  # of the memory for messages one way
 CACHE_LINE_BYTES = 64
-MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES = (
-    64,
-    1 << 20,
-)  # of messages that were taken, and the sender does not know it
+# Messages that were received and not yet acknowledged to the sender, and their bytes.
+MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES = 64, 1 << 20
 MAX_SPIN_S = 1e-3  # for which a receiver looks for a message before it sleeps
-MAX_POLL_MS = (1 << 31) - 1  # milliseconds that poll(2) can wait
+MAX_POLL_MS = (1 << 31) - 1  # the limit of poll(2)
 _own_core = OwnCore()
 
 

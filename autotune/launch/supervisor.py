@@ -13,8 +13,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing import connection
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -106,21 +107,47 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="hetconv-ranks-") as directory:
         folder = Path(directory)
-        context = start_processes(
-            _run_rank,
-            (folder, keep_output, fn, args),
-            len(names),
-            join=False,
-            start_method=start_method,
-        )
-        assert context is not None
+        processes: list[BaseProcess] = []
         try:
-            _wait(context.processes, folder, names, grace_s, max_silence_s)
+            with _interrupts_deferred():
+                context = start_processes(
+                    _run_rank,
+                    (folder, keep_output, fn, args),
+                    len(names),
+                    join=False,
+                    start_method=start_method,
+                )
+                assert context is not None
+                processes += context.processes
+            _wait(processes, folder, names, grace_s, max_silence_s)
         finally:
-            for process in context.processes:
+            for process in processes:
                 process.kill()
                 process.join()
         return pickle.loads((folder / "result").read_bytes())
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Defers SIGINT to the end, and blocks it for good in processes that start meanwhile.
+
+    A terminal sends Ctrl-C to all of them; this process is the one that ends the others,
+    for which it has to know them.
+    """
+    resource_tracker.ensure_running()  # it would unblock the signal
+    arrived: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    if main:  # the system may give the signal to another thread, which blocks nothing
+        handler = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if main:
+            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+        if arrived:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _wait(
@@ -211,7 +238,7 @@ def _run_rank(
 ) -> None:
     global _action_file
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    # A terminal sends Ctrl-C to all; the process that started this one ends it.
+    # A fork server that runs already does not block it for new processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if keep_output:
         with open(folder / f"{rank}.output", "wb") as output:

@@ -165,6 +165,32 @@ def test_ranks_end_with_the_process_that_started_them(
     _until(lambda: not list(tmp_path.glob("hetconv-ranks-*")))
 
 
+def test_an_interrupt_from_a_terminal_shows_no_traceback_of_a_rank(
+    tmp_path: Path,
+) -> None:
+    """Ranks get it too, while they import torch; and nothing waits for them."""
+    quiet = SLEEPING.replace(
+        "    run_on(", "    with suppress(KeyboardInterrupt): run_on("
+    )
+    script = tmp_path / "sleeping.py"
+    script.write_text("from contextlib import suppress\n" + quiet)
+    launcher = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        env={k: v for k, v in os.environ.items() if k != "RANK"}
+        | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    while len(children.read_text().split()) < 3:  # one tracks resources
+        pass  # at once, so that the last rank is just being started
+    os.killpg(launcher.pid, signal.SIGINT)
+    _, said = launcher.communicate()
+    assert "Traceback" not in said
+
+
 def _until(done: Any) -> None:
     while not done():  # the test's timeout is the limit
         time.sleep(0.05)

@@ -93,6 +93,7 @@ def differences() -> Differences:
 
 def growth(count: int, kept: int) -> int:
     """Objects of Python that there are more of after twice as many sizes."""
+    gc.unfreeze()  # caches are among what was there from the start
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "MAX_CACHED_CASES", kept)
         return _growth(count, kept)

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -237,6 +237,10 @@ def _run_rank(
     rank: int, folder: Path, keep_output: bool, fn: Callable[..., Any], args: Any
 ) -> None:
     global _action_file
+    try:
+        (folder / f"{os.getpid()}.pid").touch()
+    except FileNotFoundError:  # the parent has ended, and another rank noticed it first
+        os._exit(1)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     # A fork server that runs already does not block it for new processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -262,13 +266,22 @@ def _run_rank(
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Ends this process when the one that started it has ended, and removes its folder.
+    """Ends all ranks when the process that started them has ended, and removes its folder.
 
     The signal that torch sends a process at the death of its parent is not enough: it
-    is SIGINT, which a process that waits within a C++ library does not handle.
+    is SIGINT, which a process that waits within a C++ library does not handle. Nor does
+    such a process give Python's lock to this thread, so the first rank that gets here
+    ends the others.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(FileNotFoundError):  # another rank was first
+        # Renamed at once: a rank that starts later finds no folder, and ends.
+        ended = folder.rename(folder.with_name(folder.name + "-ended"))
+        for file in ended.glob("*.pid"):
+            if (pid := int(file.stem)) != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(ended, ignore_errors=True)
     os._exit(1)

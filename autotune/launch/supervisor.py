@@ -27,6 +27,7 @@ from hetconv.errors import HetConvError, LostRankError
 GRACE_S = 5.0  # in which ranks may end by themselves once one of them has failed
 POLL_S = 0.1
 MAX_START_S = 60.0  # on a busy machine, until a process reports its first action
+MAX_END_S = 1.0  # for which a rank cleans up when its parent has ended
 NOT_STARTED = "start"
 _action_file: Path | None = None
 
@@ -276,6 +277,8 @@ def _end_with_parent(folder: Path) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    # The main thread may take Python's lock at any call below, and wait for the folder.
+    signal.setitimer(signal.ITIMER_REAL, MAX_END_S)
     with suppress(FileNotFoundError):  # another rank was first
         # Renamed at once: a rank that starts later finds no folder, and ends.
         ended = folder.rename(folder.with_name(folder.name + "-ended"))

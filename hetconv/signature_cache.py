@@ -40,7 +40,7 @@ class Cache(Generic[K, V]):
 
 
 class RecentlyUsed(Generic[K, V]):
-    """Values of all signatures; the one that was not used for longest is forgotten.
+    """Values by key; the one that was not used for longest is forgotten.
 
     Args:
         most: The number of values.
@@ -49,6 +49,12 @@ class RecentlyUsed(Generic[K, V]):
     def __init__(self, most: int):
         self._most = most
         self._known: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._known
 
     def get(self, key: K, make: Callable[[], V]) -> V:
         """Returns the value of ``key``, which is made if it is not remembered."""
@@ -70,19 +76,14 @@ class SignatureCaches:
 
     def __init__(self, most: int):
         self._most = most
-        self._known: OrderedDict[str, list[dict[Any, Any]]] = OrderedDict()
+        self._known: RecentlyUsed[str, list[dict[Any, Any]]] = RecentlyUsed(most)
 
     def __contains__(self, signature: str) -> bool:
         return signature in self._known
 
     def use(self, signature: str) -> None:
         """Makes what is remembered under a signature the current contents of all caches."""
-        contents = self._known.pop(signature, None)
-        self._known[signature] = contents = (
-            contents if contents is not None else [{} for _ in _caches]
-        )
-        if len(self._known) > self._most:
-            self._known.popitem(last=False)
+        contents = self._known.get(signature, lambda: [{} for _ in _caches])
         _install(contents)
 
     def __deepcopy__(self, memo: Any) -> SignatureCaches:

@@ -1,4 +1,4 @@
-"""What a measurement must say about where it was made: device, versions, commit."""
+"""The machine of a measurement: its device, versions and commit, and a rival on its core."""
 
 from __future__ import annotations
 

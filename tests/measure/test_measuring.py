@@ -5,7 +5,7 @@ becomes of the samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,13 +49,19 @@ class Uneven:
         return {float(share): time_passes(calls) for share in range(1, 2 + 3 * rank)}
 
 
+def timed_at_once(
+    workloads: Any, enough: Callable[[], bool]
+) -> list[tuple[str, dict[float, Passes]]]:
+    """What is timed of each, without the time that samples take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timer, "_time_passes", lambda *_: QUIET)
+        return list(timer.time_workloads(workloads, CPU, enough))
+
+
 def uneven(fails_on: int) -> list[int]:
     """How many shares were measured of each workload."""
     workloads: Any = [Uneven(fails_on), Uneven()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timer, "_time_passes", lambda *_: QUIET)
-        timed = list(timer.time_workloads(workloads, CPU, lambda: False))
-    found = [len(samples) for _, samples in timed]
+    found = [len(samples) for _, samples in timed_at_once(workloads, lambda: False)]
     dist.barrier()  # every rank comes here
     return found
 
@@ -71,12 +77,7 @@ def test_a_rank_without_the_memory_has_no_samples_and_stays_in_step() -> None:
 def stopped_early() -> list[str]:
     subjects: Any = [Uneven(key=key) for key in "abc"]
     rank_0_had_enough = iter([True, False, dist.get_rank() == 0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timer, "_time_passes", lambda *_: QUIET)
-        timed = list(
-            timer.time_workloads(subjects, CPU, lambda: next(rank_0_had_enough))
-        )
-    return [key for key, _ in timed]
+    return [key for key, _ in timed_at_once(subjects, lambda: next(rank_0_had_enough))]
 
 
 def test_rank_0_says_when_it_is_enough_but_something_is_measured() -> None:

@@ -131,32 +131,53 @@ def test_an_exit_status_is_waited_for(tmp_path: Path) -> None:
 
 SLEEPING = """
 import os, sys, time
+from contextlib import suppress
+import torch.distributed as dist
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 
-def sleep(folder):
-    open(f"{folder}/{os.environ['RANK']}", "w").write(str(os.getpid()))
+def sleep(folder, holds_lock):
+    rank = os.environ["RANK"]
+    open(f"{folder}/{rank}", "w").write(str(os.getpid()))
+    if holds_lock and rank == "0":
+        dist.FileStore(f"{folder}/missing/store", 2)
     time.sleep(100)
 
 if __name__ == "__main__":
-    run_on(parse_devices("cpu,cpu"), sleep, sys.argv[1])
+    with suppress(KeyboardInterrupt):
+        run_on(parse_devices("cpu,cpu"), sleep, sys.argv[1], sys.argv[2:] == ["holds_lock"])
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_ranks_end_with_the_process_that_started_them(
-    how: signal.Signals, tmp_path: Path
-) -> None:
-    (tmp_path / "sleeping.py").write_text(SLEEPING)
-    env = {k: v for k, v in os.environ.items() if k != "RANK"} | {
-        "PYTHONPATH": str(ROOT),
-        "TMPDIR": str(tmp_path),
-    }
-    command = [sys.executable, str(tmp_path / "sleeping.py"), str(tmp_path)]
-    # A process in the background ignores SIGINT by default.
-    heed_interrupt = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    launcher = subprocess.Popen(
-        command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupt
+def launched(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A launcher of two ranks that write who they are and sleep, in a session of its own."""
+    script = folder / "sleeping.py"
+    script.write_text(SLEEPING)
+    env = {k: v for k, v in os.environ.items() if k != "RANK"}
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder), *arguments],
+        env=env | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A process in the background ignores SIGINT by default.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
+
+
+@pytest.mark.parametrize(
+    ("how", "arguments"),
+    [
+        (signal.SIGKILL, ()),
+        (signal.SIGTERM, ()),
+        (signal.SIGINT, ()),
+        (signal.SIGKILL, ("holds_lock",)),
+    ],
+)
+def test_ranks_end_with_the_process_that_started_them(
+    how: signal.Signals, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Also one that holds Python's lock while it waits within a C++ library."""
+    launcher = launched(tmp_path, *arguments)
     files = [tmp_path / "0", tmp_path / "1"]
     _until(lambda: all(f.exists() and f.read_text() for f in files))
     launcher.send_signal(how)
@@ -169,20 +190,7 @@ def test_an_interrupt_from_a_terminal_shows_no_traceback_of_a_rank(
     tmp_path: Path,
 ) -> None:
     """Ranks get it too, while they import torch; and nothing waits for them."""
-    quiet = SLEEPING.replace(
-        "    run_on(", "    with suppress(KeyboardInterrupt): run_on("
-    )
-    script = tmp_path / "sleeping.py"
-    script.write_text("from contextlib import suppress\n" + quiet)
-    launcher = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)],
-        env={k: v for k, v in os.environ.items() if k != "RANK"}
-        | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
+    launcher = launched(tmp_path)
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     while len(children.read_text().split()) < 3:  # one tracks resources
         pass  # at once, so that the last rank is just being started

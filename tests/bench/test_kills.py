@@ -15,12 +15,14 @@ from bench import kills
 from bench.kills import RECORDS, TRIALS, Kill, Tuning
 from hetconv.autotune.search.journal import Store
 
+MIN_ROWS = 2  # of a job's about fifteen, even where its budget leaves operators out
+
 
 def survived(folder: Path) -> bool:
     """Whether a job was killed twice, and all was right; or it was over before."""
-    for victim, table, rows in (("launcher", RECORDS, 4), ("rank 0", RECORDS, 7)):
+    for victim in ("launcher", "rank 0"):
         tuning = Tuning(folder)
-        while tuning.launcher.poll() is None and tuning.grown(table) < rows:
+        while tuning.launcher.poll() is None and tuning.grown(RECORDS) < MIN_ROWS:
             time.sleep(0.02)
         if victim not in (victims := tuning.victims):
             assert tuning.launcher.wait(timeout=60) == 0, tuning.said
@@ -28,7 +30,7 @@ def survived(folder: Path) -> bool:
         kill = tuning.kill(victim, victims[victim])
         assert kill is not None, tuning.said
         assert kill.wrong == ()
-        assert tuning.grown(table) >= rows
+        assert tuning.grown(RECORDS) >= MIN_ROWS
     assert kills.whole(folder) > 0
     return True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -18,7 +17,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from bench.shared.machine import RESULTS, ROOT, facts, need_cuda, results_file, slug
+from bench.shared.machine import (
+    RESULTS,
+    ROOT,
+    facts,
+    need_cuda,
+    results_file,
+    save,
+    slug,
+)
 
 BUDGET_S = 520.0  # in all
 GRACE_S = 5.0  # seconds that a stage gets to end by itself once it is interrupted
@@ -113,9 +120,7 @@ def run(args: argparse.Namespace) -> None:
             left = args.seconds - (time.monotonic() - start)
             done.append(performed(stage, left))
             document = {"suite": "gpu", **machine, "stages": [asdict(d) for d in done]}
-            results_file(folder, "gpu").write_text(
-                json.dumps(document, indent=1) + "\n", encoding="utf-8"
-            )
+            save(results_file(folder, "gpu"), document)
     print(table(done), flush=True)
     if any(d.outcome in ("failed", "timed out") for d in done):
         raise SystemExit(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
 from tests.nets import plan_of
 
-T = TypeVar("T")
+P, T = ParamSpec("P"), TypeVar("T")
 Differences = dict[str, float]
 Difference = Callable[[Tensor | None, Tensor | None], float]
 Model = Callable[..., Any]
@@ -31,17 +31,23 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
-    """What rank 0 makes: a plan takes long, and all ranks would make the same one."""
-    if not dist.is_initialized():
-        return make()
-    found: list[Any] = [make() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    made: T = found[0]
+def from_rank_0(make: Callable[P, T]) -> Callable[P, T]:
+    """Has rank 0 make what all ranks get: a plan takes long, and theirs would be the same."""
+
+    @wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not dist.is_initialized():
+            return make(*args, **kwargs)
+        found: list[Any] = [make(*args, **kwargs) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        first: T = found[0]
+        return first
+
     return made
 
 
 @cache
+@from_rank_0
 def captured(
     make: Callable[[], nn.Module],
     shape: tuple[int, ...],
@@ -49,15 +55,11 @@ def captured(
     input_gradient: bool,
 ) -> Graph:
     """A rank keeps it: most of a test's time would go into making the same again."""
-
-    def capture() -> Graph:
-        with torch.set_grad_enabled(mode == "train"):
-            return hetconv.capture(
-                make().train(mode == "train"),
-                torch.zeros(shape, requires_grad=input_gradient),
-            )
-
-    return from_rank_0(capture)
+    with torch.set_grad_enabled(mode == "train"):
+        return hetconv.capture(
+            make().train(mode == "train"),
+            torch.zeros(shape, requires_grad=input_gradient),
+        )
 
 
 def assert_same(found: list[Differences]) -> None:

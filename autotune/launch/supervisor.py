@@ -67,7 +67,8 @@ def log_last_action(action: str) -> None:
     It does nothing in a process that `run_ranks` did not start.
     """
     if _action_file is not None:
-        # Renamed when it is whole, for this process may be killed at any moment.
+        # Renamed when it is whole, for this process may be killed at any moment. The
+        # folder is gone once the parent has ended, and must not be made again.
         written = _action_file.with_suffix(".new")
         written.write_text(action, encoding="utf-8")
         written.replace(_action_file)

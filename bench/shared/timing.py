@@ -61,14 +61,14 @@ def sets_for(set_bytes: int, cache_bytes: int, most: int = MAX_CALLS) -> int:
 
 def calls_for(sets: int, least: float) -> int:
     """Calls in a graph: a multiple of ``sets`` that lasts `GRAPH_S` if a call takes
-    ``minimize_tables`` seconds.
+    ``least`` seconds.
     """
     wanted = min(GRAPH_S / max(least, 1e-6), MAX_CALLS)
     return sets * ceil(wanted / sets)
 
 
 def prepared(call: Callable[[int], Tensor], sets: int, least: float) -> Timed:
-    """``call(i)`` computes on input set i; ``minimize_tables`` seconds are what it takes at the
+    """``call(i)`` computes on input set i; ``least`` seconds are what it takes at the
     very least.
     """
     calls = calls_for(sets, least)

@@ -62,19 +62,15 @@ def scaled(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 
 
 @cache
+@from_rank_0
 def planned(name: str, world: int, dtype: torch.dtype) -> tuple[Graph, Plan]:
     """A rank keeps them: most of a test's time would go into making the same again."""
-
-    def make_both() -> tuple[Graph, Plan]:
-        make, shape = ZOO[name]
-        model, x = make().to(dtype).train(), torch.zeros(shape, dtype=dtype)
-        graph = hetconv.capture(model, x)
-        profile = hetconv.ClusterProfile.from_devices(
-            ["cpu", "cpu@0.5", "cpu@0.5"][:world], link="host"
-        )
-        return graph, hetconv.make_plan(graph, profile)
-
-    return from_rank_0(make_both)
+    make, shape = ZOO[name]
+    graph = hetconv.capture(make().to(dtype).train(), torch.zeros(shape, dtype=dtype))
+    profile = hetconv.ClusterProfile.from_devices(
+        ["cpu", "cpu@0.5", "cpu@0.5"][:world], link="host"
+    )
+    return graph, hetconv.make_plan(graph, profile)
 
 
 def plan_for(name: str, kind: Kind, world: int) -> Plan:

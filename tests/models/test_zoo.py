@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -103,11 +103,8 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @cache
+@from_rank_0
 def planned(name: str) -> Plan:
-    return from_rank_0(partial(by_planner, name))
-
-
-def by_planner(name: str) -> Plan:
     """The planner's own plan, of a model that is as before and gives what it gave before."""
     model, x = made(name).eval(), image(name)
     before, state = model(x), state_of(model)

@@ -32,6 +32,11 @@ def sources() -> dict[str, str]:
     return {name: path.read_text() for name, path in files.items() if path.is_file()}
 
 
+@cache
+def words() -> set[str]:
+    return {word for text in sources().values() for word in re.findall(r"\w+", text)}
+
+
 def named_in(document: str) -> set[str]:
     text = (ROOT / document).read_text(encoding="utf-8")
     return set(re.findall(r"`([A-Za-z_][\w./]*)(?:\(\))?`", text)) - OF_USERS
@@ -50,8 +55,7 @@ def test_files_that_a_document_names_exist(document: str) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_symbols_that_a_document_names_are_defined(document: str) -> None:
-    words = {word for text in sources().values() for word in re.findall(r"\w+", text)}
     symbols = {name for name in named_in(document) if re.fullmatch(r"[\w.]+", name)}
     symbols = {name for name in symbols if not name.endswith((".py", ".md", ".toml"))}
-    missing = {name for name in symbols if not words >= set(name.split("."))}
+    missing = {name for name in symbols if not words() >= set(name.split("."))}
     assert not missing

@@ -15,6 +15,7 @@ from hetconv.errors import HetConvError
 # more than torch and triton.
 COMMANDS = {
     "pair": "Time two unequal devices on one model: one alone, an even split, the tuned split.",
+    "networks": "Time networks of public libraries on two equal ranks, against half of each alone.",
     "kernels": "Time Triton's convolution kernels against cuDNN's, after a check of their results.",
     "concat": "Concatenate channels and apply the epilogue in one pass, against torch's passes.",
     "overlap": "Time messages that overlap with computation against messages that are waited for.",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hetconv.comm import call_tags
 from hetconv.comm.redistribute import redistribute_local
 from hetconv.operators.base import reduce_scattered
-from hetconv.ops.batch_norm import Norm, on_own_channels
+from hetconv.ops.norms.batch_norm import Norm, on_own_channels
 from hetconv.runtime.gradient_sync import running_stats_of
 from hetconv.runtime.het_tensor import HetTensor, gather
 

@@ -33,9 +33,9 @@ from hetconv.sharding.layout import Layout, apportion, spans
 from hetconv.torch_internals import write_count
 
 from . import views
-from .batch_norm import norm_of, scale_and_shift
 from .conv_geometry import Geometry
 from .halo_exchange import compute
+from .norms.batch_norm import norm_of, scale_and_shift
 
 
 class DeferredConv(NamedTuple):

@@ -38,9 +38,10 @@ from hetconv.torch_internals import (
 )
 from hetconv.torch_patches import Undo, register_patch, replace_function_apply
 
-from . import as_called, call_cache, conv, group_norm, pooling, resampling, views
+from . import as_called, call_cache, conv, pooling, resampling, views
 from .as_called import Runner, ShardedCall, called_on, check_draws
 from .deferred import fuse
+from .norms import group_norm
 from .trial_run import Verdict, trial
 
 

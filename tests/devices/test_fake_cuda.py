@@ -17,15 +17,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetconv.kernels import aten
-from hetconv.ops import batch_norm, group_norm
+from hetconv.ops.norms import group_norm
+from hetconv.ops.norms.statistics import exact_of
 from hetconv.sharding.conv_spec import ConvGeometry
 from tests import ROOT
 
 SHAPE = (4, 6, 8, 7)
 GEOMETRY = ConvGeometry((2, 2), ((1, 1), (1, 1)), (1, 1), 2)
 BRANCHES = {
-    "hetconv/ops/batch_norm.py": "_sums",
-    "hetconv/ops/group_norm.py": "group_norm",
+    "kernels/norms/aten.py": "all passes of norms",
+    "hetconv/ops/norms/group_norm.py": "group_norm",
     "hetconv/ops/as_called.py": "_seeded",
     "hetconv/comm/exchange.py": "Round: a device is waited for while messages are taken in turn",
     "hetconv/comm/redistribute.py": "_started: which pieces are packed",
@@ -58,7 +59,7 @@ def batch_norm_of_given_moments(device: str, dtype: torch.dtype) -> list[Tensor 
 def moments_of_groups(device: str, dtype: torch.dtype) -> list[Tensor | None]:
     x = images(device, dtype)
     op = group_norm.GroupNorm(SHAPE, 3)
-    return [group_norm._group_moments(x.to(batch_norm.exact_of(x)), op, 0)]
+    return [group_norm.moments_of_groups(x, op, 0, exact_of(x))]
 
 
 def convolution(device: str, dtype: torch.dtype) -> list[Tensor | None]:
@@ -133,7 +134,7 @@ def test_what_fake_tensors_do_not_know_takes_the_arguments_that_it_is_given(
 
 def test_every_branch_for_cuda_is_listed() -> None:
     asks = re.compile(
-        r"\bis_cuda\b(?!\"| is_sparse)|"
+        r"\bis_(cuda|cpu)\b(?!\"| is_sparse)|"
         r"device\.type [!=]= \"(cuda|cpu)\"|is_autocast_enabled\(\"cuda\"\)"
     )
     files = [

@@ -1,8 +1,4 @@
-"""Batch norm on shards with the statistics of the whole batch.
-
-The moments of shards are combined, weighted by their sizes (Chan, Golub and LeVeque,
-1979, "Updating formulae and a pairwise algorithm for computing sample variances").
-"""
+"""Batch norm on shards with the statistics of the whole batch."""
 
 from __future__ import annotations
 
@@ -18,7 +14,13 @@ from hetconv.comm import call_tags
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import redistribute_local, run_rounds
 from hetconv.kernels.epilogue import per_channel
+from hetconv.kernels.norms import (
+    combination,
+    moments_of_channels,
+    sums_of_channels,
+)
 from hetconv.operators.norms import BatchNorm, BatchNormCall
+from hetconv.ops.as_called import ShardedCall
 from hetconv.runtime.gradient_sync import running_stats_of, synced_grad
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import differentiable_gradients
@@ -26,7 +28,7 @@ from hetconv.runtime.running_stats import RunningStats
 from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.sharding.rule import OpSharding
 
-from .as_called import ShardedCall
+from .statistics import combined, empty_result, exact_of
 
 
 class Norm(NamedTuple):
@@ -208,18 +210,11 @@ def _track(norm: Norm, mean: Tensor, var: Tensor, count: int) -> None:
         )
 
 
-def exact_of(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which the statistics of ``x`` are computed."""
-    return x.dtype if x.dtype == torch.float64 else torch.float32
-
-
 def _moments(x: Tensor, exact: torch.dtype) -> Tensor:
     """Returns (2, c): variance and mean of a shard; zeros if it is empty."""
     if not x.numel():
         return x.new_zeros((2, x.shape[1]), dtype=exact)
-    # On a CPU this is many times as fast as var_mean.
-    mean, var = torch.batch_norm_update_stats(x.to(exact), None, None, 0.0)
-    return torch.stack((var, mean))
+    return moments_of_channels(x, exact)
 
 
 class _SplitBatchNorm(torch.autograd.Function):
@@ -246,11 +241,7 @@ class _SplitBatchNorm(torch.autograd.Function):
         (move,), rank = sharding.forward_moves, group.rank
         src, dst = move.src.boxes[rank], move.dst.boxes[rank]
         each = run_rounds(group, own[None], move.forward, src, dst)
-        variances, means = each.unbind(1)
-        share = _shares(sharding.output, exact, x.device)
-        mean = (share * means).sum(0)
-        apart = means - mean
-        var = (share * torch.addcmul(variances, apart, apart)).sum(0)
+        var, mean = combined(each, _shares(sharding.output, exact, x.device))
         # One fused pass: x and y have the input's precision, the rest is in `exact`.
         gain, shift = (_sliced(_as(p, exact, x), held) for p in (weight, bias))
         if x.numel():
@@ -292,10 +283,8 @@ class _SplitBatchNorm(torch.autograd.Function):
             local_sums = sums if held is None else sums[:, held]
             along, shift = local_sums * (-scale / ctx.count)
             along = along * invstd
-            scale, along, shift = (
-                per_channel(t, x) for t in (scale, along, shift - along * mean)
-            )
-            gx = torch.addcmul(shift, g, scale).addcmul_(x, along).to(x.dtype)
+            numbers = (along, scale, shift - along * mean)
+            gx = combination(x, g, *(t[None] for t in numbers))
         g_weight = sums[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
         g_bias = sums[1].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return gx, g_weight, g_bias, None, None, None
@@ -366,17 +355,7 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     """Returns (2, c): the shard's sums of g times the normalized x, and of g."""
     if not x.numel():
         return torch.zeros((2, x.shape[1]), dtype=mean.dtype, device=mean.device)
-    if x.is_cuda:  # there native_batch_norm_backward needs running statistics
-        total, centred, _, _ = torch.batch_norm_backward_reduce(
-            g, x, mean, invstd, None, True, False, False
-        )
-        return torch.stack([centred * invstd, total])
-    _, along, total = torch.ops.aten.native_batch_norm_backward(
-        g, x, None, None, None, mean, invstd, True, 0.0, [False, True, True]
-    )
-    if total.dtype != mean.dtype:  # half precision, where g is
-        total = g.sum([d for d in range(g.dim()) if d != 1], dtype=mean.dtype)
-    return torch.stack([along, total])
+    return sums_of_channels(g, x, mean, invstd)
 
 
 def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
@@ -385,15 +364,3 @@ def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
     In mixed precision, half-precision inputs come with float32 parameters.
     """
     return p.to(exact) if p is not None and x.dtype != exact else p
-
-
-def empty_result(x: Tensor, *params: Tensor | None) -> Tensor:
-    """Returns an empty result where torch refuses an empty input.
-
-    Args:
-        x: The empty shard.
-        params: Parameters that the autograd graph must still reach.
-    """
-    # The product saves a tensor, as the norms of other shards do: checkpointing counts
-    # saved tensors to know how far to compute again.
-    return sum((p.sum() * 0 for p in params if p is not None), x * x.new_ones(()))

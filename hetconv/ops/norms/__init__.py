@@ -1,0 +1,1 @@
+"""Norms on shards: with the statistics of the whole where ranks share what is measured."""

@@ -1,0 +1,211 @@
+"""The passes of norms by ATen.
+
+On a CPU, operators that broadcast a number per channel do not use vector instructions,
+and `torch.var_mean` takes ten times as long as ATen's kernels of batch and group norm.
+There, all passes are made of these kernels: the channels of all samples are those of
+one sample if memory is contiguous, and samples are read one by one if it is
+channels-last.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hetconv.kernels.conv_nd import CHANNELS_LAST
+
+BATCH_NORM_OUT = torch.ops.aten.native_batch_norm.out
+BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward
+ONLY_SUMS = [False, True, True]
+
+
+def moments(x: Tensor, exact: torch.dtype) -> Tensor:
+    """Returns (2, N, C): variance and mean of each sample's channels."""
+    if not x.is_cpu:
+        dims = list(range(2, x.dim()))
+        return torch.stack(torch.var_mean(x.to(exact), dims, correction=0))
+    x = as_images(x)
+    N, C = x.shape[:2]
+    if x.is_contiguous():
+        # A group norm of one channel per group; its weight makes the results exact.
+        ones, size = _stats(C, exact)[1], x.numel() // (N * C)
+        _, mean, invstd = torch.native_group_norm(x, ones, None, N, C, size, C, 0.0)
+        return torch.stack((invstd.square_().reciprocal_(), mean))
+    found = x.new_empty((2, N, C), dtype=exact)
+    for one, var, mean in zip(x.split(1), *found, strict=True):
+        mean[:], var[:] = _of_channels(one, exact)
+    return found
+
+
+def moments_of_channels(x: Tensor, exact: torch.dtype) -> Tensor:
+    """Returns (2, C): variance and mean of each channel over all samples."""
+    if x.is_cpu and x.is_contiguous():
+        var, mean = moments(x, exact)
+        among_samples, mean = torch.var_mean(mean, 0, correction=0)
+        return torch.stack((var.mean(0) + among_samples, mean))
+    if x.is_cpu:
+        mean, var = _of_channels(x, exact)
+    else:
+        mean, var = torch.batch_norm_update_stats(x.to(exact), None, None, 0.0)
+    return torch.stack((var, mean))
+
+
+def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Returns x * scale + shift in the data type of x.
+
+    Scale and shift are (N, C), or (1, C) for all samples.
+    """
+    if not x.is_cpu:
+        return torch.addcmul(_on(shift, x), x, _on(scale, x)).to(x.dtype)
+    x = as_images(x)
+    if not x.numel():
+        return x.clone()
+    y = torch.empty_like(x)
+    affine_to(y, x, scale, shift)
+    return y
+
+
+def affine_to(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
+    """Writes x * scale + shift to y, on a CPU.
+
+    Args:
+        y: (N, C, ...), in the memory format and data type of x; it may be x itself.
+        x: In one of both memory formats.
+        scale: (N, C), or (1, C) for all samples.
+        shift: Likewise.
+    """
+    if len(scale) == 1:
+        _affine_to(y, x, scale[0], shift[0])
+    elif x.is_contiguous():
+        _affine_to(_rows(y)[None], _rows(x)[None], scale.flatten(), shift.flatten())
+    else:
+        for each in zip(y.split(1), x.split(1), scale, shift, strict=True):
+            _affine_to(*each)
+
+
+def sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
+    """Returns (2, N, C): sums of g times the normalized x, and of g."""
+    if not x.is_cpu:
+        dims = list(range(2, x.dim()))
+        g = g.to(mean.dtype)
+        centred = (x.to(mean.dtype) - _on(mean, x)) * _on(invstd, x)
+        return torch.stack(((g * centred).sum(dims), g.sum(dims)))
+    x = as_images(x)
+    g = in_format_of(x, g)
+    if x.is_contiguous():
+        stats = mean.flatten(), invstd.flatten()
+        return torch.stack(_sums(_rows(g)[None], _rows(x)[None], *stats)).view(
+            2, *mean.shape
+        )
+    of_samples = zip(g.split(1), x.split(1), mean, invstd, strict=True)
+    return torch.stack([torch.stack(_sums(*each)) for each in of_samples], 1)
+
+
+def sums_of_channels(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
+    """Returns (2, C): sums of g times the normalized x, and of g, over all samples."""
+    if x.is_cpu:
+        return torch.stack(_sums(g, x, mean, invstd))
+    # There native_batch_norm_backward needs running statistics.
+    total, centred, _, _ = torch.batch_norm_backward_reduce(
+        g, x, mean, invstd, None, True, False, False
+    )
+    return torch.stack([centred * invstd, total])
+
+
+def combination(
+    x: Tensor, g: Tensor, of_x: Tensor, of_g: Tensor, shift: Tensor
+) -> Tensor:
+    """Returns x * of_x + g * of_g + shift in the data type of x.
+
+    The numbers are (N, C), or (1, C) for all samples.
+    """
+    if not x.is_cpu:
+        y = torch.addcmul(_on(shift, x), x, _on(of_x, x))
+        return y.addcmul_(g, _on(of_g, x)).to(x.dtype)
+    x = as_images(x)
+    if not x.numel():
+        return x.clone()
+    g = in_format_of(x, g)
+    if x.dtype != shift.dtype:  # one sample at a time in single precision
+        y = torch.empty_like(x)
+        for n in range(len(x)):
+            one = (x[n : n + 1].to(shift.dtype), g[n : n + 1].to(shift.dtype))
+            numbers = (t[n : n + 1] if len(t) > 1 else t for t in (of_x, of_g, shift))
+            y[n : n + 1] = combination(*one, *numbers)
+        return y
+    if x.is_contiguous():
+        of_x, of_g, shift = (t.expand(x.shape[:2]) for t in (of_x, of_g, shift))
+        y = affine(x, of_x, shift)
+        _rows(y).addcmul_(_rows(g), of_g.reshape(-1, 1))
+        return y
+    # Numbers for a whole row of pixels, so that inner loops are long and contiguous.
+    of_x, of_g, shift = (t.repeat(1, x.shape[-1])[:, None] for t in (of_x, of_g, shift))
+    y = torch.empty_like(x)
+    torch.addcmul(shift, _lines(x), of_x, out=_lines(y)).addcmul_(_lines(g), of_g)
+    return y
+
+
+def as_images(x: Tensor) -> Tensor:
+    """Returns x in the one or the other memory format."""
+    memory = CHANNELS_LAST.get(x.dim())
+    if memory is not None and x.is_contiguous(memory_format=memory):
+        return x
+    return x.contiguous()
+
+
+def in_format_of(x: Tensor, g: Tensor) -> Tensor:
+    """Returns g in the memory format of x, which has one of both."""
+    if x.is_contiguous():
+        return g.contiguous()
+    return g.contiguous(memory_format=CHANNELS_LAST[x.dim()])
+
+
+def _of_channels(x: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns mean and variance (C) of channels over all samples."""
+    # Running statistics of this data type make the results exact. Nothing is added.
+    running = torch.zeros(x.shape[1], dtype=exact, device="cpu")
+    mean, var = torch.batch_norm_update_stats(x, running, running.clone(), 0.0)
+    return mean, var
+
+
+def _affine_to(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
+    """Computes x (N, C, ...) * scale (C) + shift (C), a batch norm of given statistics."""
+    unused = scale.new_empty(0)
+    made = {"out": y, "save_mean": unused, "save_invstd": unused}
+    stats = _stats(x.shape[1], scale.dtype)
+    BATCH_NORM_OUT(x, scale, shift, *stats, False, 0.0, 0.0, **made)
+
+
+def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns, of (N, C, ...), the sums (C) of g times the normalized x, and of g."""
+    # The kernel reads statistics as if they were contiguous.
+    stats = (None, None, mean.contiguous(), invstd.contiguous())
+    ones = _stats(x.shape[1], mean.dtype)[1]
+    _, along, total = BATCH_NORM_BACKWARD(g, x, ones, *stats, True, 0.0, ONLY_SUMS)
+    return along, total
+
+
+@lru_cache(256)
+def _stats(channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns mean 0 and variance 1 of channels, on the CPU."""
+    return (
+        torch.zeros(channels, dtype=dtype, device="cpu"),
+        torch.ones(channels, dtype=dtype, device="cpu"),
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Views x (N, C, ...), which is contiguous, as (N C, pixels)."""
+    return x.view(x.shape[0] * x.shape[1], -1)
+
+
+def _lines(x: Tensor) -> Tensor:
+    """Views x (N, C, ..., W), which is channels-last, as (N, lines, W C)."""
+    return x.movedim(1, -1).flatten(1, -3).flatten(2)
+
+
+def _on(t: Tensor, like: Tensor) -> Tensor:
+    """Views (N, C) so that it is broadcast over the shape of ``like``."""
+    return t.view(*t.shape, *(1,) * (like.dim() - 2))

@@ -80,6 +80,12 @@ INTERNALS = {
         "without a function",
         True,
     ),
+    "top_saved_tensors_hooks": Internal(
+        "torch._C._autograd",
+        "_top_saved_tensors_default_hooks",
+        "to compute norms at once where a checkpoint counts saved tensors",
+        True,
+    ),
     "transform_level": Internal(
         "torch._C._functorch",
         "maybe_current_level",
@@ -193,12 +199,20 @@ _transform_level: Callable[[], int | None] = find(INTERNALS["transform_level"]) 
 )
 _group_store: Callable[[dist.ProcessGroup], Any] | None = find(INTERNALS["group_store"])
 checkpoint_saver: type | None = find(INTERNALS["checkpoint_saver"])
+_top_saved_tensors_hooks: Callable[[bool], Any] = find(
+    INTERNALS["top_saved_tensors_hooks"]
+) or (lambda _: ())
 _node_types: dict[type, Any] = find(INTERNALS["SUPPORTED_NODES"])
 
 
 def tree_node_types() -> dict[type, Any]:
     """Returns the containers of PyTorch's pytrees, with the functions that open them."""
     return _node_types
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Returns whether a checkpoint, or another hook, sees the tensors that autograd saves."""
+    return _top_saved_tensors_hooks(False) is not None
 
 
 def dynamo_is_loaded() -> bool:

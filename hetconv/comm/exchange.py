@@ -44,12 +44,13 @@ def to_wire_format(x: Tensor) -> Tensor:
     return x.movedim(1, -1) if x.dim() in (4, 5) else x
 
 
-def _wire_shape(shape: Shape) -> Shape:
+def wire_shape(shape: Shape) -> Shape:
     """Returns the shape in memory order of a piece with this shape."""
     return (shape[0], *shape[2:], shape[1]) if len(shape) in (4, 5) else shape
 
 
-def _from_wire(x: Tensor) -> Tensor:
+def from_wire(x: Tensor) -> Tensor:
+    """Returns images that were sent in wire format in their own order of dimensions."""
     return x.movedim(-1, 1) if x.dim() in (4, 5) else x
 
 
@@ -101,7 +102,7 @@ class PendingExchange:
             if peer in outgoing:
                 channel.send(to_wire_format(outgoing[peer]), tag)
             if peer in incoming:
-                shape = _wire_shape(incoming[peer])
+                shape = wire_shape(incoming[peer])
                 buffer = None if like.device.type == "cpu" else like.new_empty(shape)
                 self._coming[peer] = channel.post_receive(
                     like.dtype, shape, buffer, tag
@@ -144,7 +145,7 @@ class PendingExchange:
                 arrived[p] = how(self._near[p], self._coming[p])
         if self._stalls is not None:
             self._stalls.closed(self._tag)
-        return {p: _from_wire(arrived[p]) for p in self._from}
+        return {p: from_wire(arrived[p]) for p in self._from}
 
     def _waiting(self, peer: int | None) -> AbstractContextManager[None]:
         """Context in which this rank waits for another one, or in a collective."""
@@ -176,7 +177,7 @@ class _Far:
             for peer, t in outgoing.items()
         }
         self._buffers = {
-            peer: like.new_empty(_wire_shape(s), device=memory)
+            peer: like.new_empty(wire_shape(s), device=memory)
             for peer, s in incoming.items()
         }
         op = partial(dist.P2POp, group=group.process_group, tag=tag if own else 0)
@@ -204,7 +205,7 @@ class _Silence:
 
     def __init__(self, like: Tensor, incoming: Mapping[int, Shape]):
         self._lying = {
-            p: _zeros(_wire_shape(shape), like.dtype, like.device)
+            p: _zeros(wire_shape(shape), like.dtype, like.device)
             for p, shape in incoming.items()
         }
 

@@ -184,7 +184,7 @@ def embed(group: RankGroup, local: Tensor, src: Layout) -> Tensor:
 # A checkpoint computes a region again when backward first asks for a tensor saved
 # there, and as far as the last of them. Own parts save what they happen to need; that
 # every movement saves one keeps the messages of all ranks in order.
-_SAVED = torch.empty(0, device="cpu")
+SAVED = torch.empty(0, device="cpu")
 
 
 def _forward(local: Tensor, move: Move, group: RankGroup) -> Tensor:
@@ -207,7 +207,7 @@ class _Moved(torch.autograd.Function):
         # take channels-last gradients of contiguous tensors wrongly (instance norm,
         # PyTorch 2.13).
         ctx.contiguous = move.src.kind == "replicated" and local.is_contiguous()
-        ctx.save_for_backward(_SAVED)
+        ctx.save_for_backward(SAVED)
         # A view of it is no way out: torch does not take the strides of such a view of
         # one image for channels-last.
         return function_result(_forward(local, move, group), local)
@@ -216,9 +216,21 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _ = ctx.saved_tensors
         call_tags.enter_backward(ctx.call)
-        back = _MovedBack.apply if torch.is_grad_enabled() else _adjoint
-        g = back(grad, ctx.move, ctx.group)
+        g = moved_back(grad, ctx.move, ctx.group)
         return g.contiguous() if ctx.contiguous else g, None, None
+
+
+def moved_back(grad: Tensor, move: Move, group: RankGroup) -> Tensor:
+    """Returns the adjoint of a move; differentiable.
+
+    Args:
+        grad: gradient of what this rank received.
+        move: the move.
+        group: the ranks.
+    """
+    if torch.is_grad_enabled():
+        return _MovedBack.apply(grad, move, group)  # type: ignore[no-any-return]
+    return _adjoint(grad, move, group)
 
 
 class _MovedBack(torch.autograd.Function):

@@ -7,6 +7,7 @@ a small operator does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +49,18 @@ class Key(NamedTuple):
 
 
 class _Known(NamedTuple):
+    """How a call runs.
+
+    Attributes:
+        run: Computes the local shard of the result from the call's local arguments, or
+            returns the whole HetTensor if ``output`` is None.
+        output: Layout of the result.
+        in_place: Whether the call writes to its first argument.
+        layouts: The layouts whose ids are part of the signature.
+    """
+
     run: Func
-    output: Layout
+    output: Layout | None
     in_place: bool
     layouts: list[Layout]
 
@@ -93,6 +104,9 @@ def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
     known = _known.current.get(signature)
     if known is None:
         return Key(signature, [a.placement for a in args if a.__class__ is HetTensor])
+    if known.output is None:
+        found: HetTensor = known.run(*local, **kwargs)
+        return found
     target: HetTensor | None = args[0] if known.in_place else None
     if target is not None:
         if not views.may_write(target, known.output):
@@ -134,6 +148,16 @@ def store(key: Key, c: ShardedCall) -> None:
         run = DIRECT.get(c.func, c.func)
         known = _Known(run, output, call.in_place, key.layouts)
         _known.add(key.signature, known)
+
+
+def store_runner(key: Key, run: Callable[..., HetTensor]) -> None:
+    """Stores what runs a call that needs communication, or is deferred.
+
+    Args:
+        key: What `lookup` returned for the call.
+        run: Returns the result of the call's local arguments.
+    """
+    _known.add(key.signature, _Known(run, None, False, key.layouts))
 
 
 def _batch_norm(

@@ -33,15 +33,24 @@ from hetconv.runtime.inputs import (
 )
 from hetconv.sharding.conv_spec import Span
 from hetconv.sharding.layer_rules import Conv, Linear, exchanges_halos
-from hetconv.sharding.layout import Box, Layout
+from hetconv.sharding.layout import Layout, Shape
 from hetconv.sharding.param_shards import ParamShards
 from hetconv.sharding.rule import OpSharding
 from hetconv.sharding.split import Split
 
 from .as_called import Runner, ShardedCall
-from .conv_geometry import Geometry, group_geometry, slab_geometry, spatial_geometry
+from .conv_geometry import (
+    Geometry,
+    Region,
+    group_geometry,
+    region_of,
+    slab_geometry,
+    spatial_geometry,
+)
 from .deferred import DeferredConv, may_defer, version
 from .halo_exchange import LocalConv, compute
+from .halo_region import halo_region
+from .norms.deferred_norm import normalized_region
 
 
 class TorchCall(NamedTuple):
@@ -68,6 +77,8 @@ class ConvCase:
         geo: This rank's share; None if filters of a grouped convolution are split.
         is_local: Whether the shard of the input is read as it is, perhaps with halos.
         torch_call: The one call that is all that this rank computes, if there is one.
+        region: What this rank reads where halos are exchanged, if that can be one buffer.
+        region_call: The one call of torch on that buffer.
     """
 
     src: Layout
@@ -77,6 +88,8 @@ class ConvCase:
     geo: Geometry | None
     is_local: bool = False
     torch_call: TorchCall | None = None
+    region: Region | None = None
+    region_call: TorchCall | None = None
 
 
 def conv_case(op: Conv, src: Layout, split: Split, group: RankGroup) -> ConvCase:
@@ -106,26 +119,36 @@ def conv_case(op: Conv, src: Layout, split: Split, group: RankGroup) -> ConvCase
             sharding.input_layouts[0].boxes,
         )
         read, is_local = boxes[rank], src.kind == "sharded" and src.boxes == boxes
-    return ConvCase(src, op, sharding, held, geo, is_local, _torch_call(geo, read))
+    region = region_of(op, src, split, rank)
+    of_region = None
+    if region is not None:
+        of_region = _torch_call(region.geo, region.shape, region.span)
+    rows = (read.lo[geo.dim], read.hi[geo.dim])
+    own_call = _torch_call(geo, read.shape, rows)
+    return ConvCase(src, op, sharding, held, geo, is_local, own_call, region, of_region)
 
 
-def _torch_call(geo: Geometry, read: Box) -> TorchCall | None:
+def _torch_call(geo: Geometry, shape: Shape, rows: Span) -> TorchCall | None:
     """Returns the one call of torch that computes all of this rank's share, or None.
 
     There is none if halos are exchanged, if a tensor is empty, if the padding of a
     dimension differs between its sides, or where `aten` works around torch.
+
+    Args:
+        geo: The share of the convolution.
+        shape: Shape of the input.
+        rows: Range of the input along the split, of the whole.
     """
     s, own = geo.op.spec, geo.own
     if own is None or geo.held or not (geo.covers and geo.adds_bias):
         return None
     segment = own.segment
-    rows, taps = (read.lo[geo.dim], read.hi[geo.dim]), (0, s.kernel[geo.dim - 2])
-    padding = geo.padding(segment)
-    if not read.numel or not prod(geo.y_shape) or geo.y_shape[-1] == 1:
+    taps, padding = (0, s.kernel[geo.dim - 2]), geo.padding(segment)
+    if not prod(shape) or not prod(geo.y_shape) or geo.y_shape[-1] == 1:
         return None
     if (segment.rows, segment.taps) != (rows, taps) or any(a != b for a, b in padding):
         return None
-    if overruns((geo.y_shape[1], read.shape[1] // geo.groups, *s.kernel), s.stride):
+    if overruns((geo.y_shape[1], shape[1] // geo.groups, *s.kernel), s.stride):
         return None
     conv = (torch.conv1d, torch.conv2d, torch.conv3d)[s.spatial_dims - 1]
     return TorchCall(
@@ -165,7 +188,12 @@ def convolution(
     if sharding.partial_grads and torch.is_grad_enabled():
         w = synced_grad(group, w, case.held["weight"])
         b = synced_grad(group, b, case.held["bias"]) if b is not None else None
-    if case.is_local and isinstance(x, HetTensor):
+    call = case.torch_call
+    buffer = _region(x, case, group)
+    if buffer is not None:
+        assert case.region is not None
+        local, geo, call = buffer, case.region.geo, case.region_call
+    elif case.is_local and isinstance(x, HetTensor):
         local = x.local
     else:
         local = to_layout(x, sharding.input_layouts[0], group)
@@ -180,8 +208,19 @@ def convolution(
             local, w, b, geo, output, group, fusible, chunks, seen=seen
         )
         return HetTensor.deferred(deferred, output, local.dtype, local.device, group)
-    y = _apply(local, w, b, geo, group, case.torch_call)
+    y = _apply(local, w, b, geo, group, call)
     return HetTensor.made(y, output, group)
+
+
+def _region(x: Tensor, case: ConvCase, group: RankGroup) -> Tensor | None:
+    """Returns all rows that a rank reads in one buffer, if that is the fastest way."""
+    region = case.region
+    if region is None or not isinstance(x, HetTensor):
+        return None
+    normalized = normalized_region(x, region)
+    if normalized is not None or case.is_local:
+        return normalized
+    return halo_region(x.local, region, group)
 
 
 def _apply(

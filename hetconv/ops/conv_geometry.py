@@ -7,8 +7,8 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from hetconv.sharding.conv_spec import Segment, Span, Window
-from hetconv.sharding.layer_rules import Conv
-from hetconv.sharding.layout import Boxes, Layout
+from hetconv.sharding.layer_rules import Conv, finds_rows
+from hetconv.sharding.layout import Box, Boxes, Layout, ReadRegion
 from hetconv.sharding.moves import overlaps
 from hetconv.sharding.split import Split
 
@@ -68,6 +68,110 @@ class Geometry:
         """
         out = (self.first_out, self.first_out + self.y_shape[self.dim])
         return self.own is not None and self.own.segment.out == out
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """All rows that a rank's share of a convolution reads, in one buffer.
+
+    The buffer has the rows of this rank, the halos, and the rows of zeros around the
+    input, so that its convolution exchanges and pads nothing along the split.
+
+    Attributes:
+        geo: The convolution of the buffer.
+        shape: Shape of the buffer.
+        src: Layout of the input.
+        read: Box of the input that each rank reads.
+        rank: This rank.
+    """
+
+    geo: Geometry
+    shape: tuple[int, ...]
+    src: Layout
+    read: ReadRegion
+    rank: int
+
+    @property
+    def dim(self) -> int:
+        """Dimension that is split."""
+        return self.geo.dim
+
+    @property
+    def held(self) -> Boxes:
+        """Box of the input that each rank holds."""
+        return self.src.boxes
+
+    @property
+    def span(self) -> Span:
+        """Rows of the buffer as rows of the input, to which those of zeros are added."""
+        assert self.geo.own is not None
+        return self.geo.own.segment.rows
+
+    @cached_property
+    def rows(self) -> Span:
+        """Rows of the buffer that are rows of the input; the others are zeros."""
+        return self._span(self.read.boxes[self.rank])
+
+    @cached_property
+    def zeros(self) -> Span:
+        """Number of rows of zeros before and after the input's."""
+        return self.rows[0], self.shape[self.dim] - self.rows[1]
+
+    @cached_property
+    def own(self) -> tuple[Span, Span]:
+        """The rows that this rank holds and reads: in its shard, and in the buffer."""
+        return self._own_span(self.rank), self._span(self._from(self.rank))
+
+    def halo(self, peer: int) -> Span:
+        """Returns the rows of the buffer that another rank holds."""
+        return self._span(self._from(peer))
+
+    def lent(self, peer: int) -> Span:
+        """Returns the rows of this rank's shard that another rank reads."""
+        return self._own_span(peer)
+
+    def _from(self, peer: int) -> Box:
+        return self.held[peer].intersect(self.read.boxes[self.rank])
+
+    def _own_span(self, reader: int) -> Span:
+        held = self.held[self.rank]
+        box, first = held.intersect(self.read.boxes[reader]), held.lo[self.dim]
+        return box.lo[self.dim] - first, box.hi[self.dim] - first
+
+    def _span(self, box: Box) -> Span:
+        first = self.span[0]
+        return box.lo[self.dim] - first, box.hi[self.dim] - first
+
+
+def region_of(op: Conv, src: Layout, split: Split, rank: int) -> Region | None:
+    """Returns the region that a rank's convolution with halos reads.
+
+    There is none, on any rank, if no halo is exchanged or if a rank reads none of the
+    rows that it holds.
+
+    Args:
+        op: The whole convolution.
+        src: Layout of its input.
+        split: How it is split.
+        rank: The rank.
+    """
+    if not finds_rows(op, src, split):
+        return None
+    geo = spatial_geometry(op, src, split, rank)
+    pairs = zip(geo.held, geo.wanted, strict=True)
+    if not geo.held or not all(held.intersect(box).numel for held, box in pairs):
+        return None
+    dim, spec = geo.dim, geo.op.spec
+    window, size = spec.windows[dim - 2], spec.x_shape[dim]
+    out = (geo.first_out, geo.first_out + geo.y_shape[dim])
+    (lo, hi), (before, after) = window.reads(out, size), window.padding(out, size)
+    rows = (lo - before, hi + after)
+    segment = Segment(rows, out, (0, window.kernel), (0, 0))
+    buffered = replace(geo, own=Slab(segment, rows[0]), halos=(), held=(), wanted=())
+    shape = list(geo.wanted[rank].shape)
+    shape[dim] = rows[1] - rows[0]
+    read = ReadRegion(spec.x_shape, geo.wanted)
+    return Region(buffered, tuple(shape), src, read, rank)
 
 
 def _slab(window: Window, rows: Span, out: Span) -> Slab | None:

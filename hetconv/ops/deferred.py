@@ -67,6 +67,11 @@ class DeferredConv(NamedTuple):
     epilogue: Epilogue = IDENTITY
     seen: tuple[tuple[Tensor, int], ...] = ()
 
+    @property
+    def is_local(self) -> bool:
+        """Whether other ranks take no part; halos may be exchanged."""
+        return False
+
     def __call__(self) -> Tensor:
         """Computes this rank's shard; collective if halos are exchanged."""
         with self._reading():

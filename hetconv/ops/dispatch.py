@@ -41,7 +41,9 @@ from hetconv.torch_patches import Undo, register_patch, replace_function_apply
 from . import as_called, call_cache, conv, pooling, resampling, views
 from .as_called import Runner, ShardedCall, called_on, check_draws
 from .deferred import fuse
-from .norms import group_norm
+from .norms import calls as norm_calls
+from .norms.calls import runner_of
+from .norms.deferred_norm import followed
 from .trial_run import Verdict, trial
 
 
@@ -149,6 +151,8 @@ def dispatch(
     known = call_cache.lookup(func, args, kwargs)
     if isinstance(known, HetTensor):
         return known
+    if known is None and (later := followed(func, args, kwargs)) is not None:
+        return later
     with no_torch_function():
         return _run(func, args, kwargs, known)
 
@@ -201,7 +205,11 @@ def _run_sharded(
         # On one device it may be a copy, so that it is one here too.
         y.local = clone_if_aliased(y.local, found[0].local)
     elif key is not None:
-        call_cache.store(key, c)
+        again = runner_of(c)
+        if again is not None:
+            call_cache.store_runner(key, again)
+        else:
+            call_cache.store(key, c)
     return y
 
 
@@ -356,7 +364,7 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
 
 
 RUN: dict[type[Any], Runner] = {}
-for family in (as_called, conv, group_norm, pooling, resampling, views):
+for family in (as_called, conv, norm_calls, pooling, resampling, views):
     RUN |= family.RUN
 
 register_dispatcher(dispatch)

@@ -36,6 +36,10 @@ class Deferred(Protocol):
     def gathered(self) -> Tensor | None:
         """Returns the whole on every rank, or None to compute the local part first. Collective."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the call needs no other rank."""
+
 
 def register_dispatcher(dispatch: Callable[..., Any]) -> None:
     """Registers the function that runs torch functions on HetTensors.
@@ -146,11 +150,15 @@ class HetTensor(Tensor):
         This one is expected to be used no more, but still can be.
         """
         assert self.pending is not None
-        _forget(self)
-        _superseded[id(self)] = self
+        self.leave_deferred()
         return HetTensor.deferred(
             later, self.placement, self.dtype, self.device, self.group
         )
+
+    def leave_deferred(self) -> None:
+        """Notes that the value was used without the local part, which may stay deferred."""
+        _forget(self)
+        _superseded[id(self)] = self
 
     def become(self, other: HetTensor) -> None:
         """Takes the value of another HetTensor, as after a call in place.
@@ -236,7 +244,10 @@ def compute_deferred() -> None:
     for x in list(_waiting.values()):
         _ = x.local
     for x in list(_superseded.values()):
-        x.pending = _TooLate()
+        if x.pending is not None and x.pending.is_local:
+            _ = x.local
+        else:
+            x.pending = _TooLate()
     discard_deferred()
 
 
@@ -255,6 +266,8 @@ class _TooLate:
         )
 
     def gathered(self) -> None: ...
+
+    is_local = False
 
 
 def gather(x: Tensor, *, images: bool = False) -> Tensor:

@@ -106,9 +106,20 @@ def exchanges_halos(op: Operator, x: Layout, split: Split) -> bool:
     """
     if not isinstance(op, Conv) or split.kind not in SPATIAL_KINDS:
         return False
-    if x.kind != "sharded" or x.inner_dim != op.dim(split.kind):
+    return not concatenates_halos(op, split.kind) and finds_rows(op, x, split)
+
+
+def finds_rows(op: Conv, x: Layout, split: Split) -> bool:
+    """Whether a spatial split finds its input split alike, so that only halos move.
+
+    Args:
+        op: The convolution.
+        x: Layout of its input.
+        split: How the plan splits it.
+    """
+    if split.kind not in SPATIAL_KINDS:
         return False
-    if concatenates_halos(op, split.kind):
+    if x.kind != "sharded" or x.inner_dim != op.dim(split.kind):
         return False
     if not isinstance(x, HierarchicalLayout):
         return not split.nodes
@@ -121,7 +132,8 @@ def concatenates_halos(op: Conv, kind: SplitKind) -> bool:
     """Whether halos are concatenated to a rank's rows, and both convolved at once.
 
     On small maps with many channels, reading the filters a second time for the halo
-    takes longer than copying the rows.
+    takes longer than copying the rows. So it does where each filter reads one channel,
+    which computes little for each pixel.
 
     Args:
         op: The convolution.
@@ -130,6 +142,8 @@ def concatenates_halos(op: Conv, kind: SplitKind) -> bool:
     dim, spec = op.dim(kind), op.spec
     if dim is None or spec.kernel[dim - 2] == 1:
         return False
+    if spec.groups == spec.C > 1:
+        return True
     return prod(spec.w_shape) > MIN_FILTER_TO_INPUT_RATIO * prod(spec.x_shape)
 
 

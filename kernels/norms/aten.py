@@ -9,6 +9,7 @@ channels-last.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -21,28 +22,39 @@ BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward
 ONLY_SUMS = [False, True, True]
 
 
-def moments(x: Tensor, exact: torch.dtype) -> Tensor:
-    """Returns (2, N, C): variance and mean of each sample's channels."""
-    if not x.is_cpu:
-        dims = list(range(2, x.dim()))
-        return torch.stack(torch.var_mean(x.to(exact), dims, correction=0))
-    x = as_images(x)
+def moments(x: Tensor, exact: torch.dtype, groups: int) -> Tensor:
+    """Returns (2, N, G): variance and mean of each sample's groups of channels.
+
+    Args:
+        x: (N, C, ...), not empty.
+        exact: Data type of the result.
+        groups: G, which divides C.
+    """
     N, C = x.shape[:2]
+    if not x.is_cpu:
+        of_groups = x.to(exact).reshape(N, groups, -1)
+        return torch.stack(torch.var_mean(of_groups, 2, correction=0))
+    x, size = as_images(x), x.numel() // (N * C)
     if x.is_contiguous():
-        # A group norm of one channel per group; its weight makes the results exact.
-        ones, size = _stats(C, exact)[1], x.numel() // (N * C)
-        _, mean, invstd = torch.native_group_norm(x, ones, None, N, C, size, C, 0.0)
-        return torch.stack((invstd.square_().reciprocal_(), mean))
-    found = x.new_empty((2, N, C), dtype=exact)
-    for one, var, mean in zip(x.split(1), *found, strict=True):
-        mean[:], var[:] = _of_channels(one, exact)
-    return found
+        # Its weight makes the results exact.
+        weight = _stats(C, exact)[1]
+        given = (x, weight, None, N, C, size, groups, 0.0)
+        _, mean, invstd = torch.native_group_norm(*given)
+        return torch.stack((invstd.pow_(-2), mean))
+    # Of channels-last images, group norm subtracts the square of the mean from the mean
+    # of squares, in single precision.
+    mean, var = _of_channels_of_samples(x, exact)
+    if groups == C:
+        return torch.stack((var, mean))
+    var, mean = (t.view(N, groups, -1) for t in (var, mean))
+    among_channels, mean = torch.var_mean(mean, 2, correction=0)
+    return torch.stack((var.mean(2).add_(among_channels), mean))
 
 
 def moments_of_channels(x: Tensor, exact: torch.dtype) -> Tensor:
     """Returns (2, C): variance and mean of each channel over all samples."""
     if x.is_cpu and x.is_contiguous():
-        var, mean = moments(x, exact)
+        var, mean = moments(x, exact, x.shape[1])
         among_samples, mean = torch.var_mean(mean, 0, correction=0)
         return torch.stack((var.mean(0) + among_samples, mean))
     if x.is_cpu:
@@ -55,34 +67,82 @@ def moments_of_channels(x: Tensor, exact: torch.dtype) -> Tensor:
 def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Returns x * scale + shift in the data type of x.
 
-    Scale and shift are (N, C), or (1, C) for all samples.
+    Args:
+        x: (N, C, ...).
+        scale: (N, C), or (1, C) for all samples, in float32 at least.
+        shift: Likewise.
     """
     if not x.is_cpu:
         return torch.addcmul(_on(shift, x), x, _on(scale, x)).to(x.dtype)
+    return normalized(x, *_stats(x.shape[1], scale.dtype, len(scale)), scale, shift, 0.0)
+
+
+def normalized(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Returns (x - mean) / sqrt(var + eps) * weight + bias in the data type of x.
+
+    Args:
+        x: (N, C, ...).
+        mean: (N, C), or (1, C) for all samples, in float32 at least.
+        var: Likewise.
+        weight: (C,), or like ``mean``, or None.
+        bias: Likewise.
+        eps: Added to the variance.
+    """
     x = as_images(x)
     if not x.numel():
         return x.clone()
     y = torch.empty_like(x)
-    affine_to(y, x, scale, shift)
+    normalize_to(y, x, mean, var, weight, bias, eps)
     return y
 
 
-def affine_to(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """Writes x * scale + shift to y, on a CPU.
+def normalize_to(
+    y: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> None:
+    """Writes `normalized` x to y.
 
     Args:
-        y: (N, C, ...), in the memory format and data type of x; it may be x itself.
+        y: (N, C, ...), in the data type of x; it may be x itself. It is fastest if each
+            sample is dense in the memory format of x.
         x: In one of both memory formats.
-        scale: (N, C), or (1, C) for all samples.
-        shift: Likewise.
+        mean: As for `normalized`, like the other arguments.
+        var: Likewise.
+        weight: Likewise.
+        bias: Likewise.
+        eps: Likewise.
     """
-    if len(scale) == 1:
-        _affine_to(y, x, scale[0], shift[0])
-    elif x.is_contiguous():
-        _affine_to(_rows(y)[None], _rows(x)[None], scale.flatten(), shift.flatten())
-    else:
-        for each in zip(y.split(1), x.split(1), scale, shift, strict=True):
-            _affine_to(*each)
+    weight, bias = (p.to(mean.dtype) if p is not None else p for p in (weight, bias))
+    if not x.is_cpu:
+        scale = (var + eps).rsqrt_()
+        scale = scale if weight is None else scale * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        y.copy_(torch.addcmul(_on(shift, x), x, _on(scale, x)))
+        return
+    if len(mean) == 1:
+        _normalize_to(y, x, _first(weight), _first(bias), mean[0], var[0], eps)
+        return
+    weight, bias = (p.expand_as(mean) if p is not None else p for p in (weight, bias))
+    if x.is_contiguous() and y.is_contiguous():
+        weight, bias = (p.flatten() if p is not None else p for p in (weight, bias))
+        stats, rows = (mean.flatten(), var.flatten()), (_rows(y)[None], _rows(x)[None])
+        _normalize_to(*rows, weight, bias, *stats, eps)
+        return
+    for n, each in enumerate(zip(y.split(1), x.split(1), strict=True)):
+        a, b = (p[n] if p is not None else p for p in (weight, bias))
+        _normalize_to(*each, a, b, mean[n], var[n], eps)
 
 
 def sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
@@ -156,26 +216,54 @@ def as_images(x: Tensor) -> Tensor:
 
 
 def in_format_of(x: Tensor, g: Tensor) -> Tensor:
-    """Returns g in the memory format of x, which has one of both."""
+    """Returns g in the memory format of x, which has one of both.
+
+    If that is channels-last, each sample is.
+    """
     if x.is_contiguous():
         return g.contiguous()
-    return g.contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    memory = CHANNELS_LAST[x.dim()]
+    if g[:1].is_contiguous(memory_format=memory):
+        return g
+    return g.contiguous(memory_format=memory)
+
+
+def _of_channels_of_samples(x: Tensor, exact: torch.dtype) -> Iterable[Tensor]:
+    """Returns mean and variance (N, C) of the channels of each sample."""
+    if len(x) == 1:
+        return (t[None] for t in _of_channels(x, exact))
+    each = [torch.stack(_of_channels(one, exact)) for one in x.split(1)]
+    return torch.stack(each, 1)
 
 
 def _of_channels(x: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns mean and variance (C) of channels over all samples."""
+    if x.dtype == exact:
+        return torch.batch_norm_update_stats(x, None, None, 0.0)
     # Running statistics of this data type make the results exact. Nothing is added.
     running = torch.zeros(x.shape[1], dtype=exact, device="cpu")
     mean, var = torch.batch_norm_update_stats(x, running, running.clone(), 0.0)
     return mean, var
 
 
-def _affine_to(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """Computes x (N, C, ...) * scale (C) + shift (C), a batch norm of given statistics."""
-    unused = scale.new_empty(0)
+def _normalize_to(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+) -> None:
+    """Computes a batch norm of given statistics; they and the parameters are (C,)."""
+    unused = _stats(0, mean.dtype)[0]
     made = {"out": y, "save_mean": unused, "save_invstd": unused}
-    stats = _stats(x.shape[1], scale.dtype)
-    BATCH_NORM_OUT(x, scale, shift, *stats, False, 0.0, 0.0, **made)
+    BATCH_NORM_OUT(x, weight, bias, mean, var, False, 0.0, eps, **made)
+
+
+def _first(p: Tensor | None) -> Tensor | None:
+    """Returns (C,) of (C,) or (1, C)."""
+    return p[0] if p is not None and p.dim() == 2 else p
 
 
 def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,11 +276,14 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, T
 
 
 @lru_cache(256)
-def _stats(channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns mean 0 and variance 1 of channels, on the CPU."""
+def _stats(
+    channels: int, dtype: torch.dtype, samples: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns mean 0 and variance 1 of channels (C,), or (N, C), on the CPU."""
+    shape = (channels,) if samples is None else (samples, channels)
     return (
-        torch.zeros(channels, dtype=dtype, device="cpu"),
-        torch.ones(channels, dtype=dtype, device="cpu"),
+        torch.zeros(shape, dtype=dtype, device="cpu"),
+        torch.ones(shape, dtype=dtype, device="cpu"),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetconv.kernels.conv_nd import CHANNELS_LAST
-from hetconv.kernels.norms import affine, combination, moments, sums
+from hetconv.kernels.norms import affine, combination, moments, normalized, sums
 
 SHAPES = [(3, 5), (2, 5, 7), (2, 5, 4, 3), (1, 5, 4, 3), (2, 3, 4, 3, 2), (1, 4, 1, 1)]
 FORMATS = ("contiguous", "channels last", "strided")
@@ -56,12 +56,38 @@ def close(found: Tensor, expected: Tensor, limit: float) -> bool:
 def test_moments(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
     x = made(shape, memory, dtype, 0)
     exact = torch.promote_types(dtype, torch.float32)
-    var, mean = found = moments(x, exact)
-    assert found.dtype == exact
-    flat = x.double().flatten(2) if x.dim() > 2 else x.double()[..., None]
     limit = min(ERRORS[dtype], 1e-5)  # also of half precision, in single precision
-    assert close(mean, flat.mean(2), limit)
-    assert close(var, flat.var(2, correction=0), limit)
+    for groups in {1, x.shape[1]}:
+        var, mean = found = moments(x, exact, groups)
+        assert found.dtype == exact
+        flat = x.double().reshape(len(x), groups, -1)
+        assert close(mean, flat.mean(2), limit)
+        assert close(var, flat.var(2, correction=0), limit)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 16, 80])
+@pytest.mark.parametrize("side", [8, 40])
+def test_moments_of_large_and_small_maps(side: int, groups: int) -> None:
+    x = made((2, 80, side, side), "channels last", torch.float32, 0)
+    var, mean = moments(x, torch.float32, groups)
+    flat = x.double().reshape(2, groups, -1)
+    assert close(mean, flat.mean(2), 1e-5)
+    assert close(var, flat.var(2, correction=0), 1e-5)
+
+
+@every_case
+def test_normalized(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> None:
+    x = made(shape, memory, dtype, 0)
+    mean, var, a, b = numbers(x, 4)
+    var, weight, bias = var.square(), a[0], b[0]
+    unscaled = (x.double() - over(mean, x)) / (over(var, x) + 0.1).sqrt()
+    y = normalized(x, mean, var, weight, bias, 0.1)
+    expected = unscaled * over(weight[None], x) + over(bias[None], x)
+    assert close(y, expected, ERRORS[dtype])
+    assert close(normalized(x, mean, var, None, None, 0.1), unscaled, ERRORS[dtype])
+    one = x[:1]
+    y = normalized(one, mean[:1], var[:1], weight, None, 0.1)
+    assert close(y, unscaled[:1] * over(weight[None], x), ERRORS[dtype])
 
 
 @every_case
@@ -110,7 +136,7 @@ def test_results_have_the_memory_format_of_the_input() -> None:
 def test_a_channel_of_one_value_has_no_variance() -> None:
     x = torch.full((2, 3, 4, 5), 7.0)
     for images in (x, x.contiguous(memory_format=torch.channels_last)):
-        var, mean = moments(images, torch.float32)
+        var, mean = moments(images, torch.float32, 3)
         assert (var == 0).all()
         assert (mean == 7).all()
 

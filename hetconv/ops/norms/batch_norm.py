@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,8 +27,9 @@ from hetconv.runtime.inputs import differentiable_gradients
 from hetconv.runtime.running_stats import RunningStats
 from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.sharding.rule import OpSharding
+from hetconv.signature_cache import Cache
 
-from .statistics import combined, empty_result, exact_of
+from .statistics import Shares, as_tensor, combined, empty_result, exact_of
 
 
 class Norm(NamedTuple):
@@ -241,7 +242,7 @@ class _SplitBatchNorm(torch.autograd.Function):
         (move,), rank = sharding.forward_moves, group.rank
         src, dst = move.src.boxes[rank], move.dst.boxes[rank]
         each = run_rounds(group, own[None], move.forward, src, dst)
-        var, mean = combined(each, _shares(sharding.output, exact, x.device))
+        var, mean = combined(each, _shares(sharding.output))
         # One fused pass: x and y have the input's precision, the rest is in `exact`.
         gain, shift = (_sliced(_as(p, exact, x), held) for p in (weight, bias))
         if x.numel():
@@ -313,7 +314,7 @@ def _differentiable(
     every = _pad_to_all(own, held, sharding)[None]
     each = redistribute_local(group, every, move.src, read)
     variances, means = each.unbind(1)
-    share = _shares(sharding.output, exact, x.device)
+    share = as_tensor(_shares(sharding.output), each)
     mean = (share * means).sum(0)
     invstd = ((share * (variances + (means - mean) ** 2)).sum(0) + eps).rsqrt()
     shape, world = (sharding.output.shape[1],), group.size
@@ -332,16 +333,27 @@ def _differentiable(
     return (x.to(exact) * per_channel(scale, x) + per_channel(shift, x)).to(x.dtype)
 
 
-@lru_cache(1024)
-def _shares(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns (ranks, C): the fraction of each channel's elements that each rank holds."""
-    count = prod(layout.shape) // layout.shape[1]
-    shares = torch.zeros((layout.world, layout.shape[1]), dtype=dtype, device="cpu")
-    for of_rank, box in zip(shares, layout.boxes, strict=True):
-        of_rank[box.lo[1] : box.hi[1]] = (
-            box.numel // max(box.shape[1], 1) / max(count, 1)
-        )
-    return shares.to(device)
+_shares_of: Cache[int, tuple[Layout, Shares]] = Cache()
+
+
+def _shares(layout: Layout) -> Shares:
+    """Returns the fraction of each channel's elements that each rank holds."""
+    found = _shares_of.current.get(id(layout))
+    if found is None:  # kept with the layout, so that its id stays its own
+        found = _shares_of.add(id(layout), (layout, _shares_by_channel(layout)))
+    return found[1]
+
+
+def _shares_by_channel(layout: Layout) -> Shares:
+    channels = layout.shape[1]
+    count = max(prod(layout.shape) // channels, 1)
+    of_ranks = [box.numel // max(box.shape[1], 1) / count for box in layout.boxes]
+    if all(box.shape[1] in (0, channels) or not box.numel for box in layout.boxes):
+        return tuple(of_ranks)
+    shares = torch.zeros((layout.world, channels), dtype=torch.float64, device="cpu")
+    for of_rank, box, share in zip(shares, layout.boxes, of_ranks, strict=True):
+        of_rank[box.lo[1] : box.hi[1]] = share
+    return shares
 
 
 def _pad_to_all(own: Tensor, held: slice | None, sharding: OpSharding) -> Tensor:

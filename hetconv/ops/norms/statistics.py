@@ -15,16 +15,40 @@ def exact_of(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == torch.float64 else torch.float32
 
 
-def combined(each: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns variance and mean (K) of wholes from those of their parts.
+Shares = tuple[float, ...] | Tensor
+"""The fraction of each whole that each part holds: of all wholes alike, or (P, K)."""
+
+
+def combined(each: Tensor, shares: Shares) -> Tensor:
+    """Returns (2, K): variance and mean of wholes from those of their parts.
 
     Args:
         each: (P, 2, K): variances and means of P parts of each whole.
-        share: (P, K) or (P, 1): the part's fraction of the whole.
+        shares: The parts' fractions of the wholes.
     """
-    var, mean = (each * share[:, None]).sum(0)
-    apart = each[:, 1] - mean
-    return apart.square_().mul_(share).sum(0).add_(var), mean
+    if isinstance(shares, Tensor):
+        shares = as_tensor(shares, each)
+        total = (each * shares[:, None]).sum(0)
+        apart = each[:, 1] - total[1]
+        total[0] += apart.square_().mul_(shares).sum(0)
+        return total
+    total, held = each[0], shares[0]
+    for part, share in zip(each[1:], shares[1:], strict=True):
+        held += share
+        if not share:
+            continue
+        weight = share / held
+        apart = part[1] - total[1]
+        total = torch.lerp(total, part, weight)
+        total[0].addcmul_(apart, apart, value=weight * (1 - weight))
+    return total
+
+
+def as_tensor(shares: Shares, like: Tensor) -> Tensor:
+    """Returns shares as (P, K) or (P, 1), with the data type and device of a tensor."""
+    if isinstance(shares, Tensor):
+        return shares.to(like)
+    return like.new_tensor(shares)[:, None]
 
 
 def empty_result(x: Tensor, *params: Tensor | None) -> Tensor:

@@ -1,0 +1,124 @@
+"""All rows that a convolution reads in one buffer: own rows, halos, and zeros around them.
+
+Where filters are large beside the image, a convolution of the buffer is faster than
+separate ones of own rows and halos (see `hetconv.ops.halo_exchange`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetconv.comm import call_tags
+from hetconv.comm.exchange_plan import move_of
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import SAVED, moved_back, start_exchange
+from hetconv.kernels import CHANNELS_LAST, norms
+from hetconv.sharding.conv_spec import Span
+from hetconv.torch_internals import materialized
+
+from .conv_geometry import Region
+
+
+def halo_region(x: Tensor, region: Region, group: RankGroup) -> Tensor:
+    """Returns the buffer of a region; collective and differentiable.
+
+    Args:
+        x: This rank's shard of the input.
+        region: What the buffer has.
+        group: The ranks, which exchange halos.
+    """
+    if not torch.is_grad_enabled():
+        return _fetched(x, region, group)
+    return _HaloRegion.apply(x, region, group)  # type: ignore[no-any-return]
+
+
+class _HaloRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region, group: RankGroup) -> Tensor:
+        ctx.region, ctx.group, ctx.call = region, group, call_tags.forward_call()
+        ctx.save_for_backward(SAVED)
+        return _fetched(x, region, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        _ = ctx.saved_tensors
+        call_tags.enter_backward(ctx.call)
+        region, group = ctx.region, ctx.group
+        rows = narrow(materialized(g), region.dim, region.rows)
+        if torch.is_grad_enabled():
+            return moved_back(rows, move_of(region.src, region.read), group), None, None
+        exchange = start_exchange(group, rows, region.read.boxes, region.held)
+        gx = gradient_of_own(rows, region)
+        with exchange as lent:
+            for peer, piece in lent.items():
+                narrow(gx, region.dim, region.lent(peer)).add_(piece)
+        return gx, None, None
+
+
+def _fetched(x: Tensor, region: Region, group: RankGroup) -> Tensor:
+    """Returns the buffer of a region."""
+    x = norms.as_images(x)
+    exchange = start_exchange(group, x, region.held, region.read.boxes)
+    y = empty_buffer(x, region)
+    of_own, own = region.own
+    narrow(y, region.dim, own).copy_(narrow(x, region.dim, of_own))
+    with exchange as halos:
+        for peer, halo in halos.items():
+            narrow(y, region.dim, region.halo(peer)).copy_(halo)
+    return y
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Returns whether images are channels-last."""
+    memory = CHANNELS_LAST.get(x.dim())
+    return memory is not None and x.is_contiguous(memory_format=memory)
+
+
+def empty_buffer(x: Tensor, region: Region) -> Tensor:
+    """Returns the buffer of a region in the memory format of x, with only its zeros."""
+    memory = torch.contiguous_format
+    if is_channels_last(x):
+        memory = CHANNELS_LAST[x.dim()]
+    y = torch.empty(region.shape, dtype=x.dtype, device=x.device, memory_format=memory)
+    clear_zeros(y, region)
+    return y
+
+
+def clear_zeros(y: Tensor, region: Region) -> None:
+    """Sets the rows of a buffer that are zeros."""
+    before, after = region.rows
+    for span in ((0, before), (after, region.shape[region.dim])):
+        if span[0] < span[1]:
+            narrow(y, region.dim, span).zero_()
+
+
+def gradient_of_own(g: Tensor, region: Region) -> Tensor:
+    """Returns the gradient of this rank's shard, without what other ranks add.
+
+    Args:
+        g: Gradient of the rows that this rank read, which is written to.
+        region: What this rank read.
+    """
+    (lo, hi), first = region.own[1], region.rows[0]
+    part, of_own = narrow(g, region.dim, (lo - first, hi - first)), region.own[0]
+    shape = region.held[region.rank].shape
+    if part.shape != shape:
+        memory = torch.contiguous_format
+        if is_channels_last(g):
+            memory = CHANNELS_LAST[g.dim()]
+        whole = torch.zeros(shape, dtype=g.dtype, device=g.device)
+        whole = whole.contiguous(memory_format=memory)
+        narrow(whole, region.dim, of_own).copy_(part)
+        return whole
+    if is_channels_last(g):
+        return part.contiguous(memory_format=CHANNELS_LAST[g.dim()])
+    return part
+
+
+def narrow(x: Tensor, dim: int, span: Span) -> Tensor:
+    """Returns a view of a span of one dimension."""
+    lo, hi = span
+    return x if span == (0, x.shape[dim]) else x.narrow(dim, lo, hi - lo)

@@ -1,0 +1,139 @@
+"""Calls of norms on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetconv.comm.rank_group import RankGroup
+from hetconv.operators.base import function_name
+from hetconv.operators.norms import BatchNorm, GroupNorm, LocalNorm, NormCall
+from hetconv.ops.as_called import Runner, ShardedCall, called_on
+from hetconv.runtime.gradient_sync import synced_grad
+from hetconv.runtime.het_tensor import HetTensor, gather
+from hetconv.runtime.inputs import Args, Func, Kwargs
+
+from .batch_norm import batch_norm
+from .deferred_norm import deferred
+from .group_norm import GroupStatistics, SplitGroupNorm
+from .statistics import empty_result
+
+
+def group_norm(c: ShardedCall) -> HetTensor:
+    """Normalizes the local shard of x (N, C, ...) with the statistics of whole groups.
+
+    If samples or whole groups of channels are sharded, the statistics are local; else
+    the ranks combine their moments.
+    """
+    call, group, box = c.call, c.group, c.box
+    assert isinstance(call, NormCall)
+    assert isinstance(call.op, GroupNorm)
+    x, op = c.local_input(), call.op
+    if c.sharding.forward_moves:
+        statistics = GroupStatistics(op, call.eps, c.sharding, group)
+        return _shared_group_norm(c.func, x, call.weight, call.bias, statistics)
+    x = _cast(c.func, x)
+    own = slice(box.lo[1], box.hi[1])
+    weight, bias = (_synced(p, group, own) for p in (call.weight, call.bias))
+    if not x.numel():
+        return c.wrap(empty_result(x, weight, bias))
+    # torch.nn.functional's refuses a shard of one element per group
+    groups = x.shape[1] // op.channels
+    return c.wrap(torch.group_norm(x, groups, weight, bias, call.eps))
+
+
+def _cast(func: Func, x: Tensor) -> Tensor:
+    """Casts x as torch's autocast does; for instance norm it does not."""
+    casts = x.is_cuda and torch.is_autocast_enabled("cuda")
+    if casts and x.dtype != torch.float64 and function_name(func) == "group_norm":
+        return x.float()
+    return x
+
+
+def _synced(p: Tensor | None, group: RankGroup, own: slice) -> Tensor | None:
+    """Returns this rank's slice of a parameter that several ranks use."""
+    if p is None:
+        return None
+    whole = synced_grad(group, gather(p))
+    return whole if own == slice(0, len(whole)) else whole[own]
+
+
+def _shared_group_norm(
+    func: Func,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: GroupStatistics,
+) -> HetTensor:
+    """Normalizes a shard of groups that several ranks share, at once or when it is used."""
+    group, output = statistics.group, statistics.sharding.output
+    x, box = _cast(func, x), output.boxes[group.rank]
+    own = slice(box.lo[1], box.hi[1])
+    weight, bias = (_synced(p, group, own) for p in (weight, bias))
+    later = deferred(x, weight, bias, statistics)
+    if later is not None:
+        return later
+    y = SplitGroupNorm.apply(x, weight, bias, statistics)
+    return HetTensor.wrap(y, output, group)
+
+
+def runner_of(c: ShardedCall) -> Callable[..., HetTensor] | None:
+    """Returns what runs the same call again on its local arguments; None if it is not known.
+
+    Args:
+        c: A call whose first argument is sharded as the call reads it.
+    """
+    call = c.call
+    if not isinstance(call.op, GroupNorm) or not c.sharding.forward_moves:
+        return None
+    x = call.inputs[0]
+    if not isinstance(x, HetTensor) or not c.args or c.args[0] is not x:
+        return None
+    if x.placement != c.sharding.input_layouts[0]:
+        return None
+    assert isinstance(call, NormCall)
+    statistics = GroupStatistics(call.op, call.eps, c.sharding, c.group)
+    if any(isinstance(p, HetTensor) for p in call.params):
+        return None
+    at, func = [_position(c, p) for p in (call.weight, call.bias)], c.func
+
+    def run(*args: Any, **kwargs: Any) -> HetTensor:
+        weight, bias = (None if n is None else _given(args, kwargs)[n] for n in at)
+        return _shared_group_norm(func, args[0], weight, bias, statistics)
+
+    return run
+
+
+def _given(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:
+    """Returns arguments by index or name."""
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
+    return given
+
+
+def _position(c: ShardedCall, p: Tensor | None) -> int | str | None:
+    """Returns the index or the name of an argument."""
+    given = _given(c.args, c.kwargs)
+    return next((n for n, v in given.items() if p is not None and v is p), None)
+
+
+def local_norm(c: ShardedCall) -> HetTensor:
+    """Normalizes within the local shard, such as layer norm and local response norm."""
+    x = c.local_input()
+    if function_name(c.func) == "local_response_norm" and not x.numel():
+        # torch returns x itself, in another dtype than autocast's
+        dtype = c.on(x.new_ones((1,) * x.dim())).dtype
+        return c.wrap((x * 1).to(dtype))
+    params = {id(p): synced_grad(c.group, gather(p)) for p in c.call.params}
+    local = {id(c.call.inputs[0]): x} | params
+    return c.wrap(called_on(local, c.func, c.args, c.kwargs))
+
+
+RUN: dict[type[Any], Runner] = {
+    BatchNorm: batch_norm,
+    GroupNorm: group_norm,
+    LocalNorm: local_norm,
+}

@@ -85,6 +85,12 @@ class ShardedCall(NamedTuple):
 
 Runner = Callable[[ShardedCall], HetTensor | tuple[HetTensor, ...]]
 """Runs a call on shards."""
+Again = Callable[[Args, Kwargs], HetTensor | None]
+"""Runs a call again, with other tensors; None if it has to be read anew."""
+AgainMaker = Callable[[ShardedCall, bool], Again | None]
+"""Returns what runs a call again on tensors of the same layouts, without reading it; None
+if that cannot be. It is told whether the result shares memory by memory format.
+"""
 
 
 def called_on(

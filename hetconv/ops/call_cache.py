@@ -7,7 +7,6 @@ a small operator does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.signature_cache import Cache
 
 from . import views
-from .as_called import ShardedCall
+from .as_called import Again, ShardedCall
 
 PLAIN = {
     bool,
@@ -30,10 +29,12 @@ PLAIN = {
     int,
     str,
     type(None),
+    type(...),
     torch.device,
     torch.dtype,
     torch.memory_format,
 }
+SEQUENCES = {tuple, list, torch.Size}
 
 
 class Key(NamedTuple):
@@ -41,27 +42,31 @@ class Key(NamedTuple):
 
     Attributes:
         signature: The function and the properties of its arguments.
-        layouts: The layouts whose ids are part of the signature, kept alive by it.
+        layouts: The layouts of HetTensors among the arguments, kept alive by it, because
+            their ids are part of the signature.
+        nested: The layouts of HetTensors in sequences among the arguments, likewise.
     """
 
     signature: tuple[Any, ...]
     layouts: list[Layout]
+    nested: list[Layout]
 
 
 class _Known(NamedTuple):
     """How a call runs.
 
     Attributes:
-        run: Computes the local shard of the result from the call's local arguments, or
-            returns the whole HetTensor if ``output`` is None.
+        run: Computes the local shard of the result from the call's local arguments.
         output: Layout of the result.
         in_place: Whether the call writes to its first argument.
+        again: What runs the call instead, if it is given.
         layouts: The layouts whose ids are part of the signature.
     """
 
-    run: Func
+    run: Func | None
     output: Layout | None
     in_place: bool
+    again: Again | None
     layouts: list[Layout]
 
 
@@ -77,7 +82,7 @@ def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
     """
     graded = torch.is_grad_enabled()
     key: list[Any] = [func, graded]
-    local = []
+    local, nested = [], list[Layout]()
     for a in args:
         if a.__class__ is HetTensor:
             if a.pending is not None:
@@ -89,7 +94,7 @@ def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
             key.append((a,))
         elif isinstance(a, Tensor):
             key.append((a.shape, a.requires_grad) if graded else a.shape)
-        else:
+        elif not _sign_sequence(a, key, nested):
             return None
         local.append(a)
     for name, a in kwargs.items():
@@ -98,15 +103,19 @@ def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
             key.append(a)
         elif isinstance(a, Tensor) and a.__class__ is not HetTensor:
             key.append((a.shape, a.requires_grad) if graded else a.shape)
-        else:
+        elif not _sign_sequence(a, key, nested):
             return None
     signature = tuple(key)
     known = _known.current.get(signature)
+    if known is not None and known.again is not None:
+        if (found := known.again(args, kwargs)) is not None:
+            return found
+        known = None
     if known is None:
-        return Key(signature, [a.placement for a in args if a.__class__ is HetTensor])
-    if known.output is None:
-        found: HetTensor = known.run(*local, **kwargs)
-        return found
+        layouts = [a.placement for a in args if a.__class__ is HetTensor]
+        return Key(signature, layouts, nested)
+    assert known.run is not None
+    assert known.output is not None
     target: HetTensor | None = args[0] if known.in_place else None
     if target is not None:
         if not views.may_write(target, known.output):
@@ -117,6 +126,33 @@ def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
         return HetTensor.made(y, known.output, group)
     target.local = y
     return target
+
+
+def _sign_sequence(a: Any, key: list[Any], nested: list[Layout]) -> bool:
+    """Adds a sequence or a slice to a signature; returns whether all its items have one.
+
+    Args:
+        a: An argument.
+        key: The signature.
+        nested: Layouts of the HetTensors in sequences.
+    """
+    kind = a.__class__
+    if kind is slice:
+        a = (a.start, a.stop, a.step)
+    elif kind not in SEQUENCES:
+        return False
+    key.append((kind, len(a)))
+    for item in a:
+        if item.__class__ in PLAIN:
+            key.append((item,))
+        elif item.__class__ is HetTensor:
+            if item.pending is not None:
+                return False
+            key += (id(item.placement), item._local.dtype)
+            nested.append(item.placement)
+        elif not _sign_sequence(item, key, nested):
+            return False
+    return True
 
 
 def store(key: Key, c: ShardedCall) -> None:
@@ -146,18 +182,19 @@ def store(key: Key, c: ShardedCall) -> None:
     reads = zip(call.inputs, c.sharding.input_layouts, strict=True)
     if all(_stays(x, before.get(id(x)), read, alone) for x, read in reads):
         run = DIRECT.get(c.func, c.func)
-        known = _Known(run, output, call.in_place, key.layouts)
+        known = _Known(run, output, call.in_place, None, key.layouts)
         _known.add(key.signature, known)
 
 
-def store_runner(key: Key, run: Callable[..., HetTensor]) -> None:
-    """Stores what runs a call that needs communication, or is deferred.
+def store_again(key: Key, again: Again) -> None:
+    """Stores what runs a call again.
 
     Args:
         key: What `lookup` returned for the call.
-        run: Returns the result of the call's local arguments.
+        again: Runs the call.
     """
-    _known.add(key.signature, _Known(run, None, False, key.layouts))
+    layouts = [*key.layouts, *key.nested]
+    _known.add(key.signature, _Known(None, None, False, again, layouts))
 
 
 def _batch_norm(

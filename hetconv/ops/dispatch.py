@@ -39,10 +39,9 @@ from hetconv.torch_internals import (
 from hetconv.torch_patches import Undo, register_patch, replace_function_apply
 
 from . import as_called, call_cache, conv, pooling, resampling, views
-from .as_called import Runner, ShardedCall, called_on, check_draws
+from .as_called import AgainMaker, Runner, ShardedCall, called_on, check_draws
 from .deferred import fuse
 from .norms import calls as norm_calls
-from .norms.calls import runner_of
 from .norms.deferred_norm import followed
 from .trial_run import Verdict, trial
 
@@ -201,16 +200,23 @@ def _run_sharded(
     if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
         retake = _on_another(found[0], c.func, c.args, c.kwargs)
         views.link(y, found[0], retake, copies=True, images=verdict.by_order)
-    elif verdict.by_order and isinstance(y, HetTensor):
+        return y
+    if verdict.by_order and isinstance(y, HetTensor):
         # On one device it may be a copy, so that it is one here too.
         y.local = clone_if_aliased(y.local, found[0].local)
-    elif key is not None:
-        again = runner_of(c)
-        if again is not None:
-            call_cache.store_runner(key, again)
-        else:
-            call_cache.store(key, c)
+    if key is not None:
+        _store(key, c, verdict)
     return y
+
+
+def _store(key: call_cache.Key, c: ShardedCall, verdict: Verdict) -> None:
+    """Stores a call that just ran on shards, if it can run again without being read."""
+    make = AGAIN.get(type(c.call.op))
+    if make is None:
+        if not verdict.by_order:
+            call_cache.store(key, c)
+    elif (again := make(c, verdict.by_order)) is not None:
+        call_cache.store_again(key, again)
 
 
 def _answer(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -366,6 +372,7 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
 RUN: dict[type[Any], Runner] = {}
 for family in (as_called, conv, norm_calls, pooling, resampling, views):
     RUN |= family.RUN
+AGAIN: dict[type[Any], AgainMaker] = norm_calls.AGAIN | views.AGAIN
 
 register_dispatcher(dispatch)
 register_patch(lambda: gather_for_functions(on_gathered))

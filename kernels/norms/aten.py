@@ -74,7 +74,9 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """
     if not x.is_cpu:
         return torch.addcmul(_on(shift, x), x, _on(scale, x)).to(x.dtype)
-    return normalized(x, *_stats(x.shape[1], scale.dtype, len(scale)), scale, shift, 0.0)
+    return normalized(
+        x, *_stats(x.shape[1], scale.dtype, len(scale)), scale, shift, 0.0
+    )
 
 
 def normalized(

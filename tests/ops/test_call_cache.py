@@ -98,6 +98,10 @@ def counted() -> dict[str, list[int]]:
         "a part of what every rank has": reads([lambda x: x - gain] * 2),
         "batch norm in evaluation": reads([normed] * 2),
         "a list": reads([lambda x: torch.cat([x, x], 1)] * 2),
+        "a view": reads([lambda x: x.permute(0, 2, 3, 1)] * 2),
+        "a part": reads([lambda x: x[:, 1:], lambda x: x[:, 1:], lambda x: x[:, 2:]]),
+        "another shape": reads([lambda x: x.reshape(*x.shape[:2], -1)] * 2),
+        "a norm of rows": reads([lambda x: F.layer_norm(x, x.shape[-1:])] * 2),
     }
 
 
@@ -109,7 +113,11 @@ def test_what_moves_nothing_is_read_once() -> None:
         "a number": [1, 1, 0],
         "a part of what every rank has": [1, 1],
         "batch norm in evaluation": [1, 0],
-        "a list": [1, 1],
+        "a list": [1, 0],
+        "a view": [1, 0],
+        "a part": [1, 0, 1],
+        "another shape": [1, 0],
+        "a norm of rows": [1, 0],
     }
     assert on_ranks(WORLD, counted) == [expected] * WORLD
 

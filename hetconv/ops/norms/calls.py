@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from hetconv.comm.rank_group import RankGroup
 from hetconv.operators.base import function_name
 from hetconv.operators.norms import BatchNorm, GroupNorm, LocalNorm, NormCall
-from hetconv.ops.as_called import Runner, ShardedCall, called_on
+from hetconv.ops.as_called import Again, AgainMaker, Runner, ShardedCall, called_on
 from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import Args, Func, Kwargs
@@ -80,31 +79,50 @@ def _shared_group_norm(
     return HetTensor.wrap(y, output, group)
 
 
-def runner_of(c: ShardedCall) -> Callable[..., HetTensor] | None:
-    """Returns what runs the same call again on its local arguments; None if it is not known.
-
-    Args:
-        c: A call whose first argument is sharded as the call reads it.
-    """
+def group_norm_again(c: ShardedCall, by_order: bool) -> Again | None:
+    """Returns what runs a group norm on other shards of groups that several ranks share."""
     call = c.call
-    if not isinstance(call.op, GroupNorm) or not c.sharding.forward_moves:
-        return None
-    x = call.inputs[0]
-    if not isinstance(x, HetTensor) or not c.args or c.args[0] is not x:
-        return None
-    if x.placement != c.sharding.input_layouts[0]:
+    if not c.sharding.forward_moves or not _reads_first(c):
         return None
     assert isinstance(call, NormCall)
+    assert isinstance(call.op, GroupNorm)
     statistics = GroupStatistics(call.op, call.eps, c.sharding, c.group)
-    if any(isinstance(p, HetTensor) for p in call.params):
-        return None
     at, func = [_position(c, p) for p in (call.weight, call.bias)], c.func
 
-    def run(*args: Any, **kwargs: Any) -> HetTensor:
+    def again(args: Args, kwargs: Kwargs) -> HetTensor:
         weight, bias = (None if n is None else _given(args, kwargs)[n] for n in at)
-        return _shared_group_norm(func, args[0], weight, bias, statistics)
+        return _shared_group_norm(func, args[0].local, weight, bias, statistics)
 
-    return run
+    return again
+
+
+def local_norm_again(c: ShardedCall, by_order: bool) -> Again | None:
+    """Returns what normalizes within other shards in the same way."""
+    if not c.box.numel or not _reads_first(c):
+        return None
+    at = [_position(c, p) for p in c.call.params]
+    func, output, group = c.func, c.output, c.group
+
+    def again(args: Args, kwargs: Kwargs) -> HetTensor:
+        given = _given(args, kwargs)
+        for n in at:
+            if n is not None:
+                given[n] = synced_grad(group, given[n])
+        rest = (given[n] for n in range(1, len(args)))
+        named = {name: given[name] for name in kwargs}
+        return HetTensor.made(func(args[0].local, *rest, **named), output, group)
+
+    return again
+
+
+def _reads_first(c: ShardedCall) -> bool:
+    """Returns whether the first argument is the input, and nothing is to be moved."""
+    x = c.call.inputs[0]
+    if not isinstance(x, HetTensor) or not c.args or c.args[0] is not x:
+        return False
+    if any(isinstance(p, HetTensor) for p in c.call.params):
+        return False
+    return x.placement == c.sharding.input_layouts[0]
 
 
 def _given(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:
@@ -136,4 +154,8 @@ RUN: dict[type[Any], Runner] = {
     BatchNorm: batch_norm,
     GroupNorm: group_norm,
     LocalNorm: local_norm,
+}
+AGAIN: dict[type[Any], AgainMaker] = {
+    GroupNorm: group_norm_again,
+    LocalNorm: local_norm_again,
 }

@@ -16,6 +16,7 @@ from hetconv.errors import HetConvError
 COMMANDS = {
     "pair": "Time two unequal devices on one model: one alone, an even split, the tuned split.",
     "networks": "Time networks of public libraries on two equal ranks, against half of each alone.",
+    "operators": "Time each operator on parts of an image, against the same on half of it.",
     "kernels": "Time Triton's convolution kernels against cuDNN's, after a check of their results.",
     "concat": "Concatenate channels and apply the epilogue in one pass, against torch's passes.",
     "overlap": "Time messages that overlap with computation against messages that are waited for.",

@@ -41,6 +41,7 @@ from hetconv.planner.partition import Splits, whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.layout import spans
+from hetconv.sharding.split import REPLICATE, SplitKind
 from hetconv.tracing.graph import Graph
 from hetconv.tracing.tracer import capture
 
@@ -174,7 +175,7 @@ def _measured(
     group = rank_group_of()
     cluster = ClusterProfile.from_devices(["cpu"] * group.size, link="host")
     kind = network.kind
-    splits = whole_model(graph, kind, (1,) * group.size, (kind,))
+    splits = _even(graph, kind, group.size)
     steps = _steps(network, model.train(mode == "train"), graph, splits, mode)
     times = paired(steps, ROUNDS[mode], torch.device("cpu"))
     plain = min((times["plain"], times["plain NHWC"]), key=median)
@@ -200,6 +201,12 @@ def _measured(
         "rank_bytes": all_gather_object(group, profiles["split"].peak_bytes),
         "predicted_bytes": _activations(graph, splits, mode, predicted.memory_bytes),
     }
+
+
+def _even(graph: Graph, kind: SplitKind, world: int) -> Splits:
+    """Splits every layer evenly; one with fewer rows than ranks is computed by all."""
+    splits = whole_model(graph, kind, (1,) * world, (kind,))
+    return {n: s if all(s.sizes) else REPLICATE for n, s in splits.items()}
 
 
 def _steps(

@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.shared.machine import commit, save, software
@@ -49,6 +51,31 @@ class Block(nn.Module):
         return y
 
 
+class Concatenation(nn.Module):
+    """Two operators: a concatenation, and a slice of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.cat([x, x], 1)[:, : x.shape[1]]
+        return y
+
+
+class Interpolation(nn.Module):
+    """An interpolation to the same size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(x, size=x.shape[2:], mode="bilinear")
+
+
+OPERATORS: dict[str, Callable[[], nn.Module]] = {
+    "group norm": partial(nn.GroupNorm, 2, 4),
+    "batch norm": partial(nn.BatchNorm2d, 4),
+    "concatenation": Concatenation,
+    "interpolation": Interpolation,
+    "1x1 convolution": partial(nn.Conv2d, 4, 4, 1),
+}
+"""Operators that are timed one by one, split by rows."""
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
@@ -62,10 +89,10 @@ def run(args: Namespace) -> None:
     rows = run_on(parse_devices("cpu"), measure)
     for r in rows:
         print(
-            f"{r['kind']:8} {r['mode']:6} {r['us']:7.1f} us an operator more than plain "
-            f"({r['plain_us']:.1f} us)"
+            f"{r.get('operator', 'all'):16} {r['kind']:8} {r['mode']:6} {r['us']:7.1f} us an "
+            f"operator more than plain ({r['plain_us']:.1f} us)"
         )
-    worst = max(r["us"] for r in rows if r["mode"] == "infer")
+    worst = max(r["us"] for r in rows if r["mode"] == "infer" and "operator" not in r)
     limit = f"{LIMIT_US:g} us over what inference adds to an operator"
     print(f"must hold:\n  {Demand(limit, 1.0, LIMIT_US / worst)}")
     document = {"suite": "overhead", "setup": software() | commit(), "cases": rows}
@@ -75,39 +102,54 @@ def run(args: Namespace) -> None:
 
 
 def measure() -> list[dict[str, Any]]:
-    """On every rank: a row per kind and mode."""
+    """On every rank: a row per kind and mode, then a row per operator and mode."""
+    rows = [
+        {"kind": kind, **row}
+        for mode in MODES
+        for kind, row in _more(Block, KINDS, mode).items()
+    ]
+    return rows + [
+        {"kind": KINDS[0], "operator": name, **row}
+        for name, make in OPERATORS.items()
+        for mode in MODES
+        for row in _more(make, KINDS[:1], mode).values()
+    ]
+
+
+def _more(
+    block: Callable[[], nn.Module], kinds: Sequence[SplitKind], mode: Mode
+) -> dict[SplitKind, dict[str, Any]]:
+    """Returns, for each kind of split, what an operator of a model takes and how much
+    more it does split.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), *(Block() for _ in range(BLOCKS))
-    )
-    x, rows = torch.randn(2, 3, 8, 8), []
+    first = nn.Conv2d(3, 4, 3, padding=1)
+    model = nn.Sequential(first, *(block() for _ in range(BLOCKS)))
+    model.train(mode == "train")
+    x = torch.randn(2, 3, 8, 8)
     graph = capture(model, x)
     plan = make_plan(graph, ClusterProfile.from_devices(["cpu"]))
-    for mode in MODES:
-        plain = copy.deepcopy(model).train(mode == "train")
-        steps: dict[str, Callable[[], Any]] = {
-            "plain": step_of(plain, ModelInputs.of(x), mode)
+    steps: dict[str, Callable[[], Any]] = {
+        "plain": step_of(copy.deepcopy(model), ModelInputs.of(x), mode)
+    }
+    for kind in kinds:
+        splits = whole_model(graph, kind, (1.0,), (kind,))
+        split = parallelize(copy.deepcopy(model), plan.with_splits(splits))
+        steps[kind] = step_of(split, ModelInputs.of(x), mode)
+    times, count = paired(steps, ROUNDS, torch.device("cpu")), len(graph.nodes)
+
+    def us(seconds: float) -> float:
+        return round(seconds / count * 1e6, 2)
+
+    return {
+        kind: {
+            "mode": mode,
+            "us": us(_median_difference(times[kind], times["plain"])),
+            "plain_us": us(median(times["plain"])),
         }
-        for kind in KINDS:
-            split = parallelize(
-                copy.deepcopy(plain),
-                plan.with_splits(whole_model(graph, kind, (1.0,), (kind,))),
-            )
-            steps[kind] = step_of(split, ModelInputs.of(x), mode)
-        times = paired(steps, ROUNDS, torch.device("cpu"))
-        own = median(times["plain"]) / len(graph.nodes) * 1e6
-        for kind in KINDS:
-            more = (
-                median(a - b for a, b in zip(times[kind], times["plain"], strict=True))
-                / len(graph.nodes)
-                * 1e6
-            )
-            rows.append(
-                {
-                    "kind": kind,
-                    "mode": mode,
-                    "us": round(more, 2),
-                    "plain_us": round(own, 2),
-                }
-            )
-    return rows
+        for kind in kinds
+    }
+
+
+def _median_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    return median(x - y for x, y in zip(a, b, strict=True))

@@ -218,7 +218,13 @@ def _read_flip_or_roll(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     return Call(AlongDim(tuple(x.shape), tuple(dims)), (x,)) if dims else None
 
 
+def _read_channel_shuffle(name: str, args: Args, kwargs: Kwargs) -> Call | None:
+    x = arg(args, kwargs, 0, "input")
+    return Call(AlongDim(tuple(x.shape), (1,)), (x,)) if x.dim() > 2 else None
+
+
 READERS: dict[str, Reader] = {
+    "channel_shuffle": _read_channel_shuffle,
     **dict.fromkeys(REDUCTION_ARGS, _read_reduction),
     **dict.fromkeys(REDUCTIONS_WITH_INDICES, _read_extreme),
     **dict.fromkeys(ALONG_DIM_ARGS, _read_along_dim),

@@ -85,7 +85,7 @@ class ShardedCall(NamedTuple):
 
 Runner = Callable[[ShardedCall], HetTensor | tuple[HetTensor, ...]]
 """Runs a call on shards."""
-Again = Callable[[Args, Kwargs], HetTensor | None]
+Again = Callable[[Args, Kwargs], HetTensor | tuple[HetTensor, ...] | None]
 """Runs a call again, with other tensors; None if it has to be read anew."""
 AgainMaker = Callable[[ShardedCall, bool], Again | None]
 """Returns what runs a call again on tensors of the same layouts, without reading it; None

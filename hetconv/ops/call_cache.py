@@ -73,7 +73,9 @@ class _Known(NamedTuple):
 _known: Cache[tuple[Any, ...], _Known] = Cache()
 
 
-def lookup(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | Key | None:
+def lookup(
+    func: Func, args: Args, kwargs: Kwargs
+) -> HetTensor | tuple[HetTensor, ...] | Key | None:
     """Looks a call up, and runs it if it is stored.
 
     Returns:

@@ -38,7 +38,7 @@ from hetconv.torch_internals import (
 )
 from hetconv.torch_patches import Undo, register_patch, replace_function_apply
 
-from . import as_called, call_cache, conv, pooling, resampling, views
+from . import as_called, call_cache, conv, pooling, resampling, view_calls, views
 from .as_called import AgainMaker, Runner, ShardedCall, called_on, check_draws
 from .deferred import fuse
 from .norms import calls as norm_calls
@@ -148,12 +148,15 @@ def dispatch(
             return _answer(func, args, kwargs)
     call_tags.enter(func)  # before the look-up, because ranks may have other caches
     known = call_cache.lookup(func, args, kwargs)
-    if isinstance(known, HetTensor):
+    if isinstance(known, call_cache.Key):
+        with no_torch_function():
+            return _run(func, args, kwargs, known)
+    if known is not None:
         return known
-    if known is None and (later := followed(func, args, kwargs)) is not None:
+    if (later := followed(func, args, kwargs)) is not None:
         return later
     with no_torch_function():
-        return _run(func, args, kwargs, known)
+        return _run(func, args, kwargs, None)
 
 
 def _run(func: Func, args: Args, kwargs: Kwargs, key: call_cache.Key | None) -> Any:
@@ -370,9 +373,9 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
 
 
 RUN: dict[type[Any], Runner] = {}
-for family in (as_called, conv, norm_calls, pooling, resampling, views):
+for family in (as_called, conv, norm_calls, pooling, resampling, view_calls):
     RUN |= family.RUN
-AGAIN: dict[type[Any], AgainMaker] = norm_calls.AGAIN | views.AGAIN
+AGAIN: dict[type[Any], AgainMaker] = norm_calls.AGAIN | view_calls.AGAIN
 
 register_dispatcher(dispatch)
 register_patch(lambda: gather_for_functions(on_gathered))

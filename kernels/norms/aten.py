@@ -161,6 +161,8 @@ def sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
         return torch.stack(_sums(_rows(g)[None], _rows(x)[None], *stats)).view(
             2, *mean.shape
         )
+    if len(x) == 1:
+        return torch.stack(_sums(g, x, mean[0], invstd[0]))[:, None]
     of_samples = zip(g.split(1), x.split(1), mean, invstd, strict=True)
     return torch.stack([torch.stack(_sums(*each)) for each in of_samples], 1)
 

@@ -19,8 +19,12 @@ def test_every_kind_and_mode_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "BLOCKS", 2)
     monkeypatch.setattr(overhead, "ROUNDS", 3)
     (rows,) = spawn(1, overhead.measure)
-    assert [(r["mode"], r["kind"]) for r in rows] == [
+    of_models = [r for r in rows if "operator" not in r]
+    assert [(r["mode"], r["kind"]) for r in of_models] == [
         (m, k) for m in overhead.MODES for k in overhead.KINDS
+    ]
+    assert [(r["operator"], r["mode"]) for r in rows[len(of_models) :]] == [
+        (o, m) for o in overhead.OPERATORS for m in overhead.MODES
     ]
     assert all(r["plain_us"] > 0 for r in rows)
 

@@ -215,11 +215,11 @@ def _run_sharded(
 def _store(key: call_cache.Key, c: ShardedCall, verdict: Verdict) -> None:
     """Stores a call that just ran on shards, if it can run again without being read."""
     make = AGAIN.get(type(c.call.op))
-    if make is None:
-        if not verdict.by_order:
-            call_cache.store(key, c)
-    elif (again := make(c, verdict.by_order)) is not None:
+    again = make(c, verdict.by_order) if make is not None else None
+    if again is not None:
         call_cache.store_again(key, again)
+    elif not verdict.by_order:
+        call_cache.store(key, c)
 
 
 def _answer(func: Func, args: Args, kwargs: Kwargs) -> Any:

@@ -113,8 +113,6 @@ def gradient_of_own(g: Tensor, region: Region) -> Tensor:
         whole = whole.contiguous(memory_format=memory)
         narrow(whole, region.dim, of_own).copy_(part)
         return whole
-    if is_channels_last(g):
-        return part.contiguous(memory_format=CHANNELS_LAST[g.dim()])
     return part
 
 

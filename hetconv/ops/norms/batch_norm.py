@@ -29,7 +29,14 @@ from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.sharding.rule import OpSharding
 from hetconv.signature_cache import Cache
 
-from .statistics import Shares, as_tensor, combined, empty_result, exact_of
+from .statistics import (
+    Shares,
+    as_tensor,
+    combined,
+    empty_result,
+    exact_of,
+    gathered,
+)
 
 
 class Norm(NamedTuple):
@@ -76,9 +83,25 @@ def batch_norm(c: ShardedCall) -> HetTensor:
     norm, x = norm_of(call), c.local_input()
     if not norm.training or layout.dim == 1 or group.size == 1:
         return c.wrap(on_own_channels(x, norm, layout, group))
+    return c.wrap(on_shared_channels(x, norm, c.sharding, group))
+
+
+def on_shared_channels(
+    x: Tensor, norm: Norm, sharding: OpSharding, group: RankGroup
+) -> Tensor:
+    """Normalizes a shard by the statistics of the whole batch.
+
+    Args:
+        x: This rank's shard.
+        norm: In training.
+        sharding: How it runs.
+        group: The ranks.
+    """
     _sync_running_stats(norm, (), group)
-    args = (x, norm.weight, norm.bias, norm, c.sharding, group)
-    return c.wrap(_SplitBatchNorm.apply(*args))
+    result: Tensor = _SplitBatchNorm.apply(
+        x, norm.weight, norm.bias, norm, sharding, group
+    )
+    return result
 
 
 def on_own_channels(x: Tensor, norm: Norm, layout: Layout, group: RankGroup) -> Tensor:
@@ -239,15 +262,14 @@ class _SplitBatchNorm(torch.autograd.Function):
         exact = exact_of(x)
         held = _local_slice(sharding.output, group)
         own = _pad_to_all(_moments(x, exact), held, sharding)
-        (move,), rank = sharding.forward_moves, group.rank
-        src, dst = move.src.boxes[rank], move.dst.boxes[rank]
-        each = run_rounds(group, own[None], move.forward, src, dst)
+        (move,) = sharding.forward_moves
+        each = gathered(own[None], move, group)
         var, mean = combined(each, _shares(sharding.output))
         # One fused pass: x and y have the input's precision, the rest is in `exact`.
         gain, shift = (_sliced(_as(p, exact, x), held) for p in (weight, bias))
         if x.numel():
             stats = _sliced(mean, held), _sliced(var, held)
-            y = F.batch_norm(x, *stats, gain, shift, False, 0.0, norm.eps)
+            y = torch.batch_norm(x, gain, shift, *stats, False, 0.0, norm.eps, True)
         else:
             y = x.clone()  # torch refuses one without channels
         # A recomputation may stop at the first saved tensor, so update before.

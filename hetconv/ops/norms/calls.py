@@ -9,13 +9,19 @@ from torch import Tensor
 
 from hetconv.comm.rank_group import RankGroup
 from hetconv.operators.base import function_name
-from hetconv.operators.norms import BatchNorm, GroupNorm, LocalNorm, NormCall
+from hetconv.operators.norms import (
+    BatchNorm,
+    BatchNormCall,
+    GroupNorm,
+    LocalNorm,
+    NormCall,
+)
 from hetconv.ops.as_called import Again, AgainMaker, Runner, ShardedCall, called_on
 from hetconv.runtime.gradient_sync import synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import Args, Func, Kwargs
 
-from .batch_norm import batch_norm
+from .batch_norm import Norm, batch_norm, on_shared_channels
 from .deferred_norm import deferred
 from .group_norm import GroupStatistics, SplitGroupNorm
 from .statistics import empty_result
@@ -96,6 +102,26 @@ def group_norm_again(c: ShardedCall, by_order: bool) -> Again | None:
     return again
 
 
+def batch_norm_again(c: ShardedCall, by_order: bool) -> Again | None:
+    """Returns what runs a batch norm in training on other shards of the same channels."""
+    call, sharding, group, output = c.call, c.sharding, c.group, c.output
+    if not sharding.forward_moves or group.size == 1 or not _reads_first(c):
+        return None
+    assert isinstance(call, BatchNormCall)
+    tensors = (call.weight, call.bias, call.mean, call.var)
+    at = [_position(c, t) for t in tensors]
+    momentum, eps = call.momentum, call.eps
+
+    def again(args: Args, kwargs: Kwargs) -> HetTensor:
+        given = _given(args, kwargs)
+        weight, bias, mean, var = (None if n is None else given[n] for n in at)
+        norm = Norm(weight, bias, mean, var, True, momentum, eps)
+        y = on_shared_channels(args[0].local, norm, sharding, group)
+        return HetTensor.made(y, output, group)
+
+    return again
+
+
 def local_norm_again(c: ShardedCall, by_order: bool) -> Again | None:
     """Returns what normalizes within other shards in the same way."""
     if not c.box.numel or not _reads_first(c):
@@ -156,6 +182,7 @@ RUN: dict[type[Any], Runner] = {
     LocalNorm: local_norm,
 }
 AGAIN: dict[type[Any], AgainMaker] = {
+    BatchNorm: batch_norm_again,
     GroupNorm: group_norm_again,
     LocalNorm: local_norm_again,
 }

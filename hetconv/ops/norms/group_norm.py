@@ -21,7 +21,7 @@ from hetconv.runtime.inputs import differentiable_gradients
 from hetconv.sharding.layout import Box, ReadRegion
 from hetconv.sharding.rule import OpSharding
 
-from .statistics import Shares, as_tensor, combined, exact_of
+from .statistics import Shares, as_tensor, combined, exact_of, gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +108,8 @@ Known = tuple[Tensor, Tensor]
 
 def known_statistics(x: Tensor, statistics: GroupStatistics) -> Known:
     """Exchanges the moments of shards x."""
-    (move,), group = statistics.sharding.forward_moves, statistics.group
-    boxes = move.src.boxes[group.rank], move.dst.boxes[group.rank]
-    each = run_rounds(group, statistics.own_moments(x), move.forward, *boxes)
+    (move,) = statistics.sharding.forward_moves
+    each = gathered(statistics.own_moments(x), move, statistics.group)
     return statistics.of_channels(each, x.shape[1])
 
 

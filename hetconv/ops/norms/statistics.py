@@ -9,10 +9,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hetconv.comm.exchange_plan import exchange_plan
+from hetconv.comm.packed_exchange import Part, exchange_together
+from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.redistribute import run_rounds
+from hetconv.sharding.moves import Move
+
 
 def exact_of(x: Tensor) -> torch.dtype:
     """Returns the dtype in which the statistics of ``x`` are computed."""
     return x.dtype if x.dtype == torch.float64 else torch.float32
+
+
+def gathered(own: Tensor, move: Move, group: RankGroup) -> Tensor:
+    """Returns (P, 2, K): the moments that a rank and its peers hold.
+
+    Args:
+        own: (1, 2, K): this rank's moments.
+        move: The all-gather of moments.
+        group: The ranks.
+    """
+    if len(move.forward) != 1:
+        held, wanted = move.src.boxes[group.rank], move.dst.boxes[group.rank]
+        return run_rounds(group, own, move.forward, held, wanted)
+    ((held_by_all, wanted_by_all),) = move.forward
+    (received,) = exchange_together(group, [Part(own, held_by_all, wanted_by_all)])
+    peers = exchange_plan(held_by_all, wanted_by_all, group.rank).parts
+    return torch.cat([received.get(peer, own) for peer in peers])
 
 
 Shares = tuple[float, ...] | Tensor

@@ -72,6 +72,10 @@ class DeferredConv(NamedTuple):
         """Whether other ranks take no part; halos may be exchanged."""
         return False
 
+    def reads(self, memory: int) -> bool:
+        """Returns whether the storage with this id may be among what is read."""
+        return True
+
     def __call__(self) -> Tensor:
         """Computes this rank's shard; collective if halos are exchanged."""
         with self._reading():

@@ -198,7 +198,8 @@ def _run_sharded(
     key: call_cache.Key | None,
 ) -> Any:
     if c.call.in_place:
-        compute_deferred()
+        target = c.call.inputs[0]
+        compute_deferred(target if isinstance(target, HetTensor) else None)
     y = _finish(c.call, RUN[type(c.call.op)](c))
     if verdict.shares and isinstance(y, HetTensor) and not views.shared(y):
         retake = _on_another(found[0], c.func, c.args, c.kwargs)

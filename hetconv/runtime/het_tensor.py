@@ -19,7 +19,7 @@ from hetconv.comm.redistribute import clone_if_aliased, redistribute_local
 from hetconv.errors import HetConvError, LayoutError
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.sharding.layout import Box, Layout
-from hetconv.torch_internals import make_wrapper, no_torch_function
+from hetconv.torch_internals import make_wrapper, no_torch_function, storage_id
 
 from .gradient_sync import ACTIVE_SYNC
 
@@ -39,6 +39,9 @@ class Deferred(Protocol):
     @property
     def is_local(self) -> bool:
         """Whether the call needs no other rank."""
+
+    def reads(self, memory: int) -> bool:
+        """Returns whether the call reads the storage with this id."""
 
 
 def register_dispatcher(dispatch: Callable[..., Any]) -> None:
@@ -237,18 +240,29 @@ def _forget(x: HetTensor) -> None:
     _superseded.pop(id(x), None)
 
 
-def compute_deferred() -> None:
-    """Computes every deferred part, before a write that it must not see. Collective."""
+def compute_deferred(target: HetTensor | None = None) -> None:
+    """Computes every deferred part, before a write that it must not see. Collective.
+
+    What was used already, and can be computed without other ranks, is computed only if it
+    reads the memory that is written to.
+
+    Args:
+        target: what is written to; None if that is not known.
+    """
     if not (_waiting or _superseded):
         return
     for x in list(_waiting.values()):
         _ = x.local
+    memory = storage_id(target.local) if target is not None else None
     for x in list(_superseded.values()):
-        if x.pending is not None and x.pending.is_local:
-            _ = x.local
-        else:
+        if x.pending is None:
+            continue
+        if not x.pending.is_local:
             x.pending = _TooLate()
-    discard_deferred()
+            _forget(x)
+        elif memory is None or x.pending.reads(memory):
+            _ = x.local
+    _waiting.clear()
 
 
 def discard_deferred() -> None:
@@ -266,6 +280,9 @@ class _TooLate:
         )
 
     def gathered(self) -> None: ...
+
+    def reads(self, memory: int) -> bool:
+        return False
 
     is_local = False
 

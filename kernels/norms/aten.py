@@ -133,9 +133,10 @@ def normalize_to(
         shift = -mean * scale if bias is None else bias - mean * scale
         y.copy_(torch.addcmul(_on(shift, x), x, _on(scale, x)))
         return
-    if len(mean) == 1:
+    if len(mean) == 1 and (len(x) == 1 or _is_dense(y)):
         _normalize_to(y, x, _first(weight), _first(bias), mean[0], var[0], eps)
         return
+    mean, var = mean.expand(x.shape[:2]), var.expand(x.shape[:2])
     weight, bias = (p.expand_as(mean) if p is not None else p for p in (weight, bias))
     if x.is_contiguous() and y.is_contiguous():
         weight, bias = (p.flatten() if p is not None else p for p in (weight, bias))
@@ -217,6 +218,12 @@ def as_images(x: Tensor) -> Tensor:
     if memory is not None and x.is_contiguous(memory_format=memory):
         return x
     return x.contiguous()
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Returns whether x has one of both memory formats."""
+    memory = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    return x.is_contiguous() or x.is_contiguous(memory_format=memory)
 
 
 def in_format_of(x: Tensor, g: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetconv
 from hetconv.comm.exchange import PendingExchange
-from hetconv.ops.norms.deferred_norm import NormalizedRegion
+from hetconv.ops.norms.normalized_region import NormalizedRegion
 from hetconv.sharding.split import SplitKind
 from tests.equivalence import (
     Differences,

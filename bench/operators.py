@@ -1,4 +1,4 @@
-"""Time every kind of operator on parts of an image, against the same on half of it.
+"""Time each operator on parts of an image, against the same on half of it.
 
 Each operator follows a convolution that is split by rows. What it takes is the step with
 it less the step without it, of the split model and of the plain one on half of the rows,

@@ -106,6 +106,33 @@ def pair(results: Path) -> str:
     return "\n".join(lines)
 
 
+def networks(results: Path) -> str:
+    """A row for each network of ``cpu/networks.json``."""
+    path = results / "cpu" / "networks.json"
+    rows: dict[str, dict[str, Any]] = {}
+    for case in _read(path)["cases"]:
+        rows.setdefault(case["network"], {})[case["mode"]] = case
+    columns = (
+        f"[network](bench/results/cpu/{path.name})",
+        *(
+            f"{name}: {what}"
+            for name in MODES.values()
+            for what in ("gain", "of the bound")
+        ),
+        "memory",
+    )
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for network, by_mode in rows.items():
+        cells = [network]
+        for mode in MODES:
+            r = by_mode[mode]
+            cells += [f"{r['vs_plain']:.2f}×", f"{r['vs_bound']:.2f}"]
+        r = by_mode["train"]
+        cells.append(f"{max(r['rank_bytes']) / r['plain_bytes']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def predictions(results: Path) -> str:
     """A row for each pair, network and mode of ``cpu/autotune.json``."""
     networks = [case.name for case in CASES]
@@ -168,6 +195,7 @@ README = ROOT / "README.md"
 TABLES = (
     Table(README, "kernels", kernels),
     Table(README, "pair", pair),
+    Table(README, "networks", networks),
     Table(ROOT / "docs" / "predictions.md", "predictions", predictions),
 )
 

@@ -6,7 +6,6 @@ normalizes, and `sums` and `combination` make the gradient.
 """
 
 from .aten import (
-    affine,
     as_images,
     combination,
     in_format_of,
@@ -19,7 +18,6 @@ from .aten import (
 )
 
 __all__ = [
-    "affine",
     "as_images",
     "combination",
     "in_format_of",

@@ -26,7 +26,8 @@ SHAPE = (4, 6, 8, 7)
 GEOMETRY = ConvGeometry((2, 2), ((1, 1), (1, 1)), (1, 1), 2)
 BRANCHES = {
     "kernels/norms/aten.py": "all passes of norms",
-    "hetconv/ops/norms/calls.py": "group_norm",
+    "hetconv/ops/norms/calls.py": "_cast",
+    "hetconv/ops/norms/normalized_region.py": "_filled: where slices are not dense",
     "hetconv/ops/as_called.py": "_seeded",
     "hetconv/comm/exchange.py": "Round: a device is waited for while messages are taken in turn",
     "hetconv/comm/redistribute.py": "_started: which pieces are packed",

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from hetconv.kernels.conv_nd import CHANNELS_LAST
-from hetconv.kernels.norms import affine, combination, moments, normalized, sums
+from hetconv.kernels.norms import (
+    combination,
+    moments,
+    moments_of_channels,
+    normalized,
+    sums,
+)
+from hetconv.kernels.norms.aten import affine
 
 SHAPES = [(3, 5), (2, 5, 7), (2, 5, 4, 3), (1, 5, 4, 3), (2, 3, 4, 3, 2), (1, 4, 1, 1)]
 FORMATS = ("contiguous", "channels last", "strided")
@@ -63,6 +70,19 @@ def test_moments(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> Non
         flat = x.double().reshape(len(x), groups, -1)
         assert close(mean, flat.mean(2), limit)
         assert close(var, flat.var(2, correction=0), limit)
+
+
+@pytest.mark.parametrize("memory", FORMATS[:2])
+def test_variances_far_from_zero(memory: str) -> None:
+    """A mean of squares less the square of the mean would have no digit left."""
+    x = made((2, 4, 16, 16), memory, torch.float32, 0) + 1e4
+    x64 = x.double()
+    for groups in (1, 4):
+        found = moments(x, torch.float32, groups)[0]
+        expected = x64.reshape(2, groups, -1).var(2, correction=0)
+        assert close(found, expected, 1e-3)
+    found = moments_of_channels(x, torch.float32)[0]
+    assert close(found, x64.var((0, 2, 3), correction=0), 1e-3)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 16, 80])

@@ -35,6 +35,8 @@ def gathered(own: Tensor, move: Move, group: RankGroup) -> Tensor:
     ((held_by_all, wanted_by_all),) = move.forward
     (received,) = exchange_together(group, [Part(own, held_by_all, wanted_by_all)])
     peers = exchange_plan(held_by_all, wanted_by_all, group.rank).parts
+    if not peers:  # of a shard without samples
+        return own.new_zeros(wanted_by_all[group.rank].shape)
     return torch.cat([received.get(peer, own) for peer in peers])
 
 

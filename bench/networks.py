@@ -1,7 +1,8 @@
 """Time networks of public libraries on two equal ranks, against half of each alone.
 
 A network's bound is the plain model on half of the image, on both ranks at once: the
-same work with no message and nothing repeated. All steps run in turn within each round,
+same work with no message and nothing repeated. Each is timed in both memory formats, of
+which the faster one counts. All steps run in turn within each round,
 so that a machine's drift falls on all alike; ratios are medians over rounds.
 """
 
@@ -10,9 +11,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 from bench.overlap import within
 from bench.shared.machine import commit, now, save, software
 from bench.shared.networks import NETWORKS, Network
+from bench.shared.selection import chosen
 from bench.shared.step_profile import profiled
 from bench.shared.verdict import Demand, geomean
 from hetconv.autotune.launch.launcher import parse_devices, run_on
@@ -34,7 +35,6 @@ from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import all_gather_object, no_payload, rank_group_of
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.memory import input_bytes, parameter_bytes
-from hetconv.errors import HetConvError
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import Splits, whole_model
@@ -46,6 +46,7 @@ from hetconv.tracing.graph import Graph
 from hetconv.tracing.tracer import capture
 
 DEVICES = "cpu,cpu"
+MEMORY = ("", " channels last")
 MODES: tuple[Mode, ...] = ("infer", "train")
 ROUNDS = {"infer": 15, "train": 9}
 # A step's time over its bound: of each network, and of their geometric mean.
@@ -69,18 +70,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Prints a line per network and mode, then what must hold, then one JSON document."""
-    try:
-        chosen = [n for n in NETWORKS if re.search(args.only, n)]
-    except re.error as e:
-        raise HetConvError(f"--only {args.only!r} is no regular expression: {e}") from e
-    if not chosen:
-        raise HetConvError(
-            f"--only {args.only!r} matches none of {', '.join(NETWORKS)}"
-        )
+    names = chosen(NETWORKS, args.only)
     # What torch's profiler says of itself in every rank.
     os.environ |= {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     rows: list[dict[str, Any]] = []
-    for name in chosen:
+    for name in names:
         for row in run_on(parse_devices(DEVICES), measure, name):
             print(line(row), flush=True)
             rows.append(row)
@@ -178,16 +172,19 @@ def _measured(
     splits = _even(graph, kind, group.size)
     steps = _steps(network, model.train(mode == "train"), graph, splits, mode)
     times = paired(steps, ROUNDS[mode], torch.device("cpu"))
-    plain = min((times["plain"], times["plain NHWC"]), key=median)
-    bound = min((times["bound"], times["bound NHWC"]), key=median)
-    bound_name = "bound" if bound is times["bound"] else "bound NHWC"
-    split = times["split"]
-    profiles = {n: profiled(steps[n]) for n in (bound_name, "silent", "split")}
-    more_operators = profiles["silent"].operators_s - profiles[bound_name].operators_s
+    best = {what: _faster(what, times) for what in ("plain", "bound", "split")}
+    plain, bound, split = (times[name] for name in best.values())
+    silent = within(no_payload, steps[best["split"]])
+    both = {"split": steps[best["split"]], "silent": silent}
+    messages = paired(both, ROUNDS[mode], torch.device("cpu"))
+    messages_s = _median(lambda a, b: a - b, messages["split"], messages["silent"])
+    profiles = {name: profiled(steps[best[name]]) for name in ("bound", "split")}
+    repeated_s = profiled(silent).operators_s - profiles["bound"].operators_s
+    missed_s = _median(lambda a, b: a - b, split, bound)
     missed = {
-        "messages": _median(lambda a, b: a - b, split, times["silent"]),
-        "repeated": more_operators,
-        "python": _median(lambda a, b: a - b, times["silent"], bound) - more_operators,
+        "messages": messages_s,
+        "repeated": repeated_s,
+        "python": missed_s - messages_s - repeated_s,
     }
     predicted = StepEstimator(graph, cluster, mode).estimate(splits)[0]
     return {
@@ -197,6 +194,7 @@ def _measured(
         "vs_bound": round(_median(lambda a, b: a / b, split, bound), 3),
         "vs_plain": round(_median(lambda a, b: a / b, plain, split), 3),
         **{f"{what}_ms": _ms(seconds) for what, seconds in missed.items()},
+        "memory_formats": best,
         "plain_bytes": _plain_peak(steps),
         "rank_bytes": all_gather_object(group, profiles["split"].peak_bytes),
         "predicted_bytes": _activations(graph, splits, mode, predicted.memory_bytes),
@@ -220,27 +218,31 @@ def _steps(
     x, dim = random_input(network.shape, 0), 2
     lo, hi = spans((network.shape[dim] // group.size,) * group.size)[group.rank]
     half = x.narrow(dim, lo, hi - lo).contiguous()
-    steps: dict[str, Step] = {}
-    for suffix, in_format in (("", False), (" NHWC", True)):
-        for what, images in (("plain", x), ("bound", half)):
-            if what == "plain" and dist.get_rank() != 0:
-                steps[what + suffix] = lambda: None
-                continue
-            given = (copy.deepcopy(model), images)
-            made, inputs = channels_last(*given) if in_format else given
-            steps[what + suffix] = step_of(made, ModelInputs.of(inputs), mode)
-    made, inputs = channels_last(copy.deepcopy(model), x)
     cluster = ClusterProfile.from_devices(["cpu"] * group.size, link="host")
     plan = make_plan(graph, cluster, mode=mode, kinds=(network.kind,))
-    split = parallelize(made, plan.with_splits(splits))
-    steps["split"] = step_of(split, ModelInputs.of(inputs), mode)
-    steps["silent"] = within(no_payload, steps["split"])
+    plan = plan.with_splits(splits)
+    steps: dict[str, Step] = {}
+    for suffix in MEMORY:
+        for what, images in (("plain", x), ("bound", half), ("split", x)):
+            made, inputs = copy.deepcopy(model), images
+            if suffix:
+                made, inputs = channels_last(made, inputs)
+            if what == "split":
+                made = parallelize(made, plan)
+            step = step_of(made, ModelInputs.of(inputs), mode)
+            alone = what == "plain" and dist.get_rank() != 0
+            steps[what + suffix] = (lambda: None) if alone else step
     return steps
+
+
+def _faster(what: str, times: Mapping[str, Sequence[float]]) -> str:
+    """Returns the name of a step in the memory format in which it is faster."""
+    return min((what + suffix for suffix in MEMORY), key=lambda n: median(times[n]))
 
 
 def _plain_peak(steps: dict[str, Step]) -> int:
     """Returns the least peak of the plain model in both memory formats; collective."""
-    peaks = [profiled(steps[n]).peak_bytes for n in ("plain", "plain NHWC")]
+    peaks = [profiled(steps[n]).peak_bytes for n in map("plain{}".format, MEMORY)]
     of_ranks: list[int] = all_gather_object(rank_group_of(), min(peaks))
     return of_ranks[0]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.shared.machine import commit, now, save, software
+from bench.shared.selection import chosen
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.model_inputs import ModelInputs
@@ -148,7 +148,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> None:
     """Prints a line per operator, mode and memory format, then what must hold."""
-    names = [name for name in OPERATORS if re.search(args.only, name)]
+    names = chosen(OPERATORS, args.only)
     rows, round_us = run_on(parse_devices(DEVICES), measure, names)
     for r in rows:
         print(

@@ -48,3 +48,9 @@ def test_an_operator_may_take_half_again_as_long_and_a_round(
     said = capsys.readouterr().out.splitlines()
     assert verdict in said[-2]
     assert json.loads((tmp_path / "operators.json").read_text())["cases"] == rows
+
+
+def test_a_pattern_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["operators", "--only", "("])
+    assert "is no regular expression" in capsys.readouterr().err

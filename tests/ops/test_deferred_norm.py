@@ -4,6 +4,7 @@ program, and one round of messages where there were two.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from tests.equivalence import (
     leaves,
     one_step,
     pair,
+    relative,
 )
 from tests.nets import splits_of
 from tests.spawn import on_ranks
@@ -306,6 +308,27 @@ def penalized(ratio: tuple[int, ...]) -> Differences:
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_gradients_of_gradients(ratio: tuple[int, ...]) -> None:
     assert_same(on_ranks(len(ratio), penalized, ratio))
+
+
+def in_half(dtype: torch.dtype) -> Differences:
+    splits = splits_of(Chain(), ("height",), (2, 1))
+    serial, cut = pair(Chain, splits, 2, dtype=dtype)
+    exact = copy.deepcopy(serial).double()
+    x = torch.randn(SHAPE, dtype=dtype)
+    for model in (exact, cut):
+        own = x.to(next(model.parameters()).dtype)
+        model(own).double().square().mean().backward()
+    expected = {k: p.grad for k, p in exact.named_parameters()}
+    found = full_gradients(cut)
+    assert all(found[k].dtype == dtype for k in expected)  # type: ignore[union-attr]
+    return {k: relative(found[k], g) for k, g in expected.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_half_precision(dtype: torch.dtype) -> None:
+    limit = {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    for differences in on_ranks(2, in_half, dtype):
+        assert max(differences.values()) < limit, differences
 
 
 def rounds_of_a_step(training: bool) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Kwargs, empty_output
 from hetconv.sharding.layout import Layout
 from hetconv.sharding.rule import OpSharding
+from hetconv.torch_internals import tree_iter
 
 from .as_called import Again, AgainMaker, Runner, ShardedCall
 from .views import Retake, link, shared
@@ -176,9 +177,14 @@ def reshape(c: ShardedCall) -> HetTensor:
 
 
 def _alone(c: ShardedCall) -> HetTensor | None:
-    """Returns the first argument if it is the one tensor of a call and is read as it is."""
-    (x, *others), args = c.call.inputs, c.args
-    is_first = bool(args) and args[0] is x and not others
+    """Returns the first argument if it is the one tensor of a call and is read as it is.
+
+    Another one, such as the second argument of `expand_as`, would be kept alive.
+    """
+    x, args = c.call.inputs[0], c.args
+    others = tree_iter([*args[1:], *c.kwargs.values()])
+    is_first = bool(args) and args[0] is x
+    is_first = is_first and not any(isinstance(a, Tensor) for a in others)
     if not isinstance(x, HetTensor) or not is_first or c.call.in_place:
         return None
     return x if x.placement == c.sharding.input_layouts[0] else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor
 import hetconv
 from hetconv.ops import call_cache, dispatch, trial_run
 from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.layout import Layout
 from hetconv.signature_cache import RecentlyUsed
-from tests.equivalence import Differences, assert_same
+from tests.equivalence import Differences, apart, assert_same
 from tests.placed import PLACEMENTS, SHAPE, WORLD, on_parts, placed
 from tests.spawn import on_ranks
 
@@ -167,3 +170,44 @@ def test_a_call_is_tried_once_for_each_memory_format_and_not_for_each_signature(
 ):
     formats = 3  # contiguous, channels-last and reversed
     assert on_ranks(WORLD, trials) == [[formats, 0, formats, formats]] * WORLD
+
+
+def norms_after_a_tied_one() -> list[float]:
+    """Norms whose weight is their bias too, then norms of the same signature with two."""
+    x, _ = placed(WHOLE, Layout.sharded(SHAPE, 2, (2, 3, 1)))
+    c = WHOLE.shape[1]
+    one, two = (torch.linspace(k, k + 1, c, dtype=WHOLE.dtype) for k in (1, 3))
+    functions = [
+        lambda x, a, b: F.group_norm(x, 2, a, b),
+        lambda x, a, b: F.batch_norm(x, None, None, a, b, training=True),
+        lambda x, a, b: F.layer_norm(
+            x, x.shape[-1:], a[: x.shape[-1]], b[: x.shape[-1]]
+        ),
+    ]
+    found = []
+    for function in functions:
+        for a, b in ((one, one), (one, two)):
+            expected = function(WHOLE, a, b)
+            found.append(apart(hetconv.gather(function(x, a, b)), expected))
+    return found
+
+
+def test_a_parameter_in_two_roles_does_not_decide_for_others() -> None:
+    for found in on_ranks(WORLD, norms_after_a_tied_one):
+        assert max(found) < 1e-10
+
+
+def outlives_its_call() -> bool:
+    """Whether a tensor that only gave its shape to a view is kept."""
+    layout = Layout.sharded(SHAPE, 2, (2, 3, 1))
+    with torch.no_grad():
+        x, z = placed(WHOLE, layout)[0], placed(WHOLE, layout)[0]
+        kept = ref(z)
+        x[:, :1].expand_as(z)
+        del x, z
+    gc.collect()
+    return kept() is not None
+
+
+def test_a_view_keeps_no_tensor_whose_shape_it_takes() -> None:
+    assert not any(on_ranks(WORLD, outlives_its_call))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -93,7 +94,9 @@ def group_norm_again(c: ShardedCall, by_order: bool) -> Again | None:
     assert isinstance(call, NormCall)
     assert isinstance(call.op, GroupNorm)
     statistics = GroupStatistics(call.op, call.eps, c.sharding, c.group)
-    at, func = [_position(c, p) for p in (call.weight, call.bias)], c.func
+    at, func = _positions(c, (call.weight, call.bias)), c.func
+    if at is None:
+        return None
 
     def again(args: Args, kwargs: Kwargs) -> HetTensor:
         weight, bias = (None if n is None else _given(args, kwargs)[n] for n in at)
@@ -108,8 +111,9 @@ def batch_norm_again(c: ShardedCall, by_order: bool) -> Again | None:
     if not sharding.forward_moves or group.size == 1 or not _reads_first(c):
         return None
     assert isinstance(call, BatchNormCall)
-    tensors = (call.weight, call.bias, call.mean, call.var)
-    at = [_position(c, t) for t in tensors]
+    at = _positions(c, (call.weight, call.bias, call.mean, call.var))
+    if at is None:
+        return None
     momentum, eps = call.momentum, call.eps
 
     def again(args: Args, kwargs: Kwargs) -> HetTensor:
@@ -126,7 +130,9 @@ def local_norm_again(c: ShardedCall, by_order: bool) -> Again | None:
     """Returns what normalizes within other shards in the same way."""
     if not c.box.numel or not _reads_first(c):
         return None
-    at = [_position(c, p) for p in c.call.params]
+    at = _positions(c, c.call.params)
+    if at is None:
+        return None
     func, output, group = c.func, c.output, c.group
 
     def again(args: Args, kwargs: Kwargs) -> HetTensor:
@@ -158,10 +164,21 @@ def _given(args: Args, kwargs: Kwargs) -> dict[int | str, Any]:
     return given
 
 
-def _position(c: ShardedCall, p: Tensor | None) -> int | str | None:
-    """Returns the index or the name of an argument."""
-    given = _given(c.args, c.kwargs)
-    return next((n for n, v in given.items() if p is not None and v is p), None)
+def _positions(
+    c: ShardedCall, tensors: Iterable[Tensor | None]
+) -> list[int | str | None] | None:
+    """Returns the index or the name of each argument, None of one that is not given.
+
+    The result is None if a tensor is given twice: another call of the same signature may
+    be given two.
+    """
+    given, found = _given(c.args, c.kwargs), list[int | str | None]()
+    for t in tensors:
+        at = [n for n, v in given.items() if t is not None and v is t]
+        if len(at) > 1:
+            return None
+        found.append(at[0] if at else None)
+    return found
 
 
 def local_norm(c: ShardedCall) -> HetTensor:

@@ -13,7 +13,6 @@ import json
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.overlap import within
+from bench.shared import selection
 from bench.shared.machine import commit, now, save, software
 from bench.shared.networks import NETWORKS, Network
-from bench.shared.selection import chosen
 from bench.shared.step_profile import profiled
 from bench.shared.verdict import Demand, geomean
 from hetconv.autotune.launch.launcher import parse_devices, run_on
@@ -60,17 +59,12 @@ Step = Callable[[], Any]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--only", metavar="REGEX", default="", help="networks whose names match"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    selection.add_arguments(parser, "networks")
 
 
 def run(args: Namespace) -> None:
     """Prints a line per network and mode, then what must hold, then one JSON document."""
-    names = chosen(NETWORKS, args.only)
+    names = selection.chosen(NETWORKS, args.only)
     # What torch's profiler says of itself in every rank.
     os.environ |= {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     rows: list[dict[str, Any]] = []

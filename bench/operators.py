@@ -11,7 +11,6 @@ import copy
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.shared import selection
 from bench.shared.machine import commit, now, save, software
-from bench.shared.selection import chosen
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.model_inputs import ModelInputs
@@ -138,17 +137,12 @@ class After(nn.Module):
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--only", metavar="REGEX", default="", help="operators whose names match"
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    selection.add_arguments(parser, "operators")
 
 
 def run(args: Namespace) -> None:
     """Prints a line per operator, mode and memory format, then what must hold."""
-    names = chosen(OPERATORS, args.only)
+    names = selection.chosen(OPERATORS, args.only)
     rows, round_us = run_on(parse_devices(DEVICES), measure, names)
     for r in rows:
         print(

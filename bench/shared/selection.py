@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Iterable
+from pathlib import Path
 
 from hetconv.errors import HetConvError
+
+
+def add_arguments(parser: ArgumentParser, what: str) -> None:
+    """Adds the options ``--only`` and ``--output``.
+
+    Args:
+        parser: Parser of the benchmark.
+        what: What the cases are, in the plural.
+    """
+    parser.add_argument(
+        "--only", metavar="REGEX", default="", help=f"{what} whose names match"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
+    )
 
 
 def chosen(names: Iterable[str], pattern: str) -> list[str]:

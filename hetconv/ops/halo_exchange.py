@@ -254,7 +254,7 @@ def _weight_gradient(
     else:
         total = torch.zeros_like(w)
     for segment, gw in parts:
-        _narrow(total, geo.dim, segment.taps).add_(gw)
+        narrow(total, geo.dim, segment.taps).add_(gw)
     return total
 
 
@@ -310,16 +310,17 @@ def _gradients(
 def _cut(x: Tensor, w: Tensor, geo: Geometry, slab: Slab) -> tuple[Tensor, Tensor]:
     """Returns the rows of ``x`` and the taps of ``w`` that a slab's segment uses."""
     (lo, hi), first = slab.segment.rows, slab.first
-    rows = _narrow(x, geo.dim, (lo - first, hi - first))
-    return rows, _narrow(w, geo.dim, slab.segment.taps)
+    rows = narrow(x, geo.dim, (lo - first, hi - first))
+    return rows, narrow(w, geo.dim, slab.segment.taps)
 
 
 def _rows(y: Tensor, geo: Geometry, slab: Slab) -> Tensor:
     """Returns the rows of the local output that a slab adds to."""
     lo, hi = slab.segment.out
-    return _narrow(y, geo.dim, (lo - geo.first_out, hi - geo.first_out))
+    return narrow(y, geo.dim, (lo - geo.first_out, hi - geo.first_out))
 
 
-def _narrow(x: Tensor, dim: int, span: Span) -> Tensor:
+def narrow(x: Tensor, dim: int, span: Span) -> Tensor:
+    """Returns a view of a span of one dimension."""
     lo, hi = span
     return x if span == (0, x.shape[dim]) else x.narrow(dim, lo, hi - lo)

@@ -15,11 +15,11 @@ from hetconv.comm import call_tags
 from hetconv.comm.exchange_plan import move_of
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import SAVED, moved_back, start_exchange
-from hetconv.kernels import CHANNELS_LAST, norms
-from hetconv.sharding.conv_spec import Span
+from hetconv.kernels import norms
 from hetconv.torch_internals import materialized
 
 from .conv_geometry import Region
+from .halo_exchange import narrow
 
 
 def halo_region(x: Tensor, region: Region, group: RankGroup) -> Tensor:
@@ -71,17 +71,9 @@ def _fetched(x: Tensor, region: Region, group: RankGroup) -> Tensor:
     return y
 
 
-def is_channels_last(x: Tensor) -> bool:
-    """Returns whether images are channels-last."""
-    memory = CHANNELS_LAST.get(x.dim())
-    return memory is not None and x.is_contiguous(memory_format=memory)
-
-
 def empty_buffer(x: Tensor, region: Region) -> Tensor:
     """Returns the buffer of a region in the memory format of x, with only its zeros."""
-    memory = torch.contiguous_format
-    if is_channels_last(x):
-        memory = CHANNELS_LAST[x.dim()]
+    memory = norms.memory_format(x)
     y = torch.empty(region.shape, dtype=x.dtype, device=x.device, memory_format=memory)
     clear_zeros(y, region)
     return y
@@ -106,17 +98,10 @@ def gradient_of_own(g: Tensor, region: Region) -> Tensor:
     part, of_own = narrow(g, region.dim, (lo - first, hi - first)), region.own[0]
     shape = region.held[region.rank].shape
     if part.shape != shape:
-        memory = torch.contiguous_format
-        if is_channels_last(g):
-            memory = CHANNELS_LAST[g.dim()]
-        whole = torch.zeros(shape, dtype=g.dtype, device=g.device)
-        whole = whole.contiguous(memory_format=memory)
+        memory = norms.memory_format(g)
+        whole = torch.empty(
+            shape, dtype=g.dtype, device=g.device, memory_format=memory
+        ).zero_()
         narrow(whole, region.dim, of_own).copy_(part)
         return whole
     return part
-
-
-def narrow(x: Tensor, dim: int, span: Span) -> Tensor:
-    """Returns a view of a span of one dimension."""
-    lo, hi = span
-    return x if span == (0, x.shape[dim]) else x.narrow(dim, lo, hi - lo)

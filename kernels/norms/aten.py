@@ -65,15 +65,13 @@ def moments_of_channels(x: Tensor, exact: torch.dtype) -> Tensor:
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Returns x * scale + shift in the data type of x.
+    """Returns x * scale + shift in the data type of x, on a CPU.
 
     Args:
         x: (N, C, ...).
         scale: (N, C), or (1, C) for all samples, in float32 at least.
         shift: Likewise.
     """
-    if not x.is_cpu:
-        return torch.addcmul(_on(shift, x), x, _on(scale, x)).to(x.dtype)
     return normalized(
         x, *_stats(x.shape[1], scale.dtype, len(scale)), scale, shift, 0.0
     )
@@ -212,18 +210,20 @@ def combination(
     return y
 
 
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Returns channels-last for images that are, and else the contiguous format."""
+    last = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    return last if x.is_contiguous(memory_format=last) else torch.contiguous_format
+
+
 def as_images(x: Tensor) -> Tensor:
     """Returns x in the one or the other memory format."""
-    memory = CHANNELS_LAST.get(x.dim())
-    if memory is not None and x.is_contiguous(memory_format=memory):
-        return x
-    return x.contiguous()
+    return x.contiguous(memory_format=memory_format(x))
 
 
 def _is_dense(x: Tensor) -> bool:
     """Returns whether x has one of both memory formats."""
-    memory = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
-    return x.is_contiguous() or x.is_contiguous(memory_format=memory)
+    return x.is_contiguous(memory_format=memory_format(x))
 
 
 def in_format_of(x: Tensor, g: Tensor) -> Tensor:

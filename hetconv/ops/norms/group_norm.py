@@ -161,10 +161,25 @@ class SplitGroupNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             factors = statistics.gradient_factors(total, mean, invstd, gain)
             gx = norms.combination(x, g, *factors)
-        of_weight, of_bias = local.sum(1)
-        g_weight = of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        g_bias = of_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return gx, g_weight, g_bias, None, None
+        return gx, *parameter_gradients(ctx, local, weight), None, None
+
+
+def parameter_gradients(
+    ctx: Any, local: Tensor, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of weight and bias, inputs 1 and 2 of an autograd function.
+
+    Args:
+        ctx: Of the function, with the data type of the bias.
+        local: (2, n, c): sums of g times the normalized x, and of g.
+        weight: (c,), or None.
+    """
+    of_weight, of_bias = local.sum(1)
+    wanted = ctx.needs_input_grad
+    return (
+        of_weight.to(weight.dtype) if weight is not None and wanted[1] else None,
+        of_bias.to(ctx.bias_dtype) if wanted[2] else None,
+    )
 
 
 def bias_like(x: Tensor, dtype: torch.dtype | None, wanted: bool) -> Tensor:

@@ -20,18 +20,20 @@ from hetconv.comm.packed_exchange import Part, exchange_together
 from hetconv.comm.redistribute import assemble, redistribute_local, run_rounds
 from hetconv.kernels import norms
 from hetconv.ops.conv_geometry import Region
-from hetconv.ops.halo_region import (
-    clear_zeros,
-    empty_buffer,
-    gradient_of_own,
-    is_channels_last,
-    narrow,
-)
+from hetconv.ops.halo_exchange import narrow
+from hetconv.ops.halo_region import clear_zeros, empty_buffer, gradient_of_own
 from hetconv.runtime.inputs import differentiable_gradients
 from hetconv.sharding.layout import Box
 from hetconv.torch_internals import materialized
 
-from .group_norm import GroupStatistics, Known, bias_like, differentiable
+from .group_norm import (
+    GroupStatistics,
+    Known,
+    bias_like,
+    differentiable,
+    parameter_gradients,
+)
+from .statistics import of_peers
 
 Numbers = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
 
@@ -112,10 +114,7 @@ class NormalizedRegion(torch.autograd.Function):
         of_g = factors[1].view(*mean.shape, *(1,) * (x.dim() - 2))
         for peer, piece in lent.items():
             narrow(gx, region.dim, region.lent(peer)).add_(piece * of_g)
-        of_weight, of_bias = local.sum(1)
-        g_weight = of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        g_bias = of_bias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return gx, g_weight, g_bias, None, None
+        return gx, *parameter_gradients(ctx, local, weight), None, None
 
 
 def normalized_rows(
@@ -143,8 +142,7 @@ def _exchanged(x: Tensor, call: NormCall, region: Region) -> dict[int, Tensor]:
     (move,) = statistics.sharding.forward_moves
     (round_of_moments,) = move.forward
     received, halos = exchange_together(group, [Part(own, *round_of_moments), rows])
-    peers = exchange_plan(*round_of_moments, group.rank).parts
-    each = torch.cat([received.get(peer, own) for peer in peers])
+    each = of_peers(own, received, round_of_moments, group.rank)
     call.known = statistics.of_channels(each, x.shape[1])
     return halos
 
@@ -192,7 +190,7 @@ def _filled(
     y = empty_buffer(x, region)
     pieces = [(own, narrow(x, dim, of_own))]
     pieces += [(region.halo(peer), halo) for peer, halo in halos.items()]
-    if not x.is_cpu or (dim == 2 and is_channels_last(x)):
+    if not x.is_cpu or (dim == 2 and not x.is_contiguous()):
         for place, piece in pieces:
             norms.normalize_to(narrow(y, dim, place), piece, *numbers)
         return y

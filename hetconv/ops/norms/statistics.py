@@ -6,6 +6,8 @@ Moments of shards are combined weighted by the shards' sizes (Chan, Golub and Le
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from hetconv.comm.exchange_plan import exchange_plan
 from hetconv.comm.packed_exchange import Part, exchange_together
 from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import run_rounds
-from hetconv.sharding.moves import Move
+from hetconv.sharding.moves import Exchange, Move
 
 
 def exact_of(x: Tensor) -> torch.dtype:
@@ -32,11 +34,24 @@ def gathered(own: Tensor, move: Move, group: RankGroup) -> Tensor:
     if len(move.forward) != 1:
         held, wanted = move.src.boxes[group.rank], move.dst.boxes[group.rank]
         return run_rounds(group, own, move.forward, held, wanted)
-    ((held_by_all, wanted_by_all),) = move.forward
-    (received,) = exchange_together(group, [Part(own, held_by_all, wanted_by_all)])
-    peers = exchange_plan(held_by_all, wanted_by_all, group.rank).parts
+    (received,) = exchange_together(group, [Part(own, *move.forward[0])])
+    return of_peers(own, received, move.forward[0], group.rank)
+
+
+def of_peers(
+    own: Tensor, received: Mapping[int, Tensor], of_all: Exchange, rank: int
+) -> Tensor:
+    """Returns (P, 2, K): moments of a rank and its peers, from what it received.
+
+    Args:
+        own: (1, 2, K): this rank's moments.
+        received: The peers' moments, by rank.
+        of_all: The exchange of moments.
+        rank: This rank.
+    """
+    peers = exchange_plan(*of_all, rank).parts
     if not peers:  # of a shard without samples
-        return own.new_zeros(wanted_by_all[group.rank].shape)
+        return own.new_zeros(of_all[1][rank].shape)
     return torch.cat([received.get(peer, own) for peer in peers])
 
 

@@ -65,7 +65,7 @@ def unet(width: int = 64) -> nn.Module:
     from monai.networks.nets.basic_unet import BasicUNet
 
     features = (width, 2 * width, 4 * width, 8 * width, 16 * width, width)
-    return BasicUNet(
+    model: nn.Module = BasicUNet(
         spatial_dims=2,
         in_channels=3,
         out_channels=2,
@@ -73,6 +73,7 @@ def unet(width: int = 64) -> nn.Module:
         act="relu",
         norm="batch",
     )
+    return model
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {

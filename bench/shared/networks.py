@@ -61,14 +61,16 @@ def unet_3d() -> nn.Module:
     """MONAI's residual U-Net of volumes, with instance norms."""
     from monai.networks.nets.unet import UNet
 
-    return UNet(3, 1, 2, (16, 32, 64), (2, 2), num_res_units=2)
+    model: nn.Module = UNet(3, 1, 2, (16, 32, 64), (2, 2), num_res_units=2)
+    return model
 
 
 def segresnet() -> nn.Module:
     """MONAI's SegResNet of images, with its default blocks and group norms."""
     from monai.networks.nets.segresnet import SegResNet
 
-    return SegResNet(2, init_filters=16)
+    model: nn.Module = SegResNet(2, init_filters=16)
+    return model
 
 
 def vae_decoder() -> nn.Module:

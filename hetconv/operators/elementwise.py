@@ -31,6 +31,23 @@ from .base import (
 
 ACTIVATIONS = ("relu", "relu6", "hardtanh", "leaky_relu", "silu", "gelu")
 """Activations of a kernel's epilogue; of hardtanh only those that are a relu6."""
+ZERO_AT_ZERO = frozenset(
+    {
+        "relu",
+        "relu6",
+        "leaky_relu",
+        "prelu",
+        "silu",
+        "gelu",
+        "mish",
+        "hardswish",
+        "elu",
+        "celu",
+        "selu",
+        "tanh",
+    }
+)
+"""Functions that leave the zeros around an image zero, so that they may follow a deferred norm."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hetconv.sharding.conv_spec import Span
+from hetconv.sharding.conv_spec import Ints, Span
 from hetconv.sharding.layout import (
     Box,
     Layout,
@@ -79,10 +79,13 @@ class GroupNorm(FollowingOperator):
     Attributes:
         shape: Shape of the output.
         groups: Number of groups.
+        joined_dims: Dimensions along which the convolution that reads the result fetches
+            halos. If one of them is sharded, moments have no round of their own.
     """
 
     shape: Shape
     groups: int
+    joined_dims: Ints = ()
 
     @property
     def channels(self) -> int:
@@ -100,6 +103,8 @@ class GroupNorm(FollowingOperator):
             return OpSharding((x,), x, partial_grads=True)
         if len(self.shape) == 2:
             return None
+        if x.inner_dim in self.joined_dims:
+            return OpSharding((x,), x, partial_grads=True)
         return OpSharding(
             (x,),
             x,

@@ -24,33 +24,21 @@ def fusible_functions(graph: Graph) -> dict[str, Fusible]:
     Returns:
         The functions by layer name, without layers that have none.
     """
-    readers = _readers(graph)
     found: dict[str, Fusible] = {}
     for i, node in enumerate(graph.nodes):
         if node.layer is not None and isinstance(node.op, Conv):
-            chain = _chain(graph, readers, i)
+            chain = _chain(graph, i)
             found[node.layer] = _common_prefix(found.get(node.layer, chain), chain)
     return {layer: chain for layer, chain in found.items() if chain}
 
 
-def _readers(graph: Graph) -> dict[int, list[int]]:
-    """Returns the nodes that read each value; the graph's output is one more node."""
-    readers: dict[int, list[int]] = {}
-    for i, node in enumerate(graph.nodes):
-        for value in node.inputs:
-            readers.setdefault(value, []).append(i)
-    for value in graph.outputs:
-        readers.setdefault(value, []).append(len(graph.nodes))
-    return readers
-
-
-def _chain(graph: Graph, readers: dict[int, list[int]], conv: int) -> Fusible:
+def _chain(graph: Graph, conv: int) -> Fusible:
     """Returns the functions that can be fused into the convolution of one node."""
     chain: Fusible = ()
     last, conv_input = conv, graph.nodes[conv].inputs[0]
     while True:
         result = graph.nodes[last].outputs[0]
-        reading = readers.get(result, [])
+        reading = graph.readers.get(result, [])
         if len(reading) != 1 or reading[0] == len(graph.nodes):
             return chain
         reader = graph.nodes[reading[0]]

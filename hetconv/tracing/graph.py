@@ -113,6 +113,17 @@ class Graph:
         return found
 
     @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """Nodes that read each value; the model's result is one more node."""
+        found: dict[int, list[int]] = {}
+        for k, node in enumerate(self.nodes):
+            for i in node.inputs:
+                found.setdefault(i, []).append(k)
+        for i in self.outputs:
+            found.setdefault(i, []).append(len(self.nodes))
+        return found
+
+    @cached_property
     def extra_gradients(self) -> dict[int, int]:
         """How many gradients backward adds to the first one, by value.
 

@@ -23,6 +23,7 @@ from hetconv.sharding.rule import Gather
 from hetconv.torch_internals import fake_tensor_mode, storage_id, tree_iter
 
 from .graph import Graph, Node, Value
+from .joined_rounds import with_joined_rounds
 from .preserve import preserved
 
 
@@ -247,11 +248,13 @@ def _record(
     with _named_layers(root, recorder), recorder:
         result = model(*args, **kwargs)
     found = map(recorder.index, tensors_in(result))
-    return Graph(
-        model=type(root).__name__,
-        inputs=inputs,
-        outputs=tuple(i for i in found if i is not None),
-        params=recorder.params,
-        values=tuple(recorder.values),
-        nodes=tuple(recorder.nodes),
+    return with_joined_rounds(
+        Graph(
+            model=type(root).__name__,
+            inputs=inputs,
+            outputs=tuple(i for i in found if i is not None),
+            params=recorder.params,
+            values=tuple(recorder.values),
+            nodes=tuple(recorder.nodes),
+        )
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from hetconv.comm.rank_group import RankGroup
 from hetconv.kernels import norms
 from hetconv.operators.base import function_name, writes_in_place
+from hetconv.operators.elementwise import ZERO_AT_ZERO
 from hetconv.ops import views
 from hetconv.ops.conv_geometry import Region
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC, synced_grad
@@ -28,24 +29,6 @@ from hetconv.torch_internals import saved_tensors_are_hooked, storage_id
 
 from .group_norm import GroupStatistics, SplitGroupNorm, known_statistics
 from .normalized_region import NormalizedRegion, NormCall, normalized_rows
-
-ZERO_AT_ZERO = frozenset(
-    {
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "prelu",
-        "silu",
-        "gelu",
-        "mish",
-        "hardswish",
-        "elu",
-        "celu",
-        "selu",
-        "tanh",
-    }
-)
-"""Elementwise functions that may be deferred: they leave the zeros around an image zero."""
 
 
 class DeferredNorm:

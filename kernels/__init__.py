@@ -19,7 +19,7 @@ else:
     from .concat import concat_channels, epilogue_in_place
     from .conv2d_op import conv2d
     from .conv2d_parts_op import conv2d_parts
-    from .conv_nd import CHANNELS_LAST, conv_backward, conv_forward
+    from .conv_nd import CHANNELS_LAST, conv_backward, conv_forward, is_channels_last
     from .dispatch import (
         conv2d_backward,
         conv2d_forward,
@@ -45,6 +45,7 @@ __all__ = [
     "conv_backward",
     "conv_forward",
     "epilogue_in_place",
+    "is_channels_last",
     "only_aten",
     "pack",
     "route",

@@ -113,10 +113,15 @@ class PendingSum:
             self._arrived = start_sum(self._group, self._arrived(), held, wanted)
 
     def result(self) -> Tensor:
-        """Waits for the remaining exchanges and returns the sum."""
+        """Waits for the remaining exchanges and returns the sum.
+
+        Nothing but the sum stays in memory.
+        """
         while self._rounds:
             self.advance()
-        return self._arrived()
+        total = self._arrived()
+        self._arrived = lambda: total
+        return total
 
 
 def assemble(parts: Sequence[Tensor], fit: AssemblyPlan, like: Tensor) -> Tensor:
@@ -126,10 +131,19 @@ def assemble(parts: Sequence[Tensor], fit: AssemblyPlan, like: Tensor) -> Tensor
         parts: the pieces. Images are channels-last.
         fit: where they belong.
         like: a tensor with the dtype and device of the result.
+
+    Returns:
+        The tensor. Images have the memory format of ``like`` on a CPU, so that all ranks
+        compute in that of the program, and are channels-last elsewhere and if channels
+        are concatenated.
     """
     if fit.slices:
         return kernels.concat_channels([parts[k] for k in fit.slices])
-    memory = torch.channels_last if len(fit.shape) == 4 else torch.contiguous_format
+    memory = torch.contiguous_format
+    if like.is_cuda:
+        memory = torch.channels_last if len(fit.shape) == 4 else memory
+    elif kernels.is_channels_last(like):
+        memory = kernels.CHANNELS_LAST.get(len(fit.shape), memory)
     out = torch.empty(
         fit.shape, dtype=like.dtype, device=like.device, memory_format=memory
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hetconv.comm.consensus import validate_together
 from hetconv.comm.rank_group import RankGroup, broadcast, rank_group_of
 from hetconv.errors import HetConvError
+from hetconv.kernels import is_channels_last
 from hetconv.operators.layers import CONVS, conv_spec, is_plain
 from hetconv.ops.conv import ConvCase, conv_case, convolution, linear
 from hetconv.runtime.het_tensor import HetTensor
@@ -20,7 +21,7 @@ from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout, Shape
 from hetconv.sharding.split import Split
 
-from .split_layer import Output, SplitLayer, check_output, has_wire_format, inherit
+from .split_layer import Output, SplitLayer, check_output, inherit
 
 PlainConv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 MAX_CACHED_CASES = 256
@@ -137,7 +138,7 @@ class HetConv(SplitLayer):
             f"{cls.__name__}.from_conv",
             check,
             lambda _: (
-                f"{conv} {split} {output} {conv.weight.dtype} {has_wire_format(conv.weight)}"
+                f"{conv} {split} {output} {conv.weight.dtype} {is_channels_last(conv.weight)}"
             ),
         )
         layer = cls._local(conv, split, rank_group, output)

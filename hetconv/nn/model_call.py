@@ -20,7 +20,7 @@ from hetconv.comm.consensus import assert_consensus, checksum
 from hetconv.comm.rank_group import RankGroup, refuse_transforms, run_backward_here
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.errors import HetConvError
-from hetconv.kernels import CHANNELS_LAST
+from hetconv.kernels import is_channels_last
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC, GradientSync, in_recomputation
 from hetconv.runtime.het_tensor import (
     HetTensor,
@@ -134,7 +134,7 @@ class ModelContext:
             self._trained += 1
             if self._trained % self._sync_every == 0:
                 sync_replicated(self._model)
-        channels_last = any(map(_is_channels_last, tensors))
+        channels_last = any(map(is_channels_last, tensors))
         token = ACTIVE_SYNC.set(self._gradient_sync(module, channels_last))
         try:
             result = forward(*args, **kwargs)
@@ -282,11 +282,3 @@ def _refuse_tracers(module: nn.Module) -> None:
 def _autocast(model: nn.Module) -> torch.dtype | None:
     kind = next((p.device.type for p in model.parameters()), "cpu")
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    """Returns whether ``x`` is a batch of images that are channels-last only."""
-    last = CHANNELS_LAST.get(x.dim())
-    if last is None or x.is_contiguous():
-        return False
-    return x.is_contiguous(memory_format=last)

@@ -20,6 +20,7 @@ from hetconv.comm.rank_group import (
     translate_backend_errors,
 )
 from hetconv.errors import HetConvError, PlanError
+from hetconv.kernels import is_channels_last
 from hetconv.operators.layers import is_plain
 from hetconv.ops.deferred import fusion_pays
 from hetconv.schemas.plan import LayerPlan, Plan
@@ -31,7 +32,6 @@ from hetconv.torch_internals import move_hooks
 from .fast_modules import use_local_forwards
 from .layers import HET_CONVS, HetLinear, PlainConv, minimal_op
 from .model_call import ModelContext
-from .split_layer import has_wire_format
 
 Tiles = dict[tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]]
 """Tuned tiles by device name, version of torch and version of Triton."""
@@ -215,7 +215,7 @@ def _check_sharing(
 def _signature(model: nn.Module) -> str:
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = ", ".join(
-        f"{k}{tuple(v.shape)}{v.dtype}{' channels-last' * has_wire_format(v)}"
+        f"{k}{tuple(v.shape)}{v.dtype}{' channels-last' * is_channels_last(v)}"
         for k, v in tensors
     )
     return f"{type(model).__name__}({shapes})"

@@ -88,15 +88,6 @@ class SplitLayer(ShardedModule):
         assert_consensus(self.group, type(self).__name__, call, self.misfit())
 
 
-def has_wire_format(weight: Tensor) -> bool:
-    """Returns whether filters are channels-last.
-
-    The strides show it even for 1x1 kernels, which are contiguous in both formats.
-    """
-    is_filter = weight.dim() in kernels.CHANNELS_LAST
-    return is_filter and weight.stride(1) == 1 != weight.stride(-1)
-
-
 def check_output(output: str) -> None:
     """Raises `HetConvError` unless ``output`` is "replicated" or "split"."""
     if output not in get_args(Output):
@@ -116,7 +107,7 @@ def inherit(layer: SplitLayer, plain: Any, held: Mapping[str, ParamShards]) -> N
     weight = plain.weight
     options = {"device": weight.device, "dtype": weight.dtype}
     layer._allocate(held, plain.bias is not None, options)
-    layer.as_wired = has_wire_format(weight)
+    layer.as_wired = kernels.is_channels_last(weight)
     if layer.as_wired:
         last = kernels.CHANNELS_LAST[weight.dim()]
         layer.weight.data = layer.weight.data.to(memory_format=last)

@@ -79,7 +79,11 @@ class _Bucket:
     def start(self, grads: Grads) -> None:
         """Starts the sums of these gradients."""
         call_tags.enter(GRADIENTS)
-        for bucket in self._before:
+        # Of all but the last one, which peers may not have sent yet, only sums stay in memory.
+        for bucket in self._before[:-1]:
+            for _, _, under_way in bucket._sums:
+                under_way.result()
+        for bucket in self._before[-1:]:
             for _, _, under_way in bucket._sums:
                 under_way.advance()
         self._found = [

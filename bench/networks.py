@@ -34,6 +34,7 @@ from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import all_gather_object, no_payload, rank_group_of
 from hetconv.cost.estimator import StepEstimator
 from hetconv.cost.memory import input_bytes, parameter_bytes
+from hetconv.cost.memory_timeline import held_copies
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.planner.partition import Splits, whole_model
@@ -246,18 +247,13 @@ def _activations(
 ) -> list[int]:
     """Returns the predicted bytes without the model's inputs and parameters.
 
-    In training the parameters have gradients within a step, as in the measured peak.
+    Gradients of parameters count: a step makes them.
     """
-    world = len(total)
-    layers = (None, *graph.layers)
-    held = [parameter_bytes(graph, splits, world, "infer", name) for name in layers]
-    trained = [parameter_bytes(graph, splits, world, mode, name) for name in layers]
-    fixed = [sum(of_rank) for of_rank in zip(*trained, strict=True)]
-    gradients = [sum(of_rank) for of_rank in zip(*held, strict=True)]
-    return [
-        int(n - input_bytes(graph) - f + (g if mode == "train" else 0))
-        for n, f, g in zip(total, fixed, gradients, strict=True)
-    ]
+    layers, world = (None, *graph.layers), len(total)
+    held = [parameter_bytes(graph, splits, world, name) for name in layers]
+    of_ranks = [sum(of_rank) for of_rank in zip(*held, strict=True)]
+    fixed = [held_copies(mode) * n + input_bytes(graph) for n in of_ranks]
+    return [int(n - f) for n, f in zip(total, fixed, strict=True)]
 
 
 def _median(

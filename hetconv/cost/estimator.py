@@ -19,12 +19,13 @@ from hetconv.tracing.graph import Graph
 
 from .memory import (
     MemoryUse,
-    last_readers,
-    memory_bytes,
+    output_bytes,
     peak_transient_bytes,
     receive_buffer_bytes,
     result_bytes,
+    workspace_bytes,
 )
+from .memory_timeline import memory_bytes
 from .network import Array, Messages, Network, overlapped_s
 from .operator_cost import Operators
 from .propagate import Propagator, Schedule, ScheduledOp, Transfers, propagate
@@ -60,6 +61,7 @@ class _Known:
     messages: tuple[tuple[Messages, ...], ...]
     network: Network
     graph: Graph
+    on_cpu: Array  # (P,): 1 for CPUs, 0 for others
 
     def layer_cost(self) -> LayerCost:
         forward, *backward = (tuple(seconds.tolist()) for seconds in self.layer_s)
@@ -106,10 +108,15 @@ class _Known:
                 passing,
                 peak_transient_bytes(messages, world) + (made if backward else 0.0),
             )
-        result = np.array(
-            result_bytes(self.graph, a.node, a.sharding), dtype=np.float64
+        result, output = (
+            np.array(of(self.graph, a.node, a.sharding), dtype=np.float64)
+            for of in (result_bytes, output_bytes)
         )
-        return MemoryUse(result, copies, passing)
+        if a.node.outputs:
+            itemsize = self.graph.values[a.node.outputs[0]].itemsize
+            workspace = workspace_bytes(a.node.op, a.split, a.sharding, itemsize)
+            passing = passing + workspace * self.on_cpu
+        return MemoryUse(result, output, copies, passing, not a.overlaps_halos)
 
 
 class StepEstimator:
@@ -125,7 +132,8 @@ class StepEstimator:
         self.walk = Propagator(graph, profile.world, mode)
         self._known: dict[int, _Known] = {}
         self._computing: dict[tuple[int, bool], tuple[Array, Array]] = {}
-        self._last = last_readers(graph)
+        kinds = [device.kind for device in profile.devices]
+        self._on_cpu = np.array([float(kind == "cpu") for kind in kinds])
         self._lone: StepEstimator | None = None
 
     def estimate(
@@ -230,8 +238,8 @@ class StepEstimator:
     def _memory(
         self, splits: Mapping[str, Split], known: Sequence[_Known], sums: Transfers
     ) -> tuple[int, ...]:
-        world, nothing = self.profile.world, np.zeros(self.profile.world)
-        passing = nothing
+        world = self.profile.world
+        passing = np.zeros(world)
         for rounds, itemsize in sums:  # one bucket after the other
             messages = [self.network.messages(one, itemsize) for one in rounds]
             bucket = receive_buffer_bytes(
@@ -240,8 +248,8 @@ class StepEstimator:
             passing = np.maximum(
                 passing, bucket + peak_transient_bytes(messages, world)
             )
-        held = [*(k.footprint for k in known), MemoryUse(nothing, nothing, passing)]
-        return memory_bytes(self.graph, held, splits, world, self.mode, self._last)
+        uses = [k.footprint for k in known]
+        return memory_bytes(self.graph, uses, splits, world, self.mode, passing)
 
     def _of(self, applied: ScheduledOp) -> _Known:
         """By identity: `Propagator` gives the same object again."""
@@ -267,7 +275,13 @@ class StepEstimator:
             )
             sent.append(messages)
         return _Known(
-            a, tuple(passes), tuple(own), tuple(sent), self.network, self.graph
+            a,
+            tuple(passes),
+            tuple(own),
+            tuple(sent),
+            self.network,
+            self.graph,
+            self._on_cpu,
         )
 
     def _computed(self, a: ScheduledOp, backward: bool) -> tuple[Array, Array]:

@@ -1,7 +1,4 @@
-"""Peak bytes of a step in the memory of each device.
-
-These are parameters, results of operators, and buffers for what arrives.
-"""
+"""Bytes of operators, parameters and buffers for what arrives; see `memory_timeline`."""
 
 from __future__ import annotations
 
@@ -11,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetconv.schemas.plan import Mode
+from hetconv.operators.conv_transpose import ConvTranspose
+from hetconv.sharding.layer_rules import Conv
 from hetconv.sharding.layout import Boxes
 from hetconv.sharding.param_shards import ParamShards
-from hetconv.sharding.rule import OpSharding
+from hetconv.sharding.rule import Operator, OpSharding
 from hetconv.sharding.split import REPLICATE, Split
 from hetconv.tracing.graph import Graph, Node
 
@@ -22,41 +20,83 @@ from .network import Array, Messages
 from .propagate import Transfers
 from .redistribution import MovedValue, received_bytes
 
-# A parameter, its gradient, and two moments of an optimizer.
-TENSORS_PER_TRAINED_PARAMETER = 4
-
 
 class MemoryUse(NamedTuple):
     """Bytes of one operator under a plan, each of shape (P,).
 
     Attributes:
-        result: Bytes of its result.
+        result: Bytes that its result adds: none if that shares memory with an input.
+        output: Bytes of its result in any case, and of the gradient of that.
         receive_buffers: Bytes of tensors that are made of what arrives for it. They
             live until it is done, in training until its gradient is.
         transient: Most bytes that come and go during any of its passes.
+        joins: Whether the buffers hold a rank's own part too, so that backward reads
+            them instead of inputs.
     """
 
     result: Array
+    output: Array
     receive_buffers: Array
     transient: Array
+    joins: bool
 
 
-def result_bytes(graph: Graph, node: Node, sharding: OpSharding) -> list[int]:
-    """Returns the bytes of an operator's result on each rank; views have none.
+def output_bytes(graph: Graph, node: Node, sharding: OpSharding) -> list[int]:
+    """Returns the bytes of an operator's output on each rank.
 
     Args:
         graph: Model.
         node: Operator.
         sharding: How it runs.
     """
-    if not _allocates(node):
+    if not node.outputs:
         return [0] * sharding.output.world
     itemsize = graph.values[node.outputs[0]].itemsize
     return [box.numel * itemsize for box in sharding.output.boxes]
 
 
-def _allocates(node: Node) -> bool:
-    return bool(node.outputs) and not node.views
+def result_bytes(graph: Graph, node: Node, sharding: OpSharding) -> list[int]:
+    """Returns the bytes that an operator's result adds on each rank; views add none.
+
+    Args:
+        graph: Model.
+        node: Operator.
+        sharding: How it runs.
+    """
+    if node.views:
+        return [0] * sharding.output.world
+    return output_bytes(graph, node, sharding)
+
+
+def workspace_bytes(
+    op: Operator, split: Split, sharding: OpSharding, itemsize: int
+) -> Array:
+    """Returns the bytes that a convolution on a CPU takes beside its result, (P,).
+
+    oneDNN orders the filters anew for every call. PyTorch unfolds volumes of a single
+    sample, and all that a transposed convolution of volumes computes.
+
+    Args:
+        op: Operator; others than convolutions take nothing.
+        split: Its split.
+        sharding: How it runs.
+        itemsize: Bytes of an element.
+    """
+    outputs, numels = sharding.output.boxes, []
+    if isinstance(op, Conv):
+        filters = op.param_shards(split, len(outputs))["weight"].boxes
+        for box, out in zip(filters, outputs, strict=True):
+            unfolds = len(out.shape) == 5 and out.shape[0] == 1
+            columns = prod(out.shape[2:]) * box.numel // max(box.shape[0], 1)
+            numels.append(columns if unfolds else box.numel * (out.numel > 0))
+    elif isinstance(op, ConvTranspose) and len(op.windows) == 3:
+        taps = prod(window.kernel for window in op.windows)
+        for box in sharding.input_layouts[0].boxes:
+            columns = op.shape[1] // op.groups * taps
+            numels.append(columns * prod(box.shape[2:]))
+    else:
+        return np.zeros(len(outputs))
+    return itemsize * np.array(numels, dtype=np.float64)
 
 
 def receive_buffer_bytes(
@@ -118,17 +158,14 @@ def _box_bytes(boxes: Boxes, itemsize: int) -> Array:
 
 
 def parameter_bytes(
-    graph: Graph, splits: Mapping[str, Split], world: int, mode: Mode, layer: str | None
+    graph: Graph, splits: Mapping[str, Split], world: int, layer: str | None
 ) -> list[float]:
     """Returns the bytes of a layer's parameters on each rank.
-
-    In training they include gradients and the state of an optimizer.
 
     Args:
         graph: Model.
         splits: Split of each layer.
         world: Number of ranks.
-        mode: Whether a step trains.
         layer: Layer; None for all parameters that belong to no layer.
     """
     shards: Mapping[str, ParamShards] = {}
@@ -142,103 +179,10 @@ def parameter_bytes(
             if name in shards:
                 part = shards[name].boxes[rank].numel / shards[name].numel
             total[rank] += size * part
-    copies = TENSORS_PER_TRAINED_PARAMETER if mode == "train" else 1
-    return [size * copies for size in total]
+    return total
 
 
 def input_bytes(graph: Graph) -> int:
     """Returns the bytes of the model's inputs, which every rank is given."""
     values = [graph.values[i] for i in graph.inputs]
     return sum(prod(value.shape) * value.itemsize for value in values)
-
-
-def last_readers(graph: Graph) -> list[int]:
-    """Finds the last operator that reads the result of each one, or a view of it.
-
-    Returns:
-        Index of that operator, by operator; the number of operators where the model
-        returns the result.
-    """
-    last: dict[int, int] = dict.fromkeys(graph.outputs, len(graph.nodes))
-    for k, node in reversed([*enumerate(graph.nodes)]):
-        for i in node.inputs:
-            last.setdefault(i, k)
-        for i in node.views:
-            last[i] = max((last[i], *(last.get(out, k) for out in node.outputs)))
-    return [
-        max((last.get(i, k) for i in node.outputs), default=k)
-        for k, node in enumerate(graph.nodes)
-    ]
-
-
-def live_bytes(results: Array, last: Sequence[int]) -> Array:
-    """Sums the results that are alive when each operator has run.
-
-    Args:
-        results: Bytes of each result, of shape (operators, P).
-        last: `last_readers`.
-
-    Returns:
-        Bytes of shape (operators, P).
-    """
-    changes = np.zeros((len(results) + 2, *results.shape[1:]))
-    changes[: len(last)] += results[: len(last)]
-    np.subtract.at(changes, np.array(last, dtype=int) + 1, results[: len(last)])
-    total: Array = changes.cumsum(0)[: len(results)]
-    return total
-
-
-def kept_results(graph: Graph, mode: Mode) -> set[Node]:
-    """Finds the operators whose results are alive at the peak.
-
-    In training these are all operators.
-
-    Args:
-        graph: Model.
-        mode: Whether a step trains.
-    """
-    if mode == "train" or not graph.nodes:
-        return set(graph.nodes)
-    last = last_readers(graph)
-    sizes = [[_unsplit_bytes(graph, node)] for node in graph.nodes]
-    peak = int(live_bytes(np.array(sizes, dtype=float), last)[:, 0].argmax())
-    return {node for k, node in enumerate(graph.nodes) if k <= peak <= last[k]}
-
-
-def _unsplit_bytes(graph: Graph, node: Node) -> int:
-    if not _allocates(node):
-        return 0
-    value = graph.values[node.outputs[0]]
-    return prod(value.shape) * value.itemsize
-
-
-def memory_bytes(
-    graph: Graph,
-    uses: Sequence[MemoryUse],
-    splits: Mapping[str, Split],
-    world: int,
-    mode: Mode,
-    last: Sequence[int],
-) -> tuple[int, ...]:
-    """Returns the peak bytes on each rank.
-
-    Args:
-        graph: Model.
-        uses: Memory of every operator in order, then of what comes after them.
-        splits: Split of each layer.
-        world: Number of ranks.
-        mode: Whether a step trains; then all results stay.
-        last: `last_readers`.
-    """
-    layers = (None, *graph.layers)
-    parameters = [parameter_bytes(graph, splits, world, mode, name) for name in layers]
-    constant = np.sum(parameters, axis=0) + input_bytes(graph)
-    results, buffers, transient = (
-        np.array(column).reshape(-1, world) for column in zip(*uses, strict=True)
-    )
-    if mode == "train":
-        peak = (results + buffers).sum(0) + transient.max(0)
-    else:
-        live = live_bytes(results, last) - results
-        peak = (live + buffers + np.maximum(results, transient)).max(0)
-    return tuple(int(n) for n in (constant + peak).tolist())

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hetconv.cost.memory import input_bytes, kept_results, parameter_bytes, result_bytes
+from hetconv.cost.memory import input_bytes, parameter_bytes, result_bytes
+from hetconv.cost.memory_timeline import held_copies, kept_results
 from hetconv.cost.network import Array, Network
 from hetconv.cost.operator_cost import Operators
 from hetconv.operators.shapes import Reshape
@@ -383,12 +384,14 @@ class _TableBuilder:
 
     def add_parameters(self, mode: Mode) -> None:
         """Adds the bytes of parameters and inputs."""
+        copies = held_copies(mode)
         for name in self.graph.layers:
             own_choices = self.choices.get(name)
             held = [
-                parameter_bytes(self.graph, {name: split}, self.world, mode, name)
+                parameter_bytes(self.graph, {name: split}, self.world, name)
                 for split in own_choices or (REPLICATE,)
             ]
-            self.tables.add_bytes(name if own_choices else None, np.array(held))
-        unowned = np.array(parameter_bytes(self.graph, {}, self.world, mode, None))
+            of_choices = copies * np.array(held)
+            self.tables.add_bytes(name if own_choices else None, of_choices)
+        unowned = copies * np.array(parameter_bytes(self.graph, {}, self.world, None))
         self.tables.add_bytes(None, (unowned + input_bytes(self.graph))[None])

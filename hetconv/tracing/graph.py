@@ -15,6 +15,8 @@ from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout, Shape
 from hetconv.sharding.rule import Operator
 
+from .lifetimes import Lifetimes
+
 
 @dataclass(frozen=True)
 class Value:
@@ -73,6 +75,7 @@ class Graph:
         params: All parameters of the model, in its order.
         values: All tensors.
         nodes: All operators.
+        lifetimes: How long results stay in memory, if that was observed.
     """
 
     model: str
@@ -81,6 +84,7 @@ class Graph:
     params: tuple[int, ...]
     values: tuple[Value, ...]
     nodes: tuple[Node, ...]
+    lifetimes: Lifetimes | None = None
 
     @cached_property
     def layers(self) -> dict[str, Conv | Linear]:

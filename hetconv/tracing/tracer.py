@@ -24,13 +24,16 @@ from hetconv.torch_internals import fake_tensor_mode, storage_id, tree_iter
 
 from .graph import Graph, Node, Value
 from .joined_rounds import with_joined_rounds
+from .lifetimes import LifetimeRecorder
 from .preserve import preserved
 
 
 class _Recorder(TorchFunctionMode):
     """Records the calls of torch functions that read tensors of the graph."""
 
-    def __init__(self, params: Mapping[str, Tensor]):
+    def __init__(
+        self, params: Mapping[str, Tensor], lifetimes: LifetimeRecorder | None
+    ):
         super().__init__()
         self.values: list[Value] = []
         self.nodes: list[Node] = []
@@ -38,6 +41,7 @@ class _Recorder(TorchFunctionMode):
         # By id, with a reference that tells whether another tensor got the id.
         self._index: dict[int, tuple[ref[Tensor], int]] = {}
         self.params = tuple(self.add(p, name) for name, p in params.items())
+        self.lifetimes = lifetimes
 
     def add(self, x: Tensor, param: str | None = None) -> int:
         """Adds a value. A tensor that was written to in place becomes a new one."""
@@ -73,6 +77,8 @@ class _Recorder(TorchFunctionMode):
         if all(self.values[i].param is not None for i in sources):
             return func(*args, **kwargs)
         call = self._read(func, args, kwargs)
+        if self.lifetimes is not None:
+            self.lifetimes.before_node()
         result = func(*args, **kwargs)
         writes = writes_in_place(func, kwargs)
         results = [x for x in tree_iter(result) if isinstance(x, Tensor)]
@@ -138,6 +144,8 @@ class _Recorder(TorchFunctionMode):
                 writes=writes,
             )
         )
+        if self.lifetimes is not None:
+            self.lifetimes.add_node(results)
 
 
 @contextmanager
@@ -194,11 +202,13 @@ def capture(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
         raise HetConvError(
             f"capture takes a torch.nn.Module or a method of one, but was given {model!r}"
         )
-    try:
-        with preserved(root):
-            return _record_on_fakes(root, model, args, kwargs)
-    except Exception as e:
-        reason = e
+    # What autograd saves cannot be observed within transforms of torch.func.
+    for observed in (True, False):
+        try:
+            with preserved(root):
+                return _record_on_fakes(root, model, args, kwargs, observed)
+        except Exception as e:
+            reason = e
     try:
         with preserved(root, values=True):
             graph = _record(root, model, *map_tensors(_copy, (args, kwargs)))
@@ -221,7 +231,11 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _record_on_fakes(
-    root: nn.Module, model: Callable[..., Any], args: Any, kwargs: Any
+    root: nn.Module,
+    model: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    observed: bool,
 ) -> Graph:
     mode = fake_tensor_mode(allow_non_fake_inputs=True)
 
@@ -237,13 +251,23 @@ def _record_on_fakes(
                 if buffer is not None:
                     fake = fakes.setdefault(id(buffer), mode.from_tensor(buffer))
                     module._buffers[name] = fake
-        return _record(root, model, *map_tensors(to_fake, (args, kwargs)))
+        args, kwargs = map_tensors(to_fake, (args, kwargs))
+        if not observed:
+            return _record(root, model, args, kwargs)
+        others = (*root.parameters(), *root.buffers(), *tensors_in((args, kwargs)))
+        lifetimes = LifetimeRecorder(others)
+        with lifetimes.observing():
+            return _record(root, model, args, kwargs, lifetimes)
 
 
 def _record(
-    root: nn.Module, model: Callable[..., Any], args: Any, kwargs: Any
+    root: nn.Module,
+    model: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    lifetimes: LifetimeRecorder | None = None,
 ) -> Graph:
-    recorder = _Recorder(dict(root.named_parameters()))
+    recorder = _Recorder(dict(root.named_parameters()), lifetimes)
     inputs = tuple(map(recorder.add, tensors_in((args, kwargs))))
     with _named_layers(root, recorder), recorder:
         result = model(*args, **kwargs)
@@ -256,5 +280,6 @@ def _record(
             params=recorder.params,
             values=tuple(recorder.values),
             nodes=tuple(recorder.nodes),
+            lifetimes=lifetimes.lifetimes() if lifetimes is not None else None,
         )
     )

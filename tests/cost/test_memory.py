@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hetconv
 from hetconv.cost.estimator import estimate
-from hetconv.cost.memory import (
-    input_bytes,
+from hetconv.cost.memory import input_bytes, parameter_bytes, workspace_bytes
+from hetconv.cost.memory_timeline import (
+    TENSORS_PER_TRAINED_PARAMETER,
+    alive_bytes,
     kept_results,
     last_readers,
-    live_bytes,
-    parameter_bytes,
 )
 from hetconv.planner.partition import whole_model
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.sharding.layout import Layout
 from hetconv.sharding.split import SplitKind
 from hetconv.tracing.graph import Graph
 from tests.nets import NETS, plan_of
 from tests.spawn import on_ranks
 
 SHAPE = (2, 8, 24, 16)
+ON_GPUS = ClusterProfile.from_devices("A10, A10", link="nvlink3")
 PROFILE = ClusterProfile.from_devices("cpu, cpu@0.5", link="nvlink3")
 
 
@@ -65,42 +68,73 @@ def test_a_result_lives_until_the_last_reader_of_it_or_of_its_views() -> None:
         "conv2d",
         "add",
     ]
-    assert last_readers(graph) == [3, 4, 4, 4, 5]
+    assert last_readers(graph) == (3, 4, 4, 4, 5)
     plane = 4 * 4 * 4
-    own = torch.tensor(sizes(graph), dtype=torch.float64).numpy()[:, None]
-    assert live_bytes(own, last_readers(graph))[:, 0].tolist() == [
-        n * plane for n in (2, 10, 10, 12, 12)
-    ]
-    assert {node.function for node in kept_results(graph, "infer")} == {
-        "conv2d",
-        "getitem",
-    }
+    own = np.array(sizes(graph), dtype=float)[:, None]
+    alive = alive_bytes(own, np.arange(5), np.array(last_readers(graph)))
+    assert alive[:, 0].tolist() == [n * plane for n in (2, 10, 10, 12, 12)]
+    # The program refers to all of them while it adds.
+    kept = kept_results(graph, "infer")
+    assert {node.function for node in kept} == {"conv2d", "add"}
+
+
+def parameters(graph: Graph, splits: dict[str, hetconv.Split], rank: int) -> float:
+    layers = (None, *graph.layers)
+    return sum(parameter_bytes(graph, splits, 2, name)[rank] for name in layers)
 
 
 @pytest.mark.parametrize("net", NETS)
-def test_what_lives_together_as_a_run_would_free_it(net: str) -> None:
+def test_without_messages_the_peak_is_what_the_program_holds(net: str) -> None:
     make, shape = NETS[net]
     graph = hetconv.capture(make(), torch.randn(shape))
-    own, most = sizes(graph), 0
-    of: dict[int, set[int]] = {}  # operators whose memory a value is in
-    for k, node in enumerate(graph.nodes):
-        memory = (
-            {k}
-            if not node.views
-            else set().union(*(of.get(i, set()) for i in node.views))
-        )
-        of |= dict.fromkeys(node.outputs, memory)
-    for k in range(len(graph.nodes)):
-        later = [i for node in graph.nodes[k:] for i in node.inputs] + [*graph.outputs]
-        needed = set().union(*(of.get(i, set()) for i in later)) | {k}
-        most = max(most, sum(own[j] for j in needed if j <= k))
+    assert graph.lifetimes is not None
+    own, last, count = sizes(graph), graph.lifetimes.last, len(graph.nodes)
     splits = dict.fromkeys(graph.layers, hetconv.Split("replicate"))
-    predicted = estimate(graph, PROFILE, splits, "infer")[0].memory_bytes
-    parameters = sum(
-        parameter_bytes(graph, splits, 2, "infer", layer)[0]
-        for layer in (None, *graph.layers)
-    )
-    assert predicted == (most + parameters + input_bytes(graph),) * 2
+    fast, _ = estimate(graph, ON_GPUS, splits, "infer")
+    held = [sum(own[j] for j in range(k + 1) if last[j] >= k) for k in range(count)]
+    constant = parameters(graph, splits, 0) + input_bytes(graph)
+    assert fast.memory_bytes == (max(held) + constant,) * 2
+    # The filters of one layer are reordered.
+    slow, _ = estimate(graph, PROFILE, splits, "infer")
+    assert fast.memory_bytes[0] <= slow.memory_bytes[0]
+    assert slow.memory_bytes[0] <= fast.memory_bytes[0] + parameters(graph, splits, 0)
+
+
+def test_training_holds_what_autograd_saves_and_one_gradient_after_the_other() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 1), nn.SiLU(), nn.Conv2d(8, 1, 1))
+    graph = hetconv.capture(model, torch.randn(1, 1, 4, 4))
+    splits = dict.fromkeys(graph.layers, hetconv.Split("replicate"))
+    plane, small, large = 4 * 4 * 4, 4 * (8 + 1), 4 * (8 + 8)
+    found, _ = estimate(graph, ON_GPUS, splits, "train")
+    constant = TENSORS_PER_TRAINED_PARAMETER * (small + large) + plane
+    # The last convolution makes its gradient while the result, what it read and what SiLU
+    # read, 8 planes each, are there; then comes SiLU's, and then the first convolution's.
+    steps = [
+        (1 + 8 + 8) * plane + (1 + 8) * plane + small,
+        (1 + 8) * plane + (8 + 8) * plane + small,
+        1 * plane + 8 * plane + small + large,
+    ]
+    assert found.memory_bytes == (constant + max(steps),) * 2
+
+
+def test_convolutions_on_a_cpu_need_memory_beside_their_results() -> None:
+    def workspace(layer: nn.Module, *shape: int) -> list[float]:
+        (node,) = hetconv.capture(layer, torch.empty(shape)).nodes
+        split = hetconv.Split("replicate")
+        layouts = (Layout.replicated(shape, 2),)
+        sharding = node.op.sharding(layouts, split)
+        return workspace_bytes(node.op, split, sharding, 4).tolist()
+
+    filters = 4 * 6 * 4 * 9
+    assert workspace(nn.Conv2d(4, 6, 3), 2, 4, 9, 9) == [filters] * 2
+    filters = 4 * 6 * 4 * 27
+    assert workspace(nn.Conv3d(4, 6, 3), 2, 4, 5, 5, 5) == [filters] * 2
+    columns = 4 * 4 * 27 * 3**3
+    assert workspace(nn.Conv3d(4, 6, 3), 1, 4, 5, 5, 5) == [columns] * 2
+    columns = 4 * 6 * 27 * 5**3
+    transposed = nn.ConvTranspose3d(4, 6, 3)
+    assert workspace(transposed, 1, 4, 5, 5, 5) == [columns] * 2
+    assert workspace(nn.ReLU(), 2, 4, 9, 9) == [0.0] * 2
 
 
 def stack() -> nn.Sequential:
@@ -119,10 +153,7 @@ def saved(kind: SplitKind) -> tuple[float, float, float]:
     graph = hetconv.capture(model, x)
     splits = whole_model(graph, kind, (3.0, 1.0), (kind,))
     rank = torch.distributed.get_rank()
-    held = sum(
-        parameter_bytes(graph, splits, 2, "train", layer)[rank]
-        for layer in (None, *graph.layers)
-    )
+    held = parameters(graph, splits, rank) * TENSORS_PER_TRAINED_PARAMETER
     predicted = (
         estimate(graph, PROFILE, splits, "train")[0].memory_bytes[rank]
         - held

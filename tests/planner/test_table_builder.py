@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.cost import estimator
 from hetconv.cost.estimator import StepEstimator
-from hetconv.cost.memory import MemoryUse, memory_bytes
+from hetconv.cost.memory import MemoryUse
+from hetconv.cost.memory_timeline import memory_timeline
 from hetconv.planner.cost_tables import CostTables
 from hetconv.planner.partition import aligned, split_of, with_whole_sum
 from hetconv.planner.table_builder import build_tables
@@ -238,18 +239,17 @@ def test_tables_add_up_to_the_priced_sum(net: str, mode: Mode) -> None:
 def test_tables_hold_the_priced_bytes_of_training(
     net: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but what passes."""
-
-    def staying(
-        graph: Graph, known: Sequence[MemoryUse], *rest: Any
-    ) -> tuple[int, ...]:
-        return memory_bytes(
-            graph, [one._replace(transient=0 * one.transient) for one in known], *rest
-        )
-
-    monkeypatch.setattr(estimator, "memory_bytes", staying)
+    """At the begin of the backward pass, without what passes and inner results."""
     make, shape = NETS[net]
     graph = hetconv.capture(make(), torch.randn(shape))
+    graph = replace(graph, lifetimes=None)
+
+    def at_turn(_: Graph, uses: Sequence[MemoryUse], *rest: Any) -> tuple[int, ...]:
+        kept = [one._replace(transient=0 * one.transient, joins=False) for one in uses]
+        found = memory_timeline(graph, kept, *rest)
+        return tuple(found[len(uses) - 1].tolist())
+
+    monkeypatch.setattr(estimator, "memory_bytes", at_turn)
     choices, step_estimator = choices_of(graph), StepEstimator(graph, PROFILE, "train")
     known = build_tables(graph, PROFILE, choices, "train")
     draw = random.Random(1)

@@ -111,7 +111,7 @@ def held_and_predicted(
     for name in graph.layers:
         layer: Any = cut.get_submodule(name)
         own.append(sum(p.nbytes for p in layer.parameters()))
-        predicted.append(parameter_bytes(graph, splits, len(ratio), "infer", name))
+        predicted.append(parameter_bytes(graph, splits, len(ratio), name))
         sizes_of = splits[name].sizes or (1,) * len(ratio)
         shares.append(sizes_of[dist.get_rank()])
     return own, predicted, shares

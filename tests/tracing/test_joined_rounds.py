@@ -61,7 +61,7 @@ def test_a_norm_that_is_read_twice_has_its_own_round():
     assert joined_dims(capture(two, IMAGE)) == (2, 3)
 
 
-@pytest.mark.parametrize("kind, rounds", [("height", 0), ("filter", 1)])
+@pytest.mark.parametrize(("kind", "rounds"), [("height", 0), ("filter", 1)])
 def test_only_moments_without_halos_have_a_round(kind, rounds):
     graph = capture(Normed(nn.SiLU(), CONV), IMAGE)
     sizes = (6, 6) if kind == "height" else (3, 5)  # of which no group is whole

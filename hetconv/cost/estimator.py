@@ -73,9 +73,12 @@ class _Known:
         """Seconds of each pass alone, as `Prediction` has them."""
         a, network = self.applied, self.network
         found = []
-        for one, transfers in zip(self.passes, (a.forward, a.backward), strict=False):
+        for one in self.passes:
             moving = (
-                sum(network.rounds_s(*t, separate=a.overlaps_halos) for t in transfers)
+                sum(
+                    network.rounds_s(*t, separate=a.overlaps_halos)
+                    for t in a.waits_for(one.backward)
+                )
                 if not a.is_stats_exchange
                 else 0.0
             )
@@ -269,7 +272,8 @@ class StepEstimator:
             )
             layer_s, seconds = self._computed(a, backward)
             own.append(layer_s)
-            waited = tuple(m for m in messages if m.pairs.any())
+            own_rounds = sum(len(rounds) for rounds, _ in a.waits_for(backward))
+            waited = tuple(m for m in messages[:own_rounds] if m.pairs.any())
             passes.append(
                 Pass(a.node.name, backward, seconds, waited, a.overlaps_halos)
             )

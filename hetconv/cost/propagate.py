@@ -55,6 +55,15 @@ class ScheduledOp:
     overlaps_halos: bool
     is_stats_exchange: bool = False
 
+    def waits_for(self, backward: bool) -> Transfers:
+        """Returns the transfers of a pass that have rounds of their own.
+
+        Statistics are the last of all transfers. If they join the round of others, the
+        second round that sums among more than two ranks take does not count either.
+        """
+        transfers = self.backward if backward else self.forward
+        return transfers[:-1] if self.sharding.joins_round else transfers
+
 
 # Every operator in order, and the sums of parameter gradients.
 Schedule = tuple[list[ScheduledOp], Transfers]

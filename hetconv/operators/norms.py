@@ -80,7 +80,7 @@ class GroupNorm(FollowingOperator):
         shape: Shape of the output.
         groups: Number of groups.
         joined_dims: Dimensions along which the convolution that reads the result fetches
-            halos. If one of them is sharded, moments have no round of their own.
+            halos. If one of them is sharded, moments travel with these.
     """
 
     shape: Shape
@@ -103,14 +103,13 @@ class GroupNorm(FollowingOperator):
             return OpSharding((x,), x, partial_grads=True)
         if len(self.shape) == 2:
             return None
-        if x.inner_dim in self.joined_dims:
-            return OpSharding((x,), x, partial_grads=True)
         return OpSharding(
             (x,),
             x,
             partial_grads=True,
             forward_moves=(self._gather_moments(x),),
             backward_moves=(self._reduce_moments(x),),
+            joins_round=x.inner_dim in self.joined_dims,
         )
 
     def _gather_moments(self, x: Layout) -> Move:

@@ -163,16 +163,14 @@ class MovementCosts:
             itemsize: Bytes of an element of its result.
             backward: Whether its backward runs too.
         """
-        if any(s.forward_moves or s.backward_moves for s in strategies.shardings):
+        moves = [
+            () if s.joins_round else (*s.forward_moves, *s.backward_moves * backward)
+            for s in strategies.shardings
+        ]
+        if any(moves):
             by_choice = self.cache.get(
                 ("operator moves", strategies, itemsize, backward),
-                lambda: [
-                    self._moved_values(
-                        (*s.forward_moves, *(s.backward_moves if backward else ())),
-                        max(itemsize, 4),
-                    )
-                    for s in strategies.shardings
-                ],
+                lambda: [self._moved_values(m, max(itemsize, 4)) for m in moves],
             )
             self._extra.append((variable, by_choice))
 

@@ -28,6 +28,8 @@ class OpSharding:
         forward_moves: Moves of statistics in the forward pass.
         backward_moves: Moves of statistics in the backward pass, also performed in
             their forward direction.
+        joins_round: Whether statistics travel in messages of the operator that reads the
+            result, so that they need no round of their own.
         shared_stats: How many running statistics each rank shares with all others; they
             are all-gathered once per forward, with those of other operators.
     """
@@ -37,6 +39,7 @@ class OpSharding:
     partial_grads: bool = False
     forward_moves: tuple[Move, ...] = ()
     backward_moves: tuple[Move, ...] = ()
+    joins_round: bool = False
     shared_stats: tuple[int, ...] = ()
 
 

@@ -351,7 +351,7 @@ def test_sums_of_gradients_delay_training_but_are_no_layer_s() -> None:
     graph = hetconv.capture(Net(), torch.zeros(1, 2, 4, 4))
     _, relu, last = graph.nodes
     forked = replace(
-        graph, outputs=last.inputs, nodes=graph.nodes[:2]
+        graph, outputs=last.inputs, nodes=graph.nodes[:2], lifetimes=None
     )  # both are returned: one is read twice
     single = replace(forked, outputs=relu.outputs)
     profile, splits = (

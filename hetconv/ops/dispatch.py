@@ -386,7 +386,7 @@ for family in (
 ):
     RUN |= family.RUN
 AGAIN: dict[type[Any], AgainMaker] = (
-    extremes.AGAIN | norm_calls.AGAIN | view_calls.AGAIN
+    extremes.AGAIN | norm_calls.AGAIN | pooling.AGAIN | view_calls.AGAIN
 )
 
 register_dispatcher(dispatch)

@@ -23,7 +23,11 @@ from .halo_exchange import narrow
 
 
 def halo_region(
-    x: Tensor, region: PaddedRows, group: RankGroup, fill: float = 0.0
+    x: Tensor,
+    region: PaddedRows,
+    group: RankGroup,
+    fill: float = 0.0,
+    memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """Returns the buffer of a region; collective and differentiable.
 
@@ -32,43 +36,56 @@ def halo_region(
         region: What the buffer has.
         group: The ranks, which exchange halos.
         fill: Value of the padding.
+        memory_format: Of the buffer; None for that of ``x``.
     """
     if not torch.is_grad_enabled():
-        return _fetched(x, region, group, fill)
-    return _HaloRegion.apply(x, region, group, fill)  # type: ignore[no-any-return]
+        return _fetched(x, region, group, fill, memory_format)
+    y: Tensor = _HaloRegion.apply(x, region, group, fill, memory_format)
+    return y
 
 
 class _HaloRegion(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, region: PaddedRows, group: RankGroup, fill: float
+        ctx: Any,
+        x: Tensor,
+        region: PaddedRows,
+        group: RankGroup,
+        fill: float,
+        memory_format: torch.memory_format | None,
     ) -> Tensor:
         ctx.region, ctx.group, ctx.call = region, group, call_tags.forward_call()
         ctx.save_for_backward(SAVED)
-        return _fetched(x, region, group, fill)
+        return _fetched(x, region, group, fill, memory_format)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         call_tags.enter_backward(ctx.call)
         region, group = ctx.region, ctx.group
         rows = narrow(materialized(g), region.dim, region.rows)
         if torch.is_grad_enabled():
             gx = moved_back(rows, move_of(region.src, region.read), group)
-            return gx, None, None, None
+            return gx, None, None, None, None
         exchange = start_exchange(group, rows, region.read.boxes, region.held)
         gx = gradient_of_own(rows, region)
         with exchange as lent:
             for peer, piece in lent.items():
                 narrow(gx, region.dim, region.lent(peer)).add_(piece)
-        return gx, None, None, None
+        return gx, None, None, None, None
 
 
-def _fetched(x: Tensor, region: PaddedRows, group: RankGroup, fill: float) -> Tensor:
+def _fetched(
+    x: Tensor,
+    region: PaddedRows,
+    group: RankGroup,
+    fill: float,
+    memory_format: torch.memory_format | None,
+) -> Tensor:
     """Returns the buffer of a region."""
     x = norms.as_images(x)
     exchange = start_exchange(group, x, region.held, region.read.boxes)
-    y = empty_buffer(x, region, fill)
+    y = empty_buffer(x, region, fill, memory_format)
     of_own, own = region.own
     narrow(y, region.dim, own).copy_(narrow(x, region.dim, of_own))
     with exchange as halos:
@@ -77,9 +94,21 @@ def _fetched(x: Tensor, region: PaddedRows, group: RankGroup, fill: float) -> Te
     return y
 
 
-def empty_buffer(x: Tensor, region: PaddedRows, fill: float = 0.0) -> Tensor:
-    """Returns the buffer of a region in the memory format of x, with only its padding."""
-    memory = norms.memory_format(x)
+def empty_buffer(
+    x: Tensor,
+    region: PaddedRows,
+    fill: float = 0.0,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """Returns the buffer of a region with only its padding.
+
+    Args:
+        x: A tensor with the data type and device of the buffer.
+        region: What the buffer has.
+        fill: Value of the padding.
+        memory_format: Of the buffer; None for that of ``x``.
+    """
+    memory = memory_format or norms.memory_format(x)
     y = torch.empty(region.shape, dtype=x.dtype, device=x.device, memory_format=memory)
     fill_padding(y, region, fill)
     return y

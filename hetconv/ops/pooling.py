@@ -190,7 +190,9 @@ class SlabPool:
         """Pools the slab; if there are ``rows``, the shard, for which halos are fetched."""
         op, count, fill = self.op, len(self.sizes), self._fill
         if self.rows is not None:
-            x = halo_region(x, self.rows, self.group, fill)
+            # torch's kernels on a CPU are many times faster for channels-last images.
+            last = torch.channels_last if count == 2 else None
+            x = halo_region(x, self.rows, self.group, fill, last)
         if any(self._pads):
             x = F.pad(x, self._pads, value=fill)
         kernel, stride = [w.kernel for w in op.windows], [w.stride for w in op.windows]

@@ -69,6 +69,8 @@ class _HaloRegion(torch.autograd.Function):
             return gx, None, None, None, None
         exchange = start_exchange(group, rows, region.read.boxes, region.held)
         gx = gradient_of_own(rows, region)
+        if not gx.is_contiguous(memory_format=norms.memory_format(gx)):
+            gx = gx.clone()  # torch's operators are slow where a tensor has gaps
         with exchange as lent:
             for peer, piece in lent.items():
                 narrow(gx, region.dim, region.lent(peer)).add_(piece)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span, Window
-from hetconv.sharding.layout import Layout, Layouts, Shape
+from hetconv.sharding.layout import Layout, Layouts, ReadRegion, Shape
 from hetconv.sharding.rule import OpSharding
 
 from .base import (
@@ -56,6 +57,8 @@ class AdaptivePool(WindowOperator):
     Output i of m pools the inputs from floor(i n / m) to ceil((i + 1) n / m), of n, in
     each spatial dimension.
 
+    Averages of a few large windows are partial results: each rank sums its own rows.
+
     Attributes:
         kind: "max" or "average".
         shape: Shape of the output.
@@ -63,6 +66,20 @@ class AdaptivePool(WindowOperator):
 
     kind: Literal["max", "average"]
     shape: Shape
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        sharding = super()._follow(inputs)
+        if sharding is None or self.kind == "max":
+            return sharding
+        x, (read,) = inputs[0], sharding.input_layouts
+        if not isinstance(read, ReadRegion) or x.kind != "sharded":
+            return sharding
+        pairs = zip(x.boxes, read.boxes, strict=True)
+        halos = sum(box.numel - box.intersect(held).numel for held, box in pairs)
+        all_reduced = 2 * (x.world - 1) * prod(self.shape)
+        if halos <= all_reduced:
+            return sharding
+        return OpSharding((x,), Layout.partial(self.shape, x.world, x.sizes))
 
     def reads(self, dim: int, n: int, out: Span) -> Span:
         """Returns the inputs, of ``n`` along ``dim``, that the outputs ``out`` pool."""

@@ -17,7 +17,7 @@ from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Kwargs, empty_output
 from hetconv.sharding.conv_spec import Span, Window
-from hetconv.sharding.layout import Box, ReadRegion
+from hetconv.sharding.layout import Box, Layout, ReadRegion
 
 from .as_called import Again, AgainMaker, Runner, ShardedCall
 from .conv_geometry import PaddedRows, padded_rows
@@ -264,10 +264,12 @@ def adaptive_pool(c: ShardedCall) -> HetTensor:
     """Pools adaptively on shards.
 
     Along a sharded spatial dimension each local output is pooled from the inputs that
-    it reads.
+    it reads, unless the result is partial.
     """
     op = c.call.op
     assert isinstance(op, AdaptivePool)
+    if c.output.kind == "partial":
+        return c.wrap(_row_averages(c)(c.local_input()))
 
     def pool_slab(x: Tensor, dim: int, box: Box) -> Tensor:
         first = c.sharding.input_layouts[0].boxes[c.group.rank].lo[dim]
@@ -281,6 +283,71 @@ def adaptive_pool(c: ShardedCall) -> HetTensor:
         return torch.cat(outputs, dim)
 
     return local_outputs(c, pool_slab)
+
+
+def adaptive_pool_again(c: ShardedCall, by_order: bool) -> Again | None:
+    """Returns what averages the own rows of other shards in the same way."""
+    x, output, group = c.call.inputs[0], c.output, c.group
+    if output.kind != "partial" or not c.args or c.args[0] is not x:
+        return None
+    averages = _row_averages(c)
+
+    def again(args: Args, kwargs: Kwargs) -> HetTensor:
+        return HetTensor.made(averages(args[0].local), output, group)
+
+    return again
+
+
+def _row_averages(c: ShardedCall) -> RowAverages:
+    op, (read,), x = c.call.op, c.sharding.input_layouts, c.call.inputs[0]
+    assert isinstance(op, AdaptivePool)
+    assert isinstance(read, Layout)
+    dim, box = read.inner_dim, read.boxes[c.group.rank]
+    assert dim is not None
+    shape, rows = c.box.shape, (box.lo[dim], box.hi[dim])
+    return RowAverages(op, dim, shape, rows, x.shape[dim])
+
+
+@dataclass(frozen=True, eq=False)
+class RowAverages:
+    """What the rows of a shard add to the outputs of an adaptive average pooling.
+
+    Attributes:
+        op: The pooling.
+        dim: Dimension that is split.
+        shape: Shape of the outputs.
+        rows: The rows of the shard.
+        size: Number of rows of the whole input.
+    """
+
+    op: AdaptivePool
+    dim: int
+    shape: tuple[int, ...]
+    rows: Span
+    size: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Averages the other dimensions, and adds up rows by their weights."""
+        if not x.numel():
+            return empty_output(self.shape, x)
+        out = [*self.shape[2:]]
+        out[self.dim - 2] = x.shape[self.dim]
+        y = ADAPTIVE["average"][len(out)](x, out)
+        exact = torch.float64 if y.dtype == torch.float64 else torch.float32
+        weights = self._weights.to(y.device, exact)
+        with torch.autocast(y.device.type, enabled=False):
+            sums = F.linear(y.movedim(self.dim, -1).to(exact), weights)
+        return sums.movedim(-1, self.dim).to(y.dtype).contiguous()
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        """(outputs, own rows): 1 over the size of an output's window in each of its rows."""
+        count, (first, last) = self.shape[self.dim], self.rows
+        weights = torch.zeros(count, last - first, dtype=torch.float64, device="cpu")
+        for i in range(count):
+            lo, hi = self.op.reads(self.dim, self.size, (i, i + 1))
+            weights[i, max(lo - first, 0) : max(hi - first, 0)] = 1 / (hi - lo)
+        return weights
 
 
 def global_average_pool(c: ShardedCall) -> HetTensor:
@@ -300,4 +367,7 @@ RUN: dict[type[Any], Runner] = {
     GlobalAveragePool: global_average_pool,
     Pool: pool,
 }
-AGAIN: dict[type[Any], AgainMaker] = {Pool: pool_again}
+AGAIN: dict[type[Any], AgainMaker] = {
+    AdaptivePool: adaptive_pool_again,
+    Pool: pool_again,
+}

@@ -9,14 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import hetconv
 from hetconv.ops.pooling import in_plain_order
-from tests.equivalence import Differences
+from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.layout import Layout
+from tests.equivalence import Differences, apart
 from tests.placed import (
     WORLD,
     Fn,
     check,
+    full_gradient,
     gathered,
     in_every_placement,
+    placed,
     sequence,
     volume,
 )
@@ -100,6 +105,37 @@ FUNCTIONS: dict[str, Fn] = {
     ),
     "global average of volumes": volume(lambda x, z, p: F.adaptive_avg_pool3d(x, 1)),
 }
+
+
+LARGE = (2, 3, 40, 33)
+
+
+def averages_of_large_windows() -> list[tuple[str, float, float]]:
+    """The layout of the averages, and how far they and the gradient are from torch's."""
+    generator = torch.Generator().manual_seed(2)
+    whole = torch.rand(LARGE, generator=generator, dtype=torch.float64)
+    g = torch.rand((2, 3, 3, 5), generator=generator, dtype=torch.float64)
+    x_true, found = whole.clone().requires_grad_(), []
+    expected = F.adaptive_avg_pool2d(x_true, (3, 5))
+    (gradient,) = torch.autograd.grad(expected, x_true, g)
+    for dim, sizes in ((2, (7, 0, 33)), (2, (15, 20, 5)), (3, (1, 14, 18))):
+        layout = Layout.sharded(LARGE, dim, sizes)
+        for _ in range(2):  # the second call is not read anew
+            x, local = placed(whole, layout)
+            y = F.adaptive_avg_pool2d(x, (3, 5))
+            assert isinstance(y, HetTensor)
+            result = hetconv.gather(y)
+            result.backward(g)
+            of_x = full_gradient(local, layout)
+            kind = y.placement.kind
+            found.append((kind, apart(result, expected), apart(of_x, gradient)))
+    return found
+
+
+def test_averages_of_large_windows_are_partial_results() -> None:
+    for found in on_ranks(WORLD, averages_of_large_windows):
+        assert all(kind == "partial" for kind, _, _ in found)
+        assert max(max(y, gx) for _, y, gx in found) < 1e-14
 
 
 def everywhere(

@@ -22,6 +22,7 @@ from hetconv.sharding.layout import Box, Layout, ReadRegion
 from .as_called import Again, AgainMaker, Runner, ShardedCall
 from .conv_geometry import PaddedRows, padded_rows
 from .halo_region import halo_region
+from .reductions.row_averages import RowAverages
 
 MAX: dict[int, Callable[..., Tensor]] = {
     1: F.max_pool1d,
@@ -305,49 +306,8 @@ def _row_averages(c: ShardedCall) -> RowAverages:
     dim, box = read.inner_dim, read.boxes[c.group.rank]
     assert dim is not None
     shape, rows = c.box.shape, (box.lo[dim], box.hi[dim])
-    return RowAverages(op, dim, shape, rows, x.shape[dim])
-
-
-@dataclass(frozen=True, eq=False)
-class RowAverages:
-    """What the rows of a shard add to the outputs of an adaptive average pooling.
-
-    Attributes:
-        op: The pooling.
-        dim: Dimension that is split.
-        shape: Shape of the outputs.
-        rows: The rows of the shard.
-        size: Number of rows of the whole input.
-    """
-
-    op: AdaptivePool
-    dim: int
-    shape: tuple[int, ...]
-    rows: Span
-    size: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Averages the other dimensions, and adds up rows by their weights."""
-        if not x.numel():
-            return empty_output(self.shape, x)
-        out = [*self.shape[2:]]
-        out[self.dim - 2] = x.shape[self.dim]
-        y = ADAPTIVE["average"][len(out)](x, out)
-        exact = torch.float64 if y.dtype == torch.float64 else torch.float32
-        weights = self._weights.to(y.device, exact)
-        with torch.autocast(y.device.type, enabled=False):
-            sums = F.linear(y.movedim(self.dim, -1).to(exact), weights)
-        return sums.movedim(-1, self.dim).to(y.dtype).contiguous()
-
-    @cached_property
-    def _weights(self) -> Tensor:
-        """(outputs, own rows): 1 over the size of an output's window in each of its rows."""
-        count, (first, last) = self.shape[self.dim], self.rows
-        weights = torch.zeros(count, last - first, dtype=torch.float64, device="cpu")
-        for i in range(count):
-            lo, hi = self.op.reads(self.dim, self.size, (i, i + 1))
-            weights[i, max(lo - first, 0) : max(hi - first, 0)] = 1 / (hi - lo)
-        return weights
+    pooling = ADAPTIVE[op.kind][len(shape) - 2]
+    return RowAverages(op, pooling, dim, shape, rows, x.shape[dim])
 
 
 def global_average_pool(c: ShardedCall) -> HetTensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,9 +15,11 @@ import hetconv
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.ops.pooling import ADAPTIVE, in_plain_order
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.sharding.layout import Layout
+from hetconv.sharding.layout import Box, Layout
 from tests.equivalence import Differences, apart
 from tests.placed import (
+    PLACEMENTS,
+    SHAPE,
     WORLD,
     Fn,
     check,
@@ -160,6 +164,55 @@ def test_averages_of_large_windows_are_partial_results(
     for found in on_ranks(WORLD, averages_of_large_windows, *case):
         assert all(kind == "partial" for kind, _, _ in found)
         assert max(max(y, gx) for _, y, gx in found) < tolerance
+
+
+def types_of_averages() -> torch.dtype:
+    """Type of the local averages under autocast; rank 1 has none of the rows."""
+    shape = (2, 3, 17, 31, 11)
+    layout = Layout.sharded(shape, 3, (16, 0, 15))
+    x, _ = placed(torch.rand(shape).bfloat16(), layout)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.adaptive_avg_pool3d(x, (3, 4, 2))
+    assert isinstance(y, HetTensor)
+    assert y.placement.kind == "partial"
+    return y.local.dtype
+
+
+def test_averages_of_no_rows_have_the_type_of_others() -> None:
+    assert len(set(on_ranks(WORLD, types_of_averages))) == 1
+
+
+def penalty(y: Tensor, leaf: Tensor, weights: Tensor) -> None:
+    """Backward of a penalty on the gradient of what was pooled."""
+    whole = hetconv.gather(y).pow(3).sum()
+    (gx,) = torch.autograd.grad(whole, leaf, create_graph=True)
+    (gx.square() * weights).sum().backward()
+
+
+def penalized_alike() -> bool:
+    """Whether penalties on gradients of poolings have the gradients of whole images."""
+    weights, found = torch.rand(SHAPE, dtype=torch.float64), []
+    dist.broadcast(weights, 0)
+    pools: list[Callable[[Tensor], Tensor]] = [
+        lambda x: F.max_pool2d(x, 3, 2, 1),
+        lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False),
+        lambda x: F.adaptive_avg_pool2d(x, (2, 1)),
+    ]
+
+    for pool in pools:
+        x_true = weights.neg().exp().requires_grad_()
+        penalty(pool(x_true), x_true, weights)
+        for place in ("rows", "columns", "channels on two ranks"):
+            layout = PLACEMENTS[place]
+            x, local = placed(x_true.detach(), layout)
+            own = layout.boxes[dist.get_rank()].slices_in(Box.whole(SHAPE))
+            penalty(pool(x), local, weights[own])
+            found.append(apart(full_gradient(local, layout), x_true.grad) < 1e-12)
+    return all(found)
+
+
+def test_gradients_are_differentiated_again() -> None:
+    assert all(on_ranks(WORLD, penalized_alike))
 
 
 def everywhere(

@@ -42,7 +42,9 @@ class RowAverages:
         Numbers of 16 bits are averaged first: a small sum of few of them is exact in 32.
         """
         if not x.numel():
-            return empty_output(self.shape, x)
+            # The data type depends on autocast, as torch alone knows.
+            like = self.pooling(x.new_zeros((1,) * x.dim()), 1)
+            return empty_output(self.shape, x).to(like.dtype)
         if x.dtype.itemsize >= 4:
             return self._others_averaged(self._rows_added(x))
         y = self._others_averaged(x)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hetconv.sharding.conv_spec import Span, Window
-from hetconv.sharding.layout import Layout, Layouts, ReadRegion, Shape
+from hetconv.sharding.layout import Layout, Layouts, Shape
 from hetconv.sharding.rule import OpSharding
 
 from .base import (
@@ -68,18 +68,21 @@ class AdaptivePool(WindowOperator):
     shape: Shape
 
     def _follow(self, inputs: Layouts) -> OpSharding | None:
-        sharding = super()._follow(inputs)
-        if sharding is None or self.kind == "max":
+        sharding, x = super()._follow(inputs), inputs[0]
+        if x.dim is None or x.dim < 2 or not self._has_few_windows(x.shape, x.dim):
             return sharding
-        x, (read,) = inputs[0], sharding.input_layouts
-        if not isinstance(read, ReadRegion) or x.kind != "sharded":
-            return sharding
-        pairs = zip(x.boxes, read.boxes, strict=True)
-        halos = sum(box.numel - box.intersect(held).numel for held, box in pairs)
-        all_reduced = 2 * (x.world - 1) * prod(self.shape)
-        if halos <= all_reduced:
+        if sum(size > 0 for size in x.sizes) == 1:  # nothing is sent
             return sharding
         return OpSharding((x,), Layout.partial(self.shape, x.world, x.sizes))
+
+    def _has_few_windows(self, shape: Shape, dim: int) -> bool:
+        """Whether to sum averages of the input's rows rather than to exchange halos.
+
+        A cut along ``dim`` divides a window: half of its rows travel on the average.
+        The sum of all averages travels both ways.
+        """
+        halo = prod(shape[2:]) / (2 * self.shape[dim])
+        return self.kind == "average" and 2 * prod(self.shape[2:]) < halo
 
     def reads(self, dim: int, n: int, out: Span) -> Span:
         """Returns the inputs, of ``n`` along ``dim``, that the outputs ``out`` pool."""

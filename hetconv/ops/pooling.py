@@ -291,6 +291,8 @@ def adaptive_pool_again(c: ShardedCall, by_order: bool) -> Again | None:
     x, output, group = c.call.inputs[0], c.output, c.group
     if output.kind != "partial" or not c.args or c.args[0] is not x:
         return None
+    if not isinstance(x, HetTensor) or x.placement != c.sharding.input_layouts[0]:
+        return None
     averages = _row_averages(c)
 
     def again(args: Args, kwargs: Kwargs) -> HetTensor:

@@ -44,6 +44,7 @@ OPERATORS: list[tuple[Operator, tuple[tuple[int, ...], ...], tuple[int, ...]]] =
     ),
     (Pool("other", (3, 8, 4, 4)), (IMAGE,), (3, 8, 4, 4)),
     (AdaptivePool("max", (3, 8, 4, 7)), (IMAGE,), (3, 8, 4, 7)),
+    (AdaptivePool("average", (3, 8, 2, 3)), ((3, 8, 31, 33),), (3, 8, 2, 3)),
     (GlobalAveragePool((3, 8, 1, 1)), (IMAGE,), (3, 8, 1, 1)),
     (
         Interpolate((3, 8, 12, 10), "nearest", False, (2.0, 2.0)),

@@ -15,6 +15,7 @@ import hetconv
 from hetconv.kernels import CHANNELS_LAST
 from hetconv.ops.pooling import ADAPTIVE, in_plain_order
 from hetconv.runtime.het_tensor import HetTensor
+from hetconv.sharding.hierarchical import HierarchicalLayout
 from hetconv.sharding.layout import Box, Layout
 from tests.equivalence import Differences, apart
 from tests.placed import (
@@ -164,6 +165,30 @@ def test_averages_of_large_windows_are_partial_results(
     for found in on_ranks(WORLD, averages_of_large_windows, *case):
         assert all(kind == "partial" for kind, _, _ in found)
         assert max(max(y, gx) for _, y, gx in found) < tolerance
+
+
+def averages_in_nodes() -> tuple[str, bool, bool]:
+    """The layout of averages, and whether they and the gradient are those of torch."""
+    shape = (3, 3, 40, 33)
+    nodes = [Layout.sharded(shape, 2, sizes) for sizes in ((7, 33), (24, 16))]
+    layout = HierarchicalLayout.from_nodes((2, 2), (1, 2), nodes)
+    whole = torch.rand(shape, dtype=torch.float64)
+    dist.broadcast(whole, 0)
+    x_true = whole.clone().requires_grad_()
+    expected = F.adaptive_avg_pool2d(x_true, (3, 5))
+    expected.square().sum().backward()
+    x, local = placed(whole, layout)
+    y = F.adaptive_avg_pool2d(x, (3, 5))
+    assert isinstance(y, HetTensor)
+    result = hetconv.gather(y)
+    result.square().sum().backward()
+    of_x = full_gradient(local, layout)
+    same = apart(result, expected) < 1e-14, apart(of_x, x_true.grad) < 1e-14
+    return y.placement.kind, *same
+
+
+def test_averages_of_large_windows_are_partial_in_each_node() -> None:
+    assert set(on_ranks(4, averages_in_nodes)) == {("partial", True, True)}
 
 
 def types_of_averages() -> torch.dtype:

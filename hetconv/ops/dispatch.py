@@ -375,19 +375,11 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
 
 
 RUN: dict[type[Any], Runner] = {}
-for family in (
-    as_called,
-    conv,
-    extremes,
-    norm_calls,
-    pooling,
-    resampling,
-    view_calls,
-):
+AGAIN: dict[type[Any], AgainMaker] = {}
+for family in (as_called, extremes, norm_calls, pooling, view_calls):
+    AGAIN |= family.AGAIN
     RUN |= family.RUN
-AGAIN: dict[type[Any], AgainMaker] = (
-    extremes.AGAIN | norm_calls.AGAIN | pooling.AGAIN | view_calls.AGAIN
-)
+RUN |= conv.RUN | resampling.RUN
 
 register_dispatcher(dispatch)
 register_patch(lambda: gather_for_functions(on_gathered))

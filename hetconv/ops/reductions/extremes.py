@@ -14,7 +14,14 @@ from hetconv.comm.rank_group import RankGroup
 from hetconv.comm.redistribute import function_result, moved_back
 from hetconv.operators.base import function_name
 from hetconv.operators.reductions import Extreme
-from hetconv.ops.as_called import Again, AgainMaker, Runner, ShardedCall, along_dim
+from hetconv.ops.as_called import (
+    Again,
+    AgainMaker,
+    Runner,
+    ShardedCall,
+    along_dim,
+    along_dim_again,
+)
 from hetconv.ops.norms.statistics import exact_of, gathered
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Kwargs
@@ -135,11 +142,11 @@ def extreme(c: ShardedCall) -> Any:
 
 def extreme_again(c: ShardedCall, by_order: bool) -> Again | None:
     """Returns what finds the extremes of other shards with the same layout."""
+    if not c.sharding.forward_moves:
+        return along_dim_again(c, by_order)
     x = c.call.inputs[0]
-    reads_first = isinstance(x, HetTensor) and bool(c.args) and c.args[0] is x
-    if not c.sharding.forward_moves or not reads_first:
+    if not isinstance(x, HetTensor) or not c.args or c.args[0] is not x:
         return None
-    assert isinstance(x, HetTensor)
     if x.placement != c.sharding.input_layouts[0]:
         return None
     of_shards = _of_shards(c)

@@ -167,6 +167,28 @@ def test_averages_of_large_windows_are_partial_results(
         assert max(max(y, gx) for _, y, gx in found) < tolerance
 
 
+def averages_of_an_infinite_pixel() -> bool:
+    """Whether averages and gradients are infinite where torch's are, and nowhere else."""
+    shape = (2, 3, 40, 33)
+    whole, g = torch.ones(shape), torch.ones(2, 3, 3, 5)
+    whole[:, :, 3, 7], g[:, :, 2, 0] = torch.inf, torch.inf
+    x_true = whole.clone().requires_grad_()
+    expected = F.adaptive_avg_pool2d(x_true, (3, 5))
+    expected.backward(g)
+    layout = Layout.sharded(shape, 2, (16, 0, 24))
+    x, local = placed(whole, layout)
+    y = hetconv.gather(F.adaptive_avg_pool2d(x, (3, 5)))
+    y.backward(g)
+    of_x = full_gradient(local, layout)
+    assert of_x is not None
+    assert x_true.grad is not None
+    return torch.allclose(y, expected) and torch.allclose(of_x, x_true.grad)
+
+
+def test_an_infinite_pixel_is_in_its_own_windows_alone() -> None:
+    assert all(on_ranks(WORLD, averages_of_an_infinite_pixel))
+
+
 def averages_in_nodes() -> tuple[str, bool, bool]:
     """The layout of averages, and whether they and the gradient are those of torch."""
     shape = (3, 3, 40, 33)

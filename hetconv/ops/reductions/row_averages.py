@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv.kernels import CHANNELS_LAST
@@ -19,6 +19,8 @@ from hetconv.sharding.conv_spec import Span
 @dataclass(frozen=True, eq=False)
 class RowAverages:
     """What the rows of a shard add to the outputs of an adaptive average pooling.
+
+    A run is a range of rows that belong to the same windows.
 
     Attributes:
         op: The pooling.
@@ -37,45 +39,74 @@ class RowAverages:
     size: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Adds up rows by their weights, and averages along the other dimensions.
-
-        Numbers of 16 bits are averaged first: a small sum of few of them is exact in 32.
-        """
+        """Averages rows that are in the same windows, and what belongs to each window."""
         if not x.numel():
             # The data type depends on autocast, as torch alone knows.
             like = self.pooling(x.new_zeros((1,) * x.dim()), 1)
             return empty_output(self.shape, x).to(like.dtype)
-        if x.dtype.itemsize >= 4:
-            return self._others_averaged(self._rows_added(x))
-        y = self._others_averaged(x)
-        return self._rows_added(y.float()).to(y.dtype)
+        last = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+        if not x.is_contiguous() and x.is_contiguous(memory_format=last):
+            # torch is slow to average rows of such an image, and fast within rows.
+            x = self._averaged_within_rows(x)
+        runs = x.split(self._run_lengths, self.dim)
+        rows = torch.stack([run.mean(self.dim) for run in runs], self.dim)
+        return self._averages_of_windows(self._averaged_within_rows(rows))
 
-    def _others_averaged(self, x: Tensor) -> Tensor:
-        """Returns the averages along all spatial dimensions but that of rows."""
+    def _averaged_within_rows(self, x: Tensor) -> Tensor:
+        """Averages along the other spatial dimensions."""
         out = [*self.shape[2:]]
         out[self.dim - 2] = x.shape[self.dim]
         return self.pooling(x, out)
 
-    def _rows_added(self, x: Tensor) -> Tensor:
-        """Returns weighted sums of rows, as a product of matrices."""
-        last = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
-        is_last = not x.is_contiguous() and x.is_contiguous(memory_format=last)
-        dim, weights = self.dim - is_last, self._weights.to(x.device, x.dtype)
-        x = x.movedim(1, -1) if is_last else x
-        with torch.autocast(x.device.type, enabled=False):
-            if dim == x.dim() - 1:
-                y = F.linear(x, weights)
-            else:
-                inner = x.shape[dim + 1 :]
-                y = torch.matmul(weights, x.flatten(dim + 1)).unflatten(-1, inner)
-        return y.movedim(-1, 1) if is_last else y
+    def _averages_of_windows(self, y: Tensor) -> Tensor:
+        """Adds up averages of runs by their fractions of the windows.
+
+        No average is multiplied by zero, because it may be infinite.
+        """
+        index, fractions = (t.to(y.device) for t in self._runs_of_windows)
+        exact = y.dtype if y.dtype == torch.float64 else torch.float32
+        zero = torch.zeros_like(y.narrow(self.dim, 0, 1))
+        runs = torch.cat((y, zero), self.dim).index_select(self.dim, index.flatten())
+        fractions = fractions.to(exact).view(-1, *(1,) * (y.dim() - 1 - self.dim))
+        weighted: Tensor = (runs * fractions).unflatten(self.dim, index.shape)
+        return weighted.sum(self.dim + 1).to(y.dtype)
 
     @cached_property
-    def _weights(self) -> Tensor:
-        """(outputs, own rows): 1 over the size of an output's window in each of its rows."""
+    def _windows(self) -> list[Span]:
+        """Own rows of each output's window, of which there may be none."""
         count, (first, last) = self.shape[self.dim], self.rows
-        weights = torch.zeros(count, last - first, dtype=torch.float64, device="cpu")
-        for i in range(count):
+        reads = (self.op.reads(self.dim, self.size, (i, i + 1)) for i in range(count))
+        return [
+            (min(max(lo, first), last), max(min(hi, last), first)) for lo, hi in reads
+        ]
+
+    @cached_property
+    def _run_bounds(self) -> list[int]:
+        """The own rows at which a window begins or ends."""
+        return sorted(
+            {*self.rows, *(bound for span in self._windows for bound in span)}
+        )
+
+    @cached_property
+    def _run_lengths(self) -> list[int]:
+        return [hi - lo for lo, hi in pairwise(self._run_bounds)]
+
+    @cached_property
+    def _runs_of_windows(self) -> tuple[Tensor, Tensor]:
+        """(outputs, R): the runs of each window, and which fractions of it they are.
+
+        Where there are less than R, the number of all runs stands for none.
+        """
+        runs = list(pairwise(self._run_bounds))
+        found = [
+            [k for k, (a, b) in enumerate(runs) if lo <= a and b <= hi]
+            for lo, hi in self._windows
+        ]
+        index = torch.full((len(found), max(map(len, found))), len(runs), device="cpu")
+        fractions = torch.zeros(index.shape, dtype=torch.float64, device="cpu")
+        for i, own in enumerate(found):
             lo, hi = self.op.reads(self.dim, self.size, (i, i + 1))
-            weights[i, max(lo - first, 0) : max(hi - first, 0)] = 1 / (hi - lo)
-        return weights
+            for place, k in enumerate(own):
+                index[i, place] = k
+                fractions[i, place] = self._run_lengths[k] / (hi - lo)
+        return index, fractions

@@ -126,6 +126,7 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
 HALO_COPIED = "own rows are copied to lie in one buffer with the halo"
 MOMENTS_EXCHANGED = "torch reads an image once; here moments are exchanged in between"
 REASONS = {
+    "adaptive average pool to 7": "rows are averaged by one call for each range of them",
     "depthwise convolution 7x7": HALO_COPIED,
     "group norm": MOMENTS_EXCHANGED,
     "group norm of one group": MOMENTS_EXCHANGED,

@@ -203,12 +203,28 @@ class Waves(nn.Module):
         return self.head(self.ring(F.relu(self.up(y))).mean(2))
 
 
+class Peaks(nn.Module):
+    """Attention by extremes: of space for channels, of channels for pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3, 2, 1)
+        self.gate, self.head = nn.Conv2d(6, 6, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y = y * torch.sigmoid(self.gate(y.amax((2, 3), keepdim=True)))
+        y = self.b(y * torch.sigmoid(y.amin(1, keepdim=True)))
+        return self.head(y.amax((2, 3)))
+
+
 NETS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (3, 3, 37, 30)),
     "unet": (UNet, (2, 3, 17, 14)),
     "mobile": (MobileBlock, (3, 4, 9, 8)),
     "super resolution": (SuperResolution, (1, 3, 11, 12)),
     "chain": (Chain, (2, 4, 16, 16)),
+    "peaks": (Peaks, (2, 3, 11, 10)),
 }
 OTHER_RANKS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "waves": (Waves, (2, 2, 38)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 from torch import Tensor
@@ -56,6 +57,8 @@ class AdaptivePool(WindowOperator):
     Output i of m pools the inputs from floor(i n / m) to ceil((i + 1) n / m), of n, in
     each spatial dimension.
 
+    Averages of a few large windows are partial results: each rank sums its own rows.
+
     Attributes:
         kind: "max" or "average".
         shape: Shape of the output.
@@ -63,6 +66,23 @@ class AdaptivePool(WindowOperator):
 
     kind: Literal["max", "average"]
     shape: Shape
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        sharding, x = super()._follow(inputs), inputs[0]
+        if x.dim is None or x.dim < 2 or not self._has_few_windows(x.shape, x.dim):
+            return sharding
+        if sum(size > 0 for size in x.sizes) == 1:  # nothing is sent
+            return sharding
+        return OpSharding((x,), Layout.partial(self.shape, x.world, x.sizes))
+
+    def _has_few_windows(self, shape: Shape, dim: int) -> bool:
+        """Whether to sum averages of the input's rows rather than to exchange halos.
+
+        A cut along ``dim`` divides a window: half of its rows travel on the average.
+        The sum of all averages travels both ways.
+        """
+        halo = prod(shape[2:]) / (2 * self.shape[dim])
+        return self.kind == "average" and 2 * prod(self.shape[2:]) < halo
 
     def reads(self, dim: int, n: int, out: Span) -> Span:
         """Returns the inputs, of ``n`` along ``dim``, that the outputs ``out`` pool."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor
 
 from hetconv.sharding.layout import Layout, Layouts, Shape
+from hetconv.sharding.moves import Move
 from hetconv.sharding.rule import OpSharding
 
 from .base import (
@@ -75,6 +77,38 @@ class Reduction(PerSampleOperator):
 
 
 @dataclass(frozen=True)
+class Extreme(Reduction):
+    """A largest or smallest entry along some dimensions; so are any and all of truths.
+
+    If one of the dimensions is sharded, ranks all-gather the extremes of their shards,
+    and each rank takes the extremes of these.
+
+    Attributes:
+        counts_ties: Whether each extreme is sent together with the number of entries
+            that are equal to it, which share its gradient.
+    """
+
+    counts_ties: bool
+
+    def _follow(self, inputs: Layouts) -> OpSharding | None:
+        x = reduce_scattered(inputs[0])
+        if x.dim is None or x.dim not in self.dims:
+            return super()._follow(inputs)
+        y = Layout.replicated(self.shape, x.world)
+        return OpSharding((x,), y, forward_moves=(self._gather_extremes(x),))
+
+    def _gather_extremes(self, x: Layout) -> Move:
+        """Returns the all-gather of (1, 2, K) or (1, 1, K) from each non-empty shard.
+
+        K is the number of extremes.
+        """
+        sizes = [min(size, 1) for size in x.sizes]
+        shape = (sum(sizes), 1 + self.counts_ties, prod(self.shape))
+        each = Layout.sharded(shape, 0, sizes)
+        return Move(each, Layout.replicated(shape, x.world))
+
+
+@dataclass(frozen=True)
 class AlongDim(PerSampleOperator):
     """An operator whose results along some dimensions depend on all entries there.
 
@@ -102,6 +136,7 @@ class AlongDim(PerSampleOperator):
 
 
 LINEAR_REDUCTIONS = frozenset({"sum", "mean"})
+EXTREMES = frozenset({"amax", "amin", "any", "all"})
 REDUCTION_ARGS = {
     **dict.fromkeys("sum mean amax amin logsumexp argmax argmin".split(), (1, 2)),
     **dict.fromkeys("prod any all count_nonzero".split(), (1, 2)),
@@ -122,17 +157,19 @@ ALONG_DIM_ARGS: dict[str, tuple[int, int | None]] = {
 """Functions that keep the shape: position and default of the argument ``dim``."""
 
 
+def _reduced_shape(x: Tensor, dims: tuple[int, ...], keepdim: bool) -> Shape:
+    return tuple(
+        1 if d in dims else n for d, n in enumerate(x.shape) if keepdim or d not in dims
+    )
+
+
 def _reduction_call(
     inputs: tuple[Tensor, ...],
     dims: tuple[int, ...],
     keepdim: bool,
     linear: bool = False,
 ) -> Call:
-    shape = tuple(
-        1 if d in dims else n
-        for d, n in enumerate(inputs[0].shape)
-        if keepdim or d not in dims
-    )
+    shape = _reduced_shape(inputs[0], dims, keepdim)
     return Call(Reduction(shape, dims, keepdim, linear), inputs)
 
 
@@ -145,12 +182,16 @@ def _read_reduction(name: str, args: Args, kwargs: Kwargs) -> Call | None:
     if not REDUCTION_OPTIONS.issuperset(kwargs):
         return None
     dim = arg(args, kwargs, dim_position, "dim", kwargs.get("axis"))
-    dims = canonical_dims(range(x.dim()) if dim is None else dim, x.dim())
+    given = canonical_dims(range(x.dim()) if dim is None else dim, x.dim())
     # torch decides what an empty list of dimensions means.
-    if dims is None or (dim is not None and not dims):
+    if given is None or (dim is not None and not given):
         return None
-    linear = name in LINEAR_REDUCTIONS
-    return _reduction_call((x,), tuple(sorted(dims)), keepdim, linear)
+    dims = tuple(sorted(given))
+    if name in EXTREMES and "out" not in kwargs:
+        counts_ties = name in ("amax", "amin") and x.is_floating_point()
+        shape = _reduced_shape(x, dims, keepdim)
+        return Call(Extreme(shape, dims, keepdim, False, counts_ties), (x,))
+    return _reduction_call((x,), dims, keepdim, name in LINEAR_REDUCTIONS)
 
 
 def _read_extreme(name: str, args: Args, kwargs: Kwargs) -> Call | None:

@@ -141,17 +141,46 @@ def along_dim(c: ShardedCall) -> Any:
         zero = x.sum(op.dims, keepdim=op.keepdim, dtype=dtype)
         y: Any = (zero, zero) if name.endswith("_mean") else zero
     else:
-        y = _on_local_inputs(c, local)
-        partial = c.output.kind == "partial"
-        if isinstance(op, Reduction) and name == "mean" and partial:
-            own, whole = (
-                prod(t.shape[d] for d in op.dims) for t in (x, c.call.inputs[0])
-            )
-            # Weighted after the mean: a half-precision sum may overflow.
-            y = y * (own / whole)
+        y, share = _on_local_inputs(c, local), _share_of_mean(c, x)
+        # Weighted after the mean: a half-precision sum may overflow.
+        y = y if share is None else y * share
+    return _wrapped(y, c.output, c.group)
+
+
+def _share_of_mean(c: ShardedCall, x: Tensor) -> float | None:
+    """Returns the weight of the mean of a shard ``x``, if the result is partial."""
+    op, whole = c.call.op, c.call.inputs[0]
+    if not isinstance(op, Reduction) or function_name(c.func) != "mean":
+        return None
+    if c.output.kind != "partial":
+        return None
+    own_count, count = (prod(t.shape[d] for d in op.dims) for t in (x, whole))
+    return own_count / count
+
+
+def _wrapped(y: Any, output: Layout, group: RankGroup) -> Any:
+    """Wraps the local shard of a result, or of each in a named tuple of results."""
     if isinstance(y, Tensor):
-        return c.wrap(y)
-    return type(y)(tuple(map(c.wrap, y)))  # a named tuple, as torch returns
+        return HetTensor.wrap(y, output, group)
+    return type(y)(tuple(HetTensor.wrap(t, output, group) for t in y))
+
+
+def along_dim_again(c: ShardedCall, by_order: bool) -> Again | None:
+    """Returns what runs the function on other shards, if nothing is to be moved."""
+    (x, *others), output, group = c.call.inputs, c.output, c.group
+    if others or c.call.in_place or by_order or not c.args or c.args[0] is not x:
+        return None
+    if not isinstance(x, HetTensor) or x.placement != c.sharding.input_layouts[0]:
+        return None
+    if not x.local.numel():
+        return None
+    func, share = c.func, _share_of_mean(c, x.local)
+
+    def again(args: Args, kwargs: Kwargs) -> Any:
+        y = func(args[0].local, *args[1:], **kwargs)
+        return _wrapped(y if share is None else y * share, output, group)
+
+    return again
 
 
 def like(c: ShardedCall) -> HetTensor:
@@ -229,4 +258,8 @@ RUN: dict[type[Any], Runner] = {
     Pointwise: pointwise,
     PRelu: pointwise,
     Reduction: along_dim,
+}
+AGAIN: dict[type[Any], AgainMaker] = {
+    AlongDim: along_dim_again,
+    Reduction: along_dim_again,
 }

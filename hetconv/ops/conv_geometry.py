@@ -71,50 +71,42 @@ class Geometry:
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
-    """All rows that a rank's share of a convolution reads, in one buffer.
+class PaddedRows:
+    """All rows that a rank reads of an input, in one buffer.
 
-    The buffer has the rows of this rank, the halos, and the rows of zeros around the
-    input, so that its convolution exchanges and pads nothing along the split.
+    The buffer has the rows of this rank, the halos, and the padding around the input,
+    so that what reads it exchanges and pads nothing along the split.
 
     Attributes:
-        geo: The convolution of the buffer.
+        dim: Dimension that is split.
+        span: Rows of the buffer as rows of the input, to which those of padding are
+            added.
         shape: Shape of the buffer.
         src: Layout of the input.
         read: Box of the input that each rank reads.
         rank: This rank.
     """
 
-    geo: Geometry
+    dim: int
+    span: Span
     shape: tuple[int, ...]
     src: Layout
     read: ReadRegion
     rank: int
 
     @property
-    def dim(self) -> int:
-        """Dimension that is split."""
-        return self.geo.dim
-
-    @property
     def held(self) -> Boxes:
         """Box of the input that each rank holds."""
         return self.src.boxes
 
-    @property
-    def span(self) -> Span:
-        """Rows of the buffer as rows of the input, to which those of zeros are added."""
-        assert self.geo.own is not None
-        return self.geo.own.segment.rows
-
     @cached_property
     def rows(self) -> Span:
-        """Rows of the buffer that are rows of the input; the others are zeros."""
+        """Rows of the buffer that are rows of the input; the others are padding."""
         return self._span(self.read.boxes[self.rank])
 
     @cached_property
-    def zeros(self) -> Span:
-        """Number of rows of zeros before and after the input's."""
+    def padding(self) -> Span:
+        """Number of rows of padding before and after the input's."""
         return self.rows[0], self.shape[self.dim] - self.rows[1]
 
     @cached_property
@@ -143,6 +135,45 @@ class Region:
         return box.lo[self.dim] - first, box.hi[self.dim] - first
 
 
+@dataclass(frozen=True, eq=False)
+class Region(PaddedRows):
+    """All rows that a rank's share of a convolution reads, in one buffer.
+
+    Attributes:
+        geo: The convolution of the buffer.
+    """
+
+    geo: Geometry
+
+
+def padded_rows(
+    src: Layout, read: ReadRegion, dim: int, window: Window, out: Span, rank: int
+) -> PaddedRows | None:
+    """Returns the rows that a rank reads for its outputs.
+
+    There are none, on any rank, if no halo is exchanged or if a rank reads none of the
+    rows that it holds.
+
+    Args:
+        src: Layout of the input.
+        read: Box of the input that each rank reads.
+        dim: Dimension that is split.
+        window: What an output reads along this dimension.
+        out: Outputs of the rank along this dimension.
+        rank: The rank.
+    """
+    pairs = zip(src.boxes, read.boxes, strict=True)
+    if not all(held.intersect(box).numel for held, box in pairs):
+        return None
+    if all(sender == reader for sender, reader, _ in overlaps(src.boxes, read.boxes)):
+        return None
+    size, shape = src.shape[dim], list(read.boxes[rank].shape)
+    (lo, hi), (before, after) = window.reads(out, size), window.padding(out, size)
+    span = (lo - before, hi + after)
+    shape[dim] = span[1] - span[0]
+    return PaddedRows(dim, span, tuple(shape), src, read, rank)
+
+
 def region_of(op: Conv, src: Layout, split: Split, rank: int) -> Region | None:
     """Returns the region that a rank's convolution with halos reads.
 
@@ -158,20 +189,18 @@ def region_of(op: Conv, src: Layout, split: Split, rank: int) -> Region | None:
     if not finds_rows(op, src, split):
         return None
     geo = spatial_geometry(op, src, split, rank)
-    pairs = zip(geo.held, geo.wanted, strict=True)
-    if not geo.held or not all(held.intersect(box).numel for held, box in pairs):
+    if not geo.held:
         return None
     dim, spec = geo.dim, geo.op.spec
-    window, size = spec.windows[dim - 2], spec.x_shape[dim]
+    window, read = spec.windows[dim - 2], ReadRegion(spec.x_shape, geo.wanted)
     out = (geo.first_out, geo.first_out + geo.y_shape[dim])
-    (lo, hi), (before, after) = window.reads(out, size), window.padding(out, size)
-    rows = (lo - before, hi + after)
-    segment = Segment(rows, out, (0, window.kernel), (0, 0))
-    buffered = replace(geo, own=Slab(segment, rows[0]), halos=(), held=(), wanted=())
-    shape = list(geo.wanted[rank].shape)
-    shape[dim] = rows[1] - rows[0]
-    read = ReadRegion(spec.x_shape, geo.wanted)
-    return Region(buffered, tuple(shape), src, read, rank)
+    rows = padded_rows(src, read, dim, window, out, rank)
+    if rows is None:
+        return None
+    segment = Segment(rows.span, out, (0, window.kernel), (0, 0))
+    own = Slab(segment, rows.span[0])
+    buffered = replace(geo, own=own, halos=(), held=(), wanted=())
+    return Region(dim, rows.span, rows.shape, src, read, rank, buffered)
 
 
 def _slab(window: Window, rows: Span, out: Span) -> Slab | None:

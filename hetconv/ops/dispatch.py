@@ -43,6 +43,7 @@ from .as_called import AgainMaker, Runner, ShardedCall, called_on, check_draws
 from .deferred import fuse
 from .norms import calls as norm_calls
 from .norms.deferred_norm import followed
+from .reductions import extremes
 from .trial_run import Verdict, trial
 
 
@@ -246,11 +247,11 @@ def _without_values(func: Func, args: Args, kwargs: Kwargs) -> Any:
 def runs_sharded(call: Call, sharding: OpSharding) -> bool:
     """Returns whether a call runs on shards.
 
-    It does not if the result is replicated anyway, nor if a call in place must write to
-    more than this rank's shard.
+    It does not if whole inputs are read for a replicated result, nor if a call in place
+    must write to more than this rank's shard.
     """
     if sharding.output.kind == "replicated":
-        return False
+        return bool(sharding.forward_moves)
     if not call.in_place:
         return True
     target = call.inputs[0]
@@ -374,9 +375,11 @@ def gather(x: Tensor, *, images: bool = False) -> Tensor:
 
 
 RUN: dict[type[Any], Runner] = {}
-for family in (as_called, conv, norm_calls, pooling, resampling, view_calls):
+AGAIN: dict[type[Any], AgainMaker] = {}
+for family in (as_called, extremes, norm_calls, pooling, view_calls):
+    AGAIN |= family.AGAIN
     RUN |= family.RUN
-AGAIN: dict[type[Any], AgainMaker] = norm_calls.AGAIN | view_calls.AGAIN
+RUN |= conv.RUN | resampling.RUN
 
 register_dispatcher(dispatch)
 register_patch(lambda: gather_for_functions(on_gathered))

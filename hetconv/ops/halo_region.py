@@ -1,4 +1,4 @@
-"""All rows that a convolution reads in one buffer: own rows, halos, and zeros around them.
+"""All rows that an operator reads in one buffer: own rows, halos, and padding around them.
 
 Where filters are large beside the image, a convolution of the buffer is faster than
 separate ones of own rows and halos (see `hetconv.ops.halo_exchange`).
@@ -18,51 +18,76 @@ from hetconv.comm.redistribute import SAVED, moved_back, start_exchange
 from hetconv.kernels import norms
 from hetconv.torch_internals import materialized
 
-from .conv_geometry import Region
+from .conv_geometry import PaddedRows
 from .halo_exchange import narrow
 
 
-def halo_region(x: Tensor, region: Region, group: RankGroup) -> Tensor:
+def halo_region(
+    x: Tensor,
+    region: PaddedRows,
+    group: RankGroup,
+    fill: float = 0.0,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
     """Returns the buffer of a region; collective and differentiable.
 
     Args:
         x: This rank's shard of the input.
         region: What the buffer has.
         group: The ranks, which exchange halos.
+        fill: Value of the padding.
+        memory_format: Of the buffer; None for that of ``x``.
     """
     if not torch.is_grad_enabled():
-        return _fetched(x, region, group)
-    return _HaloRegion.apply(x, region, group)  # type: ignore[no-any-return]
+        return _fetched(x, region, group, fill, memory_format)
+    y: Tensor = _HaloRegion.apply(x, region, group, fill, memory_format)
+    return y
 
 
 class _HaloRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region, group: RankGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        region: PaddedRows,
+        group: RankGroup,
+        fill: float,
+        memory_format: torch.memory_format | None,
+    ) -> Tensor:
         ctx.region, ctx.group, ctx.call = region, group, call_tags.forward_call()
         ctx.save_for_backward(SAVED)
-        return _fetched(x, region, group)
+        return _fetched(x, region, group, fill, memory_format)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         call_tags.enter_backward(ctx.call)
         region, group = ctx.region, ctx.group
         rows = narrow(materialized(g), region.dim, region.rows)
         if torch.is_grad_enabled():
-            return moved_back(rows, move_of(region.src, region.read), group), None, None
+            gx = moved_back(rows, move_of(region.src, region.read), group)
+            return gx, None, None, None, None
         exchange = start_exchange(group, rows, region.read.boxes, region.held)
         gx = gradient_of_own(rows, region)
+        if not gx.is_contiguous(memory_format=norms.memory_format(gx)):
+            gx = gx.clone()  # torch's operators are slow where a tensor has gaps
         with exchange as lent:
             for peer, piece in lent.items():
                 narrow(gx, region.dim, region.lent(peer)).add_(piece)
-        return gx, None, None
+        return gx, None, None, None, None
 
 
-def _fetched(x: Tensor, region: Region, group: RankGroup) -> Tensor:
+def _fetched(
+    x: Tensor,
+    region: PaddedRows,
+    group: RankGroup,
+    fill: float,
+    memory_format: torch.memory_format | None,
+) -> Tensor:
     """Returns the buffer of a region."""
     x = norms.as_images(x)
     exchange = start_exchange(group, x, region.held, region.read.boxes)
-    y = empty_buffer(x, region)
+    y = empty_buffer(x, region, fill, memory_format)
     of_own, own = region.own
     narrow(y, region.dim, own).copy_(narrow(x, region.dim, of_own))
     with exchange as halos:
@@ -71,23 +96,35 @@ def _fetched(x: Tensor, region: Region, group: RankGroup) -> Tensor:
     return y
 
 
-def empty_buffer(x: Tensor, region: Region) -> Tensor:
-    """Returns the buffer of a region in the memory format of x, with only its zeros."""
-    memory = norms.memory_format(x)
+def empty_buffer(
+    x: Tensor,
+    region: PaddedRows,
+    fill: float = 0.0,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """Returns the buffer of a region with only its padding.
+
+    Args:
+        x: A tensor with the data type and device of the buffer.
+        region: What the buffer has.
+        fill: Value of the padding.
+        memory_format: Of the buffer; None for that of ``x``.
+    """
+    memory = memory_format or norms.memory_format(x)
     y = torch.empty(region.shape, dtype=x.dtype, device=x.device, memory_format=memory)
-    clear_zeros(y, region)
+    fill_padding(y, region, fill)
     return y
 
 
-def clear_zeros(y: Tensor, region: Region) -> None:
-    """Sets the rows of a buffer that are zeros."""
+def fill_padding(y: Tensor, region: PaddedRows, fill: float = 0.0) -> None:
+    """Sets the rows of a buffer that are padding."""
     before, after = region.rows
     for span in ((0, before), (after, region.shape[region.dim])):
         if span[0] < span[1]:
-            narrow(y, region.dim, span).zero_()
+            narrow(y, region.dim, span).fill_(fill)
 
 
-def gradient_of_own(g: Tensor, region: Region) -> Tensor:
+def gradient_of_own(g: Tensor, region: PaddedRows) -> Tensor:
     """Returns the gradient of this rank's shard, without what other ranks add.
 
     Args:

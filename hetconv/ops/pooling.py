@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hetconv.comm.rank_group import RankGroup
 from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
 from hetconv.runtime.het_tensor import HetTensor
-from hetconv.runtime.inputs import empty_output
+from hetconv.runtime.inputs import Args, Kwargs, empty_output
 from hetconv.sharding.conv_spec import Span, Window
-from hetconv.sharding.layout import Box
+from hetconv.sharding.layout import Box, Layout, ReadRegion
 
-from .as_called import Runner, ShardedCall
+from .as_called import Again, AgainMaker, Runner, ShardedCall
+from .conv_geometry import PaddedRows, padded_rows
+from .halo_region import halo_region
+from .reductions.row_averages import RowAverages
 
 MAX: dict[int, Callable[..., Tensor]] = {
     1: F.max_pool1d,
@@ -51,15 +57,53 @@ def pool(c: ShardedCall) -> HetTensor:
     """
     op = c.call.op
     assert isinstance(op, Pool)
+    rows_of = _pool_of_rows(c)
+    if rows_of is not None:
+        x = c.call.inputs[0]
+        assert isinstance(x, HetTensor)
+        return c.wrap(rows_of(x.local))
 
     def pool_slab(x: Tensor, dim: int, box: Box) -> Tensor:
         if op.kind == "other":
             y: Tensor = c.on(_differentiable(x, op))
             return y
-        sizes = tuple(c.call.inputs[0].shape[2:])
-        return _slab(op, x, dim, (box.lo[dim], box.hi[dim]), sizes)
+        return _slab_pool(c, dim)(x)
 
     return local_outputs(c, pool_slab)
+
+
+def pool_again(c: ShardedCall, by_order: bool) -> Again | None:
+    """Returns what pools other shards with halos in the same way."""
+    rows_of, x, output, group = _pool_of_rows(c), c.call.inputs[0], c.output, c.group
+    if rows_of is None or not c.args or c.args[0] is not x:
+        return None
+
+    def again(args: Args, kwargs: Kwargs) -> HetTensor:
+        return HetTensor.made(rows_of(args[0].local), output, group)
+
+    return again
+
+
+def _pool_of_rows(c: ShardedCall) -> SlabPool | None:
+    """Returns what pools a shard whose ranks exchange halos, if they do."""
+    op, x, read = c.call.op, c.call.inputs[0], c.sharding.input_layouts[0]
+    assert isinstance(op, Pool)
+    if op.kind == "other" or not isinstance(x, HetTensor):
+        return None
+    dim, src = c.output.inner_dim, x.placement
+    if not isinstance(read, ReadRegion) or dim is None or src.inner_dim != dim:
+        return None
+    out, rank = (c.box.lo[dim], c.box.hi[dim]), c.group.rank
+    rows = padded_rows(src, read, dim, op.windows[dim - 2], out, rank)
+    return _slab_pool(c, dim, rows) if rows is not None else None
+
+
+def _slab_pool(c: ShardedCall, dim: int, rows: PaddedRows | None = None) -> SlabPool:
+    """Returns the pooling of this rank's slab, or of its shard if ``rows`` are given."""
+    op, (x,) = c.call.op, c.call.inputs
+    assert isinstance(op, Pool)
+    out, sizes = (c.box.lo[dim], c.box.hi[dim]), tuple(x.shape[2:])
+    return SlabPool(op, dim, out, sizes, x.is_cuda, c.group, rows)
 
 
 def local_outputs(
@@ -117,31 +161,91 @@ def empty_shard(x: Tensor, c: ShardedCall) -> Tensor:
     return y.to(dtype)
 
 
-def _slab(op: Pool, x: Tensor, dim: int, out: Span, sizes: tuple[int, ...]) -> Tensor:
-    """Pools the slab ``x`` to the output span ``out`` along ``dim``.
+@dataclass(frozen=True, eq=False)
+class SlabPool:
+    """A pooling of the slab of an image that a rank's outputs read.
 
-    Padding is added explicitly, because the two sides of a slab may differ. An average
-    over it is rescaled where the padding must not count.
+    torch pads dimensions that are not split, if both sides have the same padding. Other
+    padding is added to the slab, because the two sides of a slab may differ, and an
+    average over it is rescaled where it must not count.
+
+    Attributes:
+        op: The pooling.
+        dim: Dimension that is split.
+        out: The rank's outputs along it.
+        sizes: Sizes of the whole input in the spatial dimensions.
+        is_cuda: Whether the image is on a GPU.
+        group: The ranks.
+        rows: What is read along the split, if ranks exchange halos.
     """
-    sides = [(w.pad_lo, w.pad_hi) for w in op.windows]
-    sides[dim - 2] = op.windows[dim - 2].padding(out, sizes[dim - 2])
-    kernel, stride = [w.kernel for w in op.windows], [w.stride for w in op.windows]
-    pads = [n for side in reversed(sides) for n in side]
-    if op.kind == "max":
-        x = F.pad(x, pads, value=float("-inf")) if any(pads) else x
-        return MAX[len(sizes)](x, kernel, stride, 0, [w.dilation for w in op.windows])
-    x, average = F.pad(x, pads) if any(pads) else x, AVERAGE[len(sizes)]
-    if all(w.pad_hi == (w.pad_lo if op.count_padding else 0) for w in op.windows):
-        return average(x, kernel, stride)
-    y = average(x, kernel, stride)
-    exact = torch.float64 if y.dtype == torch.float64 else torch.float32
-    scale = torch.ones((), dtype=exact, device=x.device)
-    for d, (window, size) in enumerate(zip(op.windows, sizes, strict=True), 2):
-        span = out if d == dim else (0, window.out_size(size))
-        counts = _counts(window, size, span, op.count_padding, x.device)
-        each = window.kernel / counts.to(exact)
-        scale = scale * each.view([-1 if e == d else 1 for e in range(x.dim())])
-    return (y * scale).to(y.dtype)
+
+    op: Pool
+    dim: int
+    out: Span
+    sizes: tuple[int, ...]
+    is_cuda: bool
+    group: RankGroup
+    rows: PaddedRows | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Pools the slab; if there are ``rows``, the shard, for which halos are fetched."""
+        op, count, fill = self.op, len(self.sizes), self._fill
+        if self.rows is not None:
+            # torch's kernels on a CPU are many times faster for channels-last images.
+            last = torch.channels_last if count == 2 else None
+            x = halo_region(x, self.rows, self.group, fill, last)
+        if any(self._pads):
+            x = F.pad(x, self._pads, value=fill)
+        kernel, stride = [w.kernel for w in op.windows], [w.stride for w in op.windows]
+        if op.kind == "max":
+            dilation = [w.dilation for w in op.windows]
+            return MAX[count](x, kernel, stride, self._padding, dilation)
+        average, counts_padding = AVERAGE[count], op.count_padding
+        y = average(x, kernel, stride, self._padding, False, counts_padding)
+        return self._rescaled(y)
+
+    @property
+    def _fill(self) -> float:
+        return -inf if self.op.kind == "max" else 0.0
+
+    @cached_property
+    def _padding(self) -> list[int]:
+        """The padding in each spatial dimension that torch adds.
+
+        On CUDA it adds none to averages; see `_differentiable`.
+        """
+        may_pad = self.op.kind == "max" or not self.is_cuda
+        return [
+            w.pad_lo if may_pad and d != self.dim and w.pad_lo == w.pad_hi else 0
+            for d, w in enumerate(self.op.windows, 2)
+        ]
+
+    @cached_property
+    def _pads(self) -> list[int]:
+        """The other padding, as torch's function pad reads it."""
+        sides = [(w.pad_lo, w.pad_hi) for w in self.op.windows]
+        size, along = self.sizes[self.dim - 2], self.op.windows[self.dim - 2]
+        padded = self.rows is not None
+        sides[self.dim - 2] = (0, 0) if padded else along.padding(self.out, size)
+        rest = zip(sides, self._padding, strict=True)
+        return [n - own for side, own in reversed([*rest]) for n in side]
+
+    def _rescaled(self, y: Tensor) -> Tensor:
+        """Returns averages of slabs as averages of what counts."""
+        exact = torch.float64 if y.dtype == torch.float64 else torch.float32
+        scale: Tensor | None = None
+        for d, (window, size) in enumerate(
+            zip(self.op.windows, self.sizes, strict=True), 2
+        ):
+            counted = window.pad_lo if self.op.count_padding else 0
+            if self._padding[d - 2] or window.pad_hi == counted:
+                continue
+            span = self.out if d == self.dim else (0, window.out_size(size))
+            counts = _counts(window, size, span, self.op.count_padding, y.device)
+            each = window.kernel / counts.to(exact)
+            each = each.view([-1 if e == d else 1 for e in range(y.dim())])
+            scale = each if scale is None else scale * each
+        return y if scale is None else (y * scale).to(y.dtype)
 
 
 def _counts(
@@ -161,10 +265,12 @@ def adaptive_pool(c: ShardedCall) -> HetTensor:
     """Pools adaptively on shards.
 
     Along a sharded spatial dimension each local output is pooled from the inputs that
-    it reads.
+    it reads, unless the result is partial.
     """
     op = c.call.op
     assert isinstance(op, AdaptivePool)
+    if c.output.kind == "partial":
+        return c.wrap(_row_averages(c)(c.local_input()))
 
     def pool_slab(x: Tensor, dim: int, box: Box) -> Tensor:
         first = c.sharding.input_layouts[0].boxes[c.group.rank].lo[dim]
@@ -178,6 +284,32 @@ def adaptive_pool(c: ShardedCall) -> HetTensor:
         return torch.cat(outputs, dim)
 
     return local_outputs(c, pool_slab)
+
+
+def adaptive_pool_again(c: ShardedCall, by_order: bool) -> Again | None:
+    """Returns what averages the own rows of other shards in the same way."""
+    x, output, group = c.call.inputs[0], c.output, c.group
+    if output.kind != "partial" or not c.args or c.args[0] is not x:
+        return None
+    if not isinstance(x, HetTensor) or x.placement != c.sharding.input_layouts[0]:
+        return None
+    averages = _row_averages(c)
+
+    def again(args: Args, kwargs: Kwargs) -> HetTensor:
+        return HetTensor.made(averages(args[0].local), output, group)
+
+    return again
+
+
+def _row_averages(c: ShardedCall) -> RowAverages:
+    op, (read,), x = c.call.op, c.sharding.input_layouts, c.call.inputs[0]
+    assert isinstance(op, AdaptivePool)
+    assert isinstance(read, Layout)
+    dim, box = read.inner_dim, read.boxes[c.group.rank]
+    assert dim is not None
+    shape, rows = c.box.shape, (box.lo[dim], box.hi[dim])
+    pooling = ADAPTIVE[op.kind][len(shape) - 2]
+    return RowAverages(op, pooling, dim, shape, rows, x.shape[dim])
 
 
 def global_average_pool(c: ShardedCall) -> HetTensor:
@@ -196,4 +328,8 @@ RUN: dict[type[Any], Runner] = {
     AdaptivePool: adaptive_pool,
     GlobalAveragePool: global_average_pool,
     Pool: pool,
+}
+AGAIN: dict[type[Any], AgainMaker] = {
+    AdaptivePool: adaptive_pool_again,
+    Pool: pool_again,
 }

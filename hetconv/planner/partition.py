@@ -134,6 +134,9 @@ def split_of(
     extent = extent_of(op, kind)
     if not extent:
         return REPLICATE
+    if kind in SPATIAL_KINDS and extent == 1 and not single:
+        # The others would wait for the one rank with the row, and then for its result.
+        return REPLICATE
     grain = granularity(op, kind, extent, world)
     return checked(op, kind, apportion(extent, tuple(weights), grain), world)
 

@@ -30,6 +30,21 @@ def test_every_operator_is_timed_in_both_modes_and_memory_formats() -> None:
     assert round_us > 0
 
 
+def printed(
+    operator: str, us: float, monkeypatch: pytest.MonkeyPatch, path: Path, capsys: Any
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """The lines of the benchmark, and the cases that it saved."""
+    row = {"operator": operator, "memory": "contiguous", "half_us": 100.0}
+    rows = [
+        row | {"mode": "infer", "part_us": us},
+        row | {"mode": "train", "part_us": 340.0},
+    ]
+    monkeypatch.setattr(operators, "run_on", lambda *_: (rows, 100.0))
+    bench.main(["operators", "-o", str(path / "operators.json")])
+    cases = json.loads((path / "operators.json").read_text())["cases"]
+    return capsys.readouterr().out.splitlines(), cases
+
+
 @pytest.mark.parametrize(("us", "verdict"), [(240.0, "met"), (260.0, "MISSED")])
 def test_an_operator_may_take_half_again_as_long_and_a_round(
     us: float,
@@ -38,16 +53,26 @@ def test_an_operator_may_take_half_again_as_long_and_a_round(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    row = {"operator": "relu", "memory": "contiguous", "half_us": 100.0}
-    rows = [
-        row | {"mode": "infer", "part_us": us},
-        row | {"mode": "train", "part_us": 340.0},
-    ]
-    monkeypatch.setattr(operators, "run_on", lambda *_: (rows, 100.0))
-    bench.main(["operators", "-o", str(tmp_path / "operators.json")])
-    said = capsys.readouterr().out.splitlines()
-    assert verdict in said[-2]
-    assert json.loads((tmp_path / "operators.json").read_text())["cases"] == rows
+    lines, cases = printed("relu", us, monkeypatch, tmp_path, capsys)
+    assert verdict in lines[-2]
+    assert [case["part_us"] for case in cases] == [us, 340.0]
+    assert not any("reason" in case for case in cases)
+
+
+def test_a_reason_stands_beside_a_row_that_takes_longer_only(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reason = operators.REASONS["group norm"]
+    lines, cases = printed("group norm", 260.0, monkeypatch, tmp_path, capsys)
+    assert [reason in line for line in lines[:2]] == [True, False]
+    assert [case.get("reason") for case in cases] == [reason, None]
+    assert "met" in lines[-2]
+
+
+def test_reasons_are_those_of_operators() -> None:
+    assert operators.REASONS.keys() <= operators.OPERATORS.keys()
 
 
 def test_a_pattern_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

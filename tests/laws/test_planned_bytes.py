@@ -16,13 +16,22 @@ from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode
 from hetconv.sharding.split import KINDS, SplitKind
 from tests.equivalence import captured, loss_of
-from tests.nets import OTHER_RANKS, MobileBlock, ResNet, UNet, kinds_of, plan_of
+from tests.nets import OTHER_RANKS, MobileBlock, Peaks, ResNet, UNet, kinds_of, plan_of
 from tests.spawn import on_ranks
+
+
+def few_averages() -> nn.Module:
+    """Averages of so few windows that ranks add up their own rows."""
+    conv, pool = nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d((3, 2))
+    return nn.Sequential(conv, pool, nn.Flatten(), nn.Linear(24, 3))
+
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (2, 3, 45, 40)),
     "unet": (UNet, (2, 3, 20, 24)),
     "mobile": (MobileBlock, (2, 4, 12, 11)),
+    "few averages": (few_averages, (2, 3, 40, 33)),
+    "peaks": (Peaks, (2, 3, 11, 10)),
 } | OTHER_RANKS
 
 

@@ -38,7 +38,7 @@ class Hourglass(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.norm(self.first(x)))
-        z = torch.relu(self.inner(F.max_pool2d(y, 2)))
+        z = torch.relu(self.inner(F.max_pool2d(y, 3, 2, 1)))
         ups = [
             self.up(z),
             self.cropped_up(z),

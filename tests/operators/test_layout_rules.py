@@ -15,7 +15,7 @@ from hetconv.operators.elementwise import Pointwise
 from hetconv.operators.norms import BatchNorm, GroupNorm, LocalNorm
 from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
 from hetconv.operators.random import Dropout, Like, NoiseLike
-from hetconv.operators.reductions import AlongDim, Reduction
+from hetconv.operators.reductions import AlongDim, Extreme, Reduction
 from hetconv.operators.resampling import CircularPad, Interpolate, Pad, PixelUnshuffle
 from hetconv.operators.shapes import Cat, PixelShuffle, Reshape, Stack
 from hetconv.operators.views import SplitView, View
@@ -44,6 +44,7 @@ OPERATORS: list[tuple[Operator, tuple[tuple[int, ...], ...], tuple[int, ...]]] =
     ),
     (Pool("other", (3, 8, 4, 4)), (IMAGE,), (3, 8, 4, 4)),
     (AdaptivePool("max", (3, 8, 4, 7)), (IMAGE,), (3, 8, 4, 7)),
+    (AdaptivePool("average", (3, 8, 2, 3)), ((3, 8, 31, 33),), (3, 8, 2, 3)),
     (GlobalAveragePool((3, 8, 1, 1)), (IMAGE,), (3, 8, 1, 1)),
     (
         Interpolate((3, 8, 12, 10), "nearest", False, (2.0, 2.0)),
@@ -110,6 +111,7 @@ OPERATORS: list[tuple[Operator, tuple[tuple[int, ...], ...], tuple[int, ...]]] =
     (Stack((3, 8, 2, 6, 5), 2), (IMAGE, IMAGE), (3, 8, 2, 6, 5)),
     (Reduction((3, 8), (2, 3), False, True), (IMAGE,), (3, 8)),
     (Reduction((3, 1, 6, 5), (1,), True, False), (IMAGE,), (3, 1, 6, 5)),
+    (Extreme((3, 1, 6, 1), (1, 3), True, False, True), (IMAGE,), (3, 1, 6, 1)),
     (AlongDim(IMAGE, (1,)), (IMAGE,), IMAGE),
     (Cat((3, 16, 6, 5), 1), (IMAGE, IMAGE), (3, 16, 6, 5)),
     (Cat((3, 8, 6, 7), 3), ((3, 8, 6, 2), IMAGE), (3, 8, 6, 7)),

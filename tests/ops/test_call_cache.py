@@ -44,6 +44,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "x * one": lambda x, z, p: x * p["one"],
     "named": lambda x, z, p: torch.add(input=x, other=z),
     "batch norm": lambda x, z, p: batch_norm(x, p),
+    "mean of space": lambda x, z, p: x.mean((2, 3)),
+    "sum of samples": lambda x, z, p: torch.sum(x, 0, keepdim=True),
+    "var of columns": lambda x, z, p: x.var(3),
+    "maxima with indices": lambda x, z, p: x.max(1),
+    "softmax": lambda x, z, p: F.softmax(x, 1),
+    "cumsum in place": lambda x, z, p: (x * 1).cumsum_(1),
+    "amax of space": lambda x, z, p: x.amax((2, 3)),
+    "max pool": lambda x, z, p: F.max_pool2d(x, 3, 2, 1),
+    "average pool": lambda x, z, p: F.avg_pool2d(x, 3, 1, 1),
 }
 
 
@@ -106,6 +115,11 @@ def counted() -> dict[str, list[int]]:
         "a part": reads([lambda x: x[:, 1:], lambda x: x[:, 1:], lambda x: x[:, 2:]]),
         "another shape": reads([lambda x: x.reshape(*x.shape[:2], -1)] * 2),
         "a norm of rows": reads([lambda x: F.layer_norm(x, x.shape[-1:])] * 2),
+        "a partial mean": reads([lambda x: x.mean((2, 3))] * 2),
+        "a softmax": reads([lambda x: F.softmax(x, 1)] * 2),
+        "several results": reads([lambda x: x.max(1)] * 2),
+        "an extreme": reads([lambda x: x.amax(2), lambda x: x.amax(3)] * 2),
+        "a pool": reads([lambda x: F.max_pool2d(x, 3, 2, 1)] * 2),
     }
 
 
@@ -123,6 +137,11 @@ def test_what_moves_nothing_is_read_once() -> None:
         "a part": [1, 0, 1],
         "another shape": [1, 0],
         "a norm of rows": [1, 0],
+        "a partial mean": [1, 0],
+        "a softmax": [1, 0],
+        "several results": [1, 0],
+        "an extreme": [1, 1, 0, 0],
+        "a pool": [1, 0],
     }
     assert on_ranks(WORLD, counted) == [expected] * WORLD
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import hetconv
 from hetconv.comm.rank_group import rank_group_of
-from hetconv.operators.reductions import AlongDim, Reduction
+from hetconv.operators.reductions import AlongDim, Extreme, Reduction
 from hetconv.operators.shapes import Reshape, Stack
 from hetconv.operators.views import SplitView, View
 from hetconv.runtime.het_tensor import HetTensor
@@ -248,7 +248,7 @@ def test_on_parts_as_on_one_device(name: str) -> None:
     assert_same(on_ranks(WORLD, everywhere, name, torch.float64))
 
 
-GATHERED_OVER_ROWS = {
+WHOLE_OVER_ROWS = {
     "amax of space",
     "amin of all",
     "argmax of all",
@@ -275,7 +275,7 @@ def found() -> set[tuple[str, str]]:
 
 
 def test_everything_else_runs_on_parts() -> None:
-    expected = {(name, "rows") for name in GATHERED_OVER_ROWS}
+    expected = {(name, "rows") for name in WHOLE_OVER_ROWS}
     assert all(names == expected for names in on_ranks(WORLD, found))
 
 
@@ -297,7 +297,7 @@ STAYS: dict[str, tuple[Operator, Layout]] = {
         Layout.partial((4, 8), WORLD, (1, 2, 3)),
     ),
     "amax": (
-        Reduction((4, 6, 5), (1,), False, False),
+        Extreme((4, 6, 5), (1,), False, False, True),
         Layout.sharded((4, 6, 5), 1, (1, 2, 3)),
     ),
     "softmax": (AlongDim(SHAPE, (1,)), PLACEMENTS["rows"]),

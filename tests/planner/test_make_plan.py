@@ -15,6 +15,7 @@ import hetconv
 from hetconv.cost.estimator import estimate
 from hetconv.planner.candidates import Candidates, group_sizes
 from hetconv.planner.make_plan import contenders
+from hetconv.planner.partition import whole_model
 from hetconv.schemas.cluster_profile import ClusterProfile, TunedRatio
 from hetconv.schemas.tuning_results import TunedPlan
 from hetconv.sharding.layer_rules import Linear
@@ -37,6 +38,16 @@ def test_kinds_are_the_only_ones_used(make: type[nn.Module], kind: SplitKind) ->
             isinstance(graph.layers[n], Linear) == (s.kind == "replicate")
             for n, s in plan.splits.items()
         )
+
+
+def test_layers_of_one_row_are_cut_by_rows_for_a_device_alone_only() -> None:
+    graph = hetconv.capture(MobileBlock(), torch.randn(2, 4, 32, 32))
+    together = whole_model(graph, "height", (3, 1), ("height",))
+    kinds = {name: split.kind for name, split in together.items()}
+    of_one_row = {"squeeze": "replicate", "excite": "replicate"}
+    assert kinds == dict.fromkeys(graph.layers, "height") | of_one_row
+    alone = whole_model(graph, "height", (1, 0), ("height",))
+    assert {split.kind for split in alone.values()} == {"height"}
 
 
 def big_stack() -> tuple[nn.Module, torch.Tensor]:

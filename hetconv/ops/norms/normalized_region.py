@@ -21,7 +21,7 @@ from hetconv.comm.redistribute import assemble, redistribute_local, run_rounds
 from hetconv.kernels import norms
 from hetconv.ops.conv_geometry import Region
 from hetconv.ops.halo_exchange import narrow
-from hetconv.ops.halo_region import clear_zeros, empty_buffer, gradient_of_own
+from hetconv.ops.halo_region import empty_buffer, fill_padding, gradient_of_own
 from hetconv.runtime.inputs import differentiable_gradients
 from hetconv.sharding.layout import Box
 from hetconv.torch_internals import materialized
@@ -198,7 +198,7 @@ def _filled(
     for place, piece in pieces:
         narrow(y, dim, place).copy_(piece)
     norms.normalize_to(y, y, *numbers)
-    clear_zeros(y, region)
+    fill_padding(y, region)
     return y
 
 
@@ -214,4 +214,4 @@ def _differentiable(
     rows = redistribute_local(
         statistics.group, y, statistics.sharding.output, region.read
     )
-    return F.pad(rows, (*(0, 0) * (x.dim() - 1 - region.dim), *region.zeros))
+    return F.pad(rows, (*(0, 0) * (x.dim() - 1 - region.dim), *region.padding))

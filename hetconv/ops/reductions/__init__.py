@@ -1,0 +1,1 @@
+"""Reductions that combine results of shards."""

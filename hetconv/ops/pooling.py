@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv.comm.rank_group import RankGroup
+from hetconv.kernels import is_channels_last
 from hetconv.operators.pooling import AdaptivePool, GlobalAveragePool, Pool
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import Args, Kwargs, empty_output
@@ -189,13 +190,17 @@ class SlabPool:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Pools the slab; if there are ``rows``, the shard, for which halos are fetched."""
-        op, count, fill = self.op, len(self.sizes), self._fill
-        if self.rows is not None:
-            # torch's kernels on a CPU are many times faster for channels-last images.
-            last = torch.channels_last if count == 2 else None
-            x = halo_region(x, self.rows, self.group, fill, last)
+        if self.rows is None:
+            return self._pooled(x)
+        # torch's kernels on a CPU are many times faster for channels-last images.
+        last = torch.channels_last if x.dim() == 4 else None
+        y = self._pooled(halo_region(x, self.rows, self.group, self._fill, last))
+        return y if x.is_cuda or is_channels_last(x) else y.contiguous()
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        op, count = self.op, len(self.sizes)
         if any(self._pads):
-            x = F.pad(x, self._pads, value=fill)
+            x = F.pad(x, self._pads, value=self._fill)
         kernel, stride = [w.kernel for w in op.windows], [w.stride for w in op.windows]
         if op.kind == "max":
             dilation = [w.dilation for w in op.windows]

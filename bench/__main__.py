@@ -19,6 +19,7 @@ COMMANDS = {
     "operators": "Time each operator on parts of an image, against the same on half of it.",
     "kernels": "Time Triton's convolution kernels against cuDNN's, after a check of their results.",
     "concat": "Concatenate channels and apply the epilogue in one pass, against torch's passes.",
+    "norms": "Time norms of one part by Triton's passes against torch's fused norms.",
     "overlap": "Time messages that overlap with computation against messages that are waited for.",
     "overhead": "Time what Python costs per operator of a split model, on one rank.",
     "planner": "Plan known architectures on modelled devices: seconds to plan, predicted gain.",
@@ -28,11 +29,13 @@ COMMANDS = {
     "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",
     "compile": "Compile every tile for every GPU: registers, spills, instructions. No GPU needed.",
 }
+MODULES = {"norms": "bench.norms.suite", "readme": "bench.shared.readme"}
+"""Modules of commands that do not have the command's name."""
 
 
 def module_of(command: str) -> str:
     """The name of a command's module."""
-    return "bench.shared.readme" if command == "readme" else f"bench.{command}"
+    return MODULES.get(command, f"bench.{command}")
 
 
 def main(arguments: Sequence[str]) -> None:

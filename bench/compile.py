@@ -3,7 +3,7 @@
 Each tile is compiled for each pass, dtype and chip on one convolution; special forms
 (stride 2, 1x1, slices of the filters, splits and their sum, 64-bit addresses, an
 image's 3 channels) with the largest tile of those that pad least, and an image in parts
-with its default one.
+with its default one. The passes of norms, which have no tiles, are compiled as well.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, get_args
 import torch
 import triton
 
+from bench.norms.launches import NormItem, norm_items, norm_launch
 from hetconv.errors import KernelError
 from hetconv.kernels import tiles
 from hetconv.kernels.epilogue import EpilogueSpec
@@ -43,6 +44,8 @@ from hetconv.kernels.triton import (
     wgrad,
 )
 from hetconv.kernels.triton.compile_report import Report, report
+from hetconv.kernels.triton.norms import elementwise, statistics
+from hetconv.kernels.triton.norms import tiles as norm_tiles
 from hetconv.sharding.conv_spec import ITEMSIZE, ConvSpec
 
 DTYPES = {
@@ -184,7 +187,7 @@ def run(args: Namespace) -> None:
         raise KernelError(
             f"--archs {args.archs} is not known; give some of {','.join(map(str, CHIPS))}"
         )
-    found = sorted(items(tuple(map(int, archs)), args.quick))
+    found = all_items(tuple(map(int, archs)), args.quick)
     before = digest(found)
     reports = compiled(found, args.workers)
     if digest(found) != before:
@@ -219,8 +222,15 @@ def run(args: Namespace) -> None:
     print(json.dumps(results))
 
 
+def all_items(
+    archs: Sequence[int] = tuple(CHIPS), quick: bool = False
+) -> list[Item | NormItem]:
+    """What is compiled, in the order of the tables: convolutions, then norms."""
+    return [*sorted(items(archs, quick)), *sorted(norm_items(archs, quick))]
+
+
 def items(archs: Sequence[int] = tuple(CHIPS), quick: bool = False) -> Iterator[Item]:
-    """Yields what is compiled: every tile that can be a default, every form of a kernel.
+    """Yields convolutions to compile: every tile that can be a default, every form.
 
     Args:
         archs: Compute capabilities, as 90 for 9.0.
@@ -259,8 +269,10 @@ def _best_tile(shape: GemmShape, arch: int) -> Tile:
     return min(found, key=shape.padded_results)
 
 
-def launch_of(item: Item) -> Launch:
+def launch_of(item: Item | NormItem) -> Launch:
     """Returns the launch of an item."""
+    if isinstance(item, NormItem):
+        return norm_launch(item)
     tile = Tile.parse(item.tile)
     gemm = product_of(CASES[item.case], item.what, item.dtype)
     if isinstance(gemm, wgrad.WeightGradient):
@@ -304,8 +316,10 @@ def product_of(case: Case, what: Pass, dtype: str) -> Product:
     return fprop.forward(spec, x, w, y, precision, epilogue)
 
 
-def compiled(found: Sequence[Item], workers: int) -> dict[Item, Report]:
-    reports: dict[Item, Report] = {}
+def compiled(
+    found: Sequence[Item | NormItem], workers: int
+) -> dict[Item | NormItem, Report]:
+    reports: dict[Item | NormItem, Report] = {}
     failed = []
     with (
         _compiling(),
@@ -338,18 +352,19 @@ def _compiling() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
-def compile_one(item: Item) -> Report:
+def compile_one(item: Item | NormItem) -> Report:
     return report(launch_of(item), DTYPES[item.dtype][0], item.arch)
 
 
-def digest(found: Sequence[Item]) -> str:
+def digest(found: Sequence[Item | NormItem]) -> str:
     """Hash of all that the compiler is given: the kernels' code and every launch.
 
     It tells whether a table was made from other kernels. Comments, docstrings and line
     breaks do not change it.
     """
     launches = [launch_of(item) for item in found]
-    helpers = [f for f in vars(device_functions).values() if hasattr(f, "fn")]
+    modules = (device_functions, norm_tiles, statistics, elementwise)
+    helpers = [f for m in modules for f in vars(m).values() if hasattr(f, "fn")]
     functions = {launch.kernel.fn for launch in launches} | {f.fn for f in helpers}
     sources = sorted(_code(function) for function in functions)
     arguments = [

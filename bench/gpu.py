@@ -143,7 +143,10 @@ def kernel_stages() -> list[Stage]:
         "tests/kernels/test_conv2d_op.py",
     )
     others = (
-        *(f"{of_triton}{name}.py" for name in ("concat", "pack", "conv2d_parts")),
+        *(
+            f"{of_triton}{name}.py"
+            for name in ("concat", "norms", "pack", "conv2d_parts")
+        ),
         "tests/kernels/test_concat_calls.py",
         "tests/kernels/test_packing.py",
     )
@@ -151,7 +154,11 @@ def kernel_stages() -> list[Stage]:
     return [
         pytest_stage("convolutions", 170, "--maxfail=10", *convolutions, needs=needs),
         pytest_stage(
-            "concatenation and packing", 80, "--maxfail=10", *others, needs=needs
+            "concatenation, norms and packing",
+            110,
+            "--maxfail=10",
+            *others,
+            needs=needs,
         ),
     ]
 
@@ -209,6 +216,7 @@ def bench_stages(folder: Path) -> list[Stage]:
     needs = "pydantic", "optuna", "rich"
     return [
         Stage("concatenation against torch", bench("concat", *budget), 40),
+        Stage("norms against torch", bench("norms", *budget), 40),
         Stage("messages beside work", bench("overlap", *ranks), 40, needs=needs),
         Stage("kernels against cuDNN", bench("kernels", *budget), float("inf")),
     ]

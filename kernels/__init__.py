@@ -1,10 +1,11 @@
-"""Local convolutions, concatenation and packing on plain tensors, without ranks or plans.
+"""Local convolutions, norms, concatenation and packing, without ranks or plans.
 
 `conv2d` is differentiable; `conv2d_forward` and `conv2d_backward` are its two passes.
 `backend_choice` decides between ATen and Triton, whose kernels are in `triton`.
 `conv_forward` and `conv_backward` take any number of spatial dimensions.
 `concat_channels` joins parts, `conv2d_parts` convolves them; `pack` and `unpack` move
-boxes of images to messages and back. Letters are those of `hetconv.sharding.conv_spec`.
+boxes of images to messages and back. `norms` has the passes that norms on shards
+consist of. Letters are those of `hetconv.sharding.conv_spec`.
 """
 
 if __name__ == "kernels":

@@ -17,7 +17,10 @@ from hetconv.errors import KernelError
 from hetconv.kernels.launch import Launch
 
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-FLOAT32_TENSORS = ("partial", "scale", "shift")  # whatever the dtype
+FLOAT32_TENSORS = frozenset(
+    "partial scale shift mean var invstd moments sums factor_x factor_g summand".split()
+)
+"""Tensors of this data type whatever that of the images."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hetconv.kernels import aten
+from hetconv import kernels
+from hetconv.kernels import aten, norms
+from hetconv.kernels.launch import LaunchSequence
+from hetconv.kernels.norms import passes
 from hetconv.ops.norms import group_norm
 from hetconv.ops.norms.statistics import exact_of
 from hetconv.sharding.conv_spec import ConvGeometry
@@ -25,7 +28,7 @@ from tests import ROOT
 SHAPE = (4, 6, 8, 7)
 GEOMETRY = ConvGeometry((2, 2), ((1, 1), (1, 1)), (1, 1), 2)
 BRANCHES = {
-    "kernels/norms/aten.py": "all passes of norms",
+    "kernels/norms/aten.py": "all passes of norms, where Triton computes none",
     "hetconv/ops/norms/calls.py": "_cast",
     "hetconv/ops/norms/normalized_region.py": "_filled: where slices are not dense",
     "hetconv/ops/as_called.py": "_seeded",
@@ -116,6 +119,8 @@ WITHOUT_FAKES = {
 )
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_cuda_gives_what_a_cpu_gives(call: Call, dtype: torch.dtype) -> None:
+    """By ATen on both."""
+    kernels.set_backend("aten")
     found = {}
     with FakeTensorMode(allow_non_fake_inputs=False):
         for device in ("cpu", "cuda"):
@@ -123,6 +128,44 @@ def test_cuda_gives_what_a_cpu_gives(call: Call, dtype: torch.dtype) -> None:
             assert all(y is None or y.device.type == device for y in results)
             found[device] = [None if y is None else (y.shape, y.dtype) for y in results]
     assert found["cuda"] == found["cpu"]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch was built without CUDA")
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+def test_passes_of_norms_are_launched_on_cuda(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors on the device alone; here the launches themselves do nothing."""
+    launched = []
+
+    def run(self: LaunchSequence, **tensors: Tensor) -> None:
+        assert all(t.is_cuda for t in tensors.values())
+        launched.append(self)
+
+    monkeypatch.setattr(LaunchSequence, "run", run)
+    monkeypatch.setattr(passes, "unavailable_reason", lambda device: None)
+    N, C = SHAPE[:2]
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        x, c = images("cuda", dtype), of_channels("cuda", dtype)
+        per_sample = c.expand(N, C)
+        results = [
+            norms.normalized(x, per_sample, per_sample, c, c, 1e-5),
+            norms.combination(x, x, per_sample, per_sample, per_sample),
+        ]
+        numbers = [
+            norms.moments(x, torch.float32, C),
+            norms.sums(x, x, per_sample, per_sample),
+            norms.moments_of_channels(x, torch.float32)[:, None].expand(2, N, C),
+            norms.sums_of_channels(x, x, c, c)[:, None].expand(2, N, C),
+        ]
+    assert len(launched) == len(results) + len(numbers)
+    for y in results:
+        assert (y.shape, y.dtype, y.is_cuda) == (SHAPE, dtype, True)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+    for t in numbers:
+        assert (t.shape, t.dtype, t.is_cuda) == ((2, N, C), torch.float32, True)
 
 
 @pytest.mark.parametrize("name", WITHOUT_FAKES)

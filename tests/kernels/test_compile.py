@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import bench.__main__
 from bench import compile as bench_compile
 from bench.compile import DTYPES, Item
+from bench.norms.launches import norm_items
 from hetconv.kernels import tiles
 from hetconv.kernels.launch import CHIPS
 from hetconv.kernels.triton.compile_report import left_in_registers
@@ -31,8 +32,9 @@ VERSIONS = [
     p.stem.removeprefix("triton-")
     for p in sorted((ROOT / "bench/results/compile").glob("*.json"))
 ]
-ITEMS = sorted(bench_compile.items())
-COMPILED = set(ITEMS)
+ITEMS = bench_compile.all_items()
+CONVOLUTIONS = [item for item in ITEMS if isinstance(item, Item)]
+COMPILED = set(CONVOLUTIONS)
 
 
 def table(version: str) -> Any:
@@ -42,8 +44,9 @@ def table(version: str) -> Any:
 
 
 def entries(version: str) -> Iterator[tuple[Item, dict[str, int]]]:
+    """Those of convolutions."""
     found = table(version)
-    for item in ITEMS:
+    for item in CONVOLUTIONS:
         yield (
             item,
             dict(zip(found["columns"], found["entries"][str(item)], strict=True)),
@@ -98,6 +101,21 @@ def test_no_launch_spills(version: str) -> None:
         assert e["spills"] <= (
             16 if version == "3.6.0" and item.tile.startswith("pointer") else 0
         ), str(item)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_pass_of_a_norm_spills_and_its_results_are_stored_16_bytes_at_a_time(
+    version: str,
+) -> None:
+    """Where numbers lie side by side, from an aligned address on."""
+    found = table(version)
+    for item in norm_items(tuple(CHIPS)):
+        entry = dict(zip(found["columns"], found["entries"][str(item)], strict=True))
+        assert entry["spills"] == 0, str(item)
+        is_image = item.what in ("normalization", "combination")
+        if is_image and item.case != "columns of contiguous":
+            assert entry["stores_128"] > 0, str(item)
+            assert entry["stores_narrow"] == 0, str(item)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -159,8 +177,8 @@ def test_slices_of_16_filters_store_16_bytes_at_a_time(version: str) -> None:
 
 LIVE = """
 import json, sys
-from bench.compile import astuple, compile_one, items
-chosen = {str(i): i for i in items(quick=True)}
+from bench.compile import all_items, astuple, compile_one
+chosen = {str(i): i for i in all_items(quick=True)}
 found = {name: compile_one(chosen[name]) for name in json.loads(sys.argv[1])}
 print(json.dumps({name: list(astuple(report)) for name, report in found.items()}))
 """
@@ -172,11 +190,15 @@ print(json.dumps({name: list(astuple(report)) for name, report in found.items()}
 )
 def test_the_compiler_here_makes_the_same_of_a_sample(tmp_path: Path) -> None:
     found = table(triton.__version__)["entries"]
-    quick = sorted(bench_compile.items(quick=True))
     sample = [
         str(i)
-        for i in quick
+        for i in sorted(bench_compile.items(quick=True))
         if i.case == "3x3 of 48 filters" and (i.arch == 90 or i.what == "forward")
+    ]
+    sample += [
+        str(i)
+        for i in norm_items((90,), quick=True)
+        if i.case == "contiguous" and i.what in ("moments", "combination")
     ]
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from hetconv.kernels.conv_nd import CHANNELS_LAST
+from hetconv.kernels.epilogue import activate
 from hetconv.kernels.norms import (
     combination,
     moments,
     moments_of_channels,
+    normalize_to,
     normalized,
     sums,
 )
@@ -108,6 +110,18 @@ def test_normalized(shape: tuple[int, ...], memory: str, dtype: torch.dtype) -> 
     one = x[:1]
     y = normalized(one, mean[:1], var[:1], weight, None, 0.1)
     assert close(y, unscaled[:1] * over(weight[None], x), ERRORS[dtype])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])  # in place, and not
+def test_an_activation(activation: str) -> None:
+    x = made((2, 5, 4, 3), "contiguous", torch.float32, 0)
+    mean, var = numbers(x, 2)
+    given = (x, mean, var.square(), None, None, 0.1)
+    expected = activate(normalized(*given), activation, 0.0)
+    assert close(normalized(*given, (activation, 0.0)), expected, 1e-6)
+    wide = torch.empty(2, 5, 6, 3)
+    normalize_to(wide[:, :, 1:5], *given, (activation, 0.0))
+    assert close(wide[:, :, 1:5], expected, 1e-6)
 
 
 @every_case

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hetconv
 from hetconv.comm.exchange import PendingExchange
+from hetconv.kernels.launch import Launch
+from hetconv.kernels.norms import passes
 from hetconv.ops.norms.normalized_region import NormalizedRegion
 from hetconv.sharding.split import SplitKind
 from tests.equivalence import (
@@ -329,6 +331,44 @@ def test_in_half_precision(dtype: torch.dtype) -> None:
     limit = {torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
     for differences in on_ranks(2, in_half, dtype):
         assert max(differences.values()) < limit, differences
+
+
+def norms_by_triton(name: str) -> tuple[Differences, list[str]]:
+    """A step and an inference, and the activations that are computed with a norm."""
+
+    def make() -> nn.Module:
+        chain = Chain()
+        chain.function = FUNCTIONS[name]  # type: ignore[method-assign]
+        return chain
+
+    splits = splits_of(make(), ("height",), (2, 1))
+    serial, cut = pair(make, splits, 2, dtype=torch.float32)
+    x = torch.randn(SHAPE, dtype=torch.float32)
+    fused: list[str] = []
+    run = Launch.run
+
+    def recorded(launch: Launch, tensors: Any) -> None:
+        if launch.kernel.fn.__name__ == "normalize":
+            fused.append(launch.constants["ACTIVATION"])
+        run(launch, tensors)
+
+    with patch.object(passes, "prefers_triton", lambda x: True):
+        found = one_step(serial, cut, x, by=scaled)
+        with torch.no_grad(), patch.object(Launch, "run", recorded):
+            found["inference"] = scaled(cut(x), serial(x))
+    return found, fused
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [("leaky relu", "leaky_relu"), ("two", "relu"), ("elu", "")]
+)
+def test_triton_computes_an_activation_with_the_norm(
+    name: str, activation: str
+) -> None:
+    """In inference; in training, norms and their gradients alone."""
+    for differences, fused in on_ranks(2, norms_by_triton, name):
+        assert max(differences.values()) < 1e-4, differences
+        assert set(fused) == {activation}
 
 
 def rounds_of_a_step(training: bool) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor
 from hetconv.comm.rank_group import RankGroup
 from hetconv.kernels import norms
 from hetconv.operators.base import function_name, writes_in_place
-from hetconv.operators.elementwise import ZERO_AT_ZERO
+from hetconv.operators.elementwise import ZERO_AT_ZERO, activation_of
 from hetconv.ops import views
 from hetconv.ops.conv_geometry import Region
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC, synced_grad
@@ -31,17 +32,27 @@ from .group_norm import GroupStatistics, SplitGroupNorm, known_statistics
 from .normalized_region import NormalizedRegion, NormCall, normalized_rows
 
 
+class Elementwise(NamedTuple):
+    """Elementwise function of a deferred norm.
+
+    Attributes:
+        function: The function, which is called on a new tensor.
+        activation: The same for a kernel that computes it, or None if none does.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    activation: norms.Activation | None
+
+
 class DeferredNorm:
     """A norm, and elementwise functions of it, that are computed when they are used.
 
     Attributes:
         call: The norm.
-        functions: The functions, which are called on new tensors, in order.
+        functions: The functions, in order.
     """
 
-    def __init__(
-        self, call: NormCall, functions: tuple[Callable[[Tensor], Tensor], ...] = ()
-    ):
+    def __init__(self, call: NormCall, functions: tuple[Elementwise, ...] = ()):
         self.call, self.functions = call, functions
 
     @property
@@ -72,7 +83,8 @@ class DeferredNorm:
                 y = SplitGroupNorm.apply(c.x, c.weight, c.bias, c.statistics, c.known)
             else:
                 eps = c.statistics.eps
-                y = norms.normalized(c.x, *c.known, c.weight, c.bias, eps)
+                numbers = (*c.known, c.weight, c.bias, eps)
+                y = norms.normalized(c.x, *numbers, self.fused)
             return self._applied(y)
 
     def gathered(self) -> None:
@@ -92,12 +104,25 @@ class DeferredNorm:
             y = NormalizedRegion.apply(c.x, c.weight, c.bias, c, region)
         else:
             x = norms.as_images(c.x)
-            y, _ = normalized_rows(x, c.weight, c.bias, c, region)
+            y, _ = normalized_rows(x, c.weight, c.bias, c, region, self.fused)
         return self._applied(y)
 
+    @property
+    def fused(self) -> norms.Activation | None:
+        """The activation that is computed as the norm is: the first function, on Triton.
+
+        In training it is a node of autograd of its own.
+        """
+        c = self.call
+        if c.graded or not self.functions or not norms.runs_on_triton(c.x):
+            return None
+        return self.functions[0].activation
+
     def _applied(self, y: Tensor) -> Tensor:
-        for function in self.functions:
-            y = function(y)
+        """Returns what the functions that are not `fused` make of y."""
+        rest = self.functions if self.fused is None else self.functions[1:]
+        for each in rest:
+            y = each.function(y)
         return y
 
 
@@ -157,7 +182,9 @@ def followed(func: Func, args: Args, kwargs: Kwargs) -> HetTensor | None:
     in_place = writes_in_place(func, kwargs)
     if in_place and not views.may_write(x, x.placement):
         return None
-    y = x.superseded_by(DeferredNorm(later.call, (*later.functions, function)))
+    activation = activation_of(function_name(func), args, kwargs)
+    functions = (*later.functions, Elementwise(function, activation))
+    y = x.superseded_by(DeferredNorm(later.call, functions))
     if not in_place:
         return y
     x.become(y)

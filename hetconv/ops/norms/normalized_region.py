@@ -35,7 +35,9 @@ from .group_norm import (
 )
 from .statistics import of_peers
 
-Numbers = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]
+Numbers = tuple[
+    Tensor, Tensor, Tensor | None, Tensor | None, float, norms.Activation | None
+]
 
 
 class NormCall:
@@ -123,11 +125,21 @@ def normalized_rows(
     bias: Tensor | None,
     call: NormCall,
     region: Region,
+    activation: norms.Activation | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Returns the buffer of a region, and the halos before they were normalized."""
+    """Returns the buffer of a region, and the halos before they were normalized.
+
+    Args:
+        x: This rank's shard, in one of both memory formats.
+        weight: (c,), or None.
+        bias: (c,), or None.
+        call: The norm.
+        region: What the buffer has.
+        activation: What is applied to the normalized rows, or None.
+    """
     halos = _exchanged(x, call, region)
     assert call.known is not None
-    numbers = (*call.known, weight, bias, call.statistics.eps)
+    numbers = (*call.known, weight, bias, call.statistics.eps, activation)
     return _filled(x, halos, numbers, region), halos
 
 
@@ -183,7 +195,7 @@ def _filled(
     Args:
         x: This rank's shard.
         halos: Rows of other ranks, by holder.
-        numbers: Mean, variance, weight, bias and epsilon.
+        numbers: Mean, variance, weight, bias, epsilon and activation.
         region: What the buffer is to have.
     """
     dim, (of_own, own) = region.dim, region.own

@@ -4,10 +4,9 @@ dimensions; few launches, and the same bits every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,123 +14,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hetconv import kernels
 from hetconv.kernels import norms
-from hetconv.kernels.conv_nd import CHANNELS_LAST
-from hetconv.kernels.epilogue import ACTIVATIONS, IDENTITY, Epilogue, activate
-from hetconv.kernels.launch import Launch
+from hetconv.kernels.epilogue import ACTIVATIONS, IDENTITY, activate
 from hetconv.kernels.norms import triton_passes
 from hetconv.kernels.norms.layouts import ImageLayout, as_rows_and_columns
 from hetconv.kernels.triton.norms import statistics, tiles
 from hetconv.kernels.triton.norms.statistics import moments_launches, sums_launches
 from tests.interpreter import BOUNDS, DEVICE, ON_GPU, assert_close
+from tests.kernels.triton.norm_cases import (
+    EPS,
+    EXACT,
+    MEMORIES,
+    SLOPE,
+    Case,
+    cases,
+    epilogue_of,
+    finished,
+    image,
+    in_float64,
+    numbers,
+    on_image,
+)
 
 pytestmark = pytest.mark.usefixtures("new_memory_is_nan")
 EXAMPLES = 5 if ON_GPU else 20
-EPS = 0.1
-SLOPE = 0.2
-EXACT = 1e-5  # of results in float32, whatever the data type of the image
-MEMORIES = ("contiguous", "channels last", "rows", "rows of channels last", "columns")
-
-
-class Case(NamedTuple):
-    """An image: its shape (N, C, ...), its groups of channels, and how it lies."""
-
-    shape: tuple[int, ...]
-    groups: int
-    memory: str
-    dtype: str
-
-    def image(self, seed: int, centre: float = 0.0) -> Tensor:
-        return image(self.shape, self.memory, self.dtype, seed, centre)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    group = draw(st.sampled_from([1, 2, 5]))
-    groups = draw(st.sampled_from([1, 3, 4]))
-    side = st.integers(1, 7)
-    spatial = draw(st.lists(side, min_size=0, max_size=3))
-    shape = (draw(st.integers(1, 3)), group * groups, *spatial)
-    memories = MEMORIES if len(spatial) else MEMORIES[:1]
-    if len(shape) not in CHANNELS_LAST:
-        memories = tuple(m for m in memories if "channels" not in m)
-    memory = draw(st.sampled_from(memories))
-    dtype = draw(st.sampled_from(["float32", "float16", "bfloat16"]))
-    return Case(shape, groups, memory, dtype)
-
-
-def image(
-    shape: tuple[int, ...], memory: str, dtype: str, seed: int, centre: float = 0.0
-) -> Tensor:
-    """Random numbers, as a slice of a larger image where ``memory`` is of rows or columns."""
-    random = torch.Generator().manual_seed(seed)
-    whole = list(shape)
-    cut = 2 if memory.startswith("rows") else len(shape) - 1
-    if memory.startswith(("rows", "columns")):
-        whole[cut] += 3
-    t = (torch.randn(whole, generator=random) + centre).to(getattr(torch, dtype))
-    if "channels last" in memory:
-        t = t.contiguous(memory_format=CHANNELS_LAST[t.dim()])
-    return t.to(DEVICE).narrow(cut, 1 if whole[cut] > shape[cut] else 0, shape[cut])
-
-
-def numbers(shape: tuple[int, ...], count: int) -> list[Tensor]:
-    """Random float32 numbers near 1."""
-    random = torch.Generator().manual_seed(7)
-    return [
-        (torch.rand(shape, generator=random) + 0.5).to(DEVICE) for _ in range(count)
-    ]
-
-
-def on_image(t: Tensor, x: Tensor) -> Tensor:
-    """Numbers (C,) or (N, C) in float64 on the CPU, broadcast over the shape of x."""
-    t = t.double().cpu()
-    t = t if t.dim() == 2 else t[None]
-    return t.view(*t.shape, *(1,) * (x.dim() - 2))
-
-
-def finished(z: Tensor, epilogue: Epilogue) -> Tensor:
-    """The definition of an epilogue, in float64 on the CPU."""
-    if epilogue.scale is not None:
-        z = z * on_image(epilogue.scale, z)
-    if epilogue.shift is not None:
-        z = z + on_image(epilogue.shift, z)
-    if epilogue.residual is not None:
-        z = z + epilogue.residual
-    return activate(z, epilogue.activation, epilogue.slope)
-
-
-def epilogue_of(case: Case, name: str, with_residual: bool) -> Epilogue:
-    scale, shift = numbers(case.shape[1:2], 2)
-    residual = case.image(5) if with_residual else None
-    return Epilogue(scale, shift, residual, name, SLOPE)
-
-
-def in_float64(epilogue: Epilogue) -> Epilogue:
-    if epilogue.residual is None:
-        return epilogue
-    return epilogue._replace(residual=epilogue.residual.double().cpu())
-
-
-@pytest.fixture
-def by_triton() -> None:
-    """Triton computes what it can; `conftest` resets it."""
-    kernels.set_backend("triton")
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that were launched."""
-    found: list[str] = []
-    run = Launch.run
-
-    def recorded(self: Launch, tensors: Any) -> None:
-        found.append(self.kernel.fn.__name__)
-        run(self, tensors)
-
-    monkeypatch.setattr(Launch, "run", recorded)
-    return found
 
 
 @given(case=cases())
@@ -350,89 +256,3 @@ def test_a_result_fills_its_slab_and_nothing_else(
         assert launched == ["normalize"]
         assert slab.equal(expected)
         assert whole.isnan().sum() == whole.numel() - x.numel()
-
-
-@pytest.mark.usefixtures("by_triton")
-def test_images_that_are_cut_along_several_dimensions() -> None:
-    """They are copied, and a result is."""
-    whole = image((2, 3, 4, 5, 6), "contiguous", "float32", 0, 1.0)
-    x = whole[:, :, 1:3, 1:4, :5]
-    mean, invstd, *factors = numbers((2, 3), 5)
-    expected = norms.normalized(x.contiguous(), mean, invstd, None, None, EPS)
-    norms.normalize_to(
-        y := torch.empty_like(whole)[:, :, 1:3, 1:4, :5],
-        x,
-        mean,
-        invstd,
-        None,
-        None,
-        EPS,
-    )
-    assert y.equal(expected)
-    dense = x.contiguous()
-    assert norms.moments(x, torch.float32, 3).equal(
-        norms.moments(dense, torch.float32, 3)
-    )
-    assert norms.sums(x, x, mean, invstd).equal(norms.sums(dense, dense, mean, invstd))
-    assert norms.combination(x, x, *factors).equal(
-        norms.combination(dense, dense, *factors)
-    )
-
-
-@pytest.mark.usefixtures("by_triton")
-def test_numbers_may_be_expanded_and_an_image_overwritten() -> None:
-    x = image((2, 4, 3, 2), "contiguous", "float32", 0)
-    one = torch.full((1, 1), 2.0, device=DEVICE)
-    expected = norms.normalized(x, one.repeat(2, 4), one.repeat(2, 4), None, None, EPS)
-    norms.normalize_to(x, x, one.expand(2, 4), one.expand(2, 4), None, None, EPS)
-    assert x.equal(expected)
-
-
-@pytest.mark.usefixtures("by_triton")
-def test_a_channel_of_one_value_has_no_variance() -> None:
-    var, mean = norms.moments(
-        torch.full((2, 3, 4, 5), 7.0, device=DEVICE), torch.float32, 3
-    )
-    assert (var == 0).all()
-    assert (mean == 7).all()
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 2)])
-@pytest.mark.usefixtures("by_triton")
-def test_nothing_gives_nothing(shape: tuple[int, ...], launched: list[str]) -> None:
-    x = torch.empty(shape, device=DEVICE)
-    a, b, c = numbers(shape[:2], 3)
-    assert norms.normalized(x, a, b, None, None, EPS).shape == shape
-    assert norms.combination(x, x, a, b, c).shape == shape
-    assert norms.sums(x, x, a, b).equal(torch.zeros((2, *shape[:2]), device=DEVICE))
-    assert not launched
-
-
-@pytest.mark.usefixtures("by_triton")
-def test_aten_computes_in_float64(launched: list[str]) -> None:
-    x = image((2, 4, 3, 2), "contiguous", "float32", 0).double()
-    assert norms.moments(x, torch.float64, 2).dtype == torch.float64
-    assert not launched
-
-
-@pytest.mark.skipif(ON_GPU, reason="on which Triton is chosen")
-def test_aten_computes_on_a_cpu_unless_triton_is_asked_for(launched: list[str]) -> None:
-    norms.moments(image((2, 4, 3, 2), "contiguous", "float32", 0), torch.float32, 2)
-    assert not launched
-
-
-@pytest.mark.parametrize(("N", "stride"), [(2, 2**31 + 16), (3, 2**30)])
-@pytest.mark.usefixtures("by_triton")
-def test_images_beyond_32_bits(
-    N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
-) -> None:
-    t = image((N, 4, 3, 2), "channels last", "float16", 0)
-    x = sparse(t, stride)
-    a, b, c = numbers((N, 4), 3)
-    same = norms.moments(x, torch.float32, 2), norms.moments(t, torch.float32, 2)
-    assert same[0].equal(same[1])
-    assert norms.sums(x, t, a, b).equal(norms.sums(t, t, a, b))
-    assert norms.combination(t, x, a, b, c).equal(norms.combination(t, t, a, b, c))
-    y = sparse(t, stride).fill_(torch.nan)
-    norms.normalize_to(y, x, a, b, None, None, EPS)
-    assert y.equal(norms.normalized(t, a, b, None, None, EPS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +14,10 @@ from hetconv.comm.exchange import PendingExchange
 from hetconv.kernels.launch import Launch
 from hetconv.kernels.norms import passes
 from hetconv.ops.norms.normalized_region import NormalizedRegion
+from hetconv.runtime.het_tensor import HetTensor
 from tests.equivalence import (
     Differences,
+    apart,
     one_step,
     pair,
 )
@@ -98,3 +101,31 @@ def test_one_round_serves_norm_and_convolution() -> None:
     ((forward, backward, regions),) = {*on_ranks(2, rounds_of_a_step, True)}
     assert (forward, regions) == (3, 2)
     assert backward == 4  # two layers, parameters, and the image
+
+
+def held_beside_the_buffer() -> tuple[bool, float]:
+    """Returns whether a norm's input outlives the convolution, and an error of the norm."""
+    serial, cut = pair(Chain, splits_of(Chain(), ("height",), (1, 1)), 2)
+    x = torch.randn(SHAPE)
+    inputs: list[weakref.ref[Tensor]] = []
+    found: list[tuple[bool, float]] = []
+
+    def note(_: Any, given: tuple[HetTensor], __: Any) -> None:
+        inputs.append(weakref.ref(given[0].local))
+
+    def compare(_: Any, given: tuple[HetTensor], __: Any) -> None:
+        is_held = inputs[0]() is not None
+        found.append((is_held, apart(given[0].whole(), expected)))
+
+    cut.norm.register_forward_hook(note)
+    cut.second.register_forward_hook(compare)
+    with torch.no_grad():
+        expected = serial.function(serial.norm(serial.first(x)))
+        cut(x)
+    return found[0]
+
+
+def test_the_input_of_a_norm_is_freed_before_the_convolution_computes() -> None:
+    for is_held, error in on_ranks(2, held_beside_the_buffer):
+        assert not is_held
+        assert error < 1e-12

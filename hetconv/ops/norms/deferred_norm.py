@@ -22,6 +22,7 @@ from hetconv.operators.base import function_name, writes_in_place
 from hetconv.operators.elementwise import ZERO_AT_ZERO, activation_of
 from hetconv.ops import views
 from hetconv.ops.conv_geometry import Region
+from hetconv.ops.halo_exchange import narrow
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC, synced_grad
 from hetconv.runtime.het_tensor import HetTensor, gather
 from hetconv.runtime.inputs import Args, Func, Kwargs
@@ -234,5 +235,11 @@ def normalized_region(x: Tensor, region: Region | None) -> Tensor | None:
     if not isinstance(later, DeferredNorm) or not later.may_fill():
         return None
     rows = later.filled(region)
-    x.leave_deferred()
+    of_own, own = region.own
+    size = x.placement.boxes[region.rank].shape[region.dim]
+    if not later.call.graded and of_own == (0, size):
+        # The result is in the buffer, so that the input of the norm is not needed any more.
+        x.local = narrow(rows, region.dim, own)
+    else:
+        x.leave_deferred()
     return rows

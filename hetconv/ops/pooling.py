@@ -58,11 +58,11 @@ def pool(c: ShardedCall) -> HetTensor:
     """
     op = c.call.op
     assert isinstance(op, Pool)
-    rows_of = _pool_of_rows(c)
-    if rows_of is not None:
+    of_shard = _pool_of_shard(c)
+    if of_shard is not None:
         x = c.call.inputs[0]
         assert isinstance(x, HetTensor)
-        return c.wrap(rows_of(x.local))
+        return c.wrap(of_shard(x.local))
 
     def pool_slab(x: Tensor, dim: int, box: Box) -> Tensor:
         if op.kind == "other":
@@ -74,26 +74,30 @@ def pool(c: ShardedCall) -> HetTensor:
 
 
 def pool_again(c: ShardedCall, by_order: bool) -> Again | None:
-    """Returns what pools other shards with halos in the same way."""
-    rows_of, x, output, group = _pool_of_rows(c), c.call.inputs[0], c.output, c.group
-    if rows_of is None or not c.args or c.args[0] is not x:
+    """Returns what pools other shards in the same way."""
+    of_shard, x, output, group = _pool_of_shard(c), c.call.inputs[0], c.output, c.group
+    if of_shard is None or not c.args or c.args[0] is not x:
         return None
 
     def again(args: Args, kwargs: Kwargs) -> HetTensor:
-        return HetTensor.made(rows_of(args[0].local), output, group)
+        return HetTensor.made(of_shard(args[0].local), output, group)
 
     return again
 
 
-def _pool_of_rows(c: ShardedCall) -> SlabPool | None:
-    """Returns what pools a shard whose ranks exchange halos, if they do."""
+def _pool_of_shard(c: ShardedCall) -> SlabPool | None:
+    """Returns what pools a shard, whose ranks may exchange halos; None if more moves."""
     op, x, read = c.call.op, c.call.inputs[0], c.sharding.input_layouts[0]
     assert isinstance(op, Pool)
     if op.kind == "other" or not isinstance(x, HetTensor):
         return None
     dim, src = c.output.inner_dim, x.placement
-    if not isinstance(read, ReadRegion) or dim is None or src.inner_dim != dim:
+    if dim is None or src.inner_dim != dim:
         return None
+    if not isinstance(read, ReadRegion):
+        return None
+    if read.boxes == src.boxes and dim >= 2 and c.box.numel:
+        return _slab_pool(c, dim)
     out, rank = (c.box.lo[dim], c.box.hi[dim]), c.group.rank
     rows = padded_rows(src, read, dim, op.windows[dim - 2], out, rank)
     return _slab_pool(c, dim, rows) if rows is not None else None

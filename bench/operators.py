@@ -125,12 +125,17 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
 # Why an operator takes longer than `allowed_us`.
 HALO_COPIED = "own rows are copied to lie in one buffer with the halo"
 MOMENTS_EXCHANGED = "torch reads an image once; here moments are exchanged in between"
+MANY_CALLS = "Python takes its time for each of several small operators"
 REASONS = {
     "adaptive average pool to 7": "rows are averaged by one call for each range of them",
     "depthwise convolution 7x7": HALO_COPIED,
+    "batch norm": MOMENTS_EXCHANGED,
+    "chunk and multiply": MANY_CALLS,
     "group norm": MOMENTS_EXCHANGED,
     "group norm of one group": MOMENTS_EXCHANGED,
+    "instance norm": MOMENTS_EXCHANGED,
     "max pool 3, stride 2": HALO_COPIED,
+    "squeeze and excite": MANY_CALLS,
     "average pool 3": HALO_COPIED,
     "bilinear, twice": HALO_COPIED,
     "reflection pad": HALO_COPIED,

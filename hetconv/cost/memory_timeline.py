@@ -26,25 +26,6 @@ Indices = npt.NDArray[np.int64]
 TENSORS_PER_TRAINED_PARAMETER = 3
 
 
-def last_readers(graph: Graph) -> tuple[int, ...]:
-    """Finds the last operator that reads the result of each one, or a view of it.
-
-    Returns:
-        Index of that operator, by operator; the number of operators where the model
-        returns the result.
-    """
-    last: dict[int, int] = dict.fromkeys(graph.outputs, len(graph.nodes))
-    for k, node in reversed([*enumerate(graph.nodes)]):
-        for i in node.inputs:
-            last.setdefault(i, k)
-        for i in node.views:
-            last[i] = max((last[i], *(last.get(out, k) for out in node.outputs)))
-    return tuple(
-        max((last.get(i, k) for i in node.outputs), default=k)
-        for k, node in enumerate(graph.nodes)
-    )
-
-
 def lifetimes_of(graph: Graph, mode: Mode) -> Lifetimes:
     """Returns how long results live.
 
@@ -60,7 +41,7 @@ def lifetimes_of(graph: Graph, mode: Mode) -> Lifetimes:
     if graph.lifetimes is not None and not (mode == "train" and no_gradients):
         return graph.lifetimes
     own = tuple(frozenset((k,)) for k in range(count))
-    return Lifetimes(last_readers(graph), own, (0,) * count)
+    return Lifetimes(graph.last_readers, own, (0,) * count)
 
 
 def kept_results(graph: Graph, mode: Mode) -> set[Node]:
@@ -148,27 +129,35 @@ def memory_timeline(
         Bytes of shape (steps, P): of forward passes in order, and in training of
         backward passes from the last to the first.
     """
-    held = sum(
-        np.array(parameter_bytes(graph, splits, world, name))
-        for name in (None, *graph.layers)
-    )
-    constant = held * held_copies(mode) + input_bytes(graph)
+    layers = (None, *graph.layers)
+    parameters = {
+        name: np.array(parameter_bytes(graph, splits, world, name)) for name in layers
+    }
+    held = np.sum([*parameters.values()], axis=0) * held_copies(mode)
+    constant = held + input_bytes(graph)
     lifetimes = lifetimes_of(graph, mode)
-    if mode == "train":
-        saving = _Saving(graph, lifetimes, uses)
-        forward = saving.forward()
-        gradients = _parameter_gradients(graph, splits, world)
-        backward = saving.backward(gradients, bucket)
-        return constant + np.concatenate((forward, backward[::-1]))
-    results, buffers, transient = (
-        np.array([getattr(use, name) for use in uses])
-        for name in ("result", "receive_buffers", "transient")
-    )
     steps = np.arange(len(uses))
     last = np.array([*lifetimes.last, *steps[len(graph.nodes) :]])
+    if mode == "train" and graph.nodes:
+        training = _Training(graph, uses, lifetimes, last)
+        gradients = _parameter_gradients(graph, parameters, world)
+        backward = training.backward(gradients, bucket)
+        forward = training.forward()
+        both: Array = constant + np.concatenate((forward, backward[::-1]))
+        return both
+    results, buffers, transient = _columns(uses)
     live = alive_bytes(results, steps, last) - results
     total: Array = constant + live + buffers + np.maximum(results, transient)
     return total
+
+
+def _columns(uses: Sequence[MemoryUse]) -> tuple[Array, Array, Array]:
+    """Returns (steps, P): bytes of results, of buffers, and of what comes and goes."""
+    return (
+        np.array([use.result for use in uses]),
+        np.array([use.receive_buffers for use in uses]),
+        np.array([use.transient for use in uses]),
+    )
 
 
 def held_copies(mode: Mode) -> int:
@@ -176,39 +165,36 @@ def held_copies(mode: Mode) -> int:
     return TENSORS_PER_TRAINED_PARAMETER if mode == "train" else 1
 
 
-class _Saving:
-    """Bytes of passes in training, for whose backward autograd saves tensors."""
+class _Training:
+    """Bytes of a step in training.
 
-    def __init__(self, graph: Graph, lifetimes: Lifetimes, uses: Sequence[MemoryUse]):
-        count, never = len(graph.nodes), len(uses)
-        self.count, self.readers = count, np.array(last_readers(graph))
-        self.results, self.buffers, self.transient = (
-            np.array([getattr(use, name) for use in uses])
-            for name in ("result", "receive_buffers", "transient")
-        )
+    Attributes:
+        kept: (steps, P): bytes that autograd saves besides results, up to each node.
+        first_saver: First node that needs a result in its backward pass, (steps,); the
+            number of steps where none does.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        uses: Sequence[MemoryUse],
+        lifetimes: Lifetimes,
+        last: Indices,
+    ):
+        self.graph, self.uses, self.last = graph, uses, last
+        self.results, self.buffers, self.transient = _columns(uses)
+        self.first_saver = np.full(len(uses), len(uses))
         kept = np.zeros_like(self.buffers)
-        first_saver = np.full(never, never)
         for k, (saves, use) in enumerate(zip(lifetimes.saves, uses, strict=False)):
-            kept[k] = _saved_share(graph, k, lifetimes.saved_bytes[k], use)
             # A joined buffer is saved instead of the input that it holds.
             joined = use.joins and use.receive_buffers.any()
             for j in saves & {k} if joined else saves:
-                first_saver[j] = min(first_saver[j], k)
-            if saves:
-                kept[k] += use.receive_buffers
-        # The model's result, gathered.
-        kept[count:] = self.buffers[count:]
+                self.first_saver[j] = min(self.first_saver[j], k)
+            kept[k] = _share(graph, k, lifetimes.saved_bytes[k], use)
+            kept[k] += use.receive_buffers * bool(saves)
+        count = len(graph.nodes)
+        kept[count:] = self.buffers[count:]  # the model's result, gathered
         self.kept = kept.cumsum(0)
-        self.first_saver = first_saver
-        steps = np.arange(never)
-        self.last = np.array([*lifetimes.last, *steps[count:]])
-        requires = [
-            any(graph.values[i].requires_grad for i in node.outputs)
-            and (node.writes or not node.views)
-            for node in graph.nodes
-        ]
-        outputs = np.array([use.output for use in uses[:count]])
-        self.gradients = outputs * np.array(requires)[:, None]
 
     def forward(self) -> Array:
         """Returns (steps, P): bytes while operators run forward."""
@@ -226,22 +212,34 @@ class _Saving:
             parameter_gradients: (nodes, P): bytes that each gradient adds for good.
             bucket: As for `memory_timeline`.
         """
-        count, end = self.count, len(self.results)
+        count, end = len(self.graph.nodes), len(self.results)
         outlives = (self.first_saver == end) & (self.last >= count)
         first = np.where(outlives, 0, self.first_saver)
         saved = alive_bytes(self.results, first, np.full(end, end))
-        steps = np.arange(count)
-        gradients = alive_bytes(
-            self.gradients, steps, np.minimum(self.readers, count - 1)
-        )
         of_parameters = parameter_gradients[::-1].cumsum(0)[::-1]
-        passing = self.transient[:count] + np.minimum(bucket, of_parameters)
         held = saved[:count] + self.kept[:count] + self.buffers[count:].sum(0)
-        total: Array = held + gradients + of_parameters + passing
+        passing = self.transient[:count] + np.minimum(bucket, of_parameters)
+        total: Array = held + self._gradients() + of_parameters + passing
         return total
 
+    def _gradients(self) -> Array:
+        """Returns (nodes, P): bytes of the gradients of results.
 
-def _saved_share(graph: Graph, k: int, saved_bytes: int, use: MemoryUse) -> Array:
+        Each is there from the backward pass of the last reader to that of its own node.
+        """
+        nodes, values = self.graph.nodes, self.graph.values
+        count = len(nodes)
+        made = [
+            use.output
+            * any(values[i].requires_grad for i in node.outputs)
+            * (node.writes or not node.views)
+            for node, use in zip(nodes, self.uses, strict=False)
+        ]
+        readers = np.minimum(np.array(self.graph.last_readers), count - 1)
+        return alive_bytes(np.array(made), np.arange(count), readers)
+
+
+def _share(graph: Graph, k: int, saved_bytes: int, use: MemoryUse) -> Array:
     """Returns each rank's part, (P,), of what a node saves besides results."""
     node = graph.nodes[k]
     if not saved_bytes or not node.outputs:
@@ -252,9 +250,15 @@ def _saved_share(graph: Graph, k: int, saved_bytes: int, use: MemoryUse) -> Arra
 
 
 def _parameter_gradients(
-    graph: Graph, splits: Mapping[str, Split], world: int
+    graph: Graph, parameters: Mapping[str | None, Array], world: int
 ) -> Array:
-    """Returns (nodes, P): bytes of the gradients that each backward pass makes first."""
+    """Returns (nodes, P): bytes of the gradients that each backward pass makes first.
+
+    Args:
+        graph: Model.
+        parameters: Bytes of each layer's parameters, (P,).
+        world: Number of ranks.
+    """
     made = np.zeros((len(graph.nodes), world))
     seen: set[str | int] = set()
     for k in reversed(range(len(graph.nodes))):
@@ -262,7 +266,7 @@ def _parameter_gradients(
         trained = [i for i in node.params if graph.values[i].requires_grad]
         if node.layer in graph.layers:
             if trained and node.layer not in seen:
-                made[k] += parameter_bytes(graph, splits, world, node.layer)
+                made[k] += parameters[node.layer]
                 seen.add(node.layer)
             continue
         for i in trained:

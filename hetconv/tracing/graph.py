@@ -128,6 +128,23 @@ class Graph:
         return found
 
     @cached_property
+    def last_readers(self) -> tuple[int, ...]:
+        """The last node that reads the result of each one, or a view of it.
+
+        It is the number of nodes where the model returns the result.
+        """
+        last: dict[int, int] = dict.fromkeys(self.outputs, len(self.nodes))
+        for k, node in reversed([*enumerate(self.nodes)]):
+            for i in node.inputs:
+                last.setdefault(i, k)
+            for i in node.views:
+                last[i] = max((last[i], *(last.get(out, k) for out in node.outputs)))
+        return tuple(
+            max((last.get(i, k) for i in node.outputs), default=k)
+            for k, node in enumerate(self.nodes)
+        )
+
+    @cached_property
     def extra_gradients(self) -> dict[int, int]:
         """How many gradients backward adds to the first one, by value.
 

@@ -16,11 +16,11 @@ from hetconv.cost.memory_timeline import (
     TENSORS_PER_TRAINED_PARAMETER,
     alive_bytes,
     kept_results,
-    last_readers,
 )
 from hetconv.planner.partition import whole_model
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.plan import Mode
 from hetconv.sharding.layout import Layout
 from hetconv.sharding.split import SplitKind
 from hetconv.tracing.graph import Graph
@@ -68,10 +68,10 @@ def test_a_result_lives_until_the_last_reader_of_it_or_of_its_views() -> None:
         "conv2d",
         "add",
     ]
-    assert last_readers(graph) == (3, 4, 4, 4, 5)
+    assert graph.last_readers == (3, 4, 4, 4, 5)
     plane = 4 * 4 * 4
     own = np.array(sizes(graph), dtype=float)[:, None]
-    alive = alive_bytes(own, np.arange(5), np.array(last_readers(graph)))
+    alive = alive_bytes(own, np.arange(5), np.array(graph.last_readers))
     assert alive[:, 0].tolist() == [n * plane for n in (2, 10, 10, 12, 12)]
     # The program refers to all of them while it adds.
     kept = kept_results(graph, "infer")
@@ -115,6 +115,17 @@ def test_training_holds_what_autograd_saves_and_one_gradient_after_the_other() -
         1 * plane + 8 * plane + small + large,
     ]
     assert found.memory_bytes == (constant + max(steps),) * 2
+
+
+@pytest.mark.parametrize(("mode", "tensors"), [("infer", 1), ("train", 3)])
+def test_a_model_without_operators_holds_its_parameters(
+    mode: Mode, tensors: int
+) -> None:
+    model = nn.Identity()
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    graph = hetconv.capture(model, torch.zeros(3))
+    found, _ = estimate(graph, PROFILE, {}, mode)
+    assert found.memory_bytes == (4 * 3 + tensors * 4 * 2,) * 2
 
 
 def test_convolutions_on_a_cpu_need_memory_beside_their_results() -> None:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hetconv.cost.memory_timeline import last_readers
 from hetconv.tracing.graph import Graph
 from hetconv.tracing.lifetimes import Lifetimes
 from hetconv.tracing.tracer import capture
@@ -134,7 +133,7 @@ def test_a_result_lives_at_least_until_it_is_read(net: str) -> None:
     graph = capture(make(), torch.empty(shape))
     assert graph.lifetimes is not None
     for k, (node, readers) in enumerate(
-        zip(graph.nodes, last_readers(graph), strict=True)
+        zip(graph.nodes, graph.last_readers, strict=True)
     ):
         if not node.views:
             assert graph.lifetimes.last[k] >= readers, (k, node)

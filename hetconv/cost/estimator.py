@@ -95,16 +95,8 @@ class _Known:
     def footprint(self) -> MemoryUse:
         a, world = self.applied, self.network.world
         copies = passing = np.zeros(world)
-        sides = (
-            (a.forward, a.sharding.forward_moves),
-            (a.backward, a.sharding.backward_moves),
-        )
-        for backward, ((transfers, statistics), messages) in enumerate(
-            zip(sides, self.messages, strict=False)
-        ):
-            own = transfers[
-                : len(transfers) - len(statistics)
-            ]  # statistics come last, and stay with nobody
+        for backward, messages in zip((False, True), self.messages, strict=False):
+            own = a.of_inputs(backward)  # statistics stay with nobody
             made = receive_buffer_bytes(own, messages, world, separate=a.overlaps_halos)
             copies = copies if backward else made
             passing = np.maximum(
@@ -262,12 +254,10 @@ class StepEstimator:
 
     def _priced(self, a: ScheduledOp) -> _Known:
         passes, own, sent = [], [], []
-        for transfers, backward in ((a.forward, False), (a.backward, True))[
-            : 1 + (self.mode == "train")
-        ]:
+        for backward in (False, True)[: 1 + (self.mode == "train")]:
             messages = tuple(
                 self.network.messages(one, itemsize, a.overlaps_halos)
-                for rounds, itemsize in transfers
+                for rounds, itemsize in a.transfers(backward)
                 for one in rounds
             )
             layer_s, seconds = self._computed(a, backward)

@@ -55,14 +55,25 @@ class ScheduledOp:
     overlaps_halos: bool
     is_stats_exchange: bool = False
 
+    def transfers(self, backward: bool) -> Transfers:
+        """Returns the transfers of a pass."""
+        return self.backward if backward else self.forward
+
+    def of_inputs(self, backward: bool) -> Transfers:
+        """Returns the transfers of a pass without statistics, which come last."""
+        sharding, transfers = self.sharding, self.transfers(backward)
+        moves = sharding.backward_moves if backward else sharding.forward_moves
+        return transfers[: len(transfers) - len(moves)]
+
     def waits_for(self, backward: bool) -> Transfers:
         """Returns the transfers of a pass that have rounds of their own.
 
-        Statistics are the last of all transfers. If they join the round of others, the
-        second round that sums among more than two ranks take does not count either.
+        If statistics join the round of others, the second round that sums among more
+        than two ranks take does not count either.
         """
-        transfers = self.backward if backward else self.forward
-        return transfers[:-1] if self.sharding.joins_round else transfers
+        if self.sharding.joins_round:
+            return self.of_inputs(backward)
+        return self.transfers(backward)
 
 
 # Every operator in order, and the sums of parameter gradients.

@@ -92,9 +92,7 @@ def _pool_of_shard(c: ShardedCall) -> SlabPool | None:
     if op.kind == "other" or not isinstance(x, HetTensor):
         return None
     dim, src = c.output.inner_dim, x.placement
-    if dim is None or src.inner_dim != dim:
-        return None
-    if not isinstance(read, ReadRegion):
+    if not isinstance(read, ReadRegion) or dim is None or src.inner_dim != dim:
         return None
     if read.boxes == src.boxes and dim >= 2 and c.box.numel:
         return _slab_pool(c, dim)

@@ -83,12 +83,10 @@ def split_view(c: ShardedCall) -> tuple[HetTensor, ...]:
     if parts is not None:
         return parts
 
-    def retake(i: int) -> Retake:
-        return lambda whole: func(whole)[i]
-
     views = enumerate(zip(op.views, shardings, strict=True))
     return tuple(
-        _take(c, one, sharding, retake(i), several=True) for i, (one, sharding) in views
+        _take(c, one, sharding, _part_of(func, i), several=True)
+        for i, (one, sharding) in views
     )
 
 
@@ -110,13 +108,15 @@ def _parts(
     if [tuple(part.shape) for part in local] != shapes:
         return None
 
-    def retake(i: int) -> Retake:
-        return lambda whole: func(whole)[i]
-
     made = (HetTensor.made(t, y, x.group) for t, y in zip(local, layouts, strict=True))
     return tuple(
-        link(view, x, retake(i), read_only=True) for i, view in enumerate(made)
+        link(view, x, _part_of(func, i), read_only=True) for i, view in enumerate(made)
     )
+
+
+def _part_of(func: Callable[[Tensor], Any], i: int) -> Retake:
+    """Returns what takes one of the views that a call returns."""
+    return lambda whole: func(whole)[i]
 
 
 def split_view_again(c: ShardedCall, by_order: bool) -> Again | None:
@@ -153,8 +153,11 @@ def cat(c: ShardedCall) -> HetTensor:
     """Concatenates or stacks the local shards."""
     op = c.call.op
     assert isinstance(op, Cat | Stack)
-    join = torch.cat if isinstance(op, Cat) else torch.stack
-    return c.wrap(join(c.local_inputs(), op.dim))
+    return c.wrap(_join(op)(c.local_inputs(), op.dim))
+
+
+def _join(op: Cat | Stack) -> Callable[..., Tensor]:
+    return torch.cat if isinstance(op, Cat) else torch.stack
 
 
 def pixel_shuffle(c: ShardedCall) -> HetTensor:
@@ -245,7 +248,7 @@ def cat_again(c: ShardedCall, by_order: bool) -> Again | None:
         return None
     if not all(isinstance(x, HetTensor) and x.placement == read for x, read in reads):
         return None
-    join, dim = torch.cat if isinstance(op, Cat) else torch.stack, op.dim
+    join, dim = _join(op), op.dim
 
     def again(args: Args, kwargs: Kwargs) -> HetTensor:
         return HetTensor.made(join([x.local for x in args[0]], dim), output, group)

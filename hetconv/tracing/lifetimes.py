@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ class Lifetimes:
 class LifetimeRecorder:
     """Observes memory by weak references while a model runs on fake tensors.
 
-    What autograd saves is replaced by tensors of its own, so that a result lives as
-    long as the program refers to it.
+    What autograd saves is not held, so that a result lives as long as the program
+    refers to it. A backward pass within the run gets new fake tensors.
 
     Args:
         known: Tensors that are no results: parameters, buffers and inputs.
@@ -53,7 +54,7 @@ class LifetimeRecorder:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Sees what autograd saves."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _same):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _FakeLayout.tensor):
             yield
 
     def before_node(self) -> None:
@@ -96,13 +97,22 @@ class LifetimeRecorder:
             tuple(self._last), tuple(self._saves), tuple(self._saved_bytes)
         )
 
-    def _pack(self, x: Tensor) -> Tensor:
+    def _pack(self, x: Tensor) -> _FakeLayout:
         memory = storage_id(x)
         if memory not in self._known:
             self._saving.append((memory, x.untyped_storage().nbytes()))
-        # This is no method of x, so that the graph does not have it.
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return _FakeLayout(x.shape, x.stride(), x.dtype, x.device)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
+class _FakeLayout(NamedTuple):
+    """What there is of a fake tensor, without memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        """Returns a new fake tensor; this runs within the mode of the others."""
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return torch.empty_strided(self.shape, self.stride, **options)

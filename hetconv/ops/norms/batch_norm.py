@@ -17,6 +17,7 @@ from hetconv.kernels.epilogue import per_channel
 from hetconv.kernels.norms import (
     combination,
     moments_of_channels,
+    normalized,
     sums_of_channels,
 )
 from hetconv.operators.norms import BatchNorm, BatchNormCall
@@ -32,6 +33,7 @@ from hetconv.signature_cache import Cache
 from .statistics import (
     Shares,
     as_tensor,
+    bias_like,
     combined,
     empty_result,
     exact_of,
@@ -265,13 +267,10 @@ class _SplitBatchNorm(torch.autograd.Function):
         (move,) = sharding.forward_moves
         each = gathered(own[None], move, group)
         var, mean = combined(each, _shares(sharding.output))
-        # One fused pass: x and y have the input's precision, the rest is in `exact`.
-        gain, shift = (_sliced(_as(p, exact, x), held) for p in (weight, bias))
-        if x.numel():
-            stats = _sliced(mean, held), _sliced(var, held)
-            y = torch.batch_norm(x, gain, shift, *stats, False, 0.0, norm.eps, True)
-        else:
-            y = x.clone()  # torch refuses one without channels
+        of_own = (mean, var) if held is None else (mean[held], var[held])
+        own_mean, own_var = (t[None] for t in of_own)
+        gain, shift = (_sliced(p, held) for p in (weight, bias))
+        y = normalized(x, own_mean, own_var, gain, shift, norm.eps)
         # A recomputation may stop at the first saved tensor, so update before.
         if norm.mean is not None:
             _track(norm, mean, var, count)
@@ -289,10 +288,8 @@ class _SplitBatchNorm(torch.autograd.Function):
         x, weight, mean, invstd = ctx.saved_tensors
         call_tags.enter_backward(ctx.call)
         if torch.is_grad_enabled():
-            bias = x.new_zeros(
-                ctx.sharding.output.shape[1], dtype=ctx.bias_dtype or x.dtype
-            )
-            bias.requires_grad_(ctx.needs_input_grad[2])
+            channels, wanted = ctx.sharding.output.shape[1], ctx.needs_input_grad[2]
+            bias = bias_like(x, channels, ctx.bias_dtype, wanted)
             compute = partial(_differentiable, ctx.eps, ctx.sharding, ctx.group)
             gradients = differentiable_gradients(compute, (x, weight, bias), g)
             return *gradients, None, None, None
@@ -390,11 +387,3 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     if not x.numel():
         return torch.zeros((2, x.shape[1]), dtype=mean.dtype, device=mean.device)
     return sums_of_channels(g, x, mean, invstd)
-
-
-def _as(p: Tensor | None, exact: torch.dtype, x: Tensor) -> Tensor | None:
-    """Casts a parameter to ``exact``, unless the input has that dtype anyway.
-
-    In mixed precision, half-precision inputs come with float32 parameters.
-    """
-    return p.to(exact) if p is not None and x.dtype != exact else p

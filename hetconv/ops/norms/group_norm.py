@@ -21,7 +21,7 @@ from hetconv.runtime.inputs import differentiable_gradients
 from hetconv.sharding.layout import Box, ReadRegion
 from hetconv.sharding.rule import OpSharding
 
-from .statistics import Shares, as_tensor, combined, exact_of, gathered
+from .statistics import Shares, as_tensor, bias_like, combined, exact_of, gathered
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,8 @@ class SplitGroupNorm(torch.autograd.Function):
         statistics: GroupStatistics = ctx.statistics
         if torch.is_grad_enabled():
             compute = partial(differentiable, statistics)
-            inputs = (x, weight, bias_like(x, ctx.bias_dtype, ctx.needs_input_grad[2]))
+            wanted = ctx.needs_input_grad[2]
+            inputs = (x, weight, bias_like(x, x.shape[1], ctx.bias_dtype, wanted))
             return *differentiable_gradients(compute, inputs, g), None, None
         invstd = (var + statistics.eps).rsqrt_()
         local = mean.new_zeros((2, *mean.shape))
@@ -180,12 +181,6 @@ def parameter_gradients(
         of_weight.to(weight.dtype) if weight is not None and wanted[1] else None,
         of_bias.to(ctx.bias_dtype) if wanted[2] else None,
     )
-
-
-def bias_like(x: Tensor, dtype: torch.dtype | None, wanted: bool) -> Tensor:
-    """Returns zeros in the place of a bias that was not saved: only its gradient counts."""
-    bias = x.new_zeros(x.shape[1], dtype=dtype or x.dtype)
-    return bias.requires_grad_(wanted)
 
 
 def moments_of_groups(x: Tensor, op: GroupNorm, lo: int, exact: torch.dtype) -> Tensor:

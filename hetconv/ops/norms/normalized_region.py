@@ -29,11 +29,10 @@ from hetconv.torch_internals import materialized
 from .group_norm import (
     GroupStatistics,
     Known,
-    bias_like,
     differentiable,
     parameter_gradients,
 )
-from .statistics import of_peers
+from .statistics import bias_like, of_peers
 
 Numbers = tuple[
     Tensor, Tensor, Tensor | None, Tensor | None, float, norms.Activation | None
@@ -99,7 +98,8 @@ class NormalizedRegion(torch.autograd.Function):
         statistics, region = ctx.statistics, ctx.region
         if torch.is_grad_enabled():
             compute = partial(_differentiable, statistics, region)
-            inputs = (x, weight, bias_like(x, ctx.bias_dtype, ctx.needs_input_grad[2]))
+            wanted = ctx.needs_input_grad[2]
+            inputs = (x, weight, bias_like(x, x.shape[1], ctx.bias_dtype, wanted))
             return *differentiable_gradients(compute, inputs, g), None, None
         g, invstd = materialized(g), (var + statistics.eps).rsqrt_()
         rows = narrow(g, region.dim, region.rows)

@@ -91,6 +91,21 @@ def as_tensor(shares: Shares, like: Tensor) -> Tensor:
     return like.new_tensor(shares)[:, None]
 
 
+def bias_like(
+    x: Tensor, channels: int, dtype: torch.dtype | None, wanted: bool
+) -> Tensor:
+    """Returns zeros in the place of a bias that was not saved: only its gradient counts.
+
+    Args:
+        x: The input of the norm.
+        channels: Number of channels of the bias.
+        dtype: Data type of the bias; that of ``x`` if there was none.
+        wanted: Whether its gradient is needed.
+    """
+    bias = x.new_zeros(channels, dtype=dtype or x.dtype)
+    return bias.requires_grad_(wanted)
+
+
 def empty_result(x: Tensor, *params: Tensor | None) -> Tensor:
     """Returns an empty result where torch refuses an empty input.
 

@@ -102,12 +102,15 @@ def test_parts_of_large_images(
     assert_close(found, sums64(g, x, mean, invstd), EXACT)
 
 
-@given(
+with_epilogues = given(
     case=cases(),
     activation=st.sampled_from(["", *ACTIVATIONS]),
     with_residual=st.booleans(),
     shared=st.booleans(),
 )
+
+
+@with_epilogues
 @settings(max_examples=EXAMPLES)
 def test_normalized(
     case: Case, activation: str, with_residual: bool, shared: bool
@@ -132,12 +135,7 @@ def sums64(d: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     return each.flatten(3).sum(3) if x.dim() > 2 else each
 
 
-@given(
-    case=cases(),
-    activation=st.sampled_from(["", *ACTIVATIONS]),
-    with_residual=st.booleans(),
-    shared=st.booleans(),
-)
+@with_epilogues
 @settings(max_examples=EXAMPLES)
 def test_gradients(
     case: Case, activation: str, with_residual: bool, shared: bool

@@ -21,6 +21,7 @@ COMMANDS = {
     "concat": "Concatenate channels and apply the epilogue in one pass, against torch's passes.",
     "norms": "Time norms of one part by Triton's passes against torch's fused norms.",
     "overlap": "Time messages that overlap with computation against messages that are waited for.",
+    "tiles": "Time tiles of convolutions beside cuDNN, or fit the predicted time to such a file.",
     "overhead": "Time what Python costs per operator of a split model, on one rank.",
     "planner": "Plan known architectures on modelled devices: seconds to plan, predicted gain.",
     "autotune": "Autotune pairs of this machine: errors of prediction, gain of the plan.",
@@ -29,7 +30,11 @@ COMMANDS = {
     "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",
     "compile": "Compile every tile for every GPU: registers, spills, instructions. No GPU needed.",
 }
-MODULES = {"norms": "bench.norms.suite", "readme": "bench.shared.readme"}
+MODULES = {
+    "norms": "bench.norms.suite",
+    "readme": "bench.shared.readme",
+    "tiles": "bench.tiles.suite",
+}
 """Modules of commands that do not have the command's name."""
 
 

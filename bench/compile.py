@@ -32,8 +32,9 @@ import triton
 from bench.norms.launches import NormItem, norm_items, norm_launch
 from hetconv.errors import KernelError
 from hetconv.kernels import tiles
+from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.epilogue import EpilogueSpec
-from hetconv.kernels.launch import CHIPS, Launch, StridedLayout
+from hetconv.kernels.launch import Launch, StridedLayout
 from hetconv.kernels.tiles import GemmShape, Pass, Tile
 from hetconv.kernels.triton import (
     conv2d_parts,
@@ -41,6 +42,7 @@ from hetconv.kernels.triton import (
     dgrad,
     fprop,
     gemm_launch,
+    implicit_gemm,
     wgrad,
 )
 from hetconv.kernels.triton.compile_report import Report, report
@@ -97,6 +99,17 @@ CASES = {
     "3x3 of small images": _case(32, 256, 14, 256, 3, passes=WEIGHT, every=("tma",)),
     "3x3 of 48 filters": _case(64, 256, 56, 48, 3, filters=256),
     "3x3 of 160 filters": _case(64, 256, 56, 160, 3, filters=256),
+    "3x3 of 192 filters": _case(64, 256, 56, 192, 3, filters=256, split_k=7),
+    "3x3 of 320 filters, finished": _case(
+        32,
+        320,
+        64,
+        320,
+        3,
+        passes=("forward",),
+        epilogue=EpilogueSpec(True, True, activation="silu"),
+        residual=True,
+    ),
     "3x3 in splits": _case(64, 256, 56, 256, 3, split_k=20),
     "3x3, finished": _case(
         64,
@@ -246,14 +259,22 @@ def items(archs: Sequence[int] = tuple(CHIPS), quick: bool = False) -> Iterator[
             if case.split_k > 1:
                 yield Item(arch, what, dtype, name, chosen, True)
             for kind in case.every if not quick else ():
-                if kind == "pointer" or tiles.uses_tma(shape, CHIPS[arch]):
-                    depths = [
-                        k for k in (64, 32, 16) if k * ITEMSIZE[shape.dtype] <= 128
-                    ]
-                    found = tiles.largest_stages(shape, CHIPS[arch], kind, depths)
-                    for tile in found:
-                        if tile != best:
-                            yield Item(arch, what, dtype, name, str(tile))
+                for tile in _every_tile(shape, arch, kind):
+                    if tile != best:
+                        yield Item(arch, what, dtype, name, str(tile))
+
+
+def _every_tile(shape: GemmShape, arch: int, kind: tiles.TileKind) -> Iterator[Tile]:
+    """Tiles of all shapes and depths, also of those that others would beat."""
+    chip = CHIPS[arch]
+    if kind == "tma" and not tiles.uses_tma(shape, chip):
+        return
+    deepest = (2 if kind == "tma" else 1) * tiles.STEP_BYTES
+    depths = [k for k in (128, 64, 32, 16) if k * ITEMSIZE[shape.dtype] <= deepest]
+    shapes = [*tiles.tile_shapes(shape, kind)]
+    if not shape.ieee:
+        shapes += tiles.COMPOSITE_SHAPES[kind]
+    yield from tiles.largest_stages(shape, chip, kind, depths, shapes)
 
 
 def _best_tile(shape: GemmShape, arch: int) -> Tile:
@@ -265,7 +286,8 @@ def _best_tile(shape: GemmShape, arch: int) -> Tile:
         return conv2d_parts.default_tile(shape, chip)
     kind: tiles.TileKind = "tma" if tiles.uses_tma(shape, chip) else "pointer"
     shallowest = tiles.tile_depths(shape, kind)[-1:]
-    found = tiles.largest_stages(shape, chip, kind, shallowest)
+    shapes = tiles.tile_shapes(shape, kind) + tiles.composite_shapes(shape, kind)
+    found = tiles.largest_stages(shape, chip, kind, shallowest, shapes)
     return min(found, key=shape.padded_results)
 
 
@@ -363,7 +385,14 @@ def digest(found: Sequence[Item | NormItem]) -> str:
     breaks do not change it.
     """
     launches = [launch_of(item) for item in found]
-    modules = (device_functions, norm_tiles, statistics, elementwise)
+    modules = (
+        device_functions,
+        implicit_gemm,
+        wgrad,
+        norm_tiles,
+        statistics,
+        elementwise,
+    )
     helpers = [f for m in modules for f in vars(m).values() if hasattr(f, "fn")]
     functions = {launch.kernel.fn for launch in launches} | {f.fn for f in helpers}
     sources = sorted(_code(function) for function in functions)

@@ -43,7 +43,7 @@ from bench.shared.timing import (
 )
 from hetconv import kernels
 from hetconv.errors import KernelError
-from hetconv.kernels.launch import chip_of
+from hetconv.kernels.chip import chip_of
 from hetconv.kernels.tiles import Pass, Tile
 
 ROUNDS, TILE_ROUNDS = 9, 3

@@ -25,8 +25,9 @@ from .backend_choice import (
     choose,
 )
 from .checks import check_tensor, describe
+from .chip import chip_of
 from .epilogue import Epilogue
-from .launch import chip_of, krsc, nhwc
+from .launch import krsc, nhwc
 from .tiles import Pass, Tile, any_installed
 
 T = TypeVar("T")

@@ -245,43 +245,6 @@ def on_device(device: torch.device) -> Any:
     return torch.cuda.device(device)
 
 
-@dataclass(frozen=True)
-class Chip:
-    """Properties of a GPU that tiles are chosen for.
-
-    Attributes:
-        arch: Compute capability, 90 for 9.0.
-        sms: Number of multiprocessors.
-        shared: Bytes of shared memory per block.
-    """
-
-    arch: int
-    sms: int
-    shared: int
-
-
-CHIPS = {
-    80: Chip(80, 108, 163 << 10),
-    89: Chip(89, 128, 99 << 10),
-    90: Chip(90, 132, 227 << 10),
-}
-"""An A100, an RTX 4090 and an H100: what kernels are compiled for where none is at hand."""
-
-
-def chip_of(device: torch.device) -> Chip:
-    """Returns the chip of a device; an H100 stands in for Triton's interpreter on CPUs."""
-    return _cuda_chip(device.index) if device.type == "cuda" else CHIPS[90]
-
-
-@lru_cache
-def _cuda_chip(index: int) -> Chip:
-    p = torch.cuda.get_device_properties(index)
-    from triton.runtime import driver
-
-    shared = driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return Chip(p.major * 10 + p.minor, p.multi_processor_count, shared)
-
-
 @lru_cache
 def _tensor_descriptor() -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor

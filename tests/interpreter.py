@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.kernels import Tile
+from hetconv.kernels.chip import chip_of
 from hetconv.kernels.dispatch import precision
-from hetconv.kernels.launch import chip_of
 from hetconv.kernels.tiles import Pass
 from hetconv.sharding.conv_spec import ConvSpec
 from tests.spawn import DEVICE

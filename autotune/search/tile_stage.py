@@ -17,7 +17,8 @@ from hetconv.autotune.measure import timer
 from hetconv.comm.rank_group import RankGroup, all_gather_object
 from hetconv.kernels import Tile, dispatch
 from hetconv.kernels.backend_choice import Backend, KernelQuery, unsupported_reason
-from hetconv.kernels.launch import Chip, LaunchSequence, StridedLayout, chip_of
+from hetconv.kernels.chip import Chip, chip_of
+from hetconv.kernels.launch import LaunchSequence, StridedLayout
 from hetconv.kernels.tiles import GemmShape, versions_in_use
 from hetconv.kernels.triton import dgrad, fprop, gemm_launch, wgrad
 from hetconv.schemas.tuning_results import TunedTile

@@ -14,7 +14,8 @@ from torch import Tensor
 from bench.shared.kernel_cases import TORCH, Case, Dtype
 from hetconv import kernels
 from hetconv.kernels import tiles
-from hetconv.kernels.launch import Chip, StridedLayout, chip_of
+from hetconv.kernels.chip import Chip, chip_of
+from hetconv.kernels.launch import StridedLayout
 from hetconv.kernels.tiles import GemmShape, Pass, Tile
 from hetconv.kernels.triton import dgrad, fprop, wgrad
 

@@ -8,16 +8,9 @@ from torch import Tensor
 
 from hetconv.errors import KernelError
 from hetconv.kernels.checks import check_channels_contiguous
+from hetconv.kernels.chip import Chip, chip_of
 from hetconv.kernels.epilogue import Epilogue, EpilogueSpec
-from hetconv.kernels.launch import (
-    Chip,
-    LaunchSequence,
-    StridedLayout,
-    chip_of,
-    empty,
-    krsc,
-    nhwc,
-)
+from hetconv.kernels.launch import LaunchSequence, StridedLayout, empty, krsc, nhwc
 from hetconv.kernels.tiles import GemmShape, Tile, default_tile, fits
 from hetconv.sharding.conv_spec import ConvSpec
 

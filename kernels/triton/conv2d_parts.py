@@ -18,12 +18,14 @@ import triton
 import triton.language as tl
 
 from hetconv.errors import KernelError
+from hetconv.kernels.chip import Chip
 from hetconv.kernels.epilogue import NO_EPILOGUE, EpilogueSpec
-from hetconv.kernels.launch import Chip, LaunchSequence, StridedLayout
+from hetconv.kernels.launch import LaunchSequence, StridedLayout
 from hetconv.kernels.tiles import (
     GemmShape,
     Tile,
-    estimated_cycles,
+    TileKind,
+    fastest,
     largest_stages,
     tile_depths,
 )
@@ -130,7 +132,7 @@ class MultiInputShape(GemmShape):
 
     widths: tuple[int, ...] = ()
 
-    def steps_of(self, k: int) -> int:
+    def steps_of(self, k: int, kind: TileKind = "pointer") -> int:
         """Returns the number of steps of a reduction, ``k`` numbers each."""
         return sum(-(-C // k) for C in self.widths) * self.taps
 
@@ -188,15 +190,15 @@ def launches(gemm: MultiInputGemm, tile: Tile) -> LaunchSequence:
 
     Args:
         gemm: What is computed.
-        tile: Tile of pointers without split-k.
+        tile: Tile of pointers without split-k, with one accumulator.
 
     Raises:
         KernelError: The tile is another one.
     """
-    if tile.kind != "pointer" or tile.split_k > 1:
+    if tile.kind != "pointer" or tile.split_k > 1 or tile.row_blocks[1]:
         raise KernelError(
             f"tile {tile} cannot read several inputs; give a tile of pointers without "
-            "split-k, or none"
+            "split-k whose m is a power of two, or none"
         )
     (single,) = gemm_launch.launches(gemm.whole, tile).launches
     units = tuple(p.unit for p in gemm.parts)
@@ -225,11 +227,11 @@ IEEE_SHAPES = ((128, 128), (64, 32), (32, 64))
 
 @lru_cache(4096)
 def default_tile(shape: MultiInputShape, chip: Chip) -> Tile:
-    """Returns the tile without split-k of the fewest estimated cycles."""
+    """Returns the tile without split-k of the fewest estimated seconds."""
     depths = [16] if shape.ieee else tile_depths(shape, "pointer")
     found = [
         tile
         for tile in largest_stages(shape, chip, "pointer", depths)
         if not shape.ieee or (tile.m, tile.n) in IEEE_SHAPES
     ]
-    return min(found, key=lambda tile: estimated_cycles(tile, shape, chip))
+    return fastest(found, shape, chip)

@@ -16,7 +16,14 @@ from hetconv.kernels.launch import (
     Slices,
     StridedLayout,
 )
-from hetconv.kernels.tiles import Box, GemmShape, Image, Tile, pixel_box
+from hetconv.kernels.tiles import (
+    Box,
+    GemmShape,
+    Image,
+    PixelRuns,
+    Tile,
+    pixel_box,
+)
 from hetconv.sharding.conv_spec import ITEMSIZE
 
 from .implicit_gemm import implicit_gemm_pointers, implicit_gemm_tma
@@ -160,22 +167,25 @@ def launches(
 def _tma_launch(
     gemm: ImplicitGemm, tile: Tile, y: str, slices: Slices | None
 ) -> Launch:
-    (K, C, R, S), (wk, _, wr, ws) = gemm.w.shape, gemm.w.strides
     box = pixel_box(gemm.image, tile.n)
-    w_box = (tile.k, tile.m) if gemm.w_transposed else (tile.m, tile.k)
-    w = Descriptor((R, S, K, C), (wr, ws, wk, 1), (1, 1, *w_box))
+    block_m, more_m = tile.row_blocks
+    w = w_descriptor(gemm, block_m, tile.k)
     tensors, scalars, constants = _arguments(gemm, tile, y)
     constants |= {"STRIDE": gemm.rows.stride, "X_CHANNELS": gemm.x.shape[1]}
     constants |= zip(("BOX_N", "BOX_P", "BOX_Q"), box.sizes, strict=True)
     return Launch(
         implicit_gemm_tma,
         (-(-gemm.M // tile.m) * box.copies, tile.split_k, gemm.groups),
-        tensors,
+        tensors | {"w_more": "w"},
         scalars | {"N": gemm.image[0]},
         constants,
         tile.warps,
         tile.stages,
-        {"x": x_descriptor(gemm, box, tile.k), "w": w},
+        {
+            "x": x_descriptor(gemm, box, tile.k),
+            "w": w,
+            "w_more": w_descriptor(gemm, more_m, tile.k) if more_m else w,
+        },
         {"y": slices} if slices else {},
     )
 
@@ -218,6 +228,7 @@ def _arguments(
     """Tensors, scalars and constants that both kernels take."""
     _, P, Q = gemm.image
     rows, cols, m_unit = gemm.rows, gemm.cols, gcd(gemm.M, MAX_M_UNIT)
+    block_m, more_m = tile.row_blocks
     residual = gemm.epilogue.residual or gemm.y
     tensors = {"x": "x", "w": "w", "y": y} | gemm.epilogue.tensors(y)
     scalars = {"P": P, "Q": Q, "M": gemm.M // m_unit}
@@ -243,14 +254,28 @@ def _arguments(
         "W_TRANSPOSED": gemm.w_transposed,
         "INT64": span >= MIN_ELEMENTS_FOR_INT64,
         "PRECISION": gemm.precision,
-        "BLOCK_M": tile.m,
+        "BLOCK_M": block_m,
+        "MORE_M": more_m,
         "BLOCK_K": tile.k,
         "SPLIT_K": tile.split_k,
     }
     return tensors, scalars, constants
 
 
-def x_descriptor(gemm: ImplicitGemm, box: Box, channels: int) -> Descriptor:
+def w_descriptor(gemm: ImplicitGemm, filters: int, channels: int) -> Descriptor:
+    """Returns the TMA descriptor of the filters.
+
+    Args:
+        gemm: What is computed.
+        filters: Output channels of a box.
+        channels: Reduced channels of a box.
+    """
+    (K, C, R, S), (k, _, r, s) = gemm.w.shape, gemm.w.strides
+    box = (channels, filters) if gemm.w_transposed else (filters, channels)
+    return Descriptor((R, S, K, C), (r, s, k, 1), (1, 1, *box))
+
+
+def x_descriptor(gemm: ImplicitGemm, box: Box | PixelRuns, channels: int) -> Descriptor:
     """Returns the TMA descriptor of x.
 
     At stride 2 rows and columns are pairs, of which a box takes one parity.
@@ -269,7 +294,7 @@ def x_descriptor(gemm: ImplicitGemm, box: Box, channels: int) -> Descriptor:
 
 
 def image_descriptor(
-    sizes: Image, strides: Image, C: int, box: Box, channels: int
+    sizes: Image, strides: Image, C: int, box: Box | PixelRuns, channels: int
 ) -> Descriptor:
     """Returns the TMA descriptor of an image, its dimensions in the box's order.
 

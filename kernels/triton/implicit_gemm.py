@@ -41,7 +41,9 @@ Parameters of these kernels, which `wgrad`, `split_k` and `conv2d_parts` share:
     INT64                       whether addresses take 64 bits
     PRECISION                   "ieee" or "tf32", for float32 products
     HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE    the epilogue
-    BLOCK_M, BLOCK_N, BLOCK_K   results of a program (m by n), and reduced in one step
+    BLOCK_M, BLOCK_N, BLOCK_K   results of an accumulator (m by n), and reduced in one step
+    MORE_M                      rows m of a second accumulator, which shares the pixels; 0
+                                if there is none
     SPLIT_K                     programs that share a reduction
 """
 
@@ -55,6 +57,54 @@ from .device_functions import (
     pixel_position,
     scale_and_shift,
 )
+
+
+@triton.jit
+def filter_block(
+    w, m, c, stride_wk, W_UNIT: tl.constexpr, W_TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Returns the addresses of filters m at channels c, (c, m), of tap 0."""
+    if W_TRANSPOSED:
+        at = m[None, :] + (c * stride_wk)[:, None] * W_UNIT
+    else:
+        at = (m * stride_wk)[None, :] * W_UNIT + c[:, None]
+    return w + at
+
+
+@triton.jit
+def filter_mask(m_ok, c, C: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Returns which of the filters at channels c exist, (1 or c, m)."""
+    ok = m_ok[None, :]
+    if C % BLOCK_K:
+        ok = ok & (c < C)[:, None]
+    return ok
+
+
+@triton.jit
+def finish_and_store(
+    acc, y_block, r_block, scale, shift, inside, m, M,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Applies the epilogue to an accumulator and stores it.
+
+    Args:
+        acc: Float32 block (pixels, channels).
+        y_block: Addresses of the result's pixels (pixels, 1).
+        r_block: Addresses of the residual's pixels (pixels, 1).
+        scale: Pointer to the group's factors.
+        shift: Pointer to the group's summands.
+        inside: Which pixels exist (pixels).
+        m: Numbers of the channels.
+        M: Channels of the group.
+        HAS_SCALE: The epilogue, see the module's docstring, as are the others.
+    """
+    acc = scale_and_shift(acc, scale, shift, m, m < M, HAS_SCALE, HAS_SHIFT, AXIS=0)
+    stored = inside[:, None] & (m < M)[None, :]
+    if HAS_RESIDUAL:
+        acc += load_float32(r_block + m[None, :], stored)
+    acc = activate(acc, ACTIVATION, SLOPE)
+    tl.store(y_block + m[None, :], acc.to(y_block.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -76,22 +126,23 @@ def implicit_gemm_pointers(
     PRECISION: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of y (BLOCK_N pixels by BLOCK_M channels) through pointers and masks.
+    """Computes a tile of y (BLOCK_N pixels by its channels) through pointers and masks.
 
     It takes any stride, dilation and number of channels. Parameters are explained in
     the module's docstring.
     """
     M = M * M_UNIT
-    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_m = tl.cdiv(M, BLOCK_M + MORE_M)
     pid = tl.program_id(0)  # channels fastest: programs that share input run together
     z = tl.program_id(1)
     g = tl.program_id(2)
     block = (pid // tiles_m).to(tl.int64) if INT64 else pid // tiles_m
     pixel = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = (pid % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m0 = (pid % tiles_m) * (BLOCK_M + MORE_M)
+    m = m0 + tl.arange(0, BLOCK_M)
     n, p, q = pixel_position(pixel, P, Q)
     h = p * STRIDE_H + OFFSET_H
     v = q * STRIDE_W + OFFSET_W
@@ -108,17 +159,15 @@ def implicit_gemm_pointers(
         x_block = (
             x + (n * stride_xn + h * stride_xh)[:, None] * X_UNIT + v[:, None] + c[None, :]
         )  # fmt: skip
-    if W_TRANSPOSED:
-        w_block = (
-            w + (g * stride_wg) * W_UNIT + m[None, :] + (c * stride_wk)[:, None] * W_UNIT
-        )  # fmt: skip
-    else:
-        w_block = (
-            w + (g * stride_wg) * W_UNIT + (m * stride_wk)[None, :] * W_UNIT + c[:, None]
-        )  # fmt: skip
+    w += g * stride_wg * W_UNIT
+    w_block = filter_block(w, m, c, stride_wk, W_UNIT, W_TRANSPOSED)
     C_BLOCKS: tl.constexpr = (C + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = (R * S * C_BLOCKS + SPLIT_K - 1) // SPLIT_K
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if MORE_M:
+        more_m = m0 + BLOCK_M + tl.arange(0, MORE_M)
+        more_block = filter_block(w, more_m, c, stride_wk, W_UNIT, W_TRANSPOSED)
+        more = tl.zeros((BLOCK_N, MORE_M), dtype=tl.float32)
     for it in range(z * STEPS, min(z * STEPS + STEPS, R * S * C_BLOCKS)):
         tap = tl.cast(it // C_BLOCKS, tl.int64) if INT64 else it // C_BLOCKS
         c0 = (it % C_BLOCKS) * BLOCK_K
@@ -128,42 +177,37 @@ def implicit_gemm_pointers(
         if PACKED:
             at = v[:, None] + (c0 + c)[None, :]
             x_ok = x_ok & (at >= 0) & (at < W)
-        w_ok = (m < M)[None, :]
         if C % BLOCK_K:
             x_ok = x_ok & (c0 + c < C)[None, :]
-            w_ok = w_ok & (c0 + c < C)[:, None]
         x_step = (i * DILATION_H * stride_xh + j * DILATION_W * stride_xw) * X_UNIT + c0
         x_tile = tl.load(x_block + x_step, mask=x_ok, other=0.0)
         w_tap = (R_FIRST + i * R_STEP) * stride_wr + (S_FIRST + j * S_STEP) * stride_ws
         w_step = w_tap * W_UNIT + (c0 * stride_wk * W_UNIT if W_TRANSPOSED else c0)
+        w_ok = filter_mask(m < M, c0 + c, C, BLOCK_K)
         w_tile = tl.load(w_block + w_step, mask=w_ok, other=0.0)
         acc = tl.dot(x_tile, w_tile, acc, input_precision=PRECISION)
-    acc = scale_and_shift(
-        acc,
-        scale + g * M,
-        shift + g * M,
-        m,
-        mask=m < M,
-        HAS_SCALE=HAS_SCALE,
-        HAS_SHIFT=HAS_SHIFT,
-        AXIS=0,
-    )
-    stored = inside[:, None] & (m < M)[None, :]
-    if HAS_RESIDUAL:
-        r_group = residual + g * M
-        r_pixel = (n * stride_rn + p * stride_rp + q * stride_rq)[:, None]
-        r_block = r_group + r_pixel * RESIDUAL_UNIT + m[None, :]
-        acc += load_float32(r_block, stored)
-    acc = activate(acc, ACTIVATION, SLOPE)
-    y_group = y + tl.cast(z, tl.int64) * stride_yz + g * M
-    y_pixel = (n * stride_yn + p * stride_yp + q * stride_yq)[:, None]
-    y_block = y_group + y_pixel * Y_UNIT + m[None, :]
-    tl.store(y_block, acc.to(y.dtype.element_ty), mask=stored)
+        if MORE_M:
+            more_ok = filter_mask(more_m < M, c0 + c, C, BLOCK_K)
+            w_tile_more = tl.load(more_block + w_step, mask=more_ok, other=0.0)
+            more = tl.dot(x_tile, w_tile_more, more, input_precision=PRECISION)
+    y += tl.cast(z, tl.int64) * stride_yz + g * M
+    y_block = y + (n * stride_yn + p * stride_yp + q * stride_yq)[:, None] * Y_UNIT
+    r_pixel = (n * stride_rn + p * stride_rp + q * stride_rq)[:, None]
+    r_block = residual + g * M + r_pixel * RESIDUAL_UNIT
+    finish_and_store(
+        acc, y_block, r_block, scale + g * M, shift + g * M, inside, m, M,
+        HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+    )  # fmt: skip
+    if MORE_M:
+        finish_and_store(
+            more, y_block, r_block, scale + g * M, shift + g * M, inside, more_m, M,
+            HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+        )  # fmt: skip
 
 
 @triton.jit
 def implicit_gemm_tma(
-    x, w, y, scale, shift, residual,
+    x, w, w_more, y, scale, shift, residual,
     N, P, Q, M,
     stride_yz, stride_yn, stride_yp, stride_yq,
     stride_rn, stride_rp, stride_rq,
@@ -179,15 +223,17 @@ def implicit_gemm_tma(
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
     BOX_N: tl.constexpr, BOX_P: tl.constexpr, BOX_Q: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, MORE_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of y (a box of pixels by BLOCK_M channels) through TMA descriptors.
+    """Computes a tile of y (a box of pixels by its channels) through TMA descriptors.
 
     Hopper's copy engine fetches boxes of pixels and fills zeros out of bounds, so that
     nothing is masked. x describes (N, H, W, C), or at stride 2 the view
     (2, N, H / 2, W / 2, 2 X_CHANNELS), whose first dimension is a row's parity; w
-    describes (R, S, M, C), or transposed (R, S, C, M). Filters are the left operand: a
-    box folds into a view of shared memory only as the right one.
+    describes (R, S, M, C), or transposed (R, S, C, M), w_more the same with boxes of
+    MORE_M filters. Filters are the left operand: a box folds into a view of shared memory
+    only as the right one.
 
     Other parameters than those of the module's docstring are STRIDE, 1 or 2, of both
     dimensions; X_CHANNELS, the channels of all groups in x; BOX_N, BOX_P and BOX_Q, the
@@ -195,13 +241,13 @@ def implicit_gemm_tma(
     """
     M = M * M_UNIT
     BLOCK_N: tl.constexpr = BOX_N * BOX_P * BOX_Q
-    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_m = tl.cdiv(M, BLOCK_M + MORE_M)
     tiles_q = tl.cdiv(Q, BOX_Q)
     tiles_p = tl.cdiv(P, BOX_P)
     pid = tl.program_id(0)
     z = tl.program_id(1)
     g = tl.program_id(2)
-    m0 = (pid % tiles_m) * BLOCK_M
+    m0 = (pid % tiles_m) * (BLOCK_M + MORE_M)
     box = pid // tiles_m
     q0 = (box % tiles_q) * BOX_Q
     p0 = (box // tiles_q) % tiles_p * BOX_P
@@ -209,6 +255,8 @@ def implicit_gemm_tma(
     C_BLOCKS: tl.constexpr = (C + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = (R * S * C_BLOCKS + SPLIT_K - 1) // SPLIT_K
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if MORE_M:
+        more = tl.zeros((MORE_M, BLOCK_N), dtype=tl.float32)
     for it in range(z * STEPS, min(z * STEPS + STEPS, R * S * C_BLOCKS)):
         tap = it // C_BLOCKS
         c0 = (it % C_BLOCKS) * BLOCK_K
@@ -229,34 +277,36 @@ def implicit_gemm_tma(
         else:
             w_tile = w.load([r, s, g * M + m0, c0]).reshape(BLOCK_M, BLOCK_K)
         acc = tl.dot(w_tile, x_tile.T, acc, input_precision=PRECISION)
-    m = m0 + tl.arange(0, BLOCK_M)
+        if MORE_M:
+            m1 = m0 + BLOCK_M
+            if W_TRANSPOSED:
+                w_tile_more = w_more.load([r, s, g * C + c0, m1])
+                w_tile_more = w_tile_more.reshape(BLOCK_K, MORE_M).T
+            else:
+                w_tile_more = w_more.load([r, s, g * M + m1, c0])
+                w_tile_more = w_tile_more.reshape(MORE_M, BLOCK_K)
+            more = tl.dot(w_tile_more, x_tile.T, more, input_precision=PRECISION)
     e = tl.arange(0, BLOCK_N)
     q = q0 + e % BOX_Q
     p = p0 + e // BOX_Q % BOX_P
     n = n0 + e // (BOX_Q * BOX_P)
-    acc = scale_and_shift(
-        acc,
-        scale + g * M,
-        shift + g * M,
-        m,
-        mask=m < M,
-        HAS_SCALE=HAS_SCALE,
-        HAS_SHIFT=HAS_SHIFT,
-        AXIS=1,
-    )
-    stored = ((q < Q) & (p < P) & (n < N))[:, None] & (m < M)[None, :]
+    inside = (q < Q) & (p < P) & (n < N)
     if INT64:
         n = n.to(tl.int64)
         p = p.to(tl.int64)
         q = q.to(tl.int64)
-    y_group = y + tl.cast(z, tl.int64) * stride_yz + g * M
-    y_pixel = (n * stride_yn + p * stride_yp + q * stride_yq)[:, None]
-    y_block = y_group + y_pixel * Y_UNIT + m[None, :]
-    out = acc.T
-    if HAS_RESIDUAL:
-        r_group = residual + g * M
-        r_pixel = (n * stride_rn + p * stride_rp + q * stride_rq)[:, None]
-        r_block = r_group + r_pixel * RESIDUAL_UNIT + m[None, :]
-        out += load_float32(r_block, stored)
-    out = activate(out, ACTIVATION, SLOPE)
-    tl.store(y_block, out.to(y.dtype.element_ty), mask=stored)
+    y += tl.cast(z, tl.int64) * stride_yz + g * M
+    y_block = y + (n * stride_yn + p * stride_yp + q * stride_yq)[:, None] * Y_UNIT
+    r_pixel = (n * stride_rn + p * stride_rp + q * stride_rq)[:, None]
+    r_block = residual + g * M + r_pixel * RESIDUAL_UNIT
+    m = m0 + tl.arange(0, BLOCK_M)
+    finish_and_store(
+        acc.T, y_block, r_block, scale + g * M, shift + g * M, inside, m, M,
+        HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+    )  # fmt: skip
+    if MORE_M:
+        more_m = m0 + BLOCK_M + tl.arange(0, MORE_M)
+        finish_and_store(
+            more.T, y_block, r_block, scale + g * M, shift + g * M, inside, more_m, M,
+            HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+        )  # fmt: skip

@@ -19,8 +19,12 @@ from hetconv.kernels.launch import (
 
 from .device_functions import activate, load_float32, pixel_position, scale_and_shift
 
-BLOCK_ELEMENTS = 256  # results of a program
-BLOCK_SPLITS = 16  # partial results that are loaded at a time
+LOAD_ELEMENTS = (
+    4096  # partial results that a program loads at a time: 128 bytes a thread
+)
+MAX_BLOCK_SPLITS = 16  # of them of one result
+MIN_BLOCK = 128  # results of a program
+PROGRAMS = 264  # that occupy the largest GPU: blocks are smaller where there were fewer
 WARPS = 4
 
 
@@ -37,8 +41,8 @@ def sum_partials(
     """Computes BLOCK elements of y from the partial sums of SPLIT_K programs.
 
     ``partial`` points to a contiguous float32 tensor (SPLIT_K, pixels, M), of which
-    BLOCK_SPLITS sums are loaded at a time; here M and strides count elements. Other
-    parameters are explained in `implicit_gemm`.
+    BLOCK_SPLITS sums of each result are loaded at a time, in whole lines; here M and
+    strides count elements. Other parameters are explained in `implicit_gemm`.
     """
     pid = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
     e = pid * BLOCK + tl.arange(0, BLOCK)
@@ -46,7 +50,8 @@ def sum_partials(
     split = tl.arange(0, BLOCK_SPLITS)
     total = tl.zeros((BLOCK,), tl.float32)
     for z in range(0, SPLIT_K, BLOCK_SPLITS):
-        at = (z + split)[:, None].to(tl.int64) * (pixels * M) + e[None, :]
+        row = (z + split).to(tl.int64) if INT64 else z + split
+        at = row[:, None] * (pixels * M) + e[None, :]
         there = (z + split < SPLIT_K)[:, None] & inside[None, :]
         total += tl.sum(tl.load(partial + at, mask=there, other=0.0), axis=0)
     m = e % M
@@ -81,18 +86,37 @@ def sum_launch(
     residual = epilogue.residual or y
     scalars = {"pixels": N * P * Q, "P": P, "Q": Q, "M": M}
     scalars |= y.stride_arguments("y", "npq") | residual.stride_arguments("r", "npq")
+    results = N * P * Q * M
+    span = max(y.span, residual.span, split_k * results)
+    block_splits = splits_at_a_time(split_k)
+    block = LOAD_ELEMENTS // block_splits
+    while block > MIN_BLOCK and results < PROGRAMS * block:
+        block //= 2
     constants = epilogue.constants | {
-        "INT64": max(y.span, residual.span) >= MIN_ELEMENTS_FOR_INT64,
+        "INT64": span >= MIN_ELEMENTS_FOR_INT64,
         "SPLIT_K": split_k,
-        "BLOCK": BLOCK_ELEMENTS,
-        "BLOCK_SPLITS": BLOCK_SPLITS,
+        "BLOCK": block,
+        "BLOCK_SPLITS": block_splits,
     }
     return Launch(
         sum_partials,
-        (-(-N * P * Q * M // BLOCK_ELEMENTS), 1, 1),
+        (-(-results // block), 1, 1),
         {"partial": "partial", "y": name} | epilogue.tensors(name),
         scalars,
         constants,
         WARPS,
         slices={"y": slices} if slices else {},
     )
+
+
+def splits_at_a_time(split_k: int) -> int:
+    """Returns the partial sums of a result that are loaded at a time, a power of two.
+
+    It is the largest of whose places at most a quarter stay empty.
+
+    Args:
+        split_k: Number of partial sums.
+    """
+    sizes = [1 << i for i in range(MAX_BLOCK_SPLITS.bit_length())]
+    places = {size: -(-split_k // size) * size for size in sizes}
+    return max(size for size in sizes if 3 * places[size] <= 4 * split_k)

@@ -17,7 +17,7 @@ from bench import gpu, kernels
 from bench.shared import kernel_cases, kernel_checks, machine, readme, timing, verdict
 from bench.shared.kernel_cases import PASSES, Case
 from hetconv.errors import HetConvError, KernelError
-from hetconv.kernels.launch import CHIPS
+from hetconv.kernels.chip import CHIPS
 
 CASES = kernel_cases.cases()
 CEILINGS = {"bf16": 800e12, "fp16": 800e12, "tf32": 400e12, "copy": 4e12}

@@ -37,7 +37,8 @@ BRANCHES = {
     "hetconv/ops/pooling.py": "_differentiable",
     "autotune/launch/throttle.py": "the clock and the pauses of slowed devices",
     "hetconv/nn/parallelize.py": "_share_random_state",
-    "kernels/launch.py": "the chip and the current device",
+    "kernels/chip.py": "the chip",
+    "kernels/launch.py": "the current device",
     "kernels/dispatch.py": "whether Triton runs, and the device's name",
 }
 """Where the code asks whether a tensor is on CUDA, and what depends on it."""

@@ -23,7 +23,7 @@ from bench import compile as bench_compile
 from bench.compile import DTYPES, Item
 from bench.norms.launches import norm_items
 from hetconv.kernels import tiles
-from hetconv.kernels.launch import CHIPS
+from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.triton.compile_report import left_in_registers
 from hetconv.sharding.conv_spec import ConvSpec
 from tests import ROOT

@@ -38,7 +38,7 @@ TILE = Tile("pointer", 16, 64, 16, 4, 2)
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing tuned, nothing set, float32 exact."""
-    monkeypatch.setattr(tiles, "_installed", {})
+    monkeypatch.setattr(tiles.tuned, "_installed", {})
     with multiplying_in("ieee"):
         yield
     kernels.set_backend("auto")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hetconv.errors import KernelError
 from hetconv.kernels import Tile, tiles
-from hetconv.kernels.launch import CHIPS, Chip, StridedLayout
+from hetconv.kernels.chip import CHIPS, Chip
+from hetconv.kernels.launch import StridedLayout
 from hetconv.kernels.tiles import GemmShape, Image
 from hetconv.kernels.triton import dgrad
 from hetconv.kernels.triton.backend import usable_tile
@@ -22,10 +23,11 @@ chips = st.sampled_from(list(CHIPS.values()))
 dtypes = st.sampled_from(["float16", "bfloat16", "float32"])
 images = st.tuples(st.integers(1, 64), st.integers(1, 256), st.integers(1, 256))
 powers = st.integers(4, 8).map(lambda i: 1 << i)
+sides = st.sampled_from([16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384])
 any_tile = st.builds(
     Tile,
     st.sampled_from(["tma", "pointer"]),
-    powers,
+    sides,
     powers,
     powers,
     st.sampled_from([1, 2, 4, 8, 16]),
@@ -91,7 +93,9 @@ def test_other_words_are_no_tile(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "tma:48x64x64:4w2s1z",
+        "tma:112x64x64:4w2s1z",
+        "tma:72x64x64:4w2s1z",
+        "tma:64x48x64:4w2s1z",
         "tma:64x8x64:4w2s1z",
         "pointer:64x64x100:4w2s1z",
         "pointer:64x64x64:3w2s1z",
@@ -104,7 +108,7 @@ def test_other_words_are_no_tile(text: str) -> None:
 def test_a_tile_that_cannot_be_run_is_refused(text: str) -> None:
     with pytest.raises(
         KernelError,
-        match=f"tile {text} cannot be run: m, n and k must be powers of two",
+        match=f"tile {text} cannot be run: n and k must be powers of two",
     ):
         Tile.parse(text)
 
@@ -203,14 +207,61 @@ def test_boxes_cover_an_image_in_the_fewest_copies(image: Image, pixels: int) ->
     assert box.copies == min(covers(image, other) for other in every)
 
 
-@given(images, powers)
-def test_runs_cover_an_image_too(image: Image, pixels: int) -> None:
-    run = tiles.pixel_line(image, pixels)
-    assert prod(run.sizes) == pixels
+@given(images, powers, st.booleans(), st.sampled_from([1, 2]))
+def test_runs_cover_an_image_too(
+    image: Image, pixels: int, joins: bool, most: int
+) -> None:
+    run = tiles.pixel_runs(image, pixels, joins, most)
+    assert run.per_step <= most
+    assert prod(run.sizes) * run.per_step == pixels
     assert max(run.sizes) <= 256
     assert sorted(run.order) == [0, 1, 2]
-    assert run.copies == covers(image, run)
-    assert sorted(run.sizes)[:2] == [1, 1]
+    boxes = tiles.Box(run.sizes, run.copies, run.order)
+    assert run.copies == covers(image, boxes)
+    assert run.steps * run.per_step >= run.copies
+    if run.joined:
+        assert joins
+        assert run.copies * pixels == prod(image)
+        assert is_run(image, run.sizes)
+    else:
+        assert sorted(run.sizes)[:2] == [1, 1]
+
+
+def is_run(image: Image, box: Image) -> bool:
+    """Whether every copy of a box is a run of pixels in memory, counted by hand."""
+    (N, P, Q), (n, p, q) = image, box
+    step, first = n * p * q, 0
+    for n0, p0, q0 in product(range(0, N, n), range(0, P, p), range(0, Q, q)):
+        inside = product(range(n0, n0 + n), range(p0, p0 + p), range(q0, q0 + q))
+        if [(a * P + b) * Q + c for a, b, c in inside] != [*range(first, first + step)]:
+            return False
+        first += step
+    return True
+
+
+@pytest.mark.parametrize(
+    ("image", "pixels", "sizes", "per_step", "steps"),
+    [
+        ((32, 32, 32), 64, (1, 2, 32), 1, 512),  # two rows beside each other
+        ((32, 8, 8), 64, (1, 8, 8), 1, 32),  # a whole image
+        ((32, 4, 8), 64, (2, 4, 8), 1, 16),  # two of them
+        ((32, 28, 28), 64, (1, 1, 32), 2, 392),  # samples: 28 rows of 28, two a step
+        ((8, 28, 28), 64, (1, 1, 32), 2, 112),  # rows of 28, padded to 32
+        (
+            (32, 56, 56),
+            64,
+            (1, 1, 64),
+            1,
+            1792,
+        ),  # rows of 56: 12 % more than samples by twos
+        ((64, 14, 14), 64, (1, 1, 64), 1, 196),  # samples
+    ],
+)
+def test_runs_of_common_images(
+    image: Image, pixels: int, sizes: Image, per_step: int, steps: int
+) -> None:
+    run = tiles.pixel_runs(image, pixels, True, 2)
+    assert (run.sizes, run.per_step, run.steps) == (sizes, per_step, steps)
 
 
 @given(windows, st.integers(1, 30))

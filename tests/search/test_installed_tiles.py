@@ -150,7 +150,7 @@ def parallelized(choice: str) -> Any:
         return str(e)
     finally:
         served = tiles.tuned_entry("cpu", "forward", SPEC, "ieee")
-        tiles._installed.clear()
+        tiles.tuned._installed.clear()
     return served
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.kernels import Tile, tiles
+from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.epilogue import ACTIVATIONS
-from hetconv.kernels.launch import CHIPS, Launch, StridedLayout
+from hetconv.kernels.launch import Launch, StridedLayout
 from hetconv.kernels.triton import conv2d_parts
 from hetconv.kernels.triton.implicit_gemm import implicit_gemm_pointers
 from hetconv.sharding.conv_spec import ITEMSIZE, ConvSpec

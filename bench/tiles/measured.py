@@ -1,0 +1,101 @@
+"""Measured tiles as a result file has them, and how far a choice among them is off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from bench.shared.kernel_cases import cases
+from bench.shared.kernel_checks import gemm_shapes
+from hetconv.errors import KernelError
+from hetconv.kernels.chip import CHIPS, Chip
+from hetconv.kernels.tiles import GemmShape, Pass, Tile, pixel_box
+from hetconv.kernels.tiles.time_model import Workload, joined, workload
+
+H100 = CHIPS[90]
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """Tiles of one pass of one convolution, as measured.
+
+    Attributes:
+        name: Name of the case.
+        what: The pass.
+        shapes: Matrix products of the pass; an input gradient has one for each phase of
+            the stride.
+        tiles: The tiles that gave right results every time.
+        seconds: Their times.
+        boxes: Whether a step of a weight gradient took the squarest box of pixels.
+    """
+
+    name: str
+    what: Pass
+    shapes: tuple[GemmShape, ...]
+    tiles: tuple[Tile, ...]
+    seconds: tuple[float, ...]
+    boxes: bool = False
+
+    def workloads(self, chip: Chip) -> list[Workload]:
+        """Returns the tiles as the time model sees them, for each product of the pass."""
+        if not self.boxes or self.what != "weight gradient":
+            return [workload(self.tiles, shape, chip) for shape in self.shapes]
+        (shape,) = self.shapes
+        return [joined([workload([t], _in_boxes(shape, t), chip) for t in self.tiles])]
+
+    def regret(self, predicted: Sequence[float]) -> float:
+        """Returns the time of the tile that is predicted fastest, of the fastest one's."""
+        chosen = min(range(len(self.tiles)), key=lambda i: predicted[i])
+        return self.seconds[chosen] / min(self.seconds)
+
+
+def _in_boxes(shape: GemmShape, tile: Tile) -> GemmShape:
+    """A weight gradient whose steps take boxes, as one row of as many pixels."""
+    steps = pixel_box(shape.image, tile.k).copies
+    return replace(shape, image=(1, 1, steps * tile.k))
+
+
+def load(path: Path) -> list[MeasuredPass]:
+    """Returns the passes of a result file of `bench tiles`.
+
+    Raises:
+        KernelError: The file is of another suite, or names a case that does not exist.
+    """
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document.get("suite") != "tiles":
+        raise KernelError(
+            f"{path} is no result file of bench tiles; give one, say "
+            "bench/results/nvidia-h100-80gb-hbm3/tiles.json"
+        )
+    in_boxes = document.get("weight_gradient_steps") == "boxes"
+    return [_loaded(row, in_boxes, path) for row in document["rows"]]
+
+
+def _loaded(row: Mapping[str, Any], boxes: bool, path: Path) -> MeasuredPass:
+    known = {case.name: case for case in cases()}
+    case = known.get(row["name"])
+    if case is None:
+        raise KernelError(f"{path} has a case {row['name']!r} that does not exist now")
+    stable = {
+        t: v["us"] * 1e-6 for t, v in row["tiles"].items() if not v.get("unstable")
+    }
+    return MeasuredPass(
+        row["name"],
+        row["pass"],
+        tuple(gemm_shapes(case, row["pass"])),
+        tuple(map(Tile.parse, stable)),
+        tuple(stable.values()),
+        boxes,
+    )
+
+
+def summary(regrets: Mapping[Pass, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Returns geometric mean, worst and number of the regrets of each kind of pass."""
+    return {
+        what: {"geomean": geometric_mean(v), "worst": max(v), "passes": len(v)}
+        for what, v in regrets.items()
+    }

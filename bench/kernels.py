@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from bench.shared.kernel_checks import (
     is_wrong,
     read_bytes,
     slots,
-    tiles_of,
 )
 from bench.shared.machine import facts, need_cuda, save
 from bench.shared.report import add_run_arguments
@@ -38,13 +36,11 @@ from bench.shared.timing import (
     prepared,
     raced,
     sets_for,
-    short,
     tried,
 )
 from hetconv import kernels
 from hetconv.errors import KernelError
-from hetconv.kernels.chip import chip_of
-from hetconv.kernels.tiles import Pass, Tile
+from hetconv.kernels.tiles import Pass
 
 ROUNDS, TILE_ROUNDS = 9, 3
 
@@ -63,11 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--passes",
         default=",".join(PASSES),
         help="separated by commas (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tiles",
-        action="store_true",
-        help="also check and time every tile for every case",
     )
     add_run_arguments(parser)
 
@@ -139,7 +130,7 @@ def run(args: argparse.Namespace) -> None:
             row = attempted(
                 case,
                 what,
-                lambda c=case, w=what: measured(c, w, report, args.tiles),  # type: ignore[misc]
+                lambda c=case, w=what: measured(c, w, report),  # type: ignore[misc]
             )
             report.rows.append(row)
             print(line(row), flush=True)
@@ -188,9 +179,7 @@ def attempted(
     return row | tried(measure)
 
 
-def measured(
-    case: Case, what: Pass, report: Report, every_tile: bool
-) -> dict[str, Any]:
+def measured(case: Case, what: Pass, report: Report) -> dict[str, Any]:
     """One pass of one case: its errors, and if they are small its times."""
     device, spec = report.where, case.spec
     first = drawn(case, what, device)
@@ -202,11 +191,6 @@ def measured(
         row["wrong"] = f"{found}"
     count = sets_for(read_bytes(case, what), report.machine["l2_bytes"])
     sets = [first, *(drawn(case, what, device, first) for _ in range(count - 1))]
-    if every_tile:
-        row["tiles"] = [
-            tile_row(case, what, t, sets, other, report)
-            for t in tiles_of(case, what, chip_of(device))
-        ]
     if "wrong" in row:
         return row
     del other
@@ -237,30 +221,6 @@ def measured(
         else "matmul"
     )
     return row
-
-
-def tile_row(
-    case: Case,
-    what: Pass,
-    tile: Tile,
-    sets: list[Tensors],
-    other: torch.Tensor,
-    report: Report,
-) -> dict[str, Any]:
-    """One tile: its time, or what is wrong with it."""
-    row: dict[str, Any] = {"tile": str(tile)}
-    try:
-        found = errors(case, what, sets[0], other, tile)
-        if is_wrong(case, found):
-            return row | {"wrong": f"{found}"}
-        timed = prepared(
-            lambda i: by_triton(case, what, sets[i], tile),
-            len(sets),
-            _floor(case, report),
-        )
-        return row | {"us": median(timed.once() for _ in range(TILE_ROUNDS)) * 1e6}
-    except Exception as e:
-        return row | {"failed": short(e)}
 
 
 def _into_slots(case: Case, sets: list[Tensors], report: Report) -> dict[str, Timed]:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from bench.shared.kernel_cases import TORCH, Case, Dtype
 from hetconv import kernels
+from hetconv.errors import KernelError
 from hetconv.kernels import tiles
 from hetconv.kernels.chip import Chip, chip_of
 from hetconv.kernels.launch import StridedLayout
 from hetconv.kernels.tiles import GemmShape, Pass, Tile
 from hetconv.kernels.triton import dgrad, fprop, wgrad
+from hetconv.kernels.triton.backend import usable_tile
 
 EXACT_FLOPS = 3e10  # of a reference in float64
 WANTED: dict[Pass, tuple[bool, bool, bool]] = {
@@ -247,10 +249,17 @@ def default_tile(case: Case, what: Pass, device: torch.device) -> Tile:
 
 
 def tiles_of(case: Case, what: Pass, chip: Chip) -> list[Tile]:
-    """Every tile of the space, and each with the default's splits where that has some."""
+    """Every tile of the space that computes all products of a pass, with its splits."""
+    shapes = gemm_shapes(case, what)
     found: dict[Tile, None] = {}
-    for shape in gemm_shapes(case, what):
-        split_k = tiles.default_tile(shape, chip).split_k
-        for tile in tiles.search_space(shape, chip):
-            found |= {tile: None, replace(tile, split_k=split_k): None}
-    return list(found)
+    for shape in shapes:
+        space = list(tiles.search_space(shape, chip))
+        found |= dict.fromkeys(tiles.with_splits(space, shape, chip))
+    return [t for t in found if all(_runs(t, shape, chip) for shape in shapes)]
+
+
+def _runs(tile: Tile, shape: GemmShape, chip: Chip) -> bool:
+    try:
+        return usable_tile(tile, shape, chip) == tile
+    except KernelError:
+        return False

@@ -81,7 +81,9 @@ def _loaded(row: Mapping[str, Any], boxes: bool, path: Path) -> MeasuredPass:
     if case is None:
         raise KernelError(f"{path} has a case {row['name']!r} that does not exist now")
     stable = {
-        t: v["us"] * 1e-6 for t, v in row["tiles"].items() if not v.get("unstable")
+        t: v["us"] * 1e-6
+        for t, v in row["tiles"].items()
+        if "us" in v and not v.get("unstable")
     }
     return MeasuredPass(
         row["name"],

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.shared.machine import RESULTS, save
+from bench.shared.machine import RESULTS, facts, need_cuda, save
+from bench.shared.report import add_run_arguments
+from hetconv.errors import KernelError
+from hetconv.kernels.chip import chip_of
 from hetconv.kernels.tiles import Pass
 
 from .fit import Data, Models, fitted
 from .measured import MeasuredPass, load, summary
+from .study import candidates, checks_in_processes, row, studied
 
 MEASURED = RESULTS / "nvidia-h100-80gb-hbm3" / "tiles.json"
 HALVES = 3  # random halves of the passes that are fitted alone
@@ -30,16 +35,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "needs no GPU",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
+        "--filter",
+        metavar="TEXT",
+        default="",
+        help="only cases whose name has this in it",
     )
+    add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the constants, how far the default tile is off, and one JSON document last."""
-    document = fit_document(load(args.fit))
+    """Measures tiles, or fits constants; prints what was found, one JSON document last.
+
+    Raises:
+        KernelError: There is no GPU, no such case, or the file to fit is of another suite.
+    """
+    document = fit_document(load(args.fit)) if args.fit else measured_document(args)
     if args.output is not None:
         save(args.output, document)
     print(json.dumps(document))
+
+
+def measured_document(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the times of the tiles of each pass, saved after each."""
+    chosen = studied(args.filter)
+    if not chosen:
+        name = studied()[0][0].name
+        raise KernelError(
+            f"no case has --filter {args.filter!r} in its name; names are like {name!r}"
+        )
+    device = need_cuda("tiles")
+    machine, start = facts(), time.monotonic()
+    document: dict[str, Any] = {"suite": "tiles", **machine, "rows": []}
+    document["weight_gradient_steps"] = "runs"
+    with checks_in_processes() as check:
+        for case, what in chosen:
+            if args.budget is not None and time.monotonic() > start + args.budget:
+                document["stopped"] = f"after the budget of {args.budget:.0f} s"
+                break
+            tiles = candidates(case, what, chip_of(device))
+            faults = check(case, what, tiles)
+            found = row(case, what, tiles, faults, device, machine["l2_bytes"])
+            document["rows"].append(found)
+            print(line(found), flush=True)
+            if args.output is not None:
+                save(args.output, document)
+    return document
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns the fastest tile of a row beside cuDNN and the default one."""
+    timed = {tile: v["us"] for tile, v in row["tiles"].items() if "us" in v}
+    head = f"{row['name']:42} {row['pass']:15}"
+    if not timed:
+        return f"{head} none of {len(row['tiles'])} tiles ran"
+    best = min(timed, key=lambda tile: timed[tile])
+    first = next(iter(timed))
+    return (
+        f"{head} {best} {timed[best]:8.1f} us, {row['cudnn_us'] / timed[best]:.2f}x of cuDNN, "
+        f"{timed[first] / timed[best]:.2f} by the default; {len(timed)} of "
+        f"{len(row['tiles'])} ran"
+    )
 
 
 def fit_document(passes: list[MeasuredPass]) -> dict[str, Any]:

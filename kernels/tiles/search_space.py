@@ -53,6 +53,9 @@ MIN_STAGES = 2
 MIN_STEPS_PER_SPLIT = 4
 MAX_SPLIT_K = 256
 BARRIER_BYTES = 1024  # of shared memory, beside the operands
+COMPOSITE_BYTES = (
+    4096  # that a second accumulator may take beside its operands, as compiled
+)
 STEP_BYTES = 128  # of a step of a reduction, along the reduced dimension
 
 
@@ -112,7 +115,8 @@ def fits(tile: Tile, shape: GemmShape, chip: Chip) -> bool:
 def shared_bytes(tile: Tile, shape: GemmShape) -> int:
     """Returns the shared memory of a program, in bytes."""
     operands = tile.stages * (tile.m + tile.n) * tile.k * ITEMSIZE[shape.dtype]
-    return operands + BARRIER_BYTES
+    is_composite = tile.row_blocks[1] > 0
+    return operands + BARRIER_BYTES + (COMPOSITE_BYTES if is_composite else 0)
 
 
 def tile_shapes(shape: GemmShape, kind: TileKind) -> list[TileShape]:

@@ -73,6 +73,11 @@ INTERNALS = {
         "FakeTensorMode",
         "to capture a model without computing",
     ),
+    "dispatch_mode": Internal(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        "to see by name what a CUDA graph cannot repeat",
+    ),
     "checkpoint_saver": Internal(
         "torch.utils.checkpoint",
         "_NoopSaveInputs",
@@ -181,6 +186,7 @@ graph_task_id: Callable[[], int] = find(INTERNALS["graph_task_id"])
 disable_dynamo: Callable[..., Any] = find(INTERNALS["disable_dynamo"]) or (
     lambda fn: fn
 )
+DispatchMode: Any = find(INTERNALS["dispatch_mode"])
 tree_iter: Callable[..., Any] = find(INTERNALS["tree_iter"])
 tree_map: Callable[..., Any] = find(INTERNALS["tree_map"])
 tree_map_only: Callable[..., Any] = find(INTERNALS["tree_map_only"])
@@ -324,3 +330,15 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
         if "_hooks" in name and isinstance(hooks, dict):
             getattr(new, name).update(hooks)
     new._is_full_backward_hook = getattr(old, "_is_full_backward_hook", None)
+
+
+def hook_count(owner: nn.Module | Tensor) -> int:
+    """Returns how many hooks a module's calls run, or a tensor's gradient."""
+    if isinstance(owner, Tensor):
+        return len(owner._backward_hooks or ())
+    return (
+        len(owner._forward_pre_hooks)
+        + len(owner._forward_hooks)
+        + len(owner._backward_pre_hooks)
+        + len(owner._backward_hooks)
+    )

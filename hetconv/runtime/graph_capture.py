@@ -84,6 +84,8 @@ def obstacle(
         return "the host waits for the shape of its result"
     if name in COPIES and len(places) > 1:
         return f"it copies between {' and '.join(sorted(places))}"
+    if name == "aten::lift_fresh" and places == {device.type} != {"cpu"}:
+        return f"it copies Python's numbers to {device.type}"
     if torch.Tag.nondeterministic_seeded in func.tags and places != {device.type}:
         return "it draws random numbers on the CPU"
     return None

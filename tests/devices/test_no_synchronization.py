@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv import kernels
-from hetconv.comm import consensus, exchange
+from hetconv.comm import collectives, consensus, exchange
 from hetconv.comm.deadlock import DeadlockWatch
 from hetconv.comm.rank_group import RankGroup
 from hetconv.nn import model_call, parallelize
@@ -104,6 +104,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     patch(model_call, "start_consensus", lambda *_: lambda: None)
     patch(exchange.dist, "P2POp", Sent)
     patch(exchange.dist, "batch_isend_irecv", list)
+    for collective in ("_all_gather", "_reduce_scatter"):
+        patch(collectives, collective, lambda y, x, **_: Sent(None, y))
     kernels.set_backend("aten")
     patch(torch, "batch_norm_update_stats", update_stats)
     patch(torch, "batch_norm_backward_reduce", backward_reduce)

@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from hetconv.autotune.measure.device_info import conditions
-from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS, LogRatio
+from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS, LogRatio, Round
 from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import Candidates, tuned_name
 from hetconv.planner.make_plan import Contender, contenders, make_plan
@@ -25,9 +25,10 @@ from hetconv.schemas.tuning_results import TunedPlan
 
 from .calibrate import Observation, calibrate
 from .finalists import Confirmation, FinalRace
-from .job import Run
+from .job import Run, part_of
 from .race import (
     CANDIDATE,
+    MAX_SLOWDOWN,
     REFERENCE,
     PlainModel,
     TimingRequest,
@@ -38,7 +39,7 @@ from .race import (
 from .ratio_search import RatioSearch, ratio_of
 from .record import COMPARED_WITH, PLANS, PlanTiming
 from .shortlist import PREDICTION_ERROR, even_split, key_of, shortlist
-from .stages import PLANS_PART, part_of
+from .stages import PLANS_PART
 
 MIN_TRIAL_S = 2.0
 TIMED_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
@@ -90,6 +91,7 @@ class PlanSearch:
         self.run, self.profile = run, profile
         self.base = make_plan(run.graph, profile, mode=run.job.mode)
         self.timed: list[tuple[Contender, PlanTiming]] = []
+        self.too_slow: dict[str, float] = {}  # seconds of a step, by `key_of` the plan
 
     def tune(self) -> ClusterProfile:
         """Returns the profile, calibrated, with the tuned plan and its ratio."""
@@ -107,7 +109,8 @@ class PlanSearch:
         replanned = contenders(self.run.graph, calibrated, mode=mode)
 
         expected = self._expected(shortlist(replanned), reference)
-        ratio = self._tune_ratio(expected[0].contender) if expected else None
+        may_win = bool(expected) and expected[0].log_ratio < log(MAX_SLOWDOWN)
+        ratio = self._tune_ratio(expected[0].contender) if may_win else None
         if ratio is not None and ratio.weights != ratio.computed_weights:
             expected.insert(0, self._with_ratio(ratio, expected[0]))
         finalists, guards = self._finalists(
@@ -152,8 +155,11 @@ class PlanSearch:
             return None
         variants = {name: reference.variant for name, reference in options.items()}
         request = TimingRequest("devices alone", variants, min_seconds=MIN_TRIAL_S)
-        rounds = run.race.lead(request).rounds
-        seconds = {name: median(one[name] for one in rounds) for name in options}
+        timings = run.race.lead(request)
+        seconds = {
+            name: median(one[name] for one in timings.rounds)
+            for name in timings.rounds[-1]
+        }
         best = min(seconds, key=seconds.__getitem__)
         run.keep(COMPARED_WITH, "", best)
         run.say.line(f"{best}: {seconds[best] * 1e3:.1f} ms")
@@ -166,12 +172,14 @@ class PlanSearch:
         part = part_of(run, PLANS_PART)
         left_s = (part - run.spent) * run.job.budget
         trial_s = max(MIN_TRIAL_S, TIMED_PART * left_s / max(len(promising), 1))
-        enough = run.passed(part)
+        took_s = 0.0
         for contender in promising:
+            left_s, began = (part - run.spent) * run.job.budget, run.spent
             # One whatever is left: whether to split at all depends on it.
-            if enough() and self.timed:
+            if left_s < max(took_s, contender.predicted.step_s) and self.timed:
                 break
             timing = self._time(contender, reference, trial_s)
+            took_s = (run.spent - began) * run.job.budget
             self.timed.append((contender, timing))
             if timing.ratio is None:
                 run.say.advance(f"{contender.name} failed {timing.failure}")
@@ -200,7 +208,7 @@ class PlanSearch:
         try:
             if attempts >= MAX_ATTEMPTS:
                 raise TrialFailedError("as a rank was killed whenever it ran")
-            rounds, compute_s = run.race.lead(request)
+            rounds, compute_s = self._lead(request, CANDIDATE)
         except TrialFailedError as e:
             timing = PlanTiming(contender.name, None, failure=str(e))
         else:
@@ -293,7 +301,10 @@ class PlanSearch:
         for contender in (*challengers[:1], *guarding, *challengers):
             key = key_of(contender.splits)
             if key not in known:
-                known[key] = self._runs(contender.name, self._plan(contender))
+                in_time = contender.predicted.step_s <= self.run.left_s
+                known[key] = in_time and self._runs(
+                    contender.name, self._plan(contender)
+                )
             if known[key] and contender.splits != reference.splits:
                 finalists.setdefault(key, contender)
         return finalists, {key_of(c.splits) for c in guarding}
@@ -307,13 +318,14 @@ class PlanSearch:
     ) -> TunedPlan:
         run, winner = self.run, confirmed.winner
         seconds = {
-            name: median(one[name] for one in confirmed.rounds)
+            name: median(one[name] for one in confirmed.rounds if name in one)
             for name in confirmed.rounds[0]
         }
         seconds[key_of(reference.contender.splits)] = seconds[REFERENCE]
         best = confirmed.finalists.get(winner, reference.contender)
         run.say.line(f"the plan is {best.name}: {seconds[winner] * 1e3:.1f} ms")
-        even_s = seconds.get(key_of(even.splits)) if even is not None else None
+        even_key = key_of(even.splits) if even is not None else ""
+        even_s = (self.too_slow | seconds).get(even_key)
         alone = isinstance(reference.variant, PlainModel)
         estimator = StepEstimator(run.graph, calibrated, run.job.mode)
         return TunedPlan(
@@ -333,11 +345,23 @@ class PlanSearch:
 
     def _runs(self, name: str, variant: Variant) -> bool:
         try:
-            self.run.race.lead(TimingRequest(name, {name: variant}, rounds=0))
+            self._lead(TimingRequest(name, {name: variant}, rounds=0), name)
         except TrialFailedError as e:
             self.run.say.line(f"{name} failed {e}")
             return False
         return True
+
+    def _lead(
+        self, request: TimingRequest, name: str
+    ) -> tuple[list[Round], tuple[float, ...]]:
+        """Has all ranks time variants; raises `TrialFailedError` if one is too slow."""
+        timings, variant = self.run.race.lead(request), request.variants[name]
+        if name not in timings.too_slow:
+            return timings.rounds, timings.compute_s
+        step_s = timings.too_slow[name]
+        if isinstance(variant, Plan):
+            self.too_slow[key_of(variant.splits)] = step_s
+        raise TrialFailedError(f"as a step takes {step_s:.3g} s, too long to go on")
 
     def _plan(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)

@@ -62,7 +62,7 @@ class FinalRace:
 
         That is successive halving (Karnin et al., 2013). The last rung is by itself, for
         who came so far may merely have been lucky. What is much too slow goes at once,
-        guards too. Where not all run side by side, as
+        guards too, and without time there is one rung. Where not all run side by side, as
         for want of memory, the less likely half of all does not take part.
 
         Args:
@@ -87,7 +87,7 @@ class FinalRace:
             rounds += last
             left = {name: c for name, c in left.items() if name not in too_slow}
             slower = _slower_half(left.keys() - guards, rounds)
-            if not slower:
+            if not slower or self.run.left_s <= 0:
                 return Confirmation(left, last)
             left = {name: c for name, c in left.items() if name not in slower}
 

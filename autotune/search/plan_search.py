@@ -7,14 +7,14 @@ finalists race. What is surely faster than the device alone then is the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import log
 from statistics import median
 from typing import NamedTuple
 
 from hetconv.autotune.measure.device_info import conditions
-from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS, LogRatio, Round
+from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS, LogRatio
 from hetconv.cost.estimator import StepEstimator
 from hetconv.planner.candidates import Candidates, tuned_name
 from hetconv.planner.make_plan import Contender, contenders, make_plan
@@ -32,6 +32,7 @@ from .race import (
     REFERENCE,
     PlainModel,
     TimingRequest,
+    Timings,
     TrialFailedError,
     Variant,
     plain_variants,
@@ -45,6 +46,7 @@ MIN_TRIAL_S = 2.0
 TIMED_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
 RATIO_PART, RACE_PART = 0.06, 0.1  # of the whole budget
 MAX_CHALLENGERS = 4
+MIN_RACE_STEPS = 3  # of a plan that was not timed: a trial, a first step and a round
 # In logarithms, how much slower than the likeliest a challenger is expected to be.
 MAX_EXPECTED_LOSS = 0.1
 # The stage under which it is kept how often a plan was begun; ranks may be killed by it.
@@ -132,6 +134,7 @@ class PlanSearch:
         """
         run = self.run
         alone = [c for c in planned if c.name.startswith(SINGLE_DEVICE)]
+        alone.sort(key=lambda c: c.predicted.step_s)
         # The one and the other may be that far off.
         limit = (1 + PREDICTION_ERROR) ** 2
         limit_s = limit * min((c.predicted.step_s for c in alone), default=0.0)
@@ -144,7 +147,7 @@ class PlanSearch:
         known = run.known(COMPARED_WITH, "", str)
         if known in options:
             return options[known]
-        options = {n: r for n, r in options.items() if self._runs(n, r.variant)}
+        options = self._running(options)
         if not options:
             run.say.line("the model runs on no device alone; a plan takes its place")
             for contender in shortlist(planned):
@@ -165,6 +168,20 @@ class PlanSearch:
         run.say.line(f"{best}: {seconds[best] * 1e3:.1f} ms")
         return options[best]
 
+    def _running(self, options: Mapping[str, Reference]) -> dict[str, Reference]:
+        """Tries devices alone, while there is time to race all of them, one in any case."""
+        running: dict[str, Reference] = {}
+        for name, option in options.items():
+            before_s = self.run.left_s
+            running |= {name: option} if self._runs(name, option.variant) else {}
+            trial_s = before_s - self.run.left_s
+            if (
+                MIN_RACE_STEPS * trial_s * (1 + len(running)) > self.run.left_s
+                and running
+            ):
+                break
+        return running
+
     def _time_all(self, promising: Sequence[Contender], reference: Reference) -> None:
         """Times plans one by one, for as long as the budget lasts."""
         run = self.run
@@ -176,7 +193,7 @@ class PlanSearch:
         for contender in promising:
             left_s, began = (part - run.spent) * run.job.budget, run.spent
             # One whatever is left: whether to split at all depends on it.
-            if left_s < max(took_s, contender.predicted.step_s) and self.timed:
+            if left_s < max(took_s, self._expected_s(contender)) and self.timed:
                 break
             timing = self._time(contender, reference, trial_s)
             took_s = (run.spent - began) * run.job.budget
@@ -208,7 +225,7 @@ class PlanSearch:
         try:
             if attempts >= MAX_ATTEMPTS:
                 raise TrialFailedError("as a rank was killed whenever it ran")
-            rounds, compute_s = self._lead(request, CANDIDATE)
+            rounds, compute_s, _ = self._lead(request, CANDIDATE)
         except TrialFailedError as e:
             timing = PlanTiming(contender.name, None, failure=str(e))
         else:
@@ -217,6 +234,18 @@ class PlanSearch:
             timing = PlanTiming(contender.name, ratio, reference_s, compute_s)
         run.keep(PLANS, key, timing)
         return timing
+
+    def _expected_s(self, contender: Contender) -> float:
+        """Returns expected seconds of a step that was predicted, but not timed.
+
+        What made every plan so far too slow, such as a link, does so to this one too:
+        of these plans a calibration has learnt nothing.
+        """
+        slowdowns = [
+            self.too_slow.get(key_of(c.splits), 0.0) / c.predicted.step_s
+            for c, _ in self.timed
+        ]
+        return contender.predicted.step_s * max(min(slowdowns, default=1.0), 1.0)
 
     def _reference_s(self, predicted_s: float) -> float:
         """Returns median seconds of the reference's step in all trials, if any ran."""
@@ -247,7 +276,7 @@ class PlanSearch:
         reference_s = self._reference_s(reference.contender.predicted.step_s)
         tried = [contender.splits for contender, _ in self.timed]
         expected = [
-            Expected(log(c.predicted.step_s / reference_s), c)
+            Expected(log(self._expected_s(c) / reference_s), c)
             for c in replanned
             if c.splits not in tried
         ]
@@ -301,7 +330,9 @@ class PlanSearch:
         for contender in (*challengers[:1], *guarding, *challengers):
             key = key_of(contender.splits)
             if key not in known:
-                in_time = contender.predicted.step_s <= self.run.left_s
+                in_time = (
+                    MIN_RACE_STEPS * self._expected_s(contender) <= self.run.left_s
+                )
                 known[key] = in_time and self._runs(
                     contender.name, self._plan(contender)
                 )
@@ -324,8 +355,7 @@ class PlanSearch:
         seconds[key_of(reference.contender.splits)] = seconds[REFERENCE]
         best = confirmed.finalists.get(winner, reference.contender)
         run.say.line(f"the plan is {best.name}: {seconds[winner] * 1e3:.1f} ms")
-        even_key = key_of(even.splits) if even is not None else ""
-        even_s = (self.too_slow | seconds).get(even_key)
+        even_s = (self.too_slow | seconds).get(key_of(even.splits)) if even else None
         alone = isinstance(reference.variant, PlainModel)
         estimator = StepEstimator(run.graph, calibrated, run.job.mode)
         return TunedPlan(
@@ -351,13 +381,11 @@ class PlanSearch:
             return False
         return True
 
-    def _lead(
-        self, request: TimingRequest, name: str
-    ) -> tuple[list[Round], tuple[float, ...]]:
+    def _lead(self, request: TimingRequest, name: str) -> Timings:
         """Has all ranks time variants; raises `TrialFailedError` if one is too slow."""
         timings, variant = self.run.race.lead(request), request.variants[name]
         if name not in timings.too_slow:
-            return timings.rounds, timings.compute_s
+            return timings
         step_s = timings.too_slow[name]
         if isinstance(variant, Plan):
             self.too_slow[key_of(variant.splits)] = step_s

@@ -332,13 +332,11 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
     new._is_full_backward_hook = getattr(old, "_is_full_backward_hook", None)
 
 
-def hook_count(owner: nn.Module | Tensor) -> int:
-    """Returns how many hooks a module's calls run, or a tensor's gradient."""
-    if isinstance(owner, Tensor):
-        return len(owner._backward_hooks or ())
+def hook_count(module: nn.Module) -> int:
+    """Returns how many hooks run in a call of a module, or in its backward."""
     return (
-        len(owner._forward_pre_hooks)
-        + len(owner._forward_hooks)
-        + len(owner._backward_pre_hooks)
-        + len(owner._backward_hooks)
+        len(module._forward_pre_hooks)
+        + len(module._forward_hooks)
+        + len(module._backward_pre_hooks)
+        + len(module._backward_hooks)
     )

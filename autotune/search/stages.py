@@ -86,6 +86,8 @@ def operators(run: Run) -> ClusterProfile:
             f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s"
         )
     profile = with_contention(profile, run.group, run.device)
+    summing_ns = profile.sum_s_per_byte * 1e9
+    run.say.line(f"sums of gradients: {summing_ns:.2f} ns a byte beside their messages")
     return with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +24,8 @@ from hetconv.runtime.graph_capture import (
     CaptureGuard,
     CudaCapture,
     NotCapturableError,
+    aliased_parameters,
+    no_autocast_cache,
 )
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.signature_cache import RecentlyUsed
@@ -61,7 +62,7 @@ class CapturedStep:
         run: Runs the step eagerly.
         args: Positional arguments, whose tensors are copied.
         kwargs: Keyword arguments, likewise.
-        parameters: Those that get gradients.
+        module: The module that runs, whose parameters get gradients.
         device: The device that the step runs on.
 
     Raises:
@@ -74,28 +75,31 @@ class CapturedStep:
         run: Run,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        parameters: Sequence[nn.Parameter],
+        module: nn.Module,
         device: torch.device,
     ):
         self._guard = CaptureGuard(device)
         given = tensors_in((args, kwargs))
         with torch.inference_mode(False):
             own = [x.detach().clone().requires_grad_(x.requires_grad) for x in given]
-        self._inputs = [x.detach() for x in own]
+        self._inputs, self.input_count = [x.detach() for x in own], len(own)
         copies = {id(x): copy for x, copy in zip(given, own, strict=True)}
         args, kwargs = map_tensors(lambda x: copies[id(x)], (tuple(args), kwargs))
-        with _no_autocast_cache():
-            self._forward, result = capture(self._guarded(lambda: run(args, kwargs)))
-        if any(write_count(x) for x in own):
-            raise NotCapturableError("the model writes to its input")
-        results = tensors_in(result)
-        if any(y.device.type != device.type for y in results):
-            raise NotCapturableError(f"a result is not on a {device.type} device")
-        self.differentiable = [y.requires_grad for y in results]
-        self._parameters = [*parameters]
+        trained = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = trained if torch.is_grad_enabled() else []
         self._last_use: weakref.ref[_Use] | None = None
-        if any(self.differentiable):
-            self._capture_backward(capture, own, results)
+        with aliased_parameters(module, self._parameters) as aliases:
+            with no_autocast_cache():
+                forward = self._guarded(lambda: run(args, kwargs))
+                self._forward, result = capture(forward)
+            if any(write_count(x) for x in own):
+                raise NotCapturableError("the model writes to its input")
+            results = tensors_in(result)
+            if any(y.device.type != device.type for y in results):
+                raise NotCapturableError(f"a result is not on a {device.type} device")
+            self.differentiable = [y.requires_grad for y in results]
+            if any(self.differentiable):
+                self._capture_backward(capture, [*own, *aliases], results)
         of_results = {id(y): y.detach() for y in results}
         self._result = map_tensors(lambda y: of_results[id(y)], result)
         self._results = [*of_results.values()]
@@ -108,10 +112,9 @@ class CapturedStep:
         return guarded
 
     def _capture_backward(
-        self, capture: Capture, inputs: Sequence[Tensor], results: Sequence[Tensor]
+        self, capture: Capture, sources: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
         roots = [y for y in results if y.requires_grad]
-        sources = [*inputs, *self._parameters]
         wanted = [x for x in sources if x.requires_grad]
         self._cotangents = [torch.empty_like(y) for y in roots]
         self._backward, found = capture(
@@ -183,7 +186,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: CapturedStep, *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.step, ctx.use = step, step.begin_use()
-        inputs = sources[: len(sources) - len(step._parameters)]
+        inputs = sources[: step.input_count]
         results = step.replay_forward(inputs)
         kinds = zip(results, step.differentiable, strict=True)
         ctx.mark_non_differentiable(*(y for y, has_grad in kinds if not has_grad))
@@ -202,17 +205,6 @@ def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
     if copies:
         foreach_copy_(copies, list(tensors))
     return copies
-
-
-@contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Context in which parameters are cast anew: a cached cast would stay as it is."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 class Signature:
@@ -234,15 +226,15 @@ class Signature:
     ):
         self._module, self._name = module, name
         self._capture, self._device = capture, device
-        self._state: Hashable = None
+        self._addresses: Hashable = None
         self._eager_steps, self._captures = 0, True
         self._step: CapturedStep | None = None
 
     def refresh(self) -> None:
-        """Begins anew if a parameter, a mode or a hook is another one than before."""
-        state = _state(self._module)
-        if state != self._state:
-            self._state, self._step = state, None
+        """Begins anew if a parameter or buffer is another one, or lies elsewhere."""
+        addresses = tuple((id(x), x.data_ptr()) for x in _tensors_of(self._module))
+        if addresses != self._addresses:
+            self._addresses, self._step = addresses, None
             self._eager_steps, self._captures = 0, True
 
     @property
@@ -263,12 +255,10 @@ class Signature:
         self, run: Run, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> CapturedStep | None:
         """Returns the captured step, or None with a warning why there is none."""
-        trained = [p for p in self._module.parameters() if p.requires_grad]
-        parameters = trained if torch.is_grad_enabled() else []
         try:
-            _refuse_hooks(self._module, parameters)
+            _refuse_hooks(self._module)
             return CapturedStep(
-                self._capture(), run, args, kwargs, parameters, self._device
+                self._capture(), run, args, kwargs, self._module, self._device
             )
         except Exception as e:  # whatever CUDA or a model may raise
             self._captures = False
@@ -318,7 +308,8 @@ class StepGraphs:
         if nested or saved_tensors_are_hooked():
             return None
         try:
-            key = id(module), _modes(self._device), self._key((args, kwargs), {})
+            modes = _modes(module, self._device)
+            key = id(module), modes, self._key((args, kwargs), {})
         except NotCapturableError as e:
             if str(e) not in self._warned:
                 self._warned.add(str(e))
@@ -354,35 +345,32 @@ class StepGraphs:
         raise NotCapturableError(f"an argument is a {kind.__name__}")
 
 
-def _modes(device: torch.device) -> Hashable:
-    """Returns the modes of this thread that decide what operators do."""
+def _modes(module: nn.Module, device: torch.device) -> Hashable:
+    """Returns the modes of this thread and of a module that decide what a step does."""
     kind = device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast
+    own = tuple((id(m), m.training, hook_count(m)) for m in module.modules())
+    gradients = tuple(x.requires_grad for x in _tensors_of(module))
+    thread = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast
+    return thread, own, gradients
 
 
-def _state(module: nn.Module) -> Hashable:
-    """Returns what of a module a graph depends on: addresses, modes and hooks."""
-    found: list[Hashable] = []
-    for m in module.modules():
-        found.append((id(m), m.training, hook_count(m)))
-        # dict.values gives slices where a module would read its parameters whole.
-        own = (*dict.values(m._parameters), *m._buffers.values())
-        found += [
-            (id(x), x.data_ptr(), x.requires_grad, hook_count(x))
-            for x in own
-            if x is not None
-        ]
-    return tuple(found)
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """Returns parameters and buffers, those of layers with shards as slices."""
+    # dict.values gives slices where a module would read its parameters whole.
+    return [
+        x
+        for m in module.modules()
+        for x in (*dict.values(m._parameters), *m._buffers.values())
+        if x is not None
+    ]
 
 
-def _refuse_hooks(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raises `NotCapturableError` if a hook would run at the capture alone, or twice."""
+def _refuse_hooks(module: nn.Module) -> None:
+    """Raises `NotCapturableError` if a hook would run at the capture alone."""
     for name, m in module.named_modules():
         if m is not module and hook_count(m):  # the module's own run outside of it
             raise NotCapturableError(f"module {name!r} has hooks")
-    if any(map(hook_count, parameters)):
-        raise NotCapturableError("a parameter has hooks")
 
 
 def cuda_graphs(device: torch.device) -> StepGraphs:

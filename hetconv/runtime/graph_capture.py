@@ -5,11 +5,12 @@ The latter is found operator by operator while a graph is captured, so that it h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetconv.comm import call_tags
 from hetconv.errors import HetConvError
@@ -52,6 +53,47 @@ class CudaCapture:
             with stream, capturing:
                 result = run()
         return graph.replay, result
+
+
+@contextmanager
+def no_autocast_cache() -> Iterator[None]:
+    """Context in which parameters are cast anew: a cached cast would stay as it is."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def aliased_parameters(
+    module: nn.Module, parameters: Sequence[nn.Parameter]
+) -> Iterator[list[nn.Parameter]]:
+    """Context in which a module has other parameters with the same memory.
+
+    Autograd's node of a parameter belongs to the stream of the step that made it, which
+    may be an eager one; a capture must not depend on that stream. Nor do hooks of the
+    parameter run in the capture: they run at each replay.
+
+    Args:
+        module: The module.
+        parameters: Those of its parameters that are replaced.
+    """
+    aliases = {id(p): nn.Parameter(p.detach()) for p in parameters}
+    places = [
+        (m._parameters, name, p)
+        for m in module.modules()
+        for name, p in dict.items(m._parameters)
+        if id(p) in aliases
+    ]
+    try:
+        for own, name, p in places:
+            own[name] = aliases[id(p)]
+        yield [aliases[id(p)] for p in parameters]
+    finally:
+        for own, name, p in places:
+            own[name] = p
 
 
 class NotCapturableError(HetConvError):

@@ -25,6 +25,7 @@ from hetconv.comm.rank_group import (
 )
 from hetconv.comm.redistribute import moved_back, redistribute_local
 from hetconv.ops import dispatch  # noqa: F401  runs functions on HetTensors
+from hetconv.runtime.graph_capture import CaptureGuard
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.sharding.layout import Box, Layout
 from hetconv.sharding.moves import Move
@@ -197,6 +198,26 @@ def test_collectives_move_what_messages_move(world: int) -> None:
     for same in on_ranks(world, moved, world):
         assert all(same)
         assert len(same) == 2 * len(moves(world))
+
+
+def captured() -> list[bool]:
+    """What a guard of captures lets through: messages, a gather and a sum."""
+    group = replace(rank_group_of(), backend="nccl", channels={})
+    found = []
+    for sizes in ((2, 2), (3, 1)):
+        parts, whole = Layout.sharded((4,), 0, sizes), Layout.replicated((4,), 2)
+        with CaptureGuard(torch.device("cpu")):
+            x = torch.full((sizes[group.rank],), float(group.rank))
+            gathered = redistribute_local(group, x, parts, whole)
+            summed = redistribute_local(group, gathered, Layout.partial((4,), 2), parts)
+        of_ranks = [0.0] * sizes[0] + [1.0] * sizes[1]
+        found.append(gathered.tolist() == of_ranks)
+        found.append(bool(summed.eq(2.0 * group.rank).all()))
+    return found
+
+
+def test_messages_can_be_captured() -> None:
+    assert on_ranks(2, captured) == [[True] * 4] * 2
 
 
 def in_silence() -> bool:

@@ -150,6 +150,16 @@ def test_a_change_that_a_graph_would_not_see_captures_anew(name: str) -> None:
     assert graphed.model.runs - runs == new_runs
 
 
+def test_modes_that_take_turns_are_captured_for_themselves() -> None:
+    """As where two networks are trained against each other."""
+    _, graphed = pair()
+    weight, x = graphed.model.one.weight, images()
+    for turn in range(2 * EAGER_STEPS + 4):
+        weight.requires_grad_(turn % 2 == 0)
+        graphed(x)
+    assert graphed.model.runs == 2 * (EAGER_STEPS + 1)
+
+
 @pytest.mark.parametrize("other", ["shape", "dtype", "strides", "gradient", "scale"])
 def test_another_signature_is_captured_for_itself(other: str) -> None:
     _, graphed = pair()
@@ -282,12 +292,6 @@ def with_hook(function: Callable[[Tensor], Tensor]) -> nn.Module:
     return model
 
 
-def with_gradient_hook(function: Callable[[Tensor], Tensor]) -> nn.Module:
-    model = Does(function)
-    model.layer.weight.register_hook(lambda g: g * 2)
-    return model
-
-
 class WritesToInput(Does):
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
@@ -303,7 +307,6 @@ UNCAPTURABLE: dict[str, tuple[nn.Module, str]] = {
     "host copy": (Does(lambda y: y + y.to("meta").numel()), "aten::_to_copy"),
     "backward": (Does(Doubling.apply), "aten::_local_scalar_dense"),
     "module hook": (with_hook(torch.relu), "module 'layer' has hooks"),
-    "gradient hook": (with_gradient_hook(torch.relu), "a parameter has hooks"),
     "input": (WritesToInput(torch.relu), "the model writes to its input"),
 }
 
@@ -331,6 +334,37 @@ def test_a_mask_that_is_filled_with_one_value_can_be_captured() -> None:
     warm(graphed, x)
     assert graphed.capture.replays == 1
     torch.testing.assert_close(graphed(-x), graphed.model.forward(-x))
+
+
+def test_hooks_of_parameters_run_once_in_each_step() -> None:
+    plain, graphed = pair()
+    for model in (plain, graphed.model):
+        model.one.weight.register_hook(lambda g: g * 2)
+    warm(graphed, images())
+    plain.load_state_dict(graphed.model.state_dict())
+    graphed.model.zero_grad()
+    x = images()
+    for model in (plain, graphed):
+        model(x)["y"].sum().backward()
+    torch.testing.assert_close(graphed.model.one.weight.grad, plain.one.weight.grad)
+
+
+def test_a_capture_leaves_the_nodes_of_parameters_alone() -> None:
+    """They may belong to the stream of an earlier step."""
+    _, graphed = pair()
+    weight = graphed.model.one.weight
+    seen: list[bool] = []
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    node.register_prehook(lambda _: seen.append(True))
+    for _ in range(EAGER_STEPS):
+        graphed(images())["y"].sum().backward()
+    assert len(seen) == EAGER_STEPS
+    y = graphed(images())["y"]
+    assert graphed.capture.captures == 2
+    assert len(seen) == EAGER_STEPS
+    assert graphed.model.one.weight is weight
+    y.sum().backward()
+    assert len(seen) == EAGER_STEPS + 1
 
 
 def test_random_numbers_of_another_device_are_not_repeated() -> None:

@@ -31,7 +31,8 @@ from hetconv.runtime.het_tensor import HetTensor
 from hetconv.signature_cache import RecentlyUsed
 from hetconv.torch_internals import (
     foreach_copy_,
-    hook_count,
+    has_hooks,
+    modes_and_tensors,
     saved_tensors_are_hooked,
     write_count,
 )
@@ -230,9 +231,12 @@ class Signature:
         self._eager_steps, self._captures = 0, True
         self._step: CapturedStep | None = None
 
-    def refresh(self) -> None:
-        """Begins anew if a parameter or buffer is another one, or lies elsewhere."""
-        addresses = tuple((id(x), x.data_ptr()) for x in _tensors_of(self._module))
+    def refresh(self, addresses: Hashable) -> None:
+        """Begins anew if a parameter or buffer is another one, or lies elsewhere.
+
+        Args:
+            addresses: Of all parameters and buffers.
+        """
         if addresses != self._addresses:
             self._addresses, self._step = addresses, None
             self._eager_steps, self._captures = 0, True
@@ -308,17 +312,19 @@ class StepGraphs:
         if nested or saved_tensors_are_hooked():
             return None
         try:
-            modes = _modes(module, self._device)
-            key = id(module), modes, self._key((args, kwargs), {})
+            arguments = self._key((args, kwargs), {})
         except NotCapturableError as e:
             if str(e) not in self._warned:
                 self._warned.add(str(e))
                 _warn_eager(name, str(e))
             return None
+        modes, tensors = modes_and_tensors(module)
+        gradients = [x.requires_grad for x in tensors]
+        key = arguments, _modes(self._device), (*modes, *gradients)
         found = self._known.get(
             key, lambda: Signature(module, name, self._capture, self._device)
         )
-        found.refresh()
+        found.refresh((*map(id, tensors), *[x.data_ptr() for x in tensors]))
         return found
 
     def _key(self, value: Any, seen: dict[int, int]) -> Hashable:
@@ -345,31 +351,17 @@ class StepGraphs:
         raise NotCapturableError(f"an argument is a {kind.__name__}")
 
 
-def _modes(module: nn.Module, device: torch.device) -> Hashable:
-    """Returns the modes of this thread and of a module that decide what a step does."""
+def _modes(device: torch.device) -> Hashable:
+    """Returns the modes of this thread that decide what operators do."""
     kind = device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    own = tuple((id(m), m.training, hook_count(m)) for m in module.modules())
-    gradients = tuple(x.requires_grad for x in _tensors_of(module))
-    thread = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast
-    return thread, own, gradients
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """Returns parameters and buffers, those of layers with shards as slices."""
-    # dict.values gives slices where a module would read its parameters whole.
-    return [
-        x
-        for m in module.modules()
-        for x in (*dict.values(m._parameters), *m._buffers.values())
-        if x is not None
-    ]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast
 
 
 def _refuse_hooks(module: nn.Module) -> None:
     """Raises `NotCapturableError` if a hook would run at the capture alone."""
     for name, m in module.named_modules():
-        if m is not module and hook_count(m):  # the module's own run outside of it
+        if m is not module and has_hooks(m):  # the module's own run outside of it
             raise NotCapturableError(f"module {name!r} has hooks")
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hetconv.errors import HetConvError
 from hetconv.nn.step_graphs import EAGER_STEPS, MAX_SIGNATURES, StepGraphs
-from hetconv.runtime.graph_capture import obstacle
+from hetconv.runtime.graph_capture import CaptureGuard, obstacle
 from tests.captures import RecordingCapture
 
 CPU = torch.device("cpu")
@@ -407,16 +407,20 @@ def test_a_tensor_that_is_given_twice_is_one_input() -> None:
 
 def test_memory_that_a_graph_reads_stays() -> None:
     """Also where a cache that gave it to the model has forgotten it."""
-    cached = [torch.full((5,), 3.0)]
-    graphed, x = Graphed(Does(lambda y: y * cached[0])), torch.rand(2, 5)
+    guard, x, cached = CaptureGuard(CPU), torch.rand(5), [torch.full((5,), 3.0)]
     memory = weakref.ref(cached[0].untyped_storage())
-    with torch.no_grad():
-        warm(graphed, x)
-        expected = graphed.model.forward(x)
-        cached.clear()
-        gc.collect()
-        assert memory() is not None
-        torch.testing.assert_close(graphed(x), expected)
+    with guard:
+        made = x * cached[0]
+        _ = made + 1
+    of_result = weakref.ref(made.untyped_storage())
+    cached.clear()
+    del made
+    gc.collect()
+    assert memory() is not None
+    assert of_result() is None
+    del guard
+    gc.collect()
+    assert memory() is None
 
 
 def test_a_copied_model_captures_for_itself() -> None:

@@ -136,7 +136,8 @@ class ModelContext:
         tensors = tensors_in((args, kwargs), opaque=True)
         agreed = self._start_agreement(module, tensors, name)
         captured = self._captured(module, args, kwargs) if name is None else None
-        sync_is_due = self._sync_is_due(module)
+        counts = self._counts(module)
+        sync_is_due = counts and (self._trained + 1) % self._sync_every == 0
         # What a graph launches waits for no agreement, which then comes while it runs.
         launches = captured is not None and captured.is_ready
         agrees_later = launches and not sync_is_due and not self._running.pending
@@ -182,13 +183,10 @@ class ModelContext:
         name = self._name_of(module) or type(module).__name__
         return self._graphs.signature(module, f"forward of {name}", args, kwargs)
 
-    def _sync_is_due(self, module: nn.Module) -> bool:
-        """Counts forward passes in training; returns whether replicas are compared now."""
+    def _counts(self, module: nn.Module) -> bool:
+        """Returns whether a call is a forward pass in training, which is counted."""
         trains = module.training and torch.is_grad_enabled()
-        if not trains or not self._sync_every or in_recomputation():
-            return False
-        self._trained += 1
-        return self._trained % self._sync_every == 0
+        return trains and bool(self._sync_every) and not in_recomputation()
 
     def _start_agreement(
         self, module: nn.Module, tensors: list[Tensor], name: str | None
@@ -217,6 +215,7 @@ class ModelContext:
         def agreed() -> None:
             agreement()
             self._caches.use(signature)
+            self._trained += self._counts(module)
 
         return agreed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -121,6 +122,22 @@ def test_ranks_that_disagree_raise_although_one_has_launched() -> None:
     for message in on_ranks(2, disagreeing):
         assert "rank 0" in message
         assert "(3, 4, 16, 16)" in message
+
+
+def counted() -> list[int]:
+    """Forward passes in training that a rank has counted, after each of two calls."""
+    model, found = chain([]), []
+    for mode in (dist.get_rank() == 0, True):
+        model.train(mode)
+        with suppress(DisagreementError):
+            model(torch.ones(2, 4, 16, 16))
+        found.append(model.forward._context._trained)
+    return found
+
+
+def test_forward_passes_that_ranks_disagree_on_are_not_counted() -> None:
+    """Else they would compare their replicas in different steps."""
+    assert on_ranks(2, counted) == [[0, 1]] * 2
 
 
 def refused() -> tuple[str, bool]:

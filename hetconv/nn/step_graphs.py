@@ -334,11 +334,12 @@ class StepGraphs:
         """
         kind = type(value)
         if isinstance(value, Tensor):
-            if isinstance(value, HetTensor) or value.device != self._device:
-                where = (
-                    "in parts" if isinstance(value, HetTensor) else f"on {value.device}"
+            if isinstance(value, HetTensor):
+                raise NotCapturableError("an input is a HetTensor")
+            if value.device != self._device:
+                raise NotCapturableError(
+                    f"an input is on {value.device}, not on {self._device}"
                 )
-                raise NotCapturableError(f"an input is {where}, not on {self._device}")
             number = seen.setdefault(id(value), len(seen))
             layout = tuple(value.shape), value.stride(), value.dtype
             return number, layout, value.requires_grad

@@ -8,7 +8,7 @@ their ratio.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import exp, log
 from statistics import median
@@ -95,6 +95,7 @@ def time_rounds(
     min_seconds: float = 0.0,
     max_rounds: int = MAX_ROUNDS,
     stop: Callable[[Sequence[Round]], bool] = lambda _: False,
+    drop: Callable[[Round], Collection[str]] = lambda _: (),
 ) -> list[Round]:
     """Times rounds of steps that have run before.
 
@@ -109,12 +110,15 @@ def time_rounds(
             steps.
         max_rounds: how many rounds are run for ``min_seconds`` at most.
         stop: whether the rounds so far are enough, whatever else is asked for.
+        drop: names of those that do not run again, after each round.
     """
     found: list[Round] = []
-    seconds = 0.0
+    seconds, left = 0.0, dict(steps)
     while len(found) < rounds or (seconds < min_seconds and len(found) < max_rounds):
-        found.append(_one_round(steps, len(found), device, group))
+        found.append(_one_round(left, len(found), device, group))
         seconds += sum(found[-1].values())
+        dropped = drop(found[-1])
+        left = {name: step for name, step in left.items() if name not in dropped}
         if stop(found):
             break
     return found
@@ -132,6 +136,11 @@ def _one_round(
     own = {name: time_step(steps[name], device, group) for name in order}
     of_ranks = all_gather_object(group, own)
     return {name: max(seconds[name] for seconds in of_ranks) for name in steps}
+
+
+def agreed_step_s(step: Step, device: torch.device, group: RankGroup) -> float:
+    """Times a step as `time_step` does, and returns what the slowest rank saw."""
+    return max(all_gather_object(group, time_step(step, device, group)))
 
 
 def time_step(step: Step, device: torch.device, group: RankGroup) -> float:

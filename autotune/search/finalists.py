@@ -61,7 +61,8 @@ class FinalRace:
         """Drops the slower half of the finalists after each rung until one is left.
 
         That is successive halving (Karnin et al., 2013). The last rung is by itself, for
-        who came so far may merely have been lucky. Where not all run side by side, as
+        who came so far may merely have been lucky. What is much too slow goes at once,
+        guards too, and without time there is one rung. Where not all run side by side, as
         for want of memory, the less likely half of all does not take part.
 
         Args:
@@ -76,7 +77,7 @@ class FinalRace:
         left, rounds = dict(finalists), list[Round]()
         while True:
             try:
-                last = self._rung(left, self.seconds / rungs)
+                last, too_slow = self._rung(left, self.seconds / rungs)
             except TrialFailedError as e:
                 self.run.say.line(f"{len(left)} plans side by side failed {e}")
                 if not left:
@@ -84,16 +85,21 @@ class FinalRace:
                 left, rounds = _first(left, len(left) // 2), []
                 continue
             rounds += last
+            left = {name: c for name, c in left.items() if name not in too_slow}
             slower = _slower_half(left.keys() - guards, rounds)
-            if not slower:
+            if not slower or self.run.left_s <= 0:
                 return Confirmation(left, last)
             left = {name: c for name, c in left.items() if name not in slower}
 
-    def _rung(self, finalists: Finalists, seconds: float) -> list[Round]:
+    def _rung(
+        self, finalists: Finalists, seconds: float
+    ) -> tuple[list[Round], Mapping[str, float]]:
+        """Returns the rounds, and seconds of those that were too slow to go on."""
         plans = {n: self.base.with_splits(c.splits) for n, c in finalists.items()}
         variants = {REFERENCE: self.reference, **plans}
         request = TimingRequest("the fastest plans", variants, min_seconds=seconds)
-        return self.run.race.lead(request).rounds
+        timings = self.run.race.lead(request)
+        return timings.rounds, timings.too_slow
 
 
 def _first(finalists: Finalists, count: int) -> dict[str, Contender]:

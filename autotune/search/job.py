@@ -31,6 +31,7 @@ from .race import Race
 
 T = TypeVar("T")
 STAGES = "stages"  # the stage under which the store has the profile after each stage
+TILES_PART = 0.25  # of the budget where there is a GPU; the others share the rest
 MIN_TIMEOUT_S = 60.0  # that a rank waits for another one within a trial
 
 
@@ -97,8 +98,10 @@ class Run:
                 self.model, *self.inputs.args, **self.inputs.kwargs
             )
         timeout_s = max(MIN_TIMEOUT_S, job.budget / 4)
-        self.race = Race(self.model, self.inputs, job.mode, timeout_s)
         self.on_gpu = any(torch.device(d.device).type == "cuda" for d in job.devices)
+        self.race = Race(
+            self.model, self.inputs, job.mode, timeout_s, lambda: self.left_s
+        )
         self.store: Store | None = None
         refusal = None
         if self.group.rank == 0:
@@ -136,6 +139,11 @@ class Run:
     def spent(self) -> float:
         """The part of the budget that is spent."""
         return self.seconds / self.job.budget
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left for all stages but that of tiles."""
+        return part_of(self, 1.0) * self.job.budget - self.seconds
 
     @property
     def seconds(self) -> float:
@@ -196,3 +204,13 @@ class Run:
             self.race.follow()
         shared: T = timer.broadcast_object(result)
         return shared
+
+
+def part_of(run: Run, part: float) -> float:
+    """Scales a part of the budget to what the stage of tiles leaves.
+
+    Args:
+        run: the job.
+        part: of the budget, as on CPUs.
+    """
+    return part * (1 - TILES_PART if run.on_gpu else 1)

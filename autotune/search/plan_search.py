@@ -7,7 +7,7 @@ finalists race. What is surely faster than the device alone then is the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import log
 from statistics import median
@@ -25,12 +25,14 @@ from hetconv.schemas.tuning_results import TunedPlan
 
 from .calibrate import Observation, calibrate
 from .finalists import Confirmation, FinalRace
-from .job import Run
+from .job import Run, part_of
 from .race import (
     CANDIDATE,
+    MAX_SLOWDOWN,
     REFERENCE,
     PlainModel,
     TimingRequest,
+    Timings,
     TrialFailedError,
     Variant,
     plain_variants,
@@ -38,12 +40,13 @@ from .race import (
 from .ratio_search import RatioSearch, ratio_of
 from .record import COMPARED_WITH, PLANS, PlanTiming
 from .shortlist import PREDICTION_ERROR, even_split, key_of, shortlist
-from .stages import PLANS_PART, part_of
+from .stages import PLANS_PART
 
 MIN_TRIAL_S = 2.0
 TIMED_PART = 0.7  # of a trial's seconds; the rest makes the model and tries it
 RATIO_PART, RACE_PART = 0.06, 0.1  # of the whole budget
 MAX_CHALLENGERS = 4
+MIN_RACE_STEPS = 3  # of a plan that was not timed: a trial, a first step and a round
 # In logarithms, how much slower than the likeliest a challenger is expected to be.
 MAX_EXPECTED_LOSS = 0.1
 # The stage under which it is kept how often a plan was begun; ranks may be killed by it.
@@ -90,6 +93,7 @@ class PlanSearch:
         self.run, self.profile = run, profile
         self.base = make_plan(run.graph, profile, mode=run.job.mode)
         self.timed: list[tuple[Contender, PlanTiming]] = []
+        self.too_slow: dict[str, float] = {}  # seconds of a step, by `key_of` the plan
 
     def tune(self) -> ClusterProfile:
         """Returns the profile, calibrated, with the tuned plan and its ratio."""
@@ -107,7 +111,8 @@ class PlanSearch:
         replanned = contenders(self.run.graph, calibrated, mode=mode)
 
         expected = self._expected(shortlist(replanned), reference)
-        ratio = self._tune_ratio(expected[0].contender) if expected else None
+        may_win = bool(expected) and expected[0].log_ratio < log(MAX_SLOWDOWN)
+        ratio = self._tune_ratio(expected[0].contender) if may_win else None
         if ratio is not None and ratio.weights != ratio.computed_weights:
             expected.insert(0, self._with_ratio(ratio, expected[0]))
         finalists, guards = self._finalists(
@@ -129,6 +134,7 @@ class PlanSearch:
         """
         run = self.run
         alone = [c for c in planned if c.name.startswith(SINGLE_DEVICE)]
+        alone.sort(key=lambda c: c.predicted.step_s)
         # The one and the other may be that far off.
         limit = (1 + PREDICTION_ERROR) ** 2
         limit_s = limit * min((c.predicted.step_s for c in alone), default=0.0)
@@ -141,7 +147,7 @@ class PlanSearch:
         known = run.known(COMPARED_WITH, "", str)
         if known in options:
             return options[known]
-        options = {n: r for n, r in options.items() if self._runs(n, r.variant)}
+        options = self._running(options)
         if not options:
             run.say.line("the model runs on no device alone; a plan takes its place")
             for contender in shortlist(planned):
@@ -152,12 +158,29 @@ class PlanSearch:
             return None
         variants = {name: reference.variant for name, reference in options.items()}
         request = TimingRequest("devices alone", variants, min_seconds=MIN_TRIAL_S)
-        rounds = run.race.lead(request).rounds
-        seconds = {name: median(one[name] for one in rounds) for name in options}
+        timings = run.race.lead(request)
+        seconds = {
+            name: median(one[name] for one in timings.rounds)
+            for name in timings.rounds[-1]
+        }
         best = min(seconds, key=seconds.__getitem__)
         run.keep(COMPARED_WITH, "", best)
         run.say.line(f"{best}: {seconds[best] * 1e3:.1f} ms")
         return options[best]
+
+    def _running(self, options: Mapping[str, Reference]) -> dict[str, Reference]:
+        """Tries devices alone, while there is time to race all of them, one in any case."""
+        running: dict[str, Reference] = {}
+        for name, option in options.items():
+            before_s = self.run.left_s
+            running |= {name: option} if self._runs(name, option.variant) else {}
+            trial_s = before_s - self.run.left_s
+            if (
+                MIN_RACE_STEPS * trial_s * (1 + len(running)) > self.run.left_s
+                and running
+            ):
+                break
+        return running
 
     def _time_all(self, promising: Sequence[Contender], reference: Reference) -> None:
         """Times plans one by one, for as long as the budget lasts."""
@@ -166,12 +189,14 @@ class PlanSearch:
         part = part_of(run, PLANS_PART)
         left_s = (part - run.spent) * run.job.budget
         trial_s = max(MIN_TRIAL_S, TIMED_PART * left_s / max(len(promising), 1))
-        enough = run.passed(part)
+        took_s = 0.0
         for contender in promising:
+            left_s, began = (part - run.spent) * run.job.budget, run.spent
             # One whatever is left: whether to split at all depends on it.
-            if enough() and self.timed:
+            if left_s < max(took_s, self._expected_s(contender)) and self.timed:
                 break
             timing = self._time(contender, reference, trial_s)
+            took_s = (run.spent - began) * run.job.budget
             self.timed.append((contender, timing))
             if timing.ratio is None:
                 run.say.advance(f"{contender.name} failed {timing.failure}")
@@ -200,7 +225,7 @@ class PlanSearch:
         try:
             if attempts >= MAX_ATTEMPTS:
                 raise TrialFailedError("as a rank was killed whenever it ran")
-            rounds, compute_s = run.race.lead(request)
+            rounds, compute_s, _ = self._lead(request, CANDIDATE)
         except TrialFailedError as e:
             timing = PlanTiming(contender.name, None, failure=str(e))
         else:
@@ -209,6 +234,18 @@ class PlanSearch:
             timing = PlanTiming(contender.name, ratio, reference_s, compute_s)
         run.keep(PLANS, key, timing)
         return timing
+
+    def _expected_s(self, contender: Contender) -> float:
+        """Returns expected seconds of a step that was predicted, but not timed.
+
+        What made every plan so far too slow, such as a link, does so to this one too:
+        of these plans a calibration has learnt nothing.
+        """
+        slowdowns = [
+            self.too_slow.get(key_of(c.splits), 0.0) / c.predicted.step_s
+            for c, _ in self.timed
+        ]
+        return contender.predicted.step_s * max(min(slowdowns, default=1.0), 1.0)
 
     def _reference_s(self, predicted_s: float) -> float:
         """Returns median seconds of the reference's step in all trials, if any ran."""
@@ -239,7 +276,7 @@ class PlanSearch:
         reference_s = self._reference_s(reference.contender.predicted.step_s)
         tried = [contender.splits for contender, _ in self.timed]
         expected = [
-            Expected(log(c.predicted.step_s / reference_s), c)
+            Expected(log(self._expected_s(c) / reference_s), c)
             for c in replanned
             if c.splits not in tried
         ]
@@ -293,7 +330,12 @@ class PlanSearch:
         for contender in (*challengers[:1], *guarding, *challengers):
             key = key_of(contender.splits)
             if key not in known:
-                known[key] = self._runs(contender.name, self._plan(contender))
+                in_time = (
+                    MIN_RACE_STEPS * self._expected_s(contender) <= self.run.left_s
+                )
+                known[key] = in_time and self._runs(
+                    contender.name, self._plan(contender)
+                )
             if known[key] and contender.splits != reference.splits:
                 finalists.setdefault(key, contender)
         return finalists, {key_of(c.splits) for c in guarding}
@@ -307,13 +349,13 @@ class PlanSearch:
     ) -> TunedPlan:
         run, winner = self.run, confirmed.winner
         seconds = {
-            name: median(one[name] for one in confirmed.rounds)
+            name: median(one[name] for one in confirmed.rounds if name in one)
             for name in confirmed.rounds[0]
         }
         seconds[key_of(reference.contender.splits)] = seconds[REFERENCE]
         best = confirmed.finalists.get(winner, reference.contender)
         run.say.line(f"the plan is {best.name}: {seconds[winner] * 1e3:.1f} ms")
-        even_s = seconds.get(key_of(even.splits)) if even is not None else None
+        even_s = (self.too_slow | seconds).get(key_of(even.splits)) if even else None
         alone = isinstance(reference.variant, PlainModel)
         estimator = StepEstimator(run.graph, calibrated, run.job.mode)
         return TunedPlan(
@@ -333,11 +375,21 @@ class PlanSearch:
 
     def _runs(self, name: str, variant: Variant) -> bool:
         try:
-            self.run.race.lead(TimingRequest(name, {name: variant}, rounds=0))
+            self._lead(TimingRequest(name, {name: variant}, rounds=0), name)
         except TrialFailedError as e:
             self.run.say.line(f"{name} failed {e}")
             return False
         return True
+
+    def _lead(self, request: TimingRequest, name: str) -> Timings:
+        """Has all ranks time variants; raises `TrialFailedError` if one is too slow."""
+        timings, variant = self.run.race.lead(request), request.variants[name]
+        if name not in timings.too_slow:
+            return timings
+        step_s = timings.too_slow[name]
+        if isinstance(variant, Plan):
+            self.too_slow[key_of(variant.splits)] = step_s
+        raise TrialFailedError(f"as a step takes {step_s:.3g} s, too long to go on")
 
     def _plan(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)

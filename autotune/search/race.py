@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -30,6 +31,7 @@ from hetconv.autotune.measure.paired_rounds import (
     LogRatio,
     Round,
     Step,
+    agreed_step_s,
     time_rounds,
     time_step,
 )
@@ -41,6 +43,9 @@ from hetconv.schemas.plan import Mode, Plan
 # Names of the two variants of a request that may be given up.
 CANDIDATE, REFERENCE = "candidate", "reference"
 MAX_RECORDED_STEPS, MAX_RECORDED_S = 5, 1.0  # one step at least
+# Times as long as the fastest step so far: what takes that does not run again, where
+# its rounds would take more than this part of the seconds that are left.
+MAX_SLOWDOWN, MAX_SLOW_PART = 3.0, 0.05
 
 
 class TrialFailedError(Exception):
@@ -73,6 +78,7 @@ class TimingRequest(NamedTuple):
             computes.
         give_up_above: the logarithm of the ratio of `CANDIDATE` to `REFERENCE` beyond
             which no more rounds are run, once it surely is there.
+        left_s: how long all steps may take; the first round runs in any case.
     """
 
     what: str
@@ -81,6 +87,7 @@ class TimingRequest(NamedTuple):
     min_seconds: float = 0.0
     record_compute: str | None = None
     give_up_above: float | None = None
+    left_s: float = inf
 
     def given_up(self, rounds: Sequence[Round]) -> bool:
         """Returns whether ``rounds`` tell enough of a candidate that is too slow."""
@@ -91,10 +98,60 @@ class TimingRequest(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """The rounds of a request, and seconds of the recorded variant's layers by rank."""
+    """What came of a request.
+
+    Attributes:
+        rounds: seconds of each variant in each round in which it ran.
+        compute_s: seconds of the recorded variant's layers by rank.
+        too_slow: seconds of a step of each variant that did not run again, as it is much
+            slower than the fastest.
+    """
 
     rounds: list[Round]
     compute_s: tuple[float, ...] = ()
+    too_slow: Mapping[str, float] = {}
+
+
+class StepTimes:
+    """Seconds of the steps of a request, the same on all ranks. Pure.
+
+    Args:
+        left_s: how long all steps may take.
+        fastest_s: seconds of the fastest step before.
+    """
+
+    def __init__(self, left_s: float, fastest_s: float = inf):
+        self.left_s, self.fastest_s = left_s, fastest_s
+        self._seconds: dict[str, list[float]] = {}
+
+    def add(self, one: Round) -> None:
+        """Adds steps that ran, by name."""
+        for name, seconds in one.items():
+            self._seconds.setdefault(name, []).append(seconds)
+        self.left_s -= sum(one.values())
+        self.fastest_s = min([self.fastest_s, *one.values()])
+
+    def fits(self, names: Collection[str]) -> bool:
+        """Returns whether one more step of each is expected to end in time."""
+        return sum(self._seconds[name][-1] for name in names) <= self.left_s
+
+    def is_slow(self, name: str) -> bool:
+        """Returns whether a variant has been much slower than the fastest so far.
+
+        A slow one that costs next to nothing does not count. The `REFERENCE` never is.
+        """
+        seconds = min(self._seconds.get(name, [0.0]))
+        rounds_s = MIN_ROUNDS * seconds
+        costs = rounds_s > MAX_SLOW_PART * max(self.left_s, 0.0)
+        return name != REFERENCE and costs and seconds > MAX_SLOWDOWN * self.fastest_s
+
+    def needs_second(self, name: str) -> bool:
+        """Returns whether a slow first step, which may have compiled, is to be repeated."""
+        return self.is_slow(name) and self.fits([name])
+
+    def too_slow(self) -> dict[str, float]:
+        """Returns the seconds of a step of all that are slow."""
+        return {n: min(s) for n, s in self._seconds.items() if self.is_slow(n)}
 
 
 def step_of(model: nn.Module, inputs: ModelInputs, mode: Mode) -> Callable[[], None]:
@@ -166,16 +223,23 @@ class Race:
         inputs: the arguments with which it is called.
         mode: what a step is.
         timeout_s: how long a rank waits for another one in the middle of a step.
+        left_s: asked on rank 0, how long the steps of a request may take.
     """
 
     def __init__(
-        self, model: nn.Module, inputs: ModelInputs, mode: Mode, timeout_s: float
+        self,
+        model: nn.Module,
+        inputs: ModelInputs,
+        mode: Mode,
+        timeout_s: float,
+        left_s: Callable[[], float] = lambda: inf,
     ):
         self._model, self._inputs, self._mode = model, inputs, mode
         self._timeout = timedelta(seconds=timeout_s)
         self._device = device_of(model)
         self._group: RankGroup | None = None
         self._steps: dict[str, tuple[Variant, Step]] = {}
+        self._left_s, self._fastest_s = left_s, inf
 
     def lead(self, request: TimingRequest) -> Timings:
         """Times variants on all ranks. Collective with `follow`.
@@ -184,6 +248,7 @@ class Race:
             TrialFailedError: if a variant raised an error on any rank, or one waited
                 too long.
         """
+        request = request._replace(left_s=min(request.left_s, self._left_s()))
         timer.broadcast_object(request)
         return self._run(request)
 
@@ -227,27 +292,55 @@ class Race:
             for name, known in self._steps.items()
             if request.variants.get(name) == known[0]
         }
+        times = StepTimes(request.left_s, self._fastest_s)
         for name, variant in request.variants.items():
             if name not in self._steps:
-                step = self._step(variant, group)
-                self._steps[name] = variant, step
-                step()
-        steps = {name: self._steps[name][1] for name in request.variants}
-        if not request.rounds:
-            return Timings([])
-        rounds = time_rounds(
+                self._steps[name] = variant, self._step(variant, group)
+                self._warm_up(name, times, group)
+        rounds = self._rounds(request, times, group) if request.rounds else []
+        self._fastest_s = times.fastest_s
+        too_slow = times.too_slow()
+        recorded = request.record_compute
+        if recorded is None or recorded in too_slow or not rounds:
+            return Timings(rounds, (), too_slow)
+        step_s = median(one[recorded] for one in rounds)
+        compute_s = self._compute_seconds(self._steps[recorded][1], step_s, group)
+        return Timings(rounds, compute_s, too_slow)
+
+    def _warm_up(self, name: str, times: StepTimes, group: RankGroup) -> None:
+        """Runs the first step, and a second one where that may still be a fast variant."""
+        step = self._steps[name][1]
+        times.add({name: agreed_step_s(step, self._device, group)})
+        if times.needs_second(name):
+            times.add({name: agreed_step_s(step, self._device, group)})
+
+    def _rounds(
+        self, request: TimingRequest, times: StepTimes, group: RankGroup
+    ) -> list[Round]:
+        """Runs all that are not too slow in turn, for as long as they fit."""
+        slow = times.too_slow()
+        steps = {n: self._steps[n][1] for n in request.variants if n not in slow}
+
+        def drop(one: Round) -> Collection[str]:
+            times.add(one)
+            return times.too_slow()
+
+        def stop(rounds: Sequence[Round]) -> bool:
+            left = [name for name in rounds[-1] if not times.is_slow(name)]
+            nothing_to_compare = len(left) < min(len(request.variants), 2)
+            return (
+                nothing_to_compare or request.given_up(rounds) or not times.fits(left)
+            )
+
+        return time_rounds(
             steps,
             self._device,
             group,
             request.rounds,
             request.min_seconds,
-            stop=request.given_up,
+            stop=stop,
+            drop=drop,
         )
-        recorded = request.record_compute
-        if recorded is None:
-            return Timings(rounds)
-        step_s = median(one[recorded] for one in rounds)
-        return Timings(rounds, self._compute_seconds(steps[recorded], step_s, group))
 
     def _compute_seconds(
         self, step: Step, step_s: float, group: RankGroup

@@ -116,8 +116,11 @@ class RatioSearch:
         Raises:
             TrialFailedError: if they fail on any rank.
         """
-        rounds = self.run.race.lead(self._request(weights, give_up_above)).rounds
-        return LogRatio.of(rounds, CANDIDATE, REFERENCE)
+        timings = self.run.race.lead(self._request(weights, give_up_above))
+        if CANDIDATE in timings.too_slow:
+            step_s = timings.too_slow[CANDIDATE]
+            raise TrialFailedError(f"as a step takes {step_s:.3g} s, too long to go on")
+        return LogRatio.of(timings.rounds, CANDIDATE, REFERENCE)
 
     def splits(self, weights: Weights) -> Splits:
         """Splits the whole model in these weights."""
@@ -129,10 +132,11 @@ class RatioSearch:
         Returns the weights, the computed ones unless the best are surely faster, their
         seconds, and those of the computed ones.
         """
-        rounds = self.run.race.lead(self._request(best)).rounds
-        step_s, computed_s = (
-            median(one[name] for one in rounds) for name in (CANDIDATE, REFERENCE)
-        )
+        rounds, _, too_slow = self.run.race.lead(self._request(best))
+        computed_s = median(one[REFERENCE] for one in rounds)
+        if CANDIDATE in too_slow:
+            return self.computed, computed_s, computed_s
+        step_s = median(one[CANDIDATE] for one in rounds)
         if LogRatio.of(rounds, CANDIDATE, REFERENCE).surely_below(0.0):
             return best, step_s, computed_s
         return self.computed, computed_s, computed_s

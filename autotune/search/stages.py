@@ -20,7 +20,7 @@ from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile, nodes_of
 
-from .job import Run
+from .job import Run, part_of
 from .race import step_of
 from .tile_stage import tune_tiles
 
@@ -28,17 +28,6 @@ from .tile_stage import tune_tiles
 # that of plans.
 OPERATORS_PART, PLANS_PART, CHUNKS_PART = 0.5, 0.75, 1.0
 MAX_REVISITS = 4  # of an operator whose medians have not converged
-TILES_PART = 0.25  # of the budget where there is a GPU; the others share the rest
-
-
-def part_of(run: Run, part: float) -> float:
-    """Scales a part of the budget to what the stage of tiles leaves.
-
-    Args:
-        run: the job.
-        part: of the budget, as on CPUs.
-    """
-    return part * (1 - TILES_PART if run.on_gpu else 1)
 
 
 def operators(run: Run) -> ClusterProfile:
@@ -97,6 +86,8 @@ def operators(run: Run) -> ClusterProfile:
             f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s"
         )
     profile = with_contention(profile, run.group, run.device)
+    summing_ns = profile.sum_s_per_byte * 1e9
+    run.say.line(f"sums of gradients: {summing_ns:.2f} ns a byte beside their messages")
     return with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
 
 

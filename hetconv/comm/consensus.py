@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from hetconv import errors
 from hetconv.errors import DisagreementError, HetConvError
 
 from . import call_tags
-from .rank_group import RankGroup, all_gather_object, all_gather_small
+from .rank_group import RankGroup, all_gather_object, start_all_gather_small
 
 T = TypeVar("T")
 
@@ -33,18 +33,40 @@ def assert_consensus(
         HetConvError: the error of the first rank that has one, with its rank.
         DisagreementError: ranks differ; it has what each said, and its line of code.
     """
+    start_consensus(group, what, saying, error)()
+
+
+def start_consensus(
+    group: RankGroup, what: str, saying: str, error: HetConvError | None = None
+) -> Callable[[], None]:
+    """Starts `assert_consensus`, and returns a function that waits for it, and may raise.
+
+    What this rank does meanwhile may be something else than what the others do.
+    """
     if group.size == 1:
         if error is not None:
             raise error
-        return
+        return lambda: None
     call_tags.enter_step(what)
     group.agreements.count += 1
     digest = hashlib.sha256(f"{what}|{saying}|{error!r}".encode()).digest()
     word = torch.frombuffer(
         bytearray(digest + bytes([error is not None])), dtype=torch.uint8
     )
-    if bool((all_gather_small(group, word) == word).all()) and error is None:
-        return
+    gathered = start_all_gather_small(group, word)
+
+    def check() -> None:
+        if bool((gathered() == word).all()) and error is None:
+            return
+        _raise_disagreement(group, what, saying, error)
+
+    return check
+
+
+def _raise_disagreement(
+    group: RankGroup, what: str, saying: str, error: HetConvError | None
+) -> NoReturn:
+    """Raises the first rank's error, or what each rank said; collective."""
     place = call_tags.user_code()
     told = (
         what,

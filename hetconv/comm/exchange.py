@@ -59,6 +59,14 @@ class PendingExchange:
 
     As a context manager it lends the pieces for the duration of the context: those from
     ranks of this host are read where the sender put them, on a CPU.
+
+    Args:
+        group: the ranks.
+        like: a tensor with the dtype and device of all pieces.
+        outgoing: pieces by receiver.
+        incoming: shapes of pieces by sender.
+        buffers: where pieces from other hosts go, by sender, in wire format; new memory
+            by default.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class PendingExchange:
         like: Tensor,
         outgoing: Mapping[int, Tensor],
         incoming: Mapping[int, tuple[int, ...]],
+        buffers: Mapping[int, Tensor] | None = None,
     ):
         self._group, self._from = group, tuple(incoming)
         self._near, self._coming = (
@@ -84,7 +93,9 @@ class PendingExchange:
             self._far = _Silence(like, incoming)
             return
         count(outgoing)
-        translate_backend_errors(group, lambda: self._begin(like, outgoing, incoming))
+        translate_backend_errors(
+            group, lambda: self._begin(like, outgoing, incoming, buffers or {})
+        )
         if blocking.on:
             self.wait()
             if like.device.type == "cuda":
@@ -95,6 +106,7 @@ class PendingExchange:
         like: Tensor,
         outgoing: Mapping[int, Tensor],
         incoming: Mapping[int, Shape],
+        buffers: Mapping[int, Tensor],
     ) -> None:
         step = self._group.agreements.count
         tag, self._tag = call_tags.tag(step), call_tags.short_tag(step)
@@ -114,7 +126,7 @@ class PendingExchange:
                 if peer not in self._near
             }
             coming = {p: s for p, s in incoming.items() if p not in self._near}
-            self._far = _Far(self._group, like, sent, coming, self._tag)
+            self._far = _Far(self._group, like, sent, coming, buffers, self._tag)
         if self._stalls is not None:
             self._stalls.opened(self._tag)
 
@@ -165,6 +177,7 @@ class _Far:
         like: Tensor,
         outgoing: Mapping[int, Tensor],
         incoming: Mapping[int, Shape],
+        buffers: Mapping[int, Tensor],
         tag: int,
     ):
         own = (
@@ -177,7 +190,9 @@ class _Far:
             for peer, t in outgoing.items()
         }
         self._buffers = {
-            peer: like.new_empty(wire_shape(s), device=memory)
+            peer: buffers[peer]
+            if peer in buffers
+            else like.new_empty(wire_shape(s), device=memory)
             for peer, s in incoming.items()
         }
         op = partial(dist.P2POp, group=group.process_group, tag=tag if own else 0)

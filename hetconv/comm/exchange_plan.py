@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from math import prod
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -11,7 +13,11 @@ from hetconv.sharding.layout import Box, Boxes, Layout, ReadRegion, Shape
 from hetconv.sharding.moves import Exchange, Move, overlaps
 from hetconv.signature_cache import Cache
 
+from .exchange import wire_shape
+
 Slices = tuple[slice, ...]
+Span = tuple[int, int]
+Collective = Literal["all-gather", "reduce-scatter"]
 
 
 def local_slice(local: Tensor, held: Box, wanted: Box) -> Tensor:
@@ -79,6 +85,9 @@ class ExchangePlan(NamedTuple):
         own: slice of the local tensor that this rank itself wants.
         fit: how the pieces are assembled.
         moves: whether any two ranks exchange a piece.
+        spans: of each part, the elements that it is of the result in wire format; None
+            unless every part is one run of elements, and each element in one part.
+        collective: the collective that the exchange is, if ranks have equal runs.
     """
 
     exchange: Exchange
@@ -88,6 +97,8 @@ class ExchangePlan(NamedTuple):
     own: Slices | None
     fit: AssemblyPlan
     moves: bool
+    spans: tuple[Span, ...] | None
+    collective: Collective | None
 
 
 _moves: Cache[tuple[int, int], Move] = Cache()
@@ -131,9 +142,56 @@ def _side(held: Boxes, wanted: Boxes, me: int) -> ExchangePlan:
         AssemblyPlan.to_fill([box for _, box in parts], wanted[me]),
         any(s != r for s, r, _ in every),
     )
+    runs = [contiguous_span(box, wanted[me]) for _, box in parts]
+    spans = tuple(run for run in runs if run is not None)
     return ExchangePlan(
-        (held, wanted), sends, comes, tuple(s for s, _ in parts), own, fit, moves
+        (held, wanted),
+        sends,
+        comes,
+        tuple(s for s, _ in parts),
+        own,
+        fit,
+        moves,
+        spans if fit.covered and len(spans) == len(parts) > 1 else None,
+        _collective(held, wanted),
     )
+
+
+def contiguous_span(box: Box, whole: Box) -> Span | None:
+    """Returns where a box lies in a larger one in wire format, if it is one run there.
+
+    Args:
+        box: a box within ``whole``.
+        whole: a box whose elements are counted in the order in which they are sent.
+    """
+    sizes, all_sizes = wire_shape(box.shape), wire_shape(whole.shape)
+    first = next((d for d, n in enumerate(sizes) if n > 1), len(sizes))
+    if sizes[first + 1 :] != all_sizes[first + 1 :]:
+        return None
+    start = 0
+    offsets = tuple(a - b for a, b in zip(box.lo, whole.lo, strict=True))
+    for size, offset in zip(all_sizes, wire_shape(offsets), strict=True):
+        start = start * size + offset
+    return start, start + prod(sizes)
+
+
+def _collective(held: Boxes, wanted: Boxes) -> Collective | None:
+    """Returns the collective that an exchange is among all ranks, if it is one."""
+    if _are_equal_runs(held, wanted):
+        return "all-gather"
+    if _are_equal_runs(wanted, held):
+        return "reduce-scatter"
+    return None
+
+
+def _are_equal_runs(parts: Boxes, wholes: Boxes) -> bool:
+    """Returns whether parts are equal runs of one whole, in the order of the ranks."""
+    whole = wholes[0]
+    if any(box != whole for box in wholes) or not all(box.numel for box in parts):
+        return False
+    runs = [contiguous_span(box, whole) for box in parts]
+    ends = [0, *(run[1] for run in runs if run is not None)]
+    return runs == [*pairwise(ends)] and len({box.numel for box in parts}) == 1
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:

@@ -317,29 +317,45 @@ def all_gather_object(group: RankGroup, word: T) -> list[T]:
 
 def all_gather_small(group: RankGroup, word: Tensor) -> Tensor:
     """Returns a small CPU tensor of each rank, stacked as (P, ...). Collective."""
+    return start_all_gather_small(group, word)()
+
+
+def start_all_gather_small(group: RankGroup, word: Tensor) -> Callable[[], Tensor]:
+    """Starts `all_gather_small`, and returns a function that waits for its result."""
     words = word.new_empty(group.size, *word.shape)
     if not group.one_host or through_backend.on:
-        with group.deadlock_watch.waiting(ALL_RANKS_TAG, None):
-            translate_backend_errors(
-                group,
-                lambda: dist.all_gather(
-                    list(words.unbind()), word, group=group.control
-                ),
-            )
-        return words
+        start = partial(
+            dist.all_gather,
+            list(words.unbind()),
+            word,
+            group=group.control,
+            async_op=True,
+        )
+        work = translate_backend_errors(group, start)
 
-    def exchange() -> None:
+        def gathered() -> Tensor:
+            with group.deadlock_watch.waiting(ALL_RANKS_TAG, None):
+                translate_backend_errors(group, work.wait)
+            return words
+
+        return gathered
+
+    def send() -> list[Callable[[], Any]]:
         for channel in group.channels.values():
             channel.send(word, ALL_RANKS_TAG)
-        for wait in [
+        return [
             channel.receive_into(words[peer], ALL_RANKS_TAG)
             for peer, channel in group.channels.items()
-        ]:
-            wait()
+        ]
 
-    translate_backend_errors(group, exchange)
-    words[group.rank] = word
-    return words
+    waits = translate_backend_errors(group, send)
+
+    def received() -> Tensor:
+        translate_backend_errors(group, lambda: [wait() for wait in waits])
+        words[group.rank] = word
+        return words
+
+    return received
 
 
 def broadcast(group: RankGroup, tensors: list[Tensor]) -> None:

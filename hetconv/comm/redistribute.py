@@ -2,9 +2,9 @@
 
 It consists of two operations: `local_slice` takes a box of what this rank holds;
 `sum_overlaps` sends every piece to the ranks that want it, and adds what arrives in rank
-order, so that all replicas have the same bits. Forward and backward are these two,
-swapped (cf. Hewett & Grady, "A linear algebraic approach to model parallelism in deep
-learning", 2020).
+order (NCCL's reduce-scatter in its own), so that all replicas have the same bits.
+Forward and backward are these two, swapped (cf. Hewett & Grady, "A linear algebraic
+approach to model parallelism in deep learning", 2020).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hetconv.sharding.moves import Exchange, Move, all_gather
 from hetconv.torch_internals import is_view, materialized, storage_id
 
 from . import call_tags
+from .collectives import receives_in_place, start_in_place
 from .consensus import validate_together
 from .exchange import NO_EXCHANGE, PendingExchange
 from .exchange_plan import (
@@ -82,6 +83,8 @@ def start_sum(
     """Starts `sum_overlaps`, and returns a function that waits for its result."""
     me, side = group.rank, exchange_plan(held, wanted, group.rank)
     local = materialized(local)
+    if receives_in_place(group, local, side):
+        return start_in_place(group, local, side)
     under_way, parts, own = _started(group, local, side), side.parts, side.own
 
     def arrived() -> Tensor:

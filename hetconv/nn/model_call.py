@@ -8,7 +8,7 @@ alike, and its result holds plain tensors. Calls within it just run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hetconv.comm import call_tags
-from hetconv.comm.consensus import assert_consensus, checksum
+from hetconv.comm.consensus import checksum, start_consensus
 from hetconv.comm.rank_group import RankGroup, refuse_transforms, run_backward_here
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.errors import HetConvError
@@ -35,6 +35,7 @@ from hetconv.torch_internals import disable_dynamo, dynamo_is_loaded, tracer_in_
 from .parameters import Parameters, parameters_of, split_layers
 from .replica_sync import sync_replicated
 from .split_layer import SplitLayer
+from .step_graphs import Signature, StepGraphs
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,14 +63,20 @@ class ModelContext:
         sync_every: Forward passes in training after which replicas are compared; 0 for
             never.
         signatures: Number of input signatures for which it is cached how operators run.
+        graphs: Captured steps of the model; None to run every step eagerly.
     """
 
     def __init__(
-        self, model: nn.Module, group: RankGroup, sync_every: int, signatures: int
+        self,
+        model: nn.Module,
+        group: RankGroup,
+        sync_every: int,
+        signatures: int,
+        graphs: StepGraphs | None = None,
     ):
         self._model, self._group, self._sync_every = model, group, sync_every
         self._trained, self._running = 0, RunningStats(group)
-        self._caches = SignatureCaches(signatures)
+        self._caches, self._graphs = SignatureCaches(signatures), graphs
         self._split_layers: list[SplitLayer] = []
         self._entered: set[int] = set()  # ids of modules that were entries
 
@@ -127,14 +134,34 @@ class ModelContext:
         _refuse_tracers(module)
         run_backward_here()
         tensors = tensors_in((args, kwargs), opaque=True)
-        self._agree(module, tensors, name)
-        self._running.sync()
-        trains = module.training and torch.is_grad_enabled()
-        if trains and self._sync_every and not in_recomputation():
-            self._trained += 1
-            if self._trained % self._sync_every == 0:
-                sync_replicated(self._model)
+        agreed = self._start_agreement(module, tensors, name)
+        captured = self._captured(module, args, kwargs) if name is None else None
+        counts = self._counts(module)
+        sync_is_due = counts and (self._trained + 1) % self._sync_every == 0
+        # What a graph launches waits for no agreement, which then comes while it runs.
+        launches = captured is not None and captured.is_ready
+        agrees_later = launches and not sync_is_due and not self._running.pending
+        if not agrees_later:
+            agreed()
+            self._running.sync()
+        if sync_is_due:
+            sync_replicated(self._model)
         channels_last = any(map(is_channels_last, tensors))
+        run = functools.partial(self._run, module, forward, channels_last)
+        result = run(args, kwargs) if captured is None else captured(run, args, kwargs)
+        if agrees_later:
+            agreed()
+        return result
+
+    def _run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        channels_last: bool,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Runs an entry's forward after all ranks agreed; collective."""
         token = ACTIVE_SYNC.set(self._gradient_sync(module, channels_last))
         try:
             result = forward(*args, **kwargs)
@@ -147,10 +174,24 @@ class ModelContext:
             discard_deferred()
             ACTIVE_SYNC.reset(token)
 
-    def _agree(
+    def _captured(
+        self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Signature | None:
+        """Returns the signature under which a call is captured; None if it never is."""
+        if self._graphs is None:
+            return None
+        name = self._name_of(module) or type(module).__name__
+        return self._graphs.signature(module, f"forward of {name}", args, kwargs)
+
+    def _counts(self, module: nn.Module) -> bool:
+        """Returns whether a call is a forward pass in training, which is counted."""
+        trains = module.training and torch.is_grad_enabled()
+        return trains and bool(self._sync_every) and not in_recomputation()
+
+    def _start_agreement(
         self, module: nn.Module, tensors: list[Tensor], name: str | None
-    ) -> None:
-        """Raises on all ranks unless they call alike; collective."""
+    ) -> Callable[[], None]:
+        """Returns a function that raises on all ranks unless they call alike; collective."""
         inputs = ", ".join(
             f"{tuple(x.shape)} {x.dtype}{' requiring gradients' * x.requires_grad}"
             for x in tensors
@@ -169,8 +210,14 @@ class ModelContext:
             values = f"; checksums of input values {list(map(checksum, plain))}"
         errors = (layer.misfit() for layer in self._split_layers)
         misfit = next((error for error in errors if error is not None), None)
-        assert_consensus(self._group, name, call + values, misfit)
-        self._caches.use(signature)
+        agreement = start_consensus(self._group, name, call + values, misfit)
+
+        def agreed() -> None:
+            agreement()
+            self._caches.use(signature)
+            self._trained += self._counts(module)
+
+        return agreed
 
     def _name_of(self, module: nn.Module) -> str:
         """Returns the module's name in the model; empty for the model itself."""

@@ -32,6 +32,7 @@ from hetconv.torch_internals import move_hooks
 from .fast_modules import use_local_forwards
 from .layers import HET_CONVS, HetLinear, PlainConv, minimal_op
 from .model_call import ModelContext
+from .step_graphs import cuda_graphs
 
 Tiles = dict[tuple[str, str, str], dict[kernels.tiles.Problem, kernels.tiles.Entry]]
 """Tuned tiles by device name, version of torch and version of Triton."""
@@ -44,6 +45,7 @@ def parallelize(
     *,
     group: dist.ProcessGroup | None = None,
     fuse: bool = False,
+    graphs: bool = False,
     sync_every: int = 100,
     signatures: int = 128,
 ) -> nn.Module:
@@ -62,6 +64,15 @@ def parallelize(
             norm, the residual and the activation that follow it according to the plan.
             Results are the same up to rounding. Convolutions that ATen computes are not
             fused, because that is slower.
+        graphs: Whether, after two calls with one signature (shapes and modes of inputs,
+            modes of the model), the forward and in training its backward are captured
+            in CUDA graphs, with their messages, and replayed from then on. It needs
+            GPUs, and NCCL between them. A graph repeats what was captured: Python code
+            in the model does not run again, but parameters may change in place. What
+            cannot be captured runs eagerly, with a warning that names the operator.
+            Results are copies. One backward pass runs for each forward, and none with
+            ``create_graph=True``. Graphs of the last 8 signatures are kept; each holds
+            the memory of a step.
         sync_every: Forward passes in training after which `sync_replicated` compares
             the replicas, which may diverge on different hardware; 0 for never.
         signatures: Number of input signatures (shapes, dtypes and modes) for which it is
@@ -73,6 +84,8 @@ def parallelize(
     Raises:
         PlanError: On every rank, before anything changes, if the plan does not fit the
             model or the number of ranks.
+        HetConvError: Likewise, if ``graphs`` is set for a model on CPUs, or for several
+            ranks over gloo.
         DisagreementError: On every rank, if ranks have different plans, models or
             options.
 
@@ -82,11 +95,17 @@ def parallelize(
     """
     rank_group = rank_group_of(group)
 
-    options = f"fuse {fuse}, sync_every {sync_every}, signatures {signatures}"
+    options = f"fuse {fuse}, graphs {graphs}, sync_every {sync_every}, signatures {signatures}"
+
+    def check() -> tuple[dict[str, nn.Module], Tiles]:
+        if graphs:
+            _check_graphs(model, rank_group)
+        return _checked(model, plan, rank_group.size, signatures)
+
     found, tiles = validate_together(
         rank_group,
         "parallelize",
-        lambda: _checked(model, plan, rank_group.size, signatures),
+        check,
         lambda _: f"plan {plan.digest}, {options}, model {_signature(model)}",
     )
     devices = {p.device for p in model.parameters()}
@@ -97,8 +116,24 @@ def parallelize(
     _share_random_state(rank_group, model)
     model = _swap(model, found, plan, rank_group, fuse)
     use_local_forwards(model)
-    ModelContext(model, rank_group, sync_every, signatures).attach()
+    captured = cuda_graphs(*devices) if graphs else None
+    ModelContext(model, rank_group, sync_every, signatures, captured).attach()
     return model
+
+
+def _check_graphs(model: nn.Module, group: RankGroup) -> None:
+    """Raises `HetConvError` unless the steps of a model can be captured in CUDA graphs."""
+    devices = sorted({str(p.device) for p in model.parameters()})
+    if len(devices) != 1 or not devices[0].startswith("cuda"):
+        raise HetConvError(
+            f"graphs=True captures steps on one GPU per rank, but the model is on {devices}; "
+            "move it there, or leave graphs out"
+        )
+    if group.size > 1 and group.backend != "nccl":
+        raise HetConvError(
+            f"graphs=True captures messages too, which {group.backend} cannot; initialize "
+            "the process group with 'nccl', or leave graphs out"
+        )
 
 
 def _checked(

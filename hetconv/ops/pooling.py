@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf, prod
 from typing import Any
 
@@ -255,12 +255,14 @@ class SlabPool:
         return y if scale is None else (y * scale).to(y.dtype)
 
 
+@lru_cache(maxsize=256)
 def _counts(
     window: Window, size: int, out: Span, padding: bool, device: torch.device
 ) -> Tensor:
-    """Returns how many numbers each output of a window averages.
+    """Returns, from a cache, how many numbers each output of a window averages.
 
-    With ``padding``, as many padding elements count after the inputs as before them.
+    With ``padding``, as many padding elements count after the inputs as before them. A
+    host that copies them to a GPU waits for it.
     """
     extra = window.pad_lo if padding else 0
     starts = [p * window.stride - window.pad_lo for p in range(*out)]

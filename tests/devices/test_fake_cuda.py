@@ -33,6 +33,7 @@ BRANCHES = {
     "hetconv/ops/norms/normalized_region.py": "_filled: where slices are not dense",
     "hetconv/ops/as_called.py": "_seeded",
     "hetconv/comm/exchange.py": "Round: a device is waited for while messages are taken in turn",
+    "hetconv/comm/collectives.py": "_start_collective: likewise",
     "hetconv/comm/redistribute.py": "_started: which pieces are packed",
     "hetconv/ops/pooling.py": "_differentiable",
     "autotune/launch/throttle.py": "the clock and the pauses of slowed devices",

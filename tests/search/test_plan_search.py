@@ -87,6 +87,7 @@ def searched(
         graph=captured(),
         job=SimpleNamespace(mode="train", seed=0, budget=100.0, trials=trials),
         spent=spent,
+        left_s=100.0 * (1 - spent),
         say=SimpleNamespace(
             stage=lambda *_: None, advance=lambda *_: None, line=lines.append
         ),

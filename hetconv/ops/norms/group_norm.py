@@ -21,7 +21,15 @@ from hetconv.runtime.inputs import differentiable_gradients
 from hetconv.sharding.layout import Box, ReadRegion
 from hetconv.sharding.rule import OpSharding
 
-from .statistics import Shares, as_tensor, bias_like, combined, exact_of, gathered
+from .statistics import (
+    Shares,
+    as_tensor,
+    bias_like,
+    combined,
+    exact_of,
+    gathered,
+    shares_tensor,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +55,20 @@ class GroupStatistics:
         """The first of the local channels."""
         return self.sharding.output.boxes[self.group.rank].lo[1]
 
-    @cached_property
-    def shares(self) -> Shares:
-        """The fraction of each group that each of this rank's peers holds."""
+    def shares(self, like: Tensor) -> Shares:
+        """Returns the fraction of each group that each of this rank's peers holds.
+
+        Args:
+            like: Moments, whose dtype and device a tensor of fractions has.
+        """
         layout, rank = self.sharding.output, self.group.rank
         peers = layout.peers(rank)
         of_peers = self.op.shares(layout)[peers.start : peers.stop]
         if all(len({*of_groups}) == 1 for of_groups in of_peers):
             return tuple(of_groups[0] for of_groups in of_peers)
-        shares = torch.tensor(of_peers, dtype=torch.float64, device="cpu")
-        return shares.repeat(1, layout.boxes[rank].shape[0])
+        return shares_tensor(
+            of_peers, layout.boxes[rank].shape[0], like.dtype, like.device
+        )
 
     def own_moments(self, x: Tensor) -> Tensor:
         """Returns (1, 2, n G): variances and means of the groups within a shard x."""
@@ -69,7 +81,7 @@ class GroupStatistics:
             each: (P, 2, n G): moments of the shards of P peers.
             channels: c.
         """
-        stats = combined(each, self.shares)
+        stats = combined(each, self.shares(each))
         var, mean = to_channels(stats, self.op, self.lo, channels)
         return mean, var
 
@@ -220,7 +232,7 @@ def differentiable(
     own = _differentiable_moments(x.to(exact), op, lo) + x.sum().to(exact) * 0
     read = ReadRegion(move.dst.shape, move.dst.boxes)
     each = redistribute_local(group, own[None], move.src, read)
-    shares = as_tensor(statistics.shares, each)
+    shares = as_tensor(statistics.shares(each), each)
     mean = (each[:, 1] * shares).sum(0)
     var = ((each[:, 0] + (each[:, 1] - mean) ** 2) * shares).sum(0)
     centre, scale = (

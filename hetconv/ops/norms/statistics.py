@@ -7,6 +7,7 @@ Moments of shards are combined weighted by the shards' sizes (Chan, Golub and Le
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -67,7 +68,6 @@ def combined(each: Tensor, shares: Shares) -> Tensor:
         shares: The parts' fractions of the wholes.
     """
     if isinstance(shares, Tensor):
-        shares = as_tensor(shares, each)
         total = (each * shares[:, None]).sum(0)
         apart = each[:, 1] - total[1]
         total[0] += apart.square_().mul_(shares).sum(0)
@@ -87,8 +87,28 @@ def combined(each: Tensor, shares: Shares) -> Tensor:
 def as_tensor(shares: Shares, like: Tensor) -> Tensor:
     """Returns shares as (P, K) or (P, 1), with the data type and device of a tensor."""
     if isinstance(shares, Tensor):
-        return shares.to(like)
+        return shares
     return like.new_tensor(shares)[:, None]
+
+
+@lru_cache(maxsize=256)
+def shares_tensor(
+    of_parts: tuple[tuple[float, ...], ...],
+    samples: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Returns (P, n G) shares from a cache: a host that copies them waits for the GPU.
+
+    Args:
+        of_parts: (P, G): the fraction of each group of a sample that each part holds.
+        samples: n.
+        dtype: Of the result.
+        device: Of the result.
+    """
+    with torch.inference_mode(False):  # autograd may save it later
+        shares = torch.tensor(of_parts, dtype=torch.float64, device="cpu")
+        return shares.repeat(1, samples).to(device, dtype)
 
 
 def bias_like(

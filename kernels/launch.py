@@ -6,10 +6,10 @@ time and inspected without a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -18,6 +18,10 @@ from torch import Tensor
 
 from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ITEMSIZE, Ints
+
+from .launchers.by_triton import TritonLauncher
+from .launchers.interface import KernelCall, Launcher
+from .launchers.repeat import Repeat
 
 # 64-bit addresses from here on: it leaves room for what a last tile reaches beyond.
 MIN_ELEMENTS_FOR_INT64 = 2**30
@@ -186,6 +190,9 @@ class Launch:
     stages: int = 1
     descriptors: Mapping[str, Descriptor] = field(default_factory=dict)
     slices: Mapping[str, Slices] = field(default_factory=dict)
+    _repeats: dict[tuple[Any, ...], Repeat] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if max(self.grid[1:]) > 65535 or self.grid[0] > 2**31 - 1:
@@ -194,7 +201,39 @@ class Launch:
             )
 
     def run(self, tensors: Mapping[str, Tensor]) -> None:
-        """Launches the kernel on tensors, given by name."""
+        """Launches the kernel on tensors, given by name.
+
+        Arguments are prepared once for each device, data type and alignment; further
+        calls only put addresses in.
+        """
+        given = [tensors[name] for name in self._names]
+        addresses = [t.data_ptr() for t in given]
+        key = (
+            _launcher,
+            given[0].device,
+            *[t.dtype for t in given],
+            *[address % VECTOR_BYTES for address in addresses],
+        )
+        repeat = self._repeats.get(key)
+        if repeat is not None:
+            repeat(addresses)
+        else:
+            self._run_first(key, given)
+
+    def _run_first(self, key: tuple[Any, ...], given: Sequence[Tensor]) -> None:
+        call = self._call(dict(zip(self._names, given, strict=True)))
+        compiled = _launcher.launch(call)
+        if compiled is not None:
+            index = {name: i for i, name in enumerate(self._names)}
+            sources = {
+                p: index[name]
+                if isinstance(name, str)
+                else tuple(index[n] for n in name)
+                for p, name in self.tensors.items()
+            }
+            self._repeats[key] = Repeat(call, compiled, given, sources)
+
+    def _call(self, tensors: Mapping[str, Tensor]) -> KernelCall:
         arguments: dict[str, Any] = {
             p: tensors[name]
             if isinstance(name, str)
@@ -205,13 +244,18 @@ class Launch:
             arguments[p] = arguments[p][index]
         for p, d in self.descriptors.items():
             arguments[p] = _tensor_descriptor()(arguments[p], *map(list, d))
-        self.kernel[self.grid](
-            **arguments,
-            **self.scalars,
-            **self.constants,
-            num_warps=self.warps,
-            num_stages=self.stages,
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return KernelCall(
+            self.kernel, self.grid, arguments | self.scalars, self.constants, options
         )
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        """Names of all tensors that the launch is given, each once."""
+        names: dict[str, None] = {}
+        for name in self.tensors.values():
+            names |= dict.fromkeys((name,) if isinstance(name, str) else name)
+        return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -236,6 +280,50 @@ class LaunchSequence:
                 )
             for launch in self.launches:
                 launch.run(tensors)
+
+
+_launcher: Launcher = TritonLauncher()
+_generation = 0
+
+
+@contextmanager
+def launching_by(launcher: Launcher) -> Iterator[None]:
+    """Makes a launcher make all launches within, in the place of Triton.
+
+    It is the one place in which kernels are launched. A
+    `launchers.recording.RecordingLauncher` tells, without a GPU, what would be
+    launched.
+
+    Args:
+        launcher: What is given the launches.
+    """
+    global _launcher
+    before, _launcher = _launcher, launcher
+    forget_decisions()
+    try:
+        yield
+    finally:
+        _launcher = before
+        forget_decisions()
+
+
+def launches_on_cpu() -> bool:
+    """Returns whether tensors on the CPU stand in for CUDA's, as launches are recorded."""
+    return _launcher.runs_on_cpu
+
+
+def generation() -> int:
+    """Returns a number for the keys of remembered decisions.
+
+    It changes when something changes that they depend on and that is not in the key.
+    """
+    return _generation
+
+
+def forget_decisions() -> None:
+    """Makes decisions that were remembered under `generation` out of date."""
+    global _generation
+    _generation += 1
 
 
 def on_device(device: torch.device) -> Any:

@@ -15,7 +15,7 @@ import torch
 from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ITEMSIZE, ConvSpec
 
-from .launch import Chip
+from .launch import Chip, forget_decisions
 
 TileKind = Literal["tma", "pointer"]
 Image = tuple[int, int, int]  # samples, rows, columns
@@ -361,6 +361,7 @@ def install(
     """
     key = (device, *(versions or versions_in_use()))
     _installed.setdefault(key, {}).update(entries)
+    forget_decisions()
 
 
 def any_installed() -> bool:

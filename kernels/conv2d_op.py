@@ -12,8 +12,8 @@ from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ConvGeometry, Padding, Pair, pads_per_side
 
 from .backend_choice import Backend, Route
-from .checks import check_no_gradients, check_tensor
-from .dispatch import backward_2d, forward_2d, preferred, spec_of
+from .checks import check_no_gradients, check_tensor, spec_of
+from .dispatch import backward_2d, forward_2d, preferred
 from .epilogue import Epilogue
 from .tiles import Tile
 

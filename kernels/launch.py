@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from .launchers.repeat import Repeat
 # 64-bit addresses from here on: it leaves room for what a last tile reaches beyond.
 MIN_ELEMENTS_FOR_INT64 = 2**30
 VECTOR_BYTES = 16  # of the widest load of a thread, and of TMA's alignment
+MAX_DECISIONS = 4096
 Slices = tuple[slice, ...]
+K, V = TypeVar("K"), TypeVar("V")
 
 
 class StridedLayout(NamedTuple):
@@ -122,6 +124,11 @@ def _layout(
     strides = tuple(s if size > 1 else default for s, size, default in dims)
     alignment = gcd(address, VECTOR_BYTES)
     return StridedLayout(tuple(shape), strides, str(dtype)[6:], alignment)
+
+
+def signature(t: Tensor | None) -> tuple[Any, ...] | None:
+    """Returns what decisions about a tensor depend on, but for its address."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
 
 
 def nhwc(t: Tensor) -> Tensor:
@@ -324,6 +331,13 @@ def forget_decisions() -> None:
     """Makes decisions that were remembered under `generation` out of date."""
     global _generation
     _generation += 1
+
+
+def remember(decisions: dict[K, V], key: K, decision: V) -> None:
+    """Adds a decision to others; all are forgotten before they become too many."""
+    if len(decisions) >= MAX_DECISIONS:
+        decisions.clear()
+    decisions[key] = decision
 
 
 def on_device(device: torch.device) -> Any:

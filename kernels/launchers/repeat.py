@@ -108,6 +108,7 @@ def _tensor_maps(
     compiled: CompiledCall, number: int, like: Any
 ) -> Callable[[int], Any]:
     """Returns a function that makes, and keeps, the tensor map at an address."""
+
     @lru_cache(MAX_TENSOR_MAPS)
     def tensor_map(address: int) -> Any:
         moved = replace(like, base=_Address(address, like.base.dtype))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,14 +20,14 @@ from .backend_choice import (
     Route,
     check_backend,
     choose,
+    device_name,
+    unavailable_reason,
 )
 from .checks import check_tensor, spec_of
 from .epilogue import Epilogue
 from .launch import (
-    chip_of,
     generation,
     krsc,
-    launches_on_cpu,
     nhwc,
     remember,
     signature,
@@ -407,34 +404,3 @@ def prefers_triton(like: Tensor, backend: Backend = "auto") -> bool:
     """Returns whether Triton is to move numbers of such a tensor: on CUDA by default."""
     chosen = preferred(backend)
     return chosen == "triton" or (chosen == "auto" and like.is_cuda)
-
-
-def unavailable_reason(device: torch.device) -> str | None:
-    """Returns why Triton cannot run on a device, or None if it can."""
-    if not _has_triton():
-        return "triton is not installed"
-    if device.type == "cuda":
-        arch = chip_of(device).arch
-        if arch >= 80:
-            return None
-        return (
-            f"the kernels need compute capability 8.0, and this device has {arch / 10}"
-        )
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type == "cpu" and (is_interpreted or launches_on_cpu()):
-        return None
-    return (
-        f"Triton runs on CUDA tensors, not on {device.type} (on the CPU in its interpreter: "
-        "TRITON_INTERPRET=1)"
-    )
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@lru_cache
-def device_name(device: torch.device) -> str:
-    """Returns a GPU's name, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

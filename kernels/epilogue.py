@@ -165,7 +165,7 @@ class Epilogue(NamedTuple):
             return self
         scaled = bias if self.scale is None else self.scale * bias
         shift = scaled if self.shift is None else self.shift + scaled
-        return Epilogue(self.scale, shift, *self[2:])
+        return Epilogue(self.scale, shift, self.residual, self.activation, self.slope)
 
     def for_triton(self) -> Epilogue:
         """Returns the same with tensors as the Triton kernels read them."""

@@ -7,7 +7,7 @@ time and inspected without a device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import gcd
@@ -28,7 +28,8 @@ MIN_ELEMENTS_FOR_INT64 = 2**30
 VECTOR_BYTES = 16  # of the widest load of a thread, and of TMA's alignment
 MAX_DECISIONS = 4096
 Slices = tuple[slice, ...]
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class StridedLayout(NamedTuple):
@@ -252,9 +253,8 @@ class Launch:
         for p, d in self.descriptors.items():
             arguments[p] = _tensor_descriptor()(arguments[p], *map(list, d))
         options = {"num_warps": self.warps, "num_stages": self.stages}
-        return KernelCall(
-            self.kernel, self.grid, arguments | self.scalars, self.constants, options
-        )
+        arguments |= dict(self.scalars)
+        return KernelCall(self.kernel, self.grid, arguments, self.constants, options)
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -279,14 +279,21 @@ class LaunchSequence:
 
     def run(self, **tensors: Tensor) -> None:
         """Launches all kernels on the device of the tensors, given by name."""
-        device = next(iter(tensors.values())).device
-        with on_device(device):
-            if self.workspace:
-                tensors["partial"] = torch.empty(
-                    self.workspace, dtype=torch.float32, device=device
-                )
-            for launch in self.launches:
-                launch.run(tensors)
+        like = next(iter(tensors.values()))
+        if self.workspace:
+            tensors["partial"] = torch.empty(
+                self.workspace, dtype=torch.float32, device=like.device
+            )
+        # Triton launches on the current device.
+        if like.is_cuda and like.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(like.device):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+
+    def _launch(self, tensors: Mapping[str, Tensor]) -> None:
+        for launch in self.launches:
+            launch.run(tensors)
 
 
 _launcher: Launcher = TritonLauncher()
@@ -338,13 +345,6 @@ def remember(decisions: dict[K, V], key: K, decision: V) -> None:
     if len(decisions) >= MAX_DECISIONS:
         decisions.clear()
     decisions[key] = decision
-
-
-def on_device(device: torch.device) -> Any:
-    """Returns a context in which a device is current, as Triton's launches need it."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,10 @@ class TritonLauncher:
         kernel = call.kernel[call.grid](
             **call.arguments, **call.constants, **call.options
         )
-        if kernel is None or not _is_known(type(kernel.run)):  # the interpreter's
+        if kernel is None:  # in the interpreter
+            return None
+        launcher = type(kernel.run)
+        if not _is_known(launcher.__module__, launcher.__name__):
             return None
         run = kernel.run
         if run.global_scratch_size or run.profile_scratch_size:
@@ -48,14 +51,14 @@ class _CompiledKernel:
         self._hooks = knobs.runtime
         self._device = driver.active.get_current_device()
         self._current_stream = driver.active.get_current_stream
-        modes = run.launch_cooperative_grid, run.launch_pdl
-        no_scratch = None, None
+        modes, no_scratch = (run.launch_cooperative_grid, run.launch_pdl), (None, None)
+        self._first: tuple[Any, ...] = modes
+        self._last: tuple[Any, ...] = ()
         if hasattr(run, "arg_annotations"):  # since Triton 3.7
-            parsing = run.arg_annotations, run.kernel_signature
-            self._first, self._last = modes, (*no_scratch, *parsing)
+            self._last = (*no_scratch, run.arg_annotations, run.kernel_signature)
             self._launch = launch
         else:
-            self._first, self._last = (*modes, *no_scratch), ()
+            self._first += no_scratch
             self._launch = _with_separate_arguments(launch)
 
     def expand(self, number: int, descriptor: Any) -> list[Any]:
@@ -89,12 +92,11 @@ class _CompiledKernel:
 
 
 @lru_cache
-def _is_known(launcher: type) -> bool:
-    """Returns whether a compiled kernel's launcher is one that is known here."""
+def _is_known(module: str, name: str) -> bool:
+    """Returns whether a compiled kernel's launcher, a class, is one that is known here."""
     import triton
 
-    module, name = "triton.backends.nvidia.driver", "CudaLauncher"
-    is_cuda = (launcher.__module__, launcher.__name__) == (module, name)
+    is_cuda = (module, name) == ("triton.backends.nvidia.driver", "CudaLauncher")
     return is_cuda and triton.__version__.startswith(KNOWN_VERSIONS)
 
 

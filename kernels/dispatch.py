@@ -25,13 +25,8 @@ from .backend_choice import (
 )
 from .checks import check_tensor, spec_of
 from .epilogue import Epilogue
-from .launch import (
-    generation,
-    krsc,
-    nhwc,
-    remember,
-    signature,
-)
+from .launch import krsc, nhwc
+from .launchers.decisions import generation, remember, signature
 from .tiles import Pass, Tile, any_installed
 
 GRADIENTS: tuple[Pass, Pass] = ("input gradient", "weight gradient")
@@ -311,7 +306,7 @@ def _backward_call(
 
 @dataclass(frozen=True)
 class _Backward:
-    """Both gradients, and that of the bias, of tensors with one signature.
+    """Gradients of tensors with one signature.
 
     Attributes:
         geometry: Stride, padding, dilation and groups.

@@ -15,7 +15,8 @@ from torch import Tensor
 from hetconv.errors import KernelError
 
 from .checks import check_tensor
-from .launch import StridedLayout, nhwc, signature
+from .launch import StridedLayout, nhwc
+from .launchers.decisions import signature
 
 ACTIVATIONS = ("relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh")
 

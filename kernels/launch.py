@@ -6,7 +6,7 @@ time and inspected without a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -20,16 +20,15 @@ from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ITEMSIZE, Ints
 
 from .launchers.by_triton import TritonLauncher
+from .launchers.decisions import forget_decisions
 from .launchers.interface import KernelCall, Launcher
 from .launchers.repeat import Repeat
 
 # 64-bit addresses from here on: it leaves room for what a last tile reaches beyond.
 MIN_ELEMENTS_FOR_INT64 = 2**30
 VECTOR_BYTES = 16  # of the widest load of a thread, and of TMA's alignment
-MAX_DECISIONS = 4096
 Slices = tuple[slice, ...]
-K = TypeVar("K")
-V = TypeVar("V")
+T = TypeVar("T")
 
 
 class StridedLayout(NamedTuple):
@@ -127,11 +126,6 @@ def _layout(
     return StridedLayout(tuple(shape), strides, str(dtype)[6:], alignment)
 
 
-def signature(t: Tensor | None) -> tuple[Any, ...] | None:
-    """Returns what decisions about a tensor depend on, but for its address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
-
-
 def nhwc(t: Tensor) -> Tensor:
     """Returns the tensor if its channels lie side by side, else a channels_last copy."""
     if t.shape[1] == 1 or t.stride(1) == 1:
@@ -208,13 +202,19 @@ class Launch:
                 f"a grid of {self.grid} programs is more than CUDA launches; give a larger tile"
             )
 
-    def run(self, tensors: Mapping[str, Tensor]) -> None:
-        """Launches the kernel on tensors, given by name.
+    def run(self, tensors: Mapping[str, Tensor]) -> Repeat | None:
+        """Launches the kernel.
 
         Arguments are prepared once for each device, data type and alignment; further
         calls only put addresses in.
+
+        Args:
+            tensors: Tensors by name; there may be more than the kernel takes.
+
+        Returns:
+            What makes the same launch at other addresses, or None if nothing does.
         """
-        given = [tensors[name] for name in self._names]
+        given = [tensors[name] for name in self.names]
         addresses = [t.data_ptr() for t in given]
         key = (
             _launcher,
@@ -225,21 +225,21 @@ class Launch:
         repeat = self._repeats.get(key)
         if repeat is not None:
             repeat(addresses)
-        else:
-            self._run_first(key, given)
-
-    def _run_first(self, key: tuple[Any, ...], given: Sequence[Tensor]) -> None:
-        call = self._call(dict(zip(self._names, given, strict=True)))
+            return repeat
+        call = self._call(tensors)
         compiled = _launcher.launch(call)
         if compiled is not None:
-            index = {name: i for i, name in enumerate(self._names)}
-            sources = {
-                p: index[name]
-                if isinstance(name, str)
-                else tuple(index[n] for n in name)
-                for p, name in self.tensors.items()
-            }
-            self._repeats[key] = Repeat(call, compiled, given, sources)
+            repeat = Repeat(call, compiled, given, self._sources())
+            self._repeats[key] = repeat
+        return repeat
+
+    def _sources(self) -> dict[str, int | tuple[int, ...]]:
+        """Position among `names` of what each pointer parameter is given."""
+        index = {name: i for i, name in enumerate(self.names)}
+        return {
+            p: index[name] if isinstance(name, str) else tuple(index[n] for n in name)
+            for p, name in self.tensors.items()
+        }
 
     def _call(self, tensors: Mapping[str, Tensor]) -> KernelCall:
         arguments: dict[str, Any] = {
@@ -252,12 +252,12 @@ class Launch:
             arguments[p] = arguments[p][index]
         for p, d in self.descriptors.items():
             arguments[p] = _tensor_descriptor()(arguments[p], *map(list, d))
-        options = {"num_warps": self.warps, "num_stages": self.stages}
         arguments |= dict(self.scalars)
+        options = {"num_warps": self.warps, "num_stages": self.stages}
         return KernelCall(self.kernel, self.grid, arguments, self.constants, options)
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """Names of all tensors that the launch is given, each once."""
         names: dict[str, None] = {}
         for name in self.tensors.values():
@@ -279,25 +279,55 @@ class LaunchSequence:
 
     def run(self, **tensors: Tensor) -> None:
         """Launches all kernels on the device of the tensors, given by name."""
+        self._with_workspace(tensors, self._launch)
+
+    def run_first(
+        self, tensors: dict[str, Tensor]
+    ) -> Callable[[dict[str, Tensor]], None]:
+        """Launches all kernels.
+
+        Args:
+            tensors: Tensors by name.
+
+        Returns:
+            A function that does the same, sooner, on tensors with the same data types,
+            device and alignments.
+        """
+        repeats = self._with_workspace(tensors, self._launch)
+        prepared = [
+            (launch.names, repeat)
+            for launch, repeat in zip(self.launches, repeats, strict=True)
+            if repeat is not None
+        ]
+        if len(prepared) < len(repeats):
+            return lambda tensors: self.run(**tensors)
+
+        def repeat_all(tensors: dict[str, Tensor]) -> None:
+            for names, repeat in prepared:
+                repeat([tensors[name].data_ptr() for name in names])
+
+        return lambda tensors: self._with_workspace(tensors, repeat_all)
+
+    def _launch(self, tensors: dict[str, Tensor]) -> list[Repeat | None]:
+        return [launch.run(tensors) for launch in self.launches]
+
+    def _with_workspace(
+        self, tensors: dict[str, Tensor], launch: Callable[[dict[str, Tensor]], T]
+    ) -> T:
         like = next(iter(tensors.values()))
         if self.workspace:
-            tensors["partial"] = torch.empty(
+            workspace = torch.empty(
                 self.workspace, dtype=torch.float32, device=like.device
             )
+            tensors = {**tensors, "partial": workspace}
         # Triton launches on the current device.
         if like.is_cuda and like.get_device() != torch.cuda.current_device():
             with torch.cuda.device(like.device):
-                self._launch(tensors)
-        else:
-            self._launch(tensors)
-
-    def _launch(self, tensors: Mapping[str, Tensor]) -> None:
-        for launch in self.launches:
-            launch.run(tensors)
+                return launch(tensors)
+        return launch(tensors)
 
 
 _launcher: Launcher = TritonLauncher()
-_generation = 0
 
 
 @contextmanager
@@ -324,27 +354,6 @@ def launching_by(launcher: Launcher) -> Iterator[None]:
 def launches_on_cpu() -> bool:
     """Returns whether tensors on the CPU stand in for CUDA's, as launches are recorded."""
     return _launcher.runs_on_cpu
-
-
-def generation() -> int:
-    """Returns a number for the keys of remembered decisions.
-
-    It changes when something changes that they depend on and that is not in the key.
-    """
-    return _generation
-
-
-def forget_decisions() -> None:
-    """Makes decisions that were remembered under `generation` out of date."""
-    global _generation
-    _generation += 1
-
-
-def remember(decisions: dict[K, V], key: K, decision: V) -> None:
-    """Adds a decision to others; all are forgotten before they become too many."""
-    if len(decisions) >= MAX_DECISIONS:
-        decisions.clear()
-    decisions[key] = decision
 
 
 @dataclass(frozen=True)

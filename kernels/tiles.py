@@ -15,7 +15,8 @@ import torch
 from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ITEMSIZE, ConvSpec
 
-from .launch import Chip, forget_decisions
+from .launch import Chip
+from .launchers.decisions import forget_decisions
 
 TileKind = Literal["tma", "pointer"]
 Image = tuple[int, int, int]  # samples, rows, columns

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.shared.torchvision_operators import declare_operators
 from hetconv import kernels
-from hetconv.kernels.launch import forget_decisions
+from hetconv.kernels.launchers.decisions import forget_decisions
 from tests.spawn import DEVICE, PRELOADED
 
 declare_operators()

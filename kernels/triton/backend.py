@@ -28,6 +28,7 @@ T = TypeVar("T")
 Tiles = tuple[Tile | None, ...]
 """Tiles in the order in which they are tried; None is the default one."""
 Alignments = tuple[int, ...]
+RunAgain = Callable[[dict[str, Tensor]], None]
 
 
 class Forward:
@@ -59,7 +60,7 @@ class Forward:
         self._converts_x, self._converts_w = nhwc(x) is not x, krsc(w) is not w
         self._y = StridedLayout.packed(spec.y_shape, spec.dtype)
         self._is_empty = 0 in (*spec.y_shape, *spec.w_shape)
-        self._launches: dict[Alignments, LaunchSequence] = {}
+        self._launches: dict[Alignments, RunAgain] = {}
 
     def __call__(
         self,
@@ -86,22 +87,26 @@ class Forward:
         y = out
         if y is None:
             y = x.new_empty_strided(self._y.shape, self._y.strides)
-        epilogue = epilogue.with_bias(bias)
         if self._is_empty:
+            epilogue = epilogue.with_bias(bias)
             return y.copy_(epilogue.apply(y.zero_())) if y.numel() else y
         tensors = {"x": x, "w": w, "y": y}
         if epilogue is not IDENTITY:
-            epilogue = epilogue.for_triton()
+            epilogue = epilogue.with_bias(bias).for_triton()
+            tensors |= epilogue.tensors
+        elif bias is not None:
+            epilogue = Epilogue(shift=bias.contiguous())
             tensors |= epilogue.tensors
         key = _alignments(*tensors.values())
         launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launch(x, w, y, epilogue)
-            self._launches[key] = launch
-        launch.run(**tensors)
+        if launch is not None:
+            launch(tensors)
+        else:
+            sequence = self._sequence(x, w, y, epilogue)
+            self._launches[key] = sequence.run_first(tensors)
         return y
 
-    def _launch(
+    def _sequence(
         self, x: Tensor, w: Tensor, y: Tensor, epilogue: Epilogue
     ) -> LaunchSequence:
         layouts = StridedLayout.of(x), StridedLayout.of(w), StridedLayout.of(y)
@@ -129,7 +134,7 @@ class InputGradient:
         self._converts_g, self._converts_w = nhwc(g) is not g, krsc(w) is not w
         self._dx = StridedLayout.packed(spec.x_shape, spec.dtype)
         self._is_zero = 0 in (*spec.x_shape, *spec.y_shape)
-        self._launches: dict[Alignments, tuple[bool, list[LaunchSequence]]] = {}
+        self._launches: dict[Alignments, tuple[bool, list[RunAgain]]] = {}
 
     def __call__(self, g: Tensor, w: Tensor) -> Tensor:
         """Returns the gradient of the input.
@@ -142,37 +147,38 @@ class InputGradient:
         dx = g.new_empty_strided(self._dx.shape, self._dx.strides)
         if self._is_zero:
             return dx.zero_()
+        tensors = {"x": g, "w": w, "y": dx}
         key = _alignments(g, w, dx)
-        found = self._launches.get(key)
-        if found is None:
-            found = self._phases(g, w, dx)
-            self._launches[key] = found
-        is_covered, launches = found
+        known = self._launches.get(key)
+        if known is None:
+            self._launches[key] = self._run_first(tensors)
+            return dx
+        is_covered, launches = known
         if not is_covered:
             dx.zero_()
         for launch in launches:
-            launch.run(x=g, w=w, y=dx)
+            launch(tensors)
         return dx
 
-    def _phases(
-        self, g: Tensor, w: Tensor, dx: Tensor
-    ) -> tuple[bool, list[LaunchSequence]]:
-        """Whether the launches write all of dx, and the launches of its phases."""
+    def _run_first(self, tensors: dict[str, Tensor]) -> tuple[bool, list[RunAgain]]:
+        """Whether the launches write all of the gradient, and those of its phases."""
+        g, w, dx = tensors["x"], tensors["w"], tensors["y"]
         layouts = StridedLayout.of(g), StridedLayout.of(w), StridedLayout.of(dx)
         phases = dgrad.phases(self._spec, *layouts, self._precision)
+        gemms = [(p.gemm, p.slices) for p in phases if p.gemm is not None]
         chip = chip_of(g.device)
 
-        def launches(tile: Tile | None) -> list[LaunchSequence]:
+        def sequences(tile: Tile | None) -> list[LaunchSequence]:
             return [
-                gemm_launch.launches(
-                    p.gemm, usable_tile(tile, p.gemm.shape, chip), p.slices
-                )
-                for p in phases
-                if p.gemm is not None
+                gemm_launch.launches(gemm, usable_tile(tile, gemm.shape, chip), slices)
+                for gemm, slices in gemms
             ]
 
-        found = by_first_tile(self._tiles, launches)
-        return len(found) == len(phases), found
+        found = by_first_tile(self._tiles, sequences)
+        is_covered = len(gemms) == len(phases)
+        if not is_covered:
+            dx.zero_()
+        return is_covered, [sequence.run_first(tensors) for sequence in found]
 
 
 class WeightGradient:
@@ -191,7 +197,7 @@ class WeightGradient:
         self._converts_g, self._converts_x = nhwc(g) is not g, nhwc(x) is not x
         self._dw = StridedLayout.packed(spec.w_shape, spec.dtype)
         self._is_zero = 0 in (*spec.x_shape, *spec.w_shape, *spec.y_shape)
-        self._launches: dict[Alignments, LaunchSequence] = {}
+        self._launches: dict[Alignments, RunAgain] = {}
 
     def __call__(self, g: Tensor, x: Tensor) -> Tensor:
         """Returns the gradient of the filters.
@@ -204,15 +210,16 @@ class WeightGradient:
         dw = x.new_empty_strided(self._dw.shape, self._dw.strides)
         if self._is_zero:
             return dw.zero_()
-        key = _alignments(g, x)
+        tensors = {"x": x, "g": g, "dw": dw}
+        key = _alignments(g, x, dw)
         launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launch(g, x)
-            self._launches[key] = launch
-        launch.run(x=x, g=g, dw=dw)
+        if launch is not None:
+            launch(tensors)
+        else:
+            self._launches[key] = self._sequence(g, x).run_first(tensors)
         return dw
 
-    def _launch(self, g: Tensor, x: Tensor) -> LaunchSequence:
+    def _sequence(self, g: Tensor, x: Tensor) -> LaunchSequence:
         of_g, of_x = StridedLayout.of(g), StridedLayout.of(x)
         gradient = wgrad.weight_gradient(
             self._spec, of_x, self._dw, of_g, self._precision

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hetconv import kernels
 from hetconv.errors import KernelError
-from hetconv.kernels import Tile, dispatch, launch, tiles
+from hetconv.kernels import Tile, dispatch, tiles
 from hetconv.kernels.backend_choice import KernelQuery
 from hetconv.kernels.launch import launching_by
+from hetconv.kernels.launchers import decisions
 from hetconv.kernels.launchers.recording import RecordedLaunch, RecordingLauncher
 from hetconv.kernels.tiles import Pass
 from tests.interpreter import (
@@ -229,9 +230,9 @@ def test_what_does_not_fit_is_refused_after_what_did(name: str) -> None:
 
 
 def test_few_decisions_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "MAX_DECISIONS", 3)
+    monkeypatch.setattr(decisions, "MAX_DECISIONS", 3)
     known: dict[int, str] = {}
     for i in range(10):
-        launch.remember(known, i, str(i))
+        decisions.remember(known, i, str(i))
         assert known[i] == str(i)
         assert len(known) <= 3

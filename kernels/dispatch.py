@@ -150,7 +150,7 @@ def _forward_call(
     out: Tensor | None,
     asked: Route,
 ) -> ForwardCall:
-    """Checks arguments and decides who computes all that have the same signature."""
+    """Decides who computes the result of all tensors with the same signature."""
     spec = spec_of(x, w, bias, geometry, cached=True)
     epilogue.check(spec.y_shape, x)
     route = _choose("forward", spec, x.device, asked)
@@ -256,7 +256,7 @@ def backward_2d(
         signature(x),
         signature(w),
         geometry,
-        wanted,
+        *wanted,
         asked.tile,
         preferred(asked.backend),
         precision_of(x.dtype),
@@ -277,7 +277,7 @@ def _backward_call(
     wanted: aten.Wanted,
     asked: Route,
 ) -> _Backward:
-    """Checks arguments and decides who computes all that have the same signature."""
+    """Decides who computes the gradients of all tensors with the same signature."""
     spec = spec_of(x, w, None, geometry, cached=True)
     check_tensor("the gradient", g, spec.y_shape, x.dtype, x.device)
     routes = [
@@ -296,11 +296,10 @@ def _backward_call(
         from .triton import backend as triton_backend
 
         x_tiles, w_tiles = (_candidates(route, asked) for route in routes)
-        how = precision(spec)
         if x_by_triton:
-            of_x = triton_backend.InputGradient(spec, g, w, how, x_tiles)
+            of_x = triton_backend.InputGradient(spec, g, w, precision(spec), x_tiles)
         if w_by_triton:
-            of_w = triton_backend.WeightGradient(spec, g, x, how, w_tiles)
+            of_w = triton_backend.WeightGradient(spec, g, x, precision(spec), w_tiles)
     return _Backward(geometry, by_aten, of_x, of_w, wanted[2] and any_by_triton)
 
 

@@ -96,8 +96,8 @@ def _is_known(module: str, name: str) -> bool:
     """Returns whether a compiled kernel's launcher, a class, is one that is known here."""
     import triton
 
-    is_cuda = (module, name) == ("triton.backends.nvidia.driver", "CudaLauncher")
-    return is_cuda and triton.__version__.startswith(KNOWN_VERSIONS)
+    is_nvidia = (module, name) == ("triton.backends.nvidia.driver", "CudaLauncher")
+    return is_nvidia and triton.__version__.startswith(KNOWN_VERSIONS)
 
 
 def _without_descriptors(launch: Any) -> tuple[Callable[..., None], list[Any]]:

@@ -38,7 +38,8 @@ BRANCHES = {
     "autotune/launch/throttle.py": "the clock and the pauses of slowed devices",
     "hetconv/nn/parallelize.py": "_share_random_state",
     "kernels/launch.py": "the chip and the current device",
-    "kernels/dispatch.py": "whether Triton runs, and the device's name",
+    "kernels/dispatch.py": "whether Triton moves numbers",
+    "kernels/backend_choice.py": "whether Triton runs, and the device's name",
 }
 """Where the code asks whether a tensor is on CUDA, and what depends on it."""
 

@@ -104,18 +104,29 @@ def test_each_alignment_has_launches_of_its_own(what: Pass, name: str) -> None:
         assert second.kernel == first.kernel
 
 
-def test_a_kernel_for_aligned_vectors_is_not_run_on_others() -> None:
-    """Of numbers per filter, whose addresses no tile depends on."""
+def convolved(t: Tensors, shift: Tensor) -> None:
+    by_triton("forward", SPEC, t._replace(bias=shift), POINTER)
+
+
+def concatenated(t: Tensors, shift: Tensor) -> None:
+    kernels.concat_channels([t.g], shift=shift, backend="triton")
+
+
+@pytest.mark.parametrize("call", [convolved, concatenated])
+def test_a_kernel_for_aligned_vectors_is_not_run_on_others(
+    call: Callable[[Tensors, Tensor], None],
+) -> None:
+    """Of numbers per filter, whose addresses no layout has."""
     t, started = tensors(SPEC), []
 
-    class Counting(RecordingLauncher):
+    class Watching(RecordingLauncher):
         def launch(self, call: Any) -> Any:
             started.append(call.arguments["shift"].data_ptr() % 16)
             return super().launch(call)
 
-    with launching_by(Counting()):
-        for bias in (t.bias, moved(t.bias, 1), t.bias, moved(t.bias, 1)):
-            by_triton("forward", SPEC, t._replace(bias=bias), POINTER)
+    with launching_by(Watching()):
+        for shift in (t.bias, moved(t.bias, 1)) * 2:
+            call(t, shift)
     assert started == [0, 4]
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "norms": "Time norms of one part by Triton's passes against torch's fused norms.",
     "overlap": "Time messages that overlap with computation against messages that are waited for.",
     "tiles": "Time tiles of convolutions beside cuDNN, or fit the predicted time to such a file.",
-    "overhead": "Time what Python costs per operator of a split model, on one rank.",
+    "overhead": "Time what Python costs per operator of a split model, and per call of a kernel.",
     "planner": "Plan known architectures on modelled devices: seconds to plan, predicted gain.",
     "autotune": "Autotune pairs of this machine: errors of prediction, gain of the plan.",
     "kills": "Kill `hetconv autotune` at random moments: what was measured must survive.",

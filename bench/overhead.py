@@ -1,8 +1,9 @@
-"""Time what Python costs per operator of a split model, on one rank.
+"""Time what Python costs per operator of a split model, and per call of a kernel.
 
-Tensors are so small that a step is all host time. The rest, messages and computing, is
-the other benchmarks' business; so are the statistics and gradients that several ranks
-add up, of which one has nothing to add.
+There is one rank, and tensors are so small that a step is all host time. The rest,
+messages and computing, is the other benchmarks' business; so are the statistics and
+gradients that several ranks add up, of which one has nothing to add. Calls of kernels
+are timed up to the launch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.shared import host_time
 from bench.shared.machine import commit, save, software
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
@@ -34,7 +36,7 @@ from hetconv.schemas.plan import Mode
 from hetconv.sharding.split import SplitKind
 from hetconv.tracing.tracer import capture
 
-BLOCKS, ROUNDS, LIMIT_US = 30, 31, 15.0
+BLOCKS, ROUNDS, LIMIT_US = 30, 31, 12.0
 KINDS: tuple[SplitKind, ...] = ("height", "filter", "sample")
 MODES: tuple[Mode, ...] = ("infer", "train")
 
@@ -86,16 +88,21 @@ def run(args: Namespace) -> None:
     """Prints a line per kind of split and mode, what must hold, and the results as one
     JSON document last.
     """
-    rows = run_on(parse_devices("cpu"), measure)
+    one_cpu = parse_devices("cpu")
+    rows, calls = run_on(one_cpu, measure), run_on(one_cpu, host_time.measure)
     for r in rows:
         print(
             f"{r.get('operator', 'all'):16} {r['kind']:8} {r['mode']:6} {r['us']:7.1f} us an "
             f"operator more than plain ({r['plain_us']:.1f} us)"
         )
+    for c in calls:
+        print(f"{c['call']:34} {c['us']:7.1f} us of host time")
     worst = max(r["us"] for r in rows if r["mode"] == "infer" and "operator" not in r)
     limit = f"{LIMIT_US:g} us over what inference adds to an operator"
-    print(f"must hold:\n  {Demand(limit, 1.0, LIMIT_US / worst)}")
-    document = {"suite": "overhead", "setup": software() | commit(), "cases": rows}
+    demands = [Demand(limit, 1.0, LIMIT_US / worst), *host_time.demands(calls)]
+    print("must hold:", *demands, sep="\n  ")
+    setup = software() | commit()
+    document = {"suite": "overhead", "setup": setup, "cases": rows, "calls": calls}
     if args.output is not None:
         save(args.output, document)
     print(json.dumps(document))

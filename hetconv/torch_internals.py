@@ -101,6 +101,15 @@ INTERNALS = {
         name: Internal(
             "torch._C",
             name,
+            "to skip the operator registry where nothing watches operators",
+            True,
+        )
+        for name in ("_len_torch_dispatch_stack", "_len_torch_function_stack")
+    },
+    **{
+        name: Internal(
+            "torch._C",
+            name,
             "to refuse gradients of a batch of cotangents (is_grads_batched)",
             True,
         )
@@ -200,6 +209,12 @@ _deeper: Callable[[], int] = find(INTERNALS["_vmapmode_increment_nesting"]) or (
 _less_deep: Callable[[], int] = find(INTERNALS["_vmapmode_decrement_nesting"]) or (
     lambda: 0
 )
+_dispatch_modes: Callable[[], int] = find(INTERNALS["_len_torch_dispatch_stack"]) or (
+    lambda: 1
+)
+_function_modes: Callable[[], int] = find(INTERNALS["_len_torch_function_stack"]) or (
+    lambda: 1
+)
 _transform_level: Callable[[], int | None] = find(INTERNALS["transform_level"]) or (
     lambda: None
 )
@@ -237,6 +252,28 @@ def transform_in_use() -> bool:
         return False
     _deeper()  # the depth is told by changing it alone
     return _less_deep() > 0
+
+
+def runs_unobserved(*tensors: Tensor | None) -> bool:
+    """Returns whether a function of these tensors is computed at once, and seen by nobody.
+
+    That is not so for tensors of subclasses, under `torch.compile` and other tracers,
+    under transforms of `torch.func`, and under modes that see operators or functions.
+
+    Args:
+        tensors: Arguments; any may be None.
+    """
+    if torch.compiler.is_compiling() or _dispatch_modes() or _function_modes():
+        return False
+    if tracer_in_use() or transform_in_use():
+        return False
+    for t in tensors:  # noqa: SIM110  a generator takes as long as all the rest
+        if t is not None and type(t) not in _PLAIN:
+            return False
+    return True
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def tracer_in_use() -> bool:

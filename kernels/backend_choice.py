@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
+
+import torch
 
 from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ConvSpec
 
-from .launch import MIN_ELEMENTS_FOR_INT64
+from .chip import chip_of
+from .launch import MIN_ELEMENTS_FOR_INT64, launches_on_cpu
 from .tiles import Entry, Pass, Tile, tuned_entry
 
 Backend = Literal["auto", "triton", "aten"]
@@ -114,3 +120,34 @@ def choose(query: KernelQuery, backend: Backend) -> Route:
     if is_asked_for:
         return Route("triton", query.tile or tuned_tile)
     return ATEN if tuned_tile is None else Route("triton", tuned_tile)
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Returns why Triton cannot run on a device, or None if it can."""
+    if not _has_triton():
+        return "triton is not installed"
+    if device.type == "cuda":
+        arch = chip_of(device).arch
+        if arch >= 80:
+            return None
+        return (
+            f"the kernels need compute capability 8.0, and this device has {arch / 10}"
+        )
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type == "cpu" and (is_interpreted or launches_on_cpu()):
+        return None
+    return (
+        f"Triton runs on CUDA tensors, not on {device.type} (on the CPU in its interpreter: "
+        "TRITON_INTERPRET=1)"
+    )
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache
+def device_name(device: torch.device) -> str:
+    """Returns a GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from hetconv.errors import KernelError
+from hetconv.sharding.conv_spec import ConvGeometry, ConvSpec, Ints
 
 
 def describe(t: Tensor) -> str:
@@ -59,3 +62,70 @@ def check_no_gradients(what: str, *tensors: Tensor | None) -> None:
             f"{what} is not differentiable, but an argument requires a gradient; call it "
             "under torch.no_grad()"
         )
+
+
+def spec_of(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    geometry: ConvGeometry,
+    cached: bool = False,
+) -> ConvSpec:
+    """Returns the sizes of a 2-D convolution in integers.
+
+    Args:
+        x: Input.
+        w: Filters.
+        bias: Bias, if any.
+        geometry: Stride, padding, dilation and groups.
+        cached: Whether the result may be an earlier one; not for tensors that are being
+            traced, whose sizes are symbols.
+
+    Raises:
+        KernelError: The arguments do not fit each other.
+    """
+    if x.dim() != 4 or w.dim() != 4:
+        raise KernelError(
+            "a 2-D convolution takes x (N, C, H, W) and weight (K, C / groups, R, S), not "
+            f"{describe(x)} and {describe(w)}"
+        )
+    for name, t in (("weight", w), ("bias", bias)):
+        if t is not None and (t.dtype != x.dtype or t.device != x.device):
+            raise KernelError(
+                f"{name} is {describe(t)}, but x is {describe(x)}; give both in one dtype and "
+                "on one device"
+            )
+    biases = tuple(bias.shape) if bias is not None else None
+    spec = _cached_spec if cached else _spec
+    return spec(tuple(x.shape), tuple(w.shape), biases, x.dtype, geometry)
+
+
+def _spec(
+    x: Ints, w: Ints, bias: Ints | None, dtype: torch.dtype, geometry: ConvGeometry
+) -> ConvSpec:
+    (N, C, H, W), (K, c, R, S) = x, w
+    stride, padding, dilation, groups = geometry
+    if groups < 1 or c * groups != C or K % groups:
+        raise KernelError(
+            f"x has {C} channels, so in {groups} groups weight (K, C / groups, R, S) needs {C} "
+            f"/ {groups} channels and a multiple of {groups} filters, but it is {w}"
+        )
+    if bias is not None and bias != (K,):
+        raise KernelError(
+            f"bias has shape {bias}, but there are {K} filters; give one number for each"
+        )
+    if min(R, S, *stride, *dilation) < 1 or min(*padding[0], *padding[1]) < 0:
+        raise KernelError(
+            f"filter {R} x {S}, stride {stride} and dilation {dilation} must be at least 1, "
+            f"and padding {padding} at least 0"
+        )
+    spec = ConvSpec(N, C, (H, W), K, (R, S), *geometry, dtype=str(dtype)[6:])
+    if min(spec.P, spec.Q) < 1:
+        raise KernelError(
+            f"an image of {H} x {W} with padding {padding} is smaller than the filter, {R} x "
+            f"{S} at dilation {dilation}"
+        )
+    return spec
+
+
+_cached_spec = lru_cache(4096)(_spec)

@@ -12,14 +12,14 @@ from torch.autograd.function import once_differentiable
 
 from hetconv.errors import KernelError
 
-from .backend_choice import DTYPES, Backend, check_backend
+from .backend_choice import DTYPES, Backend, check_backend, unavailable_reason
 from .checks import (
     check_channels_contiguous,
     check_no_gradients,
     check_tensor,
     describe,
 )
-from .dispatch import prefers_triton, unavailable_reason
+from .dispatch import prefers_triton
 from .epilogue import Epilogue, EpilogueSpec
 from .launch import LaunchSequence, StridedLayout, empty, nhwc, with_even_pixels
 

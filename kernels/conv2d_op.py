@@ -10,11 +10,13 @@ from torch import Tensor
 
 from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ConvGeometry, Padding, Pair, pads_per_side
+from hetconv.torch_internals import runs_unobserved
 
+from .aten import Gradients, Wanted
 from .backend_choice import Backend, Route
-from .checks import check_no_gradients, check_tensor
-from .dispatch import backward_2d, forward_2d, preferred, spec_of
-from .epilogue import Epilogue
+from .checks import check_no_gradients, check_tensor, spec_of
+from .dispatch import backward_2d, forward_2d, preferred
+from .epilogue import IDENTITY
 from .tiles import Tile
 
 
@@ -63,18 +65,20 @@ def conv2d(
     x, weight, bias = autocast(x, weight, bias)
     steps, reach = pair_of(stride, "stride"), pair_of(dilation, "dilation")
     sides = padding_of(padding, weight, steps, reach)
+    geometry, asked = ConvGeometry(steps, sides, reach, groups), Route(backend, tile)
     if out is not None:
-        geometry = ConvGeometry(steps, sides, reach, groups)
         y_shape = spec_of(x, weight, bias, geometry).y_shape
         check_tensor("out", out, y_shape, x.dtype, x.device)
         check_no_gradients("out=", out, x, weight, bias)
-        asked = Route(backend, tile)
-        return forward_2d(x, weight, bias, geometry, Epilogue(), out, asked)
-    name = str(tile) if tile is not None else ""
-    flat = [n for side in sides for n in side]
-    y: Tensor = torch.ops.hetconv.conv2d(
-        x, weight, bias, steps, flat, reach, groups, backend, name
-    )
+        return forward_2d(x, weight, bias, geometry, IDENTITY, out, asked)
+    if not runs_unobserved(x, weight, bias):
+        return _by_operator(x, weight, bias, geometry, asked)
+    requires_grad = x.requires_grad or weight.requires_grad
+    if bias is not None:
+        requires_grad = requires_grad or bias.requires_grad
+    if not requires_grad or not torch.is_grad_enabled():
+        return _forward(x, weight, bias, geometry, asked)
+    y: Tensor = _Conv2d.apply(x, weight, bias, geometry, asked)
     return y
 
 
@@ -105,6 +109,8 @@ def padding_of(padding: Any, w: Tensor, stride: Pair, dilation: Pair) -> Padding
     Raises:
         HetConvError: The argument is no padding.
     """
+    if isinstance(padding, int) and padding >= 0:
+        return (padding, padding), (padding, padding)
     given: Any = () if isinstance(padding, (str, int)) else padding
     if len(given) == 2 and not isinstance(given[0], int):
         (top, bottom), (left, right) = given
@@ -144,14 +150,88 @@ def _in_format(t: Tensor, channels_last: bool) -> Tensor:
 
 
 def _like_output(
-    y: Tensor, x: Tensor, w: Tensor, backend: Backend, tile: str
+    y: Tensor, x: Tensor, w: Tensor, backend: Backend, has_tile: bool
 ) -> Tensor:
     """Returns y in the output's memory format.
 
     It does not depend on who computes it, so that a compiled graph may rely on it.
     """
-    by_triton = tile or preferred(backend) == "triton"
-    return _in_format(y, bool(by_triton) or any(map(_is_channels_last, (x, w))))
+    by_triton = has_tile or preferred(backend) == "triton"
+    return _in_format(y, by_triton or _is_channels_last(x) or _is_channels_last(w))
+
+
+def _like_input(t: Tensor, like: Tensor) -> Tensor:
+    """A gradient in the memory format of what it is the gradient of."""
+    return _in_format(t, _is_channels_last(like)) if t.dim() == 4 else t
+
+
+def _forward(
+    x: Tensor, w: Tensor, bias: Tensor | None, geometry: ConvGeometry, asked: Route
+) -> Tensor:
+    y = forward_2d(x, w, bias, geometry, IDENTITY, None, asked)
+    return _like_output(y, x, w, asked.backend, asked.tile is not None)
+
+
+def _backward(
+    g: Tensor,
+    x: Tensor,
+    w: Tensor,
+    geometry: ConvGeometry,
+    wanted: Wanted,
+    backend: Backend,
+) -> Gradients:
+    gx, gw, gb = backward_2d(g, x, w, geometry, wanted, Route(backend))
+    gx = _like_input(gx, x) if gx is not None else None
+    gw = _like_input(gw, w) if gw is not None else None
+    return gx, gw, gb
+
+
+class _Conv2d(torch.autograd.Function):
+    """The convolution in eager mode, where an operator of torch.library would take longer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        geometry: ConvGeometry,
+        asked: Route,
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.geometry, ctx.asked = geometry, asked
+        return _forward(x, w, bias, geometry, asked)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        wanted, geometry = ctx.needs_input_grad[:3], ctx.geometry
+        # The operator says that there are no second derivatives.
+        is_differentiated = torch.is_grad_enabled()
+        if is_differentiated or not runs_unobserved(g, x, w):
+            arguments = _flat_arguments(geometry, ctx.asked)
+            found = _gradients_by_operator(g, x, w, wanted, arguments)
+        else:
+            found = _backward(g, x, w, geometry, wanted, ctx.asked.backend)
+        return *found, None, None
+
+
+def _by_operator(
+    x: Tensor, w: Tensor, bias: Tensor | None, geometry: ConvGeometry, asked: Route
+) -> Tensor:
+    arguments = _flat_arguments(geometry, asked)
+    y: Tensor = torch.ops.hetconv.conv2d(x, w, bias, *arguments)
+    return y
+
+
+def _gradients_by_operator(
+    g: Tensor, x: Tensor, w: Tensor, wanted: Wanted, arguments: tuple[Any, ...]
+) -> Gradients:
+    found = torch.ops.hetconv.conv2d_backward(g, x, w, list(wanted), *arguments)
+    gx, gw, gb = (
+        t if is_wanted else None for t, is_wanted in zip(found, wanted, strict=True)
+    )
+    return gx, gw, gb
 
 
 _ARGUMENTS = (
@@ -164,6 +244,14 @@ _BACKWARD = (
 )
 
 
+def _flat_arguments(geometry: ConvGeometry, asked: Route) -> tuple[Any, ...]:
+    """Returns the arguments of the operators that follow the tensors."""
+    pads = [n for side in geometry.padding for n in side]
+    name = str(asked.tile) if asked.tile is not None else ""
+    stride, _, dilation, groups = geometry
+    return stride, pads, dilation, groups, asked.backend, name
+
+
 def _geometry(stride: Any, padding: Any, dilation: Any, groups: int) -> ConvGeometry:
     top, bottom, left, right = padding
     sides = ((top, bottom), (left, right))
@@ -174,14 +262,13 @@ def _geometry(stride: Any, padding: Any, dilation: Any, groups: int) -> ConvGeom
 def _conv2d(x, weight, bias, stride, padding, dilation, groups, backend, tile):
     geometry = _geometry(stride, padding, dilation, groups)
     asked = Route(backend, Tile.parse(tile) if tile else None)
-    y = forward_2d(x, weight, bias, geometry, Epilogue(), None, asked)
-    return _like_output(y, x, weight, backend, tile)
+    return _forward(x, weight, bias, geometry, asked)
 
 
 @_conv2d.register_fake
 def _(x, weight, bias, stride, padding, dilation, groups, backend, tile):
     spec = spec_of(x, weight, bias, _geometry(stride, padding, dilation, groups))
-    return _like_output(x.new_empty(spec.y_shape), x, weight, backend, tile)
+    return _like_output(x.new_empty(spec.y_shape), x, weight, backend, bool(tile))
 
 
 @torch.library.custom_op("hetconv::conv2d_backward", mutates_args=(), schema=_BACKWARD)
@@ -189,11 +276,8 @@ def _conv2d_backward(
     g, x, weight, wanted, stride, padding, dilation, groups, backend, tile
 ):
     geometry = _geometry(stride, padding, dilation, groups)
-    found = backward_2d(g, x, weight, geometry, tuple(wanted), Route(backend))
-    return tuple(
-        _like_input(t, like) if t is not None else g.new_empty(0)
-        for t, like in zip(found, (x, weight, g), strict=True)
-    )
+    found = _backward(g, x, weight, geometry, tuple(wanted), backend)
+    return tuple(t if t is not None else g.new_empty(0) for t in found)
 
 
 @_conv2d_backward.register_fake
@@ -205,11 +289,6 @@ def _(g, x, weight, wanted, stride, padding, dilation, groups, backend, tile):
     )
 
 
-def _like_input(t: Tensor, like: Tensor) -> Tensor:
-    """A gradient in the memory format of what it is the gradient of."""
-    return _in_format(t, _is_channels_last(like)) if t.dim() == 4 else t
-
-
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, *ctx.arguments = inputs
     ctx.has_bias = bias is not None
@@ -218,12 +297,9 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients(ctx: Any, g: Tensor) -> Any:
     x, weight = ctx.saved_tensors
-    wanted = [*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2]]
-    found = torch.ops.hetconv.conv2d_backward(g, x, weight, wanted, *ctx.arguments)
-    return (
-        *(t if w else None for t, w in zip(found, wanted, strict=True)),
-        *(None for _ in ctx.arguments),
-    )
+    wanted = (*ctx.needs_input_grad[:2], ctx.has_bias and ctx.needs_input_grad[2])
+    found = _gradients_by_operator(g, x, weight, wanted, tuple(ctx.arguments))
+    return *found, *(None for _ in ctx.arguments)
 
 
 _conv2d.register_autograd(_gradients, setup_context=_setup)

@@ -11,11 +11,16 @@ from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ConvGeometry, ConvSpec, Padding
 
 from .backend_choice import Backend, Route, check_backend, unsupported_reason
-from .checks import check_channels_contiguous, check_no_gradients, check_tensor
+from .checks import (
+    check_channels_contiguous,
+    check_no_gradients,
+    check_tensor,
+    spec_of,
+)
 from .chip import Chip, chip_of
 from .concat import MAX_PARTS, check_parts, concat_channels
 from .conv2d_op import padding_of, pair_of
-from .dispatch import forward_2d, precision, preferred, query_of, spec_of
+from .dispatch import forward_2d, precision, preferred, query_of
 from .epilogue import Epilogue, EpilogueSpec
 from .launch import LaunchSequence, StridedLayout, empty, krsc, nhwc
 from .tiles import Tile

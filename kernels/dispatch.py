@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ConvGeometry, ConvSpec, Ints, Padding
 
 from . import aten
@@ -23,14 +20,19 @@ from .backend_choice import (
     Route,
     check_backend,
     choose,
+    device_name,
+    unavailable_reason,
 )
-from .checks import check_tensor, describe
-from .chip import chip_of
+from .checks import check_tensor, spec_of
 from .epilogue import Epilogue
 from .launch import krsc, nhwc
+from .launchers.decisions import generation, remember, signature
 from .tiles import Pass, Tile, any_installed
 
-T = TypeVar("T")
+GRADIENTS: tuple[Pass, Pass] = ("input gradient", "weight gradient")
+ForwardCall = Callable[[Tensor, Tensor, Tensor | None, Epilogue, Tensor | None], Tensor]
+_forward_calls: dict[tuple[Any, ...], ForwardCall] = {}
+_backward_calls: dict[tuple[Any, ...], _Backward] = {}
 _backend: Backend = "auto"
 listeners: list[Callable[[KernelQuery], None]] = []
 """Functions that are called with every pass that is about to be computed."""
@@ -118,17 +120,63 @@ def forward_2d(
         epilogue: Scale, shift, residual and activation.
         asked: Backend and tile that the caller asks for.
     """
+    if listeners:
+        _tell("forward", spec_of(x, w, bias, geometry, cached=True), x.device, asked)
+    key = (
+        signature(x),
+        signature(w),
+        signature(bias),
+        signature(out),
+        epilogue.signature,
+        geometry,
+        asked.tile,
+        preferred(asked.backend),
+        precision_of(x.dtype),
+        generation(),
+    )
+    call = _forward_calls.get(key)
+    if call is None:
+        call = _forward_call(x, w, bias, geometry, epilogue, out, asked)
+        remember(_forward_calls, key, call)
+    return call(x, w, bias, epilogue, out)
+
+
+def _forward_call(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    geometry: ConvGeometry,
+    epilogue: Epilogue,
+    out: Tensor | None,
+    asked: Route,
+) -> ForwardCall:
+    """Decides who computes the result of all tensors with the same signature."""
     spec = spec_of(x, w, bias, geometry, cached=True)
     epilogue.check(spec.y_shape, x)
     route = _choose("forward", spec, x.device, asked)
-    if route.backend == "triton":
-        from .triton import backend as triton_backend
+    if route.backend == "aten":
+        return _AtenForward(geometry, spec.y_shape)
+    from .triton import backend as triton_backend
 
-        epilogue = epilogue.with_bias(bias)
-        operands = (spec, x, w, out, precision(spec), epilogue)
-        return _with_tile(lambda t: triton_backend.forward(*operands, t), route, asked)
-    y = aten.forward(x, w, bias, geometry, spec.y_shape, epilogue)
-    return y if out is None else out.copy_(y)
+    tiles = _candidates(route, asked)
+    return triton_backend.Forward(spec, x, w, out, precision(spec), tiles)
+
+
+@dataclass(frozen=True)
+class _AtenForward:
+    geometry: ConvGeometry
+    y_shape: Ints
+
+    def __call__(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        out: Tensor | None,
+    ) -> Tensor:
+        y = aten.forward(x, w, bias, self.geometry, self.y_shape, epilogue)
+        return y if out is None else out.copy_(y)
 
 
 def route(
@@ -152,10 +200,8 @@ def route(
     from .triton import backend as triton_backend
 
     operands = (spec, nhwc(x_NCHW), krsc(w_KCRS), precision(spec))
-    tile = _with_tile(
-        lambda t: triton_backend.forward_tile(*operands, t), chosen, ANY_ROUTE
-    )
-    return Route("triton", tile)
+    tiles = _candidates(chosen, ANY_ROUTE)
+    return Route("triton", triton_backend.forward_tile(*operands, tiles))
 
 
 def conv2d_backward(
@@ -200,108 +246,105 @@ def backward_2d(
         geometry: Stride, padding, dilation and groups.
         asked: Backend and tile that the caller asks for.
     """
+    if listeners:
+        spec = spec_of(x, w, None, geometry, cached=True)
+        for pass_name, is_wanted in zip(GRADIENTS, wanted, strict=False):
+            if is_wanted:
+                _tell(pass_name, spec, x.device, asked)
+    key = (
+        signature(g),
+        signature(x),
+        signature(w),
+        geometry,
+        *wanted,
+        asked.tile,
+        preferred(asked.backend),
+        precision_of(x.dtype),
+        generation(),
+    )
+    call = _backward_calls.get(key)
+    if call is None:
+        call = _backward_call(g, x, w, geometry, wanted, asked)
+        remember(_backward_calls, key, call)
+    return call(g, x, w)
+
+
+def _backward_call(
+    g: Tensor,
+    x: Tensor,
+    w: Tensor,
+    geometry: ConvGeometry,
+    wanted: aten.Wanted,
+    asked: Route,
+) -> _Backward:
+    """Decides who computes the gradients of all tensors with the same signature."""
     spec = spec_of(x, w, None, geometry, cached=True)
     check_tensor("the gradient", g, spec.y_shape, x.dtype, x.device)
-    of_x = _choose("input gradient", spec, x.device, asked) if wanted[0] else ATEN
-    of_w = _choose("weight gradient", spec, x.device, asked) if wanted[1] else ATEN
-    x_by_triton, w_by_triton = of_x.backend == "triton", of_w.backend == "triton"
+    routes = [
+        _choose(pass_name, spec, x.device, asked) if is_wanted else ATEN
+        for pass_name, is_wanted in zip(GRADIENTS, wanted, strict=False)
+    ]
+    x_by_triton, w_by_triton = (route.backend == "triton" for route in routes)
     any_by_triton = x_by_triton or w_by_triton
     by_aten = (
         wanted[0] and not x_by_triton,
         wanted[1] and not w_by_triton,
         wanted[2] and not any_by_triton,
     )
-    gx = gw = gb = None
-    if any(by_aten):
-        gx, gw, gb = aten.backward(g, x, w, geometry, by_aten)
+    of_x = of_w = None
     if any_by_triton:
         from .triton import backend as triton_backend
 
-        operands = (spec, g, x, w, precision(spec))
+        x_tiles, w_tiles = (_candidates(route, asked) for route in routes)
         if x_by_triton:
-            gx = _with_tile(
-                lambda t: triton_backend.input_gradient(*operands, t), of_x, asked
-            )
+            of_x = triton_backend.InputGradient(spec, g, w, precision(spec), x_tiles)
         if w_by_triton:
-            gw = _with_tile(
-                lambda t: triton_backend.weight_gradient(*operands, t), of_w, asked
-            )
-        if wanted[2]:
-            gb = aten.summed_pixels(g)
-    return gx, gw, gb
+            of_w = triton_backend.WeightGradient(spec, g, x, precision(spec), w_tiles)
+    return _Backward(geometry, by_aten, of_x, of_w, wanted[2] and any_by_triton)
 
 
-def spec_of(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    geometry: ConvGeometry,
-    cached: bool = False,
-) -> ConvSpec:
-    """Returns the sizes of a 2-D convolution in integers.
+@dataclass(frozen=True)
+class _Backward:
+    """Gradients of tensors with one signature.
 
-    Args:
-        x: Input.
-        w: Filters.
-        bias: Bias, if any.
+    Attributes:
         geometry: Stride, padding, dilation and groups.
-        cached: Whether the result may be an earlier one; not for tensors that are being
-            traced, whose sizes are symbols.
-
-    Raises:
-        KernelError: The arguments do not fit each other.
+        by_aten: Which gradients ATen computes.
+        of_x: Input gradient by Triton.
+        of_w: Weight gradient by Triton.
+        sums_bias: Whether the bias's gradient is computed apart from the others.
     """
-    if x.dim() != 4 or w.dim() != 4:
-        raise KernelError(
-            "a 2-D convolution takes x (N, C, H, W) and weight (K, C / groups, R, S), not "
-            f"{describe(x)} and {describe(w)}"
-        )
-    for name, t in (("weight", w), ("bias", bias)):
-        if t is not None and (t.dtype != x.dtype or t.device != x.device):
-            raise KernelError(
-                f"{name} is {describe(t)}, but x is {describe(x)}; give both in one dtype and "
-                "on one device"
-            )
-    biases = tuple(bias.shape) if bias is not None else None
-    spec = _cached_spec if cached else _spec
-    return spec(tuple(x.shape), tuple(w.shape), biases, x.dtype, geometry)
 
+    geometry: ConvGeometry
+    by_aten: aten.Wanted
+    of_x: Callable[[Tensor, Tensor], Tensor] | None
+    of_w: Callable[[Tensor, Tensor], Tensor] | None
+    sums_bias: bool
 
-def _spec(
-    x: Ints, w: Ints, bias: Ints | None, dtype: torch.dtype, geometry: ConvGeometry
-) -> ConvSpec:
-    (N, C, H, W), (K, c, R, S) = x, w
-    stride, padding, dilation, groups = geometry
-    if groups < 1 or c * groups != C or K % groups:
-        raise KernelError(
-            f"x has {C} channels, so in {groups} groups weight (K, C / groups, R, S) needs {C} "
-            f"/ {groups} channels and a multiple of {groups} filters, but it is {w}"
-        )
-    if bias is not None and bias != (K,):
-        raise KernelError(
-            f"bias has shape {bias}, but there are {K} filters; give one number for each"
-        )
-    if min(R, S, *stride, *dilation) < 1 or min(*padding[0], *padding[1]) < 0:
-        raise KernelError(
-            f"filter {R} x {S}, stride {stride} and dilation {dilation} must be at least 1, "
-            f"and padding {padding} at least 0"
-        )
-    spec = ConvSpec(N, C, (H, W), K, (R, S), *geometry, dtype=str(dtype)[6:])
-    if min(spec.P, spec.Q) < 1:
-        raise KernelError(
-            f"an image of {H} x {W} with padding {padding} is smaller than the filter, {R} x "
-            f"{S} at dilation {dilation}"
-        )
-    return spec
-
-
-_cached_spec = lru_cache(4096)(_spec)
+    def __call__(self, g: Tensor, x: Tensor, w: Tensor) -> aten.Gradients:
+        gx = gw = gb = None
+        if any(self.by_aten):
+            gx, gw, gb = aten.backward(g, x, w, self.geometry, self.by_aten)
+        if self.of_x is not None:
+            gx = self.of_x(g, w)
+        if self.of_w is not None:
+            gw = self.of_w(g, x)
+        if self.sums_bias:
+            gb = aten.summed_pixels(g)
+        return gx, gw, gb
 
 
 def precision(spec: ConvSpec) -> str:
     """Returns how float32 is multiplied: "tf32" where torch lets cuDNN use it, else "ieee"."""
+    return precision_of(getattr(torch, spec.dtype))
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Returns `precision` of a convolution of tensors of a data type."""
+    if dtype != torch.float32:
+        return "ieee"
     allowed = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    return "tf32" if spec.dtype == "float32" and allowed == "tf32" else "ieee"
+    return "tf32" if allowed == "tf32" else "ieee"
 
 
 def query_of(
@@ -322,22 +365,22 @@ def _choose(
     pass_name: Pass, spec: ConvSpec, device: torch.device, asked: Route
 ) -> Route:
     query = query_of(pass_name, spec, device, asked.tile)
-    for listener in listeners:
-        listener(query)
     return choose(query, preferred(asked.backend))
 
 
-def _with_tile(run: Callable[[Tile | None], T], route: Route, asked: Route) -> T:
-    """Runs by the route's tile, or by the default if a tuned one cannot run here.
+def _tell(pass_name: Pass, spec: ConvSpec, device: torch.device, asked: Route) -> None:
+    query = query_of(pass_name, spec, device, asked.tile)
+    for listener in listeners:
+        listener(query)
 
-    Tiles are tuned on channels_last tensors.
+
+def _candidates(route: Route, asked: Route) -> tuple[Tile | None, ...]:
+    """Returns the route's tile, and the default one if that is tuned and not asked for.
+
+    Tiles are tuned on channels_last tensors and may not run on others.
     """
-    try:
-        return run(route.tile)
-    except KernelError:
-        if route.tile is None or asked.tile is not None:
-            raise
-        return run(None)
+    is_tuned = route.tile is not None and asked.tile is None
+    return (route.tile, None) if is_tuned else (route.tile,)
 
 
 def preferred(backend: Backend) -> Backend:
@@ -355,33 +398,3 @@ def prefers_triton(like: Tensor, backend: Backend = "auto") -> bool:
     """Returns whether Triton is to move numbers of such a tensor: on CUDA by default."""
     chosen = preferred(backend)
     return chosen == "triton" or (chosen == "auto" and like.is_cuda)
-
-
-def unavailable_reason(device: torch.device) -> str | None:
-    """Returns why Triton cannot run on a device, or None if it can."""
-    if not _has_triton():
-        return "triton is not installed"
-    if device.type == "cuda":
-        arch = chip_of(device).arch
-        if arch >= 80:
-            return None
-        return (
-            f"the kernels need compute capability 8.0, and this device has {arch / 10}"
-        )
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    return (
-        f"Triton runs on CUDA tensors, not on {device.type} (on the CPU in its interpreter: "
-        "TRITON_INTERPRET=1)"
-    )
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@lru_cache
-def device_name(device: torch.device) -> str:
-    """Returns a GPU's name, or "cpu"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

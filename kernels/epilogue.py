@@ -16,6 +16,7 @@ from hetconv.errors import KernelError
 
 from .checks import check_tensor
 from .launch import StridedLayout, nhwc
+from .launchers.decisions import signature
 
 ACTIVATIONS = ("relu", "relu6", "leaky_relu", "silu", "gelu", "gelu_tanh")
 
@@ -95,6 +96,8 @@ class Epilogue(NamedTuple):
         Raises:
             KernelError: The activation is not known.
         """
+        if activation is None and scale is shift is residual is None:
+            return IDENTITY
         if activation is not None and activation not in ACTIVATIONS:
             raise KernelError(
                 f"activation={activation!r} is not known; give one of "
@@ -123,10 +126,23 @@ class Epilogue(NamedTuple):
         )
 
     @property
+    def signature(self) -> tuple[Any, ...] | None:
+        """What decisions about the epilogue depend on."""
+        if self is IDENTITY:
+            return None
+        return (*map(signature, self[:3]), self.activation, self.slope)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that there are, by name."""
-        named = zip(self._fields, self[:3], strict=False)
-        return {name: t for name, t in named if t is not None}
+        found = {}
+        if self.scale is not None:
+            found["scale"] = self.scale
+        if self.shift is not None:
+            found["shift"] = self.shift
+        if self.residual is not None:
+            found["residual"] = self.residual
+        return found
 
     def check(
         self, y_shape: tuple[int, ...], like: Tensor, exact: torch.dtype | None = None
@@ -149,13 +165,13 @@ class Epilogue(NamedTuple):
         if bias is None:
             return self
         scaled = bias if self.scale is None else self.scale * bias
-        return self._replace(
-            shift=scaled if self.shift is None else self.shift + scaled
-        )
+        shift = scaled if self.shift is None else self.shift + scaled
+        return Epilogue(self.scale, shift, self.residual, self.activation, self.slope)
 
     def for_triton(self) -> Epilogue:
         """Returns the same with tensors as the Triton kernels read them."""
-        scale, shift = (t.contiguous() if t is not None else None for t in self[:2])
+        scale = self.scale.contiguous() if self.scale is not None else None
+        shift = self.shift.contiguous() if self.shift is not None else None
         residual = nhwc(self.residual) if self.residual is not None else None
         return Epilogue(scale, shift, residual, self.activation, self.slope)
 

@@ -6,12 +6,12 @@ time and inspected without a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,16 @@ from torch import Tensor
 from hetconv.errors import KernelError
 from hetconv.sharding.conv_spec import ITEMSIZE, Ints
 
+from .launchers.by_triton import TritonLauncher
+from .launchers.decisions import forget_decisions
+from .launchers.interface import KernelCall, Launcher
+from .launchers.repeat import Repeat
+
 # 64-bit addresses from here on: it leaves room for what a last tile reaches beyond.
 MIN_ELEMENTS_FOR_INT64 = 2**30
 VECTOR_BYTES = 16  # of the widest load of a thread, and of TMA's alignment
 Slices = tuple[slice, ...]
+T = TypeVar("T")
 
 
 class StridedLayout(NamedTuple):
@@ -186,6 +192,9 @@ class Launch:
     stages: int = 1
     descriptors: Mapping[str, Descriptor] = field(default_factory=dict)
     slices: Mapping[str, Slices] = field(default_factory=dict)
+    _repeats: dict[tuple[Any, ...], Repeat] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if max(self.grid[1:]) > 65535 or self.grid[0] > 2**31 - 1:
@@ -193,8 +202,46 @@ class Launch:
                 f"a grid of {self.grid} programs is more than CUDA launches; give a larger tile"
             )
 
-    def run(self, tensors: Mapping[str, Tensor]) -> None:
-        """Launches the kernel on tensors, given by name."""
+    def run(self, tensors: Mapping[str, Tensor]) -> Repeat | None:
+        """Launches the kernel.
+
+        Arguments are prepared once for each device, data type and alignment; further
+        calls only put addresses in.
+
+        Args:
+            tensors: Tensors by name; there may be more than the kernel takes.
+
+        Returns:
+            What makes the same launch at other addresses, or None if nothing does.
+        """
+        given = [tensors[name] for name in self.names]
+        addresses = [t.data_ptr() for t in given]
+        key = (
+            _launcher,
+            given[0].device,
+            *[t.dtype for t in given],
+            *[address % VECTOR_BYTES for address in addresses],
+        )
+        repeat = self._repeats.get(key)
+        if repeat is not None:
+            repeat(addresses)
+            return repeat
+        call = self._call(tensors)
+        compiled = _launcher.launch(call)
+        if compiled is not None:
+            repeat = Repeat(call, compiled, given, self._sources())
+            self._repeats[key] = repeat
+        return repeat
+
+    def _sources(self) -> dict[str, int | tuple[int, ...]]:
+        """Position among `names` of what each pointer parameter is given."""
+        index = {name: i for i, name in enumerate(self.names)}
+        return {
+            p: index[name] if isinstance(name, str) else tuple(index[n] for n in name)
+            for p, name in self.tensors.items()
+        }
+
+    def _call(self, tensors: Mapping[str, Tensor]) -> KernelCall:
         arguments: dict[str, Any] = {
             p: tensors[name]
             if isinstance(name, str)
@@ -205,13 +252,17 @@ class Launch:
             arguments[p] = arguments[p][index]
         for p, d in self.descriptors.items():
             arguments[p] = _tensor_descriptor()(arguments[p], *map(list, d))
-        self.kernel[self.grid](
-            **arguments,
-            **self.scalars,
-            **self.constants,
-            num_warps=self.warps,
-            num_stages=self.stages,
-        )
+        arguments |= dict(self.scalars)
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return KernelCall(self.kernel, self.grid, arguments, self.constants, options)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors that the launch is given, each once."""
+        names: dict[str, None] = {}
+        for name in self.tensors.values():
+            names |= dict.fromkeys((name,) if isinstance(name, str) else name)
+        return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -228,21 +279,81 @@ class LaunchSequence:
 
     def run(self, **tensors: Tensor) -> None:
         """Launches all kernels on the device of the tensors, given by name."""
-        device = next(iter(tensors.values())).device
-        with on_device(device):
-            if self.workspace:
-                tensors["partial"] = torch.empty(
-                    self.workspace, dtype=torch.float32, device=device
-                )
-            for launch in self.launches:
-                launch.run(tensors)
+        self._with_workspace(tensors, self._launch)
+
+    def run_first(
+        self, tensors: dict[str, Tensor]
+    ) -> Callable[[dict[str, Tensor]], None]:
+        """Launches all kernels.
+
+        Args:
+            tensors: Tensors by name.
+
+        Returns:
+            A function that does the same, sooner, on tensors with the same data types,
+            device and alignments.
+        """
+        repeats = self._with_workspace(tensors, self._launch)
+        prepared = [
+            (launch.names, repeat)
+            for launch, repeat in zip(self.launches, repeats, strict=True)
+            if repeat is not None
+        ]
+        if len(prepared) < len(repeats):
+            return lambda tensors: self.run(**tensors)
+
+        def repeat_all(tensors: dict[str, Tensor]) -> None:
+            for names, repeat in prepared:
+                repeat([tensors[name].data_ptr() for name in names])
+
+        return lambda tensors: self._with_workspace(tensors, repeat_all)
+
+    def _launch(self, tensors: dict[str, Tensor]) -> list[Repeat | None]:
+        return [launch.run(tensors) for launch in self.launches]
+
+    def _with_workspace(
+        self, tensors: dict[str, Tensor], launch: Callable[[dict[str, Tensor]], T]
+    ) -> T:
+        like = next(iter(tensors.values()))
+        if self.workspace:
+            workspace = torch.empty(
+                self.workspace, dtype=torch.float32, device=like.device
+            )
+            tensors = {**tensors, "partial": workspace}
+        # Triton launches on the current device.
+        if like.is_cuda and like.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(like.device):
+                return launch(tensors)
+        return launch(tensors)
 
 
-def on_device(device: torch.device) -> Any:
-    """Returns a context in which a device is current, as Triton's launches need it."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+_launcher: Launcher = TritonLauncher()
+
+
+@contextmanager
+def launching_by(launcher: Launcher) -> Iterator[None]:
+    """Makes a launcher make all launches within, in the place of Triton.
+
+    It is the one place in which kernels are launched. A
+    `launchers.recording.RecordingLauncher` tells, without a GPU, what would be
+    launched.
+
+    Args:
+        launcher: What is given the launches.
+    """
+    global _launcher
+    before, _launcher = _launcher, launcher
+    forget_decisions()
+    try:
+        yield
+    finally:
+        _launcher = before
+        forget_decisions()
+
+
+def launches_on_cpu() -> bool:
+    """Returns whether tensors on the CPU stand in for CUDA's, as launches are recorded."""
+    return _launcher.runs_on_cpu
 
 
 @lru_cache

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bench.shared.torchvision_operators import declare_operators
 from hetconv import kernels
+from hetconv.kernels.launchers.decisions import forget_decisions
 from tests.spawn import DEVICE, PRELOADED
 
 declare_operators()
@@ -86,6 +87,7 @@ def whole_laws(pytestconfig: pytest.Config) -> bool:
 def _settings_as_they_were() -> Iterator[None]:
     yield
     kernels.set_backend("auto")
+    forget_decisions()  # tests replace what these depend on
     torch.set_default_dtype(torch.float32)
     torch.set_num_threads(1)
 

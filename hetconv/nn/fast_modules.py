@@ -82,10 +82,12 @@ class LocalForward:
         It is False also for a batch that torch would refuse.
         """
         norm: Any = self._module
-        if x.shape[1:2] != (norm.num_features,):
+        layout, shape = x.placement, x.placement.shape
+        if len(shape) < 2 or shape[1] != norm.num_features:
             return False
         if norm.training:
-            return x.placement.dim == 1 and prod(x.placement.shape) > norm.num_features
+            has_all_values = layout.dim == 1 or x.group.size == 1
+            return has_all_values and prod(shape) > norm.num_features
         return norm.running_mean is not None
 
     def _normalized(self, x: HetTensor) -> Tensor:

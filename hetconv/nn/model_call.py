@@ -91,14 +91,19 @@ class ModelContext:
             ):
                 module.forward = EntryForward(module, self)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether a call of the model is running."""
+        scope = ACTIVE_SYNC.get()
+        return scope is not None and scope.owner is self
+
     def is_entry(self, module: nn.Module) -> bool:
         """Returns whether a call of ``module`` is not within another call of the model.
 
         Checkpointing repeats calls of the forward pass in the backward pass: an entry of
         the forward pass is one again.
         """
-        scope = ACTIVE_SYNC.get()
-        if scope is not None and scope.owner is self:
+        if self.is_active:
             return False
         if not in_recomputation():
             self._entered.add(id(module))
@@ -265,9 +270,15 @@ class EntryForward:
         """Code of the module's forward, where `torch.export` reads argument names."""
         return getattr(self._forward, "__code__", None)
 
-    @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward, through the model's context if the call is an entry."""
+        # Within an entry's call everything runs eagerly already.
+        if not torch.compiler.is_compiling() and self._context.is_active:
+            return self._forward(*args, **kwargs)
+        return self._enter(*args, **kwargs)
+
+    @eager
+    def _enter(self, *args: Any, **kwargs: Any) -> Any:
         if not self._context.is_entry(self._module):
             return self._forward(*args, **kwargs)
         within_another = ACTIVE_SYNC.get() is not None

@@ -306,9 +306,12 @@ def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
 
 def _install(tiles: Tiles, device: torch.device) -> None:
     """Installs the tiles that were tuned on such a device; warns if there are only others."""
-    if not tiles or kernels.dispatch.unavailable_reason(device) is not None:
+    if not tiles or kernels.backend_choice.unavailable_reason(device) is not None:
         return
-    here = (kernels.dispatch.device_name(device), *kernels.tiles.versions_in_use())
+    here = (
+        kernels.backend_choice.device_name(device),
+        *kernels.tiles.versions_in_use(),
+    )
     if here in tiles:
         kernels.tiles.install(tiles[here], here[0], here[1:])
     elif here[0] not in _warned_devices:

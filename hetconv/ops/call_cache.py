@@ -84,7 +84,8 @@ def lookup(
     """
     graded = torch.is_grad_enabled()
     key: list[Any] = [func, graded]
-    local, nested = [], list[Layout]()
+    local: list[Any] = []
+    nested: list[Layout] = []
     for a in args:
         if a.__class__ is HetTensor:
             if a.pending is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hetconv.kernels.dispatch import prefers_triton, unavailable_reason
+from hetconv.kernels.backend_choice import unavailable_reason
+from hetconv.kernels.dispatch import prefers_triton
 from hetconv.kernels.epilogue import Epilogue, activate
 
 from . import aten, triton_passes

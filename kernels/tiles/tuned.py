@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from hetconv.kernels.launchers.decisions import forget_decisions
 from hetconv.sharding.conv_spec import ConvSpec
 
 from .tile import Pass, Tile
@@ -32,6 +33,7 @@ def install(
     """
     key = (device, *(versions or versions_in_use()))
     _installed.setdefault(key, {}).update(entries)
+    forget_decisions()
 
 
 def any_installed() -> bool:

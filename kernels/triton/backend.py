@@ -1,177 +1,277 @@
-"""The three passes of a convolution on tensors by Triton: layouts, cached launches."""
+"""The three passes of a convolution on tensors by Triton, decided once per signature."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
 from hetconv.errors import KernelError
 from hetconv.kernels.checks import check_channels_contiguous
 from hetconv.kernels.chip import Chip, chip_of
-from hetconv.kernels.epilogue import Epilogue, EpilogueSpec
-from hetconv.kernels.launch import LaunchSequence, StridedLayout, empty, krsc, nhwc
+from hetconv.kernels.epilogue import IDENTITY, Epilogue
+from hetconv.kernels.launch import (
+    VECTOR_BYTES,
+    LaunchSequence,
+    StridedLayout,
+    krsc,
+    nhwc,
+)
 from hetconv.kernels.tiles import GemmShape, Tile, default_tile, fits
 from hetconv.sharding.conv_spec import ConvSpec
 
 from . import dgrad, fprop, gemm_launch, wgrad
 
+T = TypeVar("T")
+Tiles = tuple[Tile | None, ...]
+"""Tiles in the order in which they are tried; None is the default one."""
+Alignments = tuple[int, ...]
+RunAgain = Callable[[dict[str, Tensor]], None]
 
-def forward(
-    spec: ConvSpec,
-    x: Tensor,
-    w: Tensor,
-    out: Tensor | None,
-    precision: str,
-    epilogue: Epilogue,
-    tile: Tile | None,
-) -> Tensor:
-    """Returns the forward pass.
+
+class Forward:
+    """Forward pass on tensors of one signature: shapes, strides, data type and device.
 
     Args:
-        spec: The convolution; all tensors fit it.
-        x: Input.
+        spec: The convolution.
+        x: Input of the signature, as are w and out; their numbers are not read.
         w: Filters.
-        out: Tensor that receives the result.
+        out: Tensor that receives the result, if any.
         precision: "tf32" or "ieee", how float32 is multiplied.
-        epilogue: What is applied to the result, bias included.
-        tile: Tile of the kernel; None for the default one.
+        tiles: Tiles of the kernel, of which the first one that runs is taken.
 
     Raises:
-        KernelError: The tile cannot compute this, or out's channels lie apart.
+        KernelError: Out's channels lie apart.
     """
-    x, w = nhwc(x), krsc(w)
-    check_channels_contiguous(out)
-    y = out if out is not None else empty(spec.y_shape, x)
-    if y.numel() == 0:
+
+    def __init__(
+        self,
+        spec: ConvSpec,
+        x: Tensor,
+        w: Tensor,
+        out: Tensor | None,
+        precision: str,
+        tiles: Tiles,
+    ):
+        check_channels_contiguous(out)
+        self._spec, self._precision, self._tiles = spec, precision, tiles
+        self._converts_x, self._converts_w = nhwc(x) is not x, krsc(w) is not w
+        self._y = StridedLayout.packed(spec.y_shape, spec.dtype)
+        self._is_empty = 0 in (*spec.y_shape, *spec.w_shape)
+        self._launches: dict[Alignments, RunAgain] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Returns the forward pass.
+
+        Args:
+            x: Input.
+            w: Filters.
+            bias: Bias, if any.
+            epilogue: What is applied to the convolution.
+            out: Tensor that receives the result, if any.
+
+        Raises:
+            KernelError: No tile can compute this.
+        """
+        x = nhwc(x) if self._converts_x else x
+        w = krsc(w) if self._converts_w else w
+        y = out
+        if y is None:
+            y = x.new_empty_strided(self._y.shape, self._y.strides)
+        if self._is_empty:
+            epilogue = epilogue.with_bias(bias)
+            return y.copy_(epilogue.apply(y.zero_())) if y.numel() else y
+        tensors = {"x": x, "w": w, "y": y}
+        if epilogue is not IDENTITY:
+            epilogue = epilogue.with_bias(bias).for_triton()
+            tensors |= epilogue.tensors
+        elif bias is not None:
+            epilogue = Epilogue(shift=bias.contiguous())
+            tensors |= epilogue.tensors
+        key = _alignments(*tensors.values())
+        launch = self._launches.get(key)
+        if launch is not None:
+            launch(tensors)
+        else:
+            sequence = self._sequence(x, w, y, epilogue)
+            self._launches[key] = sequence.run_first(tensors)
         return y
-    if w.numel() == 0:
-        return y.copy_(epilogue.apply(y.zero_()))
-    epilogue = epilogue.for_triton()
-    layouts = StridedLayout.of(x), StridedLayout.of(w), StridedLayout.of(y)
-    chip = chip_of(x.device)
-    launch = _forward(spec, *layouts, precision, epilogue.spec, tile, chip)
-    launch.run(x=x, w=w, y=y, **epilogue.tensors)
-    return y
+
+    def _sequence(
+        self, x: Tensor, w: Tensor, y: Tensor, epilogue: Epilogue
+    ) -> LaunchSequence:
+        layouts = StridedLayout.of(x), StridedLayout.of(w), StridedLayout.of(y)
+        gemm = fprop.forward(self._spec, *layouts, self._precision, epilogue.spec)
+        chip = chip_of(x.device)
+        return by_first_tile(
+            self._tiles,
+            lambda t: gemm_launch.launches(gemm, usable_tile(t, gemm.shape, chip)),
+        )
+
+
+class InputGradient:
+    """Gradient of the input of tensors with one signature.
+
+    Args:
+        spec: See `Forward`, as are the other arguments.
+        g: Gradient of the result.
+        w: Filters.
+    """
+
+    def __init__(
+        self, spec: ConvSpec, g: Tensor, w: Tensor, precision: str, tiles: Tiles
+    ):
+        self._spec, self._precision, self._tiles = spec, precision, tiles
+        self._converts_g, self._converts_w = nhwc(g) is not g, krsc(w) is not w
+        self._dx = StridedLayout.packed(spec.x_shape, spec.dtype)
+        self._is_zero = 0 in (*spec.x_shape, *spec.y_shape)
+        self._launches: dict[Alignments, tuple[bool, list[RunAgain]]] = {}
+
+    def __call__(self, g: Tensor, w: Tensor) -> Tensor:
+        """Returns the gradient of the input.
+
+        Raises:
+            KernelError: No tile can compute this.
+        """
+        g = nhwc(g) if self._converts_g else g
+        w = krsc(w) if self._converts_w else w
+        dx = g.new_empty_strided(self._dx.shape, self._dx.strides)
+        if self._is_zero:
+            return dx.zero_()
+        tensors = {"x": g, "w": w, "y": dx}
+        key = _alignments(g, w, dx)
+        known = self._launches.get(key)
+        if known is None:
+            self._launches[key] = self._run_first(tensors)
+            return dx
+        is_covered, launches = known
+        if not is_covered:
+            dx.zero_()
+        for launch in launches:
+            launch(tensors)
+        return dx
+
+    def _run_first(self, tensors: dict[str, Tensor]) -> tuple[bool, list[RunAgain]]:
+        """Whether the launches write all of the gradient, and those of its phases."""
+        g, w, dx = tensors["x"], tensors["w"], tensors["y"]
+        layouts = StridedLayout.of(g), StridedLayout.of(w), StridedLayout.of(dx)
+        phases = dgrad.phases(self._spec, *layouts, self._precision)
+        gemms = [(p.gemm, p.slices) for p in phases if p.gemm is not None]
+        chip = chip_of(g.device)
+
+        def sequences(tile: Tile | None) -> list[LaunchSequence]:
+            return [
+                gemm_launch.launches(gemm, usable_tile(tile, gemm.shape, chip), slices)
+                for gemm, slices in gemms
+            ]
+
+        found = by_first_tile(self._tiles, sequences)
+        is_covered = len(gemms) == len(phases)
+        if not is_covered:
+            dx.zero_()
+        return is_covered, [sequence.run_first(tensors) for sequence in found]
+
+
+class WeightGradient:
+    """Gradient of the filters of tensors with one signature.
+
+    Args:
+        spec: See `Forward`, as are the other arguments.
+        g: Gradient of the result.
+        x: Input.
+    """
+
+    def __init__(
+        self, spec: ConvSpec, g: Tensor, x: Tensor, precision: str, tiles: Tiles
+    ):
+        self._spec, self._precision, self._tiles = spec, precision, tiles
+        self._converts_g, self._converts_x = nhwc(g) is not g, nhwc(x) is not x
+        self._dw = StridedLayout.packed(spec.w_shape, spec.dtype)
+        self._is_zero = 0 in (*spec.x_shape, *spec.w_shape, *spec.y_shape)
+        self._launches: dict[Alignments, RunAgain] = {}
+
+    def __call__(self, g: Tensor, x: Tensor) -> Tensor:
+        """Returns the gradient of the filters.
+
+        Raises:
+            KernelError: No tile can compute this.
+        """
+        g = nhwc(g) if self._converts_g else g
+        x = nhwc(x) if self._converts_x else x
+        dw = x.new_empty_strided(self._dw.shape, self._dw.strides)
+        if self._is_zero:
+            return dw.zero_()
+        tensors = {"x": x, "g": g, "dw": dw}
+        key = _alignments(g, x, dw)
+        launch = self._launches.get(key)
+        if launch is not None:
+            launch(tensors)
+        else:
+            self._launches[key] = self._sequence(g, x).run_first(tensors)
+        return dw
+
+    def _sequence(self, g: Tensor, x: Tensor) -> LaunchSequence:
+        of_g, of_x = StridedLayout.of(g), StridedLayout.of(x)
+        gradient = wgrad.weight_gradient(
+            self._spec, of_x, self._dw, of_g, self._precision
+        )
+        chip = chip_of(x.device)
+        return by_first_tile(
+            self._tiles,
+            lambda t: wgrad.launches(gradient, usable_tile(t, gradient.shape, chip)),
+        )
 
 
 def forward_tile(
-    spec: ConvSpec, x: Tensor, w: Tensor, precision: str, tile: Tile | None
+    spec: ConvSpec, x: Tensor, w: Tensor, precision: str, tiles: Tiles
 ) -> Tile:
-    """Returns the tile by which `forward` computes a packed result without epilogue.
+    """Returns the tile by which `Forward` computes a packed result without epilogue.
 
     Args:
-        spec: See `forward`, as are the other arguments.
+        spec: See `Forward`, as are the other arguments.
+        x: Input as `nhwc` returns it.
+        w: Filters as `krsc` returns them.
 
     Raises:
-        KernelError: The tile cannot compute this.
+        KernelError: No tile can compute this.
     """
     y = StridedLayout.packed(spec.y_shape, spec.dtype)
     layouts = StridedLayout.of(x), StridedLayout.of(w), y
     shape = fprop.forward(spec, *layouts, precision).shape
-    return usable_tile(tile, shape, chip_of(x.device))
-
-
-def input_gradient(
-    spec: ConvSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None
-) -> Tensor:
-    """Returns the gradient of the input.
-
-    Args:
-        spec: The convolution; all tensors fit it.
-        g: Gradient of the result.
-        x: Input.
-        w: Filters.
-        precision: "tf32" or "ieee", how float32 is multiplied.
-        tile: Tile of the kernels; None for the default ones.
-
-    Raises:
-        KernelError: The tile cannot compute this.
-    """
-    g, w = nhwc(g), krsc(w)
-    dx = empty(spec.x_shape, x)
-    if dx.numel() == 0 or g.numel() == 0:
-        return dx.zero_()
-    layouts = StridedLayout.of(g), StridedLayout.of(w), StridedLayout.of(dx)
     chip = chip_of(x.device)
-    is_covered, launches = _input_gradient(spec, *layouts, precision, tile, chip)
-    if not is_covered:
-        dx.zero_()
-    for launch in launches:
-        launch.run(x=g, w=w, y=dx)
-    return dx
+    return by_first_tile(tiles, lambda tile: usable_tile(tile, shape, chip))
 
 
-def weight_gradient(
-    spec: ConvSpec, g: Tensor, x: Tensor, w: Tensor, precision: str, tile: Tile | None
-) -> Tensor:
-    """Returns the gradient of the filters.
+def by_first_tile(tiles: Tiles, build: Callable[[Tile | None], T]) -> T:
+    """Returns what is built with the first tile that can compute something.
 
     Args:
-        spec: See `input_gradient`, as are the other arguments.
+        tiles: Tiles in the order in which they are tried.
+        build: Function of a tile, which raises `KernelError` for one that cannot.
 
     Raises:
-        KernelError: The tile cannot compute this.
+        KernelError: None of the tiles can.
     """
-    g, x = nhwc(g), nhwc(x)
-    K, C, R, S = spec.w_shape
-    dw = w.new_empty(K, R, S, C)
-    if g.numel() == 0 or dw.numel() == 0 or x.numel() == 0:
-        dw.zero_()
-    else:
-        layouts = StridedLayout.of(g), StridedLayout.of(x)
-        launch = _weight_gradient(spec, *layouts, precision, tile, chip_of(x.device))
-        launch.run(x=x, g=g, dw=dw)
-    return dw.permute(0, 3, 1, 2)
+    *preferred, last = tiles
+    for tile in preferred:
+        try:
+            return build(tile)
+        except KernelError:
+            continue
+    return build(last)
 
 
-@lru_cache(4096)
-def _forward(
-    spec: ConvSpec,
-    x: StridedLayout,
-    w: StridedLayout,
-    y: StridedLayout,
-    precision: str,
-    epilogue: EpilogueSpec,
-    tile: Tile | None,
-    chip: Chip,
-) -> LaunchSequence:
-    gemm = fprop.forward(spec, x, w, y, precision, epilogue)
-    return gemm_launch.launches(gemm, usable_tile(tile, gemm.shape, chip))
-
-
-@lru_cache(4096)
-def _input_gradient(
-    spec: ConvSpec,
-    g: StridedLayout,
-    w: StridedLayout,
-    dx: StridedLayout,
-    precision: str,
-    tile: Tile | None,
-    chip: Chip,
-) -> tuple[bool, tuple[LaunchSequence, ...]]:
-    """Whether the launches write all of dx, and the launches of its phases."""
-    phases = dgrad.phases(spec, g, w, dx, precision)
-    found = tuple(
-        gemm_launch.launches(p.gemm, usable_tile(tile, p.gemm.shape, chip), p.slices)
-        for p in phases
-        if p.gemm is not None
-    )
-    return len(found) == len(phases), found
-
-
-@lru_cache(4096)
-def _weight_gradient(
-    spec: ConvSpec,
-    g: StridedLayout,
-    x: StridedLayout,
-    precision: str,
-    tile: Tile | None,
-    chip: Chip,
-) -> LaunchSequence:
-    w = StridedLayout.packed(spec.w_shape, x.dtype)
-    gradient = wgrad.weight_gradient(spec, x, w, g, precision)
-    return wgrad.launches(gradient, usable_tile(tile, gradient.shape, chip))
+def _alignments(*tensors: Tensor) -> Alignments:
+    """Returns what launches depend on beside a signature."""
+    return tuple([t.data_ptr() % VECTOR_BYTES for t in tensors])
 
 
 def usable_tile(tile: Tile | None, shape: GemmShape, chip: Chip) -> Tile:

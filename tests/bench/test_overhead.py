@@ -30,7 +30,7 @@ def test_every_kind_and_mode_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("us", "verdict"), [(10.0, "met"), (20.0, "MISSED")])
-def test_the_limit_is_that_of_inference(
+def test_limits_are_those_of_inference_and_of_calls(
     us: float,
     verdict: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -42,10 +42,25 @@ def test_the_limit_is_that_of_inference(
         {"kind": "filter", "mode": "infer", "us": 1.0, "plain_us": 5.0},
         {"kind": "height", "mode": "train", "us": 99.0, "plain_us": 9.0},
     ]
-    monkeypatch.setattr(overhead, "run_on", lambda *_: rows)
+    calls: list[dict[str, Any]] = [
+        {"call": "quick", "us": us, "limit_us": 15.0},
+        {"call": "of no limit", "us": 99.0, "limit_us": None},
+    ]
+    found = {overhead.measure: rows, overhead.host_time.measure: calls}
+    monkeypatch.setattr(overhead, "run_on", lambda _, measure: found[measure])
     bench.main(["overhead", "-o", str(tmp_path / "overhead.json")])
     said = capsys.readouterr().out.splitlines()
-    assert verdict in said[-2]
-    assert f"{15 / us:.3f}" in said[-2]
+    for line, limit in ((said[-3], 12), (said[-2], 15)):
+        assert verdict in line
+        assert f"{limit / us:.3f}" in line
     assert json.loads(said[-1]) == json.loads((tmp_path / "overhead.json").read_text())
-    assert json.loads(said[-1])["cases"] == rows
+    document = json.loads(said[-1])
+    assert (document["cases"], document["calls"]) == (rows, calls)
+
+
+def test_every_call_is_timed_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead.host_time, "CALLS", 2)
+    monkeypatch.setattr(overhead.host_time, "ROUNDS", 3)
+    (rows,) = spawn(1, overhead.host_time.measure)
+    assert [r["limit_us"] for r in rows] == [15, 35, 25, None, None, None]
+    assert all(r["us"] > 0 for r in rows)

@@ -40,7 +40,8 @@ BRANCHES = {
     "hetconv/nn/parallelize.py": "_share_random_state",
     "kernels/chip.py": "the chip",
     "kernels/launch.py": "the current device",
-    "kernels/dispatch.py": "whether Triton runs, and the device's name",
+    "kernels/dispatch.py": "whether Triton moves numbers",
+    "kernels/backend_choice.py": "whether Triton runs, and the device's name",
 }
 """Where the code asks whether a tensor is on CUDA, and what depends on it."""
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import hetconv
 from hetconv.nn.fast_modules import ELEMENTWISE, LocalForward, use_local_forwards
 from hetconv.ops import call_cache
-from tests.equivalence import Differences, assert_same
+from hetconv.sharding.split import SplitKind
+from tests.equivalence import Differences, assert_same, one_step, pair, same_state
+from tests.nets import splits_of
 from tests.placed import PLACEMENTS, WORLD, on_parts, placed
 from tests.spawn import on_ranks
 
@@ -113,6 +115,33 @@ def test_only_what_needs_nothing_of_others_skips_the_dispatch(
     assert all(
         seen == expected for seen in on_ranks(WORLD, dispatched, name, placement)
     )
+
+
+def one_rank(kind: SplitKind) -> tuple[Differences, list[str]]:
+    """A step and its running statistics, and the functions that were dispatched."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm(), nn.ReLU())
+
+    serial, cut = pair(make, splits_of(make(), (kind,), (1,)), 1)
+    seen: list[str] = []
+    again = call_cache.lookup
+
+    def watching(func: Any, *args: Any) -> Any:
+        seen.append(func.__name__)
+        return again(func, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_cache, "lookup", watching)
+        found = one_step(serial, cut, torch.randn(2, 3, 5, 4))
+    return found | same_state(serial, cut), seen
+
+
+@pytest.mark.parametrize("kind", ["sample", "height", "filter"])
+def test_one_rank_normalizes_in_training_what_it_has(kind: SplitKind) -> None:
+    ((found, seen),) = on_ranks(1, one_rank, kind)
+    assert_same([found])
+    assert seen == []
 
 
 def refused(norm: nn.Module, placement: str) -> bool:

@@ -20,7 +20,7 @@ from hetconv.autotune.search import tile_stage
 from hetconv.autotune.search.tile_search import TRIALS, Found, Trial, WrongResultError
 from hetconv.autotune.search.tile_stage import Contest
 from hetconv.comm.rank_group import rank_group_of
-from hetconv.kernels import Tile, dispatch, tiles
+from hetconv.kernels import Tile, backend_choice, dispatch, tiles
 from hetconv.kernels.backend_choice import KernelQuery
 from hetconv.kernels.triton import compile_report
 from hetconv.kernels.triton.compile_report import Report
@@ -36,7 +36,7 @@ from tests.spawn import on_ranks
 
 SPEC = replace(images(16, 16, (12, 12), 3, 3, (1, 1), SAME), N=1)
 SMALL = Tile("pointer", 16, 128, 64, 4, 2)
-NAME = dispatch.device_name(DEVICE)
+NAME = backend_choice.device_name(DEVICE)
 
 
 def question(what: Any = "forward", **changed: Any) -> KernelQuery:

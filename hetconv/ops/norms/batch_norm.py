@@ -119,10 +119,10 @@ def on_own_channels(x: Tensor, norm: Norm, layout: Layout, group: RankGroup) -> 
     running = _sync_running_stats(norm, sizes, group)
     own = _local_slice(layout, group)
     weight, bias, mean, var, training, momentum, eps = norm
-    weight, bias = (
-        _sliced(synced_grad(group, p), own) if p is not None else None
-        for p in (weight, bias)
-    )
+    if weight is not None:
+        weight = _sliced(synced_grad(group, weight), own)
+    if bias is not None:
+        bias = _sliced(synced_grad(group, bias), own)
     if norm.tracks and group.size > 1:
         mean, var, momentum = _tracked(x, norm, sizes, own, running, group)
     else:

@@ -1,0 +1,1 @@
+"""Tests of who launches, and of what is decided once."""

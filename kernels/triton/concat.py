@@ -2,17 +2,28 @@
 
 y[n, k, p, q] = activation(scale[k] part[n, k, p, q] + shift[k] + residual[n, k, p, q])
 
-where the parts are side by side along k. Each program takes BLOCK_N pixels by BLOCK_M
-blocks of UNIT channels. Parameters of both kernels beside those of `implicit_gemm`:
+where the parts are side by side along k. What is moved at a time is a unit: UNIT channels
+of a pixel, at most 16 bytes, that lie side by side in one part. A program takes BLOCK
+units that follow on each other, in one of two forms:
 
-    parts       pointer to each part, whose pixels lie at one stride
-    widths      stride from pixel to pixel of each part, in units of UNIT elements
-    STARTS      first channel of each part, then their sum, in units of UNIT
-    UNIT        channels that lie side by side in one part, at most 16 bytes
+    flat    units of one part, which are read as one run where its pixels are packed
+    rows    units of the result, which come from several parts and are written as one run
+
+Flat is the faster one, but for narrow parts: their units fill a small piece of a line of
+the result, and the rest of the line is written by other programs, much later. Parameters
+of both kernels beside those of `implicit_gemm`; strides are counted in units:
+
+    parts             pointer to each part that has channels
+    part_strides      stride from pixel to pixel of each part
+    y_strides         strides of samples, rows and columns; likewise of other images
+    WIDTHS            units of a pixel of each part
+    STARTS            first unit of a pixel of each part in the result, then their number
+    FLAT              whether programs are flat
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
 from typing import Any
@@ -34,193 +45,302 @@ from .device_functions import (
     activation_gradient,
     load_float32,
     pixel_position,
-    scale_and_shift,
 )
+from .pack import BLOCK_UNITS, WARPS
 
-BLOCK_ELEMENTS = 8192  # of a program: 64 bytes of each operand per thread in float16
-MAX_BLOCK_M = 32
-WARPS = 8
-
-
-@triton.jit
-def _block_position(
-    pixels, STARTS: tl.constexpr, UNIT: tl.constexpr, INT64: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Pixels, blocks of channels and channels within a block of a program; their mask."""
-    block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
-    pixel = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
-    j = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
-    u = tl.arange(0, UNIT)[None, None, :]
-    inside = (pixel < pixels) & (j < STARTS[len(STARTS) - 1])
-    return pixel, j, u, inside
+# The length of a line of memory. On an H100, parts of 171 bytes a pixel or more on average
+# were copied flat at 88 to 92 % of a copy's bandwidth, eight parts of 64 on average at 45 %.
+MIN_FLAT_PART_BYTES = 128
 
 
 @triton.jit
-def _load_parts(
-    parts, pixel, j, u, inside, widths,
-    STARTS: tl.constexpr, UNIT: tl.constexpr, SHAPE: tl.constexpr,
+def _address_in_parts(
+    parts, strides, pixel, unit, STARTS: tl.constexpr, UNIT: tl.constexpr
+):
+    """Addresses of units of the result in the parts that hold them."""
+    address = parts[0] + (pixel * strides[0] + unit) * UNIT
+    for i in tl.static_range(1, len(STARTS) - 1):
+        in_part = parts[i] + (pixel * strides[i] + unit - STARTS[i]) * UNIT
+        address = tl.where(unit >= STARTS[i], in_part, address)
+    return address
+
+
+@triton.jit
+def _offset_in_image(pixel, P, Q, strides, unit, UNIT: tl.constexpr):
+    """Offsets of the numbers of units in an image of any strides."""
+    n, p, q = pixel_position(pixel, P, Q)
+    first = n * strides[0] + p * strides[1] + q * strides[2] + unit
+    return first[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+
+
+@triton.jit
+def _load_per_channel(vector, unit, mask, UNIT: tl.constexpr):
+    """Scale or shift of the channels of units, in float32."""
+    return load_float32(
+        vector + unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :], mask
+    )
+
+
+@triton.jit
+def _before_activation(
+    x, factor, shift, residual, pixel, unit, P, Q, residual_strides, mask,
+    UNIT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """The parts' numbers in float32, each block of UNIT channels from its part."""
-    z = tl.zeros(SHAPE, tl.float32)
-    for i in tl.static_range(len(STARTS) - 1):
-        here = inside & (j >= STARTS[i]) & (j < STARTS[i + 1])
-        at = (pixel * widths[i] + j - STARTS[i]) * UNIT + u
-        x = load_float32(parts[i] + at, here)
-        z = tl.where(here, x, z)  # a sum would make 0 of -0
+    """factor * x + shift + residual in float32, each where it is given."""
+    z = x.to(tl.float32)
+    if HAS_SCALE:
+        z *= factor
+    if HAS_SHIFT:
+        z += _load_per_channel(shift, unit, mask, UNIT)
+    if HAS_RESIDUAL:
+        at = _offset_in_image(pixel, P, Q, residual_strides, unit, UNIT)
+        z += load_float32(residual + at, mask)
     return z
+
+
+@triton.jit
+def _concat_units(
+    source, y, scale, shift, residual, pixel, unit, inside, P, Q,
+    y_strides, residual_strides,
+    UNIT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Computes units of y from their addresses in the parts."""
+    mask = inside[:, None]
+    x = tl.load(source[:, None] + tl.arange(0, UNIT)[None, :], mask=mask)
+    # Only arithmetic turns a NaN into another or flushes what is denormal: a number
+    # that is moved keeps its bits.
+    if HAS_SCALE or HAS_SHIFT or HAS_RESIDUAL or ACTIVATION != "":
+        factor = _load_per_channel(scale, unit, mask, UNIT) if HAS_SCALE else 1.0
+        z = _before_activation(
+            x, factor, shift, residual, pixel, unit, P, Q, residual_strides, mask,
+            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL,
+        )  # fmt: skip
+        x = activate(z, ACTIVATION, SLOPE).to(y.dtype.element_ty)
+    tl.store(y + _offset_in_image(pixel, P, Q, y_strides, unit, UNIT), x, mask=mask)
 
 
 @triton.jit
 def concat(
     parts, y, scale, shift, residual,
     pixels, P, Q,
-    widths,
-    stride_yn, stride_yp, stride_yq,
-    stride_rn, stride_rp, stride_rq,
-    STARTS: tl.constexpr, UNIT: tl.constexpr,
-    Y_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
+    part_strides, y_strides, residual_strides,
+    WIDTHS: tl.constexpr, STARTS: tl.constexpr, UNIT: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INT64: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
+    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes a block of y; parameters are explained in the module's docstring."""
-    pixel, j, u, inside = _block_position(pixels, STARTS, UNIT, INT64, BLOCK_N, BLOCK_M)
-    SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M, UNIT)
-    z = _load_parts(parts, pixel, j, u, inside, widths, STARTS, UNIT, SHAPE)
-    n, p, q = pixel_position(pixel, P, Q)
-    k = j * UNIT + u
-    z = scale_and_shift(z, scale, shift, k, inside, HAS_SCALE, HAS_SHIFT)
+    """Computes BLOCK units of y; parameters are explained in the module's docstring."""
+    block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
+    if FLAT:
+        for i in tl.static_range(len(WIDTHS)):
+            blocks = tl.cdiv(pixels * WIDTHS[i], BLOCK)
+            if (block >= 0) & (block < blocks):
+                e = block * BLOCK + tl.arange(0, BLOCK)
+                pixel, unit = e // WIDTHS[i], e % WIDTHS[i]
+                source = parts[i] + (pixel * part_strides[i] + unit) * UNIT
+                _concat_units(
+                    source, y, scale, shift, residual,
+                    pixel, STARTS[i] + unit, pixel < pixels,
+                    P, Q, y_strides, residual_strides,
+                    UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+                )  # fmt: skip
+            block -= blocks
+    else:
+        e = block * BLOCK + tl.arange(0, BLOCK)
+        pixel, unit = e // STARTS[len(WIDTHS)], e % STARTS[len(WIDTHS)]
+        source = _address_in_parts(parts, part_strides, pixel, unit, STARTS, UNIT)
+        _concat_units(
+            source, y, scale, shift, residual, pixel, unit, pixel < pixels,
+            P, Q, y_strides, residual_strides,
+            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _split_units(
+    source, target, g, dr, scale, shift, residual, pixel, unit, inside, P, Q,
+    g_strides, residual_strides,
+    CHANNEL_UNITS: tl.constexpr, UNIT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Computes units of gradients from their addresses in the parts and their gradients."""
+    mask = inside[:, None]
+    u = tl.arange(0, UNIT)[None, :]
+    d = tl.load(g + _offset_in_image(pixel, P, Q, g_strides, unit, UNIT), mask=mask)
+    factor = _load_per_channel(scale, unit, mask, UNIT) if HAS_SCALE else 1.0
+    if ACTIVATION != "":
+        x = tl.load(source[:, None] + u, mask=mask)
+        z = _before_activation(
+            x, factor, shift, residual, pixel, unit, P, Q, residual_strides, mask,
+            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL,
+        )  # fmt: skip
+        d = activation_gradient(d.to(tl.float32), z, ACTIVATION, SLOPE)
     if HAS_RESIDUAL:
-        r_pixel = n * stride_rn + p * stride_rp + q * stride_rq
-        z += load_float32(residual + r_pixel * RESIDUAL_UNIT + k, inside)
-    z = activate(z, ACTIVATION, SLOPE)
-    y_pixel = n * stride_yn + p * stride_yp + q * stride_yq
-    tl.store(y + y_pixel * Y_UNIT + k, z.to(y.dtype.element_ty), mask=inside)
+        at = (pixel * CHANNEL_UNITS + unit)[:, None] * UNIT + u
+        tl.store(dr + at, d.to(dr.dtype.element_ty), mask=mask)
+    if HAS_SCALE:
+        d = d.to(tl.float32) * factor
+    tl.store(target[:, None] + u, d.to(g.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def split(
     parts, gradients, g, dr, scale, shift, residual,
     pixels, P, Q,
-    widths,
-    stride_gn, stride_gp, stride_gq,
-    stride_rn, stride_rp, stride_rq,
-    STARTS: tl.constexpr, UNIT: tl.constexpr,
-    G_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
+    part_strides, g_strides, residual_strides,
+    WIDTHS: tl.constexpr, STARTS: tl.constexpr, UNIT: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INT64: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
+    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes a block of the gradients of `concat`'s parts and residual from g.
+    """Computes BLOCK units of the gradients of `concat`'s parts and residual from g.
 
     ``gradients`` (of the parts) and ``dr`` (of the residual) point to packed tensors.
     Under an activation its input is computed again from the parts. Other parameters are
     explained in the module's docstring.
     """
-    pixel, j, u, inside = _block_position(pixels, STARTS, UNIT, INT64, BLOCK_N, BLOCK_M)
-    n, p, q = pixel_position(pixel, P, Q)
-    k = j * UNIT + u
-    g_pixel = n * stride_gn + p * stride_gp + q * stride_gq
-    d = load_float32(g + g_pixel * G_UNIT + k, inside)
-    if ACTIVATION != "":
-        SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M, UNIT)
-        z = _load_parts(parts, pixel, j, u, inside, widths, STARTS, UNIT, SHAPE)
-        z = scale_and_shift(z, scale, shift, k, inside, HAS_SCALE, HAS_SHIFT)
-        if HAS_RESIDUAL:
-            r_pixel = n * stride_rn + p * stride_rp + q * stride_rq
-            z += load_float32(residual + r_pixel * RESIDUAL_UNIT + k, inside)
-        d = activation_gradient(d, z, ACTIVATION, SLOPE)
-    if HAS_RESIDUAL:
-        dr_block = dr + pixel * STARTS[len(STARTS) - 1] * UNIT + k
-        tl.store(dr_block, d.to(dr.dtype.element_ty), mask=inside)
-    if HAS_SCALE:
-        d *= load_float32(scale + k, inside)
-    for i in tl.static_range(len(STARTS) - 1):
-        here = inside & (j >= STARTS[i]) & (j < STARTS[i + 1])
-        at = (pixel * (STARTS[i + 1] - STARTS[i]) + j - STARTS[i]) * UNIT + u
-        tl.store(gradients[i] + at, d.to(g.dtype.element_ty), mask=here)
+    block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
+    CHANNEL_UNITS: tl.constexpr = STARTS[len(WIDTHS)]
+    if FLAT:
+        for i in tl.static_range(len(WIDTHS)):
+            blocks = tl.cdiv(pixels * WIDTHS[i], BLOCK)
+            if (block >= 0) & (block < blocks):
+                e = block * BLOCK + tl.arange(0, BLOCK)
+                pixel, unit = e // WIDTHS[i], e % WIDTHS[i]
+                source = parts[i] + (pixel * part_strides[i] + unit) * UNIT
+                _split_units(
+                    source, gradients[i] + e * UNIT, g, dr, scale, shift, residual,
+                    pixel, STARTS[i] + unit, pixel < pixels,
+                    P, Q, g_strides, residual_strides, CHANNEL_UNITS,
+                    UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+                )  # fmt: skip
+            block -= blocks
+    else:
+        e = block * BLOCK + tl.arange(0, BLOCK)
+        pixel, unit = e // CHANNEL_UNITS, e % CHANNEL_UNITS
+        source = _address_in_parts(parts, part_strides, pixel, unit, STARTS, UNIT)
+        target = _address_in_parts(gradients, WIDTHS, pixel, unit, STARTS, UNIT)
+        _split_units(
+            source, target, g, dr, scale, shift, residual, pixel, unit, pixel < pixels,
+            P, Q, g_strides, residual_strides, CHANNEL_UNITS,
+            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+        )  # fmt: skip
 
 
 def concat_launch(
-    parts: tuple[StridedLayout, ...], y: StridedLayout, epilogue: EpilogueSpec
+    parts: Sequence[StridedLayout], y: StridedLayout, epilogue: EpilogueSpec
 ) -> Launch:
     """Returns the launch that joins tensors ``part0``, ``part1``, ... into y (N, K, P, Q).
 
     Args:
-        parts: Layouts, each with its pixels at one stride.
-        y: Layout of the result.
+        parts: Layouts, each with its pixels at one stride. Those without channels are
+            not read.
+        y: Layout of the result, which is not empty.
         epilogue: What is applied to the parts.
     """
-    tensors = {"parts": _numbered("part", parts), "y": "y"} | epilogue.tensors("y")
-    return _launch(concat, tensors, "y", parts, y, epilogue)
+    tensors = {"parts": _names("part", parts), "y": "y"} | epilogue.tensors("y")
+    return _launch(concat, tensors, "y_strides", parts, y, epilogue)
 
 
 def split_launch(
-    parts: tuple[StridedLayout, ...], g: StridedLayout, epilogue: EpilogueSpec
+    parts: Sequence[StridedLayout], g: StridedLayout, epilogue: EpilogueSpec
 ) -> Launch:
     """Returns the launch that computes packed gradients of what `concat_launch` reads.
 
     They are tensors ``gradient0``, ``gradient1``, ..., and ``dr`` if there is a residual.
 
     Args:
-        parts: Layouts of the parts.
-        g: Layout of the gradient of the result (N, K, P, Q).
+        parts: Layouts of the parts. Gradients of those without channels are not written.
+        g: Layout of the gradient of the result (N, K, P, Q), which is not empty.
         epilogue: What was applied to the parts.
     """
     tensors = {
-        "parts": _numbered("part", parts),
-        "gradients": _numbered("gradient", parts),
+        "parts": _names("part", parts),
+        "gradients": _names("gradient", parts),
         "g": "g",
         "dr": "dr" if epilogue.residual else "g",
     }
-    return _launch(split, tensors | epilogue.tensors("g"), "g", parts, g, epilogue)
+    tensors |= epilogue.tensors("g")
+    return _launch(split, tensors, "g_strides", parts, g, epilogue)
 
 
 def _launch(
     kernel: Any,
     tensors: dict[str, Any],
-    name: str,
-    parts: tuple[StridedLayout, ...],
+    strides_name: str,
+    parts: Sequence[StridedLayout],
     y: StridedLayout,
     epilogue: EpilogueSpec,
 ) -> Launch:
+    """Returns the launch of a kernel; y is the result or its gradient."""
     (N, K, P, Q), residual = y.shape, epilogue.residual or y
-    sizes = [p.shape[1] for p in parts]
+    parts = [p for p in parts if p.shape[1]]
     unit = _unit(parts, y, residual)
-    starts = tuple(start // unit for start in accumulate(sizes, initial=0))
-    block_m = min(triton.next_power_of_2(K // unit), MAX_BLOCK_M)
-    block_n = BLOCK_ELEMENTS // (block_m * unit)
+    widths = tuple(p.shape[1] // unit for p in parts)
+    starts = tuple(accumulate(widths, initial=0))
     pixels = N * P * Q
+    flat = is_flat([p.shape[1] * ITEMSIZE[p.dtype] for p in parts])
+    blocks = [-(-pixels * n // BLOCK_UNITS) for n in (widths if flat else starts[-1:])]
+    images = {strides_name: y, "residual_strides": residual}
     scalars: dict[str, Any] = {
         "pixels": pixels,
-        "P": P,
-        "Q": Q,
-        "widths": tuple((p.pixel_stride or 0) // unit for p in parts),
+        "part_strides": tuple((p.pixel_stride or 0) // unit for p in parts),
     }
-    scalars |= y.stride_arguments(name, "npq", y.unit)
-    scalars |= residual.stride_arguments("r", "npq", residual.unit)
     span = max(pixels * K, *(layout.span for layout in (*parts, y, residual)))
     constants = epilogue.constants | {
+        "WIDTHS": widths,
         "STARTS": starts,
         "UNIT": unit,
-        f"{name.upper()}_UNIT": y.unit,
-        "RESIDUAL_UNIT": residual.unit,
+        "FLAT": flat,
         "INT64": span >= MIN_ELEMENTS_FOR_INT64,
-        "BLOCK_N": block_n,
-        "BLOCK_M": block_m,
+        "BLOCK": BLOCK_UNITS,
     }
-    grid = (-(-pixels // block_n), -(-starts[-1] // block_m), 1)
-    return Launch(kernel, grid, tensors, scalars, constants, WARPS)
+    scalars |= _image_scalars(images, unit)
+    return Launch(kernel, (sum(blocks), 1, 1), tensors, scalars, constants, WARPS)
+
+
+def is_flat(widths: Sequence[int]) -> bool:
+    """Returns whether programs are flat, each of one part, or take rows of all parts.
+
+    Args:
+        widths: Bytes of a pixel of each part that has channels.
+    """
+    return sum(widths) >= MIN_FLAT_PART_BYTES * len(widths)
+
+
+def _image_scalars(images: dict[str, StridedLayout], unit: int) -> dict[str, Any]:
+    """Rows, columns and strides of images, whose pixels are numbered through.
+
+    Where all have their pixels at one stride, each pixel counts as an image of its own,
+    so that the compiler finds no division by a number of rows or columns.
+    """
+    steps = {name: t.pixel_stride for name, t in images.items()}
+    if None not in steps.values():
+        one = {
+            name: (step // unit, 0, 0)
+            for name, step in steps.items()
+            if step is not None
+        }
+        return {"P": 1, "Q": 1} | one
+    _, _, P, Q = next(iter(images.values())).shape
+    strides = {
+        name: tuple(t.strides[dim] // unit for dim in (0, 2, 3))
+        for name, t in images.items()
+    }
+    return {"P": P, "Q": Q} | strides
 
 
 def _unit(
-    parts: tuple[StridedLayout, ...], y: StridedLayout, residual: StridedLayout
+    parts: Sequence[StridedLayout], y: StridedLayout, residual: StridedLayout
 ) -> int:
     """Channels that lie side by side in one part, at most 16 bytes, from an aligned address on."""
-    sizes = [n for p in parts if p.shape[1] for n in (p.shape[1], p.pixel_stride or 0)]
+    sizes = [n for p in parts for n in (p.shape[1], p.pixel_stride or 0)]
     return gcd(VECTOR_BYTES // ITEMSIZE[y.dtype], y.unit, residual.unit, *sizes)
 
 
-def _numbered(name: str, parts: tuple[StridedLayout, ...]) -> tuple[str, ...]:
-    return tuple(f"{name}{i}" for i in range(len(parts)))
+def _names(name: str, parts: Sequence[StridedLayout]) -> tuple[str, ...]:
+    return tuple(f"{name}{i}" for i, p in enumerate(parts) if p.shape[1])

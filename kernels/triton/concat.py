@@ -38,7 +38,7 @@ from hetconv.kernels.launch import (
     Launch,
     StridedLayout,
 )
-from hetconv.sharding.conv_spec import ITEMSIZE
+from hetconv.sharding.conv_spec import ITEMSIZE, Ints
 
 from .device_functions import (
     activate,
@@ -54,72 +54,83 @@ MIN_FLAT_PART_BYTES = 128
 
 
 @triton.jit
-def _address_in_parts(
-    parts, strides, pixel, unit, STARTS: tl.constexpr, UNIT: tl.constexpr
-):
-    """Addresses of units of the result in the parts that hold them."""
-    address = parts[0] + (pixel * strides[0] + unit) * UNIT
-    for i in tl.static_range(1, len(STARTS) - 1):
-        in_part = parts[i] + (pixel * strides[i] + unit - STARTS[i]) * UNIT
-        address = tl.where(unit >= STARTS[i], in_part, address)
-    return address
+def _units_of_program(
+    pixels, WIDTHS: tl.constexpr, STARTS: tl.constexpr,
+    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pixels of a program's units, their positions in a pixel of the result, their part.
+
+    The part is one number where programs are flat. Units beyond the last have pixels
+    beyond the last.
+    """
+    block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
+    e = block * BLOCK + tl.arange(0, BLOCK)
+    pixel, unit = e // STARTS[len(WIDTHS)], e % STARTS[len(WIDTHS)]
+    if FLAT:
+        part = 0
+        for i in tl.static_range(len(WIDTHS)):
+            units = (tl.cast(pixels, tl.int64) if INT64 else pixels) * WIDTHS[i]
+            blocks = tl.cdiv(units, BLOCK)
+            if (block >= 0) & (block < blocks):
+                e = block * BLOCK + tl.arange(0, BLOCK)
+                pixel = e // WIDTHS[i]
+                unit = STARTS[i] + e % WIDTHS[i]
+                part = i
+            block -= blocks
+    else:
+        part = tl.zeros((BLOCK,), tl.int32)
+        for i in tl.static_range(1, len(WIDTHS)):
+            part += (unit >= STARTS[i]).to(tl.int32)
+    return pixel, unit, part
 
 
 @triton.jit
-def _offset_in_image(pixel, P, Q, strides, unit, UNIT: tl.constexpr):
-    """Offsets of the numbers of units in an image of any strides."""
+def _addresses(
+    tensors, strides, pixel, unit, part, STARTS: tl.constexpr, UNIT: tl.constexpr
+):
+    """Addresses of the numbers of units, each in the tensor of its part."""
+    tensor = tensors[0]
+    stride = strides[0]
+    start = 0
+    for i in tl.static_range(1, len(STARTS) - 1):
+        tensor = tl.where(part == i, tensors[i], tensor)
+        stride = tl.where(part == i, strides[i], stride)
+        start = tl.where(part == i, STARTS[i], start)
+    first = tensor + (pixel * stride + unit - start) * UNIT
+    return first[:, None] + tl.arange(0, UNIT)[None, :]
+
+
+@triton.jit
+def _offsets(pixel, unit, P, Q, strides, UNIT: tl.constexpr):
+    """Offsets of the numbers of units in an image (N, K, P, Q) of any strides."""
     n, p, q = pixel_position(pixel, P, Q)
     first = n * strides[0] + p * strides[1] + q * strides[2] + unit
     return first[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
 
 
 @triton.jit
-def _load_per_channel(vector, unit, mask, UNIT: tl.constexpr):
+def _load_per_channel(vector, unit, inside, UNIT: tl.constexpr):
     """Scale or shift of the channels of units, in float32."""
-    return load_float32(
-        vector + unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :], mask
-    )
+    k = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    return load_float32(vector + k, inside)
 
 
 @triton.jit
 def _before_activation(
-    x, factor, shift, residual, pixel, unit, P, Q, residual_strides, mask,
+    x, factor, shift, residual, pixel, unit, inside, P, Q, residual_strides,
     UNIT: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """factor * x + shift + residual in float32, each where it is given."""
+    """Sum factor * x + shift + residual in float32, of what is given."""
     z = x.to(tl.float32)
     if HAS_SCALE:
         z *= factor
     if HAS_SHIFT:
-        z += _load_per_channel(shift, unit, mask, UNIT)
+        z += _load_per_channel(shift, unit, inside, UNIT)
     if HAS_RESIDUAL:
-        at = _offset_in_image(pixel, P, Q, residual_strides, unit, UNIT)
-        z += load_float32(residual + at, mask)
+        at = _offsets(pixel, unit, P, Q, residual_strides, UNIT)
+        z += load_float32(residual + at, inside)
     return z
-
-
-@triton.jit
-def _concat_units(
-    source, y, scale, shift, residual, pixel, unit, inside, P, Q,
-    y_strides, residual_strides,
-    UNIT: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
-):  # fmt: skip
-    """Computes units of y from their addresses in the parts."""
-    mask = inside[:, None]
-    x = tl.load(source[:, None] + tl.arange(0, UNIT)[None, :], mask=mask)
-    # Only arithmetic turns a NaN into another or flushes what is denormal: a number
-    # that is moved keeps its bits.
-    if HAS_SCALE or HAS_SHIFT or HAS_RESIDUAL or ACTIVATION != "":
-        factor = _load_per_channel(scale, unit, mask, UNIT) if HAS_SCALE else 1.0
-        z = _before_activation(
-            x, factor, shift, residual, pixel, unit, P, Q, residual_strides, mask,
-            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL,
-        )  # fmt: skip
-        x = activate(z, ACTIVATION, SLOPE).to(y.dtype.element_ty)
-    tl.store(y + _offset_in_image(pixel, P, Q, y_strides, unit, UNIT), x, mask=mask)
 
 
 @triton.jit
@@ -133,58 +144,20 @@ def concat(
     FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes BLOCK units of y; parameters are explained in the module's docstring."""
-    block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
-    if FLAT:
-        for i in tl.static_range(len(WIDTHS)):
-            blocks = tl.cdiv(pixels * WIDTHS[i], BLOCK)
-            if (block >= 0) & (block < blocks):
-                e = block * BLOCK + tl.arange(0, BLOCK)
-                pixel, unit = e // WIDTHS[i], e % WIDTHS[i]
-                source = parts[i] + (pixel * part_strides[i] + unit) * UNIT
-                _concat_units(
-                    source, y, scale, shift, residual,
-                    pixel, STARTS[i] + unit, pixel < pixels,
-                    P, Q, y_strides, residual_strides,
-                    UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
-                )  # fmt: skip
-            block -= blocks
-    else:
-        e = block * BLOCK + tl.arange(0, BLOCK)
-        pixel, unit = e // STARTS[len(WIDTHS)], e % STARTS[len(WIDTHS)]
-        source = _address_in_parts(parts, part_strides, pixel, unit, STARTS, UNIT)
-        _concat_units(
-            source, y, scale, shift, residual, pixel, unit, pixel < pixels,
-            P, Q, y_strides, residual_strides,
-            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _split_units(
-    source, target, g, dr, scale, shift, residual, pixel, unit, inside, P, Q,
-    g_strides, residual_strides,
-    CHANNEL_UNITS: tl.constexpr, UNIT: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
-):  # fmt: skip
-    """Computes units of gradients from their addresses in the parts and their gradients."""
-    mask = inside[:, None]
-    u = tl.arange(0, UNIT)[None, :]
-    d = tl.load(g + _offset_in_image(pixel, P, Q, g_strides, unit, UNIT), mask=mask)
-    factor = _load_per_channel(scale, unit, mask, UNIT) if HAS_SCALE else 1.0
-    if ACTIVATION != "":
-        x = tl.load(source[:, None] + u, mask=mask)
+    pixel, unit, part = _units_of_program(pixels, WIDTHS, STARTS, FLAT, INT64, BLOCK)
+    inside = (pixel < pixels)[:, None]
+    source = _addresses(parts, part_strides, pixel, unit, part, STARTS, UNIT)
+    x = tl.load(source, mask=inside)
+    # Only arithmetic turns a NaN into another or flushes what is denormal: a number
+    # that is moved keeps its bits.
+    if HAS_SCALE or HAS_SHIFT or HAS_RESIDUAL or ACTIVATION != "":
+        factor = _load_per_channel(scale, unit, inside, UNIT) if HAS_SCALE else 1.0
         z = _before_activation(
-            x, factor, shift, residual, pixel, unit, P, Q, residual_strides, mask,
+            x, factor, shift, residual, pixel, unit, inside, P, Q, residual_strides,
             UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL,
         )  # fmt: skip
-        d = activation_gradient(d.to(tl.float32), z, ACTIVATION, SLOPE)
-    if HAS_RESIDUAL:
-        at = (pixel * CHANNEL_UNITS + unit)[:, None] * UNIT + u
-        tl.store(dr + at, d.to(dr.dtype.element_ty), mask=mask)
-    if HAS_SCALE:
-        d = d.to(tl.float32) * factor
-    tl.store(target[:, None] + u, d.to(g.dtype.element_ty), mask=mask)
+        x = activate(z, ACTIVATION, SLOPE).to(y.dtype.element_ty)
+    tl.store(y + _offsets(pixel, unit, P, Q, y_strides, UNIT), x, mask=inside)
 
 
 @triton.jit
@@ -203,32 +176,26 @@ def split(
     Under an activation its input is computed again from the parts. Other parameters are
     explained in the module's docstring.
     """
-    block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
-    CHANNEL_UNITS: tl.constexpr = STARTS[len(WIDTHS)]
-    if FLAT:
-        for i in tl.static_range(len(WIDTHS)):
-            blocks = tl.cdiv(pixels * WIDTHS[i], BLOCK)
-            if (block >= 0) & (block < blocks):
-                e = block * BLOCK + tl.arange(0, BLOCK)
-                pixel, unit = e // WIDTHS[i], e % WIDTHS[i]
-                source = parts[i] + (pixel * part_strides[i] + unit) * UNIT
-                _split_units(
-                    source, gradients[i] + e * UNIT, g, dr, scale, shift, residual,
-                    pixel, STARTS[i] + unit, pixel < pixels,
-                    P, Q, g_strides, residual_strides, CHANNEL_UNITS,
-                    UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
-                )  # fmt: skip
-            block -= blocks
-    else:
-        e = block * BLOCK + tl.arange(0, BLOCK)
-        pixel, unit = e // CHANNEL_UNITS, e % CHANNEL_UNITS
-        source = _address_in_parts(parts, part_strides, pixel, unit, STARTS, UNIT)
-        target = _address_in_parts(gradients, WIDTHS, pixel, unit, STARTS, UNIT)
-        _split_units(
-            source, target, g, dr, scale, shift, residual, pixel, unit, pixel < pixels,
-            P, Q, g_strides, residual_strides, CHANNEL_UNITS,
-            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL, ACTIVATION, SLOPE,
+    pixel, unit, part = _units_of_program(pixels, WIDTHS, STARTS, FLAT, INT64, BLOCK)
+    inside = (pixel < pixels)[:, None]
+    d = tl.load(g + _offsets(pixel, unit, P, Q, g_strides, UNIT), mask=inside)
+    factor = _load_per_channel(scale, unit, inside, UNIT) if HAS_SCALE else 1.0
+    if ACTIVATION != "":
+        source = _addresses(parts, part_strides, pixel, unit, part, STARTS, UNIT)
+        z = _before_activation(
+            tl.load(source, mask=inside),
+            factor, shift, residual, pixel, unit, inside, P, Q, residual_strides,
+            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL,
         )  # fmt: skip
+        d = activation_gradient(d.to(tl.float32), z, ACTIVATION, SLOPE)
+    if HAS_RESIDUAL:
+        packed = (STARTS[len(WIDTHS)], 0, 0)
+        at = _offsets(pixel, unit, 1, 1, packed, UNIT)
+        tl.store(dr + at, d.to(dr.dtype.element_ty), mask=inside)
+    if HAS_SCALE:
+        d = d.to(tl.float32) * factor
+    target = _addresses(gradients, WIDTHS, pixel, unit, part, STARTS, UNIT)
+    tl.store(target, d.to(g.dtype.element_ty), mask=inside)
 
 
 def concat_launch(
@@ -271,12 +238,12 @@ def split_launch(
 def _launch(
     kernel: Any,
     tensors: dict[str, Any],
-    strides_name: str,
+    y_name: str,
     parts: Sequence[StridedLayout],
     y: StridedLayout,
     epilogue: EpilogueSpec,
 ) -> Launch:
-    """Returns the launch of a kernel; y is the result or its gradient."""
+    """Returns the launch of a kernel; y is the result or its gradient, y_name its strides."""
     (N, K, P, Q), residual = y.shape, epilogue.residual or y
     parts = [p for p in parts if p.shape[1]]
     unit = _unit(parts, y, residual)
@@ -284,11 +251,12 @@ def _launch(
     starts = tuple(accumulate(widths, initial=0))
     pixels = N * P * Q
     flat = is_flat([p.shape[1] * ITEMSIZE[p.dtype] for p in parts])
-    blocks = [-(-pixels * n // BLOCK_UNITS) for n in (widths if flat else starts[-1:])]
-    images = {strides_name: y, "residual_strides": residual}
-    scalars: dict[str, Any] = {
+    runs = widths if flat else starts[-1:]  # of a pixel, in units
+    programs = sum(-(-pixels * run // BLOCK_UNITS) for run in runs)
+    scalars = {
         "pixels": pixels,
         "part_strides": tuple((p.pixel_stride or 0) // unit for p in parts),
+        **_image_scalars(y_name, y, residual, unit),
     }
     span = max(pixels * K, *(layout.span for layout in (*parts, y, residual)))
     constants = epilogue.constants | {
@@ -299,8 +267,7 @@ def _launch(
         "INT64": span >= MIN_ELEMENTS_FOR_INT64,
         "BLOCK": BLOCK_UNITS,
     }
-    scalars |= _image_scalars(images, unit)
-    return Launch(kernel, (sum(blocks), 1, 1), tensors, scalars, constants, WARPS)
+    return Launch(kernel, (programs, 1, 1), tensors, scalars, constants, WARPS)
 
 
 def is_flat(widths: Sequence[int]) -> bool:
@@ -312,26 +279,23 @@ def is_flat(widths: Sequence[int]) -> bool:
     return sum(widths) >= MIN_FLAT_PART_BYTES * len(widths)
 
 
-def _image_scalars(images: dict[str, StridedLayout], unit: int) -> dict[str, Any]:
-    """Rows, columns and strides of images, whose pixels are numbered through.
+def _image_scalars(
+    y_name: str, y: StridedLayout, residual: StridedLayout, unit: int
+) -> dict[str, int | Ints]:
+    """Rows, columns and strides of y and the residual, whose pixels are numbered through.
 
-    Where all have their pixels at one stride, each pixel counts as an image of its own,
-    so that the compiler finds no division by a number of rows or columns.
+    Where both have their pixels at one stride, each pixel counts as an image of its own,
+    so that the compiled kernel divides by neither rows nor columns.
     """
-    steps = {name: t.pixel_stride for name, t in images.items()}
-    if None not in steps.values():
-        one = {
-            name: (step // unit, 0, 0)
-            for name, step in steps.items()
-            if step is not None
-        }
-        return {"P": 1, "Q": 1} | one
-    _, _, P, Q = next(iter(images.values())).shape
-    strides = {
-        name: tuple(t.strides[dim] // unit for dim in (0, 2, 3))
-        for name, t in images.items()
-    }
-    return {"P": P, "Q": Q} | strides
+    images = y, residual
+    steps = [t.pixel_stride for t in images]
+    if None in steps:
+        _, _, P, Q = y.shape
+        strides = [tuple(t.strides[dim] // unit for dim in (0, 2, 3)) for t in images]
+    else:
+        P = Q = 1
+        strides = [((step or 0) // unit, 0, 0) for step in steps]
+    return {"P": P, "Q": Q, y_name: strides[0], "residual_strides": strides[1]}
 
 
 def _unit(

@@ -263,7 +263,7 @@ def unsupported_parts_reason(parts: Sequence[Tensor]) -> str | None:
 def is_one_run(source: Tensor, target: Tensor) -> bool:
     """Returns whether torch copies one image to another as one run of memory.
 
-    No kernel is faster than that.
+    That is the copy whose bandwidth the kernels are measured against.
 
     Args:
         source: Tensor (N, C, H, W).

@@ -108,8 +108,8 @@ def _check_alike(name: str, t: Tensor, other: str, like: Tensor) -> None:
 def _move(sources: Sequence[Tensor], targets: Sequence[Tensor], add: bool) -> None:
     pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if t.numel()]
     by_triton = bool(pairs) and moves_by_triton(pairs[0][1])
-    if len(pairs) == 1 and not add and is_one_run(*pairs[0]):
-        by_triton = False
+    if not add and len(pairs) == 1 and is_one_run(*pairs[0]):
+        by_triton = False  # one copy of memory
     launched = []
     for source, target in pairs:
         if by_triton and _channels_adjoin(source) and _channels_adjoin(target):

@@ -9,9 +9,9 @@ units that follow on each other, in one of two forms:
     flat    units of one part, which are read as one run where its pixels are packed
     rows    units of the result, which come from several parts and are written as one run
 
-Flat is the faster one, but for narrow parts: their units fill a small piece of a line of
-the result, and the rest of the line is written by other programs, much later. Parameters
-of both kernels beside those of `implicit_gemm`; strides are counted in units:
+Narrow parts are joined by rows: flat, they would fill small pieces of a line of the
+result, and other programs would write the rest of the line much later. Parameters of
+both kernels beside those of `implicit_gemm`; strides are counted in units:
 
     parts             pointer to each part that has channels
     part_strides      stride from pixel to pixel of each part
@@ -48,8 +48,9 @@ from .device_functions import (
 )
 from .pack import BLOCK_UNITS, WARPS
 
-# The length of a line of memory. On an H100, parts of 171 bytes a pixel or more on average
-# were copied flat at 88 to 92 % of a copy's bandwidth, eight parts of 64 on average at 45 %.
+# The length of a line of memory. Flat copies on an H100 reached 88 to 92 % of a copy's
+# bandwidth with parts of 171 bytes a pixel and more on average, and 45 % with eight parts
+# of 64 on average. Rows have not been measured yet.
 MIN_FLAT_PART_BYTES = 128
 
 
@@ -65,19 +66,19 @@ def _units_of_program(
     """
     block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
     e = block * BLOCK + tl.arange(0, BLOCK)
-    pixel, unit = e // STARTS[len(WIDTHS)], e % STARTS[len(WIDTHS)]
     if FLAT:
-        part = 0
+        pixel, unit, part = e, e, 0  # until the part of this program is found
         for i in tl.static_range(len(WIDTHS)):
             units = (tl.cast(pixels, tl.int64) if INT64 else pixels) * WIDTHS[i]
             blocks = tl.cdiv(units, BLOCK)
             if (block >= 0) & (block < blocks):
-                e = block * BLOCK + tl.arange(0, BLOCK)
-                pixel = e // WIDTHS[i]
-                unit = STARTS[i] + e % WIDTHS[i]
+                in_part = block * BLOCK + tl.arange(0, BLOCK)
+                pixel = in_part // WIDTHS[i]
+                unit = STARTS[i] + in_part % WIDTHS[i]
                 part = i
             block -= blocks
     else:
+        pixel, unit = e // STARTS[len(WIDTHS)], e % STARTS[len(WIDTHS)]
         part = tl.zeros((BLOCK,), tl.int32)
         for i in tl.static_range(1, len(WIDTHS)):
             part += (unit >= STARTS[i]).to(tl.int32)

@@ -286,8 +286,7 @@ from bench.shared.concat_launches import concat_items
 found = [
     item
     for item in concat_items((80, 90), quick=True)
-    if item.epilogue == "scaled, relu"
-    and item.case in ("wide parts", "narrow parts", "rows of a taller image")
+    if item.epilogue == "scaled, relu" and item.case in ("wide parts", "narrow parts")
 ]
 print(json.dumps({str(item): asdict(compile_one(item)) for item in found}))
 """
@@ -296,4 +295,4 @@ print(json.dumps({str(item): asdict(compile_one(item)) for item in found}))
 def test_compiled_for_gpus_it_moves_16_bytes_at_a_time_and_spills_nothing(
     tmp_path: Path,
 ) -> None:
-    check_wide_moves(COMPILED, tmp_path, 12)
+    check_wide_moves(COMPILED, tmp_path, 8)

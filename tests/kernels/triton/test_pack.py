@@ -291,7 +291,7 @@ SLABS = {
 def test_a_program_takes_units_of_one_run_where_runs_are_long(
     name: str, add: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two slabs, rows of two images, one of which is taller; nothing else is written."""
+    """Two slabs of rows of one image are filled, and nothing else."""
     (N, C, H, W), rows, long = SLABS[name]
     taken: list[Any] = []
     run = Launch.run

@@ -3,7 +3,8 @@
 Each tile is compiled for each pass, dtype and chip on one convolution; special forms
 (stride 2, 1x1, slices of the filters, splits and their sum, 64-bit addresses, an
 image's 3 channels) with the largest tile of those that pad least, and an image in parts
-with its default one. The passes of norms, which have no tiles, are compiled as well.
+with its default one. The passes of norms and the concatenation of channels, which have
+no tiles, are compiled as well.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 import triton
 
 from bench.norms.launches import NormItem, norm_items, norm_launch
+from bench.shared.concat_launches import ConcatItem, concat_item_launch, concat_items
 from hetconv.errors import KernelError
 from hetconv.kernels import tiles
 from hetconv.kernels.chip import CHIPS
@@ -37,6 +39,7 @@ from hetconv.kernels.epilogue import EpilogueSpec
 from hetconv.kernels.launch import Launch, StridedLayout
 from hetconv.kernels.tiles import GemmShape, Pass, Tile
 from hetconv.kernels.triton import (
+    concat,
     conv2d_parts,
     device_functions,
     dgrad,
@@ -166,6 +169,9 @@ class Item:
         )
 
 
+AnyItem = Item | NormItem | ConcatItem
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     archs = ",".join(map(str, CHIPS))
     parser.add_argument(
@@ -237,9 +243,10 @@ def run(args: Namespace) -> None:
 
 def all_items(
     archs: Sequence[int] = tuple(CHIPS), quick: bool = False
-) -> list[Item | NormItem]:
-    """What is compiled, in the order of the tables: convolutions, then norms."""
-    return [*sorted(items(archs, quick)), *sorted(norm_items(archs, quick))]
+) -> list[AnyItem]:
+    """What is compiled, in the order of the tables: convolutions, norms, concatenation."""
+    of_norms, of_concat = norm_items(archs, quick), concat_items(archs, quick)
+    return [*sorted(items(archs, quick)), *sorted(of_norms), *sorted(of_concat)]
 
 
 def items(archs: Sequence[int] = tuple(CHIPS), quick: bool = False) -> Iterator[Item]:
@@ -291,10 +298,12 @@ def _best_tile(shape: GemmShape, arch: int) -> Tile:
     return min(found, key=shape.padded_results)
 
 
-def launch_of(item: Item | NormItem) -> Launch:
+def launch_of(item: AnyItem) -> Launch:
     """Returns the launch of an item."""
     if isinstance(item, NormItem):
         return norm_launch(item)
+    if isinstance(item, ConcatItem):
+        return concat_item_launch(item)
     tile = Tile.parse(item.tile)
     gemm = product_of(CASES[item.case], item.what, item.dtype)
     if isinstance(gemm, wgrad.WeightGradient):
@@ -338,10 +347,8 @@ def product_of(case: Case, what: Pass, dtype: str) -> Product:
     return fprop.forward(spec, x, w, y, precision, epilogue)
 
 
-def compiled(
-    found: Sequence[Item | NormItem], workers: int
-) -> dict[Item | NormItem, Report]:
-    reports: dict[Item | NormItem, Report] = {}
+def compiled(found: Sequence[AnyItem], workers: int) -> dict[AnyItem, Report]:
+    reports: dict[AnyItem, Report] = {}
     failed = []
     with (
         _compiling(),
@@ -374,11 +381,11 @@ def _compiling() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
-def compile_one(item: Item | NormItem) -> Report:
+def compile_one(item: AnyItem) -> Report:
     return report(launch_of(item), DTYPES[item.dtype][0], item.arch)
 
 
-def digest(found: Sequence[Item | NormItem]) -> str:
+def digest(found: Sequence[AnyItem]) -> str:
     """Hash of all that the compiler is given: the kernels' code and every launch.
 
     It tells whether a table was made from other kernels. Comments, docstrings and line
@@ -392,6 +399,7 @@ def digest(found: Sequence[Item | NormItem]) -> str:
         norm_tiles,
         statistics,
         elementwise,
+        concat,
     )
     helpers = [f for m in modules for f in vars(m).values() if hasattr(f, "fn")]
     functions = {launch.kernel.fn for launch in launches} | {f.fn for f in helpers}

@@ -145,7 +145,7 @@ def kernel_stages() -> list[Stage]:
     others = (
         *(
             f"{of_triton}{name}.py"
-            for name in ("concat", "norms", "pack", "conv2d_parts")
+            for name in ("concat", "concat_forms", "norms", "pack", "conv2d_parts")
         ),
         "tests/kernels/test_concat_calls.py",
         "tests/kernels/test_packing.py",

@@ -12,7 +12,7 @@ from torch import Tensor
 from hetconv.errors import KernelError
 
 from .checks import describe
-from .concat import MAX_PARTS, moves_by_triton
+from .concat import MAX_PARTS, is_one_run, moves_by_triton
 from .launch import VECTOR_BYTES, LaunchSequence, StridedLayout
 
 
@@ -62,7 +62,8 @@ def unpack(
 
     On CUDA, and under ``set_backend("triton")``, a Triton kernel fills places from
     parts, up to 16 in one launch, where these are images (N, c, h, w) and the channels
-    of both lie side by side; ATen fills the rest, and elsewhere all.
+    of both lie side by side; ATen fills the rest, a single place that is one run of
+    memory, and elsewhere all.
 
     Args:
         parts: Tensors (N, c, ...) with one data type and device; any may be empty.
@@ -107,6 +108,8 @@ def _check_alike(name: str, t: Tensor, other: str, like: Tensor) -> None:
 def _move(sources: Sequence[Tensor], targets: Sequence[Tensor], add: bool) -> None:
     pairs = [(s, t) for s, t in zip(sources, targets, strict=True) if t.numel()]
     by_triton = bool(pairs) and moves_by_triton(pairs[0][1])
+    if not add and len(pairs) == 1 and is_one_run(*pairs[0]):
+        by_triton = False  # one copy of memory
     launched = []
     for source, target in pairs:
         if by_triton and _channels_adjoin(source) and _channels_adjoin(target):

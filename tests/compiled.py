@@ -12,8 +12,8 @@ from typing import Any
 from tests import ROOT
 
 
-def check_wide_stores(code: str, cache: Path, count: int) -> None:
-    """``code`` prints so many compile reports by name: no spill, no narrow store."""
+def check_wide_moves(code: str, cache: Path, count: int) -> None:
+    """``code`` prints so many compile reports by name: no spill, no access under 16 bytes."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -28,5 +28,6 @@ def check_wide_stores(code: str, cache: Path, count: int) -> None:
     assert len(found) == count
     for name, e in found.items():
         assert e["spills"] == 0, name
+        assert e["loads_128"] > 0, name
         assert e["stores_128"] > 0, name
-        assert e["stores_narrow"] == 0, name
+        assert e["loads_narrow"] == e["stores_narrow"] == 0, name

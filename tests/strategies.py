@@ -169,12 +169,13 @@ class Join(NamedTuple):
 
 @st.composite
 def joins(draw: st.DrawFn) -> Join:
-    """Draws up to as many parts as the kernel takes, of any number of channels."""
+    """Draws as many narrow parts as the kernel takes, or a few of up to 144 channels."""
     unit = draw(st.sampled_from([1, 8]))
+    most, count = draw(st.sampled_from([(24, MAX_PARTS), (144, 3)]))
     widths = st.lists(
-        st.integers(0, 24 // unit).map(lambda n: n * unit),
+        st.integers(0, most // unit).map(lambda n: n * unit),
         min_size=1,
-        max_size=MAX_PARTS,
+        max_size=count,
     )
     return Join(
         draw(st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))),

@@ -38,6 +38,8 @@ class Report:
             pipelined loop gives results that differ from call to call (Triton 3.6 to
             3.9).
         copies: Loads by TMA.
+        loads_128: Loads of 16 bytes into registers.
+        loads_narrow: Other loads into registers.
         stores_128: Stores of 16 bytes.
         stores_narrow: Other stores.
         instructions: All instructions.
@@ -52,6 +54,8 @@ class Report:
     mma: int
     left: int
     copies: int
+    loads_128: int
+    loads_narrow: int
     stores_128: int
     stores_narrow: int
     instructions: int
@@ -84,8 +88,7 @@ def report(launch: Launch, dtype: str, arch: int) -> Report:
         usage, sass = (_tool(option, f.name) for option in ("-res-usage", "-sass"))
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None
-    stores = re.findall(r"\bSTG\.\S+", sass)
-    wide = sum(".128" in s for s in stores)
+    loads, stores = (_wide_and_narrow(sass, name) for name in ("LDG", "STG"))
     code = [
         (int(a, 16), text)
         for a, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/(.*?);", sass, re.M)
@@ -102,11 +105,20 @@ def report(launch: Launch, dtype: str, arch: int) -> Report:
         mma=counts["HMMA"],
         left=left_in_registers(kernel.asm["ptx"]),
         copies=counts["UTMALDG"],
-        stores_128=wide,
-        stores_narrow=len(stores) - wide,
+        loads_128=loads[0],
+        loads_narrow=loads[1],
+        stores_128=stores[0],
+        stores_narrow=stores[1],
         instructions=len(code),
         loop=_loop(code),
     )
+
+
+def _wide_and_narrow(sass: str, name: str) -> tuple[int, int]:
+    """How many loads or stores of that name move 16 bytes a thread, and how many less."""
+    found = re.findall(rf"\b{name}\.\S+", sass)
+    wide = sum(".128" in instruction for instruction in found)
+    return wide, len(found) - wide
 
 
 def left_in_registers(ptx: str) -> int:

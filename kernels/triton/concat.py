@@ -2,17 +2,28 @@
 
 y[n, k, p, q] = activation(scale[k] part[n, k, p, q] + shift[k] + residual[n, k, p, q])
 
-where the parts are side by side along k. Each program takes BLOCK_N pixels by BLOCK_M
-blocks of UNIT channels. Parameters of both kernels beside those of `implicit_gemm`:
+where the parts are side by side along k. What is moved at a time is a unit: UNIT channels
+of a pixel, at most 16 bytes, that lie side by side in one part. A program takes BLOCK
+units that follow on each other, in one of two forms:
 
-    parts       pointer to each part, whose pixels lie at one stride
-    widths      stride from pixel to pixel of each part, in units of UNIT elements
-    STARTS      first channel of each part, then their sum, in units of UNIT
-    UNIT        channels that lie side by side in one part, at most 16 bytes
+    flat    units of one part, which are read as one run where its pixels are packed
+    rows    units of the result, which come from several parts and are written as one run
+
+Narrow parts are joined by rows: flat, they would fill small pieces of a line of the
+result, and other programs would write the rest of the line much later. Parameters of
+both kernels beside those of `implicit_gemm`; strides are counted in units:
+
+    parts             pointer to each part that has channels
+    part_strides      stride from pixel to pixel of each part
+    y_strides         strides of samples, rows and columns; likewise of other images
+    WIDTHS            units of a pixel of each part
+    STARTS            first unit of a pixel of each part in the result, then their number
+    FLAT              whether programs are flat
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
 from typing import Any
@@ -27,47 +38,99 @@ from hetconv.kernels.launch import (
     Launch,
     StridedLayout,
 )
-from hetconv.sharding.conv_spec import ITEMSIZE
+from hetconv.sharding.conv_spec import ITEMSIZE, Ints
 
 from .device_functions import (
     activate,
     activation_gradient,
     load_float32,
     pixel_position,
-    scale_and_shift,
 )
+from .pack import BLOCK_UNITS, WARPS
 
-BLOCK_ELEMENTS = 8192  # of a program: 64 bytes of each operand per thread in float16
-MAX_BLOCK_M = 32
-WARPS = 8
+# The length of a line of memory. Flat copies on an H100 reached 88 to 92 % of a copy's
+# bandwidth with parts of 171 bytes a pixel and more on average, and 45 % with eight parts
+# of 64 on average. Rows have not been measured yet.
+MIN_FLAT_PART_BYTES = 128
 
 
 @triton.jit
-def _block_position(
-    pixels, STARTS: tl.constexpr, UNIT: tl.constexpr, INT64: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+def _units_of_program(
+    pixels, WIDTHS: tl.constexpr, STARTS: tl.constexpr,
+    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pixels, blocks of channels and channels within a block of a program; their mask."""
+    """Pixels of a program's units, their positions in a pixel of the result, their part.
+
+    The part is one number where programs are flat. Units beyond the last have pixels
+    beyond the last.
+    """
     block = tl.program_id(0).to(tl.int64) if INT64 else tl.program_id(0)
-    pixel = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None, None]
-    j = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
-    u = tl.arange(0, UNIT)[None, None, :]
-    inside = (pixel < pixels) & (j < STARTS[len(STARTS) - 1])
-    return pixel, j, u, inside
+    e = block * BLOCK + tl.arange(0, BLOCK)
+    if FLAT:
+        pixel, unit, part = e, e, 0  # until the part of this program is found
+        for i in tl.static_range(len(WIDTHS)):
+            units = (tl.cast(pixels, tl.int64) if INT64 else pixels) * WIDTHS[i]
+            blocks = tl.cdiv(units, BLOCK)
+            if (block >= 0) & (block < blocks):
+                in_part = block * BLOCK + tl.arange(0, BLOCK)
+                pixel = in_part // WIDTHS[i]
+                unit = STARTS[i] + in_part % WIDTHS[i]
+                part = i
+            block -= blocks
+    else:
+        pixel, unit = e // STARTS[len(WIDTHS)], e % STARTS[len(WIDTHS)]
+        part = tl.zeros((BLOCK,), tl.int32)
+        for i in tl.static_range(1, len(WIDTHS)):
+            part += (unit >= STARTS[i]).to(tl.int32)
+    return pixel, unit, part
 
 
 @triton.jit
-def _load_parts(
-    parts, pixel, j, u, inside, widths,
-    STARTS: tl.constexpr, UNIT: tl.constexpr, SHAPE: tl.constexpr,
+def _addresses(
+    tensors, strides, pixel, unit, part, STARTS: tl.constexpr, UNIT: tl.constexpr
+):
+    """Addresses of the numbers of units, each in the tensor of its part."""
+    tensor = tensors[0]
+    stride = strides[0]
+    start = 0
+    for i in tl.static_range(1, len(STARTS) - 1):
+        tensor = tl.where(part == i, tensors[i], tensor)
+        stride = tl.where(part == i, strides[i], stride)
+        start = tl.where(part == i, STARTS[i], start)
+    first = tensor + (pixel * stride + unit - start) * UNIT
+    return first[:, None] + tl.arange(0, UNIT)[None, :]
+
+
+@triton.jit
+def _offsets(pixel, unit, P, Q, strides, UNIT: tl.constexpr):
+    """Offsets of the numbers of units in an image (N, K, P, Q) of any strides."""
+    n, p, q = pixel_position(pixel, P, Q)
+    first = n * strides[0] + p * strides[1] + q * strides[2] + unit
+    return first[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+
+
+@triton.jit
+def _load_per_channel(vector, unit, inside, UNIT: tl.constexpr):
+    """Scale or shift of the channels of units, in float32."""
+    k = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    return load_float32(vector + k, inside)
+
+
+@triton.jit
+def _before_activation(
+    x, factor, shift, residual, pixel, unit, inside, P, Q, residual_strides,
+    UNIT: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """The parts' numbers in float32, each block of UNIT channels from its part."""
-    z = tl.zeros(SHAPE, tl.float32)
-    for i in tl.static_range(len(STARTS) - 1):
-        here = inside & (j >= STARTS[i]) & (j < STARTS[i + 1])
-        at = (pixel * widths[i] + j - STARTS[i]) * UNIT + u
-        x = load_float32(parts[i] + at, here)
-        z = tl.where(here, x, z)  # a sum would make 0 of -0
+    """Sum factor * x + shift + residual in float32, of what is given."""
+    z = x.to(tl.float32)
+    if HAS_SCALE:
+        z *= factor
+    if HAS_SHIFT:
+        z += _load_per_channel(shift, unit, inside, UNIT)
+    if HAS_RESIDUAL:
+        at = _offsets(pixel, unit, P, Q, residual_strides, UNIT)
+        z += load_float32(residual + at, inside)
     return z
 
 
@@ -75,152 +138,174 @@ def _load_parts(
 def concat(
     parts, y, scale, shift, residual,
     pixels, P, Q,
-    widths,
-    stride_yn, stride_yp, stride_yq,
-    stride_rn, stride_rp, stride_rq,
-    STARTS: tl.constexpr, UNIT: tl.constexpr,
-    Y_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
+    part_strides, y_strides, residual_strides,
+    WIDTHS: tl.constexpr, STARTS: tl.constexpr, UNIT: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INT64: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
+    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes a block of y; parameters are explained in the module's docstring."""
-    pixel, j, u, inside = _block_position(pixels, STARTS, UNIT, INT64, BLOCK_N, BLOCK_M)
-    SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M, UNIT)
-    z = _load_parts(parts, pixel, j, u, inside, widths, STARTS, UNIT, SHAPE)
-    n, p, q = pixel_position(pixel, P, Q)
-    k = j * UNIT + u
-    z = scale_and_shift(z, scale, shift, k, inside, HAS_SCALE, HAS_SHIFT)
-    if HAS_RESIDUAL:
-        r_pixel = n * stride_rn + p * stride_rp + q * stride_rq
-        z += load_float32(residual + r_pixel * RESIDUAL_UNIT + k, inside)
-    z = activate(z, ACTIVATION, SLOPE)
-    y_pixel = n * stride_yn + p * stride_yp + q * stride_yq
-    tl.store(y + y_pixel * Y_UNIT + k, z.to(y.dtype.element_ty), mask=inside)
+    """Computes BLOCK units of y; parameters are explained in the module's docstring."""
+    pixel, unit, part = _units_of_program(pixels, WIDTHS, STARTS, FLAT, INT64, BLOCK)
+    inside = (pixel < pixels)[:, None]
+    source = _addresses(parts, part_strides, pixel, unit, part, STARTS, UNIT)
+    x = tl.load(source, mask=inside)
+    # Only arithmetic turns a NaN into another or flushes what is denormal: a number
+    # that is moved keeps its bits.
+    if HAS_SCALE or HAS_SHIFT or HAS_RESIDUAL or ACTIVATION != "":
+        factor = _load_per_channel(scale, unit, inside, UNIT) if HAS_SCALE else 1.0
+        z = _before_activation(
+            x, factor, shift, residual, pixel, unit, inside, P, Q, residual_strides,
+            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL,
+        )  # fmt: skip
+        x = activate(z, ACTIVATION, SLOPE).to(y.dtype.element_ty)
+    tl.store(y + _offsets(pixel, unit, P, Q, y_strides, UNIT), x, mask=inside)
 
 
 @triton.jit
 def split(
     parts, gradients, g, dr, scale, shift, residual,
     pixels, P, Q,
-    widths,
-    stride_gn, stride_gp, stride_gq,
-    stride_rn, stride_rp, stride_rq,
-    STARTS: tl.constexpr, UNIT: tl.constexpr,
-    G_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
+    part_strides, g_strides, residual_strides,
+    WIDTHS: tl.constexpr, STARTS: tl.constexpr, UNIT: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INT64: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    ACTIVATION: tl.constexpr, SLOPE: tl.constexpr,
+    FLAT: tl.constexpr, INT64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Computes a block of the gradients of `concat`'s parts and residual from g.
+    """Computes BLOCK units of the gradients of `concat`'s parts and residual from g.
 
     ``gradients`` (of the parts) and ``dr`` (of the residual) point to packed tensors.
     Under an activation its input is computed again from the parts. Other parameters are
     explained in the module's docstring.
     """
-    pixel, j, u, inside = _block_position(pixels, STARTS, UNIT, INT64, BLOCK_N, BLOCK_M)
-    n, p, q = pixel_position(pixel, P, Q)
-    k = j * UNIT + u
-    g_pixel = n * stride_gn + p * stride_gp + q * stride_gq
-    d = load_float32(g + g_pixel * G_UNIT + k, inside)
+    pixel, unit, part = _units_of_program(pixels, WIDTHS, STARTS, FLAT, INT64, BLOCK)
+    inside = (pixel < pixels)[:, None]
+    d = tl.load(g + _offsets(pixel, unit, P, Q, g_strides, UNIT), mask=inside)
+    factor = _load_per_channel(scale, unit, inside, UNIT) if HAS_SCALE else 1.0
     if ACTIVATION != "":
-        SHAPE: tl.constexpr = (BLOCK_N, BLOCK_M, UNIT)
-        z = _load_parts(parts, pixel, j, u, inside, widths, STARTS, UNIT, SHAPE)
-        z = scale_and_shift(z, scale, shift, k, inside, HAS_SCALE, HAS_SHIFT)
-        if HAS_RESIDUAL:
-            r_pixel = n * stride_rn + p * stride_rp + q * stride_rq
-            z += load_float32(residual + r_pixel * RESIDUAL_UNIT + k, inside)
-        d = activation_gradient(d, z, ACTIVATION, SLOPE)
+        source = _addresses(parts, part_strides, pixel, unit, part, STARTS, UNIT)
+        z = _before_activation(
+            tl.load(source, mask=inside),
+            factor, shift, residual, pixel, unit, inside, P, Q, residual_strides,
+            UNIT, HAS_SCALE, HAS_SHIFT, HAS_RESIDUAL,
+        )  # fmt: skip
+        d = activation_gradient(d.to(tl.float32), z, ACTIVATION, SLOPE)
     if HAS_RESIDUAL:
-        dr_block = dr + pixel * STARTS[len(STARTS) - 1] * UNIT + k
-        tl.store(dr_block, d.to(dr.dtype.element_ty), mask=inside)
+        packed = (STARTS[len(WIDTHS)], 0, 0)
+        at = _offsets(pixel, unit, 1, 1, packed, UNIT)
+        tl.store(dr + at, d.to(dr.dtype.element_ty), mask=inside)
     if HAS_SCALE:
-        d *= load_float32(scale + k, inside)
-    for i in tl.static_range(len(STARTS) - 1):
-        here = inside & (j >= STARTS[i]) & (j < STARTS[i + 1])
-        at = (pixel * (STARTS[i + 1] - STARTS[i]) + j - STARTS[i]) * UNIT + u
-        tl.store(gradients[i] + at, d.to(g.dtype.element_ty), mask=here)
+        d = d.to(tl.float32) * factor
+    target = _addresses(gradients, WIDTHS, pixel, unit, part, STARTS, UNIT)
+    tl.store(target, d.to(g.dtype.element_ty), mask=inside)
 
 
 def concat_launch(
-    parts: tuple[StridedLayout, ...], y: StridedLayout, epilogue: EpilogueSpec
+    parts: Sequence[StridedLayout], y: StridedLayout, epilogue: EpilogueSpec
 ) -> Launch:
     """Returns the launch that joins tensors ``part0``, ``part1``, ... into y (N, K, P, Q).
 
     Args:
-        parts: Layouts, each with its pixels at one stride.
-        y: Layout of the result.
+        parts: Layouts, each with its pixels at one stride. Those without channels are
+            not read.
+        y: Layout of the result, which is not empty.
         epilogue: What is applied to the parts.
     """
-    tensors = {"parts": _numbered("part", parts), "y": "y"} | epilogue.tensors("y")
-    return _launch(concat, tensors, "y", parts, y, epilogue)
+    tensors = {"parts": _names("part", parts), "y": "y"} | epilogue.tensors("y")
+    return _launch(concat, tensors, "y_strides", parts, y, epilogue)
 
 
 def split_launch(
-    parts: tuple[StridedLayout, ...], g: StridedLayout, epilogue: EpilogueSpec
+    parts: Sequence[StridedLayout], g: StridedLayout, epilogue: EpilogueSpec
 ) -> Launch:
     """Returns the launch that computes packed gradients of what `concat_launch` reads.
 
     They are tensors ``gradient0``, ``gradient1``, ..., and ``dr`` if there is a residual.
 
     Args:
-        parts: Layouts of the parts.
-        g: Layout of the gradient of the result (N, K, P, Q).
+        parts: Layouts of the parts. Gradients of those without channels are not written.
+        g: Layout of the gradient of the result (N, K, P, Q), which is not empty.
         epilogue: What was applied to the parts.
     """
     tensors = {
-        "parts": _numbered("part", parts),
-        "gradients": _numbered("gradient", parts),
+        "parts": _names("part", parts),
+        "gradients": _names("gradient", parts),
         "g": "g",
         "dr": "dr" if epilogue.residual else "g",
     }
-    return _launch(split, tensors | epilogue.tensors("g"), "g", parts, g, epilogue)
+    tensors |= epilogue.tensors("g")
+    return _launch(split, tensors, "g_strides", parts, g, epilogue)
 
 
 def _launch(
     kernel: Any,
     tensors: dict[str, Any],
-    name: str,
-    parts: tuple[StridedLayout, ...],
+    y_name: str,
+    parts: Sequence[StridedLayout],
     y: StridedLayout,
     epilogue: EpilogueSpec,
 ) -> Launch:
+    """Returns the launch of a kernel; y is the result or its gradient, y_name its strides."""
     (N, K, P, Q), residual = y.shape, epilogue.residual or y
-    sizes = [p.shape[1] for p in parts]
+    parts = [p for p in parts if p.shape[1]]
     unit = _unit(parts, y, residual)
-    starts = tuple(start // unit for start in accumulate(sizes, initial=0))
-    block_m = min(triton.next_power_of_2(K // unit), MAX_BLOCK_M)
-    block_n = BLOCK_ELEMENTS // (block_m * unit)
+    widths = tuple(p.shape[1] // unit for p in parts)
+    starts = tuple(accumulate(widths, initial=0))
     pixels = N * P * Q
-    scalars: dict[str, Any] = {
+    flat = is_flat([p.shape[1] * ITEMSIZE[p.dtype] for p in parts])
+    runs = widths if flat else starts[-1:]  # of a pixel, in units
+    programs = sum(-(-pixels * run // BLOCK_UNITS) for run in runs)
+    scalars = {
         "pixels": pixels,
-        "P": P,
-        "Q": Q,
-        "widths": tuple((p.pixel_stride or 0) // unit for p in parts),
+        "part_strides": tuple((p.pixel_stride or 0) // unit for p in parts),
+        **_image_scalars(y_name, y, residual, unit),
     }
-    scalars |= y.stride_arguments(name, "npq", y.unit)
-    scalars |= residual.stride_arguments("r", "npq", residual.unit)
     span = max(pixels * K, *(layout.span for layout in (*parts, y, residual)))
     constants = epilogue.constants | {
+        "WIDTHS": widths,
         "STARTS": starts,
         "UNIT": unit,
-        f"{name.upper()}_UNIT": y.unit,
-        "RESIDUAL_UNIT": residual.unit,
+        "FLAT": flat,
         "INT64": span >= MIN_ELEMENTS_FOR_INT64,
-        "BLOCK_N": block_n,
-        "BLOCK_M": block_m,
+        "BLOCK": BLOCK_UNITS,
     }
-    grid = (-(-pixels // block_n), -(-starts[-1] // block_m), 1)
-    return Launch(kernel, grid, tensors, scalars, constants, WARPS)
+    return Launch(kernel, (programs, 1, 1), tensors, scalars, constants, WARPS)
+
+
+def is_flat(widths: Sequence[int]) -> bool:
+    """Returns whether programs are flat, each of one part, or take rows of all parts.
+
+    Args:
+        widths: Bytes of a pixel of each part that has channels.
+    """
+    return sum(widths) >= MIN_FLAT_PART_BYTES * len(widths)
+
+
+def _image_scalars(
+    y_name: str, y: StridedLayout, residual: StridedLayout, unit: int
+) -> dict[str, int | Ints]:
+    """Rows, columns and strides of y and the residual, whose pixels are numbered through.
+
+    Where both have their pixels at one stride, each pixel counts as an image of its own,
+    so that the compiled kernel divides by neither rows nor columns.
+    """
+    images = y, residual
+    steps = [t.pixel_stride for t in images]
+    if None in steps:
+        _, _, P, Q = y.shape
+        strides = [tuple(t.strides[dim] // unit for dim in (0, 2, 3)) for t in images]
+    else:
+        P = Q = 1
+        strides = [((step or 0) // unit, 0, 0) for step in steps]
+    return {"P": P, "Q": Q, y_name: strides[0], "residual_strides": strides[1]}
 
 
 def _unit(
-    parts: tuple[StridedLayout, ...], y: StridedLayout, residual: StridedLayout
+    parts: Sequence[StridedLayout], y: StridedLayout, residual: StridedLayout
 ) -> int:
     """Channels that lie side by side in one part, at most 16 bytes, from an aligned address on."""
-    sizes = [n for p in parts if p.shape[1] for n in (p.shape[1], p.pixel_stride or 0)]
+    sizes = [n for p in parts for n in (p.shape[1], p.pixel_stride or 0)]
     return gcd(VECTOR_BYTES // ITEMSIZE[y.dtype], y.unit, residual.unit, *sizes)
 
 
-def _numbered(name: str, parts: tuple[StridedLayout, ...]) -> tuple[str, ...]:
-    return tuple(f"{name}{i}" for i in range(len(parts)))
+def _names(name: str, parts: Sequence[StridedLayout]) -> tuple[str, ...]:
+    return tuple(f"{name}{i}" for i, p in enumerate(parts) if p.shape[1])

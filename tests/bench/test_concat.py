@@ -37,7 +37,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 def test_cases_are_uneven_parts_of_exactly_so_many_bytes() -> None:
     found = concat_works.cases()
-    assert len({c.name for c in found}) == len(found) == 36
+    assert len({c.name for c in found}) == len(found) == 60
     for sizes in SIZES.values():
         assert sum(sizes) == CHANNELS
         assert len(set(sizes)) > 1
@@ -63,6 +63,11 @@ def test_the_quick_cases_have_every_size_dtype_and_count_and_what_must_hold() ->
         d.value is not None
         for d in concat.demands([row(c.megabytes, w) for c in quick for w in WORKS])
     )
+
+
+def test_cases_lie_on_both_sides_of_the_choice_of_a_form() -> None:
+    forms = {p: Case(p, 64, "bf16").form for p in SIZES}
+    assert forms == {2: "flat", 3: "flat", 4: "flat", 5: "rows", 8: "rows"}
 
 
 def row(

@@ -22,6 +22,7 @@ import bench.__main__
 from bench import compile as bench_compile
 from bench.compile import DTYPES, Item
 from bench.norms.launches import norm_items
+from bench.shared.concat_launches import concat_items
 from hetconv.kernels import tiles
 from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.triton.compile_report import left_in_registers
@@ -119,6 +120,21 @@ def test_no_pass_of_a_norm_spills_and_its_results_are_stored_16_bytes_at_a_time(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_no_concatenation_spills_and_its_units_are_moved_16_bytes_at_a_time(
+    version: str,
+) -> None:
+    """In both forms, with and without an epilogue, and split again."""
+    found = table(version)
+    for item in concat_items(tuple(CHIPS)):
+        entry = dict(zip(found["columns"], found["entries"][str(item)], strict=True))
+        assert entry["spills"] == 0, str(item)
+        if item.case != "odd parts":
+            assert entry["loads_128"] > 0, str(item)
+            assert entry["stores_128"] > 0, str(item)
+            assert entry["loads_narrow"] == entry["stores_narrow"] == 0, str(item)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_operands_fit_in_shared_memory(version: str) -> None:
     for item, e in entries(version):
         assert e["shared"] <= CHIPS[item.arch].shared, str(item)
@@ -199,6 +215,11 @@ def test_the_compiler_here_makes_the_same_of_a_sample(tmp_path: Path) -> None:
         str(i)
         for i in norm_items((90,), quick=True)
         if i.case == "contiguous" and i.what in ("moments", "combination")
+    ]
+    sample += [
+        str(i)
+        for i in concat_items((90,), quick=True)
+        if i.epilogue == "scaled, relu" and i.case in ("wide parts", "narrow parts")
     ]
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path)

@@ -19,7 +19,7 @@ from hetconv.comm.redistribute import assemble
 from hetconv.errors import KernelError
 from hetconv.kernels import concat
 from hetconv.sharding.layout import Box
-from tests.compiled import check_wide_stores
+from tests.compiled import check_wide_moves
 from tests.interpreter import DEVICE, ON_GPU
 
 
@@ -279,25 +279,20 @@ def test_slices_of_channels_that_arrive_are_joined(
 
 
 COMPILED = """
-import json, sys
+import json
 from dataclasses import asdict
-from hetconv.kernels.epilogue import EpilogueSpec
-from hetconv.kernels.triton.concat import concat_launch, split_launch
-from hetconv.kernels.launch import StridedLayout
-from hetconv.kernels.triton.compile_report import report
-lie = lambda k, of: StridedLayout((32, k, 56, 56), (56 * 56 * of, 1, 56 * of, of), "bfloat16")
-relu = EpilogueSpec(True, True, activation="relu")
-parts, y = tuple(lie(k, k) for k in (96, 160)), lie(256, 256)
-print(json.dumps({
-    f"{make.__name__} {whole.strides[3]} {arch}": asdict(
-        report(make(parts, whole, relu._replace(residual=y)), "bfloat16", arch)
-    )
-    for make in (concat_launch, split_launch) for arch in (80, 90) for whole in (y, lie(256, 320))
-}))
+from bench.compile import compile_one
+from bench.shared.concat_launches import concat_items
+found = [
+    item
+    for item in concat_items((80, 90), quick=True)
+    if item.epilogue == "scaled, relu" and item.case in ("wide parts", "narrow parts")
+]
+print(json.dumps({str(item): asdict(compile_one(item)) for item in found}))
 """
 
 
-def test_compiled_for_gpus_it_stores_16_bytes_at_a_time_and_spills_nothing(
+def test_compiled_for_gpus_it_moves_16_bytes_at_a_time_and_spills_nothing(
     tmp_path: Path,
 ) -> None:
-    check_wide_stores(COMPILED, tmp_path, 8)
+    check_wide_moves(COMPILED, tmp_path, 8)

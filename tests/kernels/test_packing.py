@@ -26,7 +26,7 @@ from hetconv.kernels.launch import Launch
 from hetconv.sharding.layout import Box, Layout, ReadRegion
 from hetconv.sharding.moves import Move, bytes_per_pair, overlaps
 from tests import ROOT
-from tests.compiled import check_wide_stores
+from tests.compiled import check_wide_moves
 from tests.interpreter import DEVICE, ON_GPU
 from tests.spawn import spawn
 
@@ -245,10 +245,10 @@ print(json.dumps(found))
 """
 
 
-def test_compiled_for_gpus_it_stores_16_bytes_at_a_time_and_spills_nothing(
+def test_compiled_for_gpus_it_moves_16_bytes_at_a_time_and_spills_nothing(
     tmp_path: Path,
 ) -> None:
-    check_wide_stores(COMPILED, tmp_path, 12)
+    check_wide_moves(COMPILED, tmp_path, 12)
 
 
 def test_triton_is_not_loaded_before_it_is_used() -> None:

@@ -38,6 +38,10 @@ EXAMPLES = 5 if ON_GPU else 20  # each of which a GPU's compiler takes seconds f
 SLOPE = 0.2
 FULL = Join((2, 3, 4), (16, 8, 24), "float16", True, True, "silu")
 ODD = Join((2, 3, 4), (3, 0, 8, 1), "bfloat16", True, True, "relu")
+WIDE = FULL._replace(sizes=(96, 0, 160))
+WIDE_ODD = ODD._replace(sizes=(131, 0, 77, 1))
+FORMS = {"aligned": FULL, "odd": ODD, "wide": WIDE, "wide and odd": WIDE_ODD}
+"""Parts that are narrow, whose rows are joined, and wide, which are flat."""
 
 
 class Given(NamedTuple):
@@ -182,15 +186,15 @@ def test_without_an_activation_backward_is_the_adjoint(j: Join, seed: int) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("sizes", [(16, 8), (3, 0, 8, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(16, 8), (3, 0, 8, 1), (96, 0, 160), (131, 77, 1)], ids=str
+)
 def test_a_plain_concatenation_copies_bits(sizes: tuple[int, ...], dtype: str) -> None:
     """-0 and the smallest numbers too; back as well."""
     t = drawn(Join((2, 3, 4), sizes, dtype))
     for v in (*t.parts, t.g):
         v[1].mul_(0)  # half of them are -0
-        if v.numel() and (
-            ON_GPU or dtype != "bfloat16"
-        ):  # of which the interpreter makes 0
+        if v.numel():
             v[0, 0] = torch.finfo(v.dtype).smallest_normal / 4
     bits = torch.int32 if dtype == "float32" else torch.int16
     y, *gradients = called(t)
@@ -199,16 +203,17 @@ def test_a_plain_concatenation_copies_bits(sizes: tuple[int, ...], dtype: str) -
         assert mine.contiguous().view(bits).equal(theirs.contiguous().view(bits))
 
 
-@pytest.mark.parametrize("j", [FULL, ODD], ids=["aligned", "odd"])
+@pytest.mark.parametrize("j", FORMS.values(), ids=list(FORMS))
 def test_the_same_bits_twice(j: Join) -> None:
     t = drawn(j)
     assert all(a.equal(b) for a, b in zip(called(t), called(t), strict=True))
 
 
-@pytest.mark.parametrize(
-    "j", [FULL, ODD, ODD._replace(activation=None)], ids=["aligned", "odd", "linear"]
-)
-def test_it_is_one_launch_each_way(j: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("activation", ["relu", None])
+@pytest.mark.parametrize("j", FORMS.values(), ids=list(FORMS))
+def test_it_is_one_launch_each_way(
+    j: Join, activation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched: list[Any] = []
     run = Launch.run
 
@@ -217,7 +222,7 @@ def test_it_is_one_launch_each_way(j: Join, monkeypatch: pytest.MonkeyPatch) -> 
         run(self, tensors)
 
     monkeypatch.setattr(Launch, "run", recorded)
-    called(drawn(j))
+    called(drawn(j._replace(activation=activation)))
     assert launched == [concat.concat, concat.split]
 
 
@@ -234,8 +239,8 @@ LYING = [
 @pytest.mark.parametrize(("image", "layout"), LYING, ids=str)
 def test_tensors_lie_anyhow(image: tuple[int, int, int], layout: str) -> None:
     """Each of them: a part, the residual, the cotangent."""
-    for j in (FULL._replace(image=image), ODD._replace(image=image)):
-        t = drawn(j)
+    for j in FORMS.values():
+        t = drawn(j._replace(image=image))
         assert t.residual is not None
         lie = LAYOUTS[layout]
         assert_right(t._replace(parts=[lie(t.parts[0]), *t.parts[1:]]))
@@ -249,10 +254,10 @@ def test_slices_of_channels_are_read_where_they_lie() -> None:
 
 
 def test_a_cotangent_that_is_one_number_everywhere() -> None:
-    t = drawn(ODD)
-    assert_right(
-        t._replace(g=torch.ones((), dtype=t.g.dtype, device=DEVICE).expand(t.g.shape))
-    )
+    for j in (ODD, WIDE):
+        t = drawn(j)
+        one = torch.ones((), dtype=t.g.dtype, device=DEVICE)
+        assert_right(t._replace(g=one.expand(t.g.shape)))
 
 
 def test_scale_and_shift_lie_anyhow() -> None:
@@ -285,7 +290,7 @@ def test_a_flat_buffer_is_its_parts(j: Join, seed: int, backend: Any) -> None:
 
 
 @pytest.mark.parametrize("margins", PLACES.values(), ids=list(PLACES))
-@pytest.mark.parametrize("j", [FULL, ODD], ids=["aligned", "odd"])
+@pytest.mark.parametrize("j", FORMS.values(), ids=list(FORMS))
 @pytest.mark.parametrize("backend", ["triton", "aten"])
 def test_a_result_fills_its_slot_and_nothing_else(
     backend: Any, j: Join, margins: Margins
@@ -328,9 +333,8 @@ def test_a_part_without_channels_costs_no_wide_access() -> None:
 
 
 FAR = [(2, 2**31 + 16), (3, 2**30)]
-PIXELS = Join(
-    (0, 1, 1), (16, 8), "float16", True, True, "relu"
-)  # as parts, pixels that lie far apart are not copied
+# As parts, pixels that lie far apart are not copied.
+PIXELS = Join((0, 1, 1), (16, 8), "float16", True, True, "relu")
 
 
 @pytest.mark.parametrize(("N", "stride"), FAR)
@@ -338,25 +342,25 @@ PIXELS = Join(
 def test_inputs_beyond_32_bits(
     name: str, N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
 ) -> None:
-    t = drawn(PIXELS._replace(image=(N, 1, 1)))
-    changed: Any = {
-        name: sparse(t.parts[0] if name == "parts" else getattr(t, name), stride)
-    }
-    assert_right(
-        t._replace(
-            **changed if name != "parts" else {"parts": [changed["parts"], t.parts[1]]}
-        )
-    )
+    for sizes in (PIXELS.sizes, WIDE.sizes):
+        t = drawn(PIXELS._replace(image=(N, 1, 1), sizes=sizes))
+        if name == "parts":
+            changed: Any = [sparse(t.parts[0], stride), *t.parts[1:]]
+        else:
+            changed = sparse(getattr(t, name), stride)
+        assert_right(t._replace(**{name: changed}))
 
 
 @pytest.mark.parametrize(("N", "stride"), FAR)
 def test_an_output_beyond_32_bits(
     N: int, stride: int, sparse: Callable[[Tensor, int], Tensor]
 ) -> None:
-    t = drawn(FULL._replace(image=(N, 3, 4)))
-    slot = sparse(t.g, stride).fill_(torch.nan)
-    kernels.concat_channels(t.parts, **options(t), out=slot, backend="triton")
-    assert slot.equal(kernels.concat_channels(t.parts, **options(t), backend="triton"))
+    for j in (FULL, WIDE):
+        t = drawn(j._replace(image=(N, 3, 4)))
+        slot = sparse(t.g, stride).fill_(torch.nan)
+        kernels.concat_channels(t.parts, **options(t), out=slot, backend="triton")
+        y = kernels.concat_channels(t.parts, **options(t), backend="triton")
+        assert slot.equal(y)
 
 
 def test_gradients_beyond_32_bits_of_a_cotangent_that_is_expanded() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hetconv import kernels
-from hetconv.kernels.launch import StridedLayout
+from hetconv.kernels.launch import Launch, StridedLayout
 from hetconv.kernels.triton import pack
 from hetconv.sharding.layout import Box
 from tests.interpreter import DEVICE, ON_GPU
@@ -274,6 +274,57 @@ def test_what_lies_side_by_side_is_moved_at_once(
     dims = pack.merged_dims(*pair)
     assert sorted((d.size for d in dims[1:]), reverse=True) == list(sizes)
     assert dims[0].size * dims[1].size * dims[2].size * dims[3].size == y.numel()
+
+
+SLABS = {
+    "a run of 2,058 units in each sample": ((2, 8, 50, 49), 42, True),
+    "of 2,009": ((2, 8, 50, 49), 41, False),
+    "of 2,145 single numbers": ((3, 13, 40, 5), 33, True),
+    "of 1,950": ((3, 13, 40, 5), 30, False),
+    "a single run of 735": ((1, 8, 50, 49), 15, True),
+}
+"""Shape of an image, rows of a slab of it, and whether the slab's runs are long."""
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("name", SLABS)
+def test_a_program_takes_units_of_one_run_where_runs_are_long(
+    name: str, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slabs of rows of one image are filled, and nothing else."""
+    (N, C, H, W), rows, long = SLABS[name]
+    taken: list[Any] = []
+    run = Launch.run
+
+    def recorded(self: Launch, tensors: Any) -> None:
+        taken.append(self.constants["LONG"])
+        run(self, tensors)
+
+    monkeypatch.setattr(Launch, "run", recorded)
+    kernels.set_backend("triton")
+    whole = image((N, C, 2 * H, W), torch.float16, 1, finite=add)
+    parts = [image((N, C, rows, W), torch.float16, s, finite=add) for s in (2, 3)]
+    starts = 1, H + 1
+    expected = whole.clone()
+    for start, part in zip(starts, parts, strict=True):
+        place = expected[:, :, start : start + rows]
+        place.add_(part) if add else place.copy_(part)
+    places = [whole[:, :, start : start + rows] for start in starts]
+    kernels.unpack(parts, places, add=add)
+    assert taken == [(long, long)]
+    assert same_bits(whole, expected)
+
+
+def test_a_single_run_of_memory_is_copied_by_torch(launched: list[str]) -> None:
+    kernels.set_backend("triton")
+    whole, part = (image((1, 8, h, 4), torch.float16, h) for h in (6, 2))
+    kernels.unpack([part], [whole[:, :, 1:3]])
+    assert same_bits(whole[:, :, 1:3], part)
+    assert launched == []
+    finite = image((1, 8, 2, 4), torch.float16, 7, finite=True)
+    kernels.unpack([finite], [whole[:, :, 1:3].zero_()], add=True)
+    assert same_bits(whole[:, :, 1:3], finite)
+    assert launched == ["move"]
 
 
 @pytest.mark.parametrize(("N", "stride"), [(2, 2**31 + 16), (3, 2**30)])

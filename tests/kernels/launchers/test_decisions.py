@@ -136,7 +136,7 @@ def test_a_kernel_for_aligned_vectors_is_not_run_on_others(
 def test_precision_and_dtype(what: Pass) -> None:
     def seen(spec: Any, precision: str) -> Any:
         with multiplying_in(precision), recording() as recorder:
-            found = only(
+            found = first_launch(
                 recorder, lambda: by_triton(what, spec, tensors(spec), POINTER)
             )
         return found.constants["PRECISION"]

@@ -10,10 +10,13 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := constraints/torch-$(TORCH).txt
 EXTRAS := dev,examples,models
 TESTS :=
+GPU_WHEELS := build/wheels
+GPU_PACKAGES := pydantic pydantic-core annotated-types typing-inspection typing-extensions optuna alembic sqlalchemy \
+    greenlet mako colorlog platformdirs expecttest
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test test-matrix lint types bench gpu clean
+.PHONY: run test test-matrix lint types bench gpu gpu-wheels clean
 
 run: $(INSTALLED)
 	$(BIN)/python examples/super_resolution.py
@@ -38,8 +41,17 @@ bench: $(INSTALLED)
 	$(BIN)/python -m bench pair
 
 # In the machine's own Python, whose torch is built for its CUDA: .venv has a build for the CPU.
+# Run it again until every stage has passed: each run takes at most 4 minutes and goes on where the last one ended.
 gpu:
-	$(PYTHON) -m bench gpu
+	$(PYTHON) -m bench gpu --resume
+
+# What split models need there beside torch, as wheels for CPython 3.12 on x86-64; see CONTRIBUTING.md.
+gpu-wheels:
+	@mkdir -p $(GPU_WHEELS)
+	$(PYTHON) -m pip download -q --no-deps --constraint constraints/common.txt --only-binary=:all: --python-version 3.12 --implementation cp \
+	    $(foreach n,28 27 24 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform any \
+	    --dest $(GPU_WHEELS) $(GPU_PACKAGES)
+	@du -sh $(GPU_WHEELS)
 
 # --without-pip and pip --python: some systems ship pip but not the ensurepip that a plain venv needs.
 # --clear takes the old stamp with it and the new one comes last, so that half an install never counts as one.

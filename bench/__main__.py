@@ -26,12 +26,19 @@ COMMANDS = {
     "planner": "Plan known architectures on modelled devices: seconds to plan, predicted gain.",
     "autotune": "Autotune pairs of this machine: errors of prediction, gain of the plan.",
     "kills": "Kill `hetconv autotune` at random moments: what was measured must survive.",
+    "one-rank": "Time a network split on one rank of a GPU against plain, eager and in graphs.",
     "gpu": "Run all that needs a GPU, in minutes: tests and benchmarks as separate processes.",
     "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",
     "compile": "Compile every tile for every GPU: registers, spills, instructions. No GPU needed.",
 }
 MODULES = {
+    "compile": "bench.compile.suite",
+    "concat": "bench.concat.suite",
+    "gpu": "bench.gpu.suite",
+    "kernels": "bench.kernels.suite",
     "norms": "bench.norms.suite",
+    "one-rank": "bench.gpu.one_rank",
+    "overhead": "bench.overhead.suite",
     "readme": "bench.shared.readme",
     "tiles": "bench.tiles.suite",
 }

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench.shared.kernel_cases import cases
-from bench.shared.kernel_checks import gemm_shapes
+from bench.kernels.cases import cases
+from bench.kernels.checks import gemm_shapes
 from bench.tiles.suite import MEASURED
 from hetconv.autotune.search.tile_search import Choice, WrongResultError
 from hetconv.kernels import Tile

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from bench.shared.kernel_checks import Error, error, poisoned
+from bench.kernels.checks import Error, error, poisoned
 from bench.shared.machine import facts, need_cuda
 from bench.shared.report import Report, add_run_arguments, untimed
 from bench.shared.timing import ceilings, prepared, raced, sets_for

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from scipy.optimize import differential_evolution, minimize
 
-from bench.shared.kernel_cases import PASSES
+from bench.kernels.cases import PASSES
 from hetconv.kernels.chip import Chip
 from hetconv.kernels.tiles import Pass
 from hetconv.kernels.tiles.time_model import (

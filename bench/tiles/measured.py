@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from bench.shared.kernel_cases import cases
-from bench.shared.kernel_checks import gemm_shapes
+from bench.kernels.cases import cases
+from bench.kernels.checks import gemm_shapes
 from hetconv.errors import KernelError
 from hetconv.kernels.chip import CHIPS, Chip
 from hetconv.kernels.tiles import GemmShape, Pass, Tile, pixel_box

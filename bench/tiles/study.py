@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.shared.kernel_cases import Case, quick
-from bench.shared.kernel_checks import (
+from bench.kernels.cases import Case, quick
+from bench.kernels.checks import (
     Tensors,
     by_aten,
     by_triton,

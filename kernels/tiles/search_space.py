@@ -47,8 +47,9 @@ COMPOSITE_SHAPES: Mapping[TileKind, tuple[TileShape, ...]] = {
         (160, 128, 8, 8),
         (96, 128, 4, 8),
     ),
-    "pointer": ((96, 64, 4, 4), (48, 128, 4, 4)),
+    "pointer": ((96, 64, 4, 4), (48, 64, 4, 4)),
 }
+MAX_FLOAT32_COMPOSITE = 256 * 128  # results of a composite tile in tf32
 MIN_STAGES = 2
 MIN_STEPS_PER_SPLIT = 4
 MAX_SPLIT_K = 256
@@ -129,15 +130,19 @@ def tile_shapes(shape: GemmShape, kind: TileKind) -> list[TileShape]:
 
 
 def composite_shapes(shape: GemmShape, kind: TileKind) -> list[TileShape]:
-    """Returns those of `COMPOSITE_SHAPES` that compute no more rows beyond the edge."""
+    """Returns those of `COMPOSITE_SHAPES` that pad no more rows, and spill no registers."""
 
     def padded(m: int) -> int:
         return -(-shape.m // m) * m
 
+    def spills(m: int, n: int) -> bool:
+        return shape.dtype == "float32" and m * n > MAX_FLOAT32_COMPOSITE
+
+    if shape.ieee:
+        return []
     fewest = min(padded(m) for m, *_ in tile_shapes(shape, kind))
-    return [
-        s for s in COMPOSITE_SHAPES[kind] if padded(s[0]) <= fewest and not shape.ieee
-    ]
+    found = (s for s in COMPOSITE_SHAPES[kind] if padded(s[0]) <= fewest)
+    return [s for s in found if not spills(*s[:2])]
 
 
 def tile_depths(shape: GemmShape, kind: TileKind) -> list[int]:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, kernels
-from bench.shared import kernel_cases, kernel_checks, machine, readme, timing, verdict
-from bench.shared.kernel_cases import PASSES, Case
+from bench.gpu import suite as gpu
+from bench.kernels import cases as kernel_cases
+from bench.kernels import checks as kernel_checks
+from bench.kernels import suite as kernels
+from bench.kernels.cases import PASSES, Case
+from bench.shared import machine, readme, timing, verdict
 from hetconv.errors import HetConvError, KernelError
 from hetconv.kernels.chip import CHIPS
 

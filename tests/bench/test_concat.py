@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import concat
-from bench.shared import concat_works, report, timing
-from bench.shared.concat_works import (
+from bench.concat import suite as concat
+from bench.concat import works as concat_works
+from bench.concat.works import (
     CHANNELS,
     EXACT,
     LIMITS,
@@ -21,6 +21,7 @@ from bench.shared.concat_works import (
     WORKS,
     Case,
 )
+from bench.shared import report, timing
 from hetconv.errors import KernelError
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import argparse
 import pytest
 import torch
 
+from bench.kernels.checks import error
 from bench.norms import suite
 from bench.norms.suite import LIMITS, MEMORIES, WORKS, Case, Work
-from bench.shared.kernel_checks import error
 from hetconv import kernels
 from hetconv.errors import KernelError
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as bench
-from bench import overhead
+from bench.overhead import suite as overhead
 from tests.spawn import spawn
 
 

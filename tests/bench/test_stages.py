@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
-from bench import gpu
 from bench.__main__ import COMMANDS, module_of
-from bench.gpu import Stage
+from bench.gpu import processes, stages, suite
+from bench.gpu.processes import performed, streamed
+from bench.gpu.stages import PASSED, Done, Stage
+from bench.shared.machine import ROOT as CHECKOUT
+from bench.shared.machine import results_file, save
 from tests import ROOT
 
 
@@ -21,7 +24,7 @@ def stage(code: str, limit: float = 60, **rest: Any) -> Stage:
 
 
 def test_a_stage_passes_or_fails_by_its_status() -> None:
-    good = gpu.performed(
+    good = performed(
         stage(
             "import os; print(os.environ['MARK']); print('{}')",
             env={"MARK": "3 passed"},
@@ -29,31 +32,32 @@ def test_a_stage_passes_or_fails_by_its_status() -> None:
         100,
     )
     assert (good.outcome, good.said) == ("passed", "3 passed")
-    bad = gpu.performed(stage("raise SystemExit('no such thing')"), 100)
+    bad = performed(stage("raise SystemExit('no such thing')"), 100)
     assert (bad.outcome, bad.said) == ("failed", "no such thing")
-    assert "no such thing" in gpu.table([good, bad])
+    assert "no such thing" in suite.table([good, bad])
 
 
 def test_a_stage_in_which_nothing_ran_did_not_pass() -> None:
-    silent = gpu.performed(stage("print('2 skipped')", expects=gpu.PASSED), 100)
+    silent = performed(stage("print('2 skipped')", expects=PASSED), 100)
     assert (silent.outcome, "2 skipped" in silent.said) == ("not run", True)
-    missing = gpu.performed(stage("print(1)", needs=("json", "no_such_module")), 100)
+    missing = performed(stage("print(1)", needs=("json", "no_such_module")), 100)
     assert (missing.outcome, missing.said) == (
         "not run",
         "no_such_module is not installed",
     )
-    assert gpu.performed(stage("print(1)"), 5).outcome == "not run"
+    late = performed(stage("print(1)"), 5)
+    assert (late.outcome, late.said) == ("not run", stages.NO_TIME)
 
 
 def test_a_result_tells_of_no_path_of_the_machine() -> None:
-    done = gpu.performed(stage(f"print({str(gpu.ROOT / 'tests')!r})"), 100)
+    done = performed(stage(f"print({str(CHECKOUT / 'tests')!r})"), 100)
     assert done.command == "python -c print('./tests')"
 
 
 def test_a_stage_that_hangs_is_ended_with_what_it_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu, "GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         "print('on', flush=True); time.sleep(60)"
@@ -61,7 +65,7 @@ def test_a_stage_that_hangs_is_ended_with_what_it_started(
     child = (
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {stubborn!r}])"
     )
-    status, in_time, lines = gpu.streamed([sys.executable, "-c", child], 1.0, {})
+    status, in_time, lines = streamed([sys.executable, "-c", child], 1.0, {})
     assert status != 0
     assert not in_time
     assert lines[:1] == ["on"]
@@ -69,17 +73,84 @@ def test_a_stage_that_hangs_is_ended_with_what_it_started(
 
 def test_every_stage_runs_what_is_there(tmp_path: Path) -> None:
     names = []
-    for each in gpu.stages(tmp_path):
+    for each in stages.stages(tmp_path):
         names.append(each.name)
+        assert each.rehearsal[:1] == ("-m",)
         command = [word.format(seconds=1) for word in each.command]
         paths = [word for word in command if word.startswith("tests/")]
         assert all((ROOT / path).exists() for path in paths)
         if command[1] == "pytest":
             assert paths
-            assert each.expects == gpu.PASSED
+            assert each.expects == PASSED
             continue
         parser = argparse.ArgumentParser()
         import_module(module_of(command[2])).add_arguments(parser)
         assert command[2] in COMMANDS
         assert parser.parse_args(command[3:]).output.parent == tmp_path
-    assert names[-1] == "kernels against cuDNN"
+    assert names[-1] == "tiles beside cuDNN"
+    files = {
+        word for s in stages.stages(tmp_path) for word in s.command if "json" in word
+    }
+    assert len(files) + 1 <= 8  # with the file of the stages
+
+
+def test_a_resumed_run_leaves_out_what_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "need_cuda", lambda name: None)
+    machine = {"device": "made up", "torch": "2", "triton": "3", "commit": "abc"}
+    monkeypatch.setattr(suite, "facts", lambda: machine)
+    codes = {"good": "print(1)", "bad": "raise SystemExit('off')", "slow": "print(2)"}
+    found = [Stage(name, ("-c", code), 60) for name, code in codes.items()]
+    monkeypatch.setattr(suite, "stages", lambda folder: found)
+    ran: list[str] = []
+
+    def recorded(stage: Stage, left: float) -> Done:
+        ran.append(stage.name)
+        return performed(stage, left)
+
+    monkeypatch.setattr(suite, "performed", recorded)
+    arguments = ("--output", str(tmp_path), "--seconds", "100")
+    with pytest.raises(SystemExit):
+        suite.run(parsed(*arguments))
+    assert ran == ["good", "bad", "slow"]
+    found[1] = Stage("bad", ("-c", "print(3)"), 60)
+    ran.clear()
+    suite.run(parsed(*arguments, "--resume"))
+    assert ran == ["bad"]
+    rows = suite.earlier((tmp_path,))
+    assert {name: d.outcome for name, d in rows.items()} == dict.fromkeys(
+        codes, "passed"
+    )
+    assert {d.commit for d in rows.values()} == {"abc"}
+
+
+def test_no_time_loses_nothing_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "need_cuda", lambda name: None)
+    monkeypatch.setattr(
+        suite,
+        "facts",
+        lambda: {"device": "made up", "torch": "2", "triton": "3", "commit": "new"},
+    )
+    stage = Stage("slow", ("-c", "print(1)"), 60)
+    monkeypatch.setattr(suite, "stages", lambda folder: [stage])
+    row = {
+        "name": "slow",
+        "outcome": "timed out",
+        "seconds": 60.0,
+        "said": "half of it",
+        "command": "python -c print(1)",
+        "commit": "old",
+    }
+    save(results_file(tmp_path, "gpu"), {"suite": "gpu", "stages": [row]})
+    with pytest.raises(SystemExit):
+        suite.run(parsed("--output", str(tmp_path), "--seconds", "1", "--resume"))
+    assert suite.earlier((tmp_path,))["slow"] == Done(**row)
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    suite.add_arguments(parser)
+    return parser.parse_args(arguments)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.shared import kernel_checks, timing
-from bench.shared.kernel_cases import PASSES, Case, quick
+from bench.kernels import checks as kernel_checks
+from bench.kernels.cases import PASSES, Case, quick
+from bench.shared import timing
 from bench.tiles import fit, measured, study, suite
 from hetconv.errors import KernelError
 from hetconv.kernels.chip import CHIPS

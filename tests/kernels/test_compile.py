@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bench.__main__
-from bench import compile as bench_compile
-from bench.compile import DTYPES, Item
+from bench.compile import suite as bench_compile
+from bench.compile.suite import DTYPES, Item
+from bench.concat.launches import concat_items
 from bench.norms.launches import norm_items
-from bench.shared.concat_launches import concat_items
 from hetconv.kernels import tiles
 from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.triton.compile_report import left_in_registers
@@ -193,7 +193,7 @@ def test_slices_of_16_filters_store_16_bytes_at_a_time(version: str) -> None:
 
 LIVE = """
 import json, sys
-from bench.compile import all_items, astuple, compile_one
+from bench.compile.suite import all_items, astuple, compile_one
 chosen = {str(i): i for i in all_items(quick=True)}
 found = {name: compile_one(chosen[name]) for name in json.loads(sys.argv[1])}
 print(json.dumps({name: list(astuple(report)) for name, report in found.items()}))

@@ -281,8 +281,8 @@ def test_slices_of_channels_that_arrive_are_joined(
 COMPILED = """
 import json
 from dataclasses import asdict
-from bench.compile import compile_one
-from bench.shared.concat_launches import concat_items
+from bench.compile.suite import compile_one
+from bench.concat.launches import concat_items
 found = [
     item
     for item in concat_items((80, 90), quick=True)

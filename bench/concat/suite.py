@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.shared.concat_works import (
+from bench.concat.works import (
     EXACT,
     LARGE,
     LIMITS,
@@ -24,7 +24,7 @@ from bench.shared.concat_works import (
     quick,
     worst_error,
 )
-from bench.shared.kernel_checks import poisoned
+from bench.kernels.checks import poisoned
 from bench.shared.machine import facts, need_cuda
 from bench.shared.report import Report, add_run_arguments, untimed
 from bench.shared.timing import ceilings, prepared, raced, sets_for

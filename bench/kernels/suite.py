@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.shared import kernel_cases, verdict
-from bench.shared.kernel_cases import PASSES, Case
-from bench.shared.kernel_checks import (
+from bench.kernels import cases as kernel_cases
+from bench.kernels.cases import PASSES, Case
+from bench.kernels.checks import (
     Tensors,
     by_aten,
     by_triton,
@@ -27,6 +27,7 @@ from bench.shared.kernel_checks import (
     read_bytes,
     slots,
 )
+from bench.shared import verdict
 from bench.shared.machine import facts, need_cuda, save
 from bench.shared.report import add_run_arguments
 from bench.shared.timing import (

@@ -30,8 +30,8 @@ from typing import Any, get_args
 import torch
 import triton
 
+from bench.concat.launches import ConcatItem, concat_item_launch, concat_items
 from bench.norms.launches import NormItem, norm_items, norm_launch
-from bench.shared.concat_launches import ConcatItem, concat_item_launch, concat_items
 from hetconv.errors import KernelError
 from hetconv.kernels import tiles
 from hetconv.kernels.chip import CHIPS
@@ -65,6 +65,7 @@ COLUMNS = tuple(f.name for f in fields(Report))
 Product = gemm_launch.ImplicitGemm | conv2d_parts.MultiInputGemm | wgrad.WeightGradient
 
 BIAS = EpilogueSpec(has_shift=True)
+COMPOSITE_ROWS = 960  # a multiple of every composite tile's
 
 
 @dataclass(frozen=True)
@@ -278,9 +279,8 @@ def _every_tile(shape: GemmShape, arch: int, kind: tiles.TileKind) -> Iterator[T
         return
     deepest = (2 if kind == "tma" else 1) * tiles.STEP_BYTES
     depths = [k for k in (128, 64, 32, 16) if k * ITEMSIZE[shape.dtype] <= deepest]
-    shapes = [*tiles.tile_shapes(shape, kind)]
-    if not shape.ieee:
-        shapes += tiles.COMPOSITE_SHAPES[kind]
+    composite = replace(shape, m=COMPOSITE_ROWS)
+    shapes = tiles.tile_shapes(shape, kind) + tiles.composite_shapes(composite, kind)
     yield from tiles.largest_stages(shape, chip, kind, depths, shapes)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.shared.kernel_cases import TORCH, Case, Dtype
+from bench.kernels.cases import TORCH, Case, Dtype
 from hetconv import kernels
 from hetconv.errors import KernelError
 from hetconv.kernels import tiles

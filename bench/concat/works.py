@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.shared.kernel_checks import Error, error
+from bench.kernels.checks import Error, error
 from hetconv import kernels
 from hetconv.kernels.concat import launch_split
 from hetconv.kernels.epilogue import Epilogue

@@ -1,0 +1,1 @@
+"""Every launch compiled for every GPU, without one."""

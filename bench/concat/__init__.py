@@ -1,0 +1,1 @@
+"""Concatenation of channels beside torch: works, launches, times."""

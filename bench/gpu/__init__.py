@@ -1,0 +1,1 @@
+"""All that needs a GPU, as stages: tests and benchmarks in processes of their own."""

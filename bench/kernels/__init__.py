@@ -1,0 +1,1 @@
+"""Convolution kernels beside cuDNN: cases, checks of results, times."""

@@ -1,0 +1,1 @@
+"""Host time of split models and of kernel calls."""

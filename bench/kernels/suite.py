@@ -27,6 +27,7 @@ from bench.kernels.checks import (
     read_bytes,
     slots,
 )
+from bench.kernels.processes import checks_in_processes
 from bench.shared import verdict
 from bench.shared.machine import facts, need_cuda, save
 from bench.shared.report import add_run_arguments
@@ -124,6 +125,8 @@ def run(args: argparse.Namespace) -> None:
     report = Report(args.output, device, facts())
     try:
         _measure_machine(report)
+        with checks_in_processes() as check:  # which compile what is timed then
+            check([(case, what, None) for case, what in chosen])
         for case, what in chosen:
             if time.monotonic() > deadline:
                 report.stopped = f"after the budget of {args.budget:.0f} s"

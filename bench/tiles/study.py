@@ -5,13 +5,8 @@ Checks compile, so that they run in many processes; timing has the GPU alone.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +19,7 @@ from bench.kernels.checks import (
     by_aten,
     by_triton,
     drawn,
-    errors,
     gemm_shapes,
-    is_wrong,
     read_bytes,
     tiles_of,
 )
@@ -36,11 +29,7 @@ from hetconv.kernels.tiles import Pass, Tile, default_tile, estimated_seconds
 
 TILES_PER_PASS = 32
 TILES_PER_SHAPE = 3  # of the same sides and warps, which differ in stages and splits
-REPEATS = 3  # calls on the same inputs, whose bits must not differ
 TIMED_ROUNDS = 2  # of which the least counts
-WORKERS = 15  # each has a context on the GPU of half a gigabyte
-
-Check = Callable[[Case, Pass, Sequence[Tile]], list[str | None]]
 
 
 def candidates(case: Case, what: Pass, chip: Chip) -> list[Tile]:
@@ -121,48 +110,3 @@ def _timed(
 def _least(call: Callable[[int], Tensor], sets: int) -> float:
     timed = prepared(call, sets, 1e-5)
     return min(timed.once() for _ in range(TIMED_ROUNDS))
-
-
-@contextmanager
-def checks_in_processes() -> Iterator[Check]:
-    """Returns a check of tiles that compiles and runs them in many processes."""
-    workers = max(min(WORKERS, (os.cpu_count() or 1) - 1), 1)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        yield lambda case, what, tiles: _checked(pool, case, what, tiles)
-
-
-def _checked(
-    pool: Executor, case: Case, what: Pass, tiles: Sequence[Tile]
-) -> list[str | None]:
-    found = pool.map(fault, *zip(*((case, what, t) for t in tiles), strict=True))
-    return list(found)
-
-
-def fault(case: Case, what: Pass, tile: Tile) -> str | None:
-    """Returns what is wrong with a tile on this process's GPU, or None.
-
-    Args:
-        case: The convolution.
-        what: The pass.
-        tile: The tile.
-    """
-    try:
-        tensors, other = _inputs(case, what)
-        found = errors(case, what, tensors, other, tile)
-        if is_wrong(case, found):
-            return f"wrong: {found}"
-        first = by_triton(case, what, tensors, tile)
-        again = (by_triton(case, what, tensors, tile) for _ in range(REPEATS - 1))
-        if not all(first.equal(y) for y in again):
-            return "unstable: results differ from call to call"
-    except Exception as e:
-        return short(e)
-    return None
-
-
-@lru_cache(1)
-def _inputs(case: Case, what: Pass) -> tuple[Tensors, Tensor]:
-    device = torch.device("cuda", 0)
-    tensors = drawn(case, what, device)
-    return tensors, by_aten(case, what, tensors)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.kernels.processes import checks_in_processes
 from bench.shared.machine import RESULTS, facts, need_cuda, save
 from bench.shared.report import add_run_arguments
 from hetconv.errors import KernelError
@@ -18,7 +19,7 @@ from hetconv.kernels.tiles import Pass
 
 from .fit import Data, Models, fitted
 from .measured import MeasuredPass, load, summary
-from .study import candidates, checks_in_processes, row, studied
+from .study import candidates, row, studied
 
 MEASURED = RESULTS / "nvidia-h100-80gb-hbm3" / "tiles.json"
 HALVES = 3  # random halves of the passes that are fitted alone
@@ -73,7 +74,7 @@ def measured_document(args: argparse.Namespace) -> dict[str, Any]:
                 document["stopped"] = f"after the budget of {args.budget:.0f} s"
                 break
             tiles = candidates(case, what, chip_of(device))
-            faults = check(case, what, tiles)
+            faults = check([(case, what, tile) for tile in tiles])
             found = row(case, what, tiles, faults, device, machine["l2_bytes"])
             document["rows"].append(found)
             print(line(found), flush=True)

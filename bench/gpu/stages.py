@@ -135,7 +135,7 @@ def right() -> list[Stage]:
             alone=True,
         ),
         pytest_stage("two ranks over gloo", 80, OF_RANKS, "-k", "gloo", needs=MODEL),
-        pytest_stage("norms on ranks", 60, "tests/ops/test_norms.py", needs=GENERATED),
+        pytest_stage("norms on ranks", 60, "tests/ops/norms", needs=GENERATED),
     ]
 
 

@@ -22,7 +22,7 @@ from tests.equivalence import (
     pair,
 )
 from tests.nets import splits_of
-from tests.ops.test_deferred_norm import FUNCTIONS, SHAPE, Chain, scaled
+from tests.ops.norms.test_deferred_norm import FUNCTIONS, SHAPE, Chain, scaled
 from tests.spawn import on_ranks
 
 

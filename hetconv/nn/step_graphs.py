@@ -28,11 +28,10 @@ from hetconv.runtime.graph_capture import (
     no_autocast_cache,
 )
 from hetconv.runtime.het_tensor import HetTensor
+from hetconv.runtime.module_state import has_hooks, modes_and_tensors
 from hetconv.signature_cache import RecentlyUsed
 from hetconv.torch_internals import (
     foreach_copy_,
-    has_hooks,
-    modes_and_tensors,
     saved_tensors_are_hooked,
     write_count,
 )

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bench.__main__
+from bench.compile import cases
 from bench.compile import suite as bench_compile
-from bench.compile.suite import DTYPES, Item
+from bench.compile.cases import DTYPES, Item
 from bench.concat.launches import concat_items
 from bench.norms.launches import norm_items
 from hetconv.kernels import tiles
@@ -89,8 +90,8 @@ def test_every_tile_that_is_chosen_was_compiled(
     sides = (kernel // 2, kernel // 2)
     strides, padding, one = (stride, stride), (sides, sides), (1, 1)
     spec = ConvSpec(N, C, (H, W), K, (kernel, kernel), strides, padding, one, groups)
-    for what in bench_compile.PASSES:
-        product = bench_compile.product_of(bench_compile.Case(spec), what, dtype)
+    for what in cases.PASSES:
+        product = cases.product_of(cases.Case(spec), what, dtype)
         tile = tiles.default_tile(product.shape, CHIPS[arch])
         assert Item(arch, what, dtype, "3x3", str(replace(tile, split_k=1))) in COMPILED
 
@@ -193,7 +194,8 @@ def test_slices_of_16_filters_store_16_bytes_at_a_time(version: str) -> None:
 
 LIVE = """
 import json, sys
-from bench.compile.suite import all_items, astuple, compile_one
+from dataclasses import astuple
+from bench.compile.suite import all_items, compile_one
 chosen = {str(i): i for i in all_items(quick=True)}
 found = {name: compile_one(chosen[name]) for name in json.loads(sys.argv[1])}
 print(json.dumps({name: list(astuple(report)) for name, report in found.items()}))
@@ -208,7 +210,7 @@ def test_the_compiler_here_makes_the_same_of_a_sample(tmp_path: Path) -> None:
     found = table(triton.__version__)["entries"]
     sample = [
         str(i)
-        for i in sorted(bench_compile.items(quick=True))
+        for i in sorted(cases.items(quick=True))
         if i.case == "3x3 of 48 filters" and (i.arch == 90 or i.what == "forward")
     ]
     sample += [

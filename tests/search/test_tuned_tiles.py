@@ -112,7 +112,7 @@ def test_a_tile_with_left_operands_in_registers_is_not_tried(
     left: int, said: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "cuobjdump").touch()
-    found = Report(40, 0, 1000, 8, 0, left, 2, 4, 0, 100, 20)
+    found = Report(40, 0, 1000, 8, 0, left, 2, 4, 0, 4, 0, 100, 20)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(compile_report, "TOOLS", tmp_path)
     monkeypatch.setattr(compile_report, "report", lambda *_: found)

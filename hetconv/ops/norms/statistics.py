@@ -68,6 +68,7 @@ def combined(each: Tensor, shares: Shares) -> Tensor:
         shares: The parts' fractions of the wholes.
     """
     if isinstance(shares, Tensor):
+        shares = as_tensor(shares, each)
         total = (each * shares[:, None]).sum(0)
         apart = each[:, 1] - total[1]
         total[0] += apart.square_().mul_(shares).sum(0)
@@ -87,7 +88,7 @@ def combined(each: Tensor, shares: Shares) -> Tensor:
 def as_tensor(shares: Shares, like: Tensor) -> Tensor:
     """Returns shares as (P, K) or (P, 1), with the data type and device of a tensor."""
     if isinstance(shares, Tensor):
-        return shares
+        return shares.to(like)
     return like.new_tensor(shares)[:, None]
 
 

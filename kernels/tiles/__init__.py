@@ -1,6 +1,6 @@
 """Tiles of the implicit GEMM kernels: search space, predicted time, default and tuned tiles."""
 
-from .default_tile import default_tile, estimated_seconds, fastest, with_splits
+from .choice import default_tile, estimated_seconds, fastest, with_splits
 from .gemm_shape import MAX_RUNS_PER_STEP, GemmShape
 from .pixel_boxes import Box, Image, PixelRuns, pixel_box, pixel_runs
 from .search_space import (

@@ -196,6 +196,7 @@ WATCHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")  # since torch 2.14
 @pytest.mark.parametrize("name", WATCHERS)
 def test_where_something_watches_it_is_an_operator(
     name: str, by_operator: list[str]

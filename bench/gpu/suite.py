@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.shared.machine import RESULTS, facts, need_cuda, results_file, save, slug
+from hetconv.errors import KernelError
 
 from .processes import performed
 from .stages import NO_TIME, Done, Stage, stages
@@ -117,8 +118,19 @@ def rehearsed(only: str) -> list[Done]:
 
 
 def chosen(found: Sequence[Stage], only: str) -> list[Stage]:
-    """Returns the stages whose name a regular expression matches somewhere."""
-    return [stage for stage in found if re.search(only, stage.name)]
+    """Returns the stages whose name a regular expression matches somewhere.
+
+    Raises:
+        KernelError: It matches none, or is no regular expression.
+    """
+    try:
+        matching = [stage for stage in found if re.search(only, stage.name)]
+    except re.error as e:
+        raise KernelError(f"--only {only!r} is no regular expression: {e}") from e
+    if not matching:
+        names = ", ".join(repr(stage.name) for stage in found)
+        raise KernelError(f"no stage matches --only {only!r}; there are {names}")
+    return matching
 
 
 def earlier(folders: Sequence[Path]) -> dict[str, Done]:

@@ -63,10 +63,14 @@ def load(path: Path) -> list[MeasuredPass]:
     """Returns the passes of a result file of `bench tiles`.
 
     Raises:
-        KernelError: The file is of another suite, or names a case that does not exist.
+        KernelError: The file cannot be read, is of another suite, or names a case that
+            does not exist.
     """
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if document.get("suite") != "tiles":
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise KernelError(f"{path} cannot be read: {e}") from e
+    if not isinstance(document, dict) or document.get("suite") != "tiles":
         raise KernelError(
             f"{path} is no result file of bench tiles; give one, say "
             "bench/results/nvidia-h100-80gb-hbm3/tiles.json"

@@ -16,6 +16,7 @@ from bench.gpu.processes import performed, streamed
 from bench.gpu.stages import PASSED, Done, Stage
 from bench.shared.machine import ROOT as CHECKOUT
 from bench.shared.machine import results_file, save
+from hetconv.errors import KernelError
 from tests import ROOT
 
 
@@ -154,3 +155,11 @@ def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     suite.add_arguments(parser)
     return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("only", "why"), [("zzz", "no stage matches"), ("(", "no regular")]
+)
+def test_stages_that_do_not_exist_are_refused(only: str, why: str) -> None:
+    with pytest.raises(KernelError, match=why):
+        suite.run(parsed("--rehearse", "--only", only))

@@ -104,6 +104,8 @@ def test_a_file_of_another_suite_is_refused(tmp_path: Path) -> None:
     file.write_text('{"suite": "kernels"}')
     with pytest.raises(KernelError, match="is no result file of bench tiles"):
         suite.run(parsed("--fit", str(file)))
+    with pytest.raises(KernelError, match="cannot be read"):
+        suite.run(parsed("--fit", str(tmp_path / "missing.json")))
 
 
 def test_a_case_that_does_not_exist_is_refused() -> None:

@@ -103,9 +103,9 @@ def wgrad_pointers(
         v = q * STRIDE_W + w0
         inside = at_2 < SIZE_2
         g_pixel = (n * stride_gn + p * stride_gp + q * stride_gq)[:, None]
-        g_block = g + g_pixel * G_UNIT + group * K
+        g_at = g_pixel * G_UNIT + group * K
         g_ok = inside[:, None]
-        g_tile = tl.load(g_block + k[None, :], mask=g_ok & (k < K)[None, :], other=0.0)
+        g_tile = tl.load(g + (g_at + k[None, :]), mask=g_ok & (k < K)[None, :], other=0.0)
         inside = inside & (h >= 0) & (h < H)
         if PACKED:
             at = (v + line * 0)[:, None] + c[None, :]
@@ -119,7 +119,7 @@ def wgrad_pointers(
         acc = tl.dot(g_tile.T, x_tile, acc, input_precision=PRECISION)
         if MORE_M:
             more_ok = g_ok & (more_k < K)[None, :]
-            g_more = tl.load(g_block + more_k[None, :], mask=more_ok, other=0.0)
+            g_more = tl.load(g + (g_at + more_k[None, :]), mask=more_ok, other=0.0)
             more = tl.dot(g_more.T, x_tile, more, input_precision=PRECISION)
     dw += tl.cast(z, tl.int64) * stride_dz
     _store(dw, acc, k, c, group, tap, K, C, R * S)

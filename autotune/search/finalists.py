@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
-from hetconv.autotune.measure.paired_rounds import LogRatio, Round
+from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS, LogRatio, Round
 from hetconv.planner.make_plan import Contender
 from hetconv.schemas.plan import Plan
 
@@ -62,7 +62,8 @@ class FinalRace:
 
         That is successive halving (Karnin et al., 2013). The last rung is by itself, for
         who came so far may merely have been lucky. What is much too slow goes at once,
-        guards too, and without time there is one rung. Where not all run side by side, as
+        guards too. Where little time is left, fewer finalists take part, and there is one
+        rung, which always has the rounds that a decision takes. Where not all run side by side, as
         for want of memory, the less likely half of all does not take part.
 
         Args:
@@ -73,8 +74,8 @@ class FinalRace:
         Returns:
             The last rung, or None if not even the reference runs.
         """
-        rungs = 1 + ceil(log2(max(len(finalists.keys() - guards), 1)))
-        left, rounds = dict(finalists), list[Round]()
+        left, rounds = self._in_time(finalists, guards), list[Round]()
+        rungs = 1 + ceil(log2(max(len(left.keys() - guards), 1)))
         while True:
             try:
                 last, too_slow = self._rung(left, self.seconds / rungs)
@@ -91,13 +92,28 @@ class FinalRace:
                 return Confirmation(left, last)
             left = {name: c for name, c in left.items() if name not in slower}
 
+    def _in_time(self, finalists: Finalists, guards: Set[str]) -> dict[str, Contender]:
+        """Returns the guards, and as many others as are expected to race in time, one at least."""
+        left_s = self.run.left_s
+        found: dict[str, Contender] = {}
+        for name, contender in finalists.items():
+            left_s -= (1 + MIN_ROUNDS) * contender.predicted.step_s
+            if name in guards or left_s > 0 or not found.keys() - guards:
+                found[name] = contender
+        return found
+
     def _rung(
         self, finalists: Finalists, seconds: float
     ) -> tuple[list[Round], Mapping[str, float]]:
         """Returns the rounds, and seconds of those that were too slow to go on."""
         plans = {n: self.base.with_splits(c.splits) for n, c in finalists.items()}
         variants = {REFERENCE: self.reference, **plans}
-        request = TimingRequest("the fastest plans", variants, min_seconds=seconds)
+        request = TimingRequest(
+            "the fastest plans",
+            variants,
+            min_seconds=seconds,
+            rounds_in_any_case=MIN_ROUNDS,
+        )
         timings = self.run.race.lead(request)
         return timings.rounds, timings.too_slow
 

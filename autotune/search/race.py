@@ -78,7 +78,8 @@ class TimingRequest(NamedTuple):
             computes.
         give_up_above: the logarithm of the ratio of `CANDIDATE` to `REFERENCE` beyond
             which no more rounds are run, once it surely is there.
-        left_s: how long all steps may take; the first round runs in any case.
+        left_s: how long all steps may take.
+        rounds_in_any_case: how many rounds run however long they take.
     """
 
     what: str
@@ -88,6 +89,7 @@ class TimingRequest(NamedTuple):
     record_compute: str | None = None
     give_up_above: float | None = None
     left_s: float = inf
+    rounds_in_any_case: int = 1
 
     def given_up(self, rounds: Sequence[Round]) -> bool:
         """Returns whether ``rounds`` tell enough of a candidate that is too slow."""
@@ -328,9 +330,9 @@ class Race:
         def stop(rounds: Sequence[Round]) -> bool:
             left = [name for name in rounds[-1] if not times.is_slow(name)]
             nothing_to_compare = len(left) < min(len(request.variants), 2)
-            return (
-                nothing_to_compare or request.given_up(rounds) or not times.fits(left)
-            )
+            enough = len(rounds) >= request.rounds_in_any_case
+            out_of_time = enough and not times.fits(left)
+            return nothing_to_compare or request.given_up(rounds) or out_of_time
 
         return time_rounds(
             steps,

@@ -149,6 +149,12 @@ def test_rounds_end_with_the_budget() -> None:
     assert len(found.rounds) == 1, "which says something, and no more"
 
 
+def test_a_race_that_decides_has_the_rounds_that_it_takes() -> None:
+    """With one or two nothing would surely beat a device alone, which then would be taken."""
+    found, _ = timed([2.0], budget=0.0, rounds_in_any_case=MIN_ROUNDS)
+    assert len(found.rounds) == MIN_ROUNDS
+
+
 def test_a_reference_that_is_slow_stays() -> None:
     times = StepTimes(10.0, fastest_s=1.0)
     times.add({REFERENCE: 9.0, CANDIDATE: 9.0})
@@ -192,7 +198,9 @@ def test_the_share_of_the_tiles_comes_before_further_plans(spent_s: float) -> No
     clock = Clock(alone_or(0.4), 25.0, spent_s=spent_s, built_s=0.4)
     searched(clock)
     plans_end_s = (1 - job.TILES_PART) * 25.0
-    one_plan_s = MIN_TRIAL_S + 4.0  # is timed, and races, whatever is left
+    one_plan_s = (
+        MIN_TRIAL_S + 6.0
+    )  # is timed, and races for four rounds, whatever is left
     assert clock.seconds <= max(plans_end_s, spent_s) + one_plan_s
     timed = [r for r in clock.requests if r.record_compute]
     assert len(timed) >= 1

@@ -47,6 +47,7 @@ class Steps:
             raise TrialFailedError("on rank 1: there is no memory")
         self.ran.append({*plans})
         self.min_seconds.append(request.min_seconds)
+        assert request.rounds_in_any_case == MIN_ROUNDS
         return Timings([self._round(request) for _ in range(request.rounds)])
 
     def _round(self, request: TimingRequest) -> dict[str, float]:
@@ -162,3 +163,23 @@ def test_the_likeliest_half_runs_where_not_all_fit_side_by_side(
 
 def test_there_is_no_plan_where_nothing_runs() -> None:
     assert confirmed(Steps(ALL, -1)) is None
+
+
+@pytest.mark.parametrize(
+    ("left_s", "others"),
+    [
+        (-1.0, ["a"]),
+        (0.0, ["a"]),
+        (1e9, ["a", "b", "c"]),
+        (3 * (1 + MIN_ROUNDS) + 1, ["a", "b"]),
+    ],
+)
+def test_without_time_the_likeliest_one_races_the_guards(
+    left_s: float, others: list[str]
+) -> None:
+    """Each takes a second a step; the guard takes part in any case."""
+    steps = Steps({REFERENCE: 1.0, "even": 0.9, "a": 0.5, "b": 0.6, "c": 0.7})
+    found = confirmed(steps, left_s)
+    assert found is not None
+    assert steps.ran[0] == {"even", *others}
+    assert found.winner == "a"

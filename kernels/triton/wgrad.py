@@ -105,7 +105,9 @@ def wgrad_pointers(
         g_pixel = (n * stride_gn + p * stride_gp + q * stride_gq)[:, None]
         g_at = g_pixel * G_UNIT + group * K
         g_ok = inside[:, None]
-        g_tile = tl.load(g + (g_at + k[None, :]), mask=g_ok & (k < K)[None, :], other=0.0)
+        g_tile = tl.load(
+            g + (g_at + k[None, :]), mask=g_ok & (k < K)[None, :], other=0.0
+        )
         inside = inside & (h >= 0) & (h < H)
         if PACKED:
             at = (v + line * 0)[:, None] + c[None, :]

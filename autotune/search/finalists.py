@@ -63,8 +63,8 @@ class FinalRace:
         That is successive halving (Karnin et al., 2013). The last rung is by itself, for
         who came so far may merely have been lucky. What is much too slow goes at once,
         guards too. Where little time is left, fewer finalists take part, and there is one
-        rung, which always has the rounds that a decision takes. Where not all run side by side, as
-        for want of memory, the less likely half of all does not take part.
+        rung, which always has the rounds that a decision takes. Where not all run side by
+        side, as for want of memory, the less likely half of all does not take part.
 
         Args:
             finalists: the plans.

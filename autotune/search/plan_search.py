@@ -384,12 +384,10 @@ class PlanSearch:
     def _lead(self, request: TimingRequest, name: str) -> Timings:
         """Has all ranks time variants; raises `TrialFailedError` if one is too slow."""
         timings, variant = self.run.race.lead(request), request.variants[name]
-        if name not in timings.too_slow:
-            return timings
-        step_s = timings.too_slow[name]
-        if isinstance(variant, Plan):
-            self.too_slow[key_of(variant.splits)] = step_s
-        raise TrialFailedError(f"as a step takes {step_s:.3g} s, too long to go on")
+        if name in timings.too_slow and isinstance(variant, Plan):
+            self.too_slow[key_of(variant.splits)] = timings.too_slow[name]
+        timings.check(name)
+        return timings
 
     def _plan(self, contender: Contender) -> Plan:
         return self.base.with_splits(contender.splits)

@@ -113,6 +113,12 @@ class Timings(NamedTuple):
     compute_s: tuple[float, ...] = ()
     too_slow: Mapping[str, float] = {}
 
+    def check(self, name: str) -> None:
+        """Raises `TrialFailedError` for a variant that was too slow to run again."""
+        if name in self.too_slow:
+            step_s = self.too_slow[name]
+            raise TrialFailedError(f"as a step takes {step_s:.3g} s, too long to go on")
+
 
 class StepTimes:
     """Seconds of the steps of a request, the same on all ranks. Pure.

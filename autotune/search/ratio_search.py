@@ -117,9 +117,7 @@ class RatioSearch:
             TrialFailedError: if they fail on any rank.
         """
         timings = self.run.race.lead(self._request(weights, give_up_above))
-        if CANDIDATE in timings.too_slow:
-            step_s = timings.too_slow[CANDIDATE]
-            raise TrialFailedError(f"as a step takes {step_s:.3g} s, too long to go on")
+        timings.check(CANDIDATE)
         return LogRatio.of(timings.rounds, CANDIDATE, REFERENCE)
 
     def splits(self, weights: Weights) -> Splits:

@@ -24,11 +24,11 @@ from optuna.distributions import (
 )
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hetconv.errors import HetConvError, KernelError
+from hetconv.errors import HetConvError
 from hetconv.kernels import Tile, tiles
 from hetconv.kernels.chip import Chip
 from hetconv.kernels.tiles import GemmShape
-from hetconv.kernels.triton.backend import usable_tile
+from hetconv.kernels.triton.backend import is_usable
 
 Choice = Tile | Literal["aten"]
 Numbers = np.ndarray[Any, Any]
@@ -102,7 +102,7 @@ def space(works: Sequence[GemmShape], chip: Chip) -> dict[Tile, float]:
     found = [
         t
         for t in tiles.with_splits(space, longest, chip)
-        if all(_runs(t, w, chip) for w in works)
+        if all(is_usable(t, w, chip) for w in works)
     ]
     by_work = [tiles.estimated_seconds(found, w, chip) for w in works]
     seconds: Numbers = np.sum(by_work, axis=0)
@@ -124,13 +124,6 @@ def _longest(works: Sequence[GemmShape], chip: Chip) -> GemmShape:
 
 def _seconds(tile: Tile, work: GemmShape, chip: Chip) -> float:
     return float(tiles.estimated_seconds([tile], work, chip)[0])
-
-
-def _runs(tile: Tile, work: GemmShape, chip: Chip) -> bool:
-    try:
-        return usable_tile(tile, work, chip) == tile
-    except KernelError:
-        return False
 
 
 def search(

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from bench.kernels.cases import TORCH, Case, Dtype
 from hetconv import kernels
-from hetconv.errors import KernelError
 from hetconv.kernels import tiles
 from hetconv.kernels.chip import Chip, chip_of
 from hetconv.kernels.launch import StridedLayout
 from hetconv.kernels.tiles import GemmShape, Pass, Tile
 from hetconv.kernels.triton import dgrad, fprop, wgrad
-from hetconv.kernels.triton.backend import usable_tile
+from hetconv.kernels.triton.backend import is_usable
 
 EXACT_FLOPS = 3e10  # of a reference in float64
 WANTED: dict[Pass, tuple[bool, bool, bool]] = {
@@ -255,11 +254,4 @@ def tiles_of(case: Case, what: Pass, chip: Chip) -> list[Tile]:
     for shape in shapes:
         space = list(tiles.search_space(shape, chip))
         found |= dict.fromkeys(tiles.with_splits(space, shape, chip))
-    return [t for t in found if all(_runs(t, shape, chip) for shape in shapes)]
-
-
-def _runs(tile: Tile, shape: GemmShape, chip: Chip) -> bool:
-    try:
-        return usable_tile(tile, shape, chip) == tile
-    except KernelError:
-        return False
+    return [t for t in found if all(is_usable(t, shape, chip) for shape in shapes)]

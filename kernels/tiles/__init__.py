@@ -1,7 +1,7 @@
 """Tiles of the implicit GEMM kernels: search space, predicted time, default and tuned tiles."""
 
 from .choice import default_tile, estimated_seconds, fastest, with_splits
-from .gemm_shape import MAX_RUNS_PER_STEP, GemmShape
+from .gemm_shape import GemmShape
 from .pixel_boxes import Box, Image, PixelRuns, pixel_box, pixel_runs
 from .search_space import (
     COMPOSITE_SHAPES,
@@ -24,7 +24,6 @@ from .tuned import Entry, Problem, any_installed, install, tuned_entry, versions
 
 __all__ = [
     "COMPOSITE_SHAPES",
-    "MAX_RUNS_PER_STEP",
     "MAX_SPLIT_K",
     "MIN_STEPS_PER_SPLIT",
     "STEP_BYTES",

@@ -274,6 +274,14 @@ def _alignments(*tensors: Tensor) -> Alignments:
     return tuple([t.data_ptr() % VECTOR_BYTES for t in tensors])
 
 
+def is_usable(tile: Tile, shape: GemmShape, chip: Chip) -> bool:
+    """Returns whether a tile can compute a matrix product, see `usable_tile`."""
+    try:
+        return usable_tile(tile, shape, chip) == tile
+    except KernelError:
+        return False
+
+
 def usable_tile(tile: Tile | None, shape: GemmShape, chip: Chip) -> Tile:
     """Returns the tile that was asked for, or the default one.
 

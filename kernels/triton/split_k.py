@@ -19,9 +19,7 @@ from hetconv.kernels.launch import (
 
 from .device_functions import activate, load_float32, pixel_position, scale_and_shift
 
-LOAD_ELEMENTS = (
-    4096  # partial results that a program loads at a time: 128 bytes a thread
-)
+LOAD_ELEMENTS = 4096  # of a program at a time: 128 bytes of partial results a thread
 MAX_BLOCK_SPLITS = 16  # of them of one result
 MIN_BLOCK = 128  # results of a program
 PROGRAMS = 264  # that occupy the largest GPU: blocks are smaller where there were fewer

@@ -139,6 +139,68 @@ class ClusterProfile:
             self, devices=devices, links=silent, shared=(), sum_s_per_byte=0.0
         )
 
+    def slowed(self, factors: Sequence[float]) -> ClusterProfile:
+        """Returns the same cluster while its devices take longer.
+
+        Whole steps that were measured at the speed of before say nothing of it, so tuned
+        ratios, plans and chunks are left out.
+
+        Args:
+            factors: How many times as long each device takes, in rank order.
+
+        Raises:
+            ProfileError: There is not one positive, finite factor for each device.
+        """
+        if len(factors) != self.world:
+            raise ProfileError(
+                f"{len(factors)} factors were given for {self.world} devices; give one for "
+                "each, and 1 for a device at its speed"
+            )
+        if all(factor == 1 for factor in factors):
+            return self
+        devices = (
+            device.slowed(factor)
+            for device, factor in zip(self.devices, factors, strict=True)
+        )
+        return replace(self, devices=tuple(devices), tuned=(), plans=(), chunks=())
+
+    def subset(self, ranks: Sequence[int]) -> ClusterProfile:
+        """Returns a cluster of some of the devices, with its ranks numbered anew.
+
+        Tuned ratios, plans and chunks are of all devices together, and are left out
+        unless the ranks are all of them in order.
+
+        Args:
+            ranks: Ranks of the devices that remain. The first becomes rank 0.
+
+        Raises:
+            ProfileError: A rank is not one of the profile's, or is named twice, or none
+                is given.
+        """
+        known = range(self.world)
+        if not ranks or len(set(ranks)) < len(ranks) or set(ranks) - {*known}:
+            raise ProfileError(
+                f"a subset of ranks {list(ranks)} was asked for; give some of the ranks 0 to "
+                f"{self.world - 1}, each once"
+            )
+        if [*ranks] == [*known]:
+            return self
+        number = {old: new for new, old in enumerate(ranks)}
+        nodes = (tuple(number[r] for r in node if r in number) for node in self.nodes)
+        return replace(
+            self,
+            devices=tuple(self.devices[rank] for rank in ranks),
+            links={
+                f"{number[a]}-{number[b]}": self.link(a, b)
+                for a, b in combinations(ranks, 2)
+            },
+            shared=tuple(wire for w in self.shared if (wire := w.among(number)).pairs),
+            nodes=tuple(node for node in nodes if node),
+            tuned=(),
+            plans=(),
+            chunks=(),
+        )
+
     def chunks_of(self, spec: ConvSpec, sizes: Sequence[int]) -> int:
         """Returns in how many chunks the batch of a filter split is gathered.
 

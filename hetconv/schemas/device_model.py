@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -43,6 +44,10 @@ class Curve:
                 "a curve needs rising positive shares and as many seconds"
             )
 
+    def slowed(self, factor: float) -> Curve:
+        """Returns the curve with all seconds multiplied by a factor."""
+        return Curve(self.shares, tuple(seconds * factor for seconds in self.seconds))
+
     def at(self, share: float) -> float:
         """Returns the seconds at a share, by linear interpolation."""
         if share <= 0:
@@ -70,6 +75,14 @@ class OperatorModel:
     measured: MeasurementConditions | None = None
     __pydantic_config__ = STRICT
 
+    def slowed(self, factor: float) -> OperatorModel:
+        """Returns the operator on a device that takes ``factor`` times as long."""
+        return replace(
+            self,
+            forward=self.forward.slowed(factor),
+            backward=self.backward.slowed(factor),
+        )
+
 
 @dataclass(frozen=True)
 class Copying:
@@ -85,6 +98,10 @@ class Copying:
     joins: Positive
     adds: Positive
     __pydantic_config__ = STRICT
+
+    def slowed(self, factor: float) -> Copying:
+        """Returns the copies of a device that takes ``factor`` times as long."""
+        return Copying(self.sends * factor, self.joins * factor, self.adds * factor)
 
 
 @dataclass(frozen=True)
@@ -128,6 +145,35 @@ class DeviceModel:
     corrections: Mapping[str, Positive] = field(default_factory=dict)
     copying: Copying | None = None
     __pydantic_config__ = STRICT
+
+    def slowed(self, factor: float) -> DeviceModel:
+        """Returns the same device when all that it does takes longer.
+
+        Args:
+            factor: How many times as long it takes, such as 2 where another process has
+                half of it.
+
+        Raises:
+            ProfileError: The factor is not a positive, finite number.
+        """
+        if not (isfinite(factor) and factor > 0):
+            raise ProfileError(
+                f"device {self.name} is to be slowed by {factor}; give a positive, finite "
+                "factor: 2 for half the speed"
+            )
+        if factor == 1:
+            return self
+        backward_s = self.backward_overhead_s
+        return replace(
+            self,
+            flops_per_s={d: rate / factor for d, rate in self.flops_per_s.items()},
+            bytes_per_s=self.bytes_per_s / factor,
+            overhead_s=self.overhead_s * factor,
+            backward_overhead_s=None if backward_s is None else backward_s * factor,
+            operators={k: op.slowed(factor) for k, op in self.operators.items()},
+            others={k: op.slowed(factor) for k, op in self.others.items()},
+            copying=None if self.copying is None else self.copying.slowed(factor),
+        )
 
     def rate(self, dtype: str) -> float:
         """Flops per second; a ``dtype`` of which nothing is known takes float32's."""
@@ -207,3 +253,14 @@ class SharedWire:
     s_per_byte: AtLeastZero
     measured: MeasurementConditions | None = None
     __pydantic_config__ = STRICT
+
+    def among(self, number: Mapping[int, int]) -> SharedWire:
+        """Returns the wire as some of the ranks use it.
+
+        Args:
+            number: New number of each rank that remains.
+        """
+        pairs = (
+            (number[a], number[b]) for a, b in self.pairs if a in number and b in number
+        )
+        return replace(self, pairs=tuple(pairs))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .nn.model_call import call_with_whole_weights
     from .nn.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
     from .nn.parallelize import parallelize
+    from .nn.rebalancing.migrate import apply_plan
     from .nn.replica_sync import sync_replicated
     from .nn.state_dict import full_state_dict, load_full_state_dict
     from .planner.make_plan import make_plan
@@ -61,6 +62,7 @@ __all__ = [
     "ReadRegion",
     "Split",
     "SplitError",
+    "apply_plan",
     "apportion",
     "call_with_whole_weights",
     "capture",
@@ -91,6 +93,7 @@ _MODULES = {
     "nn.model_call": "call_with_whole_weights",
     "nn.optimizer_state": "full_optim_state_dict load_full_optim_state_dict",
     "nn.parallelize": "parallelize",
+    "nn.rebalancing.migrate": "apply_plan",
     "nn.replica_sync": "sync_replicated",
     "nn.state_dict": "full_state_dict load_full_state_dict",
     # a HetTensor does nothing before that module registers what it does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -17,8 +18,10 @@ from hetconv.operators.layers import CONVS, conv_spec, is_plain
 from hetconv.ops.conv import ConvCase, conv_case, convolution, linear
 from hetconv.runtime.het_tensor import HetTensor
 from hetconv.runtime.inputs import layout_of
+from hetconv.schemas.plan import LayerPlan
 from hetconv.sharding.layer_rules import Conv, Linear
 from hetconv.sharding.layout import Layout, Shape
+from hetconv.sharding.param_shards import ParamShards
 from hetconv.sharding.split import Split
 
 from .split_layer import Output, SplitLayer, check_output, inherit
@@ -172,6 +175,22 @@ class HetConv(SplitLayer):
             **options, bias="bias" in self.held, device="meta"
         )
 
+    def shards_under(self, split: Split) -> Mapping[str, ParamShards]:
+        """Returns which ranks would hold what of the parameters under another split."""
+        op = conv_op(self, self._pixel_shape, self._slice("weight").dtype)
+        op.check(split, self.group.size)
+        return op.param_shards(split, self.group.size)
+
+    def adopt_split(self, planned: LayerPlan, held: Mapping[str, ParamShards]) -> None:
+        """Makes a planned split the layer's own, once its parameters are the new slices."""
+        super().adopt_split(planned, held)
+        self.chunks = planned.chunks
+        self._cases.clear()
+
+    @property
+    def _pixel_shape(self) -> Shape:
+        return (1, self.in_channels, *(1,) * self.spatial_dims)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in CONV_ATTRIBUTES and (cases := vars(self).get("_cases")):
             cases.clear()  # they depend on these attributes
@@ -292,6 +311,14 @@ class HetLinear(SplitLayer):
         self.group, self.split, self.output = group, split, output
         op = Linear((1, self.in_features), self.out_features)
         inherit(self, linear, op.param_shards(split, group.size))
+
+    def shards_under(self, split: Split) -> Mapping[str, ParamShards]:
+        """Returns which ranks would hold what of the parameters under another split."""
+        op = Linear((1, self.in_features), self.out_features)
+        Linear((1, 1, 1, 1, self.in_features), self.out_features).check(
+            split, self.group.size
+        )
+        return op.param_shards(split, self.group.size)
 
     def _plain(self) -> nn.Module:
         return nn.Linear(

@@ -7,6 +7,7 @@ alike, and its result holds plain tensors. Calls within it just run.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -90,6 +91,11 @@ class ModelContext:
                 isinstance(m, SplitLayer) for m in module.modules()
             ):
                 module.forward = EntryForward(module, self)
+
+    def forget_calls(self) -> None:
+        """Drops what is cached of earlier calls, once the splits of layers have changed."""
+        self._caches = copy.deepcopy(self._caches)
+        self._graphs = copy.deepcopy(self._graphs)
 
     @property
     def is_active(self) -> bool:

@@ -15,6 +15,7 @@ from hetconv.comm.consensus import assert_consensus
 from hetconv.errors import HetConvError
 from hetconv.runtime.gradient_sync import ACTIVE_SYNC
 from hetconv.runtime.het_tensor import gather
+from hetconv.schemas.plan import LayerPlan
 from hetconv.sharding.param_shards import ParamShards
 from hetconv.sharding.split import Split
 
@@ -60,6 +61,24 @@ class SplitLayer(ShardedModule):
     @abstractmethod
     def _run(self, x: Tensor) -> Tensor:
         """Computes the layer's result of an input that all ranks agree on."""
+
+    @abstractmethod
+    def shards_under(self, split: Split) -> Mapping[str, ParamShards]:
+        """Returns which ranks would hold what of the parameters under another split.
+
+        Raises:
+            SplitError: The layer cannot be split like this.
+        """
+
+    def adopt_split(self, planned: LayerPlan, held: Mapping[str, ParamShards]) -> None:
+        """Makes a planned split the layer's own, once its parameters are the new slices.
+
+        Args:
+            planned: Plan of the layer.
+            held: Which ranks hold what of each parameter from now on.
+        """
+        self.split = planned.split
+        self._adopt_shards({name: held[name] for name in self.held})
 
     def __prepare_scriptable__(self) -> Any:
         """Refuses `torch.jit.script`, which asks here for what it compiles."""

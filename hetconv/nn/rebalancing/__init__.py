@@ -1,0 +1,1 @@
+"""Changes of the plan of a model that is in use."""

@@ -1,0 +1,1 @@
+"""Changes of plans of models in use."""

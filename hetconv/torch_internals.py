@@ -62,6 +62,11 @@ INTERNALS = {
         "_current_graph_task_id",
         "to know that a checkpoint runs a region again in the backward pass",
     ),
+    "at_end_of_backward": Internal(
+        "torch.autograd.variable",
+        "Variable._execution_engine.queue_callback",
+        "to measure when a backward pass ends",
+    ),
     "disable_dynamo": Internal(
         "torch._compile",
         "_disable_dynamo",
@@ -192,6 +197,9 @@ no_torch_function: Any = find(INTERNALS["no_torch_function"])
 no_torch_dispatch: Any = find(INTERNALS["no_torch_dispatch"]) or nullcontext
 make_wrapper: Any = find(INTERNALS["make_wrapper"])
 graph_task_id: Callable[[], int] = find(INTERNALS["graph_task_id"])
+at_end_of_backward: Callable[[Callable[[], None]], None] = find(
+    INTERNALS["at_end_of_backward"]
+)
 disable_dynamo: Callable[..., Any] = find(INTERNALS["disable_dynamo"]) or (
     lambda fn: fn
 )

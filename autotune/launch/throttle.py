@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hetconv.comm.cpu_time import waits_s
+from hetconv.comm.thread_time import waits_s
 from hetconv.errors import HetConvError
 from hetconv.kernels.compute_hook import set_compute_hook
 

@@ -28,6 +28,7 @@ from .rank_group import (
     translate_backend_errors,
 )
 from .shared_memory import Channel
+from .thread_time import MESSAGE_WAITS
 
 ALONE: AbstractContextManager[None] = nullcontext()
 PeerWait = tuple[int | None, Callable[[], Any]]
@@ -209,7 +210,7 @@ class _Far:
     def arrived(self, waiting: Waiting) -> dict[int, Tensor]:
         """Returns the pieces by sender, in wire format."""
         for peer, wait in self._waits:
-            with waiting(peer):
+            with waiting(peer), MESSAGE_WAITS:
                 wait()
         self._waits, self._sent = [], {}
         return {peer: t.to(self._device) for peer, t in self._buffers.items()}

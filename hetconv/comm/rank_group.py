@@ -24,6 +24,7 @@ from . import call_tags
 from .deadlock import DeadlockWatch
 from .packets import CallMismatchError
 from .shared_memory import Channel, open_channels
+from .thread_time import MESSAGE_WAITS
 
 T = TypeVar("T")
 ALL_RANKS_TAG = 1
@@ -334,7 +335,7 @@ def start_all_gather_small(group: RankGroup, word: Tensor) -> Callable[[], Tenso
         work = translate_backend_errors(group, start)
 
         def gathered() -> Tensor:
-            with group.deadlock_watch.waiting(ALL_RANKS_TAG, None):
+            with group.deadlock_watch.waiting(ALL_RANKS_TAG, None), MESSAGE_WAITS:
                 translate_backend_errors(group, work.wait)
             return words
 

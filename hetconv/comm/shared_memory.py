@@ -27,7 +27,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .cpu_time import OwnCore
 from .packets import (
     ANCILLARY_BYTES,
     DESCRIPTOR,
@@ -41,6 +40,7 @@ from .packets import (
     Shape,
 )
 from .rendezvous import Gather, connect
+from .thread_time import MESSAGE_WAITS, OwnCore
 
 INITIAL_BYTES = 1 << 20  # of the memory for messages one way
 CACHE_LINE_BYTES = 64
@@ -297,8 +297,9 @@ class Channel:
             except BlockingIOError:
                 if not wait_ms:
                     return
-                if not self._looked():
-                    _wait(self._arrivals, wait_ms)
+                with MESSAGE_WAITS:
+                    if not self._looked():
+                        _wait(self._arrivals, wait_ms)
                 continue
             if not packet:
                 raise ConnectionError("it closed the connection")

@@ -30,6 +30,7 @@ from hetconv.runtime.het_tensor import (
     gather,
 )
 from hetconv.runtime.running_stats import RunningStats
+from hetconv.runtime.step_monitor import StepMonitor
 from hetconv.signature_cache import SignatureCaches, preserve_current
 from hetconv.torch_internals import disable_dynamo, dynamo_is_loaded, tracer_in_use
 
@@ -65,7 +66,12 @@ class ModelContext:
             never.
         signatures: Number of input signatures for which it is cached how operators run.
         graphs: Captured steps of the model; None to run every step eagerly.
+
+    Attributes:
+        monitor: Measures the calls and their backward passes; None if nobody asks.
     """
+
+    monitor: StepMonitor | None = None
 
     def __init__(
         self,
@@ -144,6 +150,22 @@ class ModelContext:
         """
         _refuse_tracers(module)
         run_backward_here()
+        if self.monitor is None:
+            return self._called(module, forward, args, kwargs, name)
+        with self.monitor.forward():
+            result = self._called(module, forward, args, kwargs, name)
+        self.monitor.watch_backward(tensors_in(result, opaque=True))
+        return result
+
+    def _called(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        name: str | None,
+    ) -> Any:
+        """Calls an entry, as `call` does, without measuring it."""
         tensors = tensors_in((args, kwargs), opaque=True)
         agreed = self._start_agreement(module, tensors, name)
         captured = self._captured(module, args, kwargs) if name is None else None

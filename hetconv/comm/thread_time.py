@@ -1,4 +1,4 @@
-"""Whether a thread has a CPU core to itself, from the scheduler's statistics."""
+"""Times of a thread: that it waits for a CPU core, and for messages of other ranks."""
 
 from __future__ import annotations
 
@@ -44,3 +44,24 @@ class OwnCore:
             )
             self._since, self._waited = now, waited
         return self._own
+
+
+class WaitClock:
+    """Counts the seconds within its context, in which a rank waits for others.
+
+    Attributes:
+        waited_s: Seconds so far.
+    """
+
+    waited_s = 0.0
+    _since = 0.0
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.waited_s += time.perf_counter() - self._since
+
+
+MESSAGE_WAITS = WaitClock()
+"""Counts the waits of this process for messages, in host memory, of other ranks."""

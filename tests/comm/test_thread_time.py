@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from hetconv.comm import cpu_time
-from hetconv.comm.cpu_time import MAX_WAITING_PART, QUERY_INTERVAL_S, OwnCore, waits_s
+from hetconv.comm import thread_time
+from hetconv.comm.thread_time import (
+    MAX_WAITING_PART,
+    QUERY_INTERVAL_S,
+    OwnCore,
+    waits_s,
+)
 
 
 class Core:
@@ -29,8 +34,8 @@ class Core:
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     made = Core()
-    monkeypatch.setattr(cpu_time, "time", made)
-    monkeypatch.setattr(cpu_time, "waits_s", lambda: made.waited)
+    monkeypatch.setattr(thread_time, "time", made)
+    monkeypatch.setattr(thread_time, "waits_s", lambda: made.waited)
     return made
 
 

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from .nn.model_call import call_with_whole_weights
     from .nn.optimizer_state import full_optim_state_dict, load_full_optim_state_dict
     from .nn.parallelize import parallelize
-    from .nn.rebalancing.migrate import apply_plan
     from .nn.replica_sync import sync_replicated
     from .nn.state_dict import full_state_dict, load_full_state_dict
     from .planner.make_plan import make_plan
+    from .rebalancing.migrate import apply_plan
+    from .rebalancing.rebalancer import Rebalancer
     from .runtime.het_tensor import HetTensor, gather
     from .schemas.cluster_profile import ClusterProfile
     from .schemas.plan import Plan
@@ -60,6 +61,7 @@ __all__ = [
     "PlanError",
     "ProfileError",
     "ReadRegion",
+    "Rebalancer",
     "Split",
     "SplitError",
     "apply_plan",
@@ -93,12 +95,13 @@ _MODULES = {
     "nn.model_call": "call_with_whole_weights",
     "nn.optimizer_state": "full_optim_state_dict load_full_optim_state_dict",
     "nn.parallelize": "parallelize",
-    "nn.rebalancing.migrate": "apply_plan",
     "nn.replica_sync": "sync_replicated",
     "nn.state_dict": "full_state_dict load_full_state_dict",
     # a HetTensor does nothing before that module registers what it does
     "ops.dispatch": "HetTensor gather",
     "planner.make_plan": "make_plan",
+    "rebalancing.migrate": "apply_plan",
+    "rebalancing.rebalancer": "Rebalancer",
     "schemas.cluster_profile": "ClusterProfile",
     "schemas.plan": "Plan",
     "sharding.split": "Split",

@@ -175,21 +175,11 @@ class HetConv(SplitLayer):
             **options, bias="bias" in self.held, device="meta"
         )
 
-    def shards_under(self, split: Split) -> Mapping[str, ParamShards]:
-        """Returns which ranks would hold what of the parameters under another split."""
-        op = conv_op(self, self._pixel_shape, self._slice("weight").dtype)
-        op.check(split, self.group.size)
-        return op.param_shards(split, self.group.size)
-
     def adopt_split(self, planned: LayerPlan, held: Mapping[str, ParamShards]) -> None:
         """Makes a planned split the layer's own, once its parameters are the new slices."""
         super().adopt_split(planned, held)
         self.chunks = planned.chunks
         self._cases.clear()
-
-    @property
-    def _pixel_shape(self) -> Shape:
-        return (1, self.in_channels, *(1,) * self.spatial_dims)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in CONV_ATTRIBUTES and (cases := vars(self).get("_cases")):
@@ -309,16 +299,7 @@ class HetLinear(SplitLayer):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.group, self.split, self.output = group, split, output
-        op = Linear((1, self.in_features), self.out_features)
-        inherit(self, linear, op.param_shards(split, group.size))
-
-    def shards_under(self, split: Split) -> Mapping[str, ParamShards]:
-        """Returns which ranks would hold what of the parameters under another split."""
-        op = Linear((1, self.in_features), self.out_features)
-        Linear((1, 1, 1, 1, self.in_features), self.out_features).check(
-            split, self.group.size
-        )
-        return op.param_shards(split, self.group.size)
+        inherit(self, linear, minimal_op(linear).param_shards(split, group.size))
 
     def _plain(self) -> nn.Module:
         return nn.Linear(
@@ -353,7 +334,15 @@ def conv_op(conv: Any, x_shape: tuple[int, ...], dtype: torch.dtype) -> Conv:
     return Conv(conv_spec(x_shape, w_shape, dtype, *options))
 
 
-def minimal_op(conv: PlainConv) -> Conv:
-    """Returns the operator on an input of one pixel, to check splits with."""
+def minimal_op(layer: PlainConv | nn.Linear | SplitLayer) -> Conv | Linear:
+    """Returns the operator on an input of one pixel, to check splits with.
+
+    Args:
+        layer: A plain or split convolution or linear layer.
+    """
+    if isinstance(layer, (nn.Linear, HetLinear)):
+        # An input may have up to three dimensions between samples and features.
+        return Linear((1, 1, 1, 1, layer.in_features), layer.out_features)
+    conv: Any = layer
     pixel = (1,) * len(conv.kernel_size)
     return conv_op(conv, (1, conv.in_channels, *pixel), conv.weight.dtype)

@@ -34,7 +34,7 @@ from hetconv.runtime.step_monitor import StepMonitor
 from hetconv.signature_cache import SignatureCaches, preserve_current
 from hetconv.torch_internals import disable_dynamo, dynamo_is_loaded, tracer_in_use
 
-from .parameters import Parameters, parameters_of, split_layers
+from .parameters import NOT_PARALLELIZED, Parameters, parameters_of, split_layers
 from .replica_sync import sync_replicated
 from .split_layer import SplitLayer
 from .step_graphs import Signature, StepGraphs
@@ -150,10 +150,11 @@ class ModelContext:
         """
         _refuse_tracers(module)
         run_backward_here()
+        called = functools.partial(self._called, module, forward, args, kwargs, name)
         if self.monitor is None:
-            return self._called(module, forward, args, kwargs, name)
+            return called()
         with self.monitor.forward():
-            result = self._called(module, forward, args, kwargs, name)
+            result = called()
         self.monitor.watch_backward(tensors_in(result, opaque=True))
         return result
 
@@ -341,9 +342,7 @@ def call_with_whole_weights(
     contexts = (layer.context for layer in split_layers(model))
     context = next((c for c in contexts if c is not None), None)
     if context is None:
-        raise HetConvError(
-            "the model has no split layer; call hetconv.parallelize(model, plan) first"
-        )
+        raise HetConvError(NOT_PARALLELIZED)
     name = getattr(function, "__name__", type(function).__name__)
     return context.call(model, function, args, kwargs, f"{name}, with whole weights")
 

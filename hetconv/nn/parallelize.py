@@ -25,7 +25,6 @@ from hetconv.operators.layers import is_plain
 from hetconv.ops.deferred import fusion_pays
 from hetconv.schemas.plan import LayerPlan, Plan
 from hetconv.schemas.tuning_results import TunedTile
-from hetconv.sharding.layer_rules import Linear
 from hetconv.sharding.split import Split
 from hetconv.torch_internals import move_hooks
 
@@ -206,10 +205,8 @@ def _checked_layer(
             "a way of its own; "
             f"leave it out of the plan"
         )
-    if isinstance(layer, PlainConv):
+    if isinstance(layer, (PlainConv, nn.Linear)):
         minimal_op(layer).check(split, world)
-    elif isinstance(layer, nn.Linear):
-        Linear((1, 1, 1, 1, layer.in_features), layer.out_features).check(split, world)
     else:
         have = f"a {type(layer).__name__}" if layer is not None else "no such module"
         raise PlanError(
@@ -228,14 +225,8 @@ def _check_sharing(
 
     A parameter of two layers cannot stay in both when one of them is split.
     """
-    planned = {id(layer): name for name, layer in found.items()}
-    for name, layer in found.items():
-        first = planned[id(layer)]
-        if splits[name] != splits[first]:
-            raise PlanError(
-                f"the plan splits one layer in two ways, as {name!r} and as {first!r}; give "
-                "both the same split"
-            )
+    check_one_split_each(found, splits)
+    planned = {id(layer) for layer in found.values()}
     owners: dict[int, nn.Module] = {}
     for name, layer in layers.items():
         for p in layer.parameters(recurse=False):
@@ -245,6 +236,25 @@ def _check_sharing(
                     f"layer {name!r} shares a parameter with another layer; leave both out of "
                     "the plan"
                 )
+
+
+def check_one_split_each(
+    layers: Mapping[str, nn.Module], splits: Mapping[str, Split]
+) -> None:
+    """Raises `PlanError` if a layer with two names has two splits.
+
+    Args:
+        layers: Layers by name.
+        splits: Split of each name.
+    """
+    names = {id(layer): name for name, layer in layers.items()}
+    for name, layer in layers.items():
+        other = names[id(layer)]
+        if splits[name] != splits[other]:
+            raise PlanError(
+                f"the plan splits one layer in two ways, as {name!r} and as {other!r}; give "
+                "both the same split"
+            )
 
 
 def _signature(model: nn.Module) -> str:

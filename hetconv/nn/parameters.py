@@ -12,6 +12,10 @@ from hetconv.sharding.param_shards import ParamShards
 
 from .split_layer import SplitLayer
 
+NOT_PARALLELIZED = (
+    "the model has no split layer; call hetconv.parallelize(model, plan) first"
+)
+
 
 def split_layers(model: nn.Module) -> list[SplitLayer]:
     """Returns the split layers of a model."""
@@ -69,3 +73,15 @@ def group_of_model(model: nn.Module) -> RankGroup | None:
             "of them"
         )
     return groups.pop() if groups else None
+
+
+def required_group(model: nn.Module) -> RankGroup:
+    """Returns the ranks that a model is parallelized over.
+
+    Raises:
+        HetConvError: It is not parallelized, or over several process groups.
+    """
+    group = group_of_model(model)
+    if group is None:
+        raise HetConvError(NOT_PARALLELIZED)
+    return group

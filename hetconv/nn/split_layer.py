@@ -62,14 +62,6 @@ class SplitLayer(ShardedModule):
     def _run(self, x: Tensor) -> Tensor:
         """Computes the layer's result of an input that all ranks agree on."""
 
-    @abstractmethod
-    def shards_under(self, split: Split) -> Mapping[str, ParamShards]:
-        """Returns which ranks would hold what of the parameters under another split.
-
-        Raises:
-            SplitError: The layer cannot be split like this.
-        """
-
     def adopt_split(self, planned: LayerPlan, held: Mapping[str, ParamShards]) -> None:
         """Makes a planned split the layer's own, once its parameters are the new slices.
 

@@ -124,7 +124,8 @@ class RebalanceController(Generic[P]):
 
     def __init__(self, costs: PlanCosts[P], plan: P, policy: RebalancePolicy):
         self._costs, self._policy = costs, policy
-        self.plan, self.factors = plan, (1.0,) * len(costs.busy_s(plan))
+        self.plan, self._busy_s = plan, np.array(costs.busy_s(plan))
+        self.factors: Factors = (1.0,) * len(self._busy_s)
         self._window: deque[Reading] = deque(maxlen=policy.window_steps)
         self._dwell_steps, self._resting_steps = policy.dwell_steps, 0
         self._steps = 0
@@ -178,7 +179,7 @@ class RebalanceController(Generic[P]):
             f"{_described(factors)}; another split is predicted to save {gain:.0%} of a "
             f"step of {step_s * 1e3:.3g} ms",
         )
-        self._before = _Before(self.plan, self.factors, tuple(self._window))
+        self._before = _Before(self.plan, tuple(self._window))
         self._change(plan, factors)
         return decision
 
@@ -212,7 +213,8 @@ class RebalanceController(Generic[P]):
         return decision
 
     def _change(self, plan: P, factors: Factors) -> None:
-        self.plan, self.factors = plan, factors
+        self.plan, self._busy_s = plan, np.array(self._costs.busy_s(plan))
+        self.factors = factors
         self._window.clear()
         self._resting_steps = self._dwell_steps
 
@@ -222,10 +224,9 @@ class RebalanceController(Generic[P]):
     def _measured_factors(self) -> Factors:
         """Returns the factor of each device: the current one unless it surely differs."""
         busy_s = np.array([reading.busy_s for reading in self._window])
-        predicted_s = np.array(self._costs.busy_s(self.plan))
         # A device without work tells nothing of its speed.
-        works = predicted_s > 0
-        ratios = busy_s / np.where(works, predicted_s, 1.0)
+        works = self._busy_s > 0
+        ratios = busy_s / np.where(works, self._busy_s, 1.0)
         middle, current = np.median(ratios, axis=0), np.array(self.factors)
         middle = np.where(works, middle, 1.0)
         error = _standard_error(ratios)
@@ -240,7 +241,6 @@ class _Before(NamedTuple, Generic[P]):
     """What was in use, and what was measured, before a move."""
 
     plan: P
-    factors: Factors
     window: tuple[Reading, ...]
 
 

@@ -21,9 +21,11 @@ from hetconv.comm.consensus import validate_together
 from hetconv.comm.exchange_plan import local_slice
 from hetconv.comm.rank_group import RankGroup, all_gather_object
 from hetconv.comm.redistribute import clone_if_aliased, sum_overlaps
-from hetconv.errors import HetConvError, PlanError
+from hetconv.errors import PlanError
+from hetconv.nn.layers import minimal_op
 from hetconv.nn.optimizer_state import sharded_optim_state_dict
-from hetconv.nn.parameters import group_of_model
+from hetconv.nn.parallelize import check_one_split_each
+from hetconv.nn.parameters import required_group
 from hetconv.nn.split_layer import SplitLayer
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.param_shards import ParamShards
@@ -48,15 +50,10 @@ def apply_plan(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> Non
     Raises:
         PlanError: On every rank, before anything changes, if the plan does not fit the
             model or the number of ranks.
-        HetConvError: Likewise, if the optimizer's state cannot be moved, or a rank fails
-            while it builds its new slices.
+        HetConvError: Likewise, if the optimizer's state cannot be moved.
         DisagreementError: On every rank, if ranks were given different plans.
     """
-    group = group_of_model(model)
-    if group is None:
-        raise HetConvError(
-            "the model has no split layer; call hetconv.parallelize(model, plan) first"
-        )
+    group = required_group(model)
 
     def check() -> list[_Change]:
         if optimizer is not None:
@@ -71,13 +68,13 @@ def apply_plan(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> Non
         for change in changes
         for switch in _parameter_switches(group, change, optimizer)
     ]
-    # A rank that failed to build its slices raises here on all ranks.
+    # No rank switches before all have their slices.
     validate_together(group, "apply_plan", lambda: switches, lambda s: str(len(s)))
     for switch in switches:
         switch()
     for change in changes:
         change.layer.adopt_split(plan.layers[change.name], change.held)
-    for context in {id(c): c for x in changes if (c := x.layer.context)}.values():
+    for context in {change.layer.context for change in changes} - {None}:
         context.forget_calls()
 
 
@@ -116,16 +113,14 @@ def _changes(model: nn.Module, plan: Plan, group: RankGroup) -> Iterator[_Change
             f"the plan does not fit the split layers of the model: missing {missing}, "
             f"unknown {unknown}; make it from the model that was parallelized"
         )
-    seen: dict[int, str] = {}
-    for name, layer in layers.items():
-        first = seen.setdefault(id(layer), name)
-        if plan.splits[name] != plan.splits[first]:
-            raise PlanError(
-                f"the plan splits one layer in two ways, as {name!r} and as {first!r}; give "
-                "both the same split"
-            )
-        if first == name and plan.splits[name] != layer.split:
-            yield _Change(name, layer, layer.shards_under(plan.splits[name]))
+    check_one_split_each(layers, plan.splits)
+    names = {layer: name for name, layer in layers.items()}
+    for layer, name in names.items():
+        split = plan.splits[name]
+        if split != layer.split:
+            op = minimal_op(layer)
+            op.check(split, group.size)
+            yield _Change(name, layer, op.param_shards(split, group.size))
 
 
 def _parameter_switches(

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from hetconv.comm.consensus import assert_consensus
 from hetconv.comm.rank_group import RankGroup, all_gather_object, all_gather_small
-from hetconv.errors import HetConvError, PlanError
-from hetconv.nn.parameters import group_of_model, split_layers
+from hetconv.errors import PlanError
+from hetconv.nn.parameters import required_group, split_layers
 from hetconv.planner.plan_costs import EstimatedCosts
 from hetconv.planner.rebalance import (
     STEPS_PER_CHECK,
@@ -55,6 +55,9 @@ class Rebalancer:
         record: File to which rank 0 appends a line of JSON for each decision.
         on_decision: Called on every rank with each decision, before it is acted on.
 
+    Attributes:
+        plan: The plan in use, or with ``dry_run`` the one that would be.
+
     Raises:
         PlanError: The plan or the profile is for another number of ranks.
         HetConvError: The model is not parallelized.
@@ -87,10 +90,13 @@ class Rebalancer:
         self._model, self._optimizer = model, optimizer
         self._group = _checked_group(model, plan, profile)
         self._dry_run, self._record, self._on_decision = dry_run, record, on_decision
-        costs = EstimatedCosts(
-            graph, profile, plan.mode, _itemsize(model), _moved_tensors(optimizer)
-        )
-        self._controller = RebalanceController(costs, plan, policy or RebalancePolicy())
+        self.plan = plan
+        self._controller: RebalanceController[Plan] | None = None
+        if self._group.rank == 0:
+            sizes = _itemsize(model), _moved_tensors(optimizer)
+            costs = EstimatedCosts(graph, profile, plan.mode, *sizes)
+            policy = policy or RebalancePolicy()
+            self._controller = RebalanceController(costs, plan, policy)
         self._monitor = StepMonitor()
         for layer in split_layers(model):
             if layer.context is not None:
@@ -98,11 +104,6 @@ class Rebalancer:
         self._own: list[tuple[float, float]] = []
         self._steps, self._warm_up = 0, WARM_UP_STEPS
         self._last_s = time.perf_counter()
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in use, or with ``dry_run`` the one that would be."""
-        return self._controller.plan
 
     def step(self) -> Decision[Plan] | None:
         """Ends a step; collective.
@@ -130,22 +131,20 @@ class Rebalancer:
         assert_consensus(group, "Rebalancer.step", f"step {self._steps}")
         own = torch.tensor(self._own, dtype=torch.float64, device="cpu")
         self._own = []
-        # (P, steps, 2)
-        every = all_gather_small(group, own) if group.size > 1 else own[None]
-        decision = None
-        if group.rank == 0:
-            decision = self._observed(every)
-        if group.size == 1:
-            return decision
+        decision = self._observed(all_gather_small(group, own))
         decided = torch.tensor([decision is not None], device="cpu")
         if not bool(all_gather_small(group, decided)[0]):
             return None
-        first: Decision[Plan] = all_gather_object(group, decision)[0]  # type: ignore[assignment]
-        if group.rank != 0:
-            self._controller.plan = first.plan
-        return first
+        return all_gather_object(group, decision)[0]
 
     def _observed(self, every: Tensor) -> Decision[Plan] | None:
+        """Returns rank 0's decision; None on other ranks.
+
+        Args:
+            every: Seconds of each step and of its busy part, (P, steps, 2).
+        """
+        if self._controller is None:
+            return None
         decision = None
         for of_ranks in every.unbind(1):
             step_s, busy_s = of_ranks.t().tolist()
@@ -155,6 +154,7 @@ class Rebalancer:
 
     def _act(self, decision: Decision[Plan]) -> None:
         """Tells a decision, and changes the plan unless nothing may move; collective."""
+        self.plan = decision.plan
         if self._on_decision is not None:
             self._on_decision(decision)
         start_s = time.perf_counter()
@@ -189,11 +189,7 @@ class Rebalancer:
 
 
 def _checked_group(model: nn.Module, plan: Plan, profile: ClusterProfile) -> RankGroup:
-    group = group_of_model(model)
-    if group is None:
-        raise HetConvError(
-            "the model has no split layer; call hetconv.parallelize(model, plan) first"
-        )
+    group = required_group(model)
     if not plan.world == profile.world == group.size:
         raise PlanError(
             f"the plan is for {plan.world} ranks and the profile has {profile.world} devices, "
@@ -210,8 +206,8 @@ def _moved_tensors(optimizer: Optimizer | None) -> int:
     """Returns the tensors of a parameter's shape that move with it, itself among them."""
     if optimizer is None:
         return 1
-    states = (s for s in optimizer.state.values())
     kept = (
-        sum(isinstance(x, Tensor) and x.dim() > 0 for x in s.values()) for s in states
+        sum(isinstance(x, Tensor) and x.dim() > 0 for x in state.values())
+        for state in optimizer.state.values()
     )
     return 2 + max(kept, default=2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hetconv
 from hetconv.errors import PlanError
+from hetconv.planner.plan_costs import EstimatedCosts
 from hetconv.rebalancing.rebalancer import Rebalancer
 from hetconv.runtime.step_monitor import RankTimes
 from hetconv.schemas.plan import Plan
@@ -31,13 +32,13 @@ def net() -> nn.Sequential:
 class Script:
     """Stands in for the monitor: rank 0 is slower than predicted from some step on."""
 
-    def __init__(self, rebalancer: Rebalancer, rank: int) -> None:
-        self._rebalancer, self._rank, self._step = rebalancer, rank, 0
+    def __init__(self, rebalancer: Rebalancer, costs: EstimatedCosts) -> None:
+        self._rebalancer, self._costs, self._step = rebalancer, costs, 0
+        self._rank = torch.distributed.get_rank()
 
     def take(self) -> RankTimes:
         self._step += 1
-        control = self._rebalancer._controller
-        busy_s = control._costs.busy_s(control.plan)[self._rank]
+        busy_s = self._costs.busy_s(self._rebalancer.plan)[self._rank]
         slow = self._rank == 0 and self._step >= SLOW_FROM
         return RankTimes(busy_s * (SLOW if slow else 1.0), 0.0)
 
@@ -57,8 +58,7 @@ def trains(record: Path, dry_run: bool) -> tuple[list[float], list[float], int]:
         rebalancer = Rebalancer(
             model, optimizer, plan, graph, PROFILE, dry_run=dry_run, record=record
         )
-        rank = torch.distributed.get_rank()
-        script: Any = Script(rebalancer, rank)
+        script: Any = Script(rebalancer, EstimatedCosts(graph, PROFILE, plan.mode))
         rebalancer._monitor = script
         draw, of_model = torch.Generator().manual_seed(1), []
         for _ in range(STEPS):

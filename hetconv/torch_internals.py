@@ -161,6 +161,7 @@ INTERNALS = {
             "tree_map",
             "tree_map_only",
             "tree_leaves",
+            "tree_structure",
             "tree_flatten_with_path",
             "keystr",
         )
@@ -208,6 +209,7 @@ tree_iter: Callable[..., Any] = find(INTERNALS["tree_iter"])
 tree_map: Callable[..., Any] = find(INTERNALS["tree_map"])
 tree_map_only: Callable[..., Any] = find(INTERNALS["tree_map_only"])
 tree_leaves: Callable[..., Any] = find(INTERNALS["tree_leaves"])
+tree_structure: Callable[..., Any] = find(INTERNALS["tree_structure"])
 tree_flatten_with_path: Callable[..., Any] = find(INTERNALS["tree_flatten_with_path"])
 keystr: Callable[..., str] = find(INTERNALS["keystr"])
 _is_fx_tracing: Callable[[], bool] = find(INTERNALS["is_fx_tracing"]) or (lambda: False)
@@ -375,3 +377,15 @@ def move_hooks(old: nn.Module, new: nn.Module) -> None:
         if "_hooks" in name and isinstance(hooks, dict):
             getattr(new, name).update(hooks)
     new._is_full_backward_hook = getattr(old, "_is_full_backward_hook", None)
+
+
+def rebuild_buckets(wrapper: Any) -> None:
+    """Has a `DistributedDataParallel` take its parameters anew, after their shapes changed."""
+    parameters, sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
+    if wrapper.static_graph:
+        wrapper._set_static_graph()
+    hooks, wrapper._comm_hooks = wrapper._comm_hooks, []
+    for hook, state in hooks:
+        wrapper.register_comm_hook(state, hook)

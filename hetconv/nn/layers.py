@@ -175,6 +175,10 @@ class HetConv(SplitLayer):
             **options, bias="bias" in self.held, device="meta"
         )
 
+    def follows(self, planned: LayerPlan) -> bool:
+        """Returns whether the layer is split as planned already."""
+        return super().follows(planned) and self.chunks == planned.chunks
+
     def adopt_split(self, planned: LayerPlan, held: Mapping[str, ParamShards]) -> None:
         """Makes a planned split the layer's own, once its parameters are the new slices."""
         super().adopt_split(planned, held)
@@ -197,7 +201,7 @@ class HetConv(SplitLayer):
         # A copy of this layer has the ids of another layer's layouts.
         if case is None or case.src is not src:
             case = self._new_case(src)
-        w, b = self._slice("weight"), self._parameters["bias"]
+        w, b = self.parameter_slice("weight"), self._parameters["bias"]
         y = convolution(x, w, b, case, self.group, self.fusible, self.chunks)
         return y if self.output == "split" else self._result(y)
 
@@ -212,7 +216,7 @@ class HetConv(SplitLayer):
 
     def _new_case(self, src: Layout) -> ConvCase:
         self._check(src.shape)
-        op = conv_op(self, src.shape, self._slice("weight").dtype)
+        op = conv_op(self, src.shape, self.parameter_slice("weight").dtype)
         if min(op.spec.y_shape[2:]) < 1:
             raise HetConvError(
                 f"an input of {src.shape} is smaller than the kernel {self.kernel_size} of {self}"
@@ -312,7 +316,7 @@ class HetLinear(SplitLayer):
                 f"HetLinear expects (..., {self.in_features}), but was given {tuple(x.shape)}"
             )
         op = Linear(tuple(x.shape), self.out_features)
-        w, b = self._slice("weight"), self._parameters["bias"]
+        w, b = self.parameter_slice("weight"), self._parameters["bias"]
         return self._result(linear(x, w, b, op, self.split, self.group))
 
     def extra_repr(self) -> str:

@@ -109,7 +109,7 @@ def parallelize(
     )
     devices = {p.device for p in model.parameters()}
     for device in devices:
-        _install(tiles, device)
+        install_tiles(tiles, device)
     fuse = fuse and fusion_pays(rank_group)
     broadcast(rank_group, [t.data for t in (*model.parameters(), *model.buffers())])
     _share_random_state(rank_group, model)
@@ -154,7 +154,7 @@ def _checked(
         for name, split in plan.splits.items()
     }
     _check_sharing(layers, found, plan.splits)
-    return found, _by_origin(plan.tiles)
+    return found, tiles_by_origin(plan.tiles)
 
 
 def _swap(
@@ -301,7 +301,7 @@ def _share_random_state(group: RankGroup, model: nn.Module) -> None:
     group.agreements.draws_alike = first is None or all(states)
 
 
-def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
+def tiles_by_origin(tiles: Sequence[TunedTile]) -> Tiles:
     """Groups tiles by where they were tuned; raises `KernelError` for an unknown choice."""
     found: Tiles = {}
     for t in tiles:
@@ -314,7 +314,7 @@ def _by_origin(tiles: Sequence[TunedTile]) -> Tiles:
     return found
 
 
-def _install(tiles: Tiles, device: torch.device) -> None:
+def install_tiles(tiles: Tiles, device: torch.device) -> None:
     """Installs the tiles that were tuned on such a device; warns if there are only others."""
     if not tiles or kernels.backend_choice.unavailable_reason(device) is not None:
         return

@@ -79,7 +79,7 @@ class ShardedModule(nn.Module, ABC):
         )
         _sharded.add(self)
 
-    def _slice(self, name: str) -> nn.Parameter:
+    def parameter_slice(self, name: str) -> nn.Parameter:
         """Returns what this rank holds of a parameter."""
         own = self._parameters[name]
         assert own is not None
@@ -142,7 +142,7 @@ class ShardedModule(nn.Module, ABC):
             full: The whole parameters by name.
         """
         for name, of in self.held.items():
-            self._slice(name).copy_(
+            self.parameter_slice(name).copy_(
                 full[name][of.boxes[self.group.rank].slices_in(Box.whole(of.shape))]
             )
 
@@ -180,7 +180,7 @@ class ShardedModule(nn.Module, ABC):
             broadcast(self.group, [own[name].data for name in changed])
             self.load_full({name: p.detach() for name, p in own.items()})
         for name, p in own.items():
-            self._slice(name).requires_grad_(p.requires_grad)
+            self.parameter_slice(name).requires_grad_(p.requires_grad)
         self.training = plain.training
         for name, value in vars(plain).items():
             if name not in MODULE_ATTRIBUTES and (
@@ -236,7 +236,7 @@ class ShardedModule(nn.Module, ABC):
         """Returns the plain module with the current values and hooks; collective."""
         plain, rank = self._plain(), self.group.rank
         for name, of in self.held.items():
-            own = self._slice(name)
+            own = self.parameter_slice(name)
             owned = local_slice(own.detach(), of.boxes[rank], of.primary.boxes[rank])
             whole = (
                 own

@@ -62,6 +62,10 @@ class SplitLayer(ShardedModule):
     def _run(self, x: Tensor) -> Tensor:
         """Computes the layer's result of an input that all ranks agree on."""
 
+    def follows(self, planned: LayerPlan) -> bool:
+        """Returns whether the layer is split as planned already."""
+        return self.split == planned.split
+
     def adopt_split(self, planned: LayerPlan, held: Mapping[str, ParamShards]) -> None:
         """Makes a planned split the layer's own, once its parameters are the new slices.
 

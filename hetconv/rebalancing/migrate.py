@@ -7,75 +7,107 @@ them does any rank switch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hetconv import kernels
-from hetconv.comm import call_tags
-from hetconv.comm.consensus import validate_together
-from hetconv.comm.exchange_plan import local_slice
-from hetconv.comm.rank_group import RankGroup, all_gather_object
-from hetconv.comm.redistribute import clone_if_aliased, sum_overlaps
-from hetconv.errors import PlanError
+from hetconv.comm.consensus import assert_consensus, validate_together
+from hetconv.comm.rank_group import RankGroup, rank_group_of
+from hetconv.errors import HetConvError, PlanError
 from hetconv.nn.layers import minimal_op
 from hetconv.nn.optimizer_state import sharded_optim_state_dict
-from hetconv.nn.parallelize import check_one_split_each
+from hetconv.nn.parallelize import (
+    Tiles,
+    check_one_split_each,
+    install_tiles,
+    tiles_by_origin,
+)
 from hetconv.nn.parameters import required_group
 from hetconv.nn.split_layer import SplitLayer
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.param_shards import ParamShards
+from hetconv.torch_internals import rebuild_buckets
 
-Switch = Callable[[], None]
-GRADIENT = "gradient"  # beside the keys of the optimizer's state
+from .shard_moves import ShardMove, described, moved, reserve_memory
+
+WRAPPED = "module", "_orig_mod"
+"""Where wrappers keep the model: those of data parallelism and averages, and compiled ones."""
 
 
 @torch.no_grad()
-def apply_plan(model: nn.Module, optimizer: Optimizer | None, plan: Plan) -> None:
+def apply_plan(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    plan: Plan,
+    *,
+    copies: Sequence[nn.Module] = (),
+) -> None:
     """Changes the plan of a parallelized model, in place; collective.
 
     Parameters, their gradients and the optimizer's state move between ranks; whole
-    values keep their bits. Call it between two steps, while no graph of autograd
-    refers to the parameters.
+    values keep their bits. Call it between two steps. It needs memory for the new
+    slices beside the old ones.
 
     Args:
-        model: The parallelized model.
+        model: The parallelized model. If it is wrapped in `DistributedDataParallel`, the
+            wrapper; all replicas then change to the same plan.
         optimizer: Its optimizer; None if there is none.
         plan: The new plan, of the same layers.
+        copies: Copies of the model that change with it, such as an
+            `torch.optim.swa_utils.AveragedModel`.
 
     Raises:
         PlanError: On every rank, before anything changes, if the plan does not fit the
             model or the number of ranks.
-        HetConvError: Likewise, if the optimizer's state cannot be moved.
+        HetConvError: Likewise, if the optimizer's state cannot be moved, or if a rank
+            lacks the memory.
         DisagreementError: On every rank, if ranks were given different plans.
-    """
-    group = required_group(model)
+        LostRankError: Another rank is gone. The model then has either plan, on each rank
+            that is left, and the last checkpoint loads.
 
-    def check() -> list[_Change]:
+    Example:
+        >>> slowed = profile.slowed([1.0, 2.5])  # the second GPU has another job
+        >>> hetconv.apply_plan(model, optimizer, hetconv.make_plan(graph, slowed))
+    """
+    group, what = required_group(model), "apply_plan"
+
+    def check() -> tuple[list[_Change], Tiles]:
         if optimizer is not None:
             sharded_optim_state_dict(model, optimizer)  # raises for what cannot move
-        return list(_changes(model, plan, group))
+        _refuse_hidden_wrapper(model)
+        found = [c for m in (model, *copies) for c in _changes(m, plan, group)]
+        return found, tiles_by_origin(plan.tiles)
 
-    changes = validate_together(
-        group, "apply_plan", check, lambda _: f"plan {plan.digest}"
-    )
+    def agreed(_: object) -> str:
+        return f"plan {plan.digest}, copies {len(copies)}"
+
+    changes, tiles = validate_together(group, what, check, agreed)
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    for wrapper in wrappers:
+        assert_consensus(rank_group_of(wrapper.process_group), what, agreed(None))
+    moves = [move for change in changes for move in _moves(change, optimizer)]
+    known = described(group, what, moves)
+    validate_together(group, what, lambda: reserve_memory(group, moves, known), str)
     switches = [
-        switch
-        for change in changes
-        for switch in _parameter_switches(group, change, optimizer)
+        moved(group, move, kept) for move, kept in zip(moves, known, strict=True)
     ]
     # No rank switches before all have their slices.
-    validate_together(group, "apply_plan", lambda: switches, lambda s: str(len(s)))
+    assert_consensus(group, what, f"{len(switches)} parameters moved")
     for switch in switches:
         switch()
     for change in changes:
         change.layer.adopt_split(plan.layers[change.name], change.held)
     for context in {change.layer.context for change in changes} - {None}:
         context.forget_calls()
+    for wrapper in wrappers if moves else ():
+        rebuild_buckets(wrapper)
+    for device in {p.device for p in model.parameters()}:
+        install_tiles(tiles, device)
 
 
 class _Change(NamedTuple):
@@ -93,17 +125,13 @@ class _Change(NamedTuple):
 
 
 def _changes(model: nn.Module, plan: Plan, group: RankGroup) -> Iterator[_Change]:
-    """Lists the layers whose split changes, or raises `PlanError`."""
+    """Lists the layers that change, or raises `PlanError`."""
     if plan.world != group.size:
         raise PlanError(
             f"the plan is for {plan.world} ranks, but the model is on {group.size}; make one "
             "for them"
         )
-    layers = {
-        name: layer
-        for name, layer in model.named_modules(remove_duplicate=False)
-        if isinstance(layer, SplitLayer)
-    }
+    layers = _layers_of(model, plan)
     missing, unknown = (
         sorted(layers.keys() - plan.layers),
         sorted(plan.layers.keys() - layers.keys()),
@@ -116,85 +144,50 @@ def _changes(model: nn.Module, plan: Plan, group: RankGroup) -> Iterator[_Change
     check_one_split_each(layers, plan.splits)
     names = {layer: name for name, layer in layers.items()}
     for layer, name in names.items():
-        split = plan.splits[name]
-        if split != layer.split:
-            op = minimal_op(layer)
-            op.check(split, group.size)
-            yield _Change(name, layer, op.param_shards(split, group.size))
+        planned = plan.layers[name]
+        op = minimal_op(layer)
+        op.check(planned.split, group.size)
+        if not layer.follows(planned):
+            yield _Change(name, layer, op.param_shards(planned.split, group.size))
 
 
-def _parameter_switches(
-    group: RankGroup, change: _Change, optimizer: Optimizer | None
-) -> Iterator[Switch]:
-    """Builds the new slices of a layer's parameters, and yields what installs each."""
+def _layers_of(model: nn.Module, plan: Plan) -> dict[str, SplitLayer]:
+    """Returns the split layers by the names that they have in a plan."""
+    layers = {
+        name: layer
+        for name, layer in model.named_modules(remove_duplicate=False)
+        if isinstance(layer, SplitLayer)
+    }
+    if layers.keys() != plan.layers.keys():
+        for name in WRAPPED:
+            if isinstance(inner := getattr(model, name, None), nn.Module):
+                return _layers_of(inner, plan) or layers
+    return layers
+
+
+def _moves(change: _Change, optimizer: Optimizer | None) -> Iterator[ShardMove]:
     layer = change.layer
     for name, old in layer.held.items():
-        param, new = layer._slice(name), change.held[name]
-        if old.boxes == new.boxes:
-            continue
-        call_tags.enter("apply_plan")
-        move = partial(_moved, group, old, new, layer.as_wired and name == "weight")
-        state = optimizer.state.get(param, {}) if optimizer is not None else {}
-        kept = {GRADIENT: param.grad} if param.grad is not None else {}
-        kept |= state
-        described = {key: _described(x) for key, x in kept.items()}
-        # A rank with an empty slice may have neither a gradient nor a state.
-        known: dict[Any, _Described] = {}
-        for of_rank in all_gather_object(group, described):
-            for key, x in of_rank.items():
-                known.setdefault(key, x)
-        values: dict[Any, Any] = {}
-        for key in known:
-            if (dtype := known[key].dtype) is None:
-                values[key] = kept.get(key, known[key].value)
-                continue
-            own = kept.get(key)
-            if own is None:
-                own = torch.zeros_like(param, dtype=dtype)
-            values[key] = move(own)
-        yield partial(_install, param, move(param.data), values, optimizer)
+        new, channels_last = change.held[name], layer.as_wired and name == "weight"
+        if old.boxes != new.boxes:
+            param = layer.parameter_slice(name)
+            yield ShardMove(param, old, new, channels_last, optimizer)
 
 
-class _Described(NamedTuple):
-    """What belongs to a parameter: the dtype of what is sliced like it, or a value."""
+def _refuse_hidden_wrapper(model: nn.Module) -> None:
+    """Raises `HetConvError` if the caller's model is within a data-parallel wrapper.
 
-    dtype: torch.dtype | None
-    value: Any
-
-
-def _described(x: Any) -> _Described:
-    if isinstance(x, Tensor) and x.dim():
-        return _Described(x.dtype, None)
-    return _Described(None, x)
-
-
-def _moved(
-    group: RankGroup,
-    old: ParamShards,
-    new: ParamShards,
-    channels_last: bool,
-    local: Tensor,
-) -> Tensor:
-    """Returns this rank's new slice of a tensor, in memory of its own; collective."""
-    rank, primary = group.rank, old.primary.boxes
-    owned = local_slice(local.detach(), old.boxes[rank], primary[rank])
-    slice_ = clone_if_aliased(sum_overlaps(group, owned, primary, new.boxes), local)
-    memory = torch.contiguous_format
-    if channels_last:
-        memory = kernels.CHANNELS_LAST[local.dim()]
-    return slice_.contiguous(memory_format=memory)
-
-
-def _install(
-    param: nn.Parameter,
-    data: Tensor,
-    values: dict[str, Any],
-    optimizer: Optimizer | None,
-) -> None:
-    """Gives a parameter, its gradient and its optimizer state their new slices."""
-    grad = values.pop(GRADIENT, None)
-    param.grad = None
-    param.data = data
-    param.grad = grad
-    if optimizer is not None and values:
-        optimizer.state[param] = values
+    The wrapper keeps buffers of the gradients' shapes, which only it can change.
+    """
+    ours = set(model.modules())
+    gc.collect()  # a wrapper that was deleted no longer counts
+    for wrapper in gc.get_objects():
+        if (
+            type(wrapper) is DistributedDataParallel
+            and wrapper not in ours
+            and not ours.isdisjoint(wrapper.modules())
+        ):
+            raise HetConvError(
+                "the model is wrapped in DistributedDataParallel, which keeps the shapes of "
+                "its gradients; give apply_plan the wrapper instead of the model within"
+            )

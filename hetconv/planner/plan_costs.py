@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import mean
+
 from hetconv.cost.estimator import StepEstimator
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Mode, Plan
+from hetconv.sharding.layer_rules import Conv, Linear
+from hetconv.sharding.layout import spans
 from hetconv.sharding.moves import bytes_per_pair
 from hetconv.sharding.param_shards import ParamShards
+from hetconv.sharding.split import Split
 from hetconv.tracing.graph import Graph
 
 from .make_plan import make_plan
+from .partition import split_of
 from .rebalance import Factors
 
 
@@ -23,6 +31,7 @@ class EstimatedCosts:
         itemsize: Bytes of an element of a parameter.
         copies: Tensors of a parameter's shape that move with it, itself among them: 4
             for the parameter, its gradient and Adam's two moments.
+        horizon_steps: Steps within which a change must pay for its migration.
     """
 
     def __init__(
@@ -32,9 +41,12 @@ class EstimatedCosts:
         mode: Mode,
         itemsize: int = 4,
         copies: int = 4,
+        horizon_steps: int = 500,
     ):
         self._graph, self._profile, self._mode = graph, profile, mode
         self._bytes_per_element = itemsize * copies
+        self._horizon_steps = horizon_steps
+        self._made_for: dict[str, Factors] = {}  # by digest of a plan
         self._estimator = StepEstimator(graph, profile, mode)
         self._slowed: tuple[Factors, StepEstimator] | None = None
 
@@ -56,9 +68,33 @@ class EstimatedCosts:
         return self._slowed[1].estimate(plan.splits)[0].step_s
 
     def plan_for(self, current: Plan, factors: Factors) -> Plan:
-        """Returns the fastest plan on slowed devices; ``current`` if it has its splits."""
-        plan = make_plan(self._graph, self._profile.slowed(factors), mode=self._mode)
-        return current if plan.splits == current.splits else plan
+        """Returns the plan that is fastest on slowed devices, with its migration.
+
+        It is the one that `make_plan` finds, or the current one with other sizes of the
+        same kinds, or ``current`` itself.
+        """
+        tuned = make_plan(self._graph, self._profile.slowed(factors), mode=self._mode)
+        found = min(
+            (current, self._resized(current, factors), tuned),
+            key=lambda plan: (
+                self.step_s(plan, factors) * self._horizon_steps
+                + 2 * self.migration_s(current, plan)
+            ),
+        )
+        if found is not current:
+            self._made_for[found.digest] = factors
+        return found
+
+    def _resized(self, current: Plan, factors: Factors) -> Plan:
+        """Returns a plan of the same kinds, with less for devices that became slower."""
+        before = self._made_for.get(current.digest, (1.0,) * len(factors))
+        speeds = [then / now for then, now in zip(before, factors, strict=True)]
+        return current.with_splits(
+            {
+                name: _resized(op, current.splits[name], speeds)
+                for name, op in self._graph.layers.items()
+            }
+        )
 
     def migration_s(self, current: Plan, new: Plan) -> float:
         """Returns the seconds in which parameters move to the slices of another plan."""
@@ -83,3 +119,17 @@ class EstimatedCosts:
             link = self._profile.link(sender, receiver)
             seconds += link.latency_s + size * link.s_per_byte
         return seconds
+
+
+def _resized(op: Conv | Linear, split: Split, speeds: Sequence[float]) -> Split:
+    """Returns a split of the same kind, with shares multiplied by speeds, where it is legal."""
+    if not split.sizes:
+        return split
+    weights = [size * speed for size, speed in zip(split.sizes, speeds, strict=True)]
+    bounds = spans([count for count, _ in split.nodes]) if split.nodes else ()
+    nodes = tuple(
+        (count, round(samples * 1024 * mean(speeds[lo:hi])))
+        for (count, samples), (lo, hi) in zip(split.nodes, bounds, strict=True)
+    )
+    found = split_of(op, split.kind, weights, (split.kind,), nodes)
+    return replace(found, whole=split.whole) if found.kind == split.kind else split

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 P = TypeVar("P")
 Factors = tuple[float, ...]
-Action = Literal["move", "revert"]
+Action = Literal["move", "keep", "revert"]
 # Standard deviation of normal noise over its median absolute deviation, and of the
 # median of many samples over that of their mean.
 SIGMA_PER_DEVIATION, MEDIAN_ERROR = 1.4826, 1.2533
@@ -69,9 +69,10 @@ class RebalancePolicy:
         horizon_steps: Steps within which a change must pay for its migration twice.
         dwell_steps: Steps after a change in which nothing changes. It doubles after each
             change that made steps slower.
-        min_relative_gain: Part of a step that a change must at least save.
+        min_relative_gain: Part of a step that a change must at least save. Devices whose
+            factors change by less are not looked at, since no change could save as much.
         significance: Standard errors by which a device must differ from the factor that
-            the current plan was made for.
+            was looked at last.
     """
 
     window_steps: int = 20
@@ -83,15 +84,17 @@ class RebalancePolicy:
 
 @dataclass(frozen=True)
 class Decision(Generic[P]):
-    """Decision to change the plan.
+    """Decision about the plan.
 
     Attributes:
-        action: "move" to another plan, or "revert" to the one before, which was faster.
-        plan: The new plan.
+        action: "move" to another plan; later either "keep" it, or "revert" to the one
+            before, which was faster.
+        plan: The plan from now on.
         factors: How many times as long each device takes as its profile says.
         step_s: Median seconds of the last steps.
         predicted_step_s: Seconds that are expected of a step from now on.
         migration_s: Predicted seconds of the change.
+        measured_gain: Part of a step that the last change saved; None for a "move".
         reason: The decision in words.
     """
 
@@ -101,6 +104,7 @@ class Decision(Generic[P]):
     step_s: float
     predicted_step_s: float
     migration_s: float
+    measured_gain: float | None
     reason: str
 
 
@@ -116,16 +120,26 @@ class RebalanceController(Generic[P]):
         costs: What plans cost.
         plan: The plan in use.
         policy: When a change is worth it.
+        dry_run: Whether decisions are only told, and the plan stays.
 
     Attributes:
         plan: The plan in use, after the decisions so far.
-        factors: Those that the plan was made for.
+        factors: Those for which it was last asked whether another plan is faster.
+        gain: Part of a step that another plan was predicted to save then.
     """
 
-    def __init__(self, costs: PlanCosts[P], plan: P, policy: RebalancePolicy):
-        self._costs, self._policy = costs, policy
+    def __init__(
+        self,
+        costs: PlanCosts[P],
+        plan: P,
+        policy: RebalancePolicy,
+        *,
+        dry_run: bool = False,
+    ):
+        self._costs, self._policy, self._dry_run = costs, policy, dry_run
         self.plan, self._busy_s = plan, np.array(costs.busy_s(plan))
         self.factors: Factors = (1.0,) * len(self._busy_s)
+        self.gain = 0.0
         self._window: deque[Reading] = deque(maxlen=policy.window_steps)
         self._dwell_steps, self._resting_steps = policy.dwell_steps, 0
         self._steps = 0
@@ -147,25 +161,20 @@ class RebalanceController(Generic[P]):
         if not is_full or self._steps % STEPS_PER_CHECK:
             return None
         if self._before is not None:
-            before, self._before = self._before, None
-            if self._lost(before):
-                return self._reverted(before)
+            return self._judged(self._before)
         if self._resting_steps:
             return None
-        return self._moved()
-
-    def _moved(self) -> Decision[P] | None:
-        """Returns the decision for a better plan, if there is one that pays."""
         factors = self._measured_factors()
-        if factors == self.factors:
-            return None
+        return None if factors == self.factors else self._moved(factors)
+
+    def _moved(self, factors: Factors) -> Decision[P] | None:
+        """Returns the decision for a better plan, if there is one that pays."""
+        self.factors, self._resting_steps = factors, self._dwell_steps
         plan = self._costs.plan_for(self.plan, factors)
-        if plan == self.plan:
-            return None
         now_s, then_s = (self._costs.step_s(p, factors) for p in (self.plan, plan))
+        self.gain = gain = 1 - then_s / now_s
         migration_s = self._costs.migration_s(self.plan, plan)
         step_s = self._step_s()
-        gain = 1 - then_s / now_s
         saved_s = gain * step_s * self._policy.horizon_steps
         if gain < self._policy.min_relative_gain or saved_s < 2 * migration_s:
             return None
@@ -176,11 +185,40 @@ class RebalanceController(Generic[P]):
             step_s,
             step_s * (1 - gain),
             migration_s,
+            None,
             f"{_described(factors)}; another split is predicted to save {gain:.0%} of a "
             f"step of {step_s * 1e3:.3g} ms",
         )
-        self._before = _Before(self.plan, tuple(self._window))
-        self._change(plan, factors)
+        if not self._dry_run:
+            self._before = _Before(self.plan, tuple(self._window), decision)
+            self._change(plan)
+        return decision
+
+    def _judged(self, before: _Before[P]) -> Decision[P]:
+        """Returns whether the last move stays, from what was measured since."""
+        self._before = None
+        lost = self._lost(before)
+        if lost:
+            # What was measured before the move is no reason to make it once more.
+            self._dwell_steps *= 2
+        old_s, step_s = before.decision.step_s, self._step_s()
+        said = (
+            f"steps take {step_s * 1e3:.3g} ms since the last change, and took "
+            f"{old_s * 1e3:.3g} ms before it; {before.decision.predicted_step_s * 1e3:.3g} ms "
+            "were predicted"
+        )
+        decision = Decision(
+            "revert" if lost else "keep",
+            before.plan if lost else self.plan,
+            self.factors,
+            step_s,
+            old_s if lost else before.decision.predicted_step_s,
+            self._costs.migration_s(self.plan, before.plan) if lost else 0.0,
+            1 - step_s / old_s,
+            said,
+        )
+        if lost:
+            self._change(before.plan)
         return decision
 
     def _lost(self, before: _Before[P]) -> bool:
@@ -193,28 +231,9 @@ class RebalanceController(Generic[P]):
         slower_s = float(np.median(new) - np.median(old))
         return slower_s > self._policy.significance * error_s
 
-    def _reverted(self, before: _Before[P]) -> Decision[P]:
-        """Returns to the plan before the last move, and rests longer from now on."""
-        old_s = median(r.step_s for r in before.window)
-        step_s = self._step_s()
-        decision = Decision(
-            "revert",
-            before.plan,
-            self.factors,
-            step_s,
-            old_s,
-            self._costs.migration_s(self.plan, before.plan),
-            f"steps take {step_s * 1e3:.3g} ms since the last change, and took "
-            f"{old_s * 1e3:.3g} ms before it",
-        )
-        self._dwell_steps *= 2
-        # The factors stay: what was measured then is no reason to move once more.
-        self._change(before.plan, self.factors)
-        return decision
-
-    def _change(self, plan: P, factors: Factors) -> None:
+    def _change(self, plan: P) -> None:
         self.plan, self._busy_s = plan, np.array(self._costs.busy_s(plan))
-        self.factors = factors
+        self.gain = 0.0
         self._window.clear()
         self._resting_steps = self._dwell_steps
 
@@ -222,7 +241,7 @@ class RebalanceController(Generic[P]):
         return median(r.step_s for r in self._window)
 
     def _measured_factors(self) -> Factors:
-        """Returns the factor of each device: the current one unless it surely differs."""
+        """Returns the factor of each device: that of the last look unless it surely differs."""
         busy_s = np.array([reading.busy_s for reading in self._window])
         # A device without work tells nothing of its speed.
         works = self._busy_s > 0
@@ -233,15 +252,17 @@ class RebalanceController(Generic[P]):
         # Of many devices some seem steady by chance: none counts as steadier than most.
         typical = np.median((error / middle)[works]) * middle
         error = self._policy.significance * np.maximum(error, typical)
-        differs = works & (abs(middle - current) > error)
+        least = self._policy.min_relative_gain * current
+        differs = works & (abs(middle - current) > np.maximum(error, least))
         return tuple(np.where(differs, middle, current).tolist())
 
 
 class _Before(NamedTuple, Generic[P]):
-    """What was in use, and what was measured, before a move."""
+    """What was in use, and what was measured, before a move, which is the decision."""
 
     plan: P
     window: tuple[Reading, ...]
+    decision: Decision[P]
 
 
 def _standard_error(samples: NDArray[np.float64]) -> NDArray[np.float64]:

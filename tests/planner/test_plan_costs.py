@@ -10,7 +10,7 @@ from torch import nn
 
 import hetconv
 from hetconv.cost.estimator import StepEstimator
-from hetconv.planner.plan_costs import EstimatedCosts
+from hetconv.planner.plan_costs import EstimatedCosts, _resized
 from hetconv.planner.rebalance import (
     Decision,
     Reading,
@@ -52,7 +52,7 @@ def test_a_slow_device_gets_fewer_rows_and_gets_them_back() -> None:
     plan = hetconv.make_plan(model, PROFILE, mode="infer")
     costs = EstimatedCosts(model, PROFILE, "infer", copies=1)
     decisions, last = controlled(costs, model, plan, 2.5)
-    assert [d.action for d in decisions] == ["move", "move"]
+    assert [d.action for d in decisions] == ["move", "keep", "move", "keep"]
     first = decisions[0]
     tuned = hetconv.make_plan(model, PROFILE.slowed(first.factors), mode="infer")
     assert first.plan.splits == tuned.splits
@@ -84,3 +84,31 @@ def test_moving_filters_costs_their_bytes() -> None:
     expected = moved_bytes * link.s_per_byte + messages * link.latency_s
     assert costs.migration_s(even, uneven) == pytest.approx(expected)
     assert costs.migration_s(even, replace(even, chosen="again")) == 0
+
+
+def test_rows_are_resized_where_another_kind_would_move_too_much() -> None:
+    model = graph()
+    plan = hetconv.make_plan(model, PROFILE, mode="infer").with_splits(
+        {name: Split("height", (1, 1)) for name in model.layers}
+    )
+    # Two steps do not pay for moved filters.
+    costs = EstimatedCosts(model, PROFILE, "infer", copies=10**6, horizon_steps=2)
+    found = costs.plan_for(plan, (3.0, 1.0))
+    assert {split.kind for split in found.splits.values()} == {"height"}
+    for split in found.splits.values():
+        assert split.shares[0] == pytest.approx(1 / 4, abs=0.02)
+    assert costs.migration_s(plan, found) == 0
+    again = costs.plan_for(found, (1.0, 1.0))
+    for split in again.splits.values():
+        assert split.shares[0] == pytest.approx(1 / 2, abs=0.02)
+
+
+def test_filters_are_resized_and_nodes_keep_their_ranks() -> None:
+    layer = nn.Conv2d(64, 64, 3, padding=1)
+    model = hetconv.capture(nn.Sequential(layer), torch.zeros(8, 64, 64, 64))
+    (op,) = model.layers.values()
+    split = Split("filter", (32, 32, 64), nodes=((2, 6), (1, 2)))
+    found = _resized(op, split, (0.5, 1.0, 0.25))
+    assert found.nodes == ((2, 7), (1, 1))
+    assert found.sizes == (16, 48, 64)  # in whole tiles
+    assert _resized(op, Split("replicate"), (0.5, 1.0)) == Split("replicate")

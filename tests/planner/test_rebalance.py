@@ -71,8 +71,9 @@ def run(
         found.step_s.append(step_s)
         found.total_s += step_s
         if controlled and (decision := control.observe(Reading(step_s, busy))):
-            found.decisions.append((step, decision))
-            found.total_s += MOVE_S
+            if decision.action != "keep":
+                found.decisions.append((step, decision))
+                found.total_s += MOVE_S
             plan = decision.plan
             assert plan == control.plan
     return found
@@ -189,6 +190,52 @@ def test_a_change_that_lost_is_reverted_and_not_tried_again() -> None:
             actions.append(decision.action)
     assert actions == ["move", "revert"]
     assert control.plan == wrong.even
+
+
+def test_a_change_that_won_is_kept_and_its_gain_told() -> None:
+    cluster = Cluster(2)
+    control = RebalanceController(cluster, cluster.even, RebalancePolicy())
+    decisions = []
+    for _ in range(100):
+        factors = (2.5, 1.0)
+        rows = cluster.busy_s(control.plan)
+        busy = tuple(s * f for s, f in zip(rows, factors, strict=True))
+        reading = Reading(cluster.step_s(control.plan, factors), busy)
+        if (decision := control.observe(reading)) is not None:
+            decisions.append(decision)
+    move, kept = decisions
+    assert (move.action, kept.action) == ("move", "keep")
+    assert move.measured_gain is None
+    assert kept.measured_gain == pytest.approx(1 - kept.step_s / move.step_s)
+    assert kept.step_s == pytest.approx(kept.predicted_step_s, rel=0.05)
+
+
+def test_a_dry_run_tells_once_and_leaves_the_plan() -> None:
+    cluster = Cluster(2)
+    control = RebalanceController(
+        cluster, cluster.even, RebalancePolicy(), dry_run=True
+    )
+    busy = tuple(
+        s * f for s, f in zip(cluster.busy_s(cluster.even), (2.5, 1.0), strict=True)
+    )
+    reading = Reading(cluster.step_s(cluster.even, (2.5, 1.0)), busy)
+    told = [d for _ in range(300) if (d := control.observe(reading)) is not None]
+    assert [d.action for d in told] == ["move"]
+    assert control.plan == cluster.even
+    assert control.gain == pytest.approx(1 - told[0].predicted_step_s / reading.step_s)
+
+
+def test_a_plan_that_does_not_pay_is_not_made_again_at_every_check() -> None:
+    class Counted(Cluster):
+        asked = 0
+
+        def plan_for(self, current: Plan, factors: Factors) -> Plan:
+            self.asked += 1
+            return current
+
+    cluster = Counted(2)
+    run(cluster, step_trace(2, 1.5, 20, 1000), 500, noise=0.1)
+    assert 1 <= cluster.asked <= 5
 
 
 def test_what_does_not_pay_for_its_migration_is_left() -> None:

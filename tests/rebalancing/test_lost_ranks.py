@@ -39,9 +39,7 @@ def is_killed(checkpoint: Path, victim: int, after_s: float) -> str:
                 followed += 1
     except LostRankError as e:
         error = str(e)
-    layers = {
-        name: m for name, m in model.named_modules() if isinstance(m, SplitLayer)
-    }
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, SplitLayer)}
     # It may have been lost before or after all agreed to switch.
     assert any(
         all(layer.follows(plan.layers[name]) for name, layer in layers.items())

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .planner.make_plan import make_plan
     from .rebalancing.migrate import apply_plan
     from .rebalancing.rebalancer import Rebalancer
+    from .rebalancing.step_reports import Monitor, StepReport, monitor
     from .runtime.het_tensor import HetTensor, gather
     from .schemas.cluster_profile import ClusterProfile
     from .schemas.plan import Plan
@@ -57,6 +58,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LostRankError",
+    "Monitor",
     "Plan",
     "PlanError",
     "ProfileError",
@@ -64,6 +66,7 @@ __all__ = [
     "Rebalancer",
     "Split",
     "SplitError",
+    "StepReport",
     "apply_plan",
     "apportion",
     "call_with_whole_weights",
@@ -78,6 +81,7 @@ __all__ = [
     "load_full_optim_state_dict",
     "load_full_state_dict",
     "make_plan",
+    "monitor",
     "parallelize",
     "redistribute",
     "save_checkpoint",
@@ -102,6 +106,7 @@ _MODULES = {
     "planner.make_plan": "make_plan",
     "rebalancing.migrate": "apply_plan",
     "rebalancing.rebalancer": "Rebalancer",
+    "rebalancing.step_reports": "Monitor StepReport monitor",
     "schemas.cluster_profile": "ClusterProfile",
     "schemas.plan": "Plan",
     "sharding.split": "Split",

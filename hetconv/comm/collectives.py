@@ -18,6 +18,7 @@ from .rank_group import (
     no_payload,
     translate_backend_errors,
 )
+from .thread_time import MESSAGE_WAITS
 
 # The second names are those of PyTorch before 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -81,7 +82,8 @@ def _start_collective(
     work = translate_backend_errors(group, start)
 
     def wait() -> None:
-        translate_backend_errors(group, work.wait)
+        with MESSAGE_WAITS:
+            translate_backend_errors(group, work.wait)
         _ = sent  # which has to stay until then
 
     if blocking.on:

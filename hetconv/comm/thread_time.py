@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 MAX_WAITING_PART = 0.05
 """Part of the time that a thread waits for a core which it has to itself, at most."""
@@ -50,18 +52,29 @@ class WaitClock:
     """Counts the seconds within its context, in which a rank waits for others.
 
     Attributes:
-        waited_s: Seconds so far.
+        waited_s: Seconds of the host so far.
+        mark: Returns a mark of the time on a GPU's stream, while one is measured; None
+            otherwise. Messages of GPUs are waited for on the stream.
+        marked: First and last mark of each wait.
     """
 
     waited_s = 0.0
+    mark: Callable[[], Any] | None = None
     _since = 0.0
+    _first: Any = None
+
+    def __init__(self) -> None:
+        self.marked: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
         self._since = time.perf_counter()
+        self._first = self.mark() if self.mark is not None else None
 
     def __exit__(self, *_: object) -> None:
         self.waited_s += time.perf_counter() - self._since
+        if self.mark is not None:
+            self.marked.append((self._first, self.mark()))
 
 
 MESSAGE_WAITS = WaitClock()
-"""Counts the waits of this process for messages, in host memory, of other ranks."""
+"""Counts the waits of this process for messages of other ranks."""

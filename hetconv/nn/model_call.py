@@ -104,6 +104,11 @@ class ModelContext:
         self._graphs = copy.deepcopy(self._graphs)
 
     @property
+    def captures_steps(self) -> bool:
+        """Whether steps are captured in CUDA graphs."""
+        return self._graphs is not None
+
+    @property
     def is_active(self) -> bool:
         """Whether a call of the model is running."""
         scope = ACTIVE_SYNC.get()

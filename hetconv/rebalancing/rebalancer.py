@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hetconv.comm.consensus import assert_consensus
-from hetconv.comm.rank_group import RankGroup, all_gather_object, all_gather_small
-from hetconv.errors import PlanError
-from hetconv.nn.parameters import required_group, split_layers
+from hetconv.comm.consensus import assert_consensus, validate_together
+from hetconv.comm.rank_group import all_gather_object, all_gather_small, count_sent
+from hetconv.errors import HetConvError
+from hetconv.nn.parameters import required_group
 from hetconv.planner.plan_costs import EstimatedCosts
 from hetconv.planner.rebalance import (
     STEPS_PER_CHECK,
@@ -25,12 +26,12 @@ from hetconv.planner.rebalance import (
     RebalanceController,
     RebalancePolicy,
 )
-from hetconv.runtime.step_monitor import StepMonitor
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
 from hetconv.tracing.graph import Graph
 
 from .migrate import apply_plan
+from .step_reports import Monitor, StepReport, check_monitored, check_ranks
 
 log = logging.getLogger("hetconv")
 WARM_UP_STEPS = 2
@@ -42,7 +43,8 @@ class Rebalancer:
 
     Call `step` after each step of training, that is after ``optimizer.step()``. Every
     few steps ranks exchange what they measured, and rank 0 decides whether another
-    plan would be faster.
+    plan would be faster. After a change it compares the steps with those before, and
+    goes back if they have become slower.
 
     Args:
         model: The parallelized model.
@@ -50,17 +52,21 @@ class Rebalancer:
         plan: The plan that the model was parallelized with.
         graph: The plain model, as `capture` returned it.
         profile: Devices and links, as they were measured.
+        copies: Copies of the model that change with it; see `apply_plan`.
         policy: When a change of plan is worth it.
         dry_run: Whether decisions are only told, and nothing moves.
+        log_every: Steps after which rank 0 logs a `StepReport`; 0 for never.
         record: File to which rank 0 appends a line of JSON for each decision.
         on_decision: Called on every rank with each decision, before it is acted on.
 
     Attributes:
-        plan: The plan in use, or with ``dry_run`` the one that would be.
+        plan: The plan in use.
 
     Raises:
-        PlanError: The plan or the profile is for another number of ranks.
-        HetConvError: The model is not parallelized.
+        PlanError: On every rank, if the plan or the profile is for another number of
+            ranks.
+        HetConvError: On every rank, if the model is not parallelized, captures its steps
+            in CUDA graphs, or has replicas, which would decide each for itself.
 
     Example:
         >>> graph = hetconv.capture(model, x)
@@ -82,28 +88,43 @@ class Rebalancer:
         graph: Graph,
         profile: ClusterProfile,
         *,
+        copies: Sequence[nn.Module] = (),
         policy: RebalancePolicy | None = None,
         dry_run: bool = False,
+        log_every: int = 0,
         record: str | Path | None = None,
         on_decision: Callable[[Decision[Plan]], None] | None = None,
     ):
-        self._model, self._optimizer = model, optimizer
-        self._group = _checked_group(model, plan, profile)
+        self._group = group = required_group(model)
+
+        def check() -> None:
+            check_ranks(group, plan, profile)
+            check_monitored(model)
+            _check_replicas(model)
+
+        validate_together(group, "Rebalancer", check, lambda _: f"plan {plan.digest}")
+        self._model, self._optimizer, self._copies = model, optimizer, copies
         self._dry_run, self._record, self._on_decision = dry_run, record, on_decision
-        self.plan = plan
         self._controller: RebalanceController[Plan] | None = None
-        if self._group.rank == 0:
-            sizes = _itemsize(model), _moved_tensors(optimizer)
-            costs = EstimatedCosts(graph, profile, plan.mode, *sizes)
-            policy = policy or RebalancePolicy()
-            self._controller = RebalanceController(costs, plan, policy)
-        self._monitor = StepMonitor()
-        for layer in split_layers(model):
-            if layer.context is not None:
-                layer.context.monitor = self._monitor
-        self._own: list[tuple[float, float]] = []
-        self._steps, self._warm_up = 0, WARM_UP_STEPS
-        self._last_s = time.perf_counter()
+        policy, costs = policy or RebalancePolicy(), None
+        if group.rank == 0:
+            costs = EstimatedCosts(
+                graph,
+                profile,
+                plan.mode,
+                _itemsize(model),
+                _moved_tensors(optimizer),
+                policy.horizon_steps,
+            )
+            self._controller = RebalanceController(costs, plan, policy, dry_run=dry_run)
+        self._monitor = Monitor(model, plan, log_every=log_every)
+        self._unread, self._warm_up = 0, WARM_UP_STEPS
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        assert self._monitor.plan is not None
+        return self._monitor.plan
 
     def step(self) -> Decision[Plan] | None:
         """Ends a step; collective.
@@ -111,26 +132,31 @@ class Rebalancer:
         Returns:
             The decision that was taken after this step, if there was one.
         """
-        busy_s, now_s = self._monitor.take().busy_s, time.perf_counter()
-        step_s, self._last_s = now_s - self._last_s, now_s
-        self._steps += 1
+        self._monitor.step()
         if self._warm_up:
             self._warm_up -= 1
             return None
-        self._own.append((step_s, busy_s))
-        if len(self._own) < STEPS_PER_CHECK:
+        self._unread += 1
+        if self._unread < STEPS_PER_CHECK:
             return None
         decision = self._decide()
         if decision is not None:
             self._act(decision)
         return decision
 
+    def report(self) -> StepReport:
+        """Returns what the last steps took on all ranks; collective."""
+        return self._monitor.report()
+
+    def close(self) -> None:
+        """Stops measuring; the plan stays as it is."""
+        self._monitor.close()
+
     def _decide(self) -> Decision[Plan] | None:
         """Exchanges what ranks measured, and returns rank 0's decision; collective."""
         group = self._group
-        assert_consensus(group, "Rebalancer.step", f"step {self._steps}")
-        own = torch.tensor(self._own, dtype=torch.float64, device="cpu")
-        self._own = []
+        assert_consensus(group, "Rebalancer.step", f"step {self._monitor.steps}")
+        own, self._unread = self._monitor.last(self._unread), 0
         decision = self._observed(all_gather_small(group, own))
         decided = torch.tensor([decision is not None], device="cpu")
         if not bool(all_gather_small(group, decided)[0]):
@@ -141,40 +167,46 @@ class Rebalancer:
         """Returns rank 0's decision; None on other ranks.
 
         Args:
-            every: Seconds of each step and of its busy part, (P, steps, 2).
+            every: Seconds of each step, of its busy part and of its waits, (P, steps, 3).
         """
         if self._controller is None:
             return None
         decision = None
         for of_ranks in every.unbind(1):
-            step_s, busy_s = of_ranks.t().tolist()
+            step_s, busy_s, _ = of_ranks.t().tolist()
             found = self._controller.observe(Reading(step_s[0], tuple(busy_s)))
             decision = found or decision
         return decision
 
     def _act(self, decision: Decision[Plan]) -> None:
         """Tells a decision, and changes the plan unless nothing may move; collective."""
-        self.plan = decision.plan
         if self._on_decision is not None:
             self._on_decision(decision)
         start_s = time.perf_counter()
-        if not self._dry_run:
-            apply_plan(self._model, self._optimizer, decision.plan)
-            self._warm_up = WARM_UP_STEPS
+        sent = 0
+        if not self._dry_run and decision.action != "keep":
+            with count_sent() as counts:
+                apply_plan(
+                    self._model, self._optimizer, decision.plan, copies=self._copies
+                )
+            self._monitor.plan, self._warm_up = decision.plan, WARM_UP_STEPS
+            sent = counts.total()
         took_s = time.perf_counter() - start_s
-        self._last_s = time.perf_counter()
-        self._monitor.take()
+        self._monitor.forget()
         if self._group.rank == 0:
             log.info(
-                "%s after step %d: %s", decision.action, self._steps, decision.reason
+                "%s after step %d: %s",
+                decision.action,
+                self._monitor.steps,
+                decision.reason,
             )
-            self._append(decision, took_s)
+            self._append(decision, took_s, sent)
 
-    def _append(self, decision: Decision[Plan], took_s: float) -> None:
+    def _append(self, decision: Decision[Plan], took_s: float, sent: int) -> None:
         if self._record is None:
             return
         line: dict[str, Any] = {
-            "step": self._steps,
+            "step": self._monitor.steps,
             "action": decision.action,
             "dry_run": self._dry_run,
             "reason": decision.reason,
@@ -183,19 +215,24 @@ class Rebalancer:
             "predicted_step_s": decision.predicted_step_s,
             "predicted_migration_s": decision.migration_s,
             "migration_s": took_s,
+            "sent_bytes": sent,
+            "measured_gain": decision.measured_gain,
         }
         with open(self._record, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _checked_group(model: nn.Module, plan: Plan, profile: ClusterProfile) -> RankGroup:
-    group = required_group(model)
-    if not plan.world == profile.world == group.size:
-        raise PlanError(
-            f"the plan is for {plan.world} ranks and the profile has {profile.world} devices, "
-            f"but the model is on {group.size} ranks; give those that it was parallelized with"
-        )
-    return group
+def _check_replicas(model: nn.Module) -> None:
+    for wrapper in model.modules():
+        if (
+            isinstance(wrapper, DistributedDataParallel)
+            and wrapper.process_group.size() > 1
+        ):
+            raise HetConvError(
+                f"the model has {wrapper.process_group.size()} replicas, which must all have "
+                "one plan; decide for all of them, and call hetconv.apply_plan with their "
+                "wrappers"
+            )
 
 
 def _itemsize(model: nn.Module) -> int:

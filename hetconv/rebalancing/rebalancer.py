@@ -31,7 +31,7 @@ from hetconv.schemas.plan import Plan
 from hetconv.tracing.graph import Graph
 
 from .migrate import apply_plan
-from .step_reports import Monitor, StepReport, check_monitored, check_ranks
+from .step_reports import Monitor, check_monitored, check_ranks
 
 log = logging.getLogger("hetconv")
 WARM_UP_STEPS = 2
@@ -60,7 +60,7 @@ class Rebalancer:
         on_decision: Called on every rank with each decision, before it is acted on.
 
     Attributes:
-        plan: The plan in use.
+        monitor: Measures the steps; its `report` tells what ranks take.
 
     Raises:
         PlanError: On every rank, if the plan or the profile is for another number of
@@ -117,14 +117,14 @@ class Rebalancer:
                 policy.horizon_steps,
             )
             self._controller = RebalanceController(costs, plan, policy, dry_run=dry_run)
-        self._monitor = Monitor(model, plan, log_every=log_every)
+        self.monitor = Monitor(model, plan, log_every=log_every)
         self._unread, self._warm_up = 0, WARM_UP_STEPS
 
     @property
     def plan(self) -> Plan:
         """The plan in use."""
-        assert self._monitor.plan is not None
-        return self._monitor.plan
+        assert self.monitor.plan is not None
+        return self.monitor.plan
 
     def step(self) -> Decision[Plan] | None:
         """Ends a step; collective.
@@ -132,7 +132,7 @@ class Rebalancer:
         Returns:
             The decision that was taken after this step, if there was one.
         """
-        self._monitor.step()
+        self.monitor.step()
         if self._warm_up:
             self._warm_up -= 1
             return None
@@ -144,19 +144,11 @@ class Rebalancer:
             self._act(decision)
         return decision
 
-    def report(self) -> StepReport:
-        """Returns what the last steps took on all ranks; collective."""
-        return self._monitor.report()
-
-    def close(self) -> None:
-        """Stops measuring; the plan stays as it is."""
-        self._monitor.close()
-
     def _decide(self) -> Decision[Plan] | None:
         """Exchanges what ranks measured, and returns rank 0's decision; collective."""
         group = self._group
-        assert_consensus(group, "Rebalancer.step", f"step {self._monitor.steps}")
-        own, self._unread = self._monitor.last(self._unread), 0
+        assert_consensus(group, "Rebalancer.step", f"step {self.monitor.steps}")
+        own, self._unread = self.monitor.last(self._unread), 0
         decision = self._observed(all_gather_small(group, own))
         decided = torch.tensor([decision is not None], device="cpu")
         if not bool(all_gather_small(group, decided)[0]):
@@ -189,15 +181,15 @@ class Rebalancer:
                 apply_plan(
                     self._model, self._optimizer, decision.plan, copies=self._copies
                 )
-            self._monitor.plan, self._warm_up = decision.plan, WARM_UP_STEPS
+            self.monitor.plan, self._warm_up = decision.plan, WARM_UP_STEPS
             sent = counts.total()
         took_s = time.perf_counter() - start_s
-        self._monitor.forget()
+        self.monitor.forget()
         if self._group.rank == 0:
             log.info(
                 "%s after step %d: %s",
                 decision.action,
-                self._monitor.steps,
+                self.monitor.steps,
                 decision.reason,
             )
             self._append(decision, took_s, sent)
@@ -206,7 +198,7 @@ class Rebalancer:
         if self._record is None:
             return
         line: dict[str, Any] = {
-            "step": self._monitor.steps,
+            "step": self.monitor.steps,
             "action": decision.action,
             "dry_run": self._dry_run,
             "reason": decision.reason,

@@ -84,11 +84,28 @@ class Monitor:
         self._contexts = {layer.context for layer in split_layers(model)} - {None}
         device = next(model.parameters()).device
         self._passes = StepMonitor(event_marks(device))
-        for context in self._contexts:
-            context.monitor = self._passes
         self.steps = 0
         self._own: deque[tuple[float, float, float]] = deque(maxlen=WINDOW_STEPS)
         self._gain: tuple[Factors, float] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Starts measuring, as a new monitor does."""
+        for context in self._contexts:
+            context.monitor = self._passes
+        self.resume()
+
+    def stop(self) -> None:
+        """Stops measuring."""
+        for context in self._contexts:
+            context.monitor = None
+
+    def resume(self) -> None:
+        """Begins the next step now: what ran since the last one does not count.
+
+        Call it after an evaluation, or when a checkpoint was written.
+        """
+        self._passes.discard()
         self._last_s = time.perf_counter()
 
     def step(self) -> StepReport | None:
@@ -117,8 +134,7 @@ class Monitor:
     def forget(self) -> None:
         """Drops what was measured, and begins the next step now."""
         self._own.clear()
-        self._passes.take()
-        self._last_s = time.perf_counter()
+        self.resume()
 
     def report(self) -> StepReport:
         """Returns what the last steps took on all ranks; collective."""
@@ -135,11 +151,6 @@ class Monitor:
         gain = self._gain_of(report.slowdowns) if group.rank == 0 else None
         gain = all_gather_object(group, gain)[0]
         return StepReport(self.steps, step_s, busy_s, waited_s, predicted, gain)
-
-    def close(self) -> None:
-        """Stops measuring."""
-        for context in self._contexts:
-            context.monitor = None
 
     def _gain_of(self, slowdowns: Factors | None) -> float | None:
         if slowdowns is None or self._costs is None or self.plan is None:

@@ -111,6 +111,11 @@ class StepMonitor:
         self._marks = _Marks([], [])
         return self._last
 
+    def discard(self) -> None:
+        """Drops what was measured since the last step ended."""
+        self._span_s = self._waited_s = 0.0
+        self._marks = _Marks([], [])
+
     def _begin_backward(self, _: Tensor) -> None:
         if self._backward != graph_task_id():  # the first of several results
             self._backward = graph_task_id()

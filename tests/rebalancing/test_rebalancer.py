@@ -36,6 +36,9 @@ class Script:
         self._rebalancer, self._costs, self._step = rebalancer, costs, 0
         self._rank = torch.distributed.get_rank()
 
+    def discard(self) -> None:
+        pass
+
     def take(self) -> RankTimes:
         self._step += 1
         busy_s = self._costs.busy_s(self._rebalancer.plan)[self._rank]
@@ -59,7 +62,7 @@ def trains(record: Path, dry_run: bool) -> tuple[list[float], list[float], int]:
             model, optimizer, plan, graph, PROFILE, dry_run=dry_run, record=record
         )
         script: Any = Script(rebalancer, EstimatedCosts(graph, PROFILE, plan.mode))
-        rebalancer._monitor._passes = script
+        rebalancer.monitor._passes = script
         draw, of_model = torch.Generator().manual_seed(1), []
         for _ in range(STEPS):
             optimizer.zero_grad()

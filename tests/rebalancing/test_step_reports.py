@@ -67,7 +67,7 @@ def measured() -> tuple[hetconv.StepReport, hetconv.StepReport | None, list[str]
         model(torch.rand(1, 64, 32, 32)).sum().backward()
         logged = monitor.step()
     report = monitor.report()
-    monitor.close()
+    monitor.stop()
     logging.getLogger("hetconv").removeHandler(lines)
     before = monitor.report()
     model(torch.rand(1, 64, 32, 32))

@@ -26,6 +26,7 @@ COMMANDS = {
     "planner": "Plan known architectures on modelled devices: seconds to plan, predicted gain.",
     "autotune": "Autotune pairs of this machine: errors of prediction, gain of the plan.",
     "kills": "Kill `hetconv autotune` at random moments: what was measured must survive.",
+    "rebalance": "Slow one of two equal ranks while it trains, with and without a rebalancer.",
     "one-rank": "Time a network split on one rank of a GPU against plain, eager and in graphs.",
     "gpu": "Run all that needs a GPU, in minutes: tests and benchmarks as separate processes.",
     "readme": "Writes the tables of README.md and docs/predictions.md from the result files.",
@@ -40,6 +41,7 @@ MODULES = {
     "one-rank": "bench.gpu.one_rank",
     "overhead": "bench.overhead.suite",
     "readme": "bench.shared.readme",
+    "rebalance": "bench.rebalance.suite",
     "tiles": "bench.tiles.suite",
 }
 """Modules of commands that do not have the command's name."""

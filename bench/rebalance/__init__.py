@@ -1,0 +1,1 @@
+"""Changes of the plan while devices change their speed."""

@@ -168,7 +168,9 @@ def _connected(group: RankGroup) -> RankGroup:
     counts = gather((len(found), len(near)))
     answers, far = None, dict[int, Address]()
     if any(seen < others for _, seen in counts):
-        answers, addresses = open_answers(store_of(group.control), gather)
+        answers, addresses = open_answers(
+            store_of(group.control), others - len(near), gather
+        )
         unseen = addresses.keys() - near.keys() - {group.rank}
         far = {peer: addresses[peer] for peer in sorted(unseen)}
     group.heartbeat.watch(near, far, answers)

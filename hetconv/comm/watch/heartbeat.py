@@ -20,7 +20,7 @@ from functools import cache
 from typing import NamedTuple
 from weakref import WeakSet
 
-from .liveness import Address, Answers, Peer, is_stopped
+from .liveness import OPEN_TIMEOUT_S, Address, Answers, Peer, is_stopped
 
 log = logging.getLogger("hetconv")
 MIN_WAIT_S = 1.0
@@ -33,6 +33,7 @@ MAX_POLL_GAP_S = 2.0
 MAX_ANSWER_S = 1.0
 """Once a wait has failed: a rank that does not answer within this time is the cause."""
 
+MAX_OPEN_S = 20.0  # then the program goes on while ranks are connected
 MAX_JOIN_S = 0.5  # a thread that asks a lost rank waits for ever
 
 
@@ -79,7 +80,7 @@ class Heartbeat:
         self._wanted, self._ended = threading.Event(), threading.Event()
         self._question: _Question | None = None
         self._told: LostRank | None = None
-        self._rounds = 0
+        self._open, self._rounds = threading.Event(), 0
 
     def watch(
         self,
@@ -87,7 +88,7 @@ class Heartbeat:
         far: Mapping[int, Address],
         answers: Answers | None = None,
     ) -> None:
-        """Begins to watch.
+        """Begins to watch, once this rank is connected to the others.
 
         Args:
             near: the process of each rank of this host.
@@ -100,6 +101,7 @@ class Heartbeat:
                 target=self._ask, name="hetconv-heartbeat-asks", daemon=True
             )
             self._asker.start()
+            self._open.wait(MAX_OPEN_S)
         if near or far:
             _watched().add(self)
 
@@ -174,7 +176,7 @@ class Heartbeat:
 
     def _silent_now(self) -> LostRank | None:
         """Asks all ranks of other hosts, and returns the first that does not answer."""
-        if self._asker is None:
+        if not self._open.is_set():
             return None
         last = self._rounds + (1 if self._question is None else 2)
         self._wanted.set()
@@ -188,20 +190,8 @@ class Heartbeat:
 
     def _ask(self) -> None:
         """Asks ranks of other hosts, each time that it is wanted; of a thread of its own."""
-        peers = dict[int, Peer]()
-        for rank, address in self._addresses.items():
-            self._question = _Question(rank, time.monotonic())
-            try:
-                peers[rank] = Peer(address)
-            except (OSError, RuntimeError) as e:
-                log.warning(
-                    "rank %d cannot be asked at %s port %d whether it runs (%s); if its "
-                    "process stops or its link is cut, that is noticed after the process "
-                    "group's time-out. Set GLOO_SOCKET_IFNAME on every rank to the network "
-                    "interface between the hosts",
-                    *(rank, address.host, address.port, e),
-                )
-        self._question = None
+        peers = _connected(self._addresses, self._ended)
+        self._open.set()
         while self._wanted.wait() and not self._ended.is_set():
             self._wanted.clear()
             self._ask_once(peers)
@@ -218,6 +208,31 @@ class Heartbeat:
             if told is not None:
                 self._told = LostRank(*told)
         self._question = None
+
+
+def _connected(
+    addresses: Mapping[int, Address], ended: threading.Event
+) -> dict[int, Peer]:
+    """Returns the ranks that can be asked, once all ranks are connected to them."""
+    peers = dict[int, Peer]()
+    for rank, address in addresses.items():
+        try:
+            peers[rank] = Peer(address)
+        except (OSError, RuntimeError) as e:
+            log.warning(
+                "rank %d cannot be asked at %s port %d whether it runs (%s); if its process "
+                "stops or its link is cut, that is noticed after the process group's time-out. "
+                "Set GLOO_SOCKET_IFNAME on every rank to the network interface between the hosts",
+                *(rank, address.host, address.port, e),
+            )
+    until = time.monotonic() + OPEN_TIMEOUT_S
+    for rank, peer in list(peers.items()):
+        try:
+            while not (ended.is_set() or peer.is_open() or time.monotonic() > until):
+                ended.wait(0.01)
+        except RuntimeError:  # it has ended
+            del peers[rank]
+    return peers
 
 
 def _described(who: _Question | int, silent_s: float) -> LostRank:

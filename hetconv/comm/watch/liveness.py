@@ -1,8 +1,8 @@
 """What shows that another rank still runs: its state on this host, or its answer.
 
 A process of this host is stopped if the system says so. A process of another host runs
-if it answers. Each rank has a `torch.distributed.TCPStore` of its own, whose server is a
-C++ thread: it answers while Python is busy or an operator holds Python's lock, costs
+if it answers. Each rank has a `torch.distributed.TCPStore` for each group, whose server
+is a C++ thread: it answers while Python is busy or an operator holds Python's lock, costs
 nothing until it is asked, and falls silent with the process or with the link to it.
 """
 
@@ -16,7 +16,6 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -24,9 +23,15 @@ import torch.distributed as dist
 c10d: Any = dist  # its stores are not among what it exports by name
 log = logging.getLogger("hetconv")
 CONNECT_TIMEOUT_S = 3.0
-"""Within which a rank that has just started to listen is reached."""
+"""Within which a rank that listens is reached, or not at all."""
+OPEN_TIMEOUT_S = 60.0
+"""Within which all ranks are connected. A store looks up the name of each host that
+connects, and answers nobody meanwhile: for seconds, where no name server answers.
+"""
 STOPPED = "T"  # in proc(5): by a signal, unlike "t", by a debugger
 TOKEN_BYTES = 16
+CONNECTED_KEY = "connected"
+LOST_KEY = "lost"
 
 
 def is_stopped(pid: int) -> bool:
@@ -65,11 +70,13 @@ class Address(NamedTuple):
         port: its port.
         token: a key that only this rank's store has. Another process may have the same
             address in another network.
+        askers: number of ranks that connect to it.
     """
 
     host: str
     port: int
     token: str
+    askers: int
 
 
 class Answers:
@@ -77,16 +84,19 @@ class Answers:
 
     Args:
         group_store: the store of the process group.
+        askers: number of ranks that will ask.
 
     Raises:
         RuntimeError: this process cannot listen at any port.
     """
 
-    def __init__(self, group_store: Any):
-        self._store = _own_store()
+    def __init__(self, group_store: Any, askers: int):
+        self._store = c10d.TCPStore(
+            "localhost", 0, is_master=True, wait_for_workers=False
+        )
         host, token = _own_host(group_store), secrets.token_hex(TOKEN_BYTES)
         self._store.set(token, "")
-        self.address = Address(host, self._store.port, token)
+        self.address = Address(host, self._store.port, token, askers)
 
     def tell_lost(self, rank: int, how: str) -> None:
         """Tells who asks from now on that this rank has lost another one.
@@ -96,11 +106,13 @@ class Answers:
             how: what was noticed of it.
         """
         with suppress(RuntimeError):
-            self._store.set(_lost_key(self.address), json.dumps((rank, how)))
+            self._store.set(LOST_KEY, json.dumps((rank, how)))
 
 
 def open_answers(
-    group_store: Any, gather: Callable[[Address | None], list[Address | None]]
+    group_store: Any,
+    askers: int,
+    gather: Callable[[Address | None], list[Address | None]],
 ) -> tuple[Answers | None, dict[int, Address]]:
     """Returns the answers of this rank, and the addresses of all ranks. Collective.
 
@@ -108,11 +120,12 @@ def open_answers(
 
     Args:
         group_store: the store of the process group.
+        askers: number of ranks that will ask this one.
         gather: returns an object of each rank, in rank order.
     """
     own: Answers | None = None
     try:
-        own = Answers(group_store)
+        own = Answers(group_store, askers)
     except RuntimeError as e:
         log.warning("other hosts cannot ask this rank whether it runs: %s", e)
     addresses = gather(None if own is None else own.address)
@@ -120,7 +133,7 @@ def open_answers(
 
 
 class Peer:
-    """Another rank, to be asked. Its methods wait until it answers, however long.
+    """Another rank, to be asked. All here waits until it answers, however long.
 
     Args:
         address: of the other rank.
@@ -131,7 +144,6 @@ class Peer:
     """
 
     def __init__(self, address: Address):
-        self._address = address
         # A connection that fails is told here in fewer words than by the store.
         with socket.create_connection(address[:2], CONNECT_TIMEOUT_S):
             pass
@@ -140,10 +152,20 @@ class Peer:
             address.port,
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            timeout=timedelta(seconds=OPEN_TIMEOUT_S),
         )
         if not self._store.check([address.token]):
             raise OSError("another process answers there")
+        self._store.add(CONNECTED_KEY, 1)
+        self._askers = address.askers
+
+    def is_open(self) -> bool:
+        """Returns whether all ranks that will ask the other one are connected to it.
+
+        Raises:
+            RuntimeError: the other rank has ended.
+        """
+        return int(self._store.add(CONNECTED_KEY, 0)) >= self._askers
 
     def lost(self) -> tuple[int, str] | None:
         """Returns the rank that the other one has lost, and how, if any.
@@ -151,21 +173,10 @@ class Peer:
         Raises:
             RuntimeError: the other rank has ended.
         """
-        key = _lost_key(self._address)
-        if not self._store.check([key]):
+        if not self._store.check([LOST_KEY]):
             return None
-        rank, how = json.loads(self._store.get(key))
+        rank, how = json.loads(self._store.get(LOST_KEY))
         return rank, how
-
-
-def _lost_key(address: Address) -> str:
-    return f"{address.token}/lost"
-
-
-@cache
-def _own_store() -> Any:
-    """Returns the store of this process, for all its groups, at a port that is free."""
-    return c10d.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def _own_host(group_store: Any) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 import hetconv
 from hetconv.comm import rank_group
+from hetconv.comm.shared_memory import Channel
 from hetconv.comm.watch import heartbeat
 from hetconv.comm.watch.heartbeat import LOST_AFTER_S, MIN_WAIT_S, Heartbeat
 from hetconv.sharding.split import Split
@@ -37,9 +38,24 @@ def other_hosts() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def two_hosts() -> Iterator[None]:
+    """Ranks 0 and 1 are on one host, rank 2 on another one."""
+    real = rank_group.open_channels
+
+    def of_host(rank: int, *args: Any) -> dict[int, Channel]:
+        found = real(rank, *args)
+        return {p: c for p, c in found.items() if 2 not in (rank, p)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_group, "open_channels", of_host)
+        yield
+
+
 WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "shared memory": nullcontext,
     "gloo on one host": rank_group.through_backend,
+    "two hosts": two_hosts,
     "other hosts": other_hosts,
 }
 
@@ -100,6 +116,8 @@ def stopped(way: str, odd: int, lost_after_s: float, folder: str) -> str:
     [
         ("shared memory", 0, "is stopped", LOST_AFTER_S),
         ("gloo on one host", 1, "is stopped", 2.0),
+        ("two hosts", 1, "", 2.0),
+        ("two hosts", 2, "has not answered", 2.0),
         ("other hosts", 0, "has not answered", 2.0),
     ],
 )

@@ -31,7 +31,10 @@ class DisagreementError(HetConvError):
 
 
 class LostRankError(HetConvError, RuntimeError):
-    """Another rank stopped answering: it died, or it waits in a different place."""
+    """Another rank was killed or stopped, is out of reach, or waits in a different place.
+
+    The process group cannot be used any more. Start all ranks again, from the last checkpoint.
+    """
 
 
 class KernelError(HetConvError):

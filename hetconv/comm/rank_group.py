@@ -17,14 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetconv.errors import DisagreementError, HetConvError, LostRankError
-from hetconv.torch_internals import timeout_of, transform_in_use
+from hetconv.torch_internals import store_of, timeout_of, transform_in_use
 from hetconv.torch_patches import install_patches
 
 from . import call_tags
-from .deadlock import DeadlockWatch
 from .packets import CallMismatchError
 from .shared_memory import Channel, open_channels
 from .thread_time import MESSAGE_WAITS
+from .watch.deadlock import DeadlockWatch, different_calls
+from .watch.heartbeat import Heartbeat
+from .watch.liveness import Address, is_visible, open_answers
 
 T = TypeVar("T")
 ALL_RANKS_TAG = 1
@@ -60,6 +62,7 @@ class RankGroup:
         size: number of ranks.
         backend: of ``process_group``.
         deadlock_watch: watches waits for ranks of other hosts.
+        heartbeat: watches whether the other ranks run.
         channels: shared memory with ranks of this host, where the backend is gloo.
         one_host: whether any two ranks have such a channel.
         agreements: what the ranks have agreed on.
@@ -71,6 +74,7 @@ class RankGroup:
     size: int
     backend: str
     deadlock_watch: DeadlockWatch
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     channels: Mapping[int, Channel] = field(default_factory=dict)
     one_host: bool = False
     agreements: Agreements = field(default_factory=Agreements)
@@ -122,14 +126,10 @@ def rank_group_of(group: dist.ProcessGroup | None = None) -> RankGroup:
                 group
             )  # NCCL wants every rank in a group's first call; later ones may be between two
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        rank_group = RankGroup(
-            group, control, rank, size, backend, DeadlockWatch(control, rank, size)
-        )
-        _groups[group] = (
-            _with_channels(rank_group)
-            if backend == "gloo" and rank_group.size > 1
-            else rank_group
-        )
+        watch = DeadlockWatch(control, rank, size)
+        heartbeat = Heartbeat(watch.end_own_waits)
+        alone = RankGroup(group, control, rank, size, backend, watch, heartbeat)
+        _groups[group] = _connected(alone) if size > 1 else alone
     return _groups[group]
 
 
@@ -155,25 +155,43 @@ def _part_in_time() -> None:
     atexit.register(time.sleep, THREAD_EXIT_S)
 
 
-def _with_channels(group: RankGroup) -> RankGroup:
-    gather = partial(all_gather_object, group)
-    timeout = timeout_of(group.process_group)
-    found = translate_backend_errors(
-        group, lambda: open_channels(group.rank, gather, timeout)
-    )
-    return replace(
-        group, channels=found, one_host=all(gather(len(found) == group.size - 1))
-    )
+def _connected(group: RankGroup) -> RankGroup:
+    """Opens the channels, and watches whether the other ranks run."""
+    gather, others = partial(all_gather_object, group), group.size - 1
+    found: dict[int, Channel] = {}
+    if group.backend == "gloo":
+        timeout, check = timeout_of(group.process_group), group.heartbeat.check
+        found = translate_backend_errors(
+            group, lambda: open_channels(group.rank, gather, timeout, check)
+        )
+    near = {p: c.peer_pid for p, c in found.items() if is_visible(c.peer_pid)}
+    counts = gather((len(found), len(near)))
+    answers, far = None, dict[int, Address]()
+    if any(seen < others for _, seen in counts):
+        answers, addresses = open_answers(
+            store_of(group.control), others - len(near), gather
+        )
+        unseen = addresses.keys() - near.keys() - {group.rank}
+        far = {peer: addresses[peer] for peer in sorted(unseen)}
+    group.heartbeat.watch(near, far, answers)
+    one_host = all(channels == others for channels, _ in counts)
+    return replace(group, channels=found, one_host=one_host)
 
 
 def destroy(rank_group: RankGroup) -> None:
     """Closes the connections of a group. A rank that waits for this one gets an error."""
     _groups.pop(rank_group.process_group, None)
     rank_group.deadlock_watch.stop()
-    for channel in rank_group.channels.values():
-        channel.close()
+    rank_group.heartbeat.stop()
+    close_channels(rank_group)
     for group in {rank_group.process_group, rank_group.control}:
         dist.destroy_process_group(group)
+
+
+def close_channels(group: RankGroup) -> None:
+    """Closes the shared memory. A rank of this host that waits for this one gets an error."""
+    for channel in group.channels.values():
+        channel.close()
 
 
 def shared_memory_channels(group: RankGroup) -> Mapping[int, Channel]:
@@ -259,23 +277,33 @@ def translate_backend_errors(group: RankGroup, action: Callable[[], T]) -> T:
     """
     refuse_transforms()
     try:
-        return action()
+        with group.heartbeat:
+            return action()
     except CallMismatchError as e:
         raise _apart(group) from e
     except HetConvError:
         raise
     except (RuntimeError, OSError) as e:
-        if doings := group.deadlock_watch.calls_of_ranks():
-            for channel in group.channels.values():
-                channel.close()
-            group.deadlock_watch.end(doings)
-            raise _different_calls(doings) from e
-        raise LostRankError(
-            f"rank {group.rank} of {group.size} got no answer from another rank: it died, or it "
-            "waits elsewhere. Look "
-            "for the first error among the ranks' outputs; this process group cannot be used "
-            f"any more. ({e})"
-        ) from e
+        raise _failure(group, e) from e
+
+
+def _failure(group: RankGroup, error: Exception) -> HetConvError:
+    """Returns why a wait has failed."""
+    gone = f"this process group cannot be used any more. ({error})"
+    if lost := group.heartbeat.cause():  # before the store, which may lie on its host
+        close_channels(group)
+        return LostRankError(
+            f"rank {group.rank} of {group.size} lost rank {lost.rank}, which {lost.how}. End all "
+            "ranks, and start them again from the last checkpoint; " + gone
+        )
+    if doings := group.deadlock_watch.calls_of_ranks():
+        close_channels(group)
+        group.deadlock_watch.end(doings)
+        return different_calls(doings)
+    return LostRankError(
+        f"rank {group.rank} of {group.size} got no answer from another rank: it died, or it "
+        "waits elsewhere. Look for the first error among the ranks' outputs; " + gone
+    )
 
 
 def _apart(group: RankGroup) -> DisagreementError:
@@ -288,23 +316,13 @@ def _apart(group: RankGroup) -> DisagreementError:
         with suppress(OSError):
             channel.tell(doing[group.rank])
     until = time.monotonic() + MAX_ANSWER_DELAY_S
+    silence = f"it did not say within {MAX_ANSWER_DELAY_S:g} s"
     for peer, channel in group.channels.items():
-        doing[peer] = (
-            channel.told(until) or f"it did not say within {MAX_ANSWER_DELAY_S:g} s"
-        )
+        doing[peer] = channel.told(until) or silence
         channel.close()
     if not group.one_host:
         group.deadlock_watch.end(doing)
-    return _different_calls(doing)
-
-
-def _different_calls(doings: Mapping[int, str]) -> DisagreementError:
-    lines = "\n".join(f"  rank {rank}: {doings[rank]}" for rank in sorted(doings))
-    return DisagreementError(
-        "the ranks are in different calls, and this process group cannot be used any more; "
-        "call the model alike on "
-        f"every rank, in the same order:\n{lines}"
-    )
+    return different_calls(doing)
 
 
 def all_gather_object(group: RankGroup, word: T) -> list[T]:

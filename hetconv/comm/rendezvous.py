@@ -15,6 +15,7 @@ from typing import Any
 SECRET_BYTES = 16  # bytes that a rank must know to be let in
 GREETING = struct.Struct(f"<{SECRET_BYTES}sQ")  # the secret, and who it is
 CONNECT_TIMEOUT_S = 1.0  # seconds, for what is there already
+PEER = struct.Struct("3i")  # process, user and group of who holds the other end
 Gather = Callable[[Any], list[Any]]
 """What every rank gives, in rank order; collective."""
 
@@ -82,3 +83,14 @@ def _let_in(
         else:
             visitor.close()
     return found
+
+
+def pid_of_peer(to_peer: socket.socket) -> int:
+    """Returns the process that opened the other end; 0 where it cannot be seen from here."""
+    if not hasattr(socket, "SO_PEERCRED"):  # not Linux
+        return 0
+    return int(
+        PEER.unpack(
+            to_peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+        )[0]
+    )

@@ -39,7 +39,7 @@ from .packets import (
     Region,
     Shape,
 )
-from .rendezvous import Gather, connect
+from .rendezvous import Gather, connect, pid_of_peer
 from .thread_time import MESSAGE_WAITS, OwnCore
 
 INITIAL_BYTES = 1 << 20  # of the memory for messages one way
@@ -48,6 +48,7 @@ CACHE_LINE_BYTES = 64
 MAX_UNACKNOWLEDGED, MAX_UNACKNOWLEDGED_BYTES = 64, 1 << 20
 MAX_SPIN_S = 1e-3  # for which a receiver looks for a message before it sleeps
 MAX_POLL_MS = (1 << 31) - 1  # the limit of poll(2)
+CHECK_MS = 500.0
 _own_core = OwnCore()
 
 
@@ -57,13 +58,24 @@ class Channel:
     Its methods raise `OSError` once the other rank has closed the channel or lets this one
     wait longer than the timeout, and `CallMismatchError` if a message has another tag or size
     than expected, or if the other rank got such a message.
+
+    Args:
+        to_peer: a socket to the other rank.
+        timeout: after which a wait for the other rank raises `OSError`.
+        check: called now and then in a wait; raises `OSError` if the wait is to end.
     """
 
-    def __init__(self, to_peer: socket.socket, timeout: timedelta):
+    def __init__(
+        self,
+        to_peer: socket.socket,
+        timeout: timedelta,
+        check: Callable[[], object] = lambda: None,
+    ):
         self._socket, self._timeout_ms = (
             to_peer,
             min(timeout / timedelta(milliseconds=1), MAX_POLL_MS),
         )
+        self._check, self.peer_pid = check, pid_of_peer(to_peer)
         to_peer.setblocking(False)
         self._arrivals = select.poll()
         self._arrivals.register(to_peer, select.POLLIN)
@@ -276,7 +288,7 @@ class Channel:
             except BlockingIOError:  # many packets that the other has not read
                 either = select.poll()
                 either.register(self._socket, select.POLLIN | select.POLLOUT)
-                _wait(either, self._timeout_ms)
+                _wait(either, self._timeout_ms, self._check)
                 self._listen()
 
     def _await(self) -> None:
@@ -299,7 +311,7 @@ class Channel:
                     return
                 with MESSAGE_WAITS:
                     if not self._looked():
-                        _wait(self._arrivals, wait_ms)
+                        _wait(self._arrivals, wait_ms, self._check)
                 continue
             if not packet:
                 raise ConnectionError("it closed the connection")
@@ -342,9 +354,14 @@ class Channel:
             self._told = bytes(self._in[start:stop]).decode()
 
 
-def _wait(poll: select.poll, wait_ms: float) -> None:
-    if not poll.poll(wait_ms):
-        raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
+def _wait(poll: select.poll, wait_ms: float, check: Callable[[], object]) -> None:
+    left_ms = wait_ms
+    while left_ms > 0:  # not by a clock: it goes on while all ranks are stopped
+        if poll.poll(min(left_ms, CHECK_MS)):
+            return
+        check()
+        left_ms -= CHECK_MS
+    raise TimeoutError(f"nothing came within {wait_ms / 1e3:g} s")
 
 
 def _piece(memory: Memory, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
@@ -355,12 +372,17 @@ def _piece(memory: Memory, start: int, dtype: torch.dtype, shape: Shape) -> Tens
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start).view(shape)
 
 
-def open_channels(rank: int, gather: Gather, timeout: timedelta) -> dict[int, Channel]:
+def open_channels(
+    rank: int, gather: Gather, timeout: timedelta, check: Callable[[], object]
+) -> dict[int, Channel]:
     """Returns a channel to each rank of this host that can be reached. Collective.
 
     Args:
         rank: this rank.
         gather: returns an object of each rank, in rank order.
         timeout: after which a wait for the other rank raises `OSError`.
+        check: called now and then in a wait; raises `OSError` if the wait is to end.
     """
-    return {peer: Channel(to, timeout) for peer, to in connect(rank, gather).items()}
+    return {
+        peer: Channel(to, timeout, check) for peer, to in connect(rank, gather).items()
+    }

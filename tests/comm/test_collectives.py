@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetconv.comm import collectives, exchange
-from hetconv.comm.deadlock import DeadlockWatch
 from hetconv.comm.packed_exchange import Part, exchange_together
 from hetconv.comm.rank_group import (
     RankGroup,
@@ -24,6 +23,7 @@ from hetconv.comm.rank_group import (
     rank_group_of,
 )
 from hetconv.comm.redistribute import moved_back, redistribute_local
+from hetconv.comm.watch.deadlock import DeadlockWatch
 from hetconv.ops import dispatch  # noqa: F401  runs functions on HetTensors
 from hetconv.runtime.graph_capture import CaptureGuard
 from hetconv.runtime.het_tensor import HetTensor

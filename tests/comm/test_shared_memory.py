@@ -280,7 +280,7 @@ def test_a_receiver_sleeps_at_once_but_on_a_core_of_its_own(
     monkeypatch.setattr(
         shared_memory,
         "_wait",
-        lambda poll, wait_ms: (slept.append(wait_ms), poll.poll(wait_ms)),
+        lambda poll, wait_ms, _: (slept.append(wait_ms), poll.poll(wait_ms)),
     )
     wait = there.receive_into(torch.zeros(1))
     sender = threading.Timer(0.05, here.send, [torch.ones(1)])

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import hetconv
 from hetconv import kernels
 from hetconv.comm import collectives, consensus, exchange
-from hetconv.comm.deadlock import DeadlockWatch
 from hetconv.comm.rank_group import RankGroup
+from hetconv.comm.watch.deadlock import DeadlockWatch
 from hetconv.nn import model_call, parallelize
 from hetconv.runtime.graph_capture import CaptureGuard, NotCapturableError
 from hetconv.sharding.split import SplitKind

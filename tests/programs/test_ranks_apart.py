@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.comm import deadlock, rank_group
+from hetconv.comm import rank_group
+from hetconv.comm.watch import deadlock
 from hetconv.sharding.split import Split, SplitKind
 from tests.nets import plan_of
 from tests.spawn import on_ranks, outcomes

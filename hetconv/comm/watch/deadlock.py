@@ -23,9 +23,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from hetconv.errors import DisagreementError
 from hetconv.torch_internals import store_of
 
-from . import call_tags
+from .. import call_tags
 
 MIN_REPORTED_WAIT_S = 2.0
 """A wait that lasts longer is reported to the other ranks."""
@@ -78,6 +79,19 @@ def wait_for_ever(a: tuple[int, Wait], b: tuple[int, Wait]) -> bool:
         y.peer is None and x.collectives > y.collectives
     )
     return mutual and x.tag != y.tag and not under_way and not left
+
+
+def different_calls(doings: Mapping[int, str]) -> DisagreementError:
+    """Returns the error of ranks that are in different calls.
+
+    Args:
+        doings: what each rank does.
+    """
+    lines = "\n".join(f"  rank {rank}: {doings[rank]}" for rank in sorted(doings))
+    return DisagreementError(
+        "the ranks are in different calls, and this process group cannot be used any more; "
+        f"call the model alike on every rank, in the same order:\n{lines}"
+    )
 
 
 class _Here(NamedTuple):
@@ -151,11 +165,11 @@ class DeadlockWatch:
         with suppress(RuntimeError):
             if not self._store.check([MISMATCH_KEY]):
                 self._store.set(MISMATCH_KEY, json.dumps(doings))
-        self._end_own()
+        self.end_own_waits()
         self.stop()
 
-    def _end_own(self) -> None:
-        """Ends the waits of this rank.
+    def end_own_waits(self) -> None:
+        """Ends the waits of this rank for messages that gloo carries.
 
         gloo closes all connections of a group as soon as one wait exceeds its timeout.
         """
@@ -194,7 +208,7 @@ class DeadlockWatch:
                 number, seen = here.number, {}
             beat += 1
             if self.calls_of_ranks():  # of two other ranks
-                self._end_own()
+                self.end_own_waits()
                 return
             with suppress(RuntimeError):
                 own = self._told(here, beat)

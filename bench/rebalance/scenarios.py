@@ -24,22 +24,49 @@ from torch import Tensor, nn
 
 import hetconv
 from bench.shared.machine import RIVAL
-from examples.edsr import EDSR
+from examples.edsr import EDSR, SCALE
 from hetconv.autotune.launch.throttle import DeviceName, set_speed
 from hetconv.autotune.measure.model_inputs import InputSpec, TensorSpec
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.tune import tune
+from hetconv.comm.rank_group import all_gather_object, rank_group_of
 from hetconv.rebalancing.rebalancer import Rebalancer
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
 from hetconv.tracing.graph import Graph
 
-SHAPE = (1, 3, 144, 144)
 TRIALS, BUDGET_S = 8, 75
 SLOW_RANK, SLOW_SPEED = 1, 0.4
 RIVAL_SPEED = 0.5  # that a busy process leaves of a core
 
 Slowed = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An EDSR and the height and width of its image."""
+
+    blocks: int
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the image."""
+        return (1, 3, self.size, self.size)
+
+    def model(self) -> nn.Module:
+        """Returns the plain model, with the same parameters each time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return EDSR(blocks=self.blocks)
+
+    def graph(self) -> Graph:
+        """Returns what `capture` sees of it."""
+        return hetconv.capture(self.model(), torch.zeros(self.shape))
+
+
+SMALL, EXAMPLE = Case(4, 96), Case(8, 144)
+"""The second one is that of examples/super_resolution.py."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +87,7 @@ class Course:
         rebalanced_s: Of the plan that changes.
         tuned_s: Of the plan that is tuned for the slow state.
         control_s: Of `Rebalancer.step`, which is not part of ``rebalanced_s``.
+        busy_s: Of each rank's busy part, under the plan that stays: (rank, step).
         decisions: Lines of the rebalancer's record.
     """
 
@@ -67,18 +95,19 @@ class Course:
     rebalanced_s: list[float] = field(default_factory=list)
     tuned_s: list[float] = field(default_factory=list)
     control_s: list[float] = field(default_factory=list)
+    busy_s: list[list[float]] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Training:
     """A model in training under a plan."""
 
-    def __init__(self, plan: Plan):
-        torch.manual_seed(0)
-        self.model: nn.Module = hetconv.parallelize(EDSR(), plan)
+    def __init__(self, case: Case, plan: Plan):
+        self.model: nn.Module = hetconv.parallelize(case.model(), plan)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-4)
-        self._x = torch.rand(SHAPE)
-        self._y = torch.rand(1, 3, 2 * SHAPE[2], 2 * SHAPE[3])
+        torch.manual_seed(0)
+        self._x = torch.rand(case.shape)
+        self._y = torch.rand(1, 3, SCALE * case.size, SCALE * case.size)
 
     def step(self) -> None:
         """Makes one step."""
@@ -88,16 +117,19 @@ class Training:
         self.optimizer.step()
 
 
-def tuned_profile(names: tuple[str, ...]) -> ClusterProfile:
+def tuned_profile(case: Case, names: tuple[str, ...]) -> ClusterProfile:
     """Returns what `hetconv autotune` measures for devices of these names; collective."""
     devices = tuple(map(DeviceName.parse, names))
     set_speed(devices[dist.get_rank()].speed)
     with tempfile.TemporaryDirectory() as folder:
-        inputs, output = InputSpec((TensorSpec(SHAPE),)), Path(folder, "cluster.json")
+        inputs, output = (
+            InputSpec((TensorSpec(case.shape),)),
+            Path(folder, "cluster.json"),
+        )
         job = Job(
             devices,
             "examples.edsr:EDSR",
-            "{}",
+            json.dumps({"blocks": case.blocks}),
             inputs,
             "train",
             trials=TRIALS,
@@ -153,8 +185,8 @@ def course(
 ) -> Course:
     """Trains the three models in turn; collective."""
     plan = hetconv.make_plan(graph, profile, mode="train")
-    fixed, moving, best = Training(plan), Training(plan), Training(tuned)
-    found = Course()
+    fixed, moving, best = (Training(SMALL, p) for p in (plan, plan, tuned))
+    found, own_busy_s, monitor = Course(), list[float](), hetconv.monitor(fixed.model)
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "decisions.jsonl")
         rebalancer = Rebalancer(
@@ -164,6 +196,8 @@ def course(
         def run(count: int) -> None:
             for _ in range(count):
                 found.fixed_s.append(seconds(fixed.step))
+                monitor.step()
+                own_busy_s.append(float(monitor.last(1)[0, 1]))
                 found.tuned_s.append(seconds(best.step))
                 rebalancer.monitor.resume()
                 found.rebalanced_s.append(seconds(moving.step))
@@ -174,6 +208,7 @@ def course(
             run(schedule.slow_until - schedule.slow_from)
         run(schedule.steps - schedule.slow_until)
         found.decisions = _lines(record)
+    found.busy_s = all_gather_object(rank_group_of(), own_busy_s)
     return found
 
 
@@ -189,7 +224,7 @@ class Quiet:
 def quiet(steps: int, profile: ClusterProfile, graph: Graph) -> Quiet:
     """Trains without a change of speed; collective."""
     plan = hetconv.make_plan(graph, profile, mode="train")
-    training, found = Training(plan), Quiet()
+    training, found = Training(EXAMPLE, plan), Quiet()
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "decisions.jsonl")
         rebalancer = Rebalancer(
@@ -217,16 +252,15 @@ def _lines(record: Path) -> list[dict[str, Any]]:
 
 def measure(schedule: Schedule, quiet_steps: int) -> dict[str, Any]:
     """Runs all scenarios on every rank; returns courses by name, and the quiet run."""
-    with torch.random.fork_rng():
-        graph = hetconv.capture(EDSR(), torch.zeros(SHAPE))
-    equal = tuned_profile(("cpu", "cpu"))
-    slower = tuned_profile(("cpu", f"cpu@{SLOW_SPEED}"))
+    graph, equal = SMALL.graph(), tuned_profile(SMALL, ("cpu", "cpu"))
+    slower = tuned_profile(SMALL, ("cpu", f"cpu@{SLOW_SPEED}"))
     at_rival = equal.slowed((1.0, 1 / RIVAL_SPEED))
     plans = [hetconv.make_plan(graph, p, mode="train") for p in (slower, at_rival)]
     courses = {
         "throttled": course(throttled, schedule, equal, graph, plans[0]),
         "busy process": course(busy_process, schedule, equal, graph, plans[1]),
     }
+    example = tuned_profile(EXAMPLE, ("cpu", "cpu"))
     return {name: asdict(found) for name, found in courses.items()} | {
-        "quiet": asdict(quiet(quiet_steps, equal, graph))
+        "quiet": asdict(quiet(quiet_steps, example, EXAMPLE.graph()))
     }

@@ -112,11 +112,7 @@ def steps_to_follow(over_tuned: Sequence[float]) -> int | None:
 
 def _document(results: dict[str, Any], courses: dict[str, Any]) -> dict[str, Any]:
     steps = {
-        name: {
-            key: [round(s, SECONDS_DIGITS) for s in of]
-            for key, of in course.items()
-            if key != "decisions"
-        }
+        name: {key: _rounded(of) for key, of in course.items() if key != "decisions"}
         for name, course in courses.items()
     }
     setup = {
@@ -129,3 +125,9 @@ def _document(results: dict[str, Any], courses: dict[str, Any]) -> dict[str, Any
         **commit(),
     }
     return {"suite": "rebalance", "setup": setup, **results, "steps": steps}
+
+
+def _rounded(seconds: Any) -> Any:
+    if isinstance(seconds, float):
+        return round(seconds, SECONDS_DIGITS)
+    return [_rounded(s) for s in seconds]

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .rebalancing.migrate import apply_plan
     from .rebalancing.rebalancer import Rebalancer
     from .runtime.het_tensor import HetTensor, gather
+    from .runtime.rank_devices import profile_of_ranks
     from .schemas.cluster_profile import ClusterProfile
     from .schemas.plan import Plan
     from .sharding.layout import Box, Layout, ReadRegion, apportion
@@ -79,6 +80,7 @@ __all__ = [
     "load_full_state_dict",
     "make_plan",
     "parallelize",
+    "profile_of_ranks",
     "redistribute",
     "save_checkpoint",
     "sync_replicated",
@@ -102,6 +104,7 @@ _MODULES = {
     "planner.make_plan": "make_plan",
     "rebalancing.migrate": "apply_plan",
     "rebalancing.rebalancer": "Rebalancer",
+    "runtime.rank_devices": "profile_of_ranks",
     "schemas.cluster_profile": "ClusterProfile",
     "schemas.plan": "Plan",
     "sharding.split": "Split",

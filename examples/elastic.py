@@ -41,17 +41,15 @@ def main(options: argparse.Namespace) -> None:
     profile = hetconv.profile_of_ranks(profile, device, name=name)
 
     torch.manual_seed(SEED)
-    model, batches = EDSR(channels=32, blocks=4), Batches(SIZE, SEED)
-    plan = hetconv.make_plan(hetconv.capture(model, batches.at(0).low), profile)
-    model = model.to(device, options.dtype, memory_format=torch.channels_last)
-    model = hetconv.parallelize(model, plan)
+    batches, network = Batches(SIZE, SEED), EDSR(channels=32, blocks=4)
+    plan = hetconv.make_plan(hetconv.capture(network, batches.at(0).low), profile)
+    model = hetconv.parallelize(network.to(device, options.dtype), plan)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    # The step that it was saved after. Whatever the plan was then, it fits the one of now.
-    done = (
-        hetconv.load_checkpoint(options.checkpoint, model, optimizer, missing_ok=True)
-        or 0
-    )
-    say(f"on {', '.join(profile.names)}: {plan.chosen}, after step {done}")
+    # It fits, whatever the plan was when it was saved. Its extra is the step.
+    path = options.checkpoint
+    done = hetconv.load_checkpoint(path, model, optimizer, missing_ok=True) or 0
+    devices = "; ".join(str(d.identity or d.name) for d in profile.devices)
+    say(f"{devices}: {plan.chosen}, after step {done}")
 
     for step in range(done + 1, options.steps + 1):
         batch = batches.at(step)  # of a seed that depends on nothing but the step
@@ -62,7 +60,7 @@ def main(options: argparse.Namespace) -> None:
         optimizer.step()
         say(f"step {step} loss {loss.item():.12g} world {dist.get_world_size()}")
         if step % options.save_every == 0 or step == options.steps:
-            hetconv.save_checkpoint(options.checkpoint, model, optimizer, extra=step)
+            hetconv.save_checkpoint(path, model, optimizer, extra=step)
     dist.destroy_process_group()
 
 
@@ -82,8 +80,7 @@ def join() -> torch.device:
         # Nothing is heard of a machine without power: others give up after this time.
         dist.init_process_group(backend, timeout=timedelta(minutes=2))
     else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, "tcp://localhost:0", rank=0, world_size=1)
     return device
 
 

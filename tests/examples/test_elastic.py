@@ -141,7 +141,7 @@ def cluster() -> ClusterProfile:
 
 def starts(output: str) -> list[tuple[str, str, int]]:
     """Of each start that got so far: its devices, its kind of plan, and what was done."""
-    found = re.findall(r"^on ([abc, ]+): (.+), after step (\d+)$", output, re.M)
+    found = re.findall(r"^([abc; ]+): (.+), after step (\d+)$", output, re.M)
     return [(devices, plan, int(done)) for devices, plan, done in found]
 
 
@@ -162,7 +162,7 @@ def test_a_lost_worker_and_a_lost_machine_change_no_loss(tmp_path: Path) -> None
         os.kill(job.worker("b"), signal.SIGKILL)
         job.until(
             lambda: (
-                sum("a, b, c" in devices for devices, *_ in starts(job.output())) >= 2
+                sum("a; b; c" in devices for devices, *_ in starts(job.output())) >= 2
             )
         )
         done = 2 * SAVE_EVERY + 2
@@ -174,7 +174,7 @@ def test_a_lost_worker_and_a_lost_machine_change_no_loss(tmp_path: Path) -> None
         )
 
         *_, (devices, plan, done) = starts(job.output("b", "c"))
-        assert (devices, done % SAVE_EVERY) == ("b, c", 0)
+        assert (devices, done % SAVE_EVERY) == ("b; c", 0)
         assert done >= 2 * SAVE_EVERY
         assert "alone" not in plan
         by_two = [step for step in job.steps("b", "c") if step.world == 2]

@@ -57,10 +57,15 @@ class Batches:
 
     def __init__(self, size: int, seed: int):
         self._pairs, self._size = [load(name) for name in TRAINING], size
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed, self._generator = seed, torch.Generator().manual_seed(seed)
 
     def _below(self, bound: int) -> int:
         return int(torch.randint(bound, (), generator=self._generator))
+
+    def at(self, step: int) -> Pair:
+        """The crop of a step, the same also in a program that begins at that step."""
+        self._generator.manual_seed(self._seed + step)
+        return self.next()
 
     def next(self) -> Pair:
         pair, size = self._pairs[self._below(len(self._pairs))], self._size

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .rebalancing.rebalancer import Rebalancer
     from .rebalancing.step_reports import Monitor, StepReport, monitor
     from .runtime.het_tensor import HetTensor, gather
+    from .runtime.rank_devices import profile_of_ranks
     from .schemas.cluster_profile import ClusterProfile
     from .schemas.plan import Plan
     from .sharding.layout import Box, Layout, ReadRegion, apportion
@@ -83,6 +84,7 @@ __all__ = [
     "make_plan",
     "monitor",
     "parallelize",
+    "profile_of_ranks",
     "redistribute",
     "save_checkpoint",
     "sync_replicated",
@@ -107,6 +109,7 @@ _MODULES = {
     "rebalancing.migrate": "apply_plan",
     "rebalancing.rebalancer": "Rebalancer",
     "rebalancing.step_reports": "Monitor StepReport monitor",
+    "runtime.rank_devices": "profile_of_ranks",
     "schemas.cluster_profile": "ClusterProfile",
     "schemas.plan": "Plan",
     "sharding.split": "Split",

@@ -19,6 +19,7 @@ from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import device_info
 from hetconv.errors import HetConvError
+from hetconv.runtime.rank_devices import cpu_model, device_identity
 
 Try = Callable[[tuple[str, str], str, float], Outcome]
 SHARING = (
@@ -122,9 +123,7 @@ def examine(devices: Sequence[DeviceName], timeout: float) -> Report:
             return outcome
 
         pairs = try_pairs(found, timeout, attempt)
-    return Report(
-        platform.node(), device_info.cpu_model(), cores, _versions(), found, pairs
-    )
+    return Report(platform.node(), cpu_model(), cores, _versions(), found, pairs)
 
 
 def try_pairs(
@@ -156,9 +155,7 @@ def backends(a: Found, b: Found) -> tuple[str, ...]:
 def _found(name: DeviceName) -> Found:
     device = torch.device(name.device)
     if device.type == "cpu":
-        return Found(
-            "cpu", device_info.cpu_model(), "cpu", device_info.memory_bytes(device)
-        )
+        return Found("cpu", cpu_model(), "cpu", device_info.memory_bytes(device))
     gpus = torch.cuda.device_count()
     if (device.index or 0) >= gpus:
         there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
@@ -166,7 +163,7 @@ def _found(name: DeviceName) -> Found:
             f"device {name.device!r} is not there; this process sees {there}"
         )
     device = torch.device("cuda", device.index or 0)
-    which = device_info.identity(DeviceName(str(device)))
+    which = device_identity(device)
     return Found(
         str(device), which.hardware, which.unit, device_info.memory_bytes(device)
     )

@@ -1,4 +1,4 @@
-"""Identity of a device, and the versions under which it is measured."""
+"""Memory of a device, and the versions under which it is measured."""
 
 from __future__ import annotations
 
@@ -9,26 +9,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
-from hetconv.autotune.launch.throttle import DeviceName
-from hetconv.schemas.provenance import DeviceIdentity, MeasurementConditions
+from hetconv.schemas.provenance import MeasurementConditions
 
 NVIDIA_SMI_TIMEOUT_S = 10.0
-
-
-def identity(name: DeviceName) -> DeviceIdentity:
-    """Returns the identity of the device that this rank computes on."""
-    device, host = torch.device(name.device), platform.node()
-    if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        # torch writes a UUID without the prefix under which the driver's tools know it
-        return DeviceIdentity(host, gpu.name, f"GPU-{gpu.uuid}", name.speed)
-    threads = torch.get_num_threads()
-    unit = f"{threads} thread{'s' * (threads > 1)}"
-    return DeviceIdentity(host, cpu_model(), unit, name.speed)
 
 
 def conditions(device: torch.device) -> MeasurementConditions:
@@ -47,19 +33,6 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def cpu_model() -> str:
-    """Returns the processor's name as Linux has it, or its kind where there is none."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def triton_version() -> str:

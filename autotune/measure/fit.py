@@ -13,9 +13,10 @@ import torch
 
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.cost.operator_cost import arithmetic
+from hetconv.runtime.rank_devices import device_identity
 from hetconv.schemas.device_model import Curve, DeviceModel, LinkModel, OperatorModel
 
-from .device_info import conditions, identity, memory_bytes
+from .device_info import conditions, memory_bytes
 from .layer_workloads import LayerWorkload, Workload, forward_flops
 from .other_workloads import DispatchOverhead, NonLayerOperator
 from .sampling import Granularity, Passes
@@ -210,7 +211,7 @@ def device_model(
             w.key: with_dispatch(models[w.key], host_s, kind == "cuda") for w in layers
         },
         others={w.key: models[w.key] for w in others},
-        identity=identity(name),
+        identity=device_identity(device, name.speed),
         measured=conditions(device),
     )
 

@@ -86,8 +86,7 @@ def save_checkpoint(
     group, path = group_of_model(model), Path(path).resolve()
 
     def prepare() -> State:
-        is_empty = path.is_dir() and not any(path.iterdir())
-        if path.exists() and not is_empty and not (path / METADATA).is_file():
+        if not _is_free(path) and not (path / METADATA).is_file():
             raise HetConvError(
                 f"{path} is there and is not a checkpoint; give the path of a new or an empty "
                 "directory"
@@ -123,7 +122,11 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    missing_ok: bool = False,
 ) -> Any:
     """Loads a checkpoint, which may have been saved under another plan; collective.
 
@@ -136,6 +139,9 @@ def load_checkpoint(
         model: A plain or parallelized model.
         optimizer: Its optimizer, which may have made no step yet, if its state is to be
             loaded.
+        missing_ok: Whether to return None, and to change nothing, where there is no
+            checkpoint yet: at the first start of a program that is started again after
+            a failure.
 
     Returns:
         The ``extra`` that was saved, or None.
@@ -146,16 +152,21 @@ def load_checkpoint(
     """
     group, path = group_of_model(model), _readable(Path(path).resolve())
 
-    def prepare() -> tuple[Metadata, State]:
+    def prepare() -> tuple[Metadata, State] | None:
+        if missing_ok and _is_free(path):
+            return None
         metadata = _metadata(path)
         return metadata, _targets(metadata, model, optimizer)
 
-    metadata, flat = agreed(
+    found = agreed(
         model,
         "load_checkpoint",
         prepare,
-        lambda found: f"{path}, {signature(found[1])}",
+        lambda found: f"{path}, {signature(found[1]) if found else 'nothing there'}",
     )
+    if found is None:
+        return None
+    metadata, flat = found
     _by_dcp(group, f"loading {path}", lambda: _read(flat, path, group))
     # DCP drops empty dictionaries.
     state = {"model": {}} | unflatten_state_dict(flat, metadata.planner_data)
@@ -268,6 +279,11 @@ def _replace(path: Path, new: Path) -> None:
 
 def _backup(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
+
+
+def _is_free(path: Path) -> bool:
+    """Whether nothing is at ``path``, or an empty directory."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def _readable(path: Path) -> Path:

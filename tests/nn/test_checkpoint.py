@@ -93,6 +93,29 @@ def test_a_run_goes_on_under_another_plan_and_under_none(
         assert difference(found[1], expected[1]) <= 1e-9
 
 
+def starting_or_going_on(path: Path, steps: int) -> tuple[Any, bool]:
+    model, optimizer = trained(split(2, 0), "adam", 0)
+    before = hetconv.full_state_dict(model)
+    extra = hetconv.load_checkpoint(path, model, optimizer, missing_ok=True)
+    unchanged = difference(hetconv.full_state_dict(model), before) == 0
+    train(model, optimizer, range(extra or 0, steps))
+    hetconv.save_checkpoint(path, model, optimizer, extra=steps)
+    return extra, unchanged
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_where_there_is_none_yet_a_program_starts(empty: bool, tmp_path: Path) -> None:
+    if empty:
+        (tmp_path / "run").mkdir()
+    assert on_ranks(2, starting_or_going_on, tmp_path / "run", 2) == [(None, True)] * 2
+    # Killed while it was replaced: the old one has been renamed.
+    (tmp_path / "run").rename(tmp_path / ".run.old")
+    assert on_ranks(2, starting_or_going_on, tmp_path / "run", 3) == [(2, False)] * 2
+    (tmp_path / "run" / checkpoint.METADATA).write_bytes(b"torn")
+    with pytest.raises(hetconv.HetConvError, match="is no checkpoint"):
+        hetconv.load_checkpoint(tmp_path / "run", plain(0), missing_ok=True)
+
+
 @pytest.mark.parametrize("how", ["hetconv", "torch"])
 def test_a_plain_run_goes_on_split(how: str, tmp_path: Path) -> None:
     net, optimizer = trained(plain(0), "adam", 2)

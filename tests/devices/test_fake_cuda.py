@@ -38,6 +38,8 @@ BRANCHES = {
     "hetconv/ops/pooling.py": "_differentiable",
     "autotune/launch/throttle.py": "the clock and the pauses of slowed devices",
     "hetconv/nn/parallelize.py": "_share_random_state",
+    "hetconv/rebalancing/shard_moves.py": "_description: numbers of optimizers, in host memory",
+    "hetconv/runtime/step_monitor.py": "event_marks",
     "kernels/chip.py": "the chip",
     "kernels/launch.py": "the current device",
     "kernels/dispatch.py": "whether Triton moves numbers",

@@ -75,7 +75,7 @@ def installed(*found: TunedTile) -> list[str]:
     """Installs them as `parallelize` does; the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        parallelize._install(parallelize._by_origin(found), DEVICE)
+        parallelize.install_tiles(parallelize.tiles_by_origin(found), DEVICE)
     return [str(w.message) for w in caught]
 
 

@@ -65,7 +65,7 @@ class Case:
         return hetconv.capture(self.model(), torch.zeros(self.shape))
 
 
-SMALL, EXAMPLE = Case(4, 96), Case(8, 144)
+SMALL, EXAMPLE = Case(4, 64), Case(8, 144)
 """The second one is that of examples/super_resolution.py."""
 
 
@@ -221,10 +221,11 @@ class Quiet:
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
 
-def quiet(steps: int, profile: ClusterProfile, graph: Graph) -> Quiet:
+def quiet(case: Case, steps: int, profile: ClusterProfile) -> Quiet:
     """Trains without a change of speed; collective."""
+    graph = case.graph()
     plan = hetconv.make_plan(graph, profile, mode="train")
-    training, found = Training(EXAMPLE, plan), Quiet()
+    training, found = Training(case, plan), Quiet()
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "decisions.jsonl")
         rebalancer = Rebalancer(
@@ -250,8 +251,8 @@ def _lines(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text().splitlines()]
 
 
-def measure(schedule: Schedule, quiet_steps: int) -> dict[str, Any]:
-    """Runs all scenarios on every rank; returns courses by name, and the quiet run."""
+def measure(schedule: Schedule, quiet_steps: int, paired_steps: int) -> dict[str, Any]:
+    """Runs all scenarios on every rank; returns courses and quiet runs by name."""
     graph, equal = SMALL.graph(), tuned_profile(SMALL, ("cpu", "cpu"))
     slower = tuned_profile(SMALL, ("cpu", f"cpu@{SLOW_SPEED}"))
     at_rival = equal.slowed((1.0, 1 / RIVAL_SPEED))
@@ -260,7 +261,9 @@ def measure(schedule: Schedule, quiet_steps: int) -> dict[str, Any]:
         "throttled": course(throttled, schedule, equal, graph, plans[0]),
         "busy process": course(busy_process, schedule, equal, graph, plans[1]),
     }
-    example = tuned_profile(EXAMPLE, ("cpu", "cpu"))
-    return {name: asdict(found) for name, found in courses.items()} | {
-        "quiet": asdict(quiet(quiet_steps, example, EXAMPLE.graph()))
+    modelled = ClusterProfile.from_devices("2xcpu", link="host")
+    quiets = {
+        "quiet": quiet(SMALL, quiet_steps, equal),
+        "example": quiet(EXAMPLE, paired_steps, modelled),
     }
+    return {name: asdict(found) for name, found in (courses | quiets).items()}

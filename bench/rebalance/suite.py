@@ -17,7 +17,7 @@ from hetconv.autotune.launch.launcher import parse_devices, run_on
 
 from .scenarios import SLOW_SPEED, Schedule, measure
 
-QUIET_STEPS = 500
+QUIET_STEPS, PAIRED_STEPS = 500, 60
 SETTLED = 1.15
 """A plan has followed the devices once its step is at most so many times the tuned plan's."""
 NEIGHBOURS = 5  # steps whose median counts as one
@@ -39,22 +39,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     """Prints a line per scenario, and the results as one JSON document last."""
     schedule = Schedule()
-    found = run_on(parse_devices("cpu,cpu"), measure, schedule, QUIET_STEPS)
-    quiet = found.pop("quiet")
+    devices = parse_devices("cpu,cpu")
+    found = run_on(devices, measure, schedule, QUIET_STEPS, PAIRED_STEPS)
+    quiet = {name: stayed(found.pop(name)) for name in ("quiet", "example")}
     results: dict[str, Any] = {
         name: followed(of, schedule) for name, of in found.items()
-    }
-    results["quiet"] = {
-        "steps": QUIET_STEPS,
-        "moves": sum(d["action"] != "keep" for d in quiet["decisions"]),
-        "controlled_over_plain": round(
-            median(
-                a / b
-                for a, b in zip(quiet["controlled_s"], quiet["plain_s"], strict=True)
-            ),
-            4,
-        ),
-    }
+    } | quiet
     for name, figures in results.items():
         told = ", ".join(
             f"{key} {value}" for key, value in figures.items() if key != "decisions"
@@ -99,6 +89,18 @@ def followed(course: dict[str, Any], schedule: Schedule) -> dict[str, Any]:
         "migration_s": round(sum(d["migration_s"] for d in moves), 3),
         "control_s": round(sum(control), 3),
         "decisions": course["decisions"],
+    }
+
+
+def stayed(quiet: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures of a run in which no device changes."""
+    pairs = zip(quiet["controlled_s"], quiet["plain_s"], strict=True)
+    return {
+        "steps": len(quiet["plain_s"]),
+        "plain_ms": round(median(quiet["plain_s"]) * 1e3, 1),
+        "moves": sum(d["action"] != "keep" for d in quiet["decisions"]),
+        "controlled_over_plain": round(median(a / b for a, b in pairs), 4),
+        "decisions": quiet["decisions"],
     }
 
 

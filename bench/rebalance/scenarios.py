@@ -253,6 +253,8 @@ def _lines(record: Path) -> list[dict[str, Any]]:
 
 def measure(schedule: Schedule, quiet_steps: int, paired_steps: int) -> dict[str, Any]:
     """Runs all scenarios on every rank; returns courses and quiet runs by name."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
     graph, equal = SMALL.graph(), tuned_profile(SMALL, ("cpu", "cpu"))
     slower = tuned_profile(SMALL, ("cpu", f"cpu@{SLOW_SPEED}"))
     at_rival = equal.slowed((1.0, 1 / RIVAL_SPEED))

@@ -27,6 +27,10 @@ Action = Literal["move", "keep", "revert"]
 # median of many samples over that of their mean.
 SIGMA_PER_DEVIATION, MEDIAN_ERROR = 1.4826, 1.2533
 STEPS_PER_CHECK = 5
+PREDICTION_ERROR = 0.3
+"""By which a device may take longer at first than the fastest one, relative to what was
+predicted, without counting as slower than its profile says: predictions err.
+"""
 
 
 class PlanCosts(Protocol[P]):
@@ -73,13 +77,16 @@ class RebalancePolicy:
             factors change by less are not looked at, since no change could save as much.
         significance: Standard errors by which a device must differ from the factor that
             was looked at last.
+        loss_significance: Standard errors by which steps must be slower after a change
+            for it to be reverted.
     """
 
     window_steps: int = 20
     horizon_steps: int = 500
     dwell_steps: int = 20
-    min_relative_gain: float = 0.05
+    min_relative_gain: float = 0.1
     significance: float = 5.0
+    loss_significance: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,7 @@ class RebalanceController(Generic[P]):
         self._costs, self._policy, self._dry_run = costs, policy, dry_run
         self.plan, self._busy_s = plan, np.array(costs.busy_s(plan))
         self.factors: Factors = (1.0,) * len(self._busy_s)
+        self._calibration: NDArray[np.float64] | None = None
         self.gain = 0.0
         self._window: deque[Reading] = deque(maxlen=policy.window_steps)
         self._dwell_steps, self._resting_steps = policy.dwell_steps, 0
@@ -160,6 +168,8 @@ class RebalanceController(Generic[P]):
         is_full = len(self._window) == self._policy.window_steps
         if not is_full or self._steps % STEPS_PER_CHECK:
             return None
+        if self._calibration is None:
+            self._calibration = self._calibrated()
         if self._before is not None:
             return self._judged(self._before)
         if self._resting_steps:
@@ -229,7 +239,7 @@ class RebalanceController(Generic[P]):
         )
         error_s = hypot(_standard_error(old), _standard_error(new))
         slower_s = float(np.median(new) - np.median(old))
-        return slower_s > self._policy.significance * error_s
+        return slower_s > self._policy.loss_significance * error_s
 
     def _change(self, plan: P) -> None:
         self.plan, self._busy_s = plan, np.array(self._costs.busy_s(plan))
@@ -242,10 +252,9 @@ class RebalanceController(Generic[P]):
 
     def _measured_factors(self) -> Factors:
         """Returns the factor of each device: that of the last look unless it surely differs."""
-        busy_s = np.array([reading.busy_s for reading in self._window])
-        # A device without work tells nothing of its speed.
-        works = self._busy_s > 0
-        ratios = busy_s / np.where(works, self._busy_s, 1.0)
+        works, ratios = self._ratios()
+        assert self._calibration is not None
+        ratios = ratios / self._calibration
         middle, current = np.median(ratios, axis=0), np.array(self.factors)
         middle = np.where(works, middle, 1.0)
         error = _standard_error(ratios)
@@ -255,6 +264,24 @@ class RebalanceController(Generic[P]):
         least = self._policy.min_relative_gain * current
         differs = works & (abs(middle - current) > np.maximum(error, least))
         return tuple(np.where(differs, middle, current).tolist())
+
+    def _ratios(self) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+        """Returns which devices work, and measured over predicted busy seconds, (steps, P).
+
+        A device without work tells nothing of its speed.
+        """
+        busy_s = np.array([reading.busy_s for reading in self._window])
+        works = self._busy_s > 0
+        return works, busy_s / np.where(works, self._busy_s, 1.0)
+
+    def _calibrated(self) -> NDArray[np.float64]:
+        """Returns the part of the first window's ratios that counts as error of prediction."""
+        works, ratios = self._ratios()
+        middle = np.where(works, np.median(ratios, axis=0), 1.0)
+        common = float(middle[works].min()) if works.any() else 1.0
+        errs = works & (middle <= common * (1 + PREDICTION_ERROR))
+        found: NDArray[np.float64] = np.where(errs, middle, common)
+        return found
 
 
 class _Before(NamedTuple, Generic[P]):

@@ -238,6 +238,16 @@ def test_a_plan_that_does_not_pay_is_not_made_again_at_every_check() -> None:
     assert 1 <= cluster.asked <= 5
 
 
+@pytest.mark.parametrize(("slow", "moves"), [(1.25, False), (2.5, True)])
+def test_what_errs_from_the_start_is_the_prediction_unless_it_is_far_off(
+    slow: float, moves: bool
+) -> None:
+    found = run(Cluster(2), step_trace(2, slow, 0, 1000), 300, noise=0.05)
+    assert bool(found.decisions) is moves
+    if moves:
+        assert found.decisions[0][1].factors[0] == pytest.approx(slow, rel=0.05)
+
+
 def test_what_does_not_pay_for_its_migration_is_left() -> None:
     class Expensive(Cluster):
         def migration_s(self, current: Plan, new: Plan) -> float:

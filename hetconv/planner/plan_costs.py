@@ -51,13 +51,15 @@ class EstimatedCosts:
         self._slowed: tuple[Factors, StepEstimator] | None = None
 
     def busy_s(self, plan: Plan) -> tuple[float, ...]:
-        """Returns the seconds of a step in which each device does not wait."""
+        """Returns the seconds of a step in which each device does not wait.
+
+        It is 0 for a device that has no layer, whatever else it computes.
+        """
         prediction, _ = self._estimator.estimate(plan.splits)
+        pairs = zip(prediction.compute_s, prediction.communication_s, strict=True)
         return tuple(
-            compute_s + communication_s
-            for compute_s, communication_s in zip(
-                prediction.compute_s, prediction.communication_s, strict=True
-            )
+            0.0 if has_no_layer(plan, rank) else compute_s + communication_s
+            for rank, (compute_s, communication_s) in enumerate(pairs)
         )
 
     def step_s(self, plan: Plan, factors: Factors) -> float:
@@ -119,6 +121,13 @@ class EstimatedCosts:
             link = self._profile.link(sender, receiver)
             seconds += link.latency_s + size * link.s_per_byte
         return seconds
+
+
+def has_no_layer(plan: Plan, rank: int) -> bool:
+    """Returns whether a rank has no share of any layer of a plan."""
+    return all(
+        split.shares and not split.shares[rank] for split in plan.splits.values()
+    )
 
 
 def _resized(op: Conv | Linear, split: Split, speeds: Sequence[float]) -> Split:

@@ -40,7 +40,10 @@ class PlanCosts(Protocol[P]):
     """
 
     def busy_s(self, plan: P) -> Sequence[float]:
-        """Returns the seconds of a step that each device is busy, at factors of 1."""
+        """Returns the seconds of a step that each device is busy, at factors of 1.
+
+        It is 0 for a device without work.
+        """
 
     def step_s(self, plan: P, factors: Factors) -> float:
         """Returns the seconds of a step."""
@@ -57,7 +60,9 @@ class Reading(NamedTuple):
 
     Attributes:
         step_s: Seconds of the step.
-        busy_s: Seconds in which each device did not wait for others.
+        busy_s: Seconds in which each device did not wait for others. Of a device without
+            work, how many times as long it takes for something else than at first; 0 if
+            that is not known.
     """
 
     step_s: float
@@ -254,22 +259,20 @@ class RebalanceController(Generic[P]):
         """Returns the factor of each device: that of the last look unless it surely differs."""
         works, ratios = self._ratios()
         assert self._calibration is not None
-        ratios = ratios / self._calibration
+        ratios = ratios / np.where(works, self._calibration, 1.0)
         middle, current = np.median(ratios, axis=0), np.array(self.factors)
-        middle = np.where(works, middle, 1.0)
+        known = middle > 0
+        middle = np.where(known, middle, 1.0)
         error = _standard_error(ratios)
         # Of many devices some seem steady by chance: none counts as steadier than most.
-        typical = np.median((error / middle)[works]) * middle
+        typical = np.median((error / middle)[known]) * middle
         error = self._policy.significance * np.maximum(error, typical)
         least = self._policy.min_relative_gain * current
-        differs = works & (abs(middle - current) > np.maximum(error, least))
+        differs = known & (abs(middle - current) > np.maximum(error, least))
         return tuple(np.where(differs, middle, current).tolist())
 
     def _ratios(self) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-        """Returns which devices work, and measured over predicted busy seconds, (steps, P).
-
-        A device without work tells nothing of its speed.
-        """
+        """Returns which devices work, and measured over predicted busy seconds, (steps, P)."""
         busy_s = np.array([reading.busy_s for reading in self._window])
         works = self._busy_s > 0
         return works, busy_s / np.where(works, self._busy_s, 1.0)

@@ -18,7 +18,7 @@ from hetconv.comm.consensus import assert_consensus, validate_together
 from hetconv.comm.rank_group import all_gather_object, all_gather_small, count_sent
 from hetconv.errors import HetConvError
 from hetconv.nn.parameters import required_group
-from hetconv.planner.plan_costs import EstimatedCosts
+from hetconv.planner.plan_costs import EstimatedCosts, has_no_layer
 from hetconv.planner.rebalance import (
     STEPS_PER_CHECK,
     Decision,
@@ -31,6 +31,7 @@ from hetconv.schemas.plan import Plan
 from hetconv.tracing.graph import Graph
 
 from .migrate import apply_plan
+from .speed_probe import SpeedProbe
 from .step_reports import Monitor, check_monitored, check_ranks
 
 log = logging.getLogger("hetconv")
@@ -119,6 +120,7 @@ class Rebalancer:
             self._controller = RebalanceController(costs, plan, policy, dry_run=dry_run)
         self.monitor = Monitor(model, plan, log_every=log_every)
         self._unread, self._warm_up = 0, WARM_UP_STEPS
+        self._probe = SpeedProbe(next(model.parameters()).device)
 
     @property
     def plan(self) -> Plan:
@@ -149,6 +151,8 @@ class Rebalancer:
         group = self._group
         assert_consensus(group, "Rebalancer.step", f"step {self.monitor.steps}")
         own, self._unread = self.monitor.last(self._unread), 0
+        if has_no_layer(self.plan, group.rank):
+            own[:, 1] = self._probe.slowdown()
         decision = self._observed(all_gather_small(group, own))
         decided = torch.tensor([decision is not None], device="cpu")
         if not bool(all_gather_small(group, decided)[0]):

@@ -39,6 +39,8 @@ BRANCHES = {
     "autotune/launch/throttle.py": "the clock and the pauses of slowed devices",
     "hetconv/nn/parallelize.py": "_share_random_state",
     "hetconv/rebalancing/shard_moves.py": "_description: numbers of optimizers, in host memory",
+    "hetconv/rebalancing/speed_probe.py": "a probe on a GPU is waited for",
+    "hetconv/runtime/rank_devices.py": "device_identity",
     "hetconv/runtime/step_monitor.py": "event_marks",
     "kernels/chip.py": "the chip",
     "kernels/launch.py": "the current device",

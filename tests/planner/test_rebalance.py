@@ -248,6 +248,28 @@ def test_what_errs_from_the_start_is_the_prediction_unless_it_is_far_off(
         assert found.decisions[0][1].factors[0] == pytest.approx(slow, rel=0.05)
 
 
+def test_a_device_without_work_gets_some_again_when_it_recovers() -> None:
+    class Alone(Cluster):
+        def plan_for(self, current: Plan, factors: Factors) -> Plan:
+            return self.even if factors[0] < 2 else (0, ROWS)
+
+        def step_s(self, plan: Plan, factors: Factors) -> float:
+            return super().step_s(plan, factors) - (MESSAGES_S if not plan[0] else 0)
+
+    cluster, trace = Alone(2), step_trace(2, 2.5, 50, 150)
+    control = RebalanceController(cluster, cluster.even, RebalancePolicy())
+    plans = []
+    for step in range(250):
+        factors, plan = trace(step), control.plan
+        busy = [s * f for s, f in zip(cluster.busy_s(plan), factors, strict=True)]
+        if not plan[0]:
+            busy[0] = factors[0]  # as a probe tells
+        control.observe(Reading(cluster.step_s(plan, factors), tuple(busy)))
+        plans.append(control.plan)
+    assert plans[49] == plans[-1] == cluster.even
+    assert plans[100] == (0, ROWS)
+
+
 def test_what_does_not_pay_for_its_migration_is_left() -> None:
     class Expensive(Cluster):
         def migration_s(self, current: Plan, new: Plan) -> float:

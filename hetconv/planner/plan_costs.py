@@ -56,10 +56,9 @@ class EstimatedCosts:
         It is 0 for a device that has no layer, whatever else it computes.
         """
         prediction, _ = self._estimator.estimate(plan.splits)
-        pairs = zip(prediction.compute_s, prediction.communication_s, strict=True)
         return tuple(
-            0.0 if has_no_layer(plan, rank) else compute_s + communication_s
-            for rank, (compute_s, communication_s) in enumerate(pairs)
+            0.0 if has_no_layer(plan, rank) else busy_s
+            for rank, busy_s in enumerate(prediction.busy_s)
         )
 
     def step_s(self, plan: Plan, factors: Factors) -> float:

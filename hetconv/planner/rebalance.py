@@ -120,6 +120,13 @@ class Decision(Generic[P]):
     reason: str
 
 
+def best_plan(costs: PlanCosts[P], current: P, factors: Factors) -> tuple[P, float]:
+    """Returns the fastest plan at these factors, and the part of a step that it saves."""
+    plan = costs.plan_for(current, factors)
+    now_s, then_s = (costs.step_s(p, factors) for p in (current, plan))
+    return plan, 1 - then_s / now_s
+
+
 class RebalanceController(Generic[P]):
     """Chooses when to change the plan, from what each step measured.
 
@@ -185,9 +192,8 @@ class RebalanceController(Generic[P]):
     def _moved(self, factors: Factors) -> Decision[P] | None:
         """Returns the decision for a better plan, if there is one that pays."""
         self.factors, self._resting_steps = factors, self._dwell_steps
-        plan = self._costs.plan_for(self.plan, factors)
-        now_s, then_s = (self._costs.step_s(p, factors) for p in (self.plan, plan))
-        self.gain = gain = 1 - then_s / now_s
+        plan, gain = best_plan(self._costs, self.plan, factors)
+        self.gain = gain
         migration_s = self._costs.migration_s(self.plan, plan)
         step_s = self._step_s()
         saved_s = gain * step_s * self._policy.horizon_steps
@@ -266,7 +272,8 @@ class RebalanceController(Generic[P]):
         error = _standard_error(ratios)
         # Of many devices some seem steady by chance: none counts as steadier than most.
         typical = np.median((error / middle)[known]) * middle
-        error = self._policy.significance * np.maximum(error, typical)
+        # What it is compared with was measured over as many steps: both err.
+        error = self._policy.significance * sqrt(2) * np.maximum(error, typical)
         least = self._policy.min_relative_gain * current
         differs = known & (abs(middle - current) > np.maximum(error, least))
         return tuple(np.where(differs, middle, current).tolist())

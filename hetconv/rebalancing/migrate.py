@@ -33,7 +33,7 @@ from hetconv.schemas.plan import Plan
 from hetconv.sharding.param_shards import ParamShards
 from hetconv.torch_internals import rebuild_buckets
 
-from .shard_moves import ShardMove, described, moved, reserve_memory
+from .shard_moves import ShardMove, Switch, described, moved, reserve_memory
 
 WRAPPED = "module", "_orig_mod"
 """Where wrappers keep the model: those of data parallelism and averages, and compiled ones."""
@@ -91,14 +91,7 @@ def apply_plan(
     for wrapper in wrappers:
         assert_consensus(rank_group_of(wrapper.process_group), what, agreed(None))
     moves = [move for change in changes for move in _moves(change, optimizer)]
-    known = described(group, what, moves)
-    validate_together(group, what, lambda: reserve_memory(group, moves, known), str)
-    switches = [
-        moved(group, move, kept) for move, kept in zip(moves, known, strict=True)
-    ]
-    # No rank switches before all have their slices.
-    assert_consensus(group, what, f"{len(switches)} parameters moved")
-    for switch in switches:
+    for switch in _moved_together(group, what, moves):
         switch()
     for change in changes:
         change.layer.adopt_split(plan.layers[change.name], change.held)
@@ -108,6 +101,19 @@ def apply_plan(
         rebuild_buckets(wrapper)
     for device in {p.device for p in model.parameters()}:
         install_tiles(tiles, device)
+
+
+def _moved_together(
+    group: RankGroup, what: str, moves: Sequence[ShardMove]
+) -> list[Switch]:
+    """Returns what installs the new slices, once all ranks have theirs; collective."""
+    known = described(group, what, moves)
+    validate_together(group, what, lambda: reserve_memory(group, moves, known), str)
+    switches = [
+        moved(group, move, kept) for move, kept in zip(moves, known, strict=True)
+    ]
+    assert_consensus(group, what, f"{len(switches)} parameters moved")
+    return switches
 
 
 class _Change(NamedTuple):

@@ -107,7 +107,7 @@ class Rebalancer:
         self._model, self._optimizer, self._copies = model, optimizer, copies
         self._dry_run, self._record, self._on_decision = dry_run, record, on_decision
         self._controller: RebalanceController[Plan] | None = None
-        policy, costs = policy or RebalancePolicy(), None
+        policy = policy or RebalancePolicy()
         if group.rank == 0:
             costs = EstimatedCosts(
                 graph,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from hetconv.comm.rank_group import RankGroup, all_gather_object, all_gather_sma
 from hetconv.errors import HetConvError, PlanError
 from hetconv.nn.parameters import required_group, split_layers
 from hetconv.planner.plan_costs import EstimatedCosts
-from hetconv.planner.rebalance import Factors, PlanCosts
+from hetconv.planner.rebalance import Factors, PlanCosts, best_plan
 from hetconv.runtime.step_monitor import StepMonitor, event_marks
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.plan import Plan
@@ -144,13 +144,13 @@ class Monitor:
         medians = own.median(0).values if len(own) else own.new_zeros(3)
         seconds = all_gather_small(group, medians).t().tolist()
         step_s, busy_s, waited_s = map(tuple, seconds)
-        predicted = predicted_busy_s(self.plan)
+        told = self.plan.predicted if self.plan is not None else None
+        predicted = told.busy_s if told is not None else None
         report = StepReport(self.steps, step_s, busy_s, waited_s, predicted)
         if self._costs is None or not len(own):
             return report
         gain = self._gain_of(report.slowdowns) if group.rank == 0 else None
-        gain = all_gather_object(group, gain)[0]
-        return StepReport(self.steps, step_s, busy_s, waited_s, predicted, gain)
+        return replace(report, gain=all_gather_object(group, gain)[0])
 
     def _gain_of(self, slowdowns: Factors | None) -> float | None:
         if slowdowns is None or self._costs is None or self.plan is None:
@@ -160,10 +160,9 @@ class Monitor:
             for now, then in zip(slowdowns, self._gain[0], strict=True)
         ):
             return self._gain[1]
-        best = self._costs.plan_for(self.plan, slowdowns)
-        now_s, then_s = (self._costs.step_s(p, slowdowns) for p in (self.plan, best))
-        self._gain = slowdowns, 1 - then_s / now_s
-        return self._gain[1]
+        _, gain = best_plan(self._costs, self.plan, slowdowns)
+        self._gain = slowdowns, gain
+        return gain
 
 
 def monitor(
@@ -253,13 +252,3 @@ def check_monitored(model: nn.Module) -> None:
             "the steps of this model are captured in CUDA graphs, within which waits cannot "
             "be measured; parallelize it with graphs=False"
         )
-
-
-def predicted_busy_s(plan: Plan | None) -> tuple[float, ...] | None:
-    """Returns the seconds of a step in which a plan predicts each rank not to wait."""
-    if plan is None or (told := plan.predicted) is None:
-        return None
-    if not told.communication_s:
-        return told.compute_s
-    pairs = zip(told.compute_s, told.communication_s, strict=True)
-    return tuple(compute_s + messages_s for compute_s, messages_s in pairs)

@@ -98,6 +98,13 @@ class Prediction:
     memory_bytes: tuple[int, ...]
     operator_sum_s: float = 0.0
     communication_s: tuple[float, ...] = ()
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds in which each device does not wait: it computes, or copies messages."""
+        messages_s = self.communication_s or (0.0,) * len(self.compute_s)
+        return tuple(map(sum, zip(self.compute_s, messages_s, strict=True)))
+
     __pydantic_config__ = STRICT
 
 

@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hetconv.comm.rank_group import RankGroup, all_gather_object, rank_group_of
+from hetconv.comm.rank_group import (
+    RankGroup,
+    all_gather_object,
+    rank_group_of,
+    translate_backend_errors,
+)
 
 from .barrier import tight_barrier
 from .sampling import log_error_of_median
@@ -158,7 +163,9 @@ def time_step(step: Step, device: torch.device, group: RankGroup) -> float:
     all_here = (
         partial(tight_barrier, group)
         if group.one_host
-        else partial(dist.barrier, group.process_group)
+        else partial(
+            translate_backend_errors, group, partial(dist.barrier, group.process_group)
+        )
     )
 
     def together() -> None:

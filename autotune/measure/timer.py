@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 
 from hetconv.autotune.launch.throttle import discard_core_waits
-from hetconv.comm.rank_group import all_gather_object, rank_group_of
+from hetconv.comm.rank_group import (
+    all_gather_object,
+    rank_group_of,
+    translate_backend_errors,
+)
 from hetconv.torch_internals import gpu_sleep
 
 from .cpu_share import clock_and_factor
@@ -253,7 +257,7 @@ def _time_together(
     assert all_done is not None
     while last and not all_done.is_completed():
         timed(last[0].forward, device)
-    all_done.wait()
+    translate_backend_errors(group, all_done.wait)
     return found
 
 
@@ -273,8 +277,13 @@ def _time_passes(
 
 def broadcast_object(value: Any, source: int = 0) -> Any:
     """Returns, on every rank, the ``value`` of rank ``source``."""
-    values = [value]
-    dist.broadcast_object_list(values, group=rank_group_of().control, group_src=source)
+    values, group = [value], rank_group_of()
+    translate_backend_errors(
+        group,
+        lambda: dist.broadcast_object_list(
+            values, group=group.control, group_src=source
+        ),
+    )
     return values[0]
 
 
@@ -289,7 +298,7 @@ def copy_bandwidth(device: torch.device, numel: int = 1 << 22) -> float:
         Bytes read and written per second.
     """
     x, y = torch.randn(numel, device=device), torch.empty(numel, device=device)
-    dist.barrier()
+    translate_backend_errors(rank_group_of(), dist.barrier)
     torch.relu(x)
     seconds = [timed(lambda: torch.clamp_min(x, 0, out=y), device) for _ in range(5)]
     return (x.nbytes + y.nbytes) / median(seconds)

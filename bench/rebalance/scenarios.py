@@ -214,10 +214,18 @@ def course(
 
 @dataclass
 class Quiet:
-    """Steps in which no device changes, with and without a rebalancer, in turn."""
+    """Steps in which no device changes, with and without a rebalancer, in turn.
+
+    Attributes:
+        plain_s: Seconds of each step without.
+        controlled_s: Seconds of each step with it, `Rebalancer.step` among them.
+        busy_s: Of each rank's busy part: (rank, step).
+        decisions: Lines of the rebalancer's record.
+    """
 
     plain_s: list[float] = field(default_factory=list)
     controlled_s: list[float] = field(default_factory=list)
+    busy_s: list[list[float]] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -225,7 +233,7 @@ def quiet(case: Case, steps: int, profile: ClusterProfile) -> Quiet:
     """Trains without a change of speed; collective."""
     graph = case.graph()
     plan = hetconv.make_plan(graph, profile, mode="train")
-    training, found = Training(case, plan), Quiet()
+    training, found, own_busy_s = Training(case, plan), Quiet(), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "decisions.jsonl")
         rebalancer = Rebalancer(
@@ -240,8 +248,10 @@ def quiet(case: Case, steps: int, profile: ClusterProfile) -> Quiet:
             rebalancer.monitor.start()
             found.controlled_s.append(seconds(controlled))
             rebalancer.monitor.stop()
+            own_busy_s += rebalancer.monitor.last(1)[:, 1].tolist()
             found.plain_s.append(seconds(training.step))
         found.decisions = _lines(record)
+    found.busy_s = all_gather_object(rank_group_of(), own_busy_s)
     return found
 
 

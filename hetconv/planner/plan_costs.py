@@ -20,6 +20,9 @@ from .make_plan import make_plan
 from .partition import split_of
 from .rebalance import Factors
 
+LITTLE_WORK = 0.05
+"""A rank with less than this part of the layers is busy with other things most of the time."""
+
 
 class EstimatedCosts:
     """`PlanCosts` of one model on one cluster.
@@ -53,11 +56,11 @@ class EstimatedCosts:
     def busy_s(self, plan: Plan) -> tuple[float, ...]:
         """Returns the seconds of a step in which each device does not wait.
 
-        It is 0 for a device that has no layer, whatever else it computes.
+        It is 0 for a device that has little work, whose seconds tell nothing of its speed.
         """
         prediction, _ = self._estimator.estimate(plan.splits)
         return tuple(
-            0.0 if has_no_layer(plan, rank) else busy_s
+            0.0 if has_little_work(plan, rank) else busy_s
             for rank, busy_s in enumerate(prediction.busy_s)
         )
 
@@ -122,11 +125,11 @@ class EstimatedCosts:
         return seconds
 
 
-def has_no_layer(plan: Plan, rank: int) -> bool:
-    """Returns whether a rank has no share of any layer of a plan."""
-    return all(
-        split.shares and not split.shares[rank] for split in plan.splits.values()
-    )
+def has_little_work(plan: Plan, rank: int) -> bool:
+    """Returns whether a rank has next to no share of the layers of a plan."""
+    splits = plan.splits.values()
+    work = sum(split.shares[rank] if split.shares else 1.0 for split in splits)
+    return work < LITTLE_WORK * len(splits)
 
 
 def _resized(op: Conv | Linear, split: Split, speeds: Sequence[float]) -> Split:

@@ -42,7 +42,7 @@ class PlanCosts(Protocol[P]):
     def busy_s(self, plan: P) -> Sequence[float]:
         """Returns the seconds of a step that each device is busy, at factors of 1.
 
-        It is 0 for a device without work.
+        It is 0 for a device that has too little work to tell its speed.
         """
 
     def step_s(self, plan: P, factors: Factors) -> float:
@@ -60,9 +60,9 @@ class Reading(NamedTuple):
 
     Attributes:
         step_s: Seconds of the step.
-        busy_s: Seconds in which each device did not wait for others. Of a device without
-            work, how many times as long it takes for something else than at first; 0 if
-            that is not known.
+        busy_s: Seconds in which each device did not wait for others. Of a device with
+            little work, how many times as long it takes for something else than at
+            first; 0 if that is not known.
     """
 
     step_s: float
@@ -158,7 +158,7 @@ class RebalanceController(Generic[P]):
         self._costs, self._policy, self._dry_run = costs, policy, dry_run
         self.plan, self._busy_s = plan, np.array(costs.busy_s(plan))
         self.factors: Factors = (1.0,) * len(self._busy_s)
-        self._calibration: NDArray[np.float64] | None = None
+        self._calibration: _Calibration | None = None
         self.gain = 0.0
         self._window: deque[Reading] = deque(maxlen=policy.window_steps)
         self._dwell_steps, self._resting_steps = policy.dwell_steps, 0
@@ -265,7 +265,7 @@ class RebalanceController(Generic[P]):
         """Returns the factor of each device: that of the last look unless it surely differs."""
         works, ratios = self._ratios()
         assert self._calibration is not None
-        ratios = ratios / np.where(works, self._calibration, 1.0)
+        ratios = ratios / np.where(works, *self._calibration)
         middle, current = np.median(ratios, axis=0), np.array(self.factors)
         known = middle > 0
         middle = np.where(known, middle, 1.0)
@@ -284,14 +284,26 @@ class RebalanceController(Generic[P]):
         works = self._busy_s > 0
         return works, busy_s / np.where(works, self._busy_s, 1.0)
 
-    def _calibrated(self) -> NDArray[np.float64]:
-        """Returns the part of the first window's ratios that counts as error of prediction."""
+    def _calibrated(self) -> _Calibration:
+        """Returns the part of the first window's ratios that counts as error of prediction.
+
+        Of a device with little work nothing is predicted, so it is not slow then.
+        """
         works, ratios = self._ratios()
-        middle = np.where(works, np.median(ratios, axis=0), 1.0)
+        middle = np.median(ratios, axis=0)
         common = float(middle[works].min()) if works.any() else 1.0
         errs = works & (middle <= common * (1 + PREDICTION_ERROR))
-        found: NDArray[np.float64] = np.where(errs, middle, common)
-        return found
+        return _Calibration(
+            np.where(errs, middle, common),
+            np.where(works | (middle == 0), 1.0, middle),
+        )
+
+
+class _Calibration(NamedTuple):
+    """Ratios of devices that are not slow, (P,), while they work and while they do not."""
+
+    working: NDArray[np.float64]
+    idle: NDArray[np.float64]
 
 
 class _Before(NamedTuple, Generic[P]):

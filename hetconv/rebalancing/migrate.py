@@ -186,14 +186,22 @@ def _refuse_hidden_wrapper(model: nn.Module) -> None:
     The wrapper keeps buffers of the gradients' shapes, which only it can change.
     """
     ours = set(model.modules())
+    if not _wrappers_of(ours):
+        return
     gc.collect()  # a wrapper that was deleted no longer counts
-    for wrapper in gc.get_objects():
-        if (
-            type(wrapper) is DistributedDataParallel
-            and wrapper not in ours
-            and not ours.isdisjoint(wrapper.modules())
-        ):
-            raise HetConvError(
-                "the model is wrapped in DistributedDataParallel, which keeps the shapes of "
-                "its gradients; give apply_plan the wrapper instead of the model within"
-            )
+    if _wrappers_of(ours):
+        raise HetConvError(
+            "the model is wrapped in DistributedDataParallel, which keeps the shapes of "
+            "its gradients; give apply_plan the wrapper instead of the model within"
+        )
+
+
+def _wrappers_of(modules: set[nn.Module]) -> list[DistributedDataParallel]:
+    """Returns the data-parallel wrappers of some of these modules that are not among them."""
+    return [
+        wrapper
+        for wrapper in gc.get_referrers(DistributedDataParallel)
+        if isinstance(wrapper, DistributedDataParallel)
+        and wrapper not in modules
+        and not modules.isdisjoint(wrapper.modules())
+    ]

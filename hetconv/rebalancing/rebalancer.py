@@ -18,7 +18,7 @@ from hetconv.comm.consensus import assert_consensus, validate_together
 from hetconv.comm.rank_group import all_gather_object, all_gather_small, count_sent
 from hetconv.errors import HetConvError
 from hetconv.nn.parameters import required_group
-from hetconv.planner.plan_costs import EstimatedCosts, has_no_layer
+from hetconv.planner.plan_costs import EstimatedCosts, has_little_work
 from hetconv.planner.rebalance import (
     STEPS_PER_CHECK,
     Decision,
@@ -120,7 +120,7 @@ class Rebalancer:
             self._controller = RebalanceController(costs, plan, policy, dry_run=dry_run)
         self.monitor = Monitor(model, plan, log_every=log_every)
         self._unread, self._warm_up = 0, WARM_UP_STEPS
-        self._probe = SpeedProbe(next(model.parameters()).device)
+        self._probe = SpeedProbe(group, next(model.parameters()).device)
 
     @property
     def plan(self) -> Plan:
@@ -151,7 +151,7 @@ class Rebalancer:
         group = self._group
         assert_consensus(group, "Rebalancer.step", f"step {self.monitor.steps}")
         own, self._unread = self.monitor.last(self._unread), 0
-        if has_no_layer(self.plan, group.rank):
+        if has_little_work(self.plan, group.rank):
             own[:, 1] = self._probe.slowdown()
         decision = self._observed(all_gather_small(group, own))
         decided = torch.tensor([decision is not None], device="cpu")
@@ -170,7 +170,8 @@ class Rebalancer:
         decision = None
         for of_ranks in every.unbind(1):
             step_s, busy_s, _ = of_ranks.t().tolist()
-            found = self._controller.observe(Reading(step_s[0], tuple(busy_s)))
+            # A rank with little work may end its step before the others.
+            found = self._controller.observe(Reading(max(step_s), tuple(busy_s)))
             decision = found or decision
         return decision
 

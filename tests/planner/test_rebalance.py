@@ -271,6 +271,22 @@ def test_a_device_without_work_gets_some_again_when_it_recovers() -> None:
     assert plans[100] == (0, ROWS)
 
 
+def test_a_device_without_work_counts_as_slower_only_once_it_changes() -> None:
+    """Others that compute beside it slow its readings from the start."""
+
+    class Alone(Cluster):
+        def busy_s(self, plan: Plan) -> Sequence[float]:
+            return (0.0, super().busy_s(plan)[1])
+
+    cluster = Alone(2)
+    control = RebalanceController(cluster, (0, ROWS), RebalancePolicy())
+    for factor in (1.6, 1.6, 0.8):
+        for _ in range(30):
+            control.observe(Reading(ROWS * ROW_S, (factor, ROWS * ROW_S)))
+        known = control.factors
+    assert known == (pytest.approx(0.5), 1.0)
+
+
 def test_what_does_not_pay_for_its_migration_is_left() -> None:
     class Expensive(Cluster):
         def migration_s(self, current: Plan, new: Plan) -> float:

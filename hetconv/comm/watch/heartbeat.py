@@ -20,7 +20,7 @@ from functools import cache
 from typing import NamedTuple
 from weakref import WeakSet
 
-from .liveness import OPEN_TIMEOUT_S, Address, Answers, Peer, is_stopped
+from .liveness import OPEN_TIMEOUT_S, Address, Answers, Peer, hang_up, is_stopped
 
 log = logging.getLogger("hetconv")
 MIN_WAIT_S = 1.0
@@ -34,7 +34,7 @@ MAX_ANSWER_S = 1.0
 """Once a wait has failed: a rank that does not answer within this time is the cause."""
 
 MAX_OPEN_S = 20.0  # then the program goes on while ranks are connected
-MAX_JOIN_S = 0.5  # a thread that asks a lost rank waits for ever
+MAX_JOIN_S = 0.5  # a thread that asks a lost rank would wait for ever
 
 
 class LostRank(NamedTuple):
@@ -118,7 +118,13 @@ class Heartbeat:
         _watched().discard(self)
         self._ended.set()
         self._wanted.set()
-        if self._asker is not None:
+        if self._asker is None:
+            return
+        self._asker.join(MAX_JOIN_S)
+        if self._asker.is_alive():
+            # Python would abort if the lost rank ended, too, while this process does.
+            for address in self._addresses.values():
+                hang_up(address)
             self._asker.join(MAX_JOIN_S)
 
     def check(self) -> None:

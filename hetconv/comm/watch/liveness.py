@@ -30,6 +30,7 @@ connects, and answers nobody meanwhile: for seconds, where no name server answer
 """
 STOPPED = "T"  # in proc(5): by a signal, unlike "t", by a debugger
 TOKEN_BYTES = 16
+IPV4_IN_IPV6 = "::ffff:"
 CONNECTED_KEY = "connected"
 LOST_KEY = "lost"
 
@@ -177,6 +178,25 @@ class Peer:
             return None
         rank, how = json.loads(self._store.get(LOST_KEY))
         return rank, how
+
+
+def hang_up(address: Address) -> None:
+    """Ends the connections of this process to a rank; a question to it then fails.
+
+    The store has no way to do so. On other systems than Linux this does nothing.
+    """
+    for name in _listed("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            host, port = found.getpeername()[:2]
+            if (host.removeprefix(IPV4_IN_IPV6), port) == address[:2]:
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _own_host(group_store: Any) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -146,9 +145,7 @@ def test_a_rank_whose_link_is_cut_is_named(network: Network, tmp_path: Path) -> 
         lost = 0 if rank else 1  # the first that does not answer
         assert f"rank {rank} of {RANKS} lost rank {lost}, which has not" in text, text
     assert any(how in text for text in said), said
-    # A thread that still waits for the lost rank may abort the process at its very end.
-    ended = {process.returncode for process in ranks}
-    assert ended <= {0, -signal.SIGABRT}, said
+    assert {process.returncode for process in ranks} == {0}, said
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kill `hetconv autotune` at random moments: what was measured must survive."""
+"""Kill or stop `hetconv autotune` at random moments: what was measured must survive."""
 
 from __future__ import annotations
 
@@ -48,11 +48,19 @@ RECORDS, TRIALS = "hetconv_records", "trials"  # tables of the journal
 
 @dataclass(frozen=True)
 class Kill:
-    """What came of one: ``victim`` is a rank's number or the launcher; ``wrong``: what
-    should not be.
+    """What came of one.
+
+    Attributes:
+        victim: A rank's number, or the launcher.
+        signal: "SIGKILL", or, for a rank only, "SIGSTOP".
+        after_s: Seconds from the start of the tuning.
+        over_s: Seconds until all its processes had ended.
+        kept: Measurements and trials that were kept.
+        wrong: What should not be.
     """
 
     victim: str
+    signal: str
     after_s: float
     over_s: float
     kept: int
@@ -127,7 +135,10 @@ def killed(folder: Path, count: int, seed: int, span: float) -> list[Kill]:
         try:
             tuning.launcher.wait(timeout=choose.uniform(0, span))
         except subprocess.TimeoutExpired:
-            kill = tuning.kill(*choose.choice(sorted(tuning.victims.items())))
+            victim, pid = choose.choice(sorted(tuning.victims.items()))
+            # A launcher that is stopped goes on when its user wants it to.
+            stops = victim != "launcher" and choose.random() < 0.5
+            kill = tuning.kill(victim, pid, "SIGSTOP" if stops else "SIGKILL")
         else:
             kill = None
         if kill is None:
@@ -136,8 +147,8 @@ def killed(folder: Path, count: int, seed: int, span: float) -> list[Kill]:
         found.append(kill)
         wrong = "".join(f"; WRONG: {wrong}" for wrong in kill.wrong)
         said = (
-            f"{kill.victim} after {kill.after_s:.1f} s: {kill.kept} kept, over after "
-            f"{kill.over_s:.1f} s{wrong}"
+            f"{kill.victim}, {kill.signal} after {kill.after_s:.1f} s: {kill.kept} kept, "
+            f"over after {kill.over_s:.1f} s{wrong}"
         )
         print(f"{len(found)}/{count} {said}", flush=True)
     print(
@@ -217,22 +228,21 @@ class Tuning:
             f"rank {rank}": pid for rank, pid in enumerate(ranks)
         }
 
-    def kill(self, victim: str, pid: int) -> Kill | None:
+    def kill(self, victim: str, pid: int, name: str) -> Kill | None:
         """What comes of it; None if that process ended just before."""
         start = time.monotonic()
         try:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.Signals[name])
         except ProcessLookupError:
             self._wait()
             return None
         left, over_s = self._wait(), time.monotonic() - start
         wrong = (
             *(f"{pid} is left: {command}" for pid, command in left.items()),
-            *self._wrong(victim),
+            *self._wrong(victim, name),
         )
-        return Kill(
-            victim, round(start - self.start, 2), round(over_s, 2), self.kept, wrong
-        )
+        after_s = round(start - self.start, 2)
+        return Kill(victim, name, after_s, round(over_s, 2), self.kept, wrong)
 
     def _wait(self) -> dict[int, str]:
         """Until all are gone; those that are not in time, which are ended."""
@@ -254,7 +264,7 @@ class Tuning:
         """Records of what was measured, and trials."""
         return sum(len(_rows(self.journal, table)) for table in (RECORDS, TRIALS))
 
-    def _wrong(self, victim: str) -> list[str]:
+    def _wrong(self, victim: str, name: str) -> list[str]:
         wrong = []
         if self.output.exists():
             try:
@@ -269,19 +279,20 @@ class Tuning:
             wrong.append(f"{self.journal}: {e}")
         if self.launcher.returncode == 0:
             return wrong  # it was done before it learnt of it
-        if victim != "launcher" and not self._names(victim):
+        if victim != "launcher" and not self._names(victim, name):
             wrong.append(
                 f"it ended with status {self.launcher.returncode}, and said {self.said[-300:]!r}"
             )
         return wrong
 
-    def _names(self, rank: str) -> bool:
+    def _names(self, rank: str, name: str) -> bool:
         device = DEVICES[int(rank.removeprefix("rank "))]
         last = self.said.splitlines()[-1]
-        return (
-            self.launcher.returncode == 2
-            and f"{rank} ({device}) was killed by SIGKILL; last action: " in last
-        )
+        cause = {
+            "SIGKILL": f"{rank} ({device}) was killed by SIGKILL; last action: ",
+            "SIGSTOP": f"lost {rank}, which is stopped",
+        }
+        return self.launcher.returncode == 2 and cause[name] in last
 
 
 def _rows(journal: Path, table: str) -> dict[tuple[Any, ...], Any]:

@@ -20,6 +20,7 @@ from .make_plan import make_plan
 from .partition import split_of
 from .rebalance import Factors
 
+KEPT_ESTIMATORS = 4
 LITTLE_WORK = 0.05
 """A rank with less than this part of the layers is busy with other things most of the time."""
 
@@ -51,7 +52,7 @@ class EstimatedCosts:
         self._horizon_steps = horizon_steps
         self._made_for: dict[str, Factors] = {}  # by digest of a plan
         self._estimator = StepEstimator(graph, profile, mode)
-        self._slowed: tuple[Factors, StepEstimator] | None = None
+        self._slowed: dict[Factors, StepEstimator] = {}  # the last ones
 
     def busy_s(self, plan: Plan) -> tuple[float, ...]:
         """Returns the seconds of a step in which each device does not wait.
@@ -66,32 +67,51 @@ class EstimatedCosts:
 
     def step_s(self, plan: Plan, factors: Factors) -> float:
         """Returns the seconds of a step of a plan on slowed devices."""
-        if self._slowed is None or self._slowed[0] != factors:
+        if factors not in self._slowed:
+            if len(self._slowed) == KEPT_ESTIMATORS:
+                del self._slowed[next(iter(self._slowed))]
             slowed = self._profile.slowed(factors)
-            self._slowed = factors, StepEstimator(self._graph, slowed, self._mode)
-        return self._slowed[1].estimate(plan.splits)[0].step_s
+            self._slowed[factors] = StepEstimator(self._graph, slowed, self._mode)
+        return self._slowed[factors].estimate(plan.splits)[0].step_s
+
+    def gain(self, current: Plan, new: Plan, factors: Factors) -> float:
+        """Returns the part of a step that another plan saves on slowed devices.
+
+        For the devices that the current plan was chosen for it was the best one, maybe by
+        measurement. What another plan is predicted to save on them is an error of the
+        prediction, and does not count.
+        """
+        then, now = (
+            self.step_s(new, f) / self.step_s(current, f)
+            for f in (self._chosen_for(current, factors), factors)
+        )
+        return 1 - now / min(then, 1.0)
 
     def plan_for(self, current: Plan, factors: Factors) -> Plan:
-        """Returns the plan that is fastest on slowed devices, with its migration.
+        """Returns the plan that saves most on slowed devices, with its migration.
 
         It is the one that `make_plan` finds, or the current one with other sizes of the
         same kinds, or ``current`` itself.
         """
         tuned = make_plan(self._graph, self._profile.slowed(factors), mode=self._mode)
-        found = min(
+        horizon_s = self._horizon_steps * self.step_s(current, factors)
+        found = max(
             (current, self._resized(current, factors), tuned),
             key=lambda plan: (
-                self.step_s(plan, factors) * self._horizon_steps
-                + 2 * self.migration_s(current, plan)
+                self.gain(current, plan, factors) * horizon_s
+                - 2 * self.migration_s(current, plan)
             ),
         )
         if found is not current:
             self._made_for[found.digest] = factors
         return found
 
+    def _chosen_for(self, plan: Plan, factors: Factors) -> Factors:
+        return self._made_for.get(plan.digest, (1.0,) * len(factors))
+
     def _resized(self, current: Plan, factors: Factors) -> Plan:
         """Returns a plan of the same kinds, with less for devices that became slower."""
-        before = self._made_for.get(current.digest, (1.0,) * len(factors))
+        before = self._chosen_for(current, factors)
         speeds = [then / now for then, now in zip(before, factors, strict=True)]
         return current.with_splits(
             {

@@ -28,8 +28,8 @@ Action = Literal["move", "keep", "revert"]
 SIGMA_PER_DEVIATION, MEDIAN_ERROR = 1.4826, 1.2533
 STEPS_PER_CHECK = 5
 PREDICTION_ERROR = 0.3
-"""By which a device may take longer at first than the fastest one, relative to what was
-predicted, without counting as slower than its profile says: predictions err.
+"""By which a device may take longer than the fastest one, relative to what was predicted,
+in the first steps of a plan without counting as slower: predictions err.
 """
 
 
@@ -45,8 +45,8 @@ class PlanCosts(Protocol[P]):
         It is 0 for a device that has too little work to tell its speed.
         """
 
-    def step_s(self, plan: P, factors: Factors) -> float:
-        """Returns the seconds of a step."""
+    def gain(self, current: P, new: P, factors: Factors) -> float:
+        """Returns the part of a step that another plan saves."""
 
     def plan_for(self, current: P, factors: Factors) -> P:
         """Returns the plan that is fastest at these factors, or ``current``."""
@@ -123,8 +123,7 @@ class Decision(Generic[P]):
 def best_plan(costs: PlanCosts[P], current: P, factors: Factors) -> tuple[P, float]:
     """Returns the fastest plan at these factors, and the part of a step that it saves."""
     plan = costs.plan_for(current, factors)
-    now_s, then_s = (costs.step_s(p, factors) for p in (current, plan))
-    return plan, 1 - then_s / now_s
+    return plan, costs.gain(current, plan, factors)
 
 
 class RebalanceController(Generic[P]):
@@ -158,7 +157,8 @@ class RebalanceController(Generic[P]):
         self._costs, self._policy, self._dry_run = costs, policy, dry_run
         self.plan, self._busy_s = plan, np.array(costs.busy_s(plan))
         self.factors: Factors = (1.0,) * len(self._busy_s)
-        self._calibration: _Calibration | None = None
+        self._predicted: NDArray[np.float64] | None = None
+        self._calibrations: dict[tuple[bool, ...], NDArray[np.float64]] = {}
         self.gain = 0.0
         self._window: deque[Reading] = deque(maxlen=policy.window_steps)
         self._dwell_steps, self._resting_steps = policy.dwell_steps, 0
@@ -180,8 +180,6 @@ class RebalanceController(Generic[P]):
         is_full = len(self._window) == self._policy.window_steps
         if not is_full or self._steps % STEPS_PER_CHECK:
             return None
-        if self._calibration is None:
-            self._calibration = self._calibrated()
         if self._before is not None:
             return self._judged(self._before)
         if self._resting_steps:
@@ -263,9 +261,7 @@ class RebalanceController(Generic[P]):
 
     def _measured_factors(self) -> Factors:
         """Returns the factor of each device: that of the last look unless it surely differs."""
-        works, ratios = self._ratios()
-        assert self._calibration is not None
-        ratios = ratios / np.where(works, *self._calibration)
+        ratios = self._ratios() / self._calibration()
         middle, current = np.median(ratios, axis=0), np.array(self.factors)
         known = middle > 0
         middle = np.where(known, middle, 1.0)
@@ -278,32 +274,56 @@ class RebalanceController(Generic[P]):
         differs = known & (abs(middle - current) > np.maximum(error, least))
         return tuple(np.where(differs, middle, current).tolist())
 
-    def _ratios(self) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-        """Returns which devices work, and measured over predicted busy seconds, (steps, P)."""
+    def _ratios(self) -> NDArray[np.float64]:
+        """Returns measured over predicted busy seconds, (steps, P)."""
         busy_s = np.array([reading.busy_s for reading in self._window])
-        works = self._busy_s > 0
-        return works, busy_s / np.where(works, self._busy_s, 1.0)
+        return busy_s / np.where(self._busy_s > 0, self._busy_s, 1.0)
 
-    def _calibrated(self) -> _Calibration:
-        """Returns the part of the first window's ratios that counts as error of prediction.
+    def _calibration(self) -> NDArray[np.float64]:
+        """Returns the ratios that devices have, at factors of 1, under the current plan.
 
-        Of a device with little work nothing is predicted, so it is not slow then.
+        How predictions err depends on which devices work, so the first window with these
+        tells it.
         """
-        works, ratios = self._ratios()
-        middle = np.median(ratios, axis=0)
+        works = self._busy_s > 0
+        key = tuple(works.tolist())
+        if key not in self._calibrations:
+            middle = np.median(self._ratios(), axis=0)
+            self._calibrations[key] = (
+                self._first_calibration(works, middle)
+                if self._predicted is None
+                else self._next_calibration(works, middle, self._predicted)
+            )
+        return self._calibrations[key]
+
+    def _first_calibration(
+        self, works: NDArray[np.bool_], middle: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Returns the part of the very first ratios that counts as error of prediction.
+
+        A device with little work is taken for as fast as its profile says.
+        """
         common = float(middle[works].min()) if works.any() else 1.0
         errs = works & (middle <= common * (1 + PREDICTION_ERROR))
-        return _Calibration(
-            np.where(errs, middle, common),
-            np.where(works | (middle == 0), 1.0, middle),
-        )
+        self._predicted = np.where(errs, middle, common)
+        return np.where(works | (middle == 0), self._predicted, middle)
 
+    def _next_calibration(
+        self,
+        works: NDArray[np.bool_],
+        middle: NDArray[np.float64],
+        predicted: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Returns the calibration when other devices work than before.
 
-class _Calibration(NamedTuple):
-    """Ratios of devices that are not slow, (P,), while they work and while they do not."""
-
-    working: NDArray[np.float64]
-    idle: NDArray[np.float64]
+        Each is as fast as when this was decided, unless it differs by more than
+        predictions err.
+        """
+        expected = np.where(works, predicted, 1.0)
+        found = middle / np.array(self.factors)
+        error, most = found / expected, 1 + PREDICTION_ERROR
+        errs = (1 / most <= error) & (error <= most)
+        return np.where(errs, found, expected)
 
 
 class _Before(NamedTuple, Generic[P]):

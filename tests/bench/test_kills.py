@@ -27,7 +27,7 @@ def survived(folder: Path) -> bool:
         if victim not in (victims := tuning.victims):
             assert tuning.launcher.wait(timeout=60) == 0, tuning.said
             return False
-        kill = tuning.kill(victim, victims[victim])
+        kill = tuning.kill(victim, victims[victim], "SIGKILL")
         assert kill is not None, tuning.said
         assert kill.wrong == ()
         assert tuning.grown(RECORDS) >= MIN_ROWS
@@ -53,8 +53,8 @@ def test_what_was_measured_survives_the_death_of_any_process(
 def test_what_is_wrong_is_counted_and_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = Kill("launcher", 3.0, 0.0, 12, ())
-    wrong = Kill("rank 1", 9.0, 5.0, 20, ("trials lost what it had",))
+    right = Kill("launcher", "SIGKILL", 3.0, 0.0, 12, ())
+    wrong = Kill("rank 1", "SIGSTOP", 9.0, 5.0, 20, ("trials lost what it had",))
     monkeypatch.setattr(kills, "whole", lambda folder: 20.0)
     monkeypatch.setattr(kills, "killed", lambda *_: [right, right])
     bench.main(["kills", "-n", "2"])

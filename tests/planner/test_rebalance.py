@@ -38,6 +38,9 @@ class Cluster:
         busy = (rows * ROW_S * f for rows, f in zip(plan, factors, strict=True))
         return max(busy) + MESSAGES_S
 
+    def gain(self, current: Plan, new: Plan, factors: Factors) -> float:
+        return 1 - self.step_s(new, factors) / self.step_s(current, factors)
+
     def plan_for(self, current: Plan, factors: Factors) -> Plan:
         return apportion(ROWS, tuple(1 / f for f in factors))
 
@@ -285,6 +288,34 @@ def test_a_device_without_work_counts_as_slower_only_once_it_changes() -> None:
             control.observe(Reading(ROWS * ROW_S, (factor, ROWS * ROW_S)))
         known = control.factors
     assert known == (pytest.approx(0.5), 1.0)
+
+
+def test_predictions_err_in_another_way_while_others_work() -> None:
+    """Such as those of a device that computes alone, and of its rest without work."""
+
+    class Alone(Cluster):
+        def plan_for(self, current: Plan, factors: Factors) -> Plan:
+            return self.even if factors[0] < 2 else (0, ROWS)
+
+        def gain(self, current: Plan, new: Plan, factors: Factors) -> float:
+            return 0.0 if current == new else 0.3
+
+    cluster = Alone(2)
+    control = RebalanceController(cluster, cluster.even, RebalancePolicy())
+    moves = []
+    for step in range(400):
+        factors = (2.5, 1.0) if 50 <= step < 250 else (1.0, 1.0)
+        rows = cluster.busy_s(control.plan)
+        busy = [s * f for s, f in zip(rows, factors, strict=True)]
+        if not rows[0]:
+            busy = [0.8 * factors[0], 1.25 * busy[1]]
+        reading = Reading(cluster.step_s(control.plan, factors), tuple(busy))
+        decision = control.observe(reading)
+        if decision is not None and decision.action == "move":
+            moves.append((step, decision.plan))
+    assert [plan for _, plan in moves] == [(0, ROWS), cluster.even]
+    assert moves[1][0] >= 250
+    assert control.factors == pytest.approx((1.0, 1.0))
 
 
 def test_what_does_not_pay_for_its_migration_is_left() -> None:

@@ -89,7 +89,7 @@ class RebalancePolicy:
     window_steps: int = 20
     horizon_steps: int = 500
     dwell_steps: int = 20
-    min_relative_gain: float = 0.1
+    min_relative_gain: float = 0.15
     significance: float = 5.0
     loss_significance: float = 2.0
 
@@ -272,6 +272,10 @@ class RebalanceController(Generic[P]):
         error = self._policy.significance * sqrt(2) * np.maximum(error, typical)
         least = self._policy.min_relative_gain * current
         differs = known & (abs(middle - current) > np.maximum(error, least))
+        # Fewer rows take longer each. Under the first plan it is seen how fast it really is.
+        was_slow = abs(current - 1) > PREDICTION_ERROR
+        recovered = was_slow & (abs(middle - 1) <= PREDICTION_ERROR)
+        middle = np.where(recovered, 1.0, middle)
         return tuple(np.where(differs, middle, current).tolist())
 
     def _ratios(self) -> NDArray[np.float64]:

@@ -118,7 +118,8 @@ class Rebalancer:
                 policy.horizon_steps,
             )
             self._controller = RebalanceController(costs, plan, policy, dry_run=dry_run)
-        self.monitor = Monitor(model, plan, log_every=log_every)
+        told = EstimatedCosts(graph, profile, plan.mode) if log_every else None
+        self.monitor = Monitor(model, plan, told, log_every)
         self._unread, self._warm_up = 0, WARM_UP_STEPS
         self._probe = SpeedProbe(group, next(model.parameters()).device)
 

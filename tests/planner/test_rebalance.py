@@ -290,6 +290,20 @@ def test_a_device_without_work_counts_as_slower_only_once_it_changes() -> None:
     assert known == (pytest.approx(0.5), 1.0)
 
 
+def test_a_device_with_fewer_rows_recovers_though_each_takes_longer() -> None:
+    cluster = Cluster(2)
+    control = RebalanceController(cluster, cluster.even, RebalancePolicy())
+    for step in range(300):
+        factors = (2.5, 1.0) if 50 <= step < 200 else (1.0, 1.0)
+        rows = cluster.busy_s(control.plan)
+        busy = [s * f for s, f in zip(rows, factors, strict=True)]
+        busy[0] *= 1.2 if rows[0] < rows[1] else 1.0
+        control.observe(
+            Reading(cluster.step_s(control.plan, factors), (busy[0], busy[1]))
+        )
+    assert control.plan == cluster.even
+
+
 def test_predictions_err_in_another_way_while_others_work() -> None:
     """Such as those of a device that computes alone, and of its rest without work."""
 

@@ -1,0 +1,49 @@
+"""The controller over what was recorded of ranks that became slower."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from hetconv.planner.rebalance import Factors
+from tests.planner.test_rebalance import MOVE_S, Cluster, Trace, run
+
+RECORD = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "rebalance.json"
+SLOW_FROM, SLOW_UNTIL, END = 50, 300, 400
+
+
+def recorded(scenario: str) -> tuple[Trace, int]:
+    """Returns how slow each rank was in each step, relative to the first steps."""
+    document: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
+    busy_s = document["steps"][scenario]["busy_s"]
+    first_s = [median(of_rank[:SLOW_FROM]) for of_rank in busy_s]
+    steps = [
+        tuple(s / first for s, first in zip(step, first_s, strict=True))
+        for step in zip(*busy_s, strict=True)
+    ]
+
+    def factors(step: int) -> Factors:
+        return steps[step]
+
+    return factors, len(steps)
+
+
+@pytest.mark.parametrize("scenario", ["throttled", "busy process"])
+def test_a_recorded_slow_down_is_followed_and_left(scenario: str) -> None:
+    cluster, (trace, steps) = Cluster(2), recorded(scenario)
+    fixed, moved = (run(cluster, trace, steps, controlled=on) for on in (False, True))
+    late = slice(SLOW_FROM + 60, SLOW_UNTIL)
+    assert median(moved.step_s[late]) < 0.85 * median(fixed.step_s[late])
+    after = slice((SLOW_UNTIL + END) // 2, END)
+    assert median(moved.step_s[after]) < 1.1 * median(fixed.step_s[after])
+    assert moved.total_s < fixed.total_s + MOVE_S
+
+
+def test_a_recorded_quiet_run_does_not_lose() -> None:
+    cluster, (trace, steps) = Cluster(2), recorded("quiet")
+    fixed, moved = (run(cluster, trace, steps, controlled=on) for on in (False, True))
+    assert moved.total_s < fixed.total_s + MOVE_S

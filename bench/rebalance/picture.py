@@ -35,5 +35,6 @@ def draw(courses: dict[str, Any], schedule: Schedule, path: Path) -> None:
         panel.set(title=name, ylabel="ms per step", ylim=(0, None))
         panel.margins(x=0)
     panels[-1].set_xlabel("step")
-    panels[0].legend(loc="upper right", fontsize=8, ncols=5)
+    lines = panels[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside upper center", fontsize=8, ncols=5)
     figure.savefig(path, dpi=120)

@@ -78,8 +78,9 @@ class RebalancePolicy:
         horizon_steps: Steps within which a change must pay for its migration twice.
         dwell_steps: Steps after a change in which nothing changes. It doubles after each
             change that made steps slower.
-        min_relative_gain: Part of a step that a change must at least save. Devices whose
-            factors change by less are not looked at, since no change could save as much.
+        min_relative_gain: Part of a step that a change must at least save, unless all
+            devices are as fast as at first again. Devices whose factors change by less
+            are not looked at, since no change could save as much.
         significance: Standard errors by which a device must differ from the factor that
             was looked at last.
         loss_significance: Standard errors by which steps must be slower after a change
@@ -195,7 +196,9 @@ class RebalanceController(Generic[P]):
         migration_s = self._costs.migration_s(self.plan, plan)
         step_s = self._step_s()
         saved_s = gain * step_s * self._policy.horizon_steps
-        if gain < self._policy.min_relative_gain or saved_s < 2 * migration_s:
+        # Back to where all began, any gain is welcome: the first plan was measured.
+        least = self._policy.min_relative_gain if any(f != 1 for f in factors) else 0.0
+        if gain <= least or saved_s < 2 * migration_s:
             return None
         decision = Decision(
             "move",
@@ -271,12 +274,18 @@ class RebalanceController(Generic[P]):
         # What it is compared with was measured over as many steps: both err.
         error = self._policy.significance * sqrt(2) * np.maximum(error, typical)
         least = self._policy.min_relative_gain * current
-        differs = known & (abs(middle - current) > np.maximum(error, least))
+        # The window may have begun before the change.
+        recent = np.median(ratios[len(ratios) // 2 :], axis=0)
+        differs = (
+            known
+            & (abs(middle - current) > np.maximum(error, least))
+            & (abs(recent - current) > least)
+        )
         # Fewer rows take longer each. Under the first plan it is seen how fast it really is.
         was_slow = abs(current - 1) > PREDICTION_ERROR
-        recovered = was_slow & (abs(middle - 1) <= PREDICTION_ERROR)
-        middle = np.where(recovered, 1.0, middle)
-        return tuple(np.where(differs, middle, current).tolist())
+        error = np.where(was_slow, PREDICTION_ERROR, self._policy.min_relative_gain)
+        recent = np.where(abs(recent - 1) <= error, 1.0, recent)
+        return tuple(np.where(differs, recent, current).tolist())
 
     def _ratios(self) -> NDArray[np.float64]:
         """Returns measured over predicted busy seconds, (steps, P)."""

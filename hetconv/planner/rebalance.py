@@ -281,10 +281,11 @@ class RebalanceController(Generic[P]):
             & (abs(middle - current) > np.maximum(error, least))
             & (abs(recent - current) > least)
         )
-        # Fewer rows take longer each. Under the first plan it is seen how fast it really is.
-        was_slow = abs(current - 1) > PREDICTION_ERROR
-        error = np.where(was_slow, PREDICTION_ERROR, self._policy.min_relative_gain)
-        recent = np.where(abs(recent - 1) <= error, 1.0, recent)
+        # Predictions err for other shares than the first ones. Under the first plan it is
+        # seen again how fast a device that has nearly recovered really is.
+        is_first = (abs(current - 1) <= PREDICTION_ERROR).all()
+        tolerance = self._policy.min_relative_gain if is_first else PREDICTION_ERROR
+        recent = np.where(abs(recent - 1) <= tolerance, 1.0, recent)
         return tuple(np.where(differs, recent, current).tolist())
 
     def _ratios(self) -> NDArray[np.float64]:

@@ -283,8 +283,10 @@ class RebalanceController(Generic[P]):
         )
         # Predictions err for other shares than the first ones. Under the first plan it is
         # seen again how fast a device that has nearly recovered really is.
-        is_first = (abs(current - 1) <= PREDICTION_ERROR).all()
-        tolerance = self._policy.min_relative_gain if is_first else PREDICTION_ERROR
+        is_near_first = (abs(current - 1) <= PREDICTION_ERROR).all()
+        tolerance = (
+            self._policy.min_relative_gain if is_near_first else PREDICTION_ERROR
+        )
         recent = np.where(abs(recent - 1) <= tolerance, 1.0, recent)
         return tuple(np.where(differs, recent, current).tolist())
 

@@ -25,7 +25,7 @@ COMMANDS = {
     "overhead": "Time what Python costs per operator of a split model, and per call of a kernel.",
     "planner": "Plan known architectures on modelled devices: seconds to plan, predicted gain.",
     "autotune": "Autotune pairs of this machine: errors of prediction, gain of the plan.",
-    "kills": "Kill `hetconv autotune` at random moments: what was measured must survive.",
+    "kills": "Kill or stop `hetconv autotune` at random moments: what was measured must survive.",
     "rebalance": "Slow one of two equal ranks while it trains, with and without a rebalancer.",
     "one-rank": "Time a network split on one rank of a GPU against plain, eager and in graphs.",
     "gpu": "Run all that needs a GPU, in minutes: tests and benchmarks as separate processes.",

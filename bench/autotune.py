@@ -25,7 +25,14 @@ from typing import Any
 import torch
 
 from bench.overlap import within
-from bench.shared.machine import beside_a_busy_process, commit, now, save, software
+from bench.shared.machine import (
+    add_output_argument,
+    beside_a_busy_process,
+    commit,
+    now,
+    save,
+    software,
+)
 from bench.shared.plan_gains import OF_SILENT, SILENT, doubt, gains, last, possible
 from bench.shared.plan_sample import compared
 from bench.shared.prediction_errors import (
@@ -121,12 +128,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=150,
         help="seconds of tuning, for each case (default: %(default)s)",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="also write the results here, in the place of older ones of the same cases",
+    add_output_argument(
+        parser,
+        "also write the results here, in the place of older ones of the same cases",
     )
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.shared.machine import ROOT, commit, save
+from bench.shared.machine import ROOT, add_output_argument, commit, save
+from bench.shared.selection import positive
 from hetconv.autotune.search.journal import journal_of
 from hetconv.schemas.cluster_profile import ClusterProfile
 
@@ -70,7 +71,7 @@ class Kill:
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-n",
-        type=int,
+        type=positive,
         default=50,
         metavar="KILLS",
         help="how many (default: %(default)s)",
@@ -81,9 +82,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=0,
         help="of victims and moments (default: %(default)s)",
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
 
 
 def run(args: Namespace) -> None:

@@ -18,13 +18,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from bench.shared.machine import commit, save
+from bench.shared.machine import add_output_argument, commit, save
 from bench.shared.models import Stack, stack
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.throttle import DeviceName
@@ -81,9 +80,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="fewer and smaller problems, fewer rounds"
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
 
 
 def run(args: Namespace) -> None:

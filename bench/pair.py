@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.shared.machine import save
+from bench.shared.machine import add_output_argument, save
 from bench.shared.models import Stack, stack
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.throttle import DeviceName
@@ -65,9 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=Stack.size,
         help="height and width of the image (default: %(default)s)",
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
 
 
 def _size(text: str) -> int:

@@ -15,10 +15,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import combinations, permutations
-from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.shared.machine import commit, save
+from bench.shared.machine import add_output_argument, commit, save
 from bench.shared.models import captured
 from bench.shared.verdict import Demand, Row
 from hetconv.planner.candidates import Candidates
@@ -91,9 +90,7 @@ def modelled(devices: int) -> ClusterProfile:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--models", help="only these, with commas between")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
 
 
 def run(args: Namespace) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         KernelError,
         LayoutError,
         LostRankError,
+        OutputError,
         PlanError,
         ProfileError,
         SplitError,
@@ -60,6 +61,7 @@ __all__ = [
     "LayoutError",
     "LostRankError",
     "Monitor",
+    "OutputError",
     "Plan",
     "PlanError",
     "ProfileError",
@@ -93,8 +95,8 @@ __all__ = [
 _MODULES = {
     "comm.rank_group": "count_sent",
     "comm.redistribute": "redistribute",
-    "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError PlanError "
-    "ProfileError SplitError",
+    "errors": "DisagreementError HetConvError KernelError LayoutError LostRankError OutputError "
+    "PlanError ProfileError SplitError",
     "nn.checkpoint": "load_checkpoint save_checkpoint",
     "nn.gradients": "GradScaler clip_grad_norm_",
     "nn.layers": "HetConv1d HetConv2d HetConv3d",

@@ -26,6 +26,10 @@ class ProfileError(HetConvError):
     """A profile that does not fit, or does not know what it was asked."""
 
 
+class OutputError(HetConvError, OSError):
+    """A file that cannot be written: a folder, a device, without permission or space."""
+
+
 class DisagreementError(HetConvError):
     """Ranks called the same operation with different arguments; every rank raises this alike."""
 

@@ -29,6 +29,7 @@ from .options import (
     ModeName,
     Seed,
     make_console,
+    output_option,
 )
 from .plots import prepare
 from .summary import report
@@ -57,7 +58,7 @@ def autotune(
         ),
     ] = 150,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The profile to write.")
+        Path, output_option("--output", "-o", help="The profile to write.")
     ] = DEFAULT_PROFILE,
     resume: Annotated[
         bool,

@@ -20,7 +20,7 @@ from .devices import show_devices
 from .diff import show_diff
 from .doctor import examine, show_report, visible
 from .merge import merge as merge_profiles
-from .options import make_console
+from .options import make_console, output_option
 from .outdated import stale
 from .picture import draw
 from .plan_command import plan
@@ -109,9 +109,7 @@ def merge(
     ],
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", help="The profile to write.", show_default=False
-        ),
+        output_option("--output", "-o", help="The profile to write."),
     ],
     between: Annotated[
         str | None,

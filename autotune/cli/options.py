@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from platformdirs import user_data_path
 from rich.console import Console
+
+from hetconv.schemas.output_file import check_output
 
 MAX_PIPED_COLUMNS = 160
 
@@ -57,6 +60,19 @@ Mode = Annotated[
     ModeName,
     typer.Option(help="What a step is: forward and backward, or forward alone."),
 ]
+
+
+def _checked(path: Path | None) -> Path | None:
+    """Refuses what cannot be written before anything is measured or planned."""
+    if path is not None:
+        check_output(path)
+    return path
+
+
+def output_option(*names: str, help: str) -> Any:
+    """Returns the option for a file that the command writes."""
+    return typer.Option(*names, help=help, callback=_checked)
+
 
 Seed = Annotated[int, typer.Option(help="Of weights, inputs and the study.")]
 

@@ -18,7 +18,7 @@ from hetconv.cost.timeline import Event, chrome_trace
 from hetconv.errors import ProfileError
 from hetconv.planner.make_plan import make_plan
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.json_files import write
+from hetconv.schemas.output_file import write
 from hetconv.schemas.plan import Plan
 from hetconv.sharding.split import KINDS
 from hetconv.tracing.graph import Graph
@@ -34,6 +34,7 @@ from .options import (
     ModeName,
     Seed,
     make_console,
+    output_option,
 )
 from .outdated import stale
 from .show import show_plan
@@ -74,12 +75,13 @@ def plan(
         float | None, typer.Option(help="GB per device; the profile's by default.")
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The plan to write.")
+        Path, output_option("--output", "-o", help="The plan to write.")
     ] = Path("plan.json"),
     trace: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write the simulated step, to be opened at ui.perfetto.dev."
+        output_option(
+            "--trace",
+            help="Also write the simulated step, to be opened at ui.perfetto.dev.",
         ),
     ] = None,
     seed: Seed = 0,

@@ -15,7 +15,7 @@ from hetconv.autotune.measure import fit
 from hetconv.autotune.search.record import Record, Samples, Study
 from hetconv.errors import HetConvError
 from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.json_files import write
+from hetconv.schemas.output_file import write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import astuple, fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ import triton
 
 from bench.concat.launches import concat_items
 from bench.norms.launches import norm_items
+from bench.shared.machine import add_output_argument
 from hetconv.errors import KernelError
 from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.triton import (
@@ -42,6 +42,7 @@ from hetconv.kernels.triton import (
 from hetconv.kernels.triton.compile_report import Report, report
 from hetconv.kernels.triton.norms import elementwise, statistics
 from hetconv.kernels.triton.norms import tiles as norm_tiles
+from hetconv.schemas.output_file import write
 
 from .cases import DTYPES, AnyItem, items, launch_of
 
@@ -66,9 +67,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=2,
         help="compilers at a time, 2 if not given",
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
 
 
 def run(args: Namespace) -> None:
@@ -112,8 +111,7 @@ def run(args: Namespace) -> None:
         "entries": entries,
     }
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(_lines(results), encoding="utf-8")
+        write(args.output, _lines(results).encode())
     print(json.dumps(results))
 
 

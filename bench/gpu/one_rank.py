@@ -10,14 +10,13 @@ import copy
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.shared.machine import commit, facts, need_cuda, save
+from bench.shared.machine import add_output_argument, commit, facts, need_cuda, save
 from bench.shared.models import torchvision_model
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.model_inputs import ModelInputs
@@ -43,9 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="a tiny network once on the CPU, without graphs",
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
 
 
 def run(args: Namespace) -> None:

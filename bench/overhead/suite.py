@@ -13,7 +13,6 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.overhead import host_time
-from bench.shared.machine import commit, save, software
+from bench.shared.machine import add_output_argument, commit, save, software
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.measure.model_inputs import ModelInputs
@@ -79,9 +78,7 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
 
 
 def run(args: Namespace) -> None:

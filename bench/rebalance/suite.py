@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.shared.machine import commit, now, save
+from bench.shared.machine import add_output_argument, commit, now, output_path, save
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 
 from .scenarios import SLOW_SPEED, Schedule, measure
@@ -25,15 +25,20 @@ SECONDS_DIGITS = 5
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=_picture,
         metavar="FILE",
         help="also draw the seconds of all steps, as PNG or SVG",
     )
+
+
+def _picture(text: str) -> Path:
+    path = output_path(text)
+    if path.suffix not in (".png", ".svg"):
+        raise ArgumentTypeError(f"{text}: name a file that ends in .png or .svg")
+    return path
 
 
 def run(args: Namespace) -> None:

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 
-from hetconv.errors import KernelError
+from hetconv.errors import KernelError, OutputError
+from hetconv.schemas.output_file import check_output, write
 
 ROOT = Path(__file__).resolve().parents[2]
 # It computes until the process that started it is gone.
@@ -84,10 +86,24 @@ def software() -> dict[str, Any]:
     }
 
 
+def output_path(text: str) -> Path:
+    """Parses the name of a file to write; argparse refuses one that cannot be written."""
+    try:
+        return check_output(text)
+    except OutputError as e:
+        raise ArgumentTypeError(str(e)) from e
+
+
+def add_output_argument(
+    parser: ArgumentParser, line: str = "also write the results here"
+) -> None:
+    """Adds the option for the file of results."""
+    parser.add_argument("-o", "--output", type=output_path, metavar="FILE", help=line)
+
+
 def save(path: Path, document: Mapping[str, Any]) -> None:
-    """A result file, with its folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    """Writes a result file, with its folders."""
+    write(path, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def slug(device: str) -> str:

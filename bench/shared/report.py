@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.shared.machine import save
+from bench.shared.machine import add_output_argument, save
 from bench.shared.timing import host_seconds, tried
 from bench.shared.verdict import Row, timed
 
@@ -29,13 +29,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="stop then, with what was measured",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the results here, after every case",
-    )
+    add_output_argument(parser, "write the results here, after every case")
 
 
 @dataclass

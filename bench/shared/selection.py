@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable
-from pathlib import Path
 
+from bench.shared.machine import add_output_argument
 from hetconv.errors import HetConvError
 
 
@@ -20,9 +20,14 @@ def add_arguments(parser: ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--only", metavar="REGEX", default="", help=f"{what} whose names match"
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="also write the results here"
-    )
+    add_output_argument(parser)
+
+
+def positive(text: str) -> int:
+    """Parses a whole number of at least one; argparse refuses any other."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def chosen(names: Iterable[str], pattern: str) -> list[str]:

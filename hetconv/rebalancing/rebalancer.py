@@ -27,12 +27,13 @@ from hetconv.planner.rebalance import (
     RebalancePolicy,
 )
 from hetconv.schemas.cluster_profile import ClusterProfile
+from hetconv.schemas.output_file import check_output
 from hetconv.schemas.plan import Plan
 from hetconv.tracing.graph import Graph
 
 from .migrate import apply_plan
 from .speed_probe import SpeedProbe
-from .step_reports import Monitor, check_monitored, check_ranks
+from .step_reports import Monitor, check_graph, check_monitored, check_ranks
 
 log = logging.getLogger("hetconv")
 WARM_UP_STEPS = 2
@@ -100,8 +101,12 @@ class Rebalancer:
 
         def check() -> None:
             check_ranks(group, plan, profile)
-            check_monitored(model)
+            check_graph(graph, plan)
+            check_monitored(model, log_every)
             _check_replicas(model)
+            _check_optimizer(model, optimizer, copies)
+            if record is not None:
+                check_output(record)
 
         validate_together(group, "Rebalancer", check, lambda _: f"plan {plan.digest}")
         self._model, self._optimizer, self._copies = model, optimizer, copies
@@ -231,6 +236,24 @@ def _check_replicas(model: nn.Module) -> None:
                 "one plan; decide for all of them, and call hetconv.apply_plan with their "
                 "wrappers"
             )
+
+
+def _check_optimizer(
+    model: nn.Module, optimizer: Optimizer | None, copies: Sequence[nn.Module]
+) -> None:
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise HetConvError(
+            f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or None"
+        )
+    known = {id(p) for m in (model, *copies) for p in m.parameters()}
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    if not any(id(p) in known for p in held):
+        raise HetConvError(
+            "the optimizer holds no parameter of the model; make it from model.parameters() "
+            "after hetconv.parallelize"
+        )
 
 
 def _itemsize(model: nn.Module) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hetconv.comm.consensus import assert_consensus, validate_together
 from hetconv.comm.rank_group import RankGroup, all_gather_object, all_gather_small
-from hetconv.errors import HetConvError, PlanError
+from hetconv.errors import HetConvError, PlanError, few
 from hetconv.nn.parameters import required_group, split_layers
 from hetconv.planner.plan_costs import EstimatedCosts
 from hetconv.planner.rebalance import Factors, PlanCosts, best_plan
@@ -208,16 +208,14 @@ def monitor(
 
     def check() -> None:
         check_ranks(group, plan, profile)
-        check_monitored(model)
-        if log_every < 0:
-            raise HetConvError(
-                f"log_every is {log_every}; give the steps between two lines, or 0 for none"
-            )
+        check_monitored(model, log_every)
         if (graph is None) != (profile is None) or (graph is not None and plan is None):
             raise HetConvError(
                 "the gain of another split is predicted from a plan, a graph and a profile; "
                 "give all of them, or neither graph nor profile"
             )
+        if graph is not None and plan is not None:
+            check_graph(graph, plan)
 
     validate_together(group, "monitor", check, lambda _: f"log_every {log_every}")
     costs = None
@@ -226,10 +224,29 @@ def monitor(
     return Monitor(model, plan, costs, log_every)
 
 
+def check_graph(graph: Graph, plan: Plan) -> None:
+    """Raises `PlanError` unless a plan is one for the layers of a graph."""
+    if not isinstance(graph, Graph):
+        raise PlanError(
+            f"graph is a {type(graph).__name__}; give what hetconv.capture(model, inputs) returns"
+        )
+    if unknown := set(plan.splits) - set(graph.layers):
+        raise PlanError(
+            f"the plan splits {few(sorted(unknown))}, which the graph does not have; capture "
+            "the model that the plan was made for"
+        )
+
+
 def check_ranks(
     group: RankGroup, plan: Plan | None, profile: ClusterProfile | None
 ) -> None:
     """Raises `PlanError` unless plan and profile are for the ranks of a group."""
+    for given, expected in ((plan, Plan), (profile, ClusterProfile)):
+        if given is not None and not isinstance(given, expected):
+            raise PlanError(
+                f"a {type(given).__name__} was given in place of a {expected.__name__}; read "
+                f"one with hetconv.{expected.__name__}.load(file)"
+            )
     if plan is not None and plan.world != group.size:
         raise PlanError(
             f"the plan is for {plan.world} ranks, but the model is on {group.size}; give the "
@@ -242,8 +259,12 @@ def check_ranks(
         )
 
 
-def check_monitored(model: nn.Module) -> None:
-    """Raises `HetConvError` if a model's passes cannot be measured."""
+def check_monitored(model: nn.Module, log_every: int) -> None:
+    """Raises `HetConvError` if a model's passes cannot be measured, or not told so often."""
+    if log_every < 0:
+        raise HetConvError(
+            f"log_every is {log_every}; give the steps between two lines, or 0 for none"
+        )
     if any(
         layer.context is not None and layer.context.captures_steps
         for layer in split_layers(model)

@@ -7,14 +7,14 @@ schema.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from hetconv.errors import HetConvError
+
+from .output_file import write
 
 T = TypeVar("T")
 Document = dict[str, Any]
@@ -154,23 +154,3 @@ def schema(kind: str, version: int, type_: type[Any]) -> Document:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"hetconv {kind}, version {version}",
     }
-
-
-def write(path: str | Path, content: bytes) -> None:
-    """Replaces a file at once, so that no reader ever finds half of it.
-
-    Args:
-        path: File to write; its folder is made if there is none.
-        content: Bytes to write.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

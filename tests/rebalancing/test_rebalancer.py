@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import hetconv
-from hetconv.errors import PlanError
+from hetconv.errors import HetConvError
 from hetconv.planner.plan_costs import EstimatedCosts
 from hetconv.rebalancing.rebalancer import Rebalancer
-from hetconv.runtime.step_monitor import RankTimes
 from hetconv.schemas.plan import Plan
 from tests.spawn import on_ranks
 
@@ -30,20 +29,26 @@ def net() -> nn.Sequential:
 
 
 class Script:
-    """Stands in for the monitor: rank 0 is slower than predicted from some step on."""
+    """Stands in for what is measured: rank 0 is slower than predicted from some step on."""
 
     def __init__(self, rebalancer: Rebalancer, costs: EstimatedCosts) -> None:
-        self._rebalancer, self._costs, self._step = rebalancer, costs, 0
+        self._rebalancer, self._costs = rebalancer, costs
         self._rank = torch.distributed.get_rank()
 
-    def discard(self) -> None:
-        pass
+    def last(self, steps: int) -> Tensor:
+        end = self._rebalancer.monitor.steps
+        return torch.tensor([self._seconds(end - n) for n in reversed(range(steps))])
 
-    def take(self) -> RankTimes:
-        self._step += 1
-        busy_s = self._costs.busy_s(self._rebalancer.plan)[self._rank]
-        slow = self._rank == 0 and self._step >= SLOW_FROM
-        return RankTimes(busy_s * (SLOW if slow else 1.0), 0.0)
+    def slowdown(self) -> float:
+        return self._factors(self._rebalancer.monitor.steps)[self._rank]
+
+    def _seconds(self, step: int) -> tuple[float, float, float]:
+        plan, factors = self._rebalancer.plan, self._factors(step)
+        busy_s = self._costs.busy_s(plan)[self._rank] * factors[self._rank]
+        return self._costs.step_s(plan, factors), busy_s, 0.0
+
+    def _factors(self, step: int) -> tuple[float, float]:
+        return (SLOW if step >= SLOW_FROM else 1.0, 1.0)
 
 
 def trains(record: Path, dry_run: bool) -> tuple[list[float], list[float], int]:
@@ -62,7 +67,7 @@ def trains(record: Path, dry_run: bool) -> tuple[list[float], list[float], int]:
             model, optimizer, plan, graph, PROFILE, dry_run=dry_run, record=record
         )
         script: Any = Script(rebalancer, EstimatedCosts(graph, PROFILE, plan.mode))
-        rebalancer.monitor._passes = script
+        rebalancer._probe, rebalancer.monitor.last = script, script.last
         draw, of_model = torch.Generator().manual_seed(1), []
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -99,14 +104,33 @@ def test_training_goes_on_under_the_new_plan(tmp_path: Path, dry_run: bool) -> N
 def refuses() -> None:
     plain = net()
     graph = hetconv.capture(copy.deepcopy(plain), torch.zeros(1, 3, 64, 64))
+    shorter = hetconv.capture(plain[0], torch.zeros(1, 3, 64, 64))
     plan: Plan = hetconv.make_plan(graph, PROFILE)
-    model = hetconv.parallelize(plain, plan)
+    model = hetconv.parallelize(copy.deepcopy(plain), plan)
+    right: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "plan": plan,
+        "graph": graph,
+        "profile": PROFILE,
+    }
     other = hetconv.ClusterProfile.from_devices("3xT4", link="pcie3-x16")
-    with pytest.raises(
-        PlanError, match="the profile has 3 devices, but the model is on 2"
+    for name, wrong, message in (
+        ("profile", other, "the profile has 3 devices, but the model is on 2"),
+        ("profile", "cluster.json", "a str was given in place of a ClusterProfile"),
+        ("plan", "plan.json", "a str was given in place of a Plan"),
+        ("graph", None, "graph is a NoneType; give what hetconv.capture"),
+        ("graph", shorter, "the plan splits .*, which the graph does not have"),
+        ("model", plain, "has no split layer"),
+        ("optimizer", plan, "optimizer is a Plan"),
+        ("optimizer", torch.optim.SGD(plain.parameters()), "no parameter of the model"),
+        ("log_every", -1, "log_every is -1"),
+        ("record", "/", "/ is a folder"),
     ):
-        Rebalancer(model, None, plan, graph, other)
+        with pytest.raises(HetConvError, match=message):
+            Rebalancer(**right | {name: wrong})
+    Rebalancer(**right)  # the ranks still agree
 
 
-def test_a_profile_of_other_devices_is_refused() -> None:
+def test_what_does_not_fit_is_refused_on_all_ranks_alike() -> None:
     on_ranks(2, refuses)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from bench.shared.machine import ROOT, add_output_argument, commit, save
-from bench.shared.selection import positive
+from bench.shared.selection import whole_number
 from hetconv.autotune.search.journal import journal_of
 from hetconv.schemas.cluster_profile import ClusterProfile
 
@@ -71,7 +71,7 @@ class Kill:
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-n",
-        type=positive,
+        type=whole_number(1),
         default=50,
         metavar="KILLS",
         help="how many (default: %(default)s)",

@@ -10,7 +10,7 @@ import copy
 import json
 import platform
 import tempfile
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from bench.shared.machine import add_output_argument, save
 from bench.shared.models import Stack, stack
+from bench.shared.selection import whole_number
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
@@ -61,17 +62,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--size",
-        type=_size,
+        type=whole_number(8),
         default=Stack.size,
         help="height and width of the image (default: %(default)s)",
     )
     add_output_argument(parser)
-
-
-def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 8:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 8")
-    return int(text)
 
 
 def run(args: Namespace) -> None:

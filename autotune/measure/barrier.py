@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
-from hetconv.comm.rank_group import RankGroup, all_gather_small
+from hetconv.comm.rank_group import (
+    RankGroup,
+    all_gather_small,
+    translate_backend_errors,
+)
 
 _WORD = torch.zeros(1, device="cpu")
+
+
+def barrier(group: RankGroup) -> None:
+    """Returns once all ranks have called it, by the backend's own barrier.
+
+    Raises:
+        LostRankError: Another rank is gone.
+    """
+    translate_backend_errors(group, lambda: dist.barrier(group.process_group))
 
 
 def tight_barrier(group: RankGroup) -> None:

@@ -15,16 +15,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from hetconv.comm.rank_group import (
-    RankGroup,
-    all_gather_object,
-    rank_group_of,
-    translate_backend_errors,
-)
+from hetconv.comm.rank_group import RankGroup, all_gather_object, rank_group_of
 
-from .barrier import tight_barrier
+from .barrier import barrier, tight_barrier
 from .sampling import log_error_of_median
 from .timer import timed
 
@@ -160,13 +154,7 @@ def time_step(step: Step, device: torch.device, group: RankGroup) -> float:
         The seconds, as this rank saw them.
     """
     # Between hosts, and by NCCL, who waits gives up when the group's own connections do.
-    all_here = (
-        partial(tight_barrier, group)
-        if group.one_host
-        else partial(
-            translate_backend_errors, group, partial(dist.barrier, group.process_group)
-        )
-    )
+    all_here = partial(tight_barrier if group.one_host else barrier, group)
 
     def together() -> None:
         timed(step, device)

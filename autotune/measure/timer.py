@@ -19,6 +19,7 @@ from hetconv.comm.rank_group import (
 )
 from hetconv.torch_internals import gpu_sleep
 
+from .barrier import barrier
 from .cpu_share import clock_and_factor
 from .layer_workloads import LayerWorkload, Workload
 from .other_workloads import NonLayerOperator
@@ -298,7 +299,7 @@ def copy_bandwidth(device: torch.device, numel: int = 1 << 22) -> float:
         Bytes read and written per second.
     """
     x, y = torch.randn(numel, device=device), torch.empty(numel, device=device)
-    translate_backend_errors(rank_group_of(), dist.barrier)
+    barrier(rank_group_of())
     torch.relu(x)
     seconds = [timed(lambda: torch.clamp_min(x, 0, out=y), device) for _ in range(5)]
     return (x.nbytes + y.nbytes) / median(seconds)

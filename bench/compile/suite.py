@@ -31,6 +31,7 @@ import triton
 from bench.concat.launches import concat_items
 from bench.norms.launches import norm_items
 from bench.shared.machine import add_output_argument
+from bench.shared.selection import whole_number
 from hetconv.errors import KernelError
 from hetconv.kernels.chip import CHIPS
 from hetconv.kernels.triton import (
@@ -62,7 +63,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=int,
+        type=whole_number(1),
         metavar="N",
         default=2,
         help="compilers at a time, 2 if not given",
@@ -75,8 +76,6 @@ def run(args: Namespace) -> None:
     `KernelError` if one fails.
     """
     archs = args.archs.split(",")
-    if args.workers < 1:
-        raise KernelError(f"--workers {args.workers} compile nothing; give at least 1")
     if not set(archs) <= set(map(str, CHIPS)):
         raise KernelError(
             f"--archs {args.archs} is not known; give some of {','.join(map(str, CHIPS))}"

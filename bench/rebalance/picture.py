@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from hetconv.schemas.output_file import write
 
 from .scenarios import Schedule
 
@@ -37,4 +40,6 @@ def draw(courses: dict[str, Any], schedule: Schedule, path: Path) -> None:
     panels[-1].set_xlabel("step")
     lines = panels[0].get_legend_handles_labels()
     figure.legend(*lines, loc="outside upper center", fontsize=8, ncols=5)
-    figure.savefig(path, dpi=120)
+    content = BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=120)
+    write(path, content.getvalue())

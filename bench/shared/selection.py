@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from bench.shared.machine import add_output_argument
 from hetconv.errors import HetConvError
@@ -23,11 +23,17 @@ def add_arguments(parser: ArgumentParser, what: str) -> None:
     add_output_argument(parser)
 
 
-def positive(text: str) -> int:
-    """Parses a whole number of at least one; argparse refuses any other."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
+def whole_number(at_least: int) -> Callable[[str], int]:
+    """Returns a parser of whole numbers; argparse refuses what it cannot parse."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < at_least:
+            raise ArgumentTypeError(
+                f"{text!r} is not a whole number of at least {at_least}"
+            )
+        return int(text)
+
+    return parse
 
 
 def chosen(names: Iterable[str], pattern: str) -> list[str]:

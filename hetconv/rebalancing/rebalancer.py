@@ -105,7 +105,7 @@ class Rebalancer:
             check_monitored(model, log_every)
             _check_replicas(model)
             _check_optimizer(model, optimizer, copies)
-            if record is not None:
+            if record is not None and group.rank == 0:
                 check_output(record)
 
         validate_together(group, "Rebalancer", check, lambda _: f"plan {plan.digest}")
@@ -221,6 +221,7 @@ class Rebalancer:
             "sent_bytes": sent,
             "measured_gain": decision.measured_gain,
         }
+        Path(self._record).parent.mkdir(parents=True, exist_ok=True)
         with open(self._record, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

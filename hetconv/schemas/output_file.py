@@ -26,21 +26,11 @@ def check_output(path: str | Path) -> Path:
         OutputError: The path is a folder or a device, a folder above it is a file, or this
             user may not write there.
     """
-    target = Path(path).resolve()
-    if target.is_dir():
-        raise OutputError(f"{path} is a folder; name a file in it")
-    if target.exists() and not target.is_file():
-        raise OutputError(
-            f"{path} is not a regular file, and would be replaced by one; name another"
-        )
-    if target.exists() and not os.access(target, os.W_OK):
-        raise OutputError(f"{path} is read-only; name another file, or permit writing")
+    target = _regular(path)
     folder = next(parent for parent in target.parents if parent.exists())
     try:
-        with tempfile.TemporaryFile(
-            dir=folder
-        ):  # root may write where os.access is wrong
-            pass
+        # os.access is not enough: it promises root what some file systems refuse.
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
         raise OutputError(
             f"{path} cannot be written: {e.strerror or e} in {folder}; name a file elsewhere"
@@ -61,7 +51,7 @@ def write(path: str | Path, content: bytes) -> None:
     Raises:
         OutputError: The file cannot be written; what was there before is unchanged.
     """
-    target = check_output(path)
+    target = _regular(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(
@@ -80,6 +70,20 @@ def write(path: str | Path, content: bytes) -> None:
             f"{path} cannot be written: {e.strerror or e}; free some space, or name a file "
             "elsewhere. What was there before is unchanged"
         ) from e
+
+
+def _regular(path: str | Path) -> Path:
+    """Returns the file that a path leads to; refuses what is not a file to be replaced."""
+    target = Path(path).resolve()
+    if target.is_dir():
+        raise OutputError(f"{path} is a folder; name a file in it")
+    if target.exists() and not target.is_file():
+        raise OutputError(
+            f"{path} is not a regular file, and would be replaced by one; name another"
+        )
+    if target.exists() and not os.access(target, os.W_OK):
+        raise OutputError(f"{path} is read-only; name another file, or permit writing")
+    return target
 
 
 def _mode(path: Path) -> int:

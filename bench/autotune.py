@@ -44,9 +44,9 @@ from bench.shared.prediction_errors import (
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.throttle import DeviceName
-from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
-from hetconv.autotune.measure.models import build_model, channels_last, random_input
 from hetconv.autotune.measure.paired_rounds import Round, Step, paired_rounds
+from hetconv.autotune.models.build import build_model, channels_last, random_input
+from hetconv.autotune.models.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.tune import tune
 from hetconv.comm.rank_group import no_payload, rank_group_of

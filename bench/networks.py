@@ -27,9 +27,9 @@ from bench.shared.networks import NETWORKS, Network
 from bench.shared.step_profile import profiled
 from bench.shared.verdict import Demand, geomean
 from hetconv.autotune.launch.launcher import parse_devices, run_on
-from hetconv.autotune.measure.model_inputs import ModelInputs
-from hetconv.autotune.measure.models import channels_last, random_input
 from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import all_gather_object, no_payload, rank_group_of
 from hetconv.cost.estimator import StepEstimator

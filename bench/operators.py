@@ -22,9 +22,9 @@ from bench.shared import selection
 from bench.shared.machine import commit, now, save, software
 from bench.shared.verdict import Demand
 from hetconv.autotune.launch.launcher import parse_devices, run_on
-from hetconv.autotune.measure.model_inputs import ModelInputs
-from hetconv.autotune.measure.models import channels_last, random_input
 from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.comm.redistribute import all_gather_tensors

@@ -27,10 +27,10 @@ from bench.shared.machine import add_output_argument, commit, save
 from bench.shared.models import Stack, stack
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.throttle import DeviceName
-from hetconv.autotune.measure.model_inputs import ModelInputs
-from hetconv.autotune.measure.models import channels_last, random_input
 from hetconv.autotune.measure.overlap import gathering
 from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search.race import step_of
 from hetconv.comm.rank_group import blocking, rank_group_of, through_backend
 from hetconv.nn.parallelize import parallelize

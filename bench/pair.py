@@ -26,9 +26,9 @@ from bench.shared.models import Stack, stack
 from bench.shared.selection import whole_number
 from hetconv.autotune.launch.launcher import parse_devices, run_on
 from hetconv.autotune.launch.throttle import DeviceName
-from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs, TensorSpec
-from hetconv.autotune.measure.models import channels_last, random_input
 from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.models.build import channels_last, random_input
+from hetconv.autotune.models.inputs import InputSpec, ModelInputs, TensorSpec
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.race import step_of
 from hetconv.autotune.search.ratio_search import (

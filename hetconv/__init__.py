@@ -125,6 +125,8 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names.sp
 def __getattr__(name: str) -> Any:
     if name == "kernels":
         return import_module(".kernels", __name__)
+    if name == "__version__":
+        return import_module("importlib.metadata").version("hetconv")
     if name not in _HOME:
         raise AttributeError(
             f"hetconv has no public name {name!r}; it has {', '.join(__all__)}"

@@ -6,21 +6,13 @@ import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetconv.autotune.launch.launcher import parse_devices, run_on
-from hetconv.autotune.measure.model_inputs import InputSpec
-from hetconv.autotune.measure.models import build_model
-from hetconv.autotune.search.job import Job
-from hetconv.autotune.search.journal import claimed, journal_of
-from hetconv.autotune.search.record import Record
-from hetconv.autotune.search.tune import tune
-from hetconv.tracing.tracer import capture
-
 from .options import (
     DEFAULT_PROFILE,
+    DtypeOption,
     Input,
     Inputs,
     Mode,
@@ -28,24 +20,28 @@ from .options import (
     ModelArgs,
     ModeName,
     Seed,
+    Traceback,
     make_console,
     output_option,
 )
-from .plots import prepare
-from .summary import report
+
+if TYPE_CHECKING:
+    from hetconv.autotune.search.record import Record
 
 
 def autotune(
     devices: Annotated[
         str,
         typer.Option(
-            help="One device per rank: cuda:0,cuda:1, or cpu,cpu@0.5 (slowed to half speed)."
+            help="One device per rank, as in cuda:0,cuda:1. @0.5 slows a device to half of its "
+            "speed, to try an unequal pair on equal devices: cpu,cpu@0.5."
         ),
     ],
     model: Model,
     input: Input = None,
     inputs: Inputs = None,
     model_args: ModelArgs = "{}",
+    dtype: DtypeOption = None,
     mode: Mode = ModeName.train,
     trials: Annotated[
         int, typer.Option(min=0, help="Maximum number of trials of the split ratio.")
@@ -78,6 +74,14 @@ def autotune(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Print everything that is measured as it is measured.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of a table.")
     ] = False,
@@ -89,19 +93,29 @@ def autotune(
         ),
     ] = None,
     seed: Seed = 0,
+    traceback: Traceback = False,
 ) -> None:
     """Measure devices, links and whole steps, and write the cluster's profile after each stage.
 
     Starts one local rank per device, or uses torchrun's where RANK is set. What was
     measured is kept beside the profile, whatever happens: --resume goes on from there.
     """
+    from hetconv.autotune.launch.launcher import parse_devices, run_on
+    from hetconv.autotune.models.build import build_model, trace_model
+    from hetconv.autotune.models.inputs import InputSpec
+    from hetconv.autotune.search.job import Job
+    from hetconv.autotune.search.journal import claimed, journal_of
+    from hetconv.autotune.search.tune import tune
+
+    from .plots import prepare
+    from .summary import report
+
     named = parse_devices(devices)
-    asked = InputSpec.parse(input or (), inputs)
+    asked = InputSpec.parse(input or (), inputs, dtype)
     with redirect_stdout(sys.stderr):  # whatever a model prints
-        given = asked.make(seed)
-        capture(
-            build_model(model, model_args, seed), *given.args, **given.kwargs
-        )  # what is wrong is said at once
+        built = build_model(model, model_args, seed, dtype)
+        # What is wrong is said before ranks start.
+        trace_model(built, asked.make(seed), mode is ModeName.train)
     if plot is not None:
         prepare(plot)
     job = Job(
@@ -117,10 +131,11 @@ def autotune(
         resume,
         storage,
         quiet,
+        verbose,
+        dtype,
     )
-    if (
-        "RANK" not in os.environ
-    ):  # torchrun's ranks could find each other here; rank 0 looks again
+    # torchrun's ranks could find each other here; rank 0 looks again.
+    if "RANK" not in os.environ:
         with claimed(job.output):
             pass
     try:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from hetconv.autotune.launch.launcher import check_present
 from hetconv.autotune.launch.probe import Outcome, try_pair
 from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import device_info
-from hetconv.errors import HetConvError
 from hetconv.runtime.rank_devices import cpu_model, device_identity
 
 Try = Callable[[tuple[str, str], str, float], Outcome]
@@ -108,6 +108,7 @@ def examine(devices: Sequence[DeviceName], timeout: float) -> Report:
     Raises:
         HetConvError: a device is not present.
     """
+    check_present(devices)
     found = tuple(map(_found, devices))
     cores = (
         len(os.sched_getaffinity(0))
@@ -156,12 +157,6 @@ def _found(name: DeviceName) -> Found:
     device = torch.device(name.device)
     if device.type == "cpu":
         return Found("cpu", cpu_model(), "cpu", device_info.memory_bytes(device))
-    gpus = torch.cuda.device_count()
-    if (device.index or 0) >= gpus:
-        there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
-        raise HetConvError(
-            f"device {name.device!r} is not there; this process sees {there}"
-        )
     device = torch.device("cuda", device.index or 0)
     which = device_identity(device)
     return Found(

@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hetconv.autotune.launch.launcher import parse_devices
 from hetconv.errors import HetConvError, PlanError
-from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.plan import Plan
 
 from .autotune_command import autotune
-from .devices import show_devices
-from .diff import show_diff
-from .doctor import examine, show_report, visible
-from .merge import merge as merge_profiles
-from .options import make_console, output_option
-from .outdated import stale
-from .picture import draw
+from .options import SHOW_TRACEBACK, make_console, output_option
 from .plan_command import plan
-from .show import show_gathers, show_layer, show_plan, show_profile
 
-app = typer.Typer(
-    help="Model-parallel convolution on devices of unequal speed.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(autotune)
 app.command()(plan)
+
+
+def _show_version(given: bool) -> None:
+    if given:
+        from hetconv import __version__
+
+        print(f"hetconv {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def show_help(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version.",
+            callback=_show_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Model-parallel convolution on devices of unequal speed."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 class FileKind(StrEnum):
@@ -46,6 +58,8 @@ class FileKind(StrEnum):
 @app.command("devices")
 def list_devices() -> None:
     """List the devices and links that a plan can be made for without having them."""
+    from .devices import show_devices
+
     show_devices(make_console())
 
 
@@ -68,6 +82,12 @@ def show(
     ] = None,
 ) -> None:
     """Show a plan or a profile as a table."""
+    from hetconv.schemas.cluster_profile import ClusterProfile
+    from hetconv.schemas.plan import Plan
+
+    from .picture import draw
+    from .show import show_gathers, show_layer, show_plan, show_profile
+
     console = make_console()
     options = {"--gathers": gathers or None, "--layer": layer, "--picture": picture}
     asked = [option for option, given in options.items() if given is not None]
@@ -97,6 +117,10 @@ def diff(
 
     Exit status is 0 if they do not differ, 1 if they do, 2 if one cannot be read.
     """
+    from hetconv.schemas.plan import Plan
+
+    from .diff import show_diff
+
     if show_diff(Plan.load(first), Plan.load(second), make_console()):
         raise typer.Exit(1)
 
@@ -123,6 +147,12 @@ def merge(
     The newest measurement of each device counts; devices of several hosts become one
     cluster.
     """
+    from hetconv.schemas.cluster_profile import ClusterProfile
+
+    from .merge import merge as merge_profiles
+    from .outdated import stale
+    from .show import show_profile
+
     merged, left_out = merge_profiles(
         {str(file): ClusterProfile.load(file) for file in files}, between
     )
@@ -153,6 +183,10 @@ def doctor(
     Exit status is 0 if each pair has a backend that works, 1 if one has none, 2 if a
     device is not there.
     """
+    from hetconv.autotune.launch.launcher import parse_devices
+
+    from .doctor import examine, show_report, visible
+
     report = examine(
         parse_devices(devices) if devices is not None else visible(), timeout
     )
@@ -171,6 +205,9 @@ def schema(
     ],
 ) -> None:
     """Print the JSON schema of the files that autotune or plan writes."""
+    from hetconv.schemas.cluster_profile import ClusterProfile
+    from hetconv.schemas.plan import Plan
+
     print(
         json.dumps(
             (ClusterProfile if kind is FileKind.profile else Plan).schema(), indent=1
@@ -180,9 +217,20 @@ def schema(
 
 def _format(file: Path) -> str:
     try:
-        return str(json.loads(file.read_text(encoding="utf-8")).get("format"))
-    except (OSError, ValueError, AttributeError) as e:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
         raise PlanError(f"{file}: cannot be read as a plan or a profile: {e}") from e
+    if isinstance(document, dict):
+        kind, given = document.get("format"), f"format {document.get('format')!r}"
+    else:
+        kind, given = None, f"a {type(document).__name__}"
+    if kind not in ("hetconv-profile", "hetconv-plan"):
+        raise PlanError(
+            f"{file} is neither a plan nor a profile: it holds {given}, not an object of "
+            "format 'hetconv-plan' or 'hetconv-profile'; give a file that hetconv plan or "
+            "hetconv autotune wrote"
+        )
+    return str(kind)
 
 
 def main() -> None:
@@ -190,5 +238,15 @@ def main() -> None:
     try:
         app()
     except HetConvError as e:
-        print(f"hetconv: {e}", file=sys.stderr)
+        _show_error(e)
         sys.exit(2)
+
+
+def _show_error(error: HetConvError) -> None:
+    from hetconv.autotune.models.user_code import UserCodeError
+
+    hidden = isinstance(error, UserCodeError) and not SHOW_TRACEBACK.get()
+    hint = " (add --traceback to see all of its traceback)" if hidden else ""
+    print(f"hetconv: {error}{hint}", file=sys.stderr)
+    if isinstance(error, UserCodeError) and not hidden:
+        traceback.print_exception(error.__cause__)

@@ -1,8 +1,13 @@
-"""Options that several commands have, and the console."""
+"""Options that several commands have, and the console.
+
+Importing this module and those of the commands imports no torch, which takes seconds:
+a command imports what it needs when it is called.
+"""
 
 from __future__ import annotations
 
 import sys
+from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +20,9 @@ from hetconv.schemas.output_file import check_output
 
 MAX_PIPED_COLUMNS = 160
 
+# Whether an error in the user's code is shown with its whole traceback.
+SHOW_TRACEBACK = ContextVar("show_traceback", default=False)
+
 DEFAULT_PROFILE = user_data_path("hetconv") / "cluster.json"
 
 
@@ -25,10 +33,24 @@ class ModeName(StrEnum):
     infer = "infer"
 
 
+class Dtype(StrEnum):
+    """Data types that a model is brought to."""
+
+    float32 = "float32"
+    float64 = "float64"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
 Model = Annotated[
     str,
     typer.Option(
-        help="What makes the model: package.module:callable.", show_default=False
+        metavar="MODULE:CALLABLE",
+        help="What makes the model: package.module:callable or file.py:callable; or a model of "
+        "random weights of torchvision, timm, diffusers or transformers, as in "
+        "torchvision:resnet50, diffusers:AutoencoderKL or "
+        "transformers:ResNetForImageClassification.",
+        show_default=False,
     ),
 ]
 
@@ -50,9 +72,33 @@ Input = Annotated[
 Inputs = Annotated[
     str | None,
     typer.Option(
-        help="In place of --input, what makes the arguments: package.module:callable, which "
-        "returns (args, kwargs).",
+        metavar="MODULE:CALLABLE",
+        help="In place of --input, what makes the arguments: a callable as for --model "
+        "that returns (args, kwargs).",
         show_default=False,
+    ),
+]
+
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        "--dtype",
+        help="What the model is converted to, and every --input that names no other.",
+        show_default=False,
+    ),
+]
+
+
+def _show_traceback(given: bool) -> None:
+    SHOW_TRACEBACK.set(given)
+
+
+Traceback = Annotated[
+    bool,
+    typer.Option(
+        "--traceback",
+        help="If the model raises an error, show all of its traceback.",
+        callback=_show_traceback,
     ),
 ]
 

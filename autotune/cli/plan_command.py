@@ -5,27 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
-from hetconv.autotune.measure.device_info import here
-from hetconv.autotune.measure.model_inputs import InputSpec
-from hetconv.autotune.measure.models import build_model
-from hetconv.cost.estimator import StepEstimator
-from hetconv.cost.timeline import Event, chrome_trace
 from hetconv.errors import ProfileError
-from hetconv.planner.make_plan import make_plan
-from hetconv.schemas.cluster_profile import ClusterProfile
-from hetconv.schemas.output_file import write
-from hetconv.schemas.plan import Plan
 from hetconv.sharding.split import KINDS
-from hetconv.tracing.graph import Graph
-from hetconv.tracing.tracer import capture
 
 from .options import (
     DEFAULT_PROFILE,
+    DtypeOption,
     Input,
     Inputs,
     Mode,
@@ -33,11 +22,15 @@ from .options import (
     ModelArgs,
     ModeName,
     Seed,
+    Traceback,
     make_console,
     output_option,
 )
-from .outdated import stale
-from .show import show_plan
+
+if TYPE_CHECKING:
+    from hetconv.schemas.cluster_profile import ClusterProfile
+    from hetconv.schemas.plan import Plan
+    from hetconv.tracing.graph import Graph
 
 
 def plan(
@@ -45,6 +38,7 @@ def plan(
     input: Input = None,
     inputs: Inputs = None,
     model_args: ModelArgs = "{}",
+    dtype: DtypeOption = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -72,7 +66,8 @@ def plan(
         str, typer.Option(help=f"The only kinds to use, of {','.join(KINDS)}.")
     ] = ",".join(KINDS),
     memory_limit: Annotated[
-        float | None, typer.Option(help="GB per device; the profile's by default.")
+        float | None,
+        typer.Option(min=0.001, help="GB per device; the profile's by default."),
     ] = None,
     output: Annotated[
         Path, output_option("--output", "-o", help="The plan to write.")
@@ -85,13 +80,19 @@ def plan(
         ),
     ] = None,
     seed: Seed = 0,
+    traceback: Traceback = False,
 ) -> None:
     """Choose how to cut every layer, and write the plan."""
+    from hetconv.autotune.models.build import build_model, trace_model
+    from hetconv.autotune.models.inputs import InputSpec
+    from hetconv.planner.make_plan import make_plan
+
+    from .show import show_plan
+
     cluster = _cluster(profile, devices, link, between)
-    given = InputSpec.parse(input or (), inputs).make(seed)
-    built = build_model(model, model_args, seed).train(mode is ModeName.train)
-    with torch.set_grad_enabled(mode is ModeName.train):
-        graph = capture(built, *given.args, **given.kwargs)
+    asked = InputSpec.parse(input or (), inputs, dtype)
+    built = build_model(model, model_args, seed, dtype)
+    graph = trace_model(built, asked.make(seed), mode is ModeName.train)
     limit = memory_limit * 1e9 if memory_limit is not None else None
     chosen: Any = tuple(kinds.split(","))
     made = make_plan(graph, cluster, mode=mode.value, memory_limit=limit, kinds=chosen)
@@ -109,6 +110,11 @@ def _cluster(
     profile: Path | None, devices: str | None, link: str | None, between: str | None
 ) -> ClusterProfile:
     """What was measured, or put together from the catalogue."""
+    from hetconv.autotune.measure.device_info import here
+    from hetconv.schemas.cluster_profile import ClusterProfile
+
+    from .outdated import stale
+
     if devices is None:
         if link is not None or between is not None:
             raise ProfileError(
@@ -142,6 +148,10 @@ def write_trace(path: Path, graph: Graph, profile: ClusterProfile, plan: Plan) -
         profile: of the cluster.
         plan: the plan.
     """
+    from hetconv.cost.estimator import StepEstimator
+    from hetconv.cost.timeline import Event, chrome_trace
+    from hetconv.schemas.output_file import write
+
     events: list[Event] = []
     StepEstimator(graph, profile, plan.mode).of(plan.chosen).estimate(
         plan.splits, events.append

@@ -43,6 +43,26 @@ def parse_devices(text: str) -> list[DeviceName]:
     return [DeviceName.parse(part) for part in text.split(",")]
 
 
+def check_present(devices: Sequence[DeviceName]) -> None:
+    """Checks that this process sees its devices: its rank's alone under torchrun.
+
+    Raises:
+        HetConvError: A device is not there.
+    """
+    rank = os.environ.get("RANK")
+    own = devices if rank is None else devices[int(rank) : int(rank) + 1]
+    gpus = torch.cuda.device_count()
+    for name in own:
+        device = torch.device(name.device)
+        if device.type == "cuda" and (device.index or 0) >= gpus:
+            there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(gpus))])
+            build = "" if torch.version.cuda else ", whose torch is built without CUDA,"
+            raise HetConvError(
+                f"device {name.device!r} is not there; this process{build} sees {there}: name "
+                "one of these for each rank"
+            )
+
+
 def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) -> Any:
     """Calls ``fn(*args)`` once per device, in a process group of as many ranks.
 
@@ -68,7 +88,9 @@ def run_on(devices: Sequence[DeviceName], fn: Callable[..., Any], *args: Any) ->
                 f"torchrun started {world} ranks, but {len(devices)} devices were named; name one "
                 "per rank"
             )
+        check_present(devices)
         return _run_rank(int(os.environ["RANK"]), "env://", devices, fn, args)
+    check_present(devices)
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // len(devices), 1))}
     with _unless_set(threads | CPU_SETTINGS):
         names = [str(device) for device in devices]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetconv.autotune.launch.progress import Reporter
+from hetconv.autotune.models.build import channels_last, random_input
 from hetconv.comm.rank_group import blocking, rank_group_of
 from hetconv.comm.redistribute import start_exchange
 from hetconv.cost.network import Network
@@ -36,7 +37,6 @@ from hetconv.sharding.split import SPATIAL_KINDS, Split
 from hetconv.tracing.graph import Graph
 
 from . import timer
-from .models import channels_last, random_input
 from .paired_rounds import paired
 from .sampling import error_of_median
 

@@ -16,15 +16,14 @@ from hetconv.autotune.launch.progress import Reporter
 from hetconv.autotune.launch.throttle import DeviceName
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.device_info import conditions
-from hetconv.autotune.measure.model_inputs import InputSpec, ModelInputs
-from hetconv.autotune.measure.models import build_model, channels_last
+from hetconv.autotune.models.build import build_model, channels_last, trace_model
+from hetconv.autotune.models.inputs import InputSpec, ModelInputs
 from hetconv.comm.rank_group import rank_group_of
 from hetconv.errors import HetConvError
 from hetconv.schemas.cluster_profile import ClusterProfile
 from hetconv.schemas.json_files import adapter
 from hetconv.schemas.plan import Mode
 from hetconv.tracing.graph import Graph
-from hetconv.tracing.tracer import capture
 
 from .journal import Store, claimed
 from .race import Race
@@ -41,7 +40,7 @@ class Job:
 
     Attributes:
         devices: one for each rank.
-        model: what makes the model, as package.module:callable.
+        model: what makes the model, of `find_callable`.
         model_args: its arguments, as JSON.
         inputs: what the model is called with.
         mode: what a step is.
@@ -53,6 +52,8 @@ class Job:
             again.
         storage: the URL of a database for the studies' trials, in place of the journal.
         quiet: whether nothing is said but errors.
+        verbose: whether everything is said that is measured.
+        dtype: of the model; None if it stays as it is built.
     """
 
     devices: tuple[DeviceName, ...]
@@ -67,6 +68,8 @@ class Job:
     resume: bool = False
     storage: str | None = None
     quiet: bool = False
+    verbose: bool = False
+    dtype: str | None = None
 
 
 class Run:
@@ -87,16 +90,13 @@ class Run:
         self.name = job.devices[self.group.rank]
         self.device = torch.device(self.name.device)
         training = job.mode == "train"
-        model = build_model(job.model, job.model_args, job.seed)
+        model = build_model(job.model, job.model_args, job.seed, job.dtype)
         model = model.to(self.device).train(training)
         inputs = job.inputs.make(job.seed).to(self.device)
         self.model: nn.Module
         self.inputs: ModelInputs
         self.model, self.inputs = channels_last(model, inputs)
-        with torch.set_grad_enabled(training):
-            self.graph: Graph = capture(
-                self.model, *self.inputs.args, **self.inputs.kwargs
-            )
+        self.graph: Graph = trace_model(self.model, self.inputs, training)
         timeout_s = max(MIN_TIMEOUT_S, job.budget / 4)
         self.on_gpu = any(torch.device(d.device).type == "cuda" for d in job.devices)
         self.race = Race(
@@ -117,7 +117,7 @@ class Run:
     def _open_store(self, stack: ExitStack) -> Store:
         job, now = self.job, conditions(self.device)
         asked = {
-            "model": f"{job.model} {job.model_args}",
+            "model": " ".join(filter(None, (job.model, job.model_args, job.dtype))),
             "graph": self.graph.digest,
             "inputs": str(job.inputs),
             "mode": job.mode,

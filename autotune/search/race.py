@@ -24,8 +24,6 @@ from hetconv.autotune.launch.supervisor import log_last_action
 from hetconv.autotune.launch.throttle import Computation, throttled
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.cpu_share import core_share, uses_thread_clock
-from hetconv.autotune.measure.model_inputs import ModelInputs
-from hetconv.autotune.measure.models import channels_last, has_images
 from hetconv.autotune.measure.paired_rounds import (
     MIN_ROUNDS,
     LogRatio,
@@ -35,6 +33,8 @@ from hetconv.autotune.measure.paired_rounds import (
     time_rounds,
     time_step,
 )
+from hetconv.autotune.models.build import channels_last, has_images
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.comm.rank_group import RankGroup, all_gather_object, destroy, rank_group_of
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.nn.parallelize import parallelize

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from bench.shared.machine import add_output_argument, commit, facts, need_cuda, save
 from bench.shared.models import torchvision_model
 from hetconv.autotune.launch.launcher import parse_devices, run_on
-from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import paired
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search.race import step_of
 from hetconv.nn.parallelize import parallelize
 from hetconv.planner.make_plan import make_plan

@@ -26,7 +26,7 @@ import hetconv
 from bench.shared.machine import RIVAL
 from examples.edsr import EDSR, SCALE
 from hetconv.autotune.launch.throttle import DeviceName, set_speed
-from hetconv.autotune.measure.model_inputs import InputSpec, TensorSpec
+from hetconv.autotune.models.inputs import InputSpec, TensorSpec
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.tune import tune
 from hetconv.comm.rank_group import all_gather_object, rank_group_of

@@ -16,10 +16,10 @@ from torch import nn
 
 from hetconv.autotune.measure import fit
 from hetconv.autotune.measure.layer_workloads import LayerWorkload, workloads_of
-from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import Round, Step
 from hetconv.autotune.measure.sampling import Passes, TimePasses
 from hetconv.autotune.measure.timer import time_again, time_workloads, timed
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search.race import device_of, plain_step, plain_variants, step_of
 from hetconv.comm.rank_group import all_gather_object, rank_group_of
 from hetconv.cost.estimator import StepEstimator

@@ -5,6 +5,7 @@ Calls are read as the runtime reads them, so that a plan predicts what will run.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -230,6 +231,17 @@ def _copy(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Keeps PyTorch from logging a failure that is raised, and may be mended by a real run."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
 def _record_on_fakes(
     root: nn.Module,
     model: Callable[..., Any],
@@ -243,7 +255,7 @@ def _record_on_fakes(
         fake: Tensor = mode.from_tensor(x.detach())
         return fake.requires_grad_(x.requires_grad)
 
-    with mode:
+    with mode, _quiet_fakes():
         # The run may write to buffers, so it gets fake ones.
         fakes: dict[int, Tensor] = {}
         for module in root.modules():

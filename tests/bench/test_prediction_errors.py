@@ -13,8 +13,8 @@ from bench.shared.prediction_errors import (
     plan_steps,
     predicted_and_measured,
 )
-from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import paired_rounds
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.cost.estimator import estimate
 from hetconv.planner.candidates import Candidates
 from hetconv.schemas.cluster_profile import ClusterProfile

@@ -14,9 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import hetconv
-from hetconv.autotune.cli import autotune_command, main
+from hetconv.autotune.cli import main
+from hetconv.autotune.launch import launcher
 from hetconv.autotune.launch.launcher import parse_devices
-from hetconv.autotune.measure.models import build_model
+from hetconv.autotune.models.build import build_model
 from hetconv.autotune.search import journal
 from hetconv.autotune.search.journal import claimed
 from hetconv.autotune.search.tune import tune
@@ -191,7 +192,10 @@ def test_the_catalogue_is_listed_with_its_sources(command: Command) -> None:
             ("autotune", *PAIR, *NET, "--model-args", '{"depth": 3}'),
             "cannot be called with",
         ),
-        (("autotune", *PAIR, *NET[:2], "--input", "1x4x8x8"), "could not be captured"),
+        (
+            ("autotune", *PAIR, *NET[:2], "--input", "1x4x8x8"),
+            "cannot be called with --input of (1, 4, 8, 8): ",
+        ),
         (("plan", *NET, "--profile", "none.json"), "none.json: cannot be read"),
         (("show", "none.json"), "none.json: cannot be read"),
     ],
@@ -216,7 +220,7 @@ def test_without_a_profile_on_this_machine_a_plan_is_refused(tmp_path: Path) -> 
 
 def in_process(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: Any) -> Any:
     """What comes of ``hetconv autotune`` where these are the ranks."""
-    monkeypatch.setattr(autotune_command, "run_on", ranks)
+    monkeypatch.setattr(launcher, "run_on", ranks)
     monkeypatch.delenv("RANK", raising=False)
     args = [
         *PAIR,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetconv.autotune.cli import main
+from hetconv.autotune.cli import doctor
 from hetconv.autotune.cli.doctor import Pair, Report
 from hetconv.autotune.cli.outdated import REMEDY
 from hetconv.autotune.launch.probe import Outcome
@@ -83,7 +83,7 @@ def test_a_plan_of_a_stale_profile_is_made_with_a_warning(command: Command) -> N
         (("doctor", "--devices", "tpu"), "device 'tpu' is not understood"),
         (
             ("doctor", "--devices", "cuda:99"),
-            "'cuda:99' is not there; this process sees cpu",
+            "'cuda:99' is not there; this process, whose torch is built without CUDA, sees cpu",
         ),
         (("doctor", "--timeout", "0"), "Invalid value for '--timeout'"),
         (("schema", "cluster"), "Invalid value for"),
@@ -126,7 +126,7 @@ def test_the_doctor_says_by_its_exit_status_whether_each_pair_has_a_backend(
             (Pair(("cpu", "cpu"), True, {"gloo": Outcome("fails in barrier", 1.0)}),),
         )
 
-    monkeypatch.setattr(main, "examine", examine)
+    monkeypatch.setattr(doctor, "examine", examine)
     status, said, _ = command("doctor", "--devices", "cpu,cpu@0.5", "--timeout", "3")
     assert (status, asked) == (1, [([DeviceName("cpu"), DeviceName("cpu", 0.5)], 3.0)])
     assert "cpu - cpu: gloo fails in barrier" in said

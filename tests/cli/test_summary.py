@@ -16,12 +16,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hetconv.autotune.cli import autotune_command, main
+from hetconv.autotune.cli import main
 from hetconv.autotune.cli.summary import Summary, Way, show_summary, summarize
+from hetconv.autotune.launch import launcher
 from hetconv.autotune.launch.launcher import parse_devices
-from hetconv.autotune.measure.model_inputs import InputSpec
-from hetconv.autotune.measure.models import build_model
 from hetconv.autotune.measure.sampling import Passes
+from hetconv.autotune.models import build
+from hetconv.autotune.models.build import build_model
+from hetconv.autotune.models.inputs import InputSpec
 from hetconv.autotune.search import tune
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.journal import Store
@@ -212,8 +214,8 @@ def autotune(
         print(TALK, end="")
         return build_model(*args)
 
-    monkeypatch.setattr(autotune_command, "run_on", run_on)
-    monkeypatch.setattr(autotune_command, "build_model", talkative)
+    monkeypatch.setattr(launcher, "run_on", run_on)
+    monkeypatch.setattr(build, "build_model", talkative)
     return run
 
 

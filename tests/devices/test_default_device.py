@@ -44,7 +44,7 @@ FACTORIES = {
 """Functions of PyTorch that make a tensor on the default device unless they are told
 another one.
 """
-FOR_USERS = {"autotune/measure/model_inputs.py", "autotune/measure/models.py"}
+FOR_USERS = {"autotune/models/inputs.py", "autotune/models/build.py"}
 """Inputs of the user's model are made as the user's program makes its own."""
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hetconv.autotune.measure import paired_rounds
-from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search import job, race
 from hetconv.autotune.search.plan_search import MIN_TRIAL_S, PlanSearch
 from hetconv.autotune.search.race import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hetconv.autotune.launch.progress import Reporter
-from hetconv.autotune.measure.model_inputs import ModelInputs
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search import plan_search
 from hetconv.autotune.search.job import Run
 from hetconv.autotune.search.plan_search import ATTEMPTS, MAX_ATTEMPTS, PlanSearch

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hetconv.autotune.launch import throttle
 from hetconv.autotune.launch.throttle import Computation
-from hetconv.autotune.measure.model_inputs import ModelInputs
 from hetconv.autotune.measure.paired_rounds import MIN_ROUNDS
+from hetconv.autotune.models.inputs import ModelInputs
 from hetconv.autotune.search import race
 from hetconv.autotune.search.race import (
     CANDIDATE,

@@ -19,7 +19,7 @@ from hetconv.autotune.launch.launcher import parse_devices
 from hetconv.autotune.measure import timer
 from hetconv.autotune.measure.layer_workloads import LayerWorkload, workloads_of
 from hetconv.autotune.measure.links import link_models
-from hetconv.autotune.measure.model_inputs import InputSpec, TensorSpec
+from hetconv.autotune.models.inputs import InputSpec, TensorSpec
 from hetconv.autotune.search import race, stages
 from hetconv.autotune.search.job import Job
 from hetconv.autotune.search.journal import journal_of

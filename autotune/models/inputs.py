@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hetconv.containers import map_tensors
 from hetconv.errors import HetConvError
 
-from .models import named_callable
+from .named_callable import find_callable
+from .user_code import UserCodeError
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -73,8 +74,12 @@ class TensorSpec:
     name: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> TensorSpec:
+    def parse(cls, text: str, default_dtype: str = "float32") -> TensorSpec:
         """Reads ``1x3x256x256``, ``1,3,256,256``, ``2:int64`` or ``timestep=2:int64``.
+
+        Args:
+            text: the option's value.
+            default_dtype: where the text names none.
 
         Raises:
             HetConvError: for any other text.
@@ -100,7 +105,7 @@ class TensorSpec:
             raise HetConvError(
                 f"--input {text!r}: dtype {dtype!r} is not known; choose one of {', '.join(DTYPES)}"
             )
-        return cls(shape, dtype or "float32", name)
+        return cls(shape, dtype or default_dtype, name)
 
     def __str__(self) -> str:
         return (
@@ -129,12 +134,15 @@ class InputSpec:
     target: str | None = None
 
     @classmethod
-    def parse(cls, tensors: Sequence[str], target: str | None) -> InputSpec:
+    def parse(
+        cls, tensors: Sequence[str], target: str | None, dtype: str | None = None
+    ) -> InputSpec:
         """Reads the options of the command line.
 
         Args:
             tensors: every ``--input``.
             target: ``--inputs``, if it was given.
+            dtype: ``--dtype``, which tensors have that name none.
 
         Raises:
             HetConvError: for both or neither, for a tensor that is not understood, and
@@ -152,7 +160,7 @@ class InputSpec:
                 "called with, as in "
                 "--input 1x3x256x256, or --inputs package.module:callable"
             )
-        found = tuple(map(TensorSpec.parse, tensors))
+        found = tuple(TensorSpec.parse(text, dtype or "float32") for text in tensors)
         names = [tensor.name for tensor in found if tensor.name is not None]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise HetConvError(
@@ -204,14 +212,12 @@ def parse_shape(shape: str, given: str | None = None) -> tuple[int, ...]:
 
 
 def _called(target: str, seed: int) -> ModelInputs:
-    make = named_callable(target, "--inputs")
+    make = find_callable(target, "--inputs")
     torch.manual_seed(seed)
     try:
         made = make()
     except Exception as e:  # whatever it may raise
-        raise HetConvError(
-            f"--inputs: {target}, called without arguments, raised {type(e).__name__}: {e}"
-        ) from e
+        raise UserCodeError(f"--inputs: {target}, called without arguments", e) from e
     pair = isinstance(made, tuple | list) and len(made) == 2
     if (
         not pair

@@ -1,12 +1,8 @@
-"""Models as named on the command line, and tensors for them."""
+"""Builds and traces the model that the command line names."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,61 +11,32 @@ from torch import Tensor, nn
 from hetconv.containers import map_tensors, tensors_in
 from hetconv.errors import HetConvError
 from hetconv.kernels import CHANNELS_LAST
+from hetconv.tracing.graph import Graph
+from hetconv.tracing.tracer import capture
+
+from .inputs import DTYPES, ModelInputs
+from .named_callable import find_callable
+from .user_code import UserCodeError
 
 T = TypeVar("T")
 
 
-def named_callable(target: str, option: str) -> Callable[..., Any]:
-    """Imports a callable by its name; the working directory is importable.
-
-    Args:
-        target: ``package.module:callable``.
-        option: of the command line, that it was given by.
-
-    Raises:
-        HetConvError: if it cannot be imported, saying which part is wrong.
-    """
-    module_name, colon, name = target.partition(":")
-    if not colon or not module_name or not name:
-        raise HetConvError(
-            f"{option} {target!r} does not name a callable; write package.module:callable"
-        )
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as e:  # whatever the module does when it is imported
-        said = str(e) if isinstance(e, ImportError) else f"{type(e).__name__}: {e}"
-        raise HetConvError(
-            f"{option}: module {module_name!r} cannot be imported: {said}"
-        ) from e
-    try:
-        found = getattr(module, name)
-    except AttributeError as e:
-        raise HetConvError(f"{option}: module {module_name!r} has no {name!r}") from e
-    if not callable(found):
-        raise HetConvError(
-            f"{option}: {target} is of type {type(found).__name__} and cannot be called; name "
-            "a callable"
-        )
-    made: Callable[..., Any] = found
-    return made
-
-
-def build_model(target: str, arguments: str, seed: int) -> nn.Module:
+def build_model(
+    target: str, arguments: str, seed: int, dtype: str | None = None
+) -> nn.Module:
     """Builds a model by calling what makes it, under a fixed seed.
 
     Args:
-        target: ``package.module:callable``.
+        target: of `find_callable`.
         arguments: a JSON object or list that it is called with.
         seed: of torch's random numbers.
+        dtype: what its floating-point parameters and buffers become, one of `DTYPES`.
 
     Raises:
         HetConvError: if there is no such callable, it refuses the arguments, or what it
             returns is no module.
     """
-    make = named_callable(target, "--model")
+    make = find_callable(target, "--model")
     try:
         given = json.loads(arguments)
     except ValueError as e:
@@ -81,15 +48,47 @@ def build_model(target: str, arguments: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     try:
         model = make(**given) if isinstance(given, dict) else make(*given)
-    except TypeError as e:
-        raise HetConvError(
-            f"--model: {target} cannot be called with {arguments}: {e}"
+    except Exception as e:  # whatever it may raise
+        raise UserCodeError(
+            f"--model: {target} cannot be called with {arguments}", e
         ) from e
     if not isinstance(model, nn.Module):
         raise HetConvError(
             f"--model: {target} gave a {type(model).__name__}, not a torch.nn.Module"
         )
-    return model
+    return model if dtype is None else model.to(DTYPES[dtype])
+
+
+def trace_model(model: nn.Module, inputs: ModelInputs, training: bool) -> Graph:
+    """Captures a model in training or evaluation mode.
+
+    Args:
+        model: the model; its mode is set.
+        inputs: what it is called with.
+        training: whether a step is forward and backward.
+
+    Raises:
+        UserCodeError: if the model cannot be called with these inputs.
+        HetConvError: if it has no convolution and no linear layer.
+    """
+    model.train(training)
+    try:
+        with torch.set_grad_enabled(training):
+            graph = capture(model, *inputs.args, **inputs.kwargs)
+    except HetConvError as e:
+        if e.__cause__ is None:
+            raise
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in(inputs))
+        raise UserCodeError(
+            f"--model: {type(model).__name__} cannot be called with --input of {shapes}",
+            e.__cause__,
+        ) from e.__cause__
+    if not graph.layers:
+        raise HetConvError(
+            f"--model: {graph.model} has no convolution or linear layer, so that there is "
+            "nothing to split; name a model that has"
+        )
+    return graph
 
 
 def has_images(inputs: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Progress of a job: a bar on a terminal, plain lines elsewhere; only rank 0 shows it."""
+"""Progress of a job: a bar on a terminal, few lines elsewhere; only rank 0 shows it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ from rich.text import Text
 
 from .supervisor import log_last_action
 
+MIN_LINE_S = 10.0  # between two lines of a stage where there is no bar
+
 
 class Reporter:
     """Shows the stages of a job, and logs them as the last action of this rank.
+
+    Without a terminal a stage has a line when it begins, and one every 10 seconds.
 
     Args:
         title: What stands before every line.
         budget: Seconds that the job may take. The bar then shows how many are left.
         quiet: Whether to show nothing.
+        verbose: Whether to show every step and detail.
         console: Where to show it; standard error by default.
 
     Example:
@@ -44,6 +49,7 @@ class Reporter:
         *,
         budget: float | None = None,
         quiet: bool = False,
+        verbose: bool = False,
         console: Console | None = None,
     ):
         self._title, self._budget = title, budget
@@ -54,7 +60,9 @@ class Reporter:
         self._bar: Progress | None = None
         if self._visible and draws:
             self._bar = _progress_bar(self._console, self._time_text)
+        self._verbose = verbose
         self._total = self._done = 0
+        self._last_line = -inf
         self._stage, self._best = "", inf
 
     def __enter__(self) -> Reporter:
@@ -79,6 +87,8 @@ class Reporter:
             for task in self._bar.task_ids:
                 self._bar.update(task, visible=False)
             self._bar.add_task(f"{self._title}: {name}", total=total, best="", note="")
+        else:
+            self.line(f"{name}, {total} to do")
 
     def advance(self, note: str = "", value: float | None = None) -> None:
         """Counts one step of the stage as done.
@@ -92,15 +102,23 @@ class Reporter:
         if value is not None:
             self._best = min(self._best, value)
         best = f"best {self._best:.3f}x" if self._best < inf else ""
+        log_last_action(text)
         if self._bar is not None:
-            log_last_action(text)
             self._bar.update(self._bar.task_ids[-1], advance=1, best=best, note=note)
-        else:
+        late = self._bar is None and time.monotonic() - self._last_line >= MIN_LINE_S
+        if self._verbose or late:
             self.line(f"{text}, {best}" if best else text)
+
+    def detail(self, text: str) -> None:
+        """Shows a line of text if all is to be shown."""
+        log_last_action(text)
+        if self._verbose:
+            self.line(text)
 
     def line(self, text: str) -> None:
         """Shows a line of text, above the bar if there is one."""
         log_last_action(text)
+        self._last_line = time.monotonic()
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self._visible:

@@ -58,6 +58,18 @@ class LayerWorkload:
         """Its name in profiles, and in the records of a tuning job."""
         return operator_key(self.op, self.axis, self.dtype)
 
+    @property
+    def label(self) -> str:
+        """What a person reads while it is measured."""
+        if isinstance(self.op, Linear):
+            rows, features = prod(self.op.x_shape[:-1]), self.op.x_shape[-1]
+            return (
+                f"linear {features} to {self.op.features}, {rows} rows, by {self.axis}"
+            )
+        s = self.op.spec
+        kernel, image = ("x".join(map(str, n)) for n in (s.kernel, s.x_shape[2:]))
+        return f"conv {kernel}, {s.C} to {s.K} channels, {image}, by {self.axis}"
+
     def samples(
         self,
         time_passes: TimePasses,

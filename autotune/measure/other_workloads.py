@@ -64,6 +64,8 @@ class NonLayerOperator:
         """Its name in the records of a tuning job."""
         return f"{self.kind} {self.dtype}"
 
+    label = key
+
     def samples(
         self,
         time_passes: TimePasses,
@@ -162,6 +164,11 @@ class DispatchOverhead:
     def key(self) -> str:
         """Its name in the records of a tuning job."""
         return "call"
+
+    @property
+    def label(self) -> str:
+        """What a person reads while it is measured."""
+        return "time that the host takes for a layer"
 
     def samples(
         self,

@@ -74,7 +74,7 @@ def with_overlap(
     overlap = timer.broadcast_object(
         hidden_part(times["in turn"], times["overlapped"], times["halos"])
     )
-    say.line(f"{overlap:.0%} of the shorter of computing and halos is hidden")
+    say.detail(f"{overlap:.0%} of the shorter of computing and halos is hidden")
     return replace(profile, overlap=overlap)
 
 
@@ -203,7 +203,7 @@ def tune_chunks(
     found: list[TunedChunks] = []
     for spec, split in layers:
         if timer.broadcast_object(enough()):
-            say.line(
+            say.detail(
                 f"chunks: {len(layers) - len(found)} smaller convolutions were left out; "
                 "--budget would allow more"
             )

@@ -165,7 +165,7 @@ class PlanSearch:
         }
         best = min(seconds, key=seconds.__getitem__)
         run.keep(COMPARED_WITH, "", best)
-        run.say.line(f"{best}: {seconds[best] * 1e3:.1f} ms")
+        run.say.detail(f"{best}: {seconds[best] * 1e3:.1f} ms")
         return options[best]
 
     def _running(self, options: Mapping[str, Reference]) -> dict[str, Reference]:

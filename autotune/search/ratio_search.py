@@ -88,9 +88,11 @@ class RatioSearch:
         try:
             weights, step_s, computed_s = self._confirm(best)
         except TrialFailedError as e:
-            run.say.line(f"the {self.kind} ratio {computed} is kept, for it failed {e}")
+            run.say.detail(
+                f"the {self.kind} ratio {computed} is kept, for it failed {e}"
+            )
             return None
-        run.say.line(
+        run.say.detail(
             f"{self.kind} {format_weights(weights)}: {step_s * 1e3:.1f} ms a step; "
             f"computed {computed}: {computed_s * 1e3:.1f} ms"
         )

@@ -43,18 +43,19 @@ def operators(run: Run) -> ClusterProfile:
     enough = run.passed(part_of(run, OPERATORS_PART))
     training = run.job.mode == "train"
     samples: timer.Samples = {}
+    labels = {workload.key: workload.label for workload in workloads}
 
     def keep(key: str, passes: dict[float, Passes]) -> None:
         samples[key] = passes
         run.keep("operators", key, all_gather_object(run.group, passes))
-        run.say.advance(key)
+        run.say.advance(labels[key])
 
     run.say.stage("operators", len(workloads))
     for workload in workloads:
         known = run.known("operators", workload.key, list[dict[float, Passes]])
         if known is not None:
             samples[workload.key] = known[run.group.rank]
-            run.say.advance(f"{workload.key}, known")
+            run.say.advance(f"{workload.label}, known")
     left = [workload for workload in workloads if workload.key not in samples]
     for key, passes in timer.time_workloads(left, run.device, enough, training):
         keep(key, passes)
@@ -82,12 +83,14 @@ def operators(run: Run) -> ClusterProfile:
         devices, link_models(run.group, run.device), nodes=nodes_of(devices)
     )
     for pair, link in profile.links.items():
-        run.say.line(
+        run.say.detail(
             f"link {pair}: {link.latency_s * 1e6:.0f} us, {1e-9 / link.s_per_byte:.2f} GB/s"
         )
     profile = with_contention(profile, run.group, run.device)
     summing_ns = profile.sum_s_per_byte * 1e9
-    run.say.line(f"sums of gradients: {summing_ns:.2f} ns a byte beside their messages")
+    run.say.detail(
+        f"sums of gradients: {summing_ns:.2f} ns a byte beside their messages"
+    )
     return with_overlap(profile, run.graph, run.job.mode, run.device, run.say)
 
 

@@ -268,7 +268,7 @@ def tune_tiles(
         say.stage(stage, max(counts))
         for i in range(max(counts)):
             if timer.broadcast_object(enough()):
-                say.line(
+                say.detail(
                     f"{stage}: {max(counts) - i} smaller passes were left out; --budget would "
                     "allow more"
                 )

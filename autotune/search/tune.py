@@ -39,7 +39,9 @@ def tune(job: Job) -> Record:
     """
     with (
         ExitStack() as stack,
-        Reporter("autotune", budget=job.budget, quiet=job.quiet) as say,
+        Reporter(
+            "autotune", budget=job.budget, quiet=job.quiet, verbose=job.verbose
+        ) as say,
     ):
         stack.enter_context(redirect_stdout(sys.stderr))  # whatever a model prints
         run = Run(job, say, stack)

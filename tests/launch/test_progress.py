@@ -24,7 +24,11 @@ def shown(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]
     )
     console = Console(file=io.StringIO(), force_terminal=bool(terminal), width=100)
     with Reporter(
-        "autotune", budget=budget, quiet=bool(quiet), console=console
+        "autotune",
+        budget=budget,
+        quiet=bool(quiet),
+        verbose=bool(options.get("verbose")),
+        console=console,
     ) as reporter:
         reporter.stage("operators", 2)
         now[0] = 10.0
@@ -32,6 +36,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, **options: bool | float) -> list[str]
         reporter.stage("ratio", 4)
         for value in (1.0, 0.875, 0.9, None):
             reporter.advance(f"tried {value}", value)
+        reporter.detail("a detail")
         reporter.line("a line [of its own]")
         now[0] = 200.0
     assert isinstance(console.file, io.StringIO)
@@ -44,13 +49,26 @@ def test_plain_lines_without_a_terminal(
     dumb: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert shown(monkeypatch, terminal=dumb, dumb=dumb, budget=60.0) == [
+        "[  0.0 of 60 s] autotune: operators, 2 to do",
         "[ 10.0 of 60 s] autotune: operators 1/2 a [conv]",
-        "[ 10.0 of 60 s] autotune: ratio 1/4 tried 1.0, best 1.000x",
-        "[ 10.0 of 60 s] autotune: ratio 2/4 tried 0.875, best 0.875x",
-        "[ 10.0 of 60 s] autotune: ratio 3/4 tried 0.9, best 0.875x",
-        "[ 10.0 of 60 s] autotune: ratio 4/4 tried None, best 0.875x",
+        "[ 10.0 of 60 s] autotune: ratio, 4 to do",
         "[ 10.0 of 60 s] autotune: a line [of its own]",
     ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_every_step_and_detail_when_verbose(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "\n".join(shown(monkeypatch, terminal=terminal, verbose=True))
+    for text in (
+        "ratio 1/4 tried 1.0, best 1.000x",
+        "ratio 2/4 tried 0.875, best 0.875x",
+        "ratio 4/4 tried None, best 0.875x",
+        "a detail",
+        "a line [of its own]",
+    ):
+        assert text in lines
 
 
 def test_a_bar_shows_the_stage_its_best_and_the_time_left(
@@ -69,7 +87,7 @@ def test_without_a_budget_the_time_spent_is_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert " 200 s " in shown(monkeypatch, terminal=True)[-1]
-    assert shown(monkeypatch, terminal=False)[0].startswith("[ 10.0 s] autotune")
+    assert shown(monkeypatch, terminal=False)[1].startswith("[ 10.0 s] autotune")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
